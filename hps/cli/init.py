@@ -95,6 +95,9 @@ def init_command(
         width = min(80, max(len(line) for line, _ in lines))
         for line, reason in lines:
             typer.echo(f"{line:{width}}  {reason}".rstrip())
+    for entry in content.get("models", ()):
+        ids = ", ".join(f"{place} = {name}" for place, name in enumerate(entry["embedding_table_names"]))
+        typer.echo(f"{entry['model']}: ids of its tables, the order of KEYS and NUMKEYS: {ids}")
     typer.echo(f"{output}: written; next: `hps check-config {output} --connect`, `hps plan {output}`, `hps serve {output}`")
 
 
@@ -126,6 +129,8 @@ def _found(source: str, output: Path, tables: str | None, model: str | None, for
     listed = source if source.endswith(".json") else os.path.join(source, "ps.json")
     is_ours = listed != source and Path(listed).resolve() == output.resolve()
     entries = [] if is_ours else entries_of(listed)
+    if listed == source and not os.path.exists(source):
+        raise errors.InvalidInputError(f"reading {source}: there is no such file")
     if listed == source and not entries:
         raise errors.InvalidInputError(f"reading {source}: got no models with sparse_files, expected a ps.json or a directory")
     if entries:
@@ -248,13 +253,14 @@ def _entry(model: "FoundModel", choices: _Choices) -> tuple[dict[str, Any], dict
         "model": "the name in requests; by its directory" if not known else "as in the ps.json that was found",
         "version_path": f"versions {', '.join(model.versions)}; the latest is served",
         "sparse_files": "directories with key and emb_vector" + (", in each version" if model.version_path else ""),
-        "embedding_table_names": f"the names in requests; rows: {rows}",
+        "embedding_table_names": f"the names in requests, by id; rows: {rows}",
         "embedding_vecsize_per_table": "floats a vector: emb_vector's bytes / 4 / the number of keys",
         "max_batch_size": "samples of one lookup",
         "maxnum_catfeature_query_per_table_per_sample": (
             "keys per sample of a table; times max_batch_size, the most keys of a lookup: raise it if needed"
         ),
         "default_value_for_each_table": "the vector of a key that no table has",
+        "num_of_worker_buffer_in_pool": "lookups at a time on a device; each takes memory for the most keys",
         "deployed_device_list": "GPUs that each hold a cache",
         "gpucacheper": "share of the rows in the embedding cache; `hps plan` predicts the effect of others",
         "hit_rate_threshold": "above 1: keys of a table never get the default vector",

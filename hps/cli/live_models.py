@@ -162,7 +162,8 @@ def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, url: str
     state = f"version {change['version']} serves" if "version" in change else "out of service"
     pin = change.get("pinned")
     pinned = f"; {pin['text']}, until `hps unpin {model}`" if pin else ""
-    typer.echo(f"{model}: {state} ({verb}, {change['seconds']:.1f} s){pinned}")
+    loaded = f"{console.rows_text(change['rows'])} loaded, " if verb in ("deploy", "unpin") else ""
+    typer.echo(f"{model}: {state} ({verb}, {loaded}{change['seconds']:.1f} s){pinned}")
     if pin and "problem" in pin:
         typer.echo(f"{model}: {pin['problem']}")
 

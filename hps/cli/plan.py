@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hps.planning.memory import Machine, PlannedNeed, Total
 
 EXAMPLE = "Example: `hps plan ps.json --trace keys.trace --goal 0.95 --picture plan.svg`"
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_POWERS = ("", "K", "M", "G", "T")
 
 
 def plan_command(
@@ -52,7 +52,7 @@ def plan_command(
 ) -> None:
     """Print the memory that CONFIG needs on each tier, whether it fits, and the hit rates of its caches.
 
-    Nothing is loaded, and no database is opened. The exit code is 1 if something does not fit. 1 GB is 2^30 bytes.
+    Nothing is loaded, and no database is opened. The exit code is 1 if something does not fit. 1 GB is 10^9 bytes, 1 GiB 2^30.
     """
     with console.reported():
         from hps.configuration.load import load_configuration
@@ -89,10 +89,10 @@ def plan_command(
 
 
 def _size(text: str) -> int:
-    """Read a size in bytes: `80GB`, `1.5 TB`, `4096`."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
+    """Read a size in bytes: `80GB`, `1.5 TiB`, `4096`."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     try:
-        return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))  # type: ignore[index]
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2].upper()))  # type: ignore[index, operator]
     except (TypeError, ValueError):
         raise errors.InvalidInputError(f"planning: got the size {text!r}, expected one such as 80GB") from None
 

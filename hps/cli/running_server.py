@@ -72,7 +72,7 @@ def _follow(server: "RunningServer", change: dict[str, Any], progress: "Progress
     from hps.ground.server_client import refusal
 
     number, name = change["number"], change["model"]
-    tag, rows_done = "", 0
+    tag, rows, rows_done = "", 0, 0
     while "status" not in change:
         time.sleep(_PAUSE_S)
         latest = [one for one in server.ask("/v1/models")["changes"] if one["model"] == name and one["number"] >= number]
@@ -80,12 +80,13 @@ def _follow(server: "RunningServer", change: dict[str, Any], progress: "Progress
             raise errors.HPSError(f"changing model {name!r}: the change has ended; the server's log has its outcome")
         change = latest[0]
         table = change.get("table")
-        if tag and (table is None or f"{name}.{table['name']}" != tag):
+        if tag and change.get("status", 0) < 400 and (table is None or f"{name}.{table['name']}" != tag):
+            progress.advance(tag, rows - rows_done)  # those since the last answer
             progress.finish(tag)
             tag = ""
         if table is not None:
             if not tag:
-                tag, rows_done = f"{name}.{table['name']}", 0
+                tag, rows, rows_done = f"{name}.{table['name']}", table["rows"], 0
                 progress.start(tag, table["rows"], table["size_bytes"])
             progress.advance(tag, table["rows_done"] - rows_done)
             rows_done = table["rows_done"]

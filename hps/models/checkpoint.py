@@ -10,7 +10,7 @@ import numpy as np
 
 from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem, local_path
-from hps.models.discovery import name_of, natural
+from hps.models.discovery import in_order, name_of
 from hps.models.files import open_file, rows_of_a_chunk
 from hps.models.formats.base import ArrayInfo
 from hps.models.formats.conversion import to_keys, to_vectors
@@ -118,7 +118,7 @@ def find_tables(
     dtype: str | None = None,
     first_key: int | None = None,
 ) -> dict[str, CheckpointTable]:
-    """Find the tables of a checkpoint by name, in natural order; arguments and errors as for `import_tables`."""
+    """Find the tables of a checkpoint by name, in its order; arguments and errors as for `import_tables`."""
     path = local_path(os.fspath(source))
     if keys is not None and keys.count("*") not in (0, tables.count("*")):
         raise InvalidInputError(f"importing {path}: got tables {tables!r} and keys {keys!r}, expected as many * in both")
@@ -132,10 +132,13 @@ def find_tables(
         held = [info.name for info in whole.arrays.arrays() if keys is None or not _match(keys, info.name)]
         first_key = first_key if keys else first_key or 0
     chosen: dict[str, CheckpointTable] = {}
-    for name in sorted(held, key=natural):
-        match = (whole is None and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
-        if not match:
-            continue
+    matches = {
+        name: match
+        for name in held
+        if (match := (whole is None and _match(tables, os.path.splitext(name)[0])) or _match(tables, name))
+    }
+    for name in in_order(list(matches)):
+        match = matches[name]
         table = _table_name(tables, match)
         if table in chosen:
             raise ModelFileError(

@@ -12,17 +12,18 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hps.errors import ModelFileError
 from hps.models.files import stored_shape
-from hps.models.manifest import VERSION, read_json, within
+from hps.models.manifest import VERSION, read_json, read_manifest, within
 from hps.models.repository import MODEL_ENTRY
 from hps.models.sources import ModelSources
 
 _SAVED = re.compile(r"(.*?)_?([0-9]+)_sparse_([0-9]+)(?:\.model)?")  # HugeCTR's: prefix, table, iteration
+_WORKSPACES = 4  # lookups at a time: with HugeCTR's 1, every lookup waits for the one before
 _DEPTH = 4  # levels of directories to search
 
 
@@ -48,7 +49,7 @@ class FoundModel:
 
     Attributes:
         name: from its directory.
-        tables: in the natural order of their names, or of HugeCTR's numbers.
+        tables: in the order of their ids: that of a `version.json` or of HugeCTR's numbers, else the natural order of names.
         version_path: directory of the numbered versions; empty without versions.
         versions: their numbers, ascending.
         entry: the model's entry in a ps.json beside it.
@@ -77,6 +78,7 @@ def default_settings(tables: int) -> dict[str, Any]:
     return {
         "max_batch_size": 4096,
         "maxnum_catfeature_query_per_table_per_sample": [1] * tables,
+        "num_of_worker_buffer_in_pool": _WORKSPACES,
         "default_value_for_each_table": [0.0] * tables,
         "deployed_device_list": [0],
         "gpucacheper": 0.5,
@@ -123,7 +125,7 @@ def relocated(place: str, entry: Mapping[str, Any]) -> FoundModel:
     """Find the files of an entry of a ps.json, which may have been moved, and the widths of its tables.
 
     Args:
-        place: directory to search, by the last parts of the files' names, if they are not at the entry's paths.
+        place: directory to search if the files are not at the entry's paths: by relative paths, then by the last parts of them.
         entry: an entry of `models` with `model` and `sparse_files`.
 
     Raises:
@@ -134,7 +136,8 @@ def relocated(place: str, entry: Mapping[str, Any]) -> FoundModel:
     names = entry.get("embedding_table_names") or [f"sparse_embedding{i}" for i in range(len(files))]
     for name, file in zip(names, files, strict=False):
         parts = str(file).rstrip("/").split("/")
-        tries = [str(file), *(within(place, "/".join(parts[-count:])) for count in range(min(3, len(parts)), 0, -1))]
+        beside = [] if posixpath.isabs(str(file)) or ":" in str(file) else [os.path.join(place, str(file))]
+        tries = [str(file), *beside, *(within(place, "/".join(parts[-count:])) for count in range(min(3, len(parts)), 0, -1))]
         found = next((search.locate(one) for one in tries if search.is_table(search.locate(one))), None)
         if found is None:
             raise ModelFileError(f"searching for table {name} of {entry.get('model')}: it is in none of {', '.join(tries)}")
@@ -145,6 +148,15 @@ def relocated(place: str, entry: Mapping[str, Any]) -> FoundModel:
 def name_of(text: str) -> str:
     """Turn a text into a valid name of a model or table."""
     return re.sub("[^a-zA-Z0-9_-]", "_", text) or "model"
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Return the order of ids of a source's names: its own, unless that says nothing.
+
+    Names that are sorted as text, or that differ only in numbers, are in natural order.
+    """
+    numbered = len({re.sub("[0-9]+", "", name) for name in names}) == 1
+    return sorted(names, key=natural) if numbered or list(names) == sorted(names) else list(names)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -196,7 +208,7 @@ class _Search:
         """Find the tables in a directory; with `relative`, the directory may be a table itself."""
         if relative and self.is_table(place):
             return [FoundTable("embedding", ".", *stored_shape(place, self.sources))]
-        names = [one for one in sorted(self.directories(place), key=natural) if self.is_table(within(place, one))]
+        names = [one for one in self._in_order(place) if self.is_table(within(place, one))]
         graph = self._graph(place)
         latest: dict[tuple[str, int], tuple[int, str]] = {}
         plain = []
@@ -217,6 +229,16 @@ class _Search:
             )
             for name, directory in plain
         ]
+
+    def _in_order(self, place: str) -> list[str]:
+        """List the directories of tables: first those of a `version.json`, in its order, then the others by name."""
+        try:
+            manifest = read_manifest(place, self.sources)
+        except ModelFileError:
+            manifest = None
+        written = dict.fromkeys(posixpath.dirname(path) for path in manifest.files) if manifest else {}
+        there = self.directories(place)
+        return [one for one in written if one in there] + [one for one in sorted(there, key=natural) if one not in written]
 
     def _graph(self, place: str) -> list[str]:
         """Read the names of the sparse embeddings in HugeCTR's graph of a model, in order; none without a graph."""

@@ -85,8 +85,9 @@ def import_tables(
 ) -> dict[str, Selection]:
     """Write every table of a checkpoint as sparse model files, then the configuration that serves them as one model.
 
-    All tables are found and checked before the first is written, in the natural order of their names (2 before 10), which is
-    the order of their ids. The configuration is written last. After an error there is none, and finished tables stay.
+    All tables are found and checked before the first is written, in the order of the source, which becomes that of their ids.
+    Names that are sorted as text, such as those of a directory, or that differ only in numbers, are in natural order (2 before
+    10). The configuration is written last. After an error there is none, and finished tables stay.
 
     Args:
         source: a local path. A file, or a directory of .npy files, holds one table per matching array. Any other directory

@@ -64,6 +64,13 @@ class Change:
         self._started = self.clock()
         self._ended: float | None = None
         self._lock = threading.Lock()
+        self._rows = 0  # of the versions before the present one
+
+    @property
+    def rows_loaded(self) -> int:
+        """Rows that it has read from files into the databases so far."""
+        with self._lock:
+            return self._rows + sum(table.load.rows_done for table in self.tables.values() if table.load is not None)
 
     @property
     def under_way(self) -> bool:
@@ -76,8 +83,9 @@ class Change:
 
     def expect(self, tables: Iterable[str]) -> None:
         """Begin the load of these tables."""
+        rows = self.rows_loaded
         with self._lock:
-            self.tables = {name: LoadingTable(name) for name in tables}
+            self._rows, self.tables = rows, {name: LoadingTable(name) for name in tables}
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
         """Begin reading a table. Earlier tables are done, read or not."""

@@ -270,7 +270,10 @@ def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Pat
     environment = {"HPS_URL": url, "HPS_ADMIN_TOKEN": "t-change"}
     assert url
     done = run("deploy", "shop", "--version", "2", **environment)
-    assert (done.exit_code, re.match(r"shop: version 2 serves \(deploy, \d+\.\d s\); pinned", done.stdout) is not None) == (
+    assert (
+        done.exit_code,
+        re.match(r"shop: version 2 serves \(deploy, 200 rows loaded, \d+\.\d s\); pinned", done.stdout) is not None,
+    ) == (
         0,
         True,
     )
@@ -288,13 +291,17 @@ def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Pat
         assert (done.exit_code, text in done.stderr) == (2, True)
 
 
-def test_a_command_shows_how_far_a_load_is(content: dict[str, Any], gate: Gate) -> None:
+def test_a_command_shows_how_far_a_load_is(content: dict[str, Any], gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     with running_service(content) as service, ThreadPoolExecutor(1) as pool:
         deploying = pool.submit(run, "deploy", "shop", "--version", "2", "--url", service.url)
         assert gate.entered.wait(30)
         wait_until(lambda: "under way for" in run("models", service.url).stdout, "the change is shown")
         gate.release.set()
-        assert deploying.result().exit_code == 0
+        result = deploying.result()
+        assert result.exit_code == 0
+        assert result.stdout.startswith("shop: version 2 serves (deploy, 200 rows loaded, ")
+        assert f"shop.item: {ROWS} rows in " in caplog.text, "also those loaded since the last answer of the server"
         assert served(service) == 2
 
 

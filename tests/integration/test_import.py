@@ -485,10 +485,10 @@ ONES = np.ones((3, 2), np.float32)
 @pytest.mark.parametrize(
     ("tables", "names", "expected"),
     [
-        ("emb_*.weight", ["emb_user.weight", "emb_item.weight", "emb_x.bias"], ["item", "user"]),
+        ("emb_*.weight", ["emb_user.weight", "emb_item.weight", "emb_x.bias"], ["user", "item"]),
         ("*.weight", ["m.emb.10.weight", "m.emb.9.weight"], ["m_emb_9", "m_emb_10"]),
         ("m.emb.*.weight", ["m.emb.10.weight", "m.emb.9.weight"], ["emb_9", "emb_10"]),
-        ("*", ["user", "item: new"], ["item__new", "user"]),
+        ("*", ["user", "item: new"], ["user", "item__new"]),
         ("m.*.emb.*", ["m.a.emb.1", "m.b.emb.0"], ["a_1", "b_0"]),
         ("user.weight", ["user.weight", "userxweight", "item.weight"], ["user_weight"]),
         ("emb*", ["emb", "emb_1"], ["emb", "emb_1"]),

@@ -329,6 +329,7 @@ class ChangeAnswer(BaseModel):
     version: str | None = Field(default=None, description="Serving version after a successful change.")
     error: str | None = Field(default=None, description="Why it failed.")
     table: TableStatus | None = Field(default=None, description="The table that is being loaded.")
+    rows: int = Field(description="Rows read from model files into the databases, so far or in total.")
     pinned: PinStatus | None = Field(
         default=None, description="The pin that it made, until it is ended by `deploy` or `unpin`."
     )

@@ -150,6 +150,7 @@ def _answer(change: Change) -> schemas.ChangeAnswer:
         version=change.version or None,
         error=change.error or None,
         table=table_status(loading) if under_way and loading else None,
+        rows=change.rows_loaded,
         pinned=_pin(change.pin),
     )
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from hps.cli.app import app
 from hps.models.sample import sample_vectors
-from hps.models.writer import write_sparse_model
+from hps.models.writer import write_sparse_model, write_version
 from tests.servers.child_processes import ChildProcesses
 
 
@@ -85,6 +85,37 @@ def test_what_hugectr_saves_is_named_by_its_graph_and_the_last_iteration_counts(
         "deep": 5,
     }
     assert all(file.endswith("_sparse_2000.model") for file in model["sparse_files"])
+
+
+def test_tables_keep_the_order_of_their_source_which_is_printed_with_their_ids(tmp_path: Path, target: Path) -> None:
+    """A client that sends KEYS and NUMKEYS knows tables by their position alone."""
+    tables = {name: (np.arange(5), np.full((5, dim), dim, np.float32)) for name, dim in (("wide", 1), ("deep", 8), ("a", 2))}
+    write_version(tmp_path / "ads" / "1", tables)
+    np.savez(tmp_path / "ads.npz", **{f"emb.{name}.weight": vectors for name, (_, vectors) in tables.items()})
+    entry = {"model": "ads", "sparse_files": [f"1/{name}" for name in tables], "embedding_table_names": list(tables)}
+    (tmp_path / "ads" / "old.json").write_text(json.dumps({"models": [entry]}))
+    for source in ("ads", "ads.npz", "ads/old.json"):
+        result = run("init", tmp_path / source, "-o", target, "--force")
+        assert result.exit_code == 0, result.output
+        assert "\nads: ids of its tables, the order of KEYS and NUMKEYS: 0 = wide, 1 = deep, 2 = a\n" in result.stdout
+        [model] = json.loads(target.read_text())["models"]
+        assert model["embedding_table_names"] == ["wide", "deep", "a"], source
+        assert model["embedding_vecsize_per_table"] == [1, 8, 2]
+        assert model["num_of_worker_buffer_in_pool"] == 4, "with one, every lookup waits for the one before"
+
+
+def test_relative_files_of_a_ps_json_elsewhere_are_found_beside_it(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(tmp_path / "trained" / "a" / "b" / "c" / "d" / "item.model", 3)
+    table(tmp_path / "other" / "user.model", 5)
+    (tmp_path / "configs").mkdir()
+    files = ["../trained/a/b/c/d/item.model", "../other/user.model"]
+    (tmp_path / "configs" / "ps.json").write_text(json.dumps({"models": [{"model": "ads", "sparse_files": files}]}))
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    [model] = initialised(target, Path("../configs/ps.json"))["models"]
+    assert [Path(file).resolve() for file in model["sparse_files"]] == [(tmp_path / "configs" / one).resolve() for one in files]
 
 
 @pytest.mark.parametrize("given", ["", "ps.json"])
@@ -161,7 +192,14 @@ def test_every_key_is_printed_with_its_reason(tmp_path: Path, target: Path) -> N
         assert len(line.partition(key)[2].strip(", ")) > 10
     for command in (f"hps check-config {target} --connect", f"hps plan {target}", f"hps serve {target}"):
         assert command in lines[-1]
-    assert len(run("init", tmp_path / "item", "-o", target, "--force", "--no-explain").stdout.splitlines()) == 1
+    assert len(run("init", tmp_path / "item", "-o", target, "--force", "--no-explain").stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", ["nope", "nope.json", "nope.npz"])
+def test_a_source_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, target: Path, name: str) -> None:
+    result = run("init", tmp_path / name, "-o", target)
+    assert result.exit_code == 2
+    assert "there is no such file" in result.output
 
 
 @pytest.mark.parametrize(

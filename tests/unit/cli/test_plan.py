@@ -58,6 +58,18 @@ def test_memory_is_printed_by_tier_and_table(config, tmp_path):
     assert "…" not in result.output
 
 
+def test_a_gb_is_as_large_as_it_is_printed_and_a_gib_is_called_so(config):
+    def given(size):
+        return next(
+            one["free_bytes"]
+            for one in json.loads(run(config, "--ram", size, "--json").output)["totals"]
+            if one["place"] == "ram"
+        )
+
+    sizes = {"64GB": 64 * 10**9, "64G": 64 * 10**9, "64 GiB": 64 * 2**30, "1.5TiB": 3 * 2**39, "80000000000": 80 * 10**9}
+    assert {size: given(size) for size in sizes} == sizes
+
+
 @pytest.mark.parametrize("options", [["--disk", "1MB"], ["--ram", "1MB"], ["--gpu-memory", "1K"]])
 def test_what_does_not_fit_is_exit_code_1(config, options):
     content = json.loads(config.read_text())

@@ -468,9 +468,13 @@ class SharedDatabase(Database):
         self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True
     ) -> int | None: ...
 
-    def takes_rows(self, tag: str, fingerprint: str) -> bool:
-        """Whether a load of these files would take other rows of a table, opened or not, from another process."""
-        return False
+    def clear_table(self, tag: str, fingerprint: str) -> bool:
+        """Drop a table with the rows of other files, opened or not, unless another process uses it.
+
+        Returns:
+            Whether these files can be loaded into it without taking rows from another process.
+        """
+        return True
 
     def empty_table(self, tag: str) -> bool:
         """Drop a table, opened or not and whoever wrote it, unless another process uses it; return whether it was dropped."""

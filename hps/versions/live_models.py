@@ -47,7 +47,7 @@ _MOST_REMEMBERED = 256
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
 """First and longest pause before retrying a model that could not be deployed. Each failure doubles the pause."""
 
-_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError, NotReadyError)
+_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError, UnknownTableError, NotReadyError)
 _STAYS = (DatabaseCorruptError, TableWidthError)
 
 REFRESHING = "refreshing"

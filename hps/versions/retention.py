@@ -51,11 +51,10 @@ def free_slot(
     if not isinstance(authority, SharedDatabase):
         return next(free)
 
-    def takes_rows(slot: str) -> bool:
-        tables = zip(_tags(config, slot), fingerprints, strict=True)
-        return any(authority.takes_rows(tag, fingerprint) for tag, fingerprint in tables)
+    def clear(slot: str) -> bool:
+        return all(map(authority.clear_table, _tags(config, slot), fingerprints))
 
-    return next(slot for slot in free if not takes_rows(slot))
+    return next(filter(clear, free))
 
 
 def _slots(config: ModelConfig, fingerprint: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any, Final, Self
 
 from hps.databases.base import (
@@ -37,6 +38,7 @@ from hps.tensors.array_checks import check_fetch, check_keys, check_positive, ch
 from hps.types import BoolArray, CheckResult, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
+_OPENINGS: Final = 8  # of a table that other processes empty meanwhile
 _USES_PAUSE_S: Final = 1.0  # after a failed note
 _USES_WAITING: Final = 64  # batches of found keys that may wait to be noted; more are dropped
 
@@ -158,12 +160,18 @@ class RedisDatabase(SharedDatabase):
         layout = RedisLayout.of(tag, dim, self._num_partitions)
         self._users.enter(layout)
         try:
-            self._catalog.open(layout)
             table = self._tables.get(tag)
             if table is None or table.layout != layout:
                 below = self._below.setdefault(tag, TableAuthority(tag))
                 table = RedisTable(layout, below, self._catalog, self._nodes, self._overflow, self._batch)
-            table.look(opens=True)
+            for attempt in count(1):
+                self._catalog.open(layout)
+                try:
+                    table.look(opens=True)
+                    break
+                except UnknownTableError:  # a process that begins to load it has just emptied it
+                    if attempt == _OPENINGS:
+                        raise
             self._tables[tag] = table
         except BaseException:
             if tag not in self._tables:
@@ -258,9 +266,15 @@ class RedisDatabase(SharedDatabase):
         self._forget(tag)
         return self._users.discard(self._any_layout(tag), spare_foreign=False)
 
-    def takes_rows(self, tag: str, fingerprint: str) -> bool:
-        note = self._catalog.note(layout := self._any_layout(tag))
-        return note is not None and note.fingerprint != fingerprint and self._users.others(layout)
+    def clear_table(self, tag: str, fingerprint: str) -> bool:
+        def free_for_these() -> bool:
+            note = self._catalog.note(layout)
+            return note is None or note.fingerprint == fingerprint
+
+        layout = self._any_layout(tag)
+        if free_for_these() or self.discard_table(tag):
+            return True
+        return free_for_these() or not self._users.others(layout)  # others drop it now, or load these files
 
     def load_record(self, tag: str) -> LoadRecord | None:
         return self._catalog.load_record(tag)

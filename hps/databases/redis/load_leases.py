@@ -13,8 +13,9 @@ from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
 from hps.databases.redis.table import RedisTable
 from hps.databases.redis.users import TableUsers
-from hps.errors import DatabaseError
+from hps.errors import DatabaseError, UnknownTableError
 
+_ATTEMPTS: Final = 8  # while other processes open the table
 _LOOK_S: Final = 0.2  # between two checks of another process' progress
 _RENEW: Final = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('pexpire',KEYS[1],ARGV[2]) else return 0 end"
 _RELEASE: Final = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('unlink',KEYS[1]) else return 0 end"
@@ -101,13 +102,21 @@ class LoadLeases:
             self._release(table.layout)
 
     def _open(self, layout: RedisLayout) -> list[bytes]:
-        self._catalog.open(layout)
-        texts = self._catalog.marks(layout)
-        if texts is None:
-            raise lost(layout)
-        return texts
+        for _ in range(_ATTEMPTS):
+            self._catalog.open(layout)
+            texts = self._catalog.marks(layout)
+            if texts is not None:  # else a process that begins to load it has just emptied it
+                return texts
+        raise lost(layout)
 
     def _begin(self, table: RedisTable, fingerprint: str, rows: int, *, replaces: bool) -> int:
+        for _ in range(_ATTEMPTS):
+            if (first := self._try_to_begin(table, fingerprint, rows, replaces=replaces)) is not None:
+                return first
+        raise lost(table.layout)
+
+    def _try_to_begin(self, table: RedisTable, fingerprint: str, rows: int, *, replaces: bool) -> int | None:
+        """Begin a load under the lease; None if a process that opened the table changed its marks meanwhile."""
         layout = table.layout
         note, texts = self._catalog.note(layout), self._open(layout)  # again: another process may have completed it meanwhile
         first = self._first_row(table, texts, note, fingerprint, rows)
@@ -116,13 +125,16 @@ class LoadLeases:
             self._release(layout)
             return rows
         if not first and not self._may_stay(table, marks, note, fingerprint):
-            if not replaces:
+            if not replaces and not any(mark.base == LOADING for mark in marks):  # else nobody can read the rows
                 self._refuse_used(layout, note, LoadNote(fingerprint, 0, rows, ""))
             self._catalog.drop(layout.tag)
             # Before the table has marks again: else missing rows would count as absent.
             self._catalog.write_note(layout, LoadNote(fingerprint, 0, rows, ""))
             texts = self._open(layout)
-        texts = self._change(table, texts, lambda mark: begun(mark, fresh))
+        try:
+            texts = self._change(table, texts, lambda mark: begun(mark, fresh))
+        except UnknownTableError:
+            return None
         table.loading = True
         self._claimed[layout.tag] = LoadNote(fingerprint, first, rows, digest(texts))
         self._catalog.write_note(layout, self._claimed[layout.tag])

@@ -153,8 +153,9 @@ def test_rows_that_another_process_uses_stay_if_it_has_nothing_below(node):
     chunk(first, 0, 600)
     first.finish_load(TAG)
     for _ in range(2):
-        assert second.takes_rows(TAG, "v2")
-        assert not second.takes_rows(TAG, "v1")
+        assert not second.clear_table(TAG, "v2")
+        assert second.clear_table(TAG, "v1")
+        second.open_table(TAG, DIM)
         with pytest.raises(DatabaseError, match="other processes use it"):
             second.claim_load(TAG, "v2", 300, replaces=False)
         holds(first, 600)
@@ -168,7 +169,8 @@ def test_rows_that_no_other_process_uses_are_replaced(node):
     chunk(first, 0, 600)
     first.finish_load(TAG)
     first.close()
-    assert not second.takes_rows(TAG, "v2")
+    assert second.clear_table(TAG, "v2")
+    second.open_table(TAG, DIM)
     assert second.claim_load(TAG, "v2", 300, replaces=False) == 0
     chunk(second, 0, 300, "v2", version=2)
     second.finish_load(TAG)

@@ -81,6 +81,7 @@ def test_closing_has_one_deadline_for_changes_and_for_versions_that_retire() -> 
         hps.ModelSourceError("no answer"),
         hps.ModelFileChangedError("it was replaced"),
         hps.DatabaseTimeoutError("no answer"),
+        hps.UnknownTableError("another process emptied it"),
         hps.NotReadyError("lookups still run"),
     ],
 )

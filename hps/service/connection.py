@@ -183,6 +183,12 @@ class Connection(HttpToolsProtocol):
                 return
             self._parse(view[start : start + _PARSED_BYTES])
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio has it so
+        """Keep the connection until the client, which sends nothing more, has the answers to its complete requests."""
+        if self._busy:
+            self.cycle.keep_alive = False
+        return self._busy
+
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and (method := self.parser.get_method()) != b"CONNECT":
             lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import gzip
 import json
+import socket
 import threading
 import time
 import weakref
@@ -162,6 +163,60 @@ def test_a_client_that_goes_away_during_its_lookup_leaves_nothing(fake, held):
         held.release.set()
         wait_until(lambda: is_idle(service), "the lookup ended")
         assert service.client.post(PATH, content=LOOKUP).status_code == 200
+
+
+def answers_until_the_end(connection):
+    """The statuses of all answers on a connection that the server closes."""
+    received = b""
+    while chunk := connection.recv(65536):
+        received += chunk
+    return [int(one[:3]) for one in received.split(b"HTTP/1.1 ")[1:]]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [WHOLE],
+        [WHOLE] * 3,
+        [head(Content_Length=len(LOOKUP)), LOOKUP],
+        [head(Transfer_Encoding="chunked") + b"%x\r\n%s\r\n0\r\n\r\n" % (len(LOOKUP), LOOKUP)],
+        [head(Content_Length=BIG) + LOOKUP + b" " * (BIG - len(LOOKUP))],
+        [WHOLE * 3 + head(Content_Length=BIG) + LOOKUP + b" " * (BIG - len(LOOKUP))],  # more than is parsed at once
+        [b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n"],
+    ],
+    ids=["one", "three", "in two pieces", "chunked", "large", "large behind others", "FastAPI"],
+)
+def test_a_client_that_sends_whole_requests_and_ends_its_side_gets_every_answer(fake, held, sent):
+    with running_service(document(), fake) as service, service.connect() as connection:
+        for piece in sent:
+            connection.sendall(piece)
+        connection.shutdown(socket.SHUT_WR)
+        if b"/lookup" in sent[0]:
+            assert held.entered.wait(60)
+        held.release.set()
+        assert answers_until_the_end(connection) == [200] * b"".join(sent).count(b"HTTP/1.1")
+        wait_until(lambda: service.connections == 0 and is_idle(service), "nothing of it is left")
+
+
+@pytest.mark.parametrize("sent", [b"", WHOLE[:-1], WHOLE[:20]], ids=["nothing", "part of a body", "part of a head"])
+def test_a_client_that_ends_its_side_within_a_request_is_disconnected(fake, sent):
+    with running_service(document(), fake) as service, service.connect() as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        assert answers_until_the_end(connection) == []
+        wait_until(lambda: service.connections == 0 and is_idle(service), "nothing of it is left")
+        assert fake.lookups == 0
+
+
+def test_an_answer_that_is_being_sent_reaches_a_client_that_ends_its_side(fake):
+    answer = b'{"tables": {"item": [' + b"1," * 999 + b"1]}}"
+    with running_service(document(), fake) as service, service.connect() as connection:
+        request = head(Content_Length=len(answer)) + answer
+        for _ in range(60):  # more than the socket takes
+            connection.sendall(request)
+        time.sleep(0.2)
+        connection.shutdown(socket.SHUT_WR)
+        assert answers_until_the_end(connection) == [200] * 60
 
 
 def test_a_declared_length_above_the_limit_is_413_before_the_body_is_read(fake):

@@ -6,6 +6,7 @@ answered nothing more is parsed or read. All held bytes count in one `HeldMemory
 
 import asyncio
 import logging
+import resource
 import select
 import time
 from typing import Any
@@ -26,7 +27,7 @@ MAX_PIPELINED = 64
 _PARSED_BYTES = 16_384  # at once: bounds the objects that are created before limits are checked
 _PIPELINED_REQUEST_BYTES = 4096  # estimated size of the objects of a request with few headers
 _LEAST_PROGRESS_BYTES = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
-_FIRST_REQUEST_S = 0.5  # after a connection opens, while the service stops
+_FIRST_REQUEST_S = 0.5  # after a connection opens, while the service stops or has no room
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
@@ -43,12 +44,13 @@ class Connections:
     Args:
         memory: counts the held bytes.
         refusals: counts refused clients.
-        max_connections: beyond this, a new connection replaces the longest idle one.
+        max_connections: beyond this, a new connection replaces the least missed one.
         keep_alive_s: how long a connection may stay idle.
 
     Attributes:
         leaving: whether the service is stopping, so that each answer tells its client to reconnect.
-        order: all connections, the longest idle first, to half a second.
+        max_connections: at most half the file descriptors of the process; the others are for databases and model files.
+        order: all connections, the longest without a complete request first, to half a second.
     """
 
     def __init__(self, memory: HeldMemory, refusals: Refusals, max_connections: int, keep_alive_s: float) -> None:
@@ -60,7 +62,7 @@ class Connections:
 
     def limit_to(self, max_connections: int, keep_alive_s: float) -> None:
         """Change the limits; open connections use them from their next request."""
-        self.max_connections = max_connections
+        self.max_connections = _within_descriptors(max_connections)
         self.keep_alive_s = keep_alive_s
         for connection in self.order:
             connection.timeout_keep_alive = keep_alive_s
@@ -71,10 +73,31 @@ class Connections:
         for connection in self.order:
             connection.leave()
 
-    def longest_idle(self) -> "Connection | None":
-        """Return the connection that has waited longest for the headers of a request; None if all are busy."""
-        idle = [one for one in self.order if one.idle]
-        return next((one for one in idle if not one.used), idle[0] if idle else None)
+    def least_missed(self) -> "Connection | None":
+        """Return the connection to close for a new one; None to refuse the new one.
+
+        Requests that are sent in part never take more than half of the connections from clients that have sent complete ones.
+        Of those without a complete request, ones without the headers of one go first, then the oldest. A new one has a moment.
+        """
+        waiting = [one for one in self.order if one.waiting]
+        known = [one for one in waiting if one.completed]
+        since = time.monotonic() - _FIRST_REQUEST_S
+        unknown = [one for one in waiting if not one.completed and (one.idle or one.opened < since)]
+        if unknown:
+            return min(unknown, key=lambda one: not one.idle)
+        if len(known) < len(waiting) and 2 * len(known) <= self.max_connections:
+            return None
+        return next((one for one in known if not one.used), known[0] if known else None)
+
+
+def _within_descriptors(connections: int) -> int:
+    """Raise the limit of open files to twice as many connections, if possible. Return how many fit in half of the limit."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections if most == resource.RLIM_INFINITY else min(2 * connections, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        limit = wanted
+    return connections if limit == resource.RLIM_INFINITY else max(1, min(connections, limit // 2))
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -130,6 +153,8 @@ class Connection(HttpToolsProtocol):
         self._shared = shared
         self._memory = shared.memory
         self.timeout_keep_alive = shared.keep_alive_s
+        self.opened = time.monotonic()
+        self.completed = False  # a request of it has arrived completely
         self.used = False  # since the last `abort_if_stalled`
         self._held = self._held_unsent = 0  # bytes counted in the memory
         self._in_body = self._busy = self._ended = False  # busy: complete requests are unanswered
@@ -146,16 +171,16 @@ class Connection(HttpToolsProtocol):
         self.flow: _Flow = _Flow(transport)
         shared = self._shared
         if len(self.connections) > shared.max_connections:
-            limit = f"{shared.max_connections} connections (service.max_connections)"
+            limit = f"{shared.max_connections} connections (service.max_connections, at most half of the open files)"
             _log.warning("there are %s; closing the longest idle ones for others", limit)
-            longest_idle = shared.longest_idle()
-            if longest_idle is None:
+            least_missed = shared.least_missed()
+            if least_missed is None:
                 shared.refusals.refuse("connections", limit)
                 self._ended = True
                 transport.write(_TOO_MANY)
                 transport.close()
                 return
-            longest_idle.close()
+            least_missed.close()
         shared.order[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -205,13 +230,13 @@ class Connection(HttpToolsProtocol):
         if self._shared.leaving:
             self.leave()
         self.headers = []  # for the trailers, which are not counted
-        self._in_body = self.used = True
+        self._in_body = True
 
     def on_message_complete(self) -> None:
         if self._upgrade:
             return
         super().on_message_complete()
-        self._in_body = False
+        self._in_body, self.completed, self.used = False, True, True
         self._header_bytes, self._header_since = 0, None
         self._busy = not self.cycle.response_complete
 
@@ -245,8 +270,13 @@ class Connection(HttpToolsProtocol):
         self._hold_unsent(0)
 
     @property
+    def waiting(self) -> bool:
+        """Whether it waits for the rest of a request, or for one."""
+        return not (self._busy or self._ended)
+
+    @property
     def idle(self) -> bool:
-        return not (self._in_body or self._busy or self._ended)
+        return self.waiting and not self._in_body
 
     def take_upgrade(self) -> bytes:
         """Take the headers of an upgrade request without the upgrade; empty if there was none."""

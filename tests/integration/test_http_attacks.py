@@ -5,6 +5,7 @@ import json
 import socket
 import sys
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ PATH = "/v1/models/m/lookup"
 TOKEN = "Authorization: Bearer secret"
 ADMIN = {"Authorization": "Bearer of-changes"}
 UNCOLLECTED = "import gc; from hps.cli.app import main; gc.disable(); main()"
+FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300)); from hps.cli.app import main; main()"
 LIMITS = {
     "port": 0,
     "bearer_token": "secret",
@@ -113,11 +115,11 @@ class Victim:
 
 
 @contextmanager
-def serving(directory, *interpreter):
+def serving(directory, *interpreter, **limits):
     keys = np.arange(1000)
     hps.write_sparse_model(directory / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
     model = model_of("m", [directory / "item.model"], {"item": DIM}, max_batch_size=KEYS, gpucacheper=1.0, init_ec=False)
-    (directory / "ps.json").write_text(json.dumps(document_of(model, service=LIMITS)))
+    (directory / "ps.json").write_text(json.dumps(document_of(model, service=LIMITS | limits)))
     log, children = directory / "log", ChildProcesses()
     with log.open("w") as stderr:
         command = (sys.executable, *(interpreter or ("-m", "hps")), "serve", directory / "ps.json")
@@ -367,18 +369,32 @@ def test_bad_requests_do_not_fill_the_log(victim):
     assert lines() - before <= 5
 
 
-def test_busy_connections_are_not_closed_for_new_ones(victim):
-    victim.stop()
-    victim.client.close()
-    with ExitStack() as stack:
-        busy = [stack.enter_context(victim.connect()) for _ in range(100)]
-        for connection in busy:
-            connection.sendall(head(TOKEN, "Content-Length: 25", "Expect: 100-continue"))
-        for connection in busy:
-            assert connection.recv(100).startswith(b"HTTP/1.1 100")
-        for _ in range(10):
+def lives(connection):
+    """Whether the server answers on a connection."""
+    answer = b""
+    with suppress(OSError):
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not answer.endswith(b'{"live":true}') and (more := connection.recv(1000)):
+            answer += more
+    return answer.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("half", [head()[:-2], head("Content-Length: 100") + b"half"], ids=["half a head", "half a body"])
+def test_half_sent_requests_take_neither_all_descriptors_nor_the_connections_of_others(tmp_path, half):
+    with serving(tmp_path, "-c", FEW_FILES, max_connections=4096) as server, attacked(server) as victim, ExitStack() as stack:
+        healthy = [stack.enter_context(victim.connect()) for _ in range(20)]
+        half_sent = deque()
+        for number in range(1500):
+            if number % 25 == 0:
+                assert all(lives(connection) for connection in healthy), number
+            half_sent.append(stack.enter_context(victim.connect()))
+            drop_errors(lambda: half_sent[-1].sendall(half))
+            if len(half_sent) > 300:
+                half_sent.popleft().close()
+
+        def answered():
             with victim.connect() as late:
-                assert late.recv(1000).endswith(b'{"error":"too many connections; send the request again later"}')
-        for connection in busy:
-            connection.sendall(b'{"tables": {"item": [7]}}')
-            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+                return lives(late)
+
+        wait_until(answered, "a new client is answered, too")
+        victim.check()

@@ -219,6 +219,64 @@ def test_an_answer_that_is_being_sent_reaches_a_client_that_ends_its_side(fake):
         assert answers_until_the_end(connection) == [200] * 60
 
 
+def test_connections_with_complete_requests_are_not_closed_for_new_ones(fake, held):
+    with running_service(document(max_connections=20), fake) as service, ExitStack() as stack:
+        busy = [stack.enter_context(service.connect()) for _ in range(20)]
+        for connection in busy:
+            connection.sendall(WHOLE)
+        wait_until(lambda: service.app._threads.pending == 20, "every lookup has begun, or waits")
+        for _ in range(3):
+            with service.connect() as late:
+                assert read_answer(late) == (503, {"error": "too many connections; send the request again later"})
+        held.release.set()
+        for connection in busy:
+            assert read_answer(connection)[0] == 200
+
+
+@pytest.mark.parametrize("known", [3, 10, 11, 20])
+def test_half_sent_requests_leave_half_of_the_connections_to_clients_that_sent_whole_ones(fake, known):
+    """Three rounds of newcomers, of which each sends half a request: those before give way, or those who are too many."""
+    with running_service(document(max_connections=20), fake) as service, ExitStack() as stack:
+        clients = [stack.enter_context(service.connect()) for _ in range(known)]
+        for connection in clients:
+            connection.sendall(WHOLE)
+            assert read_answer(connection)[0] == 200
+        for _ in range(60):
+            newcomer = stack.enter_context(service.connect())
+            with suppress(ConnectionError):
+                newcomer.sendall(head(Content_Length=100) + b"half")
+            wait_until(lambda: service.connections <= 20, "one has given way")
+        answered = 0
+        for connection in clients:
+            with suppress(ConnectionError):
+                connection.sendall(WHOLE)
+                answered += (read_answer(connection) or (0,))[0] == 200
+        assert answered >= min(known, 10)
+
+
+def test_a_request_that_is_being_sent_is_closed_for_a_new_one_after_a_moment_alone(fake):
+    with running_service(document(max_connections=3), fake) as service, ExitStack() as stack:
+        sending = [stack.enter_context(service.connect()) for _ in range(3)]
+        for connection in sending:
+            connection.sendall(head(Content_Length=len(LOOKUP)) + LOOKUP[:-1])
+        order = service.server._connections.order
+        wait_until(lambda: [one._in_body for one in list(order)] == [True] * 3, "their bodies are being read")
+        opened = list(order)
+        for connection in opened:
+            connection.opened = time.monotonic() + 60
+        with service.connect() as late:
+            assert read_answer(late)[0] == 503
+        for connection in opened:
+            connection.opened -= 120
+        with service.connect() as late:
+            late.sendall(WHOLE)
+            assert read_answer(late)[0] == 200
+            assert closes(sending[0])
+            for connection in sending[1:]:
+                connection.sendall(LOOKUP[-1:])
+                assert read_answer(connection)[0] == 200
+
+
 def test_a_declared_length_above_the_limit_is_413_before_the_body_is_read(fake):
     with running_service(document(), fake) as service, service.connect() as connection:
         connection.sendall(head(Content_Length=10**18, Expect="100-continue"))

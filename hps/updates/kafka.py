@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 _ANSWER_S: Final = 3.0  # timeout of a survey's request; a close waits for one
 _LOOK_AGAIN_S: Final = 1.0  # while something is wrong
 _SLICE_S: Final = 0.1  # of a poll: bounds its delay in acting on the survey or a close
+_SILENT_S: Final = 10.0  # without one of the messages that wait
 _CLOSE_S: Final = 10.0
 _SEND_S: Final = 30.0  # wait for room in the writer's queue
 _FULL_S: Final = 0.002
@@ -98,6 +99,7 @@ class _PartitionState:
     paused: bool = False
     refused: bool = False  # the broker said that the offset does not exist
     trouble: str = ""  # cleared by the next message
+    owed_since: float | None = None  # since when messages wait without one coming
     arrivals: Arrivals = field(default_factory=Arrivals)
 
 
@@ -122,6 +124,7 @@ class KafkaLog(UpdateLog):
         self._absent: dict[str, str] = {}
         self._unknown: set[str] = set()  # topics that do not exist
         self._away = ""  # why the cluster does not answer
+        self._emptied_at = 0.0  # when nothing was left to poll
         self._commit_failed = ""
         self._commits: dict[Partition, str] = {}
         self._committing = 0  # commits under way
@@ -183,6 +186,7 @@ class KafkaLog(UpdateLog):
                 wait = 0.0 if messages else min(deadline - time.monotonic(), _SLICE_S)
                 got = self._consumer.poll(max(wait, 0.0))
                 if got is None:
+                    self._emptied_at = time.monotonic()
                     if messages or time.monotonic() >= deadline:
                         break
                 elif got.error() is not None:
@@ -236,6 +240,9 @@ class KafkaLog(UpdateLog):
         readings = [(one, read) for one, read in list(self._readings.items()) if one.topic in topics]
         parts = [reason for topic, reason in self._absent.items() if topic in topics]
         parts += [f"{one}: {read.trouble}" for one, read in readings if read.trouble]
+        for one, read in readings:
+            if read.owed_since is not None and self._emptied_at - read.owed_since > _SILENT_S:
+                parts.append(f"{one}: {read.end - read.next} messages wait there, but the brokers send none")
         if self._commit_failed:
             parts.append(self._commit_failed)
         return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
@@ -279,7 +286,7 @@ class KafkaLog(UpdateLog):
         partition = self._partitions[got.topic(), got.partition()]
         reading = self._readings[partition]
         reading.next = got.offset() + 1
-        reading.trouble = ""
+        reading.trouble, reading.owed_since = "", None
         message = _message(partition, got)
         message = replace(message, arrived=reading.arrivals.read((got.offset(),), moment_of(message.time_us)))
         return None if got.value() is None else message  # None: a tombstone of a compacted topic
@@ -371,6 +378,10 @@ class KafkaLog(UpdateLog):
             reading = self._readings.get(partition)
             if reading is not None and reading.assigned and not reading.trouble:
                 reading.end = max(reading.end, end)
+                if end <= reading.next or reading.paused:
+                    reading.owed_since = None
+                elif reading.owed_since is None:
+                    reading.owed_since = found.known
                 reading.arrivals.look((end - 1,), found.known, found.asked)
                 reading.arrivals.skip((reading.next - 1,))
 

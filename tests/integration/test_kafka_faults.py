@@ -218,6 +218,26 @@ def test_a_topic_that_may_not_be_read_is_a_problem_until_it_may(cluster, writer,
     assert values(polled(log, 1)) == [b"x"]
 
 
+def test_brokers_that_answer_and_send_no_message_are_told(cluster, writer, opened, monkeypatch):
+    monkeypatch.setattr(hps.updates.kafka, "_SILENT_S", 0.3)
+    log = opened(cluster.address, config={"fetch.error.backoff.ms": 20})
+    written(writer, FIRST, b"a")
+    polled(log, 1)
+    for value in (b"b", b"c"):
+        cluster.fail(FETCH, *[KafkaError.REQUEST_TIMED_OUT] * 100_000)  # librdkafka asks again and says nothing
+        written(writer, FIRST, value, value)
+        log.pause([FIRST])
+        eventually(lambda: log.behind()[FIRST] == 2)
+        assert not [log.poll(0.3, 1) for _ in range(3) if log.problem]  # it was told to wait
+        log.resume([FIRST])
+        said = f"{FIRST}: 2 messages wait there, but the brokers send none"
+        eventually(lambda said=said: log.poll(0.01, 1) == [] and log.problem == said)
+        assert log.problem_of(TOPIC) == said
+        cluster.work(FETCH)
+        assert values(polled(log, 2)) == [value, value]
+        assert log.problem == ""
+
+
 def test_members_of_a_group_of_the_same_name_do_not_disturb(cluster, writer, opened):
     log = opened(cluster.address)
     written(writer, FIRST, b"a")

@@ -5,7 +5,8 @@ What Tansu 0.6 does otherwise than Apache Kafka, as far as it matters to tests:
 - The end of a partition, asked for (ListOffsets), is one behind the first message of the *last batch* that was written: flush
   after each message where it has to be right (`begin` of `latest`). Answers with messages have the right end.
 - An answer waits for `fetch.wait.max.ms` even if messages come: `config` makes that short. What the storage has not given by
-  then is not in the answer, and the next one begins anew: where messages are in S3, 5 ms let none come on a busy machine.
+  then is not in the answer, and the next one begins anew: where messages are in S3, none ever comes if one read takes
+  longer than that, as on a busy machine.
 - Reading from an offset that does not exist is no error; nothing comes. Nor do records expire, and DeleteRecords or
   CreatePartitions do not exist: librdkafka's cluster in `kafka_mock.py` has such faults.
 - Deleting a topic *while it is being read* crashes librdkafka 2.16 (the answer names no topic, yet a leader).
@@ -128,7 +129,7 @@ class KafkaBroker:
 class KafkaBrokerOnS3(KafkaBroker):
     """A broker whose messages, topics and commits outlive it: they are in a bucket of moto's server."""
 
-    config = {"fetch.wait.max.ms": 500}  # noqa: RUF012
+    config = {"fetch.wait.max.ms": 5000}  # noqa: RUF012
 
     def __init__(self, directory: Path) -> None:
         self._store = s3_server()

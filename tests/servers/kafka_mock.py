@@ -74,6 +74,10 @@ class KafkaMock:
             (ctypes.c_int * len(errors))(*errors),
         )
 
+    def work(self, request: int) -> None:
+        """Answer requests of a kind again."""
+        self._do("clear_request_errors", ctypes.c_int16(request))
+
     def close(self) -> None:
         self._library.rd_kafka_mock_cluster_destroy(self._cluster)
         self._library.rd_kafka_destroy(self._client)
@@ -86,5 +90,5 @@ class KafkaMock:
 
     def _do(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, f"rd_kafka_mock_{name}")(self._cluster, *arguments)
-        answers = not name.endswith(("_array", "_error", "_ms", "_id"))  # the others return nothing
+        answers = not name.endswith(("_array", "_error", "_errors", "_ms", "_id"))  # the others return nothing
         assert not answers or code == 0, KafkaError(code).str()

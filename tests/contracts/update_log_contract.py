@@ -163,8 +163,8 @@ class UpdateLogContract:
         eventually(lambda: log.behind() == {Partition(topic, 0): 10})
         sizes = []
         while sum(sizes) < 10:
-            sizes.append(len(log.poll(_LONG_S, 2500)))
-        assert max(sizes) <= 3
+            sizes.append(len(log.poll(_LONG_S, 2000)))
+        assert max(sizes) <= 2
         assert values(polled(self.reader(opened, [topic]), 10, most_bytes=1)) == [bytes(1000)] * 10
 
     # --- where reading begins
@@ -244,6 +244,34 @@ class UpdateLogContract:
         log.resume([first])
         assert read + values(polled(log, 101 - len(read))) == [b"%d" % number for number in range(101)]
 
+    def test_what_is_paused_again_and_again_is_neither_lost_nor_repeated_nor_forgotten(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=3)
+        partitions = [Partition(topic, number) for number in range(3)]
+        log = self.reader(opened, [topic], read_ahead_bytes=1 << 20, max_message_bytes=100_000)
+        contents = [b"%d" % number + bytes(50_000) for number in range(60)]
+        for number, content in enumerate(contents):
+            writer.send(partitions[number % 3], content)
+        assert writer.flush(_LONG_S) == 0
+        read: dict[Partition, list[bytes]] = {partition: [] for partition in partitions}
+
+        def take(count: int, most_bytes: int) -> None:
+            for message in polled(log, count, most_bytes):
+                read[message.partition].append(message.value)
+
+        take(2, 1)
+        for _ in range(8):
+            log.pause(partitions)
+            log.pause(partitions[1:])
+            left = {partition: 20 - len(read[partition]) for partition in partitions}
+            eventually(lambda left=left: log.behind() == left)
+            assert log.poll(0.3, 1) == []
+            log.resume(partitions[:2])
+            log.resume(partitions[1:])
+            take(5, 1)
+        take(60 - 42, 1)
+        assert read == {partition: contents[number::3] for number, partition in enumerate(partitions)}
+        eventually(lambda: log.behind() == dict.fromkeys(partitions, 0))
+
     def test_what_is_not_polled_is_behind(self, opened, writer, topic):
         writer.partitions(topic, _LONG_S, create=2)
         first, second = Partition(topic, 0), Partition(topic, 1)
@@ -262,17 +290,19 @@ class UpdateLogContract:
         eventually(lambda: resumed.behind() == {first: 0, second: 0})
 
     def test_what_comes_while_nobody_polls_is_behind(self, opened, writer, topic):
-        writer.partitions(topic, _LONG_S, create=1)
-        partition = Partition(topic, 0)
+        writer.partitions(topic, _LONG_S, create=2)
+        partition, other = Partition(topic, 0), Partition(topic, 1)
         log = self.reader(opened, [topic])
         for round_ in range(3):
             written(writer, partition, *[b"x"] * (round_ + 1))
             polled(log, round_ + 1)
             written(writer, partition, *[b"y"] * 5)
-            eventually(lambda: log.behind() == {partition: 5})
-            assert (log.unread_since()[partition] or 0.0) <= time.monotonic()
+            done = time.monotonic()
+            eventually(lambda: log.behind() == {partition: 5, other: 0})
+            eventually(lambda done=done: log.unread_since()[other] > done)  # looks go on
+            assert log.unread_since()[partition] <= done
             polled(log, 5)
-            eventually(lambda: log.behind() == {partition: 0})
+            eventually(lambda: log.behind() == {partition: 0, other: 0})
 
     def test_messages_are_as_old_as_the_log_tells_whatever_they_claim(self, opened, writer, topic):
         writer.partitions(topic, _LONG_S, create=3)
@@ -314,9 +344,16 @@ class UpdateLogContract:
         positions = written(writer, partition, *[b"x"] * 5)
         log = self.reader(opened, [topic], group="hps.volatile.here")
         polled(log, 5)
+        for _ in range(20):
+            for position in positions[1:3]:
+                log.commit({partition: position})
         for position in (positions[0], positions[3]):
             log.commit({partition: position})
-            eventually(lambda expected=position: self.committed(server, "hps.volatile.here", partition) == expected)
+            eventually(
+                lambda expected=position: (
+                    log.poll(0.01, 1) == [] and self.committed(server, "hps.volatile.here", partition) == expected
+                )
+            )
         assert len(polled(self.reader(opened, [topic], group="hps.volatile.here"), 5)) == 5
 
     # --- what goes wrong

@@ -174,6 +174,29 @@ def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened, messa
     eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
 
 
+def test_a_paused_topic_that_is_made_anew_again_and_again_stays_paused(cluster, opened):
+    log = opened(cluster.address)
+    for made in range(3):
+        partitions = [Partition(TOPIC, number) for number in range(2 + made)]
+        eventually(lambda partitions=partitions: log.poll(0.01, 1) == [] and set(log.behind()) == set(partitions))
+        log.pause(partitions)
+        cluster.delete(TOPIC)
+        eventually(lambda: log.problem == f"topic {TOPIC} does not exist")
+        cluster.create(TOPIC, 3 + made)
+        with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+            for partition in partitions:
+                written(writer, partition, *numbers(0, 3))
+        eventually(
+            lambda made=made, partitions=partitions: (
+                log.behind() == dict.fromkeys(partitions, 3) | {Partition(TOPIC, 2 + made): 0}
+            )
+        )
+        assert [log.poll(0.2, 1 << 20) for _ in range(5)] == [[]] * 5
+        log.resume(partitions)
+        assert sorted(values(polled(log, 3 * len(partitions)))) == sorted(numbers(0, 3) * len(partitions))
+        log.commit({FIRST: "2"})
+
+
 def test_what_was_written_before_a_new_topic_was_found_is_read(cluster, opened):
     cluster.delete(TOPIC)
     log = opened(cluster.address, begin="latest", metadata_refresh_interval_ms=60_000)

@@ -127,6 +127,31 @@ def test_a_bad_message_is_refused_with_its_reason(reason: str, message: bytes) -
     assert caught.value.reason == reason
 
 
+def test_the_last_values_that_are_allowed_are_taken() -> None:
+    assert decode(OURS, DIM, most_bytes=len(OURS)) is not None
+    with pytest.raises(UpdateFormatError, match="max_message_bytes"):
+        decode(OURS, DIM, most_bytes=len(OURS) - 1)
+    edges = np.array([0, 2**32 - 1])
+    for sequence in (1, HIGHEST_SEQUENCE):
+        message = encode(edges, VECTORS[:2], edges, sequence=sequence, time_us=HIGHEST_SEQUENCE, table="x" * 255)
+        changes = decode(message, DIM, 4)
+        assert changes is not None
+        assert (changes.sequence, changes.time_us, changes.table) == (sequence, HIGHEST_SEQUENCE, "x" * 255)
+        assert changes.keys.tolist() == changes.deleted_keys.tolist() == edges.tolist()
+        assert sequence_of(message) == sequence
+    for key in (-1, 2**32):
+        for keys, deleted in (([5, key], [5]), ([5], [5, key])):
+            message = encode(np.array(keys), VECTORS[: len(keys)], np.array(deleted), sequence=1)
+            with pytest.raises(UpdateFormatError, match=r"keys in \[0, 2\^32\)"):
+                decode(message, DIM, 4)
+    deletion = encode(KEYS[:0], np.zeros((0, 77), np.float32), KEYS, sequence=1)
+    assert decode(deletion, DIM) is not None  # without rows the width says nothing
+    with pytest.raises(UpdateFormatError, match="sequence"):
+        decode(patched(16, struct.pack("<q", HIGHEST_SEQUENCE + 1)), DIM)
+    with pytest.raises(InvalidInputError):
+        encode(KEYS, VECTORS, sequence=1, time_us=HIGHEST_SEQUENCE + 1)
+
+
 def test_keys_that_the_table_cannot_have_are_refused() -> None:
     with pytest.raises(UpdateFormatError) as caught:
         decode(OURS, DIM, 4)

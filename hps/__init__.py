@@ -54,6 +54,7 @@ _ERRORS = (
     "TooManyKeysError",
     "UnknownModelError",
     "UnknownVersionError",
+    "VersionMismatchError",
     "UnknownTableError",
     "UnknownDeviceError",
     "ConflictError",

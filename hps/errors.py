@@ -12,6 +12,7 @@
     │   └── TooManyKeysError                          more keys than the model is configured for
     ├── UnknownModelError        (KeyError)
     │   └── UnknownVersionError
+    │       └── VersionMismatchError                  a layer is of a version that is not in service any more
     ├── UnknownTableError        (KeyError)
     ├── UnknownDeviceError       (KeyError)
     ├── ConflictError            (RuntimeError)       a change of a model conflicts with its state or another change
@@ -91,6 +92,10 @@ class UnknownModelError(HPSError, KeyError):
 
 class UnknownVersionError(UnknownModelError):
     """The model is deployed, but not in this version, or the version does not exist."""
+
+
+class VersionMismatchError(UnknownVersionError):
+    """A layer is of a version that is no longer in service: the rows of another one do not belong to it."""
 
 
 class UnknownTableError(HPSError, KeyError):

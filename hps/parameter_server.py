@@ -140,6 +140,20 @@ class HPS:
         """Return the deployed versions of a model, or of all models."""
         return [one for one in self.live.all() if model_name in (None, one.config.model)]
 
+    def hold(self, model_name: str, version: str, holder: object) -> None:
+        """Keep a deployed version available while an object lives, whatever is deployed after it.
+
+        A version that nothing holds any more retires with the next deployment. An undeployment does not ask for holders.
+
+        Args:
+            holder: any hashable object that weak references may refer to, such as a torch module; only its life counts.
+
+        Raises:
+            UnknownModelError, UnknownVersionError: it is not deployed.
+        """
+        self.model(model_name, version)
+        self.live.hold(model_name, version, holder)
+
     def versions(self, model_name: str) -> list[VersionInfo]:
         """Return the versions of a model that are in service, kept, or still in use by lookups.
 

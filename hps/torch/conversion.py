@@ -38,6 +38,9 @@ def convert(
     and outputs keep their shapes and dtypes. Three things differ: an absent key gets the table's default vector, where torch
     raises IndexError; outputs have no gradient; layers have no `weight`.
 
+    The layers are of the version that is deployed now, whose rows the rest of the module was trained with. If another one is
+    deployed, a warning is logged, and they go on with theirs.
+
     Args:
         module: the trained module, on any devices.
         server: an `HPS`, the path of a `ps.json`, or the name of an attached server.
@@ -67,10 +70,11 @@ def convert(
         place = within(os.fspath(repository), model_name)
         sources = ModelSources(hps.config.model_source)
         saved = save(module, place, version=version, hotness=hotness, settings=settings, sources=sources)
-        hps.deploy(load_configuration({"models": [saved.entry]}).models[0], saved.version)
+        deployed = hps.deploy(load_configuration({"models": [saved.entry]}).models[0], saved.version, pin=False)
     elif version is not None or hotness is not None or settings is not None:
         raise InvalidInputError(f"converting to model {model_name!r}: got version, hotness or settings, but no repository")
-    deployed = hps.model(model_name)
+    else:
+        deployed = hps.model(model_name)
     for one in found:
         for name, weight in one.tables.items():
             if (dim := deployed.tables[deployed.table_index(name)].dim) != weight.shape[1]:
@@ -78,7 +82,7 @@ def convert(
                     f"converting {one.path}: got vectors of {weight.shape[1]} elements, but table {name!r} of model "
                     f"{model_name!r} is deployed with {dim}; deploy what was saved of this module"
                 )
-    layers = {one.module: _layer(one, server, model_name, wait) for one in found}
+    layers = {one.module: _layer(one, server, model_name, deployed.version, wait) for one in found}
     if not in_place:
         converted = copy.deepcopy(module, {id(embedding): layer for embedding, layer in layers.items()})
         return converted.eval()
@@ -133,7 +137,7 @@ def _widened(given: Any) -> Any:
     return given.float() if isinstance(given, torch.Tensor) and given.is_floating_point() else given
 
 
-def _layer(one: Embedding, server: HPS | str, model_name: str, wait: bool) -> nn.Module:
+def _layer(one: Embedding, server: HPS | str, model_name: str, version: str, wait: bool) -> nn.Module:
     embedding: Any = one.module
     names = list(one.tables)
     if isinstance(embedding, torchrec_class("EmbeddingBagCollection")):
@@ -142,10 +146,12 @@ def _layer(one: Embedding, server: HPS | str, model_name: str, wait: bool) -> nn
             BagTable(name, tuple(config.feature_names), bag.embedding_dim, bag.mode, bag.max_norm, bag.padding_idx)
             for name, config, bag in zip(names, embedding.embedding_bag_configs(), bags, strict=True)
         ]
-        return EmbeddingBagCollection(server, model_name, tables, is_weighted=embedding.is_weighted(), wait=wait)
+        return EmbeddingBagCollection(
+            server, model_name, tables, version=version, is_weighted=embedding.is_weighted(), wait=wait
+        )
     if isinstance(embedding, torchrec_class("EmbeddingCollection")):
         layers = [
-            LookupLayer(server, model_name, name, rows.embedding_dim, max_norm=rows.max_norm, wait=wait)
+            LookupLayer(server, model_name, name, rows.embedding_dim, version=version, max_norm=rows.max_norm, wait=wait)
             for name, rows in zip(names, embedding.embeddings.values(), strict=True)
         ]
         outputs = zip(embedding.embedding_configs(), embedding.embedding_names_by_table(), strict=True)
@@ -158,10 +164,11 @@ def _layer(one: Embedding, server: HPS | str, model_name: str, wait: bool) -> nn
     place = (server, model_name, names[0], embedding.embedding_dim)
     layer: nn.Module
     if isinstance(embedding, nn.Embedding):
-        layer = LookupLayer(*place, max_norm=embedding.max_norm, wait=wait)
+        layer = LookupLayer(*place, version=version, max_norm=embedding.max_norm, wait=wait)
     else:
         layer = EmbeddingBag(
             *place,
+            version=version,
             mode=embedding.mode,
             max_norm=embedding.max_norm,
             padding_idx=embedding.padding_idx,

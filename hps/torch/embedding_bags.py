@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hps.errors import InvalidInputError
 from hps.parameter_server import HPS
-from hps.torch.lookup_layer import called_directly, place_of
+from hps.torch.lookup_layer import called_directly, hold, place_of, version_of, version_text
 from hps.torch.operators import Feature, as_text, lookup_bags, lookup_jagged
 
 
@@ -20,7 +20,7 @@ class EmbeddingBag(torch.nn.Module):
     Vectors are float32, also under autocast, without gradient; weights are detached.
 
     Args:
-        ps_config_file, model_name, table_id, emb_vec_size, wait: as for `LookupLayer`.
+        ps_config_file, model_name, table_id, emb_vec_size, version, wait: as for `LookupLayer`.
         mode: sum, mean or sqrtn.
         max_norm: vectors with a larger L2 norm are scaled down to it before pooling. Default: no limit.
         padding_idx: a key that is ignored.
@@ -34,6 +34,7 @@ class EmbeddingBag(torch.nn.Module):
         table_id: int | str,
         emb_vec_size: int,
         *,
+        version: str | int | None = None,
         mode: str = "mean",
         max_norm: float | None = None,
         padding_idx: int | None = None,
@@ -51,7 +52,9 @@ class EmbeddingBag(torch.nn.Module):
         self.include_last_offset: bool = include_last_offset
         self.wait: bool = wait
         self.features: str = as_text([Feature(self.table_id, emb_vec_size, mode, max_norm, padding_idx)])
+        self.version: str = version_of(version)
         self.training = False
+        hold(self, self.ps_config_file, model_name, self.version)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:  # noqa: A002
         """Look up bags.
@@ -83,6 +86,7 @@ class EmbeddingBag(torch.nn.Module):
                     self.include_last_offset,
                     self.wait,
                     self.training,
+                    self.version,
                 )
         out: Tensor = torch.ops.hps.lookup_bags(
             [input],
@@ -94,12 +98,14 @@ class EmbeddingBag(torch.nn.Module):
             self.include_last_offset,
             self.wait,
             self.training,
+            self.version,
         )
         return out
 
     def extra_repr(self) -> str:
         return (
-            f"{self.ps_config_file!r}, {self.model_name!r}, {self.table_id!r}, {self.emb_vec_size}, mode={self.mode!r}, "
+            f"{self.ps_config_file!r}, {self.model_name!r}, {self.table_id!r}, {self.emb_vec_size}, "
+            f"{version_text(self.version)}mode={self.mode!r}, "
             f"max_norm={self.max_norm}, padding_idx={self.padding_idx}, include_last_offset={self.include_last_offset}"
         )
 
@@ -130,7 +136,7 @@ class EmbeddingBagCollection(torch.nn.Module):
     One kernel looks up and pools all features; features that share a table need one launch each. It has no parameters.
 
     Args:
-        ps_config_file, model_name, wait: as for `LookupLayer`.
+        ps_config_file, model_name, version, wait: as for `LookupLayer`.
         tables: the tables; each names a feature at most once.
         is_weighted: whether keys have weights.
     """
@@ -141,6 +147,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         model_name: str,
         tables: Sequence[BagTable],
         *,
+        version: str | int | None = None,
         is_weighted: bool = False,
         wait: bool = True,
     ) -> None:
@@ -170,7 +177,9 @@ class EmbeddingBagCollection(torch.nn.Module):
                 for _ in table.features
             ]
         )
+        self.version = version_of(version)
         self.training = False
+        hold(self, self.ps_config_file, model_name, self.version)
 
     def forward(self, features: Any) -> Any:
         """Look up the bags of all features.
@@ -213,7 +222,16 @@ class EmbeddingBagCollection(torch.nn.Module):
             weights.append(None if its_weights is None else its_weights.detach())
         answer = lookup_bags if called_directly(keys[0]) else torch.ops.hps.lookup_bags
         out: Tensor = answer(
-            keys, offsets, weights, self.ps_config_file, self.model_name, self.features, True, self.wait, self.training
+            keys,
+            offsets,
+            weights,
+            self.ps_config_file,
+            self.model_name,
+            self.features,
+            True,
+            self.wait,
+            self.training,
+            self.version,
         )
         return out
 
@@ -246,6 +264,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             features.offset_per_key_or_none(),
             self.wait,
             self.training,
+            self.version,
         )
         return KeyedTensor(keys=self.output_names, length_per_key=self.dims, values=out)
 
@@ -255,7 +274,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        lines = [f"{self.ps_config_file!r}, {self.model_name!r}, is_weighted={self.is_weighted}", *map(repr, self.tables)]
+        place = f"{self.ps_config_file!r}, {self.model_name!r}, {version_text(self.version)}"
+        lines = [f"{place}is_weighted={self.is_weighted}", *map(repr, self.tables)]
         return "\n".join(lines)
 
 

@@ -1,18 +1,42 @@
 """A layer that returns the vector of every key, like `torch.nn.Embedding`."""
 
 import operator
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from hps.errors import InvalidInputError, UnknownModelError
+from hps.models.manifest import VERSION
 from hps.parameter_server import HPS
 from hps.torch.operators import lookup_rows
-from hps.torch.servers import attach
+from hps.torch.servers import attach, known
 
 
 def place_of(server: str | HPS) -> str:
     """Return the string under which a layer finds its server."""
     return attach(server) if isinstance(server, HPS) else str(server)
+
+
+def version_of(version: str | int | None) -> str:
+    """Return the version that a layer is of; empty if it follows the serving one."""
+    if version in (None, "latest"):
+        return ""
+    if not VERSION.fullmatch(text := str(version)):
+        raise InvalidInputError(f"making a layer: got version {version!r}, expected a number or 'latest'")
+    return text
+
+
+def version_text(version: str) -> str:
+    return f"version={version!r}, " if version else ""
+
+
+def hold(layer: torch.nn.Module, place: str, model_name: str, version: str) -> None:
+    """Keep the version of a layer in service while the layer lives, if its server is open and has it."""
+    server = known(place)
+    if version and server is not None:
+        with suppress(UnknownModelError):  # it may be deployed later
+            server.hold(model_name, version, layer)
 
 
 def called_directly(tensor: Tensor) -> bool:
@@ -31,6 +55,8 @@ class LookupLayer(torch.nn.Module):
         model_name: a deployed model.
         table_id: the table's id (its position in `sparse_files`) or name.
         emb_vec_size: its width.
+        version: the version of the model that the layer is of; it never answers from another one. An open server keeps that
+            version in service while the layer lives. Default, and `latest`: the version that serves at each call.
         max_norm: vectors with a larger L2 norm are scaled down to it. Default: no limit.
         wait: False enqueues the lookup on torch's current stream and returns at once; see `HPS.lookup_fromdlpack`. While a
             CUDA graph captures that stream, no lookup waits.
@@ -43,6 +69,7 @@ class LookupLayer(torch.nn.Module):
         table_id: int | str,
         emb_vec_size: int,
         *,
+        version: str | int | None = None,
         max_norm: float | None = None,
         wait: bool = True,
     ) -> None:
@@ -54,7 +81,9 @@ class LookupLayer(torch.nn.Module):
         self.emb_vec_size: int = emb_vec_size
         self.max_norm: float | None = max_norm
         self.wait: bool = wait
+        self.version: str = version_of(version)
         self.training = False
+        hold(self, self.ps_config_file, model_name, self.version)
 
     def forward(self, keys: Tensor) -> Tensor:
         """Look up keys.
@@ -67,12 +96,15 @@ class LookupLayer(torch.nn.Module):
 
         Raises:
             TrainingModeError: the layer is in training mode.
+            VersionMismatchError: its version is not in service any more.
             HPSError: as `HPS.lookup_fromdlpack`.
         """
         if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
             if self.max_norm is None and not self.training and called_directly(keys):
                 table = self.table_name or self.table_id
-                return lookup_rows(keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait)
+                return lookup_rows(
+                    keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait, self.version
+                )
         out: Tensor = torch.ops.hps.lookup(
             keys,
             self.ps_config_file,
@@ -83,9 +115,13 @@ class LookupLayer(torch.nn.Module):
             self.max_norm,
             self.wait,
             self.training,
+            self.version,
         )
         return out
 
     def extra_repr(self) -> str:
         table = self.table_name or self.table_id
-        return f"{self.ps_config_file!r}, {self.model_name!r}, {table!r}, {self.emb_vec_size}, max_norm={self.max_norm}"
+        return (
+            f"{self.ps_config_file!r}, {self.model_name!r}, {table!r}, {self.emb_vec_size}, "
+            f"{version_text(self.version)}max_norm={self.max_norm}"
+        )

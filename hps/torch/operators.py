@@ -23,7 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hps.errors import InvalidDtypeError, InvalidInputError, TrainingModeError
+from hps.errors import (
+    InvalidDtypeError,
+    InvalidInputError,
+    TrainingModeError,
+    UnknownVersionError,
+    VersionMismatchError,
+)
 from hps.lookup.session import Session
 from hps.parameter_server import HPS
 from hps.tensors.bags import Bags, pooled_segments
@@ -125,6 +131,23 @@ def _refuse_width(deployment: Deployment, table: int | str, dim: int) -> NoRetur
     )
 
 
+def _deployment(server: HPS, model_name: str, version: str) -> Deployment:
+    """Return the serving version, or the given one of a layer that is of a version."""
+    serving = server.live.serving.get(model_name)
+    if serving is not None and version in ("", serving.version):
+        return serving
+    if not version:
+        return server.model(model_name)
+    try:
+        return server.model(model_name, version)
+    except UnknownVersionError as error:
+        raise VersionMismatchError(
+            f"looking up model {model_name!r} through a layer of version {version}: that is not in service any more; "
+            f"{serving.version if serving else 'no version'} serves. Make the layer, or convert the module, again for that, or "
+            f"deploy version {version} again; a layer made with version='latest' follows the serving version"
+        ) from error
+
+
 def _look_up(session: Session, segments: Sequence[Segment], on_cuda: bool, wait: bool) -> None:
     if wait and not (on_cuda and torch.cuda.is_current_stream_capturing()):
         session.lookup(segments)
@@ -133,19 +156,25 @@ def _look_up(session: Session, segments: Sequence[Segment], on_cuda: bool, wait:
 
 
 def lookup_rows(
-    keys: Tensor, ps_config_file: str, model_name: str, table: int | str, emb_vec_size: int, wait: bool = True
+    keys: Tensor,
+    ps_config_file: str,
+    model_name: str,
+    table: int | str,
+    emb_vec_size: int,
+    wait: bool = True,
+    version: str = "",
 ) -> Tensor:
     """Implement `hps::lookup` without max_norm; also called directly, bypassing the dispatcher."""
     if keys.dtype not in _KEY_DTYPES:
         _refuse_keys(keys, model_name, table)
     if not keys.is_contiguous():
         keys = keys.contiguous()
-    return _rows(server_of(ps_config_file), keys, model_name, table, emb_vec_size, wait)
+    return _rows(server_of(ps_config_file), keys, model_name, version, table, emb_vec_size, wait)
 
 
 @repeated_after_takeover
-def _rows(server: HPS, keys: Tensor, model_name: str, table: int | str, emb_vec_size: int, wait: bool) -> Tensor:
-    deployment = server.model(model_name)
+def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int | str, emb_vec_size: int, wait: bool) -> Tensor:
+    deployment = _deployment(server, model_name, version)
     index = deployment.table_index(table)
     if deployment.tables[index].dim != emb_vec_size:
         _refuse_width(deployment, table, emb_vec_size)
@@ -175,16 +204,18 @@ def _lookup(
     max_norm: float | None = None,
     wait: bool = True,
     training: bool = False,
+    version: str = "",
 ) -> Tensor:
     if training:
         refuse_training()
     table = table_name or table_id
     if max_norm is None:
-        return lookup_rows(keys, ps_config_file, model_name, table, emb_vec_size, wait)
+        return lookup_rows(keys, ps_config_file, model_name, table, emb_vec_size, wait, version)
     _check_keys(keys, model_name, table)
     feature = Feature(table, emb_vec_size, max_norm=max_norm)
     bags = [_bags(feature, keys.reshape(-1, 1), None, None)]  # of one key each
-    out = _pooled(server_of(ps_config_file), model_name, _Features((feature,)), bags, keys.numel(), keys.device, wait)
+    server = server_of(ps_config_file)
+    out = _pooled(server, model_name, version, _Features((feature,)), bags, keys.numel(), keys.device, wait)
     return out.view(*keys.shape, emb_vec_size)
 
 
@@ -198,6 +229,7 @@ def fake_lookup(
     max_norm: float | None = None,
     wait: bool = True,
     training: bool = False,
+    version: str = "",
 ) -> Tensor:
     if training:
         refuse_training()
@@ -284,10 +316,17 @@ def _adopted(tensor: Tensor) -> Any:
 
 @repeated_after_takeover
 def _pooled(
-    server: HPS, model_name: str, features: _Features, bags: Sequence[Bags], count: int, device: torch.device, wait: bool
+    server: HPS,
+    model_name: str,
+    version: str,
+    features: _Features,
+    bags: Sequence[Bags],
+    count: int,
+    device: torch.device,
+    wait: bool,
 ) -> Tensor:
     """Look up bags of all features in one version: the k-th feature of every table in the k-th call."""
-    deployment = server.model(model_name)
+    deployment = _deployment(server, model_name, version)
     _check_widths(deployment, features.of)
 
     def call(places: Sequence[int]) -> Tensor:
@@ -319,12 +358,13 @@ def lookup_bags(
     include_last_offset: bool,
     wait: bool = True,
     training: bool = False,
+    version: str = "",
 ) -> Tensor:
     """Implement `hps::lookup_bags`; also called directly, bypassing the dispatcher."""
     count, _ = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
     described = _features_of(features)
     bags = [_bags(*one, include_last_offset) for one in zip(described.of, keys, offsets, weights, strict=True)]
-    return _pooled(server_of(ps_config_file), model_name, described, bags, count, keys[0].device, wait)
+    return _pooled(server_of(ps_config_file), model_name, version, described, bags, count, keys[0].device, wait)
 
 
 def _fake_lookup_bags(
@@ -337,6 +377,7 @@ def _fake_lookup_bags(
     include_last_offset: bool,
     wait: bool = True,
     training: bool = False,
+    version: str = "",
 ) -> Tensor:
     count, width = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
     return keys[0].new_empty((count, width), dtype=torch.float32)
@@ -374,6 +415,7 @@ def lookup_jagged(
     borders: Sequence[int] | None = None,
     wait: bool = True,
     training: bool = False,
+    version: str = "",
 ) -> Tensor:
     """Implement `hps::lookup_jagged`; also called directly, bypassing the dispatcher."""
     count, _ = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
@@ -400,7 +442,7 @@ def lookup_jagged(
         )
         for feature, place in zip(described.of, places, strict=True)
     ]
-    return _pooled(server_of(ps_config_file), model_name, described, bags, count, values.device, wait)
+    return _pooled(server_of(ps_config_file), model_name, version, described, bags, count, values.device, wait)
 
 
 def _fake_lookup_jagged(
@@ -415,6 +457,7 @@ def _fake_lookup_jagged(
     borders: Sequence[int] | None = None,
     wait: bool = True,
     training: bool = False,
+    version: str = "",
 ) -> Tensor:
     count, width = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
     return values.new_empty((count, width), dtype=torch.float32)
@@ -431,21 +474,21 @@ def define(library: torch.library.Library, schema: str, real: Any, fake: Any) ->
 define(
     _LIBRARY,
     f"lookup(Tensor keys, {_TO_TABLES}, int table_id, str table_name, int emb_vec_size, float? max_norm=None, bool wait=True, "
-    "bool training=False) -> Tensor",
+    "bool training=False, str version='') -> Tensor",
     _lookup,
     fake_lookup,
 )
 define(
     _LIBRARY,
     f"lookup_bags(Tensor[] keys, Tensor?[] offsets, Tensor?[] weights, {_TO_TABLES}, str features, bool include_last_offset, "
-    "bool wait=True, bool training=False) -> Tensor",
+    "bool wait=True, bool training=False, str version='') -> Tensor",
     lookup_bags,
     _fake_lookup_bags,
 )
 define(
     _LIBRARY,
     f"lookup_jagged(Tensor values, Tensor offsets, Tensor? weights, {_TO_TABLES}, str features, int[] places, "
-    "int feature_count, SymInt[]? borders=None, bool wait=True, bool training=False) -> Tensor",
+    "int feature_count, SymInt[]? borders=None, bool wait=True, bool training=False, str version='') -> Tensor",
     lookup_jagged,
     _fake_lookup_jagged,
 )

@@ -64,6 +64,11 @@ def attach(server: HPS, name: str | None = None) -> str:
     return name
 
 
+def known(place: str) -> HPS | None:
+    """Return the server of a path or name if it is open."""
+    return _known.get(place)
+
+
 def server_of(place: str) -> HPS:
     """Return the server of a path or name. Opens a new path, which takes as long as loading its models.
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal, TypeAlias
+from weakref import WeakSet
 
 from hps.configuration.load import ModelConfig
 from hps.errors import (
@@ -151,6 +152,11 @@ class _Model:
     failure: Failure | None = None
     deployed: Wanted | None = None  # last deployment by policy
     failures: int = 0
+    holders: dict[str, "WeakSet[object]"] = field(default_factory=dict)  # by version: what keeps it in service
+
+    @property
+    def held(self) -> set[str]:
+        return {version for version, holders in list(self.holders.items()) if len(holders)}
 
     def of(self, *states: VersionState) -> list[_Version]:
         return [one for one in self.versions if one.state in states]
@@ -252,6 +258,16 @@ class LiveModels:
     def kept(self, name: str) -> list[Deployment]:
         """Return the versions kept for a roll-back, in the order of their replacement."""
         return [one for one, state in self.versions(name) if state == "kept"]
+
+    def hold(self, name: str, version: str, holder: object) -> None:
+        """Keep a version available, whatever is deployed, while `holder` lives; it retires with the next change after that.
+
+        Raises:
+            UnknownModelError, UnknownVersionError: it is not deployed.
+        """
+        with self._changed:
+            self.find(name, version)
+            self._models[name].holders.setdefault(version, WeakSet()).add(holder)
 
     # -- models to come -----------------------------------------------------------------------------------------------------
 
@@ -440,7 +456,8 @@ class LiveModels:
             self._check_open("deploying", name)
             model = self._models[name]
             before = model.of("serving", "available")
-            stays = set(stay([*(one.deployment.version for one in before), deployment.version])) - {deployment.version}
+            held = model.held - {deployment.version}
+            stays = {*stay([*(one.deployment.version for one in before), deployment.version]), *held} - {deployment.version}
             current = self.serving.get(name)
             stands = current if beside and current and current.version != deployment.version else None
             for one in before:
@@ -450,9 +467,19 @@ class LiveModels:
             model.versions.append(_Version(deployment, "available" if stands else "serving"))
             if not stands:
                 self.serving = {**self.serving, name: deployment}
+            model.holders = {version: model.holders[version] for version in model.held}
             for one in before:
                 if one.state == "retiring" and one.deployment is not deployment:
                     self._retire_later(name, one.deployment, tables)
+        for one in before:
+            if one.state == "available" and one.deployment.version in held:
+                _log.warning(
+                    "model %r: version %s takes over, but layers of this process go on with version %s, which stays in memory "
+                    "while they live; make them again for the new version",
+                    name,
+                    deployment.version,
+                    one.deployment.version,
+                )
 
     def withdraw(self, name: str, version: str | None) -> list[Deployment]:
         """Take a model, or one version of it, out of service. Called within a change of the model.

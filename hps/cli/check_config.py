@@ -208,6 +208,12 @@ def _doubts(configuration: "Configuration") -> dict[str, str]:
         if model.gpucache and model.hit_rate_threshold <= 0:
             text = "0 or less, so keys that are not cached yet get the default vector; above 1, no key of a table does"
             found[f"models[{i}].hit_rate_threshold"] = text
+        elif model.gpucache and "hit_rate_threshold" not in model.model_fields_set:
+            found[f"models[{i}].hit_rate_threshold"] = (
+                f"not set, so {model.hit_rate_threshold:g} as in HugeCTR: where that share of a table's keys in a lookup is "
+                "cached, the others get the default vector and are fetched afterwards; set it above 1 for complete answers, "
+                "or to this value"
+            )
     if persistent.type == "disabled" and volatile.type != "disabled":
         lost = "without a persistent_db, rows that are"
         if volatile.overflow_margin < _UNBOUNDED:

@@ -1,5 +1,6 @@
 """The hot path: the lookups of one model on one device."""
 
+import logging
 import queue
 import threading
 import time
@@ -27,6 +28,7 @@ from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
+_log = logging.getLogger(__name__)
 _PREFETCH_ROWS = 65_536  # vectors fetched at once, to bound their memory
 _POOLED_BYTES = 8 << 20  # the same for vectors that are fetched to be pooled
 _AS_THEY_COME: IndexArray = np.empty(0, np.int64)
@@ -124,6 +126,7 @@ class SessionSettings:
     Attributes:
         hit_rate_threshold: a lookup whose hit rate of a table reaches it is answered at once, with defaults for the missing
             keys, which are fetched in the background. Above 1, every lookup is complete.
+        threshold_is_default: the model sets no threshold; the first lookup that it leaves incomplete is logged.
         workspaces: maximum number of concurrent lookups.
         workspace_timeout_s: time limit of a lookup for one of them to become free.
         insert_queue_length: maximum number of batches of missing keys queued for insertion.
@@ -133,6 +136,7 @@ class SessionSettings:
     """
 
     hit_rate_threshold: float = 0.9
+    threshold_is_default: bool = False
     workspaces: int = 1
     workspace_timeout_s: float = 1.0
     insert_queue_length: int = 64
@@ -186,6 +190,7 @@ class CachedSession:
         self._chain = chain
         self._coalescer = coalescer
         self._threshold = settings.hit_rate_threshold
+        self._tells_of_threshold = settings.threshold_is_default
         self.miss_paths = settings.miss_paths
         self._metrics = metrics
         self._max_keys = [table.max_keys for table in self.tables]
@@ -320,6 +325,9 @@ class CachedSession:
             else:
                 self._fetch_now(missed)
         if deferred:
+            current.deferred += sum(by_table[table] for table in deferred)
+            if self._tells_of_threshold:
+                self._tell_of_threshold(self.tables[next(iter(deferred))])
             with self._metrics.lock:
                 for segment, missing in zip(segments, counts, strict=True):
                     if segment.table in deferred:
@@ -328,6 +336,17 @@ class CachedSession:
                 for segment, missing in zip(segments, counts, strict=True):
                     if segment.table in deferred:
                         trace.of(self.tables[segment.table].table_name).deferred += missing
+
+    def _tell_of_threshold(self, table: TableSpec) -> None:
+        self._tells_of_threshold = False
+        _log.warning(
+            "model %r sets no hit_rate_threshold, so HugeCTR's default holds: where at least %g %% of a table's keys in a "
+            "lookup are cached, as now of table %r, the others get the default vector and are fetched afterwards; set it above "
+            "1 for complete answers",
+            table.model_name,
+            100 * self._threshold,
+            table.table_name,
+        )
 
     def _fetch_now(self, missed: MissedKeys) -> None:
         table, keys = self.tables[missed.segment.table], missed.keys

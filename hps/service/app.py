@@ -20,7 +20,16 @@ from hps.parameter_server import HPS
 from hps.service.answer_memory import AnswerMemory
 from hps.service.authorization import Authorization, is_change
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
-from hps.service.http_answer import BINARY, JSON, HTTPAnswer, OverloadedError, RequestError, error_answer, release_frames
+from hps.service.http_answer import (
+    BINARY,
+    DEFERRED_KEYS,
+    JSON,
+    HTTPAnswer,
+    OverloadedError,
+    RequestError,
+    error_answer,
+    release_frames,
+)
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.changes import log_change, request_line
@@ -39,7 +48,7 @@ from hps.service.routes.administration import admin_routes
 from hps.service.routes.control import ERRORS, control_app
 from hps.service.routes.rows import RowRoutes, RowTarget, row_target
 from hps.service.routes.status import OPEN_PATHS, status_routes
-from hps.statistics.tracing import LookupTrace, traced
+from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.segments import Segment
 from hps.versions.deployment import Deployment, repeated_after_takeover
 
@@ -258,7 +267,7 @@ class Application:
             submitted = time.perf_counter_ns()
             look_up = _traced_lookup if served.traced or request.wants_report else _timed_lookup
             lookup = (look_up, server, deployment, request.segments, request.device_id)
-            request.device_id, began, ended, trace = await self._threads.run(*lookup, held=held)
+            request.device_id, began, ended, deferred, trace = await self._threads.run(*lookup, held=held)
             if request.scratch_bytes:
                 self.memory.held -= request.scratch_bytes
                 held -= request.scratch_bytes
@@ -267,10 +276,11 @@ class Application:
                 served.trace, served.lookup_ns = trace, resumed - started
                 served.keys = sum([segment.n for segment in request.segments])
                 served.queue_ns, served.infer_ns = began - submitted, ended - began
+            headed = [(DEFERRED_KEYS, b"%d" % deferred)] if deferred else []
             if (whole := request.binary_answer) is not None:
                 counts.succeeded(started, submitted, began, ended, resumed)
                 length = (b"inference-header-content-length", str(whole[1]).encode())
-                return HTTPAnswer(200, [BINARY, length], whole[:1], held)
+                return HTTPAnswer(200, [BINARY, length, *headed], whole[:1], held)
             text, binary = request.encode(served.report if request.wants_report else None)
             chunks: list[bytes | memoryview] = []
             for piece in text:
@@ -280,9 +290,9 @@ class Application:
             counts.succeeded(started, submitted, began, ended, resumed)
             counts.output_ns += time.perf_counter_ns() - resumed
             if not binary:
-                return HTTPAnswer(200, [JSON], chunks, held)
+                return HTTPAnswer(200, [JSON, *headed], chunks, held)
             length = (b"inference-header-content-length", str(sum(map(len, chunks))).encode())
-            return HTTPAnswer(200, [BINARY, length], [*chunks, *binary], held)
+            return HTTPAnswer(200, [BINARY, length, *headed], [*chunks, *binary], held)
         except BaseException:
             self.memory.held -= held
             raise
@@ -396,19 +406,19 @@ async def _look_up(
         raise
 
 
-_Looked: TypeAlias = tuple[int, int, int, LookupTrace | None]
+_Looked: TypeAlias = tuple[int, int, int, int, LookupTrace | None]
 
 
 def _timed_lookup(server: HPS, deployment: Deployment, segments: list[Segment], device_id: int | None) -> _Looked:
-    """Call `HPS.lookup_segments`, and return its begin and end as well, in nanoseconds of `time.perf_counter_ns`."""
-    began = time.perf_counter_ns()
+    """Call `HPS.lookup_segments`; return the device, begin and end in ns of `time.perf_counter_ns`, and the deferred keys."""
+    began, deferred = time.perf_counter_ns(), current.deferred
     device = server.lookup_segments(deployment, segments, device_id)
-    return device, began, time.perf_counter_ns(), None
+    return device, began, time.perf_counter_ns(), current.deferred - deferred, None
 
 
 def _traced_lookup(server: HPS, deployment: Deployment, segments: list[Segment], device_id: int | None) -> _Looked:
     with traced() as trace:
-        return *_timed_lookup(server, deployment, segments, device_id)[:3], trace
+        return *_timed_lookup(server, deployment, segments, device_id)[:4], trace
 
 
 def _replayed(body: bytes | bytearray, receive: Receive) -> Receive:

@@ -83,11 +83,13 @@ class _Current(threading.local):
     trace: LookupTrace | None = None
     stages: dict[str, int] | None = None
     tiers: TierNumbers | None = None
+    deferred: int = 0
 
 
 current: Final = _Current()
 """State of this thread: `trace`, if requested; `stages`, nanoseconds by stage of the current lookup; `tiers`, where the
-database chain writes which tier answered each distinct key of a fetch."""
+database chain writes which tier answered each distinct key of a fetch; `deferred`, a running count of the keys, including
+duplicates, that lookups left to the background."""
 
 
 def ended(stage: str, table: str, began_ns: int, keys: int) -> int:

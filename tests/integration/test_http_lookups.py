@@ -209,6 +209,39 @@ def test_metrics_count_requests_once_and_keys_by_tier(service):
     assert after[("process_resident_memory_bytes",)] > 0
 
 
+def test_an_answer_says_how_many_keys_it_left_to_the_background(directory, tmp_path, caplog):
+    document = configuration(directory)
+    document["persistent_db"]["path"] = str(tmp_path / "rocksdb")
+    del document["models"][0]["hit_rate_threshold"]
+    with running_service(document) as service:
+        user = np.arange(9).tolist()
+        binary = {"parameters": {"binary_data_output": True}}
+
+        def ask(new, *, path=LOOKUP, more=None):
+            body = {"tables": {"user": [*user, *new], "item": [1]}, **(more or {})}
+            if path != LOOKUP:
+                keys = {"name": "user", "datatype": "INT64", "shape": [9 + len(new)], "data": [*user, *new]}
+                body = {"inputs": [keys], **(more or {})}
+            answer = service.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        ask([])
+        server = service.app.lifecycle.server
+        assert server.drain()
+        assert "x-deferred-keys" not in ask([]).headers  # they are resident
+        fresh = iter(range(100, 200))
+        assert "sets no hit_rate_threshold" not in caplog.text
+        assert ask([next(fresh)]).headers["x-deferred-keys"] == "1"
+        assert ask([next(fresh)], path="/v2/models/ranker/infer").headers["x-deferred-keys"] == "1"
+        assert ask([next(fresh)], path="/v2/models/ranker/infer", more=binary).headers["x-deferred-keys"] == "1"
+        reported = ask([next(fresh)], more={"report": True})
+        assert reported.headers["x-deferred-keys"] == "1"
+        assert reported.json()["report"]["tables"]["user"]["deferred"] == 1
+        assert "x-deferred-keys" not in ask([next(fresh), next(fresh)]).headers  # 9 of 11: complete
+        assert caplog.text.count("sets no hit_rate_threshold") == 1
+
+
 def test_paths_that_are_not_served_share_one_label(service):
     for path in ("/a", "/b", "/v2/models/x/y/z"):
         service.client.get(path)

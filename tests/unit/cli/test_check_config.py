@@ -48,7 +48,7 @@ def findings(path: Path, *arguments: object) -> tuple[int, dict[str, list[tuple[
 def content(tmp_path: Path) -> dict[str, Any]:
     for name, dim in DIMS.items():
         write_sparse_model(tmp_path / name, (np.arange(10), np.ones((10, dim), np.float32)))
-    content = document_of(model_of("shop", [tmp_path / name for name in DIMS], DIMS))
+    content = document_of(model_of("shop", [tmp_path / name for name in DIMS], DIMS, hit_rate_threshold=1.1))
     return content | {"service": {"port": free_ports(1)[0]}}
 
 
@@ -125,6 +125,21 @@ def test_what_is_allowed_and_hardly_meant_is_a_warning(
     code, found = findings(written(tmp_path, content))
     assert (code, list(found)) == (0, [where])
     assert found[where][0][0] == "warning"
+
+
+def test_the_default_threshold_of_a_cache_is_a_warning(tmp_path: Path, content: dict[str, Any]) -> None:
+    first = content["models"][0]
+    del first["hit_rate_threshold"]
+    content["models"] = [
+        {**first, "model": "chosen", "hit_rate_threshold": 0.9},
+        {**first, "model": "without_cache", "gpucache": False},
+        {**first, "model": "default"},
+    ]
+    code, found = findings(written(tmp_path, content))
+    assert (code, list(found)) == (0, ["models[2].hit_rate_threshold"])
+    [(level, text)] = found["models[2].hit_rate_threshold"]
+    assert level == "warning"
+    assert "not set, so 0.9 as in HugeCTR" in text
 
 
 def test_a_file_that_is_no_json_is_reported_as_json(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`HPS.stats`: what a parameter server holds, without waiting for anybody."""
 
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import numpy as np
 import orjson
@@ -9,6 +9,8 @@ import pytest
 
 import hps
 from hps.errors import DatabaseError
+from hps.statistics.prometheus import update_families
+from hps.statistics.snapshot import UpdateStatus
 from hps.versions.collection import StatisticsCollector
 from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of, wait_until
@@ -187,3 +189,53 @@ def test_a_closed_server_says_so(files):
     server.close()
     with pytest.raises(hps.NotReadyError):
         server.stats()
+
+
+class Feed:
+    """Versions of a model that follow the same log."""
+
+    def __init__(self, *statuses):
+        self.statuses = statuses
+
+    def shown(self):
+        return self.statuses
+
+
+def following(version, table, lag_s, behind=0, connected=True):
+    known = {
+        "version": version,
+        "table": table,
+        "lag_s": lag_s,
+        "behind": behind,
+        "connected": connected,
+        "model": "m",
+        "positions": {},
+        "dead_letters": {},
+    }
+    rest = {one.name: "" if one.type is str else 0 for one in fields(UpdateStatus)}
+    return UpdateStatus(**{**rest, **known})
+
+
+@pytest.mark.parametrize(("lags", "worst"), [((5.0, 9.0, 2.0), 9.0), ((5.0, None, 2.0), None), ((None, 1.0, 2.0), None)])
+def test_the_version_that_is_furthest_behind_counts_whatever_the_order(server, lags, worst):
+    feed = Feed(*(following(str(number), "a", lag) for number, lag in enumerate(lags, 9)), following("9", "b", 0.5))
+    server.metrics.feeds.add(feed.shown)
+    assert server.stats().updates == {"m.a": worst, "m.b": 0.5}
+
+
+def test_metrics_of_updates_show_the_worst_of_three_versions_of_each_table():
+    statuses = [
+        following("1", "a", 5.0, 50),
+        following("2", "a", 9.0, 90, connected=False),
+        following("3", "a", 2.0, 20),
+        following("1", "b", 1.0, 10),
+        following("2", "b", None, None),
+        following("3", "b", 2.0, 20),
+    ]
+    lines = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for one in update_families(statuses) for line in one.lines}
+    assert {where: value for where, value in lines.items() if 'table="a"' in where} == {
+        'hps_update_lag_seconds{model="m",table="a"}': "9.0",
+        'hps_update_lag_messages{model="m",table="a"}': "90",
+        'hps_update_connected{model="m",table="a"}': "0",
+    }
+    assert [value for where, value in lines.items() if 'table="b"' in where] == ["NaN", "NaN", "1"]

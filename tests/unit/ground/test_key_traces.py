@@ -12,6 +12,7 @@ from hps.statistics.key_traces import KeyRecorder, KeyTrace, distinct_share, key
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
+from tests.servers.running_service import wait_until
 
 TABLES = (TableSpec("shop", "item", 4, 0.0, 1 << 20), TableSpec("shop", "user", 8, 0.0, 1 << 20))
 RNG = np.random.default_rng(7)
@@ -168,6 +169,22 @@ def test_keys_that_cannot_be_written_in_time_are_dropped_and_counted(tmp_path):
     assert counted["dropped"] >= 1 << 19
     assert counted["recorded"] + counted["dropped"] == 4 << 19
     assert read_traces(tmp_path / "keys")[0].keys.size == counted["recorded"]
+
+
+def test_a_recording_goes_on_after_as_many_keys_as_may_wait_were_written(tmp_path):
+    metrics = Metrics()
+    keys = np.arange((1 << 20) + 1)
+
+    def counted(outcome):
+        return metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": outcome}) or 0
+
+    with KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys) as recorder:
+        for written in (1, 2, 3):
+            recorder.record(TABLES, [segment(0, keys)])
+            expected = written * keys.size
+            wait_until(lambda done=expected: counted("recorded") + counted("dropped") >= done, "it is written")
+    assert (counted("recorded"), counted("dropped")) == (3 * keys.size, 0)
+    assert read_traces(tmp_path / "keys")[0].keys.size == 3 * keys.size
 
 
 def test_keys_that_are_not_aligned_are_recorded(tmp_path):

@@ -6,14 +6,18 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+from hps.configuration.load import load_configuration
 from hps.ground.workloads import power_law_keys, power_law_ranks
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
+from hps.planning.forecast import Forecast
 from hps.planning.hit_rates import cache_hit_rate, ideal_hit_rates, predict
+from hps.planning.memory import ServedVersion
 from hps.planning.power_law import fitted_alpha, power_law_trace
 from hps.statistics.key_traces import KeyTrace, sample_hashes
 from hps.types import TableSpec
+from tests.servers.running_service import document_of, model_of
 
 ROWS, KEYS, BATCH = 200_000, 1_500_000, 1000
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)
@@ -125,3 +129,17 @@ def test_an_empty_recording_and_no_cache_hit_nothing():
     nothing = sampled(np.empty(0, np.int64), 0.5)
     assert [cache_hit_rate(nothing, 100), *ideal_hit_rates(nothing, [100])] == [0.0, 0.0]
     assert cache_hit_rate(sampled(np.arange(100), 1.0), 0) == 0.0
+
+
+def test_of_several_recordings_of_a_table_the_longest_is_used():
+    entry = model_of("m", ["nowhere"], {"t": 4}, gpucacheper=0.1)
+    version = ServedVersion(load_configuration(document_of(entry)).models[0], (1000,))
+
+    def recording(keys, seconds, model="m"):
+        return KeyTrace(model, "t", np.arange(keys), np.arange(keys), 1.0, seconds, False, keys)
+
+    recordings = [recording(300, 3.0), recording(900, 4.5), recording(500, 1.0), recording(5000, 1.0, "other")]
+    for order in ([0, 1, 2, 3], [1, 2, 0, 3], [3, 2, 0, 1]):
+        [table] = Forecast(version, [recordings[place] for place in order]).tables
+        assert table.recorded
+        assert table.keys_per_s == 200

@@ -136,6 +136,21 @@ def test_what_does_not_fit_is_told(tmp_path):
     assert found["disk"].peak_bytes > found["disk"].size_bytes
 
 
+def test_tables_that_are_on_disk_already_make_room_for_their_successors(tmp_path, monkeypatch):
+    config = configuration(tmp_path, [(4, 10)])
+    monkeypatch.setattr("hps.planning.memory.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    absent = this_machine(config, {"ram": 5})
+    assert (absent.free_bytes["disk"], absent.free_bytes["ram"]) == (1000, 5)
+    assert f"on the file system of {tmp_path}" == absent.source["disk"]
+    (tmp_path / "db").mkdir()
+    for name, size in (("1.sst", 70), ("2.sst", 7), ("3.sst", 700), ("4.log", 9)):
+        (tmp_path / "db" / name).write_bytes(bytes(size))
+    held = this_machine(config, {})
+    assert held.free_bytes["disk"] == 1777
+    assert "including 777 bytes" in held.source["disk"]
+    assert this_machine(config, {"disk": 3}).free_bytes["disk"] == 3
+
+
 @pytest.mark.parametrize(
     ("kind", "tiers"),
     [

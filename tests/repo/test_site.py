@@ -8,8 +8,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from docs.site_hooks import http_routes
+from tests.browser import CHROMIUM
 
 ROOT = Path(__file__).parents[2]
 FETCHED = {("script", "src"), ("link", "href"), ("img", "src"), ("source", "src"), ("iframe", "src"), ("object", "data")}
@@ -62,6 +64,24 @@ def test_every_page_is_built_and_found(site: Path) -> None:
     assert pages <= {path.stem for path in site.glob("*.html")}
     index = (site / "search" / "search_index.json").read_text()
     assert [page for page in pages if f'"{page}.html' not in index and page != "index"] == []
+
+
+@pytest.mark.browser
+def test_drawings_and_code_are_whole_in_a_window_of_1400_pixels(site: Path) -> None:
+    clipped = """() => [...document.querySelectorAll('pre code')].filter((one) => {
+      if (/[│┌►]/.test(one.textContent)) one.style.whiteSpace = 'pre'; // a drawing must not be wrapped either
+      return one.scrollWidth > one.clientWidth + 1;
+    }).map((one) => one.textContent.split('\\n')[0])"""
+    found = {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(**CHROMIUM)
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        for path in sorted(site.glob("*.html")):
+            page.goto(path.as_uri())
+            if texts := page.evaluate(clipped):
+                found[path.name] = texts
+        browser.close()
+    assert found == {}
 
 
 def test_the_page_of_routes_has_every_route_and_schema(site: Path) -> None:

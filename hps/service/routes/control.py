@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
@@ -199,6 +200,10 @@ def control_app(
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             routes = [*app.routes, *lookups.routes]
+            for route in routes:
+                if isinstance(route, APIRoute) and route.summary is None:  # else FastAPI's title is the name of the function
+                    route.summary, _, route.description = route.description.partition(". ")
+                    route.summary = route.summary.removesuffix(".")
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=routes)
             for methods in document["paths"].values():
                 for operation in methods.values():
@@ -216,7 +221,7 @@ def control_app(
 def infer(model: str, request: schemas.InferenceRequest, header_length: int = _HEADER_LENGTH) -> None: ...
 
 
-@lookups.post(schemas.INFER_VERSION, operation_id="infer_version", **_INFER)
+@lookups.post(schemas.INFER_VERSION, operation_id="infer_version", **_INFER | {"summary": "Look up keys in one version"})
 def infer_version(model: str, version: str, request: schemas.InferenceRequest, header_length: int = _HEADER_LENGTH) -> None: ...
 
 

@@ -20,6 +20,7 @@ from hps.parameter_server import HPS
 from hps.service.answer_memory import AnswerMemory
 from hps.service.authorization import Authorization, is_change
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
+from hps.service.history import History
 from hps.service.http_answer import (
     BINARY,
     DEFERRED_KEYS,
@@ -102,6 +103,7 @@ class Application:
         self.lifecycle = lifecycle
         self.closed = False
         self.problems = RecentProblems()
+        self._history = History(lambda: opened.metrics if (opened := lifecycle.opened) is not None else None)
         self.authorization = Authorization(settings)
         self._models: dict[LookupTarget, tuple[ModelTables, InferenceCounts]] = {}
         self._statistics = InferenceStatistics()
@@ -123,7 +125,7 @@ class Application:
         )
         routers = [
             admin_routes(lifecycle, self._reports, ERRORS),
-            status_routes(lifecycle, self._metrics, self.problems, self._held, self._texts, ERRORS),
+            status_routes(lifecycle, self._metrics, self.problems, self._history, self._held, self._texts, ERRORS),
         ]
         self._control = control_app(
             lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer, self._texts, routers
@@ -370,10 +372,12 @@ class Application:
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         logging.getLogger().addHandler(self.problems)
         self.lifecycle.start()
+        self._history.start()
         try:
             yield
         finally:
             self.lifecycle.refuse()
+            await asyncio.to_thread(self._history.close)
             idle = True
             for threads in (self._threads, self._rows, self._reports, self._texts):
                 if not await asyncio.to_thread(threads.close, CLOSE_TIMEOUT_S):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate
 from time import perf_counter_ns
 from typing import Any, Final, Generic, TypeAlias, TypeVar
@@ -382,6 +383,13 @@ class Metrics(Collector):
             misses = [sum(one.misses[place] for one in tables) for place in range(len(TIERS))]
         asked = [hit + miss for hit, miss in zip(hits, misses, strict=True)]
         return {tier: hit / count for tier, hit, count in zip(TIERS, hits, asked, strict=True) if count}
+
+    def sums(self) -> tuple[int, int, int, Latency]:
+        """Return requested keys, hits and misses of embedding caches, and times of lookups, over all models."""
+        tables = self._read(self._tables, _TABLE, lambda one: (one.keys, one.hits[0], one.misses[0]))
+        keys, hits, misses = (sum(one[place] for _, one in tables) for place in range(3))
+        lookups = self._read(self._lookups, ("model",), lambda one: one.latencies()[0])
+        return keys, hits, misses, reduce(Latency.plus, (one for _, one in lookups), Latency())
 
     def counted(self, model: str, tables: Sequence[str]) -> tuple[list[TableCounters], Latency, dict[str, Latency]]:
         """Return a consistent copy of table counters, lookup times and stage times."""

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import logging
 import re
 from contextlib import contextmanager
@@ -106,6 +107,93 @@ def test_a_pin_is_shown_until_it_ends(tab, service):
     expect(tab.locator("[data-model=ranker] .pinned")).to_have_text(re.compile(r"^pinned by deploy, \d{4}-\d\d-\d\d$"))
     server.unpin("ranker")
     expect(tab.locator(".pinned")).to_have_count(0)
+
+
+def test_charts_show_what_was_before_the_page_was_opened(tab, service):
+    note = service.app._history.note
+    for _ in range(3):
+        service.client.post("/v1/models/ranker/lookup", json={"tables": {"item": [1, 2, 3]}}).raise_for_status()
+        note()
+    points = service.client.get("/v1/history").json()["points"]
+    assert points[-1]["keys"] - points[0]["keys"] >= 9
+    for _ in range(2):  # also when it is opened again
+        tab.goto(service.url)
+        chart = tab.locator("#tile-keys path")
+        expect(chart).to_have_attribute("d", re.compile(r"M.*L.*L"))
+        tab.click("#span")
+        expect(tab.locator("#span")).to_have_text("Charts: since the start")
+        expect(chart).to_have_attribute("d", re.compile(r"M.*L.*L"))
+
+
+def doctored(tab, change):
+    """Let the page see other figures than the server's: `change` is called with each answer and its number."""
+    number = 0
+
+    def answer(route):
+        nonlocal number
+        response = route.fetch()
+        body = response.json()
+        number += 1
+        change(body, number)
+        route.fulfill(response=response, json=body)
+
+    tab.route("**/v1/stats", answer)
+
+
+def test_bad_figures_come_with_advice(tab, service):
+    def change(body, number):
+        body["at_s"] = float(number)
+        [model] = body["server"]["models"]
+        waits = {**model["lookups"], "total_s": 0.28 * number, "count": number}
+        model["lookups"]["count"] = number
+        model["stages"] = {"wait": waits, "query": {**waits, "total_s": 0.72 * number}}
+        table = model["tables"][0]
+        table["keys"], table["defaults"], table["deferred"] = 1000 * number, 0, 26 * number
+        cache = table["tiers"][0]
+        cache["hits"], cache["misses"], cache["evictions"] = 300 * number, 700 * number, number
+
+    doctored(tab, change)
+    tab.goto(service.url)
+    advice = tab.locator("[data-model=ranker] .advice li")
+    expect(advice).to_have_text(
+        [
+            "item: cache hits 30.0 %, and it is full: raise gpucacheper",
+            "wait 28.0 % of the time: more workspaces (num_of_worker_buffer_in_pool)",
+            "item: 2.6 % default vectors for keys that a tier may have: hit_rate_threshold above 1",
+        ]
+    )
+
+
+def test_figures_that_are_good_come_without_advice_and_idle_routes_are_left_out(tab, service):
+    service.client.get("/v1/models").raise_for_status()
+
+    def change(body, number):
+        body["at_s"] = float(number)
+        for route in body["service"]["requests"]:
+            count = number if route["route"].endswith("/lookup") else 5
+            route["statuses"] = {"200": count}
+
+    service.client.post("/v1/models/ranker/lookup", json={"tables": {"item": [1]}}).raise_for_status()
+    doctored(tab, change)
+    tab.goto(service.url)
+    expect(tab.locator("#http tbody tr")).to_have_count(1)
+    expect(tab.locator("#http tbody tr")).to_contain_text("/v1/models/{model}/lookup")
+    assert tab.locator(".advice").count() == 0
+
+
+def test_a_table_stays_where_a_phone_scrolled_it(chromium, service):
+    with opened(chromium, viewport=PHONE) as tab:
+        answers = []
+        doctored(tab, lambda body, number: answers.append(body.update(at_s=float(number))))
+        tab.goto(service.url)
+        table = tab.locator("[data-model=ranker] .scroll")
+        expect(table).to_be_visible()
+        before = len(answers)
+        assert table.evaluate("one => one.scrollWidth - one.clientWidth") > 80
+        table.evaluate("one => { one.scrollLeft = 77; }")
+        wait_for = "one => new Promise((done) => setTimeout(() => done(one.isConnected && one.scrollLeft), 300))"
+        while len(answers) < before + 3:
+            assert table.evaluate(wait_for) == 77
 
 
 def test_a_key_is_found_by_typing_it(tab, service):
@@ -217,8 +305,38 @@ def test_the_api_is_described_without_a_network(tab, service):
     assert sorted(routes.all_inner_texts()) == sorted(
         f"{method.upper()} {path}" for path, methods in described.items() for method in methods
     )
+    titles = [operation["summary"] for methods in described.values() for operation in methods.values()]
+    assert len(set(titles)) == len(titles)
+    assert not [title for title in titles if title.istitle() and " " in title]  # the name of a function
     tab.locator("summary", has_text="/v1/models/{model}/lookup").click()
-    expect(tab.locator("details[open] pre")).to_contain_text("curl -s")
+    expect(tab.locator("details[open] > pre")).to_contain_text("curl -s")
+
+
+def test_a_route_is_tried_from_the_page_that_describes_it(tab, service):
+    tab.goto(f"{service.url}/docs")
+    tab.locator("summary", has_text="/v1/models/{model}/lookup").click()
+    form = tab.locator("details.card[open] details")
+    form.locator("summary").click()
+    for keys, vector in (([5], "5"), ([7, LARGE], "7"), ([9], "9")):
+        form.locator("[name=model]").fill("ranker")
+        form.locator("textarea").fill(json.dumps({"tables": {"item": keys}}))
+        form.locator("button").click()
+        expect(form.locator("[role=status] .good")).to_contain_text("200 after")
+        expect(form.locator("pre")).to_contain_text(vector)
+    form.locator("[name=model]").fill("nope")
+    form.locator("button").click()
+    expect(form.locator("[role=status] .bad")).to_contain_text("404 after")
+    expect(form.locator("pre")).to_contain_text("is not deployed")
+    row = tab.locator(
+        "details.card", has=tab.locator("summary code", has_text="GET /v1/models/{model}/tables/{table}/rows/{key}")
+    )
+    row.locator("> summary").click()
+    row.locator("details summary").click()
+    for name, value in (("model", "ranker"), ("table", "item"), ("key", str(LARGE))):
+        row.locator(f"[name={name}]").fill(value)
+    row.locator("button").click()
+    expect(row.locator("pre").nth(1)).to_contain_text(str(LARGE))
+    expect(tab.locator("button", has_text="this changes the server").first).to_be_attached()
 
 
 def test_rates_are_by_the_clock_of_the_server_as_an_answer_may_be_older_than_its_request(service):

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_PROBLEM_LINES_PER_S = 5
 _MOST_TEXT = 300  # maximum characters of a client's id
-POLLED: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics", "/v1/stats"})
+POLLED: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics", "/v1/stats", "/v1/history"})
 """Paths that machines poll: logged at level debug."""
 _GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}").fullmatch
 _TRACEPARENT = re.compile(  # https://www.w3.org/TR/trace-context/#traceparent-header

@@ -1,6 +1,6 @@
 // The page at `/docs`: the routes of openapi.json, with their fields and a curl line each.
 
-import { $, Refused, ask, h, hasToken, wantToken } from "./dom.js";
+import { $, Refused, ask, call, h, hasToken, wantToken } from "./dom.js";
 
 const METHODS = ["get", "post", "put", "delete"];
 
@@ -37,6 +37,7 @@ function operation(resolve, method, path, it) {
     h("pre", {}, h("code", {}, curl(method, path, body))),
     it.parameters?.length ? fields("Parameter", it.parameters.map((one) => [one.name, one.required, resolve(one.schema), one.description])) : null,
     body?.properties ? fields("Request", listed(body)) : null,
+    tried(method, path, it, body),
     fields("Answer", answers.map(([status, text]) => [status, true, null, text])),
     ...answers.filter(([status, , schema]) => status < 300 && schema?.properties).map(([, , schema]) => fields("Field of the answer", listed(schema))));
 }
@@ -62,6 +63,56 @@ function fields(title, rows) {
 function curl(method, path, body) {
   const data = body?.example ? ` -d '${JSON.stringify(body.example)}'` : "";
   return `curl -s${method === "get" || data ? "" : ` -X ${method.toUpperCase()}`} ${location.origin}${path}${data}`;
+}
+
+// A form that sends the request from this page, and shows the answer.
+function tried(method, path, it, body) {
+  const inputs = (it.parameters ?? []).filter((one) => one.in !== "header").map((one) => {
+    const input = h("input", { name: one.name, required: one.in === "path", autocomplete: "off", placeholder: one.in === "path" ? "" : "not sent" });
+    return [one, input, h("label", {}, one.name, input)];
+  });
+  const text = it.requestBody ? h("textarea", { name: "body", rows: 4, spellcheck: false, value: body?.example ? JSON.stringify(body.example, null, 2) : "" }) : null;
+  const shown = h("div", { role: "status" });
+  const changes = method !== "get" && !/\/(lookup|infer|index)$/.test(path);
+  const form = h("form.try", {}, ...inputs.map(([, , label]) => label), text ? h("label.wide", {}, "body, JSON", text) : null,
+    h("button", {}, changes ? "Send: this changes the server" : "Send"), shown);
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    let to = path;
+    const query = new URLSearchParams();
+    for (const [one, input] of inputs) {
+      if (one.in === "path") to = to.replace(`{${one.name}}`, encodeURIComponent(input.value));
+      else if (input.value !== "") query.set(one.name, input.value);
+    }
+    const url = `${to.slice(1)}${query.size ? `?${query}` : ""}`;
+    shown.replaceChildren(h("p.soft", {}, "waiting for the answer"));
+    try {
+      const began = performance.now(), answer = await call(url, { method: method.toUpperCase(), body: text?.value || undefined });
+      const ms = (performance.now() - began).toFixed(0), kind = answer.headers.get("content-type") ?? "";
+      const content = /json|text/.test(kind) ? pretty(await answer.text()) : `${(await answer.arrayBuffer()).byteLength} bytes of ${kind}`;
+      const notes = ["x-request-id", "x-deferred-keys"].map((name) => [name, answer.headers.get(name)]).filter(([, value]) => value);
+      shown.replaceChildren(h(`p.${answer.ok ? "good" : "bad"}`, {}, `${answer.status} after ${ms} ms`),
+        h("p.soft", {}, notes.map(([name, value]) => `${name}: ${value}`).join(", ")), h("pre", {}, h("code", {}, content)));
+      if (answer.status === 401) wantToken(() => form.requestSubmit());
+    } catch {
+      shown.replaceChildren(h("p.bad", {}, "The server does not answer."));
+    }
+  });
+  return h("details", {}, h("summary", {}, "Try it"), form);
+}
+
+const MOST_SHOWN = 20000;
+function pretty(text) {
+  const short = text.length > MOST_SHOWN ? `${text.slice(0, MOST_SHOWN)}\n… ${text.length - MOST_SHOWN} characters more` : text;
+  return /-?\d{16,}/.test(text) || text.length > MOST_SHOWN ? short : parsed(text) ?? short; // JavaScript would change such numbers
+}
+
+function parsed(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return null;
+  }
 }
 
 load();

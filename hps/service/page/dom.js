@@ -10,6 +10,29 @@ export function h(name, properties = {}, ...children) {
   return made;
 }
 
+// Give an element these children, by changing those that it has: what somebody scrolls, selects or opens stays as it is.
+export function show(parent, ...children) {
+  const wanted = children.filter((one) => one !== null && one !== undefined);
+  wanted.forEach((one, i) => (i < parent.childNodes.length ? renew(parent.childNodes[i], one) : parent.append(one)));
+  while (parent.childNodes.length > wanted.length) parent.lastChild.remove();
+}
+
+function renew(old, wanted) {
+  if (typeof wanted === "string") wanted = document.createTextNode(wanted);
+  if (old.nodeName !== wanted.nodeName) return old.replaceWith(wanted);
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== wanted.data) old.data = wanted.data;
+    return;
+  }
+  for (const name of old.getAttributeNames()) if (name !== "open" && !wanted.hasAttribute(name)) old.removeAttribute(name);
+  for (const name of wanted.getAttributeNames()) {
+    if (old.getAttribute(name) === wanted.getAttribute(name)) continue;
+    if (name === "style") old.style.cssText = wanted.style.cssText; // as an attribute the policy would refuse it
+    else old.setAttribute(name, wanted.getAttribute(name));
+  }
+  show(old, ...wanted.childNodes);
+}
+
 export const $ = (id) => document.getElementById(id);
 
 let token = sessionStorage.getItem("hps.token") || "";
@@ -21,9 +44,14 @@ export class Refused extends Error {
   }
 }
 
-export async function ask(path, signal) {
+// Send a request with the token.
+export function call(path, more) {
   const headers = token ? { authorization: `Bearer ${token}` } : {};
-  const answer = await fetch(path, { headers, signal, cache: "no-store" });
+  return fetch(path, { headers, cache: "no-store", ...more });
+}
+
+export async function ask(path, signal) {
+  const answer = await call(path, { signal });
   const body = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Refused(answer.status, body.error || `status ${answer.status}`);
   return body;

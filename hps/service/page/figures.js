@@ -61,6 +61,48 @@ export function overview(now, before, seconds) {
   };
 }
 
+// The points of GET /v1/history as figures of the spans between them, each with its age in seconds.
+export function spans(answer) {
+  return answer.points.slice(1).map((now, i) => {
+    const before = answer.points[i], seconds = now.at_s - before.at_s;
+    const since = (name) => Math.max(0, now[name] - before[name]), whole = now.latency.count >= before.latency.count;
+    const q = (share) => (whole ? quantile(now.latency, before.latency, share) : null); // a model was undeployed
+    const asked = since("hits") + since("misses");
+    return { age: answer.at_s - now.at_s, lookups: Math.max(0, now.latency.count - before.latency.count) / seconds,
+      keys: since("keys") / seconds, p50: q(0.5), p95: q(0.95), p99: q(0.99), hitRate: asked > 0 ? since("hits") / asked : null };
+  });
+}
+
+// What to do about figures of a model that are bad, in the order of their weight; `before` may be missing.
+export function advice(one, before, seconds) {
+  const found = [];
+  const spent = Object.entries(one.stages).map(([name, now]) => [name, now.total_s - (before?.stages[name]?.total_s ?? 0)]);
+  const whole = spent.reduce((sum, [, s]) => sum + s, 0);
+  for (const [name, s] of spent) {
+    const rule = STAGE_ADVICE[name];
+    if (rule && whole > 0 && s / whole >= rule[0]) found.push([s / whole, `${rule[1]} ${percent(s / whole)} of the time: ${rule[2]}`]);
+  }
+  for (const table of one.tables) {
+    const was = before?.tables.find((t) => t.name === table.name) ?? null, f = tableFigures(table, was, seconds);
+    for (const tier of table.tiers) if (!tier.available) found.push([2, `${table.name}: ${TIERS[tier.tier]} not read after failures: see the last problems`]);
+    if (f.keys < LEAST_KEYS) continue;
+    const deferred = (table.deferred - (was?.deferred ?? 0)) / f.keys, rate = f.rates.embedding_cache;
+    if (f.defaults >= 0.1) found.push([f.defaults, `${table.name}: ${percent(f.defaults)} unknown keys: is the model old, or another one than the clients'?`]);
+    if (deferred >= 0.001) found.push([deferred, `${table.name}: ${percent(deferred)} default vectors for keys that a tier may have: hit_rate_threshold above 1`]);
+    if (rate !== null && rate < 0.5 && f.evictionsPerS > 0) found.push([1 - rate, `${table.name}: cache hits ${percent(rate)}, and it is full: raise gpucacheper`]);
+  }
+  return found.sort((a, b) => b[0] - a[0]).slice(0, 5).map(([, text]) => text);
+}
+
+const LEAST_KEYS = 100;
+const STAGE_ADVICE = { // from which share of the lookups' time on
+  wait: [0.1, "wait", "more workspaces (num_of_worker_buffer_in_pool)"],
+  adopt: [0.2, "adopt", "send contiguous int64 keys"],
+  volatile_db: [0.4, "volatile", "a larger cache (gpucacheper), or more fetch_threads"],
+  persistent_db: [0.3, "persistent", "a larger cache or volatile database"],
+  coalesced: [0.3, "coalesced", "lookups wait for the same missing keys: a larger cache (gpucacheper)"],
+};
+
 export function count(n) {
   if (n === null || n === undefined) return "–";
   for (const [unit, size] of [["G", 1e9], ["M", 1e6], ["k", 1e4]]) {

@@ -1,13 +1,14 @@
 // The page at `/`: polls GET /v1/stats once a second while visible, and shows the changes.
 
-import { $, Refused, ask, h, hasToken, wantToken } from "./dom.js";
-import { TIERS, bytes, count, modelIn, overview, percent, quantile, tableFigures, time } from "./figures.js";
+import { $, Refused, ask, h, hasToken, show, wantToken } from "./dom.js";
+import { TIERS, advice, bytes, count, modelIn, overview, percent, quantile, spans, tableFigures, time } from "./figures.js";
 
-const PERIOD_MS = 1000, WINDOW_S = 10, HISTORY_S = 300, ANSWER_MS = 5000;
-const OWN = /^\/(v1\/stats|page\/.*|docs|openapi.json)?$/; // the routes of this page
+const PERIOD_MS = 1000, WINDOW_S = 10, HISTORY_S = 300, ANSWER_MS = 5000, PAST_EVERY_S = 15;
+const OWN = /^\/(v1\/stats|v1\/history|page\/.*|docs|openapi.json)?$/; // the routes of this page
 const samples = []; // {at: seconds, answer}, over the last WINDOW_S and one before
 const history = []; // {at, ...overview}, over the last HISTORY_S
-let timer = 0, asking = false;
+let past = []; // the same of the server's memory, since its start
+let timer = 0, asking = false, pastAt = -Infinity, whole = false;
 
 async function poll() {
   clearTimeout(timer);
@@ -16,6 +17,7 @@ async function poll() {
   let again = true;
   try {
     const answer = await ask("v1/stats", AbortSignal.timeout(ANSWER_MS));
+    if (performance.now() / 1000 - pastAt > PAST_EVERY_S) await remember();
     take(answer);
     say("");
   } catch (error) {
@@ -24,6 +26,12 @@ async function poll() {
     asking = false;
   }
   if (again && !document.hidden) timer = setTimeout(poll, PERIOD_MS);
+}
+
+async function remember() {
+  const answer = await ask("v1/history", AbortSignal.timeout(ANSWER_MS));
+  pastAt = performance.now() / 1000;
+  past = spans(answer).map((one) => ({ at: pastAt - one.age, ...one }));
 }
 
 function fail(error) {
@@ -57,6 +65,8 @@ function take(answer) {
   if (samples.length && answer.server?.started !== samples[0].answer.server?.started) { // the server was restarted
     samples.length = 0;
     history.length = 0;
+    pastAt = -Infinity;
+    past = [];
   }
   if (samples.length) {
     const before = samples.at(-1).answer;
@@ -71,12 +81,12 @@ function take(answer) {
   state(answer.service.ready ? "ready" : "not ready", answer.service.ready ? "good" : "bad");
   $("about").textContent = answer.server
     ? `${location.host} · ${answer.server.version} · up ${time(Date.now() / 1000 - answer.server.started)}` : location.host;
-  $("tiles").replaceChildren(...tiles(overview(answer, before, seconds)));
-  $("models").replaceChildren(...models(answer, before, seconds));
-  $("devices").replaceChildren(...devices(answer));
-  $("work").replaceChildren(work(answer));
-  $("http").replaceChildren(http(answer, before, seconds));
-  $("problems").replaceChildren(problems(answer));
+  show($("tiles"), ...tiles(overview(answer, before, seconds)));
+  show($("models"), ...models(answer, before, seconds));
+  show($("devices"), ...devices(answer));
+  show($("work"), work(answer));
+  show($("http"), http(answer, before, seconds));
+  show($("problems"), problems(answer));
   offer(answer);
 }
 
@@ -88,23 +98,24 @@ function svg(tag, attributes) {
   return made;
 }
 
-function chart(names, show, most) {
-  const now = performance.now() / 1000;
-  const span = history.length ? Math.min(HISTORY_S, Math.max(60, now - history[0].at)) : 60;
-  const values = history.flatMap((one) => names.map((name) => one[name])).filter((value) => value !== null);
+function chart(names, text, most) {
+  const now = performance.now() / 1000, from = whole ? -Infinity : now - HISTORY_S, live = history[0]?.at ?? Infinity;
+  const points = [...past.filter((one) => one.at >= from && one.at < live), ...history];
+  const span = Math.max(60, points.length ? now - points[0].at : 0);
+  const values = points.flatMap((one) => names.map((name) => one[name])).filter((value) => value !== null);
   const top = most ?? Math.max(1e-12, ...values);
   const drawn = svg("svg", { class: "chart", viewBox: "0 0 300 50", preserveAspectRatio: "none", "aria-hidden": "true" });
   drawn.append(svg("line", { x1: 0, y1: 49.5, x2: 300, y2: 49.5 }));
   for (const name of names) {
     let path = "", drawing = false;
-    for (const one of history) {
+    for (const one of points) {
       if (one[name] === null) { drawing = false; continue; }
       path += `${drawing ? "L" : "M"}${(300 * (1 - (now - one.at) / span)).toFixed(1)} ${(49 - 47 * one[name] / top).toFixed(1)}`;
       drawing = true;
     }
     drawn.append(svg("path", { d: path || "M0 0" }));
   }
-  return [drawn, h("div.axis", {}, h("span", {}, `${time(span)} ago`), h("span", {}, values.length ? `top ${show(top)}` : ""), h("span", {}, "now"))];
+  return [drawn, h("div.axis", {}, h("span", {}, `${time(span)} ago`), h("span", {}, values.length ? `top ${text(top)}` : ""), h("span", {}, "now"))];
 }
 
 // A bar of parts, each [name, share, text], with a legend.
@@ -156,6 +167,8 @@ function models(answer, before, seconds) {
     }
     if (status.reason) card.append(h("p", {}, status.reason));
     if (status.state === "loading" || status.state === "waiting" || status.state === "failed") card.append(...loads(status));
+    const todo = one ? advice(one, same, seconds) : [];
+    if (todo.length) card.append(h("ul.advice.fair", {}, ...todo.map((text) => h("li", {}, text))));
     if (one) card.append(...stages(one, same), tables(one, same, seconds));
     return card;
   });
@@ -234,14 +247,14 @@ function work(answer) {
 
 function http(answer, before, seconds) {
   const earlier = new Map(before.service.requests.map((one) => [one.route, one]));
-  const rows = answer.service.requests.filter((one) => !OWN.test(one.route)).map((one) => {
+  const rows = answer.service.requests.filter((one) => !OWN.test(one.route)).flatMap((one) => {
     const was = earlier.get(one.route), since = (status) => (one.statuses[status] - (was?.statuses[status] ?? 0)) / seconds;
     const failing = Object.keys(one.statuses).filter((status) => status >= 400 && since(status) > 0).map((status) => `${status}: ${since(status).toFixed(1)}/s`);
     const rate = Object.keys(one.statuses).reduce((sum, status) => sum + since(status), 0);
-    return h("tr", {}, cell(one.route), cell(count(rate)), cell(time(quantile(one.latency, was?.latency, 0.5))),
+    return rate === 0 ? [] : h("tr", {}, cell(one.route), cell(count(rate)), cell(time(quantile(one.latency, was?.latency, 0.5))),
       cell(time(quantile(one.latency, was?.latency, 0.99))), cell(failing.join(", ") || "none"));
   });
-  return rows.length ? h("div.card", {}, table(["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No requests besides this page's so far.");
+  return rows.length ? h("div.card", {}, table(["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No requests besides this page's in the last seconds.");
 }
 
 function problems(answer) {
@@ -308,6 +321,11 @@ function answered(row, key) {
     numbers.length > 8 ? h("details", {}, h("summary", {}, `all ${numbers.length} values`), h("p.numbers", {}, numbers.join("  "))) : null);
 }
 
+$("span").addEventListener("click", () => {
+  whole = !whole;
+  $("span").textContent = whole ? "Charts: since the start" : "Charts: last 5 minutes";
+  if (samples.length > 1) show($("tiles"), ...tiles(overview(samples.at(-1).answer, samples[0].answer, Math.max(samples.at(-1).answer.at_s - samples[0].answer.at_s, 1e-9))));
+});
 $("find").addEventListener("submit", find);
 $("find-model").addEventListener("change", () => samples.length && offer(samples.at(-1).answer));
 document.addEventListener("visibilitychange", () => document.hidden || poll());

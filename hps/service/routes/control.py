@@ -1,6 +1,7 @@
 """FastAPI's routes beside the lookups: health, metadata, metrics, models; and the OpenAPI document of all routes."""
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -9,7 +10,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
@@ -200,14 +200,14 @@ def control_app(
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             routes = [*app.routes, *lookups.routes]
-            for route in routes:
-                if isinstance(route, APIRoute) and route.summary is None:  # else FastAPI's title is the name of the function
-                    route.summary, _, route.description = route.description.partition(". ")
-                    route.summary = route.summary.removesuffix(".")
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=routes)
             for methods in document["paths"].values():
                 for operation in methods.values():
                     operation["responses"].pop("422", None)  # of FastAPI's errors; ours are `{"error": message}`
+                    # FastAPI's title is the name of the function; the first sentence of its docstring says more.
+                    if operation["operationId"].startswith(operation["summary"].lower().replace(" ", "_") + "_"):
+                        title, *rest = re.split(r"\.(?:\s+|$)", operation.pop("description"), maxsplit=1)
+                        operation |= {"summary": title, **({"description": rest[0]} if any(rest) else {})}
             for name in ("HTTPValidationError", "ValidationError"):
                 document["components"]["schemas"].pop(name)
             app.openapi_schema = document

@@ -9,6 +9,7 @@ from typing import Any, Final
 import orjson
 from fastapi import APIRouter, Response
 
+from hps.service.history import History
 from hps.service.http_metrics import HTTPMetrics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import RecentProblems
@@ -35,6 +36,7 @@ def status_routes(
     lifecycle: Lifecycle,
     metrics: HTTPMetrics,
     problems: RecentProblems,
+    history: History,
     service: Callable[[], dict[str, Any]],
     threads: LookupThreads,
     responses: dict[int | str, dict[str, Any]],
@@ -44,6 +46,7 @@ def status_routes(
     Args:
         metrics: metrics of requests.
         problems: recent problems.
+        history: counts of the past.
         service: returns what the service itself holds now; called on any thread.
         threads: the thread that writes the data.
         responses: descriptions of errors by status.
@@ -59,6 +62,21 @@ def status_routes(
         server's clock in seconds. An answer is shared by all requests within a quarter of a second.
         """
         return Response(await shared.get(), headers={"content-type": "application/json", "cache-control": "no-store"})
+
+    @router.get("/v1/history", tags=["metrics"], responses={401: responses[401]}, response_class=Response)
+    async def history_since_start() -> Response:
+        """Return counts at regular times since the start, at most a few hundred, for the charts of the page at `/`.
+
+        `points` are in the order of time, the last is of now. Each has `at_s`, by the clock of `/v1/stats`, and counts since
+        the start over the models in service: `keys`, `hits` and `misses` of embedding caches, and `latency`. A count falls
+        when a model is undeployed.
+        """
+        return Response(await past.get(), headers={"content-type": "application/json", "cache-control": "no-store"})
+
+    def past_text() -> bytes:
+        return orjson.dumps({"at_s": time.monotonic(), "points": history.points()})
+
+    past = SharedText(past_text, threads, _KEPT_S)
 
     def text() -> bytes:
         opened = lifecycle.opened

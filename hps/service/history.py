@@ -59,15 +59,12 @@ class History:
 
     def note(self) -> None:
         """Take a point, if it is due."""
-        metrics = self._metrics()
-        if metrics is None:
-            return
         with self._lock:
             due = not self._calls % self._every
             self._calls += 1
         if not due:
             return
-        point = Point(self._clock(), *metrics.sums())
+        point = self._now()
         with self._lock:
             self._points.append(point)
             if len(self._points) > MOST_POINTS:
@@ -76,7 +73,10 @@ class History:
 
     def points(self) -> list[Point]:
         """Return the points in the order of time, the first from the start, and one of now."""
-        metrics = self._metrics()
         with self._lock:
             points = list(self._points)
-        return [] if metrics is None else [*points, Point(self._clock(), *metrics.sums())]
+        return [*points, self._now()]
+
+    def _now(self) -> Point:
+        metrics = self._metrics()
+        return Point(self._clock(), *(metrics.sums() if metrics is not None else (0, 0, 0, Latency())))

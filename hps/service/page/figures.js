@@ -66,7 +66,8 @@ export function spans(answer) {
   return answer.points.slice(1).map((now, i) => {
     const before = answer.points[i], seconds = now.at_s - before.at_s;
     const since = (name) => Math.max(0, now[name] - before[name]), whole = now.latency.count >= before.latency.count;
-    const q = (share) => (whole ? quantile(now.latency, before.latency, share) : null); // a model was undeployed
+    const earlier = before.latency.count ? before.latency : null; // without lookups it has no buckets
+    const q = (share) => (whole ? quantile(now.latency, earlier, share) : null); // else a model was undeployed
     const asked = since("hits") + since("misses");
     return { age: answer.at_s - now.at_s, lookups: Math.max(0, now.latency.count - before.latency.count) / seconds,
       keys: since("keys") / seconds, p50: q(0.5), p95: q(0.95), p99: q(0.99), hitRate: asked > 0 ? since("hits") / asked : null };

@@ -3,6 +3,7 @@
 import os
 import struct
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hps.statistics.key_traces import KeyRecorder, KeyTrace, distinct_share, key
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
+from tests.fakes.clock import Clock
 from tests.servers.running_service import wait_until
 
 TABLES = (TableSpec("shop", "item", 4, 0.0, 1 << 20), TableSpec("shop", "user", 8, 0.0, 1 << 20))
@@ -185,6 +187,28 @@ def test_a_recording_goes_on_after_as_many_keys_as_may_wait_were_written(tmp_pat
             wait_until(lambda done=expected: counted("recorded") + counted("dropped") >= done, "it is written")
     assert (counted("recorded"), counted("dropped")) == (3 * keys.size, 0)
     assert read_traces(tmp_path / "keys")[0].keys.size == 3 * keys.size
+
+
+def test_three_rounds_of_three_recordings_add_up(tmp_path, monkeypatch):
+    clock = Clock(1000.0)
+    monkeypatch.setattr("hps.statistics.key_traces.time", SimpleNamespace(monotonic=clock))
+    for recording in (1, 2, 3):
+        with KeyRecorder(tmp_path / "keys", rate=1.0) as recorder:
+            recorder._task.abandon(30)  # the rounds are ours
+            for number in (2, 0, 1):  # threads deliver their lookups in any order
+                keys = np.arange(recording) + 10 * number
+                recorder._waiting.append((number, TABLES[0], 100 * recording, keys))
+                recorder._write_waiting()
+                clock.now += 10
+    traces = read_traces(tmp_path / "keys")
+    assert [trace.keys.tolist() for trace in traces] == [
+        [0, 10, 20],
+        [0, 1, 10, 11, 20, 21],
+        [0, 1, 2, 10, 11, 12, 20, 21, 22],
+    ]
+    assert [trace.lookups.tolist() for trace in traces] == [sorted([0, 1, 2] * size) for size in (1, 2, 3)]
+    assert [trace.asked for trace in traces] == [300, 600, 900]
+    assert [trace.seconds for trace in traces] == [20.25] * 3  # the first keys came within a quarter of a second
 
 
 def test_keys_that_are_not_aligned_are_recorded(tmp_path):

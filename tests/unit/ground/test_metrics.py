@@ -1,7 +1,10 @@
 import numpy as np
+import pytest
 
-from hps.statistics.metrics import TIERS, Metrics
+from hps.errors import DatabaseError, UnknownVersionError
+from hps.statistics.metrics import TIERS, LookupTimes, Metrics, Times
 from hps.statistics.prometheus import expose
+from hps.statistics.snapshot import Latency
 
 
 def test_counters_of_a_table_are_shown_under_its_model_and_its_tiers():
@@ -53,3 +56,101 @@ def test_a_thread_that_outlives_its_model_adds_no_series():
     for model in ("a", "ab", "b"):
         metrics.models.end(model)
     assert text() == empty
+
+
+def test_a_duration_on_a_bound_counts_below_it_added_alone_or_with_others():
+    bounds_ns = [1_000, 25_000, 5_000_000_000]
+    durations = [ns + more for ns in bounds_ns for more in (-1, 0, 1)]
+    alone, together = Times(), LookupTimes()
+    for ns in durations:
+        alone.add(ns)
+        together.recent.extend([ns, 0, 0, 0, ns])
+    latency, stages = together.latencies()
+    assert alone.latency() == latency == stages["finish"]
+    below = dict(latency.buckets)
+    assert [below[ns / 1e9] for ns in bounds_ns] == [2, 5, 8]
+    assert latency.count == 9
+    assert together.latencies()[0] == latency  # nothing counts twice
+    together.recent.extend([1, 1, 1, 1, 1])
+    assert together.latencies()[0].count == 10
+
+
+def test_hit_rates_are_those_of_all_tables_of_one_model():
+    metrics = Metrics()
+    for model, table, hits, misses in (
+        ("a", "t", 1, 9),
+        ("b", "t", 3, 1),
+        ("b", "u", 0, 4),
+        ("b", "v", 3, 1),
+        ("c", "t", 7, 0),
+    ):
+        counters = metrics.table(model, table)
+        counters.hits[0], counters.misses[0] = hits, misses
+    assert [metrics.hit_rates(model) for model in "abcd"] == [
+        {"embedding_cache": 0.1},
+        {"embedding_cache": 0.5},
+        {"embedding_cache": 1.0},
+        {},
+    ]
+
+
+def test_queues_of_the_same_work_are_added_up_while_they_live():
+    class Queue:
+        def __init__(self, length):
+            self.length = length
+
+        def waiting(self):
+            return self.length
+
+    metrics, queues = Metrics(), [Queue(1), Queue(20), Queue(300), Queue(0)]
+    for queue in queues:
+        metrics.show_queue("insertion" if queue.length else "promotion", queue.waiting)
+    assert metrics.queues() == {"insertion": 321, "promotion": 0}
+    del queue, queues[1]
+    assert metrics.queues() == {"insertion": 301, "promotion": 0}
+
+
+def test_changes_are_counted_by_outcome_and_those_of_unknown_versions_not_at_all():
+    metrics = Metrics()
+
+    def change(error=None):
+        with metrics.changing("deploy", done="m", failed=""):
+            if error:
+                raise error
+
+    for _ in range(3):
+        change()
+    with pytest.raises(DatabaseError):
+        change(DatabaseError("down"))
+    with pytest.raises(UnknownVersionError):
+        change(UnknownVersionError("version 9"))
+    lines = [line for line in expose(metrics.families()).decode().splitlines() if line.startswith("hps_model_changes_total")]
+    assert sorted(lines) == [
+        'hps_model_changes_total{change="deploy",model="",outcome="failed"} 1.0',
+        'hps_model_changes_total{change="deploy",model="m",outcome="done"} 3.0',
+        'hps_model_changes_total{change="deploy",model="m",outcome="failed"} 0.0',
+    ]
+
+
+def test_rows_from_a_clock_that_is_ahead_were_visible_at_once():
+    metrics = Metrics()
+    metrics.observe_visible("m", "t", np.array([-3600.0, 0.001, 0.5, 1e6]), np.array([1, 20, 300, 4000]))
+    values = {
+        sample.labels["le"]: sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "hps_update_visible_seconds_bucket"
+    }
+    assert [values[bound] for bound in ("0.001", "0.2", "0.5", "3600", "+Inf")] == [21, 21, 321, 321, 4321]
+    total = metrics.registry.get_sample_value("hps_update_visible_seconds_sum", {"model": "m", "table": "t"})
+    assert total == pytest.approx(0.02 + 150 + 4e9)
+
+
+def test_latencies_add_up_and_their_quantiles_lie_on_bounds_and_between():
+    one = Latency(4, 4.0, ((1.0, 2), (2.0, 4)))
+    assert Latency().plus(one) == one.plus(Latency()) == one
+    three = one.plus(one).plus(one)
+    assert (three.count, three.total_s, three.buckets) == (12, 12.0, ((1.0, 6), (2.0, 12)))
+    assert three.since(one) == one.plus(one)
+    assert [one.quantile_s(share) for share in (0.25, 0.5, 0.75, 1.0)] == [0.5, 1.0, 1.5, 2.0]
+    assert Latency(4, 9.0, ((1.0, 1), (2.0, 1))).quantile_s(0.99) == 2.0  # beyond the last bound

@@ -11,7 +11,7 @@ from hps.ground.workloads import power_law_keys, power_law_ranks
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
-from hps.planning.forecast import Forecast
+from hps.planning.forecast import Forecast, _least
 from hps.planning.hit_rates import cache_hit_rate, ideal_hit_rates, predict
 from hps.planning.memory import ServedVersion
 from hps.planning.power_law import fitted_alpha, power_law_trace
@@ -143,3 +143,27 @@ def test_of_several_recordings_of_a_table_the_longest_is_used():
         [table] = Forecast(version, [recordings[place] for place in order]).tables
         assert table.recorded
         assert table.keys_per_s == 200
+
+
+def test_tables_count_by_their_recorded_rates_only_if_all_were_recorded(monkeypatch):
+    entry = model_of("m", ["nowhere"] * 3, dict.fromkeys("abc", 4), gpucacheper=0.1)
+    entry["maxnum_catfeature_query_per_table_per_sample"] = [1, 2, 1]
+    version = ServedVersion(load_configuration(document_of(entry)).models[0], (1000,) * 3)
+    monkeypatch.setattr(
+        "hps.planning.forecast.cache_hit_rate", lambda trace, rows, threshold: {"a": 0.0, "b": 1.0, "c": 0.5}[trace.table]
+    )
+
+    def recording(table, asked):
+        return KeyTrace("m", table, np.arange(100), np.arange(100), 1.0, 1.0, False, asked)
+
+    some = [recording("a", 100), recording("b", 300)]
+    assert Forecast(version, some, 1.1).hit_rate(0.1) == (2 * 1.0 + 1 * 0.5) / 4
+    assert Forecast(version, some).hit_rate(0.1) == 300 / 400  # the third is left out
+    assert Forecast(version, [*some, recording("c", 600)], 1.1).hit_rate(0.1) == (300 + 600 * 0.5) / 1000
+
+
+@pytest.mark.parametrize("goal", [0.001, 0.123456, 0.5, 0.9999, 1.0])
+def test_the_share_for_a_goal_reaches_it_and_is_hardly_larger(goal):
+    share = _least(lambda share: share, goal)
+    assert goal <= share <= min(1.0, 1.03 * goal + 2e-4)
+    assert _least(lambda share: 0.999 * share * goal, goal) is None

@@ -8,12 +8,15 @@ import pytest
 
 from hps.configuration.load import load_configuration
 from hps.configuration.tiers import VolatileDbConfig
+from hps.errors import ConfigError
+from hps.ground.capacity import Need
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
-from hps.planning.memory import Machine, planned_needs, served_versions, share_within, this_machine, totals
+from hps.planning.memory import Machine, PlannedNeed, planned_needs, served_versions, share_within, this_machine, totals
 from hps.registry import implementation
 from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import document_of, model_of
 
 SIZES = [(1, 20_000), (1, 1_000_000), (16, 10_000), (16, 300_000), (128, 10_000), (128, 100_000)]
 
@@ -134,6 +137,29 @@ def test_what_does_not_fit_is_told(tmp_path):
     assert found["ram"].fits is False
     assert found["disk"].fits is None
     assert found["disk"].peak_bytes > found["disk"].size_bytes
+
+
+def test_of_three_gpus_the_fullest_and_the_one_with_least_memory_count(tmp_path, monkeypatch):
+    def need(device, size, passing=False):
+        return PlannedNeed("m", "1", "embedding_cache", Need("gpu", "rows", size, passing=passing), device)
+
+    needs = [need(0, 10), need(0, 5), need(1, 20), need(1, 10), need(1, 3, passing=True), need(2, 29)]
+    [total] = totals(needs, Machine({"gpu": 33}, {}))
+    assert (total.size_bytes, total.peak_bytes, total.fits) == (30, 33, True)
+    [total] = totals(needs, Machine({"gpu": 32}, {}))
+    assert total.fits is False
+    config = configuration(tmp_path, [(4, 10)])
+    monkeypatch.setattr("hps.planning.memory._gpu_memory", lambda configuration: [5, 3, 9])
+    assert this_machine(config, {}).free_bytes["gpu"] == 3
+
+
+def test_everything_that_is_wrong_with_three_models_is_told(tmp_path):
+    write_sparse_model(tmp_path / "good", sample_chunks(10, 4, 0))
+    places = {"a": "gone-a", "b": "good", "c": "gone-c"}
+    models = [model_of(name, [tmp_path / place], {"t": 4}) for name, place in places.items()]
+    with pytest.raises(ConfigError) as caught:
+        served_versions(load_configuration(document_of(*models)))
+    assert ["gone-a" in caught.value.problems[0], "gone-c" in caught.value.problems[1]] == [True, True]
 
 
 def test_tables_that_are_on_disk_already_make_room_for_their_successors(tmp_path, monkeypatch):

@@ -26,16 +26,17 @@ def test_a_history_of_any_length_has_few_points_from_its_start_to_now() -> None:
     assert (points[-1].hits, points[-1].misses) == (3 * number, number)
 
 
-def test_a_history_adds_up_all_models_and_begins_when_there_are_counters() -> None:
+def test_a_history_adds_up_all_models_and_begins_before_there_are_any() -> None:
     clock, opened = Clock(7.0), None
     history = History(lambda: opened, clock)
     history.note()
-    assert history.points() == []
+    assert [(one.at_s, one.keys, one.latency.count) for one in history.points()] == [(7.0, 0, 0)] * 2
     opened = metrics = Metrics()
     for number, model in enumerate(("a", "b", "c"), 1):
         metrics.table(model, "t").keys += number
         metrics.table(model, "u").keys += 10 * number
         for _ in range(number):
             metrics.lookup_times(model).whole.add(1_000_000)
-    [now] = history.points()
+    first, now = history.points()
+    assert first.keys == 0
     assert (now.at_s, now.keys, now.latency.count, round(now.latency.total_s, 6)) == (7.0, 66, 6, 0.006)

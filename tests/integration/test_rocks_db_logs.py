@@ -1,10 +1,12 @@
 """RocksDB's write-ahead log, damaged in every way: all that was acknowledged is answered, or the opening is refused."""
 
+import json
 import random
 import re
 import shutil
 import struct
 import subprocess
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from hps.cli.app import app
 from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.database import RocksDatabase
+from hps.databases.rocks_db.write_ahead_log import check_logs
 from hps.errors import DatabaseCorruptError
 from tests.contracts.database_contract import DIM, TAG, distinct_keys, fetched, vectors_of
 from tests.integration.test_rocks_db_faults import child, outcome_of
@@ -188,6 +191,13 @@ def test_a_log_without_its_seal_is_read_if_only_its_last_record_is_incomplete(ki
         data[BLOCK + 6] ^= damage  # 0, or from a middle part to 3 ^ 1 = 2, or to 3 ^ 3 = 0
         logs(path)[1].write_bytes(data + RECORD + bytes(size) if size else data)
         assert opens_whole(path, False) is whole
+
+
+@pytest.mark.parametrize(("oldest", "lost"), [(6, [7, 8]), (7, [7, 8]), (8, [8]), (9, [])])
+def test_a_missing_log_is_lost_from_the_oldest_on_that_is_still_needed(tmp_path: Path, oldest: int, lost: list[int]):
+    sealed = [[number, 100, 0] for number in (7, 8)]
+    (tmp_path / SEAL).write_text(json.dumps({"logs": sealed, "crc32": zlib.crc32(json.dumps(sealed).encode())}))
+    assert list(check_logs(tmp_path, lambda: oldest).damages) == [f"{number:06}.log" for number in lost]
 
 
 def test_a_log_that_was_written_to_files_is_not_missed(killed: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hps
+from hps.databases.base import RowChanges
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.layout import tag_of
 from hps.ground.progress import NoProgress
@@ -77,8 +78,8 @@ def start(redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     files = write_content(tmp_path, 1)
     with ExitStack() as servers:
 
-        def start_server(**more: Any) -> hps.HPS:
-            model = model_of("ranker", files, DIMS, max_batch_size=2000, gpucache=False)
+        def start_server(changes: dict[str, Any] | None = None, **more: Any) -> hps.HPS:
+            model = model_of("ranker", files, DIMS, max_batch_size=2000, **(changes or {"gpucache": False}))
             volatile = {"type": "redis", "address": redis.address, "num_partitions": 2}
             return servers.enter_context(hps.HPS(document_of(model, volatile_db=volatile), **more))
 
@@ -128,6 +129,24 @@ def test_files_that_were_replaced_are_loaded_beside_those_that_a_peer_serves(
     serving.deploy("ranker")
     assert (content_of(serving), content_of(restarted)) == (5, 5)
     assert len({slot for slot in stored_slots(redis) if slot}) == 1, "both use the same rows"
+
+
+def test_an_older_change_removes_the_row_from_the_caches_of_a_server_that_lags(start: Callable[..., hps.HPS]) -> None:
+    """Another server has applied later changes, so Redis refuses this one; the caches still hold what was before both."""
+    cached = {"gpucacheper": 1.0, "cache_refresh_percentage_per_iteration": 1.0}
+    ahead, behind = start(cached), start(cached)
+    for server in (ahead, behind):
+        server._chain.follow_log(server.model("ranker").tables[0])
+    np.testing.assert_array_equal(behind.lookup([7, 8, 9], "ranker", "user"), vectors_of(4, 1)[7:10])
+
+    def change(server: hps.HPS, keys: list[int], sequence: int) -> int:
+        sequences, vectors = np.full(len(keys), sequence), np.full((len(keys), 4), sequence, np.float32)
+        return server.model("ranker").apply(0, RowChanges(np.array(keys), vectors, sequences), {})
+
+    assert change(ahead, [7], 20) == 1
+    assert change(behind, [7, 8], 10) == 1
+    expected = np.array([[20] * 4, [10] * 4, vectors_of(4, 1)[9]])
+    np.testing.assert_array_equal(behind.lookup([7, 8, 9], "ranker", "user"), expected)
 
 
 @pytest.mark.parametrize("forced", [1, 2, 3, 4])

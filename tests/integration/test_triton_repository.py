@@ -457,6 +457,28 @@ def test_a_model_that_cannot_be_polled_does_not_stop_the_others(tmp_path: Path) 
         assert server.poll() == {}
 
 
+def test_a_model_that_is_new_in_the_repository_can_be_deployed_by_name(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+
+    def put(name: str, text: str = "") -> None:
+        write(repository, name, 1)
+        entry = model_of(name, ["item.model"], {"item": DIM})
+        del entry["model"]
+        (repository / name / "model.json").write_text(text or json.dumps(entry))
+
+    put("a")
+    with hps.HPS(document_of(model_repository=str(repository))) as server:
+        for name in ("b", "c"):
+            put(name)
+            assert server.deploy(name).version == "1"
+            assert server.lookup([7], name, "item")[0, 0] == 1
+        put("broken", "{")
+        with pytest.raises(hps.HPSError, match=r"model\.json"):
+            server.deploy("broken")
+        with pytest.raises(hps.UnknownModelError, match="it is not configured; configured are: a, b, c"):
+            server.deploy("d")
+
+
 def test_a_service_that_polls_serves_new_versions_by_itself(
     document: Callable[..., dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

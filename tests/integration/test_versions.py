@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hps
+from hps.databases.base import RowChanges
 from hps.ground.progress import NoProgress
 from hps.models.writer import write_version as write_version_of
 from hps.types import split_tag
@@ -272,6 +273,52 @@ def test_versions_of_a_repository_are_found_and_a_delta_changes_the_one_before(
         np.testing.assert_array_equal(vectors, expected)
         assert not found[1::9].any()
         assert found.sum() == KEYS.size - KEYS[1::9].size
+
+
+@pytest.mark.parametrize("change", ["insert", "delete", "apply"])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_delta_has_the_rows_of_its_bases_files_and_no_online_writes(
+    document: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, when: str
+) -> None:
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 12)
+    configuration = document(versions=1, persistent=False)
+    (entry,) = configuration["models"]
+    del entry["versions"]
+    entry |= {"sparse_files": [f"{table}.model" for table in DIMS], "version_path": str(tmp_path / "versions")}
+    (tmp_path / "versions").mkdir()
+    write_version(tmp_path / "versions", 1)
+    keys = KEYS[1:]
+
+    class Writing(NoProgress):
+        def __init__(self) -> None:
+            self.written = False
+
+        def advance(self, tag: str, rows: int) -> None:
+            if not self.written and rows:
+                self.written = True
+                write()
+
+    def write() -> None:
+        vectors = np.full((keys.size, 4), 9.0, np.float32)
+        if change == "insert":
+            server.insert(keys, vectors, "ranker", "user")
+        elif change == "delete":
+            server.delete(keys, "ranker", "user")
+        else:
+            server.model("ranker").apply(0, RowChanges(keys, vectors, np.ones(keys.size, np.int64)), {})
+
+    with hps.HPS(configuration) as server:
+        if change == "apply":
+            server._chain.follow_log(server.model("ranker").tables[0])
+        if when == "before":
+            write()
+        tables = {f"{table}.model": (KEYS[:1], vectors_of(KEYS[:1], dim, 2)) for table, dim in DIMS.items()}
+        write_version_of(tmp_path / "versions" / "2", tables, delta_of="1")
+        progress = NoProgress() if when == "before" else Writing()
+        assert server.deploy("ranker", progress=progress).version == "2"
+        expected = vectors_of(KEYS, 4, 1)
+        expected[0] = vectors_of(KEYS[:1], 4, 2)
+        np.testing.assert_array_equal(server.lookup(KEYS, "ranker", "user"), expected)
 
 
 @pytest.mark.parametrize("tier", ["volatile_db", "persistent_db", "embedding_cache"])

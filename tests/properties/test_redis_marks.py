@@ -1,6 +1,7 @@
 """The rules of marks, searched exhaustively in a model; the scripts that carry them out, compared with a mirror in Python."""
 
 from contextlib import closing
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.layout import RedisLayout
-from hps.databases.redis.marks import Mark, parse
+from hps.databases.redis.marks import Mark, Process, opened, parse
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.requests import ApplyRows, Guard, SendKeys, StoreRows
 from tests.servers.redis_server import RedisServer
@@ -197,6 +198,23 @@ def test_the_scripts_do_what_their_mirror_does(tmp_path):
             mirror.mark, mirror.rows = MARKS[0].text, {7: b"x"}
             for mark in MARKS[1], MARKS[0]:
                 perform(("delete", mark, slice(0, ROWS), None), mirror, nodes, Catalog(nodes, 1), client)
+
+
+def test_an_incarnation_ends_where_rows_go_and_only_there():
+    tokens, bases = ("w", "x", "*"), ("-", "~", "b", "other")
+    marks = [Mark("i", "g", base, writers) for base in bases for size in range(4) for writers in permutations(tokens, size)]
+    processes = [Process()] + [
+        Process("b", alias, token, previous, passive)
+        for alias, token, previous, passive in product(("", "other"), (None, "w", "y"), (None, "x", "z"), (False, True))
+    ]
+    emptied = 0
+    for mark, me in product(marks, processes):
+        step = opened(mark, me, lambda: "fresh")
+        if step is not None:
+            emptied += step[1]
+            assert (step[0].incarnation == "i") is not step[1], (mark, me)
+            assert step[0] == mark or step[0].generation == "fresh"
+    assert emptied
 
 
 @pytest.mark.parametrize("text", [None, b"", b"0123456789abcdef", b"a b c", b"a b c d e", b"a b c ,", b"a b ? -"])

@@ -194,6 +194,29 @@ def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Callable[..., Refr
         assert isinstance(refreshing.exception(20), NotReadyError)
 
 
+def test_rows_of_a_table_that_is_modified_all_the_time_leave_the_cache(
+    make: Callable[..., Refreshed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refresh gives up after some attempts. What it read by then may be older than what a modification told the cache."""
+    served = make(fraction_per_iteration=1.0)
+    busy, fetch, attempts = TABLES[0], served.chain.fetch, []
+
+    def fetch_and_modify(table: TableSpec, *arguments: Any) -> int:
+        found = fetch(table, *arguments)
+        if table is busy:
+            attempts.append(table)
+            with served.chain.fence(table).modifying(10):
+                served.write(len(attempts), 0)
+        return found
+
+    monkeypatch.setattr(served.chain, "fetch", fetch_and_modify)
+    served.write(1, 1)
+    assert served.refresher.refresh() == {"user": RefreshReport(0, RESIDENT), "item": RefreshReport(RESIDENT, 0)}
+    assert served.cached(0)[0].size == 0
+    assert len(attempts) > 1
+    np.testing.assert_array_equal(served.cached(1)[1], served.vectors(1, 1)[:RESIDENT])
+
+
 def refreshing_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "hps-refresh-shop"]
 

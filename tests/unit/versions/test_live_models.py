@@ -154,3 +154,17 @@ def test_metrics_of_a_model_end_when_nothing_of_it_is_left() -> None:
     with live.changing("fails", "undeploying"):
         pass
     assert not counted.has("fails")
+
+
+def test_the_highest_number_of_those_left_serves_after_the_serving_version_is_undeployed() -> None:
+    live = LiveModels()
+    with live.changing("m", "deploying"):
+        for version in ("9", "10", "2", "1", "11"):
+            live.serve(fake(version), list, "keep")
+    assert [one.version for one, _ in live.versions("m")] == ["1", "2", "9", "10", "11"]
+    for undeployed, serves in (("1", "11"), ("11", "10"), ("9", "10"), ("10", "2")):
+        with live.changing("m", "undeploying"):
+            for one in live.withdraw("m", undeployed):
+                live.retire("m", one, "release")
+        assert live.find("m", None).version == serves
+    assert [(one.version, state) for one, state in live.versions("m")] == [("2", "serving")]

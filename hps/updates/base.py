@@ -53,6 +53,12 @@ class UpdateLog(ABC):
     kind: ClassVar[str]
     """The configuration value that selects this log, e.g. `kafka_message_queue`."""
 
+    delivered: int = 0
+    """Number of messages that `poll` has taken to return. *Thread-safe.*
+
+    It rises before `behind` falls: read after `behind`, it tells whether messages are on their way to the caller of `poll`.
+    """
+
     @classmethod
     @abstractmethod
     def from_config(cls, config: Any, group: str) -> Self:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,8 @@ _PACED_ROWS = 8192  # rows of a batch; a feed that falls behind gets larger batc
 _LONGEST_POLL_S = 0.5  # bounds how long a stop takes
 _LONGEST_BACKOFF_S = 5.0
 _LATE_S = 60.0  # lag that the log mentions
+_LOOKS, _HANDED_OVER_S = 5, 0.002  # at a log that hands over messages, and the pause between them
+_Unread: TypeAlias = tuple[Mapping[Partition, int | None], Mapping[Partition, float | None]]
 _LATE_SAID_AGAIN_S = 60.0
 _LOOK_S = 1.0
 _FUTURE_US = 1_000_000  # how far ahead a claimed time may be
@@ -118,6 +120,8 @@ class UpdateFeed:
         self._problem = ""  # a problem of the feed, not of one table
         self._look_at = 0.0  # next look for tables that are late or cut off
         self._late_lines = LineLimit(1, _LATE_SAID_AGAIN_S, _clock)
+        self._received = 0  # messages that the log has delivered
+        self._last_unread: _Unread = {}, {}
         self._worker = Worker(f"updates-{model}", self._run)
 
     def start(self) -> None:
@@ -140,7 +144,7 @@ class UpdateFeed:
         self._target = target
 
     def status(self) -> list[UpdateStatus]:
-        behind, unread_since = self._log.behind(), self._log.unread_since()
+        behind, unread_since = self._unread()
         return [self._status(table, behind, unread_since) for table in self._tables.values()]
 
     def wait_for_lag(self, lag_s: float, timeout_s: float, give_up: Callable[[], bool]) -> bool:
@@ -230,6 +234,16 @@ class UpdateFeed:
         self._problem = ""
         return messages
 
+    def _unread(self) -> _Unread:
+        """Return what the log says of unread messages; from a moment at which none was between the log and the tables."""
+        for _ in range(_LOOKS):
+            unread = self._log.behind(), self._log.unread_since()
+            if self._log.delivered == self._received:
+                self._last_unread = unread
+                break
+            time.sleep(_HANDED_OVER_S)
+        return self._last_unread
+
     def _take(self, messages: Sequence[Message]) -> None:
         arrived: dict[Partition, float] = {}
         for message in messages:
@@ -239,6 +253,7 @@ class UpdateFeed:
         for partition, at in arrived.items():
             table = self._tables[partition.topic]
             table.held_since = table.held_since | {partition: min(at, table.held_since.get(partition, np.inf))}
+        self._received += len(messages)
 
     def _work(self, table: "_Table") -> None:
         """Apply a table's messages, batch after batch, until none are left or a batch fails."""

@@ -285,6 +285,7 @@ class KafkaLog(UpdateLog):
     def _taken(self, got: Any) -> Message | None:
         partition = self._partitions[got.topic(), got.partition()]
         reading = self._readings[partition]
+        self.delivered += got.value() is not None
         reading.next = got.offset() + 1
         reading.trouble, reading.owed_since = "", None
         message = _message(partition, got)

@@ -320,6 +320,7 @@ class RedisStreamLog(UpdateLog):
                 messages.append(replace(message, arrived=stream.arrivals.read(place, place[0] / 1000 - stream.ahead_s)))
                 stream.polled = message.position
                 stream.queued -= 1
+                self.delivered += 1
                 size += len(message.value)
             self.queued_bytes -= size + _MESSAGE_BYTES * len(messages)
             self.changed.notify_all()

@@ -164,6 +164,7 @@ class UpdateLogContract:
         sizes = []
         while sum(sizes) < 10:
             sizes.append(len(log.poll(_LONG_S, 2000)))
+            assert log.delivered == sum(sizes)
         assert max(sizes) <= 2
         assert values(polled(self.reader(opened, [topic]), 10, most_bytes=1)) == [bytes(1000)] * 10
 

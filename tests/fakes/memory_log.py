@@ -204,6 +204,7 @@ class MemoryLog(UpdateLog):
                 if size >= most_bytes or message is None:
                     break
                 taken.append(message)
+                self.delivered += 1
                 size += len(message.value)
                 self._next[partition] += 1
         return taken

@@ -79,7 +79,8 @@ def recorded_keys(path: str | os.PathLike[str], model: str, tables: Sequence[str
     """Read recorded keys, in the order in which they were looked up.
 
     Args:
-        path: a recording of `hps serve --record-trace`, or an int64 .npy file, used for every table.
+        path: recordings of `hps serve --record-trace`, of which the one with the most keys of a table is used; or an int64
+            .npy file, used for every table.
 
     Returns:
         (n,) int64 by table.
@@ -97,7 +98,8 @@ def recorded_keys(path: str | os.PathLike[str], model: str, tables: Sequence[str
         if keys.dtype != np.int64 or keys.ndim != 1 or not keys.size:
             raise errors.InvalidInputError(f"{doing}: got {keys.shape} {keys.dtype}, expected (n,) int64 with at least one key")
         return dict.fromkeys(tables, keys)
-    traces = {one.table: one for one in read_traces(path) if one.model == model and one.keys.size}
+    own = [one for one in read_traces(path) if one.model == model and one.keys.size]
+    traces = {one.table: one for one in sorted(own, key=lambda one: one.keys.size)}
     if missing := [table for table in tables if table not in traces]:
         raise errors.InvalidInputError(
             f"{doing}: got no keys of {', '.join(missing)}; --table chooses those that were recorded"

@@ -189,6 +189,24 @@ def test_a_recording_goes_on_after_as_many_keys_as_may_wait_were_written(tmp_pat
     assert read_traces(tmp_path / "keys")[0].keys.size == 3 * keys.size
 
 
+def test_keys_that_are_dropped_or_unread_count_once(tmp_path):
+    metrics = Metrics()
+    with KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys) as recorder:
+        recorder._task.abandon(30)  # the rounds are ours
+        for size in (1 << 20, 7, 5):  # as many as may wait, the last ones, and some too many
+            recorder.record(TABLES, [segment(0, np.arange(size))])
+        recorder.record(TABLES, [SimpleNamespace(table=1, keys="on a device", n=3)])
+        for _ in range(3):
+            recorder._write_waiting()
+        recorder.record(TABLES, [SimpleNamespace(table=1, keys="on a device", n=3)])
+        recorder._write_waiting()
+    counted = [
+        metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": outcome})
+        for outcome in ("recorded", "dropped", "unread")
+    ]
+    assert counted == [1 << 20, 7 + 5 + 3, 3]
+
+
 def test_three_rounds_of_three_recordings_add_up(tmp_path, monkeypatch):
     clock = Clock(1000.0)
     monkeypatch.setattr("hps.statistics.key_traces.time", SimpleNamespace(monotonic=clock))

@@ -88,3 +88,13 @@ def test_recordings_are_replayed_in_their_order(tmp_path, monkeypatch, trace, pr
             recorded_keys(tmp_path / "trace", "m", ["item"])
     else:
         assert recorded_keys(tmp_path / "trace", "m", ["item"])["item"].tolist() == [5, 1, 5]
+
+
+def test_of_several_recordings_the_longest_is_replayed(tmp_path, monkeypatch):
+    def recording(size, model="m"):
+        keys = np.full(size, size)
+        return KeyTrace(model, "item", keys, np.arange(size), 1.0, 1.0, False, size)
+
+    found = [recording(3), recording(9), recording(5), recording(20, "other")]
+    monkeypatch.setattr("hps.profiling.keys.read_traces", lambda path: found)
+    assert recorded_keys(tmp_path / "trace", "m", ["item"])["item"].tolist() == [9] * 9

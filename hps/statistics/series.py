@@ -1,7 +1,7 @@
 """Which series of a metric exist: those of a model begin and end with it."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from hps.types import split_tag
@@ -11,8 +11,8 @@ Labels: TypeAlias = tuple[str, ...]
 
 
 class _Ending(Protocol):
-    def end(self, model: str) -> None:
-        """Remove the series of a model."""
+    def end(self, model: str, tables: Collection[str] = ()) -> None:
+        """Remove the series of a model; with `tables`, only those of its other tables."""
 
 
 class Models:
@@ -39,6 +39,12 @@ class Models:
             for one in self.series:
                 one.end(name)
 
+    def narrow(self, name: str, tables: Collection[str]) -> None:
+        """Remove the series of a model's tables that none of its versions has any more."""
+        with self.lock:
+            for one in self.series:
+                one.end(name, tables)
+
     def has(self, name: str) -> bool:
         """Whether a model has series. Called while holding `lock`."""
         return not name or self._names is None or name in self._names
@@ -57,6 +63,7 @@ class Series(Generic[_T]):
         self._make = make
         self._place = next((at for at, name in enumerate(names) if name in ("model", "tag")), None)
         self._of_tags = "tag" in names
+        self._table = names.index("table") if "table" in names else None
         self._counters: dict[Labels, _T] = {}
         models.series.append(self)
 
@@ -76,12 +83,12 @@ class Series(Generic[_T]):
     def items(self) -> list[tuple[Labels, _T]]:
         return list(self._counters.items())
 
-    def end(self, model: str) -> None:
-        """Remove the series of a model. Called by `Models`."""
-        if self._place is None:
+    def end(self, model: str, tables: Collection[str] = ()) -> None:
+        """Remove the series of a model or, with `tables`, of its other tables. Called by `Models`."""
+        if self._place is None or (tables and self._table is None):
             return
         for labels in list(self._counters):
-            if self._owner(labels) == model:
+            if self._owner(labels) == model and not (tables and labels[self._table or 0] in tables):
                 self.remove(*labels)
 
     def _owner(self, labels: Labels) -> str:

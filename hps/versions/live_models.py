@@ -582,6 +582,9 @@ class LiveModels:
         model = self._models.get(name)
         if model is None or not model.is_counted:
             self._counted.end(name)
+        elif model.versions and not model.doing:  # else further tables may be coming
+            versions = (one.deployment.config for one in model.versions)
+            self._counted.narrow(name, {table for config in versions for table in config.embedding_table_names})
         if model is not None and model.is_gone:
             del self._models[name]
 

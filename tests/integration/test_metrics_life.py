@@ -89,6 +89,24 @@ def test_a_model_that_is_deployed_again_counts_from_zero(service, files):
         assert ("hps_lookup_keys_total", "m", "a") not in samples(service)
 
 
+def test_tables_that_no_version_has_any_more_leave_no_series(service, files):
+    before = None
+    for version in range(1, 5):
+        entry = model_of(
+            "m", [files] * 2, {"a": DIM, f"only-{version}": DIM}, gpucacheper=0.5, version=str(version), keep_versions=0
+        )
+        assert service.client.post("/v1/models/m/deploy", json={"config": entry}).status_code == 200
+        tables = {"a": [1, 2], f"only-{version}": [1]}
+        service.client.post("/v1/models/m/lookup", json={"tables": tables}).raise_for_status()
+        wait_until(lambda: len(service.app.lifecycle.server.live.versions("m")) == 1, "the version before is gone")
+        found = samples(service)
+        assert found["hps_lookup_keys_total", "m", "a"] == 2 * version  # it goes on counting
+        assert [key[2] for key in found if key[0] == "hps_lookup_keys_total" and "only" in key[2]] == [f"only-{version}"]
+        assert found["hps_lookup_keys_total", "m", f"only-{version}"] == 1
+        assert before in (None, _lines(service))
+        before = _lines(service)
+
+
 class Held:
     """Figures of a server that are not there until it is released."""
 

@@ -161,6 +161,23 @@ def test_what_was_known_of_tables_that_are_gone_goes(server):
     assert not collector._known[database]
 
 
+def test_what_was_known_of_a_device_stays_while_it_is_asked_again(server):
+    collector = StatisticsCollector(server.live, server.metrics, clock=Clock())
+    collector.measure()
+    memory = collector.statistics().devices[0].memory_bytes
+    [cache], seen = server.model("m").caches, []
+    ask = cache.device_memory
+
+    def slow():
+        seen.append(collector.statistics().devices[0].memory_bytes)
+        return ask()
+
+    cache.device_memory = slow
+    collector.measure()
+    assert set(seen) == {memory}
+    collector.close()
+
+
 def test_a_process_without_a_further_thread_knows_what_needs_none(server, monkeypatch):
     def none_left(_thread):
         raise RuntimeError("can't start new thread")

@@ -1,14 +1,18 @@
 """What the service says of itself."""
 
+import asyncio
 import json
 import logging
+import re
 import threading
 import weakref
+from functools import partial
 
 import pytest
 
 from hps.errors import InvalidInputError
-from hps.ground.log_limits import LineLimit
+from hps.ground.log_limits import LineLimit, OnceAMinute
+from hps.service.logs import changes
 from hps.service.logs.lines import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
 from hps.service.logs.requests import Served, request_id
 
@@ -136,6 +140,79 @@ def test_lines_pass_at_their_rate():
     assert [limit.take() for _ in range(5)] == [True, True, False, True, True]
     assert limit.left_out == 0
     assert [limit.take(), limit.take(), limit.left_out] == [False, True, 1]
+
+
+def test_each_message_passes_once_a_minute_with_the_number_left_out_and_errors_always(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("hps.ground.log_limits.LineLimit", partial(LineLimit, clock=lambda: now[0]))
+    limit, said = OnceAMinute(), []
+
+    def log(message, level=logging.WARNING):
+        record = logging.LogRecord("hps", level, "", 0, message, (7,), None)
+        if limit.filter(record):
+            said.append(record.getMessage())
+
+    for minute in range(3):
+        now[0] = 60.0 * minute
+        for message in ("a %d", "b %d", "c %d", "a %d", "a %d"):
+            log(message)
+            now[0] += 10
+        log("a %d", logging.ERROR)
+        now[0] = 60.0 * minute + 59.9
+        log("b %d")
+    more = "({} more since the last such line)".format
+    assert said == ["a 7", "b 7", "c 7", "a 7"] + 2 * [f"a 7 {more(2)}", f"b 7 {more(1)}", "c 7", "a 7"]
+
+
+def test_writes_of_each_client_are_logged_at_once_and_then_by_their_number(monkeypatch, caplog):
+    monkeypatch.setattr(changes, "_PAUSE_S", 0.05)
+    caplog.set_level(logging.INFO, changes.__name__)
+
+    def said():
+        lines = [record.message.removeprefix("writing rows of ") for record in caplog.records]
+        caplog.clear()
+        return sorted(lines)
+
+    async def main():
+        log = changes.WriteLog()
+        for _ in range(3):  # a client that pauses is logged at once again
+            for who in ("a", "b", "c"):
+                log.count(who, "t", written=1)
+            assert said() == [f"t, by {who}: 1 requests, 1 rows written, 0 deleted" for who in ("a", "b", "c")]
+            for _ in range(3):
+                log.count("b", "t", written=2)
+            log.count("b", "t", deleted=5)
+            log.count("b", "t", failed=True)
+            while not caplog.records:
+                await asyncio.sleep(0.01)
+            assert said() == ["t, by b: 5 requests, 6 rows written, 5 deleted, 1 requests failed"]
+            while log._ticking:
+                await asyncio.sleep(0.01)
+            assert said() == []
+            assert not log._writes
+        log.count("a", "t", written=1)
+        log.count("a", "t", written=1)
+        log.flush()
+        assert len(said()) == 2
+
+    asyncio.run(main())
+
+
+def test_more_writers_than_are_counted_lose_no_number(monkeypatch, caplog):
+    monkeypatch.setattr(changes, "_MOST_WRITERS", 3)
+    caplog.set_level(logging.INFO, changes.__name__)
+
+    async def main():
+        log = changes.WriteLog()
+        for _ in range(3):
+            for who in range(7):
+                log.count(str(who), "t", written=1)
+                assert len(log._writes) <= 3
+        log.flush()
+
+    asyncio.run(main())
+    rows = [int(re.search(r"(\d+) rows written", record.message)[1]) for record in caplog.records]
+    assert sum(rows) == 21
 
 
 TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"

@@ -242,6 +242,24 @@ def test_what_a_call_holds_after_its_timeout_counts_until_it_ends(run, release):
     run(main, threads=1, timeout_s=0.5)
 
 
+def test_a_new_timeout_holds_for_calls_that_run_and_for_later_ones(run, release):
+    async def main(threads):
+        for timeout_s in (0.3, 0.2, 0.1):
+            long = [asyncio.ensure_future(threads.run(release.wait, WAIT_S, held=1)) for _ in range(3)]
+            await asyncio.sleep(0.02)
+            threads.limit_to(timeout_s)
+            for call in long:
+                with pytest.raises(RequestError, match=f"within {timeout_s} s"):
+                    await call
+            release.set()
+            await idle(threads)
+            release.clear()
+            assert threads._memory.held == 0
+            threads.limit_to(WAIT_S)
+
+    run(main, threads=2)
+
+
 def test_idle_threads_hold_neither_arguments_nor_results(run):
     async def main(threads):
         buffers = [Buffer() for _ in range(8)]

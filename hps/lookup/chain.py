@@ -2,8 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TypeAlias
@@ -294,8 +294,20 @@ class DatabaseChain:
         Raises:
             DatabaseTimeoutError: it did not end in time.
         """
-        with self._fences[table.tag].modifying(self._modification_timeout_s):
+        with self.settled([table]):
             pass
+
+    @contextmanager
+    def settled(self, tables: Iterable[TableSpec]) -> Iterator[None]:
+        """Wait for running modifications of tables to end, and keep others out until the block ends.
+
+        Raises:
+            DatabaseTimeoutError: one did not end in time.
+        """
+        with ExitStack() as stack:
+            for table in tables:
+                stack.enter_context(self._fences[table.tag].modifying(self._modification_timeout_s))
+            yield
 
     def fence(self, table: TableSpec) -> TableFence:
         """Return the fence that guards copies of this table's vectors to an upper tier."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -193,10 +194,14 @@ class Deployer:
             same = _same_settings(there.config, config)
             if same or there.chain.databases:
                 deployed = there if same else self._renewed(there, config)
+                # A modification that runs is in the database and not in the caches yet. Lookups that missed the old caches
+                # have its rows, so no others may take over which hold those from before.
                 try:
-                    self._live.serve(deployed, lambda versions: versions, "hand over", beside=beside)
+                    with nullcontext() if same else deployed.chain.settled(deployed.tables):
+                        self._live.serve(deployed, lambda versions: versions, "hand over", beside=beside)
                 except BaseException:
                     if deployed is not there:
+                        there.successors.remove(deployed)
                         deployed.close("hand over")
                     raise
                 self._updates.hand_over(there, deployed)

@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hps.databases.base import RowChanges
 from hps.ground.progress import NoProgress
 from hps.models.writer import write_version as write_version_of
 from hps.types import split_tag
+from hps.versions.deployment import reconfigure
 from tests.fakes.paused_lookup import PausedSegment, paused_lookup
 from tests.servers.running_service import document_of, model_of, wait_until
 
@@ -516,3 +518,75 @@ def test_a_roll_back_without_databases_loads_the_files_again(document: Callable[
         vectors, found = server.lookup(KEYS, "ranker", "user", return_found=True)
         assert found.mean() > 0.5, "what has room in its set"
         np.testing.assert_array_equal(vectors[found], vectors_of(KEYS[found], DIMS["user"], 1))
+
+
+def test_no_lookup_gets_an_older_row_than_an_earlier_one_while_settings_change(
+    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new caches hold rows that the old ones lack, and a modification that runs has written them to the database only."""
+    configuration = document(versions=1)
+    configuration["volatile_db"] = {"type": "disabled"}
+    configuration["models"][0]["gpucacheper"] = 0.01
+    newer = np.full((KEYS.size, 4), 9.0, np.float32)
+    seen = np.zeros(KEYS.size, np.bool_)
+    inserting, written, finish = ThreadPoolExecutor(1), threading.Event(), threading.Event()
+    with hps.HPS(configuration) as server, ThreadPoolExecutor(1) as deploying, inserting:
+        (database,) = server.model("ranker").chain.databases
+        insert, before, inserted = database.insert, server.model("ranker"), []
+
+        def insert_and_wait(*arguments: Any) -> None:
+            insert(*arguments)
+            written.set()
+            assert finish.wait(60)
+
+        def look_up() -> None:
+            found = (server.lookup(KEYS, "ranker", "user") == newer).all(axis=1)
+            assert not (seen & ~found).any(), f"{np.count_nonzero(seen & ~found)} rows are older than before"
+            seen[found] = True
+
+        def reconfigure_and_write(*arguments: Any) -> Any:
+            successor = reconfigure(*arguments)
+            inserted.append(inserting.submit(server.insert, KEYS, newer, "ranker", "user"))
+            assert written.wait(60)
+            look_up()
+            assert np.count_nonzero(seen) > KEYS.size // 2, "most are in no cache"
+            return successor
+
+        monkeypatch.setattr(before.chain, "_modification_timeout_s", 60.0)
+        monkeypatch.setattr(database, "insert", insert_and_wait)
+        monkeypatch.setattr("hps.versions.deployer.reconfigure", reconfigure_and_write)
+        entry = server.config.models[0].model_copy(update={"gpucacheper": 1.0})
+        try:
+            deployed = deploying.submit(server.deploy, entry)
+            assert written.wait(60)
+            with suppress(TimeoutError):
+                deployed.result(0.5)  # the change waits for the modification, or has been made too early
+            look_up()
+        finally:
+            finish.set()
+        deployed.result(60)
+        inserted[0].result(60)
+        assert server.model("ranker") is not before
+        look_up()
+        assert seen.all()
+
+
+def test_a_change_of_settings_that_waits_too_long_for_a_modification_changes_nothing(
+    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hps.HPS(document(versions=1)) as server:
+        before = server.model("ranker")
+
+        def reconfigure_and_stay(*arguments: Any) -> Any:
+            successor = reconfigure(*arguments)
+            modifying.enter_context(before.chain.fence(before.tables[1]).modifying(10))
+            return successor
+
+        monkeypatch.setattr(before.chain, "_modification_timeout_s", 0.1)
+        monkeypatch.setattr("hps.versions.deployer.reconfigure", reconfigure_and_stay)
+        entry = server.config.models[0].model_copy(update={"gpucacheper": 1.0})
+        with ExitStack() as modifying, pytest.raises(hps.DatabaseTimeoutError, match="try again"):
+            server.deploy(entry)
+        assert server.model("ranker") is before
+        server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
+        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), 9.0, np.float32))

@@ -19,13 +19,16 @@ from typing import TypeAlias
 import numpy as np
 
 from hps.databases.base import Database
-from hps.errors import ModelFileError
+from hps.errors import CapacityError, ModelFileError
+from hps.ground.capacity import available_memory
 from hps.ground.key_sets import KeySet
 from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_model
 from hps.models.manifest import FileCheck, within
 from hps.models.read_ahead import whole_rows
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
+
+_KEY_BYTES = 13  # of a `KeySet`, most of them
 
 Chunks: TypeAlias = Generator[tuple[KeyArray, FloatArray], None, None]
 
@@ -245,7 +248,13 @@ def first_rows(chunks: Chunks, rows: int) -> Chunks:
 def _touched(delta: Delta) -> tuple[KeySet, str]:
     """Read the keys that a delta changes or deletes, and the checksum of the deleted ones."""
     deleted, crc = delta.deleted, 0
-    keys = KeySet(delta.changed.rows + (deleted.size_bytes // 8 if deleted else 0))
+    count = delta.changed.rows + (deleted.size_bytes // 8 if deleted else 0)
+    if _KEY_BYTES * count > (free := available_memory()[0]):
+        raise CapacityError(
+            f"reading the keys that {delta.changed.place} changes or deletes: {count} keys take {_KEY_BYTES * count:,} "
+            f"bytes of memory, and {free:,} are free; write a version with all rows"
+        )
+    keys = KeySet(count)
     for _, chunk in delta.changed.keys.key_chunks():
         keys.add(chunk)
     for _, chunk in deleted.key_chunks() if deleted else ():

@@ -3,6 +3,7 @@
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from hps.errors import ModelFileError
 from hps.models.formats.base import AnyArray, ArrayInfo, ArraySource, reading
 
+_MOST_OBJECTS = 1 << 17
 _CAUSE = re.compile(r"GLOBAL \S+|TorchScript archive|PytorchStreamReader failed.*")  # not torch's advice to run the code
 
 
@@ -33,7 +35,25 @@ class TorchState(ArraySource):
                 "torch.save(model.state_dict(), path)"
             ) from error
         with reading(path):
-            self._tensors = list(_tensors("", state))
+            found = list(islice(_tensors("", state), _MOST_OBJECTS + 1))
+        if len(found) > _MOST_OBJECTS:
+            raise ModelFileError(
+                f"importing {path}: got more than {_MOST_OBJECTS} tensors and mappings, as a small file can by naming one "
+                "again and again; save the weights alone, torch.save(model.state_dict(), path)"
+            )
+        self._tensors = [(name, one) for name, one in found if one is not None]
+        for name, tensor in self._tensors:
+            self._refuse_repeated_storage(name, tensor)
+
+    def _refuse_repeated_storage(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a tensor with more elements than it stores: a file of a few bytes would fill the disk."""
+        if tensor.layout == torch.strided and tensor.device.type == "cpu":
+            stored, size_bytes = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+            if stored < size_bytes:
+                raise ModelFileError(
+                    f"importing {self.path}: {name!r} has {size_bytes} bytes, of which the file holds {stored}: rows share "
+                    "elements; save tensor.contiguous()"
+                )
 
     def arrays(self) -> list[ArrayInfo]:
         return [ArrayInfo(name, tuple(tensor.shape), _dtype(tensor)) for name, tensor in self._tensors]
@@ -45,11 +65,12 @@ class TorchState(ArraySource):
                 yield [_numpy(tensor[start : start + step]) for tensor in tensors]
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of nested mappings and sequences by dotted name."""
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield the tensors of nested mappings and sequences by dotted name, and None for each mapping and sequence."""
     if isinstance(value, torch.Tensor):
         yield name or "tensor", value
     elif isinstance(value, Mapping | list | tuple):
+        yield name, None
         for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _tensors(f"{name}.{key}" if name else str(key), one)
 

@@ -1,5 +1,6 @@
 """Versions that say only what they change: they equal a version with all rows, and only the change is read."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,19 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.databases.base import Database, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+from hps.errors import CapacityError, DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprints_of
 from hps.models.repository import VersionFiles, table_sources
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadTargets, TableLoad
 from hps.models.warm_up import DatabaseRows, warm_up
-from hps.models.writer import write_sparse_model
+from hps.models.writer import write_sparse_model, write_version
+from hps.parameter_server import HPS
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
+from tests.servers.running_service import document_of, model_of
 from tests.tables.deltas import NO_KEYS, Change, Versions, held_of, spec
 from tests.tables.table_loads import DIM, KEYS, ROW_BYTES, ROWS, VECTORS, failing_at, nothing_to_do, rows_of, touch
 
@@ -428,3 +431,15 @@ def test_whole_files_are_loaded_as_ever_whatever_says_where_they_are(tmp_path: P
     report = TableLoad(spec("1"), source, LoadTargets((database,))).run()
     assert held_of(database, "1") == {int(k): v.tobytes() for k, v in zip(KEYS, VECTORS, strict=True)}
     assert report.fingerprint == report.model.fingerprint  # type: ignore[union-attr]
+
+
+def test_a_file_of_deleted_keys_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """A sparse file takes no disk; nobody's process may be killed for its size."""
+    keys = np.arange(5)
+    write_version(tmp_path / "1", {"t": (keys, np.ones((5, 4), np.float32))})
+    write_version(tmp_path / "2", {"t": (keys[:0], np.ones((0, 4), np.float32))}, delta_of="1")
+    (tmp_path / "2" / "version.json").write_text('{"delta_of": "1"}')
+    os.truncate(tmp_path / "2" / "t" / "deleted", 1 << 43)
+    model = model_of("m", ["t"], {"t": 4}, version_path=str(tmp_path))
+    with pytest.raises(CapacityError, match=r"1099511627776 keys take [0-9,]+ bytes of memory, and [0-9,]+ are free"):
+        HPS(document_of(model))

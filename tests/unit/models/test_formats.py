@@ -423,3 +423,20 @@ def test_a_missing_package_is_named_with_what_to_install(
     monkeypatch.delitem(sys.modules, module)
     with pytest.raises(MissingDependencyError, match=hint):
         implementation("format", name)
+
+
+def test_a_small_file_of_torch_does_not_name_more_than_memory_and_disk_hold(tmp_path: Path) -> None:
+    path = tmp_path / "small.pt"
+    for leaf in ({"w": torch.ones(2, 2)}, {}):
+        for _ in range(40):
+            leaf = {"a": leaf, "b": leaf}  # type: ignore[dict-item]
+        torch.save(leaf, path)
+        assert path.stat().st_size < 10_000
+        with pytest.raises(ModelFileError, match="more than 131072 tensors and mappings"):
+            TorchState(str(path), [str(path)])
+    torch.save({"emb": torch.zeros(1, 1).expand(1 << 40, 8)}, path)
+    with pytest.raises(ModelFileError, match=r"'emb' has 35184372088832 bytes, of which the file holds 4"):
+        TorchState(str(path), [str(path)])
+    whole = torch.arange(40.0).reshape(10, 4)
+    torch.save({"emb": whole[2:5], "turned": whole.T}, path)
+    assert [info.shape for info in TorchState(str(path), [str(path)]).arrays()] == [(3, 4), (4, 10)]

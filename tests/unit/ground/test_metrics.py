@@ -21,6 +21,17 @@ def test_counters_of_a_table_are_shown_under_its_model_and_its_tiers():
     assert [shown("lookup_keys", model) for model in ("ranker", "retrieval")] == [0, 7]
 
 
+def test_each_count_of_a_table_has_its_own_name():
+    metrics = Metrics()
+    counters = metrics.table("m", "t")
+    counters.keys, counters.defaults, counters.deferred, counters.linked = 1, 2, 3, 4
+    shown = {
+        name: metrics.registry.get_sample_value(f"hps_{name}_keys_total", {"model": "m", "table": "t"})
+        for name in ("lookup", "default", "deferred", "linked")
+    }
+    assert shown == {"lookup": 1, "default": 2, "deferred": 3, "linked": 4}
+
+
 def test_a_thread_that_outlives_its_model_adds_no_series():
     metrics = Metrics()
     for model in ("a", "ab", "b"):
@@ -154,3 +165,4 @@ def test_latencies_add_up_and_their_quantiles_lie_on_bounds_and_between():
     assert three.since(one) == one.plus(one)
     assert [one.quantile_s(share) for share in (0.25, 0.5, 0.75, 1.0)] == [0.5, 1.0, 1.5, 2.0]
     assert Latency(4, 9.0, ((1.0, 1), (2.0, 1))).quantile_s(0.99) == 2.0  # beyond the last bound
+    assert Latency(4, 9.0, ((1.0, 2), (2.0, 2), (3.0, 4))).quantile_s(0.5) == 1.0  # nothing lies between 1 and 2

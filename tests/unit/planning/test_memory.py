@@ -153,6 +153,14 @@ def test_of_three_gpus_the_fullest_and_the_one_with_least_memory_count(tmp_path,
     assert this_machine(config, {}).free_bytes["gpu"] == 3
 
 
+def test_the_database_that_loads_the_largest_chunks_is_planned_for(tmp_path):
+    config = configuration(tmp_path, [(4, 10)])
+    [chunks] = [one.need for one in planned_needs(config, served_versions(config), False) if one.need.what == "chunks of files"]
+    assert chunks.size_bytes == 4 * implementation("database", "rocks_db").load_bytes
+    assert chunks.size_bytes > 4 * implementation("database", "hash_map").load_bytes
+    assert chunks.passing
+
+
 def test_everything_that_is_wrong_with_three_models_is_told(tmp_path):
     write_sparse_model(tmp_path / "good", sample_chunks(10, 4, 0))
     places = {"a": "gone-a", "b": "good", "c": "gone-c"}

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hps.ground.thread_pool import POOL
+from hps.ground.workers import THREADS
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.gcs_server import gcs_server as gcs_server  # a fixture for all
 
@@ -106,6 +107,15 @@ def _logging_left_as_it_was() -> Iterator[None]:
     yield
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def _every_thread_lives_on() -> Iterator[None]:
+    """No thread of the package may end by an error, whatever a test does; one that provokes it clears the record."""
+    yield
+    ended = THREADS.ended()
+    THREADS.clear()
+    assert not ended, f"threads ended unexpectedly: {ended}"
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from hps.ground.lifetimes import close_at_exit, disown_in_children
+from hps.ground.workers import new_thread
 
 _log = logging.getLogger(__name__)
 _MOST_THREADS: Final = 16
@@ -182,8 +184,7 @@ class ThreadPool:
                 close_at_exit(self, ThreadPool.end)
                 disown_in_children(self)
             while len(self._threads) < count:
-                name = f"hps-piece-{len(self._threads)}"
-                thread = threading.Thread(target=self._work, args=(self._wake,), name=name, daemon=True)
+                thread = new_thread(f"piece-{len(self._threads)}", partial(self._work, self._wake))
                 thread.start()
                 self._threads.append(thread)
 

@@ -1,10 +1,11 @@
-"""Background threads: a bounded queue of jobs, a periodic task, a call with a timeout.
+"""All threads of the package: a bounded queue of jobs, a periodic task, a call with a timeout, or simply `new_thread`.
 
 All are daemon threads. They end when their worker is closed, when its owner is collected, and at the interpreter's exit; a
-forked child has none of them and accepts no work.
+forked child has none of them and accepts no work. One that an error ends is recorded in `THREADS`, for health and metrics.
 """
 
 import logging
+import os
 import queue
 import random
 import threading
@@ -12,8 +13,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from inspect import ismethod
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 from weakref import WeakMethod, finalize
 
 from hps.errors import HPSError, NotReadyError
@@ -22,6 +24,61 @@ from hps.ground.lifetimes import close_at_exit, disown_in_children
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2  # an idle thread of a queue notices within this time that it was closed
 T = TypeVar("T")
+
+
+class ThreadRecord:
+    """Records the threads of this process that an error has ended. *Thread-safe.*
+
+    Attributes:
+        problem: why the process must be restarted: the first thread that it cannot do without; empty if none.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all, also in a forked child, which has none of the threads."""
+        self._lock = threading.Lock()
+        self._ended: dict[str, int] = {}
+        self.problem = ""
+
+    def ended(self) -> dict[str, int]:
+        """Return how many threads an error has ended, by name."""
+        with self._lock:
+            return dict(self._ended)
+
+    def record(self, name: str, error: BaseException, *, lasting: bool) -> None:
+        """Count and log the end of a thread."""
+        with self._lock:
+            self._ended[name] = self._ended.get(name, 0) + 1
+            if lasting and not self.problem:
+                self.problem = f"thread {name} ended unexpectedly; the log has the error, and only a restart helps"
+        _log.error("thread %s ended unexpectedly%s", name, "; restart the process" if lasting else "", exc_info=error)
+
+
+THREADS: Final = ThreadRecord()
+"""Record of this process."""
+
+os.register_at_fork(after_in_child=THREADS.clear)
+
+
+def new_thread(name: str, run: Callable[[], object], *, lasting: bool = True) -> threading.Thread:
+    """Make the daemon thread `hps-<name>`, to be started. Every thread of the package is made here.
+
+    Args:
+        lasting: the process cannot do without it: an error that ends it makes the process not live. Otherwise it is counted and
+            logged.
+    """
+    return threading.Thread(target=_recorded, args=(run, lasting), name=f"hps-{name}", daemon=True)
+
+
+def _recorded(run: Callable[[], object], lasting: bool) -> None:
+    try:
+        run()
+    except BaseException as error:  # noqa: BLE001 - recorded, for whoever restarts the process
+        THREADS.record(threading.current_thread().name, error, lasting=lasting)
+    finally:
+        del run  # the traceback of an error that it handed to its caller refers to this frame
 
 
 class Stop:
@@ -65,8 +122,8 @@ class Worker:
     def __init__(self, name: str, run: Callable[[], object], stop: Stop | None = None, threads: int = 1) -> None:
         self.name = name
         self.stop = stop or Stop()
-        names = [f"hps-{name}"] if threads == 1 else [f"hps-{name}-{i}" for i in range(threads)]
-        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name in names]
+        names = [name] if threads == 1 else [f"{name}-{i}" for i in range(threads)]
+        self._threads = [new_thread(name, run) for name in names]
 
     def start(self) -> None:
         """Start the threads. Called once."""
@@ -307,10 +364,13 @@ class WorkQueue(Worker):
 
 
 def call_in_thread(name: str, call: Callable[[], T]) -> Future[T]:
-    """Start a call on its own thread, `hps-<name>`; the future gives its outcome, and cannot be cancelled."""
+    """Start a call on its own thread, `hps-<name>`; the future gives its outcome, and cannot be cancelled.
+
+    For callers that ask the future; where nobody does, `new_thread` records errors.
+    """
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()
-    threading.Thread(target=_answer, args=(answer, call), name=f"hps-{name}", daemon=True).start()
+    new_thread(name, partial(_answer, answer, call)).start()
     return answer
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from hps.configuration.load import Configuration, ModelConfig
 from hps.errors import ConfigError, ConflictError, HPSError, NotReadyError
 from hps.ground.progress import FailureProgress, LogProgress, Progress, time_text
+from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.service.readiness import Readiness
 from hps.versions.changes import cause_of
@@ -141,7 +142,7 @@ class Lifecycle:
     def start(self) -> None:
         if self._owned:
             self._blocked = "opening the databases"
-            self._loader = threading.Thread(target=self._load, name="hps-load", daemon=True)
+            self._loader = new_thread("load", self._load)
             self._loader.start()
 
     def fail(self, reason: str) -> None:
@@ -182,7 +183,7 @@ class Lifecycle:
         with self._changing:
             server, self.opened = self.opened, None
         if server:  # closing waits for a model that is being loaded
-            closer = threading.Thread(target=server.close, name="hps-close", daemon=True)
+            closer = new_thread("close", server.close, lasting=False)
             closer.start()
             closer.join(max(0.0, deadline - time.monotonic()))
             return not closer.is_alive()

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hps.ground.workers import new_thread
 from hps.service.held_memory import HeldMemory
 from hps.service.http_answer import OverloadedError, RequestError
 
@@ -74,9 +75,7 @@ class LookupThreads:
         self._sleepers: deque[threading.Lock] = deque()  # a thread sleeps on its lock until another removes and releases it
         self._last_start_s = 0.0
         self._closing = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"hps-{what}-{place}", daemon=True) for place in range(threads)
-        ]
+        self._threads = [new_thread(f"{what}-{place}", self._work) for place in range(threads)]
         for thread in self._threads:
             thread.start()
 

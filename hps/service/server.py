@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +20,7 @@ from hps.configuration.load import Configuration, ServiceConfig, load_configurat
 from hps.errors import ConfigError
 from hps.ground.log_limits import OnceAMinute
 from hps.ground.progress import Progress
+from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import is_loopback
@@ -252,8 +252,7 @@ class Server:
 
     def _on_reload(self, path: str | os.PathLike[str], kept: Collection[str]) -> None:
         self._reads += 1
-        arguments = (path, kept, self._reads)
-        threading.Thread(target=self._read_again, args=arguments, name="hps-reload", daemon=True).start()
+        new_thread("reload", partial(self._read_again, path, kept, self._reads), lasting=False).start()
 
     def _read_again(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
         try:

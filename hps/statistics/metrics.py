@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from hps.errors import HPSError, UnknownModelError
 from hps.ground.compilations import COMPILATIONS
 from hps.ground.pacing import in_turns
+from hps.ground.workers import THREADS
 from hps.statistics.prometheus import Family, Values, expose, family, histogram, label_text, update_families
 from hps.statistics.series import Models, Series
 from hps.statistics.snapshot import Latency, UpdateStatus
@@ -446,6 +447,8 @@ class Metrics(Collector):
         compiled = [(label_text(["compiler"], [one]), done) for one, done in COMPILATIONS.all().items()]
         yield family("counter", "hps_compiled_kernels", "Compiled kernels.", [(one, n) for one, (n, _) in compiled])
         yield family("counter", "hps_compile_seconds", "Time spent compiling kernels.", [(one, s) for one, (_, s) in compiled])
+        ended = [(label_text(["thread"], [name]), count) for name, count in THREADS.ended().items()]
+        yield family("counter", "hps_threads_ended", "Threads that an error has ended.", ended)
         yield from (one.family() for one in self._values)
         for families in self.others:
             yield from families()

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
@@ -24,7 +23,7 @@ from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 from hps.errors import ConfigError, UpdateLogError
 from hps.ground.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.ground.log_limits import LineLimit
-from hps.ground.workers import call_in_thread
+from hps.ground.workers import new_thread
 from hps.types import CheckResult
 from hps.updates.arrivals import Arrivals, moment_of
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
@@ -135,7 +134,7 @@ class KafkaLog(UpdateLog):
         self._look = threading.Event()
         self._using = threading.Lock()  # guards the consumer, which must not be closed during a call
         self._closed = self._disowned = False
-        self._surveyor = threading.Thread(target=self._keep_looking, name="hps-kafka-survey", daemon=True)
+        self._surveyor = new_thread("kafka-survey", self._keep_looking)
         close_at_exit(self, KafkaLog.close)
         disown_in_children(self)
 
@@ -266,7 +265,9 @@ class KafkaLog(UpdateLog):
             self._surveyor.join(_CLOSE_S)
         if self._using.acquire(timeout=_CLOSE_S):
             # librdkafka waits 45 s for commits to an unreachable cluster.
-            wait([call_in_thread("kafka-close", self._consumer.close)], _ANSWER_S)
+            closer = new_thread("kafka-close", self._consumer.close, lasting=False)
+            closer.start()
+            closer.join(_ANSWER_S)
             self._admin = None  # ends its threads
             self._using.release()
 
@@ -547,7 +548,7 @@ class KafkaWriter(UpdateLogWriter):
         self._producer = _client(Producer, settings | {"enable.idempotence": True})
         self._admin = _client(AdminClient, settings)
         self._closed = self._disowned = False
-        self._reporter = threading.Thread(target=self._report, name="hps-kafka-reports", daemon=True)
+        self._reporter = new_thread("kafka-reports", self._report)
         self._reporter.start()
         close_at_exit(self, KafkaWriter.close)
         disown_in_children(self)

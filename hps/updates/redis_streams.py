@@ -43,6 +43,7 @@ from redis.retry import Retry
 
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import ConfigError, UpdateLogError
+from hps.ground.workers import new_thread
 from hps.types import CheckResult
 from hps.updates.arrivals import Arrivals
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
@@ -304,7 +305,7 @@ class RedisStreamLog(UpdateLog):
 
     def read_on_thread(self, topics: list[str]) -> None:
         """Start a thread that reads topics of one server or slot."""
-        thread = threading.Thread(target=_Reader(self, topics).run, name=f"hps-redis-stream-{topics[0]}", daemon=True)
+        thread = new_thread(f"redis-stream-{topics[0]}", _Reader(self, topics).run)
         with self.changed:
             self._threads.append(thread)
         thread.start()
@@ -623,7 +624,7 @@ class RedisStreamWriter(UpdateLogWriter):
         self._bytes = 0
         self._made = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hps-redis-stream-writer", daemon=True)
+        self._thread = new_thread("redis-stream-writer", self._run)
         self._thread.start()
 
     @classmethod

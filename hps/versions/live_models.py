@@ -35,7 +35,7 @@ from hps.errors import (
     UnknownVersionError,
 )
 from hps.ground.progress import NoProgress, Progress
-from hps.ground.workers import call_in_thread
+from hps.ground.workers import new_thread
 from hps.statistics.metrics import TIERS
 from hps.statistics.series import Models as CountedModels
 from hps.versions.changes import Change, LoadingTable, cause_of
@@ -590,14 +590,11 @@ class LiveModels:
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
         def work() -> None:
-            try:
-                while not self._ended(name, deployment, tables) and not self._closed:
-                    time.sleep(_RELEASE_PAUSE_S)
-                self._retired(name, deployment, tables)
-            except Exception:  # noqa: BLE001 - the end of a thread
-                _log.exception("model %r: retiring version %s", name, deployment.version)
+            while not self._ended(name, deployment, tables) and not self._closed:
+                time.sleep(_RELEASE_PAUSE_S)
+            self._retired(name, deployment, tables)
 
-        call_in_thread(f"retire-{name}", work)
+        new_thread(f"retire-{name}-{deployment.version}", work, lasting=False).start()
 
     def _ended(self, name: str, deployment: Deployment, tables: Fate) -> bool:
         try:

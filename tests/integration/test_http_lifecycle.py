@@ -15,6 +15,7 @@ import pytest
 
 import hps
 from hps.ground.progress import LogProgress
+from hps.ground.workers import THREADS, new_thread
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import listen
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
@@ -89,6 +90,25 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     wait_until(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [7]}}).json() == {"tables": {"item": [[7, 7, 7]]}}
     assert samples(service)["hps_ready",] == 1
+
+
+def test_a_process_that_lost_a_thread_is_not_live_and_says_which(document):
+    with running_service(hps.load_configuration(document)) as service:
+        assert service.client.get("/v2/health/live").json() == {"live": True}
+        threads = [new_thread(name, lambda: [][0], lasting=name == "needed") for name in ("needed", "single")]
+        for thread in reversed(threads):
+            thread.start()
+            thread.join(EXIT_S)
+        answer = service.client.get("/v2/health/live")
+        assert answer.status_code == 503
+        assert answer.json()["live"] is False
+        assert "hps-needed" in answer.json()["reason"]
+        assert service.client.get("/v2/health/ready").status_code == 200  # lookups are answered until the restart
+        found = samples(service)
+        assert [found["hps_threads_ended_total", name] for name in ("hps-needed", "hps-single")] == [1, 1]
+        problems = service.client.get("/v1/stats").json()["problems"]
+        assert [one["level"] for one in problems if "hps-needed" in one["text"]] == ["error"]
+    THREADS.clear()
 
 
 def test_stopping_ends_the_loading_and_does_not_drain(held):

@@ -8,13 +8,12 @@ Attributes follow https://opentelemetry.io/docs/specs/semconv/http/http-spans/ a
 import logging
 import time
 from collections.abc import Mapping
-from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Scope
 
 from hps.configuration.load import Configuration
-from hps.ground.workers import call_in_thread
+from hps.ground.workers import new_thread
 from hps.statistics.tracing import LookupTrace
 from hps.version import __version__
 
@@ -127,7 +126,10 @@ class RequestSpans:
 
     def close(self) -> None:
         """Export the queued spans, with a short timeout. Blocks."""
-        if not wait([call_in_thread("spans", self._provider.shutdown)], _CLOSE_S).done:
+        closer = new_thread("spans", self._provider.shutdown, lasting=False)
+        closer.start()
+        closer.join(_CLOSE_S)
+        if closer.is_alive():
             _log.warning("the OTLP endpoint did not take the last traces within %g s; they are lost", _CLOSE_S)
 
 

@@ -24,9 +24,10 @@ class ErrorAnswer(BaseModel):
 
 
 class Live(BaseModel):
-    """The process answers."""
+    """Whether the process answers, and needs no restart."""
 
     live: bool
+    reason: str | None = Field(default=None, description="Why it must be restarted.")
 
 
 class Ready(BaseModel):

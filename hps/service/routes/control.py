@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from hps.errors import HPSError, InvalidInputError, NotReadyError, UnknownModelError, UnknownVersionError
+from hps.ground.workers import THREADS
 from hps.parameter_server import HPS
 from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import HTTPMetrics, InferenceStatistics
@@ -56,6 +57,7 @@ _EXTENSIONS = [
     "model_repository(unload_dependents)",
     "statistics",
 ]
+_NOT_LIVE = {"model": schemas.Live, "description": "A thread has ended unexpectedly; only a restart helps."}
 _NOT_READY = {"model": schemas.ServerReady, "description": "Not ready; `reason` and `models` say why."}
 
 _LOOKUP_ERRORS = {status: ERRORS[status] for status in ERRORS if status not in (403, 409, 507)}
@@ -126,9 +128,12 @@ def control_app(
         exception_handlers=dict.fromkeys((HPSError, HTTPException, RequestValidationError, Exception), answer_error),
     )
 
-    @app.get("/v2/health/live", tags=["health"])
-    async def live() -> schemas.Live:
-        """Report whether the process answers. Needs no token."""
+    @app.get("/v2/health/live", tags=["health"], responses={503: _NOT_LIVE}, response_model_exclude_none=True)
+    async def live(response: Response) -> schemas.Live:
+        """Report whether the process answers, with all the threads that it needs. If not, restart it. Needs no token."""
+        if THREADS.problem:
+            response.status_code = 503
+            return schemas.Live(live=False, reason=THREADS.problem)
         return schemas.Live(live=True)
 
     @app.get(

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import threading
 import time
 import weakref
@@ -10,7 +11,17 @@ from functools import partial
 import pytest
 
 from hps.errors import DatabaseError, ModelFileNotFoundError, NotReadyError
-from hps.ground.workers import PeriodicTask, Stop, WorkQueue, call_in_thread, call_within, keep_time
+from hps.ground.workers import (
+    THREADS,
+    PeriodicTask,
+    Stop,
+    Worker,
+    WorkQueue,
+    call_in_thread,
+    call_within,
+    keep_time,
+    new_thread,
+)
 from hps.statistics.metrics import Metrics
 from tests.fakes.clock import Clock, Pauses
 from tests.servers.running_service import wait_until
@@ -233,3 +244,85 @@ def test_the_error_of_a_call_is_freed_with_its_handler(call):
         assert freed() is None
     finally:
         gc.enable()
+
+
+def ends(error):
+    raise error
+
+
+def by_worker(error):
+    worker = Worker("short", partial(ends, error))
+    worker.start()
+    return worker.join
+
+
+def by_queue(error):
+    work = WorkQueue("short", 1, 1, Metrics())
+    work.submit(partial(ends, error))
+    return work.join
+
+
+def by_task(error):
+    task = PeriodicTask("short", partial(ends, error), 0.001)
+    return task.join
+
+
+def by_thread(error):
+    thread = new_thread("short", partial(ends, error))
+    thread.start()
+    return thread.join
+
+
+@pytest.mark.parametrize("start", [by_worker, by_queue, by_task, by_thread])
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
+def test_a_thread_that_an_error_ends_is_logged_counted_and_asks_for_a_restart(start, error, caplog):
+    start(error)(20)
+    assert THREADS.ended() == {"hps-short": 1}
+    assert "hps-short" in THREADS.problem
+    assert Metrics().registry.get_sample_value("hps_threads_ended_total", {"thread": "hps-short"}) == 1
+    (record,) = (one for one in caplog.records if one.levelname == "ERROR")
+    assert "hps-short" in record.getMessage()
+    assert record.exc_info[1] is error
+    THREADS.clear()
+
+
+def test_the_first_of_several_threads_names_the_restart_and_each_is_counted():
+    for name in ("a", "b", "c", "a"):
+        thread = new_thread(name, partial(ends, ValueError(name)))
+        thread.start()
+        thread.join(20)
+    assert THREADS.ended() == {"hps-a": 2, "hps-b": 1, "hps-c": 1}
+    assert "hps-a" in THREADS.problem
+    THREADS.clear()
+    assert (THREADS.ended(), THREADS.problem) == ({}, "")
+
+
+def test_a_single_task_that_fails_is_counted_and_asks_for_no_restart(caplog):
+    thread = new_thread("task", partial(ends, ValueError("a bug")), lasting=False)
+    thread.start()
+    thread.join(20)
+    assert (THREADS.ended(), THREADS.problem) == ({"hps-task": 1}, "")
+    assert "hps-task" in caplog.text
+    assert "restart" not in caplog.text
+    THREADS.clear()
+
+
+def test_a_thread_that_ends_as_it_should_is_no_news(caplog):
+    future = call_in_thread("call", partial(ends, ValueError("for the caller")))
+    with pytest.raises(ValueError, match="for the caller"):
+        future.result(20)
+    thread = new_thread("done", lambda: None)
+    thread.start()
+    thread.join(20)
+    assert (THREADS.ended(), THREADS.problem, caplog.text) == ({}, "", "")
+
+
+def test_a_forked_child_has_lost_no_thread():
+    thread = new_thread("parent", partial(ends, ValueError()))
+    thread.start()
+    thread.join(20)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if (THREADS.ended(), THREADS.problem) == ({}, "") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    THREADS.clear()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import hps
+from hps.ground.workers import THREADS
 from hps.statistics.series import Models
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
 from tests.fakes.clock import Clock
@@ -49,7 +50,9 @@ def test_a_defect_while_a_version_retires_is_logged(caplog: pytest.LogCaptureFix
     live = LiveModels()
     for deployment in (Defective("1"), fake("2")):
         serve(live, deployment)
-    wait_until(lambda: "retiring version 1" in caplog.text, "it is logged")
+    wait_until(lambda: "thread hps-retire-m-1 ended unexpectedly" in caplog.text, "it is logged")
+    assert THREADS.ended() == {"hps-retire-m-1": 1}
+    THREADS.clear()
     assert "ZeroDivisionError" in caplog.text
 
 

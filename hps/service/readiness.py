@@ -104,6 +104,8 @@ def _reason(life: ModelLife) -> str:
         return life.failure.cause + again
     if life.state == "wanted":
         return "waiting for the models before it"
+    if life.waiting:
+        return life.waiting
     for table in life.tables:
         if table.state == "loading" and table.load is not None:
             return f"loading {life.name}.{table.name}: {table.load}"

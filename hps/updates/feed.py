@@ -147,11 +147,18 @@ class UpdateFeed:
         behind, unread_since = self._unread()
         return [self._status(table, behind, unread_since) for table in self._tables.values()]
 
-    def wait_for_lag(self, lag_s: float, timeout_s: float, give_up: Callable[[], bool]) -> bool:
-        """Wait until no table lags by more than this; False on timeout, on `give_up`, or when the feed ends."""
+    def wait_for_lag(self, lag_s: float, timeout_s: float, give_up: Callable[[Sequence[UpdateStatus], float], bool]) -> bool:
+        """Wait until no table lags by more than this; False on timeout, on `give_up`, or when the feed ends.
+
+        A table whose topic does not exist is not waited for.
+
+        Args:
+            give_up: called repeatedly with the tables that lag, and the seconds left.
+        """
         deadline = _clock() + timeout_s
-        while any(one.lag_s is None or one.lag_s > lag_s for one in self.status()):
-            if give_up() or not self.alive or _clock() >= deadline or self._worker.stop.wait(0.05):
+        while late := [one for one in self.status() if _is_late(one, lag_s) and not self._log.lacks(one.topic)]:
+            left_s = deadline - _clock()
+            if give_up(late, max(0.0, left_s)) or not self.alive or left_s <= 0 or self._worker.stop.wait(0.05):
                 return False
         return True
 
@@ -494,6 +501,10 @@ class UpdateFeed:
 
 def _clock() -> float:
     return time.monotonic()
+
+
+def _is_late(status: UpdateStatus, lag_s: float) -> bool:
+    return status.lag_s is None or status.lag_s > lag_s
 
 
 def _now_us() -> int:

@@ -43,6 +43,7 @@ class Change:
         pin: the pin that it made, if any.
         since: start, in seconds since the epoch.
         thread: thread that makes the change, if another one began it.
+        waiting: what the change waits for, once its tables are loaded; empty if nothing.
     """
 
     model: str
@@ -58,6 +59,7 @@ class Change:
     pin: Pin | None = None
     since: float = field(default_factory=time.time)
     thread: threading.Thread | None = None
+    waiting: str = ""
     listener: Progress = field(default_factory=NoProgress)
 
     def __post_init__(self) -> None:
@@ -112,6 +114,10 @@ class Change:
                 table.state = "done"
                 if table.load is not None:
                     table.load.end()
+
+    def wait_for(self, what: str) -> None:
+        """Report what the change waits for; empty: nothing any more."""
+        self.waiting = what
 
     def end(self, error: BaseException | None = None) -> None:
         """Record the outcome, and notify the listener of an unfinished table."""

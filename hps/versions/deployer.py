@@ -240,7 +240,7 @@ class Deployer:
             return self._live.closed
 
         try:
-            self._updates.start_and_wait(deployed, give_up)
+            self._updates.start_and_wait(deployed, give_up, change.wait_for)
             self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old, beside=beside)
         except BaseException:
             if self._live.serving.get(name) is not deployed:

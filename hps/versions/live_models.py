@@ -120,6 +120,7 @@ class ModelLife:
     Attributes:
         state: `serving` if any version is.
         tables: tables of the last load or the coming one.
+        waiting: what the load waits for, once all tables are read; empty if nothing.
         failure: reason of the state `failed`.
         retry_in_s: seconds until the next try; None if there is none.
         failures: failed deployments so far.
@@ -129,6 +130,7 @@ class ModelLife:
     name: str
     state: ComingState
     tables: list[LoadingTable]
+    waiting: str
     failure: Failure | None
     retry_in_s: float | None
     failures: int
@@ -568,6 +570,7 @@ class LiveModels:
             name,
             state,
             tables,
+            load.waiting if load is not None and load.under_way else "",
             failure if state == "failed" else None,
             max(0.0, failure.due - self._clock()) if failure is not None and again else None,
             model.failures,

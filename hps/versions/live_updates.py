@@ -3,7 +3,7 @@
 import logging
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from hps.configuration.load import Configuration
@@ -76,16 +76,31 @@ class LiveUpdates:
         feed.start()
         return feed
 
-    def start_and_wait(self, deployment: Deployment, give_up: Callable[[], bool]) -> None:
+    def start_and_wait(self, deployment: Deployment, give_up: Callable[[], bool], tell: Callable[[str], None]) -> None:
         """Call `start`, then wait at most `ready_wait_s` until the tables are no further behind than `ready_lag_s`.
 
         Args:
             give_up: called repeatedly; an exception that it raises ends the wait.
+            tell: called repeatedly with what is waited for, and at the end with an empty text.
         """
         feed, settings = self.start(deployment), self._settings
         if feed is None or settings.ready_lag_s is None:
             return
-        if not feed.wait_for_lag(settings.ready_lag_s, settings.ready_wait_s, give_up) and not give_up():
+
+        said: list[str] = []
+
+        def wait_on(late: Sequence[UpdateStatus], left_s: float) -> bool:
+            tell(text := f"{self._awaited(late)}, at most {left_s:.0f} s more")
+            if not said:
+                said.append(text)
+                _log.info("model %r: version %s: %s", deployment.config.model, deployment.version, text)
+            return give_up()
+
+        try:
+            in_time = feed.wait_for_lag(settings.ready_lag_s, settings.ready_wait_s, wait_on)
+        finally:
+            tell("")
+        if not in_time and not give_up():
             _log.warning(
                 "model %r: version %s takes over although its updates are not within ready_lag_s (%g s) after %g s: %s",
                 deployment.config.model,
@@ -117,6 +132,15 @@ class LiveUpdates:
         """In a forked child: drop the feeds, which belong to the parent. Returns them."""
         held, self._feeds = self._feeds, {}
         return held
+
+    def _awaited(self, late: Sequence[UpdateStatus]) -> str:
+        """Describe what a version waits for before it takes over."""
+        first, settings = late[0], self._settings
+        if not first.connected or first.lag_s is None:
+            address = settings.address if settings.type == "redis_stream" else settings.brokers
+            return f"waiting for the update log {address} ({first.problem or 'no answer yet'})"
+        tables = f"{first.model}.{first.table}" + (f" and {len(late) - 1} more tables" if len(late) > 1 else "")
+        return f"waiting for the updates of {tables} ({first.problem or _behind(first)})"
 
     def _stop(self, feed: UpdateFeed, timeout_s: float) -> bool:
         stopped = feed.stop(timeout_s)

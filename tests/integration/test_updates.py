@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -256,6 +258,7 @@ def test_other_settings_of_the_same_tables_take_the_feed_over(document: Make, lo
 def test_a_version_takes_over_once_it_has_caught_up_or_has_waited_long_enough(
     end: str, document: Make, log: Log, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     positions = log.publish(1)
     assert log.memory is not None
     log.memory.away = True
@@ -267,14 +270,40 @@ def test_a_version_takes_over_once_it_has_caught_up_or_has_waited_long_enough(
         else:
             wait_until(lambda: service.client.get("/v1/updates").status_code == 200, "the databases to be open")
             wait_until(lambda: service.client.get("/v1/updates").json()["tables"], "the feed to start")
+            waits = rf"waiting for the update log {log.settings['brokers']} \(the broker is away\), at most (600|59\d) s more"
+            wait_until(lambda: re.match(waits, service.client.get("/v2/health/ready").json()["reason"]), "the reason")
             assert service.client.get("/v2/health/ready").status_code == 503
-            assert service.client.get("/v1/models").json()["models"][0]["state"] == "loading"
+            (status,) = service.client.get("/v1/models").json()["models"]
+            assert (status["state"], bool(re.fullmatch(waits, status["reason"]))) == ("loading", True)
+            assert re.search(f"model 'ranker': version 1: {waits}", caplog.text)
         log.memory.away = False
         wait_until(lambda: service.client.get("/v2/health/ready").status_code == 200, "the model to be ready")
         server = service.app.lifecycle.server
         if end == "the time is over":
             caught_up(server, positions)
         check(server, lambda keys: keys % 2)
+
+
+def test_a_version_does_not_wait_for_a_topic_that_nobody_has_made(document: Make, log: Log) -> None:
+    assert log.memory is not None
+    log.memory.drop("hps_et.ranker.user")
+    with hps.HPS(document(ready_lag_s=0.5, ready_wait_s=600.0)) as server:
+        item, user = server.updates()
+        assert (item.lag_s, user.lag_s, user.problem) == (0.0, None, "there is no topic hps_et.ranker.user")
+
+
+def test_why_a_version_waits_for_updates_is_said_for_the_first_table_that_is_late(document: Make, log: Log) -> None:
+    """A table that is behind, one whose database fails, and one of which nothing is known yet."""
+    counts = dict.fromkeys(("rows_per_s", "rows", "stale_rows", "future_times"), 0)
+    update = partial(UpdateStatus, "m", "1", topic="t", positions={}, dead_letters={}, **counts)
+    behind = update(table="a", behind=7, lag_s=9.5, problem="", connected=True)
+    failing = update(table="b", behind=7, lag_s=9.5, problem="the disk is full", connected=True)
+    unknown = update(table="c", behind=None, lag_s=None, problem="", connected=True)
+    with hps.HPS(document()) as server:
+        awaited = server._updates._awaited
+        assert awaited([behind]) == "waiting for the updates of m.a (lag 9.5 s, 7 messages behind)"
+        assert awaited([failing, behind, unknown]) == "waiting for the updates of m.b and 2 more tables (the disk is full)"
+        assert awaited([unknown]) == f"waiting for the update log {log.settings['brokers']} (no answer yet)"
 
 
 def test_a_broker_that_is_away_at_the_start_is_waited_for(document: Make, log: Log) -> None:

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -344,7 +344,7 @@ def test_a_feed_whose_target_is_gone_for_long_ends(world: World, monkeypatch: py
     with world.running() as feed:
         assert eventually(lambda: not feed.alive)
         assert "out of service" in status(feed).problem
-        assert not feed.wait_for_lag(1.0, 10.0, lambda: False)
+        assert not feed.wait_for_lag(1.0, 10.0, lambda late, left_s: False)
 
 
 def test_lost_messages_are_counted_and_said_and_reading_goes_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -541,7 +541,7 @@ def test_a_time_of_the_future_hides_no_lag_and_is_counted(world: World, clock: C
     clock.now += 600.0
     feed._round()
     assert (status(feed).lag_s, status(feed).behind, status(feed).future_times) == (600.0, 1499, 1)
-    assert not feed.wait_for_lag(599.0, 0.0, lambda: False)
+    assert not feed.wait_for_lag(599.0, 0.0, lambda late, left_s: False)
     world.send(upsert(2000, 2, time_us=NOW_US + 1_000_000), upsert(2001, 2, time_us=NOW_US + 1_000_001))
     feed._most_bytes = 1 << 20
     feed._round()
@@ -552,10 +552,29 @@ def test_a_time_of_the_future_hides_no_lag_and_is_counted(world: World, clock: C
 def test_waiting_for_a_lag_ends_with_it_or_with_the_time_or_when_told(world: World) -> None:
     world.broker.away = True
     with world.running() as feed:
-        assert not feed.wait_for_lag(1.0, 0.02, lambda: False)
-        assert not feed.wait_for_lag(1.0, 10.0, lambda: True)
+        assert not feed.wait_for_lag(1.0, 0.02, lambda late, left_s: False)
+        assert not feed.wait_for_lag(1.0, 10.0, lambda late, left_s: True)
         world.broker.away = False
-        assert feed.wait_for_lag(1.0, 10.0, lambda: False)
+        assert feed.wait_for_lag(1.0, 10.0, lambda late, left_s: False)
+
+
+def test_a_topic_that_does_not_exist_is_not_waited_for(world: World) -> None:
+    world.broker.drop(OTHER)
+    world.broker.drop(TOPIC)
+    late: list[list[str]] = []
+
+    def note(statuses: Sequence[UpdateStatus], left_s: float) -> bool:
+        late.append([one.table for one in statuses])
+        assert 0 < left_s <= 600
+        if statuses:
+            world.broker.away = False
+        return False
+
+    world.broker.away = True  # then it is not known that they are missing
+    with world.running() as feed:
+        assert feed.wait_for_lag(1.0, 600.0, note)
+        assert late[0] == ["item", "user"]
+        assert [one.lag_s for one in feed.status()] == [None, None]
 
 
 def test_ages_are_counted_by_rows_and_a_clock_that_is_ahead_counts_as_no_age(world: World) -> None:

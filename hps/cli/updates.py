@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,7 +53,7 @@ def replay_command(
         detail = ""
         messages = 0
         publishers: dict[TableSpec, Republisher] = {}
-        with closing(open_writer(configuration.update_source)) as writer:
+        with closing(open_writer(configuration.update_source)) as writer, ExitStack() as marked:
             for letter in _letters(configuration, catalog, directory):
                 try:
                     if isinstance(letter, errors.UpdateFormatError):
@@ -68,11 +68,8 @@ def replay_command(
                     continue
                 if table not in publishers:
                     topic = f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
-                    publishers[table] = Republisher(writer, topic, dim=table.dim)
+                    publishers[table] = marked.enter_context(Republisher(writer, topic, dim=table.dim))
                 publishers[table].republish(letter.message.partition.number, changes, sequence)
-            for publisher in publishers.values():
-                publisher.mark()
-                publisher.flush()
         rows = sum(publisher.rows for publisher in publishers.values())
         done = "can be published" if dry_run else f"published again ({console.rows_text(rows)})"
         typer.echo(f"{messages} of {messages + unread.total()} messages {done}")

@@ -34,6 +34,7 @@ from hps.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.types import split_tag
 from hps.updates.base import DEAD_LETTER_PREFIX, Message, Partition, UpdateLog, UpdateLogWriter
+from hps.updates.framing import HIGHEST_SEQUENCE
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ _QUEUED = 4096
 _FILES = 8  # the bound is divided among this many files; the oldest is dropped to make room
 _PIECE = 3 << 20  # base64 characters; a multiple of 3
 _TIMEOUT_S = 10.0  # for the log that takes dead letters
+_FIELDS: dict[str, type] = dict.fromkeys(("topic", "position", "key", "reason", "detail", "model", "table", "when"), str)
+_FIELDS |= dict.fromkeys(("partition", "time_us", "sequence"), int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,8 @@ class DeadLetter:
         return {
             **{"when": self.when, "reason": self.reason, "detail": self.detail, "model": self.model, "table": self.table},
             **{"topic": message.partition.topic, "partition": message.partition.number, "position": message.position},
-            **{"time_us": message.time_us, "sequence": self.sequence, "key": b64encode(message.key).decode()},
+            **{"time_us": min(message.time_us, HIGHEST_SEQUENCE), "sequence": self.sequence},
+            **{"key": b64encode(message.key).decode()},
         }
 
     @classmethod
@@ -86,11 +90,14 @@ class DeadLetter:
         """
         try:
             content = json.loads(text)
+            for name, kind in _FIELDS.items():
+                if type(content[name]) is not kind or (kind is int and not 0 <= content[name] <= HIGHEST_SEQUENCE):
+                    raise ValueError(f"{name}: got {str(content[name])[:40]}")
             raw = b64decode(content["value"], validate=True) if value is None else value
             partition = Partition(content["topic"], content["partition"])
-            message = Message(partition, content["position"], content["time_us"], b64decode(content["key"]), raw)
+            message = Message(partition, content["position"], content["time_us"], b64decode(content["key"], validate=True), raw)
             return cls(message, *(content[name] for name in ("reason", "detail", "model", "table", "sequence", "when")))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UpdateFormatError(
                 "dead_letter", f"reading a dead letter: got {text[:60]!r} ({error!r}), expected a whole JSON object"
             ) from error
@@ -271,7 +278,7 @@ def place_of(settings: UpdateSourceConfig, persistent_path: str) -> str:
 def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:
     """Yield the dead letters of a directory, oldest first, and the errors of unreadable lines."""
     for path in _files(directory):
-        with path.open("rb") as file:
+        with suppress(FileNotFoundError), path.open("rb") as file:  # a server has removed its oldest ones
             for line in file:
                 try:
                     yield DeadLetter.read(line)
@@ -280,11 +287,13 @@ def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:
 
 
 def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator[DeadLetter | UpdateFormatError]:
-    """Yield the dead letters in topics, in the order of each partition.
+    """Yield the dead letters that lie in topics now, in the order of each partition.
+
+    Those that servers add meanwhile are left for the next time: they may be the answer to what is replayed.
 
     Args:
         log: not yet followed.
-        topics: topics to read; missing ones are looked for, too.
+        topics: topics to read, as far as they exist.
         timeout_s: longest silence while more messages may come.
 
     Raises:
@@ -292,24 +301,39 @@ def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator
     """
     log.follow(topics, {}, "earliest")
     deadline = time.monotonic() + timeout_s
+    read: Counter[Partition] = Counter()
+    ends: dict[Partition, int] = {}  # messages that lay there when the partition was found
     while True:
-        for message in (messages := log.poll(0.1, _QUEUED_BYTES)):
-            header = BytesIO(message.value).readline()
-            try:
-                yield DeadLetter.read(header, message.value[len(header) :])
-            except UpdateFormatError as error:
-                yield error
+        messages = log.poll(0.1, _QUEUED_BYTES)
+        behind, polled = log.behind(), Counter(message.partition for message in messages)
+        ends = {one: count + read[one] + polled[one] for one, count in behind.items() if count is not None} | ends
+        for message in messages:
+            read[message.partition] += 1
+            if read[message.partition] <= ends.get(message.partition, read[message.partition]):
+                yield _in_topic(message)
+        if all(map(log.lacks, topics)):
+            raise UpdateLogError(f"reading dead letters: {log.problem}")
+        found = all(log.lacks(topic) or any(one.topic == topic for one in behind) for topic in topics)
+        if found and all(count == 0 or (one in ends and read[one] >= ends[one]) for one, count in behind.items()):
+            return
         if messages:
             deadline = time.monotonic() + timeout_s
-            continue
-        behind = log.behind()
-        done = bool(behind) and not any(count != 0 for count in behind.values())
-        if done and {one.topic for one in behind} == set(topics):
-            return
-        if time.monotonic() >= deadline:
-            break
-    if not done:
-        raise UpdateLogError(f"reading dead letters: nothing came for {timeout_s:g} s: {log.problem or 'no reason is known'}")
+        elif time.monotonic() >= deadline:
+            problem = log.problem or "no reason is known"
+            raise UpdateLogError(f"reading dead letters: nothing came for {timeout_s:g} s: {problem}")
+
+
+def _in_topic(message: Message) -> DeadLetter | UpdateFormatError:
+    """Read a message of a topic of dead letters: who may write there may not speak for another table."""
+    header = BytesIO(message.value).readline()
+    try:
+        letter = DeadLetter.read(header, message.value[len(header) :])
+    except UpdateFormatError as error:
+        return error
+    if message.partition.topic != f"{DEAD_LETTER_PREFIX}{letter.model}.{letter.table}":
+        text = f"reading a dead letter in {message.partition}: got one of {letter.model}.{letter.table}"
+        return UpdateFormatError("table", f"{text}, expected one of the topic's table")
+    return letter
 
 
 def _files(directory: str) -> list[Path]:

@@ -6,6 +6,7 @@ crash each table is read again from the position that its database stored; apply
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -117,6 +118,8 @@ class UpdateFeed:
         self._most_bytes = min(settings.max_batch_size * widest, settings.read_ahead_bytes)  # per poll
         self._uncommitted = 0  # messages since the last commit
         self._orphaned_at: float | None = None  # when the target went out of service
+        self._given_up = False  # waiting for another target
+        self._replacing = threading.Lock()
         self._problem = ""  # a problem of the feed, not of one table
         self._look_at = 0.0  # next look for tables that are late or cut off
         self._late_lines = LineLimit(1, _LATE_SAID_AGAIN_S, _clock)
@@ -139,9 +142,15 @@ class UpdateFeed:
         """Whether the thread runs; False once stopped, or after waiting too long for another target."""
         return self._worker.alive
 
-    def replace_target(self, target: UpdateTarget) -> None:
-        """Switch to another deployment of the same tables, including for changes that the last one refused."""
-        self._target = target
+    def replace_target(self, target: UpdateTarget) -> bool:
+        """Switch to another deployment of the same tables, including for changes that the last one refused.
+
+        Returns:
+            False if the feed has given up waiting for one.
+        """
+        with self._replacing:
+            self._target, self._orphaned_at = target, None
+            return not self._given_up
 
     def status(self) -> list[UpdateStatus]:
         behind, unread_since = self._unread()
@@ -369,12 +378,14 @@ class UpdateFeed:
     def _fail(self, table: "_Table", target: UpdateTarget, error: Exception) -> None:
         """Back off a table, and end the feed if its target has been out of service for too long."""
         now = _clock()
-        if not isinstance(error, NotReadyError) or target is not self._target:
-            self._orphaned_at = None
-        elif self._orphaned_at is None:
-            self._orphaned_at = now
-        elif now - self._orphaned_at >= _REPLACEMENT_WAIT_S:
-            raise _Orphaned
+        with self._replacing:
+            if not isinstance(error, NotReadyError) or target is not self._target:
+                self._orphaned_at = None
+            elif self._orphaned_at is None:
+                self._orphaned_at = now
+            elif now - self._orphaned_at >= _REPLACEMENT_WAIT_S:
+                self._given_up = True
+                raise _Orphaned
         where = f"updates of model {self._model!r}, table {table.followed.name!r}"
         if not table.problem:
             known = isinstance(error, HPSError)

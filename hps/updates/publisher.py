@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -228,6 +229,12 @@ class Republisher(Publisher):
         """End each partition with an empty message that has a new sequence, so that later publishers find a last sequence."""
         for partition in self._partitions:
             self._send(partition, _NO_KEYS, _NO_VECTORS, _NO_KEYS)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with suppress(*(() if kind is None else (UpdateLogError,))):  # also where it is interrupted: what was sent stays
+            self.mark()
+            self.flush()
+        self.close()
 
 
 def open_publisher(

@@ -113,9 +113,11 @@ class LiveUpdates:
     def hand_over(self, deployment: Deployment, successor: Deployment) -> None:
         """Hand a deployment's feed over to the successor that has just taken over."""
         for feed, target in list(self._feeds.items()):
-            if target is deployment:
-                feed.replace_target(successor)
+            if target is deployment and feed.replace_target(successor):
                 self._feeds[feed] = successor
+            elif target is deployment:
+                self._stop(feed, DRAIN_S)
+                self.start(successor)
 
     def status(self) -> list[UpdateStatus]:
         """Return the status of each table that follows the log, by model, version and table."""

@@ -254,6 +254,31 @@ def test_other_settings_of_the_same_tables_take_the_feed_over(document: Make, lo
         assert (server.updates(), feeds()) == ([], [])
 
 
+def test_a_feed_that_had_given_up_begins_again_with_a_successor(
+    document: Make, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.updates.feed._REPLACEMENT_WAIT_S", 0.0)
+    with hps.HPS(document()) as server:
+        caught_up(server, log.publish(1))
+        (feed,) = server._updates._feeds
+
+        def refuse(*_: Any) -> int:
+            raise NotReadyError("retired")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(feed._target), "apply", refuse)
+            positions = log.publish(2, KEYS[::3])
+            wait_until(lambda: not feed.alive, "the feed to give up")
+        [entry] = server.config.models
+        for cached in (1.0, 0.7):
+            server.deploy(entry.model_copy(update={"gpucacheper": cached}))
+            caught_up(server, positions)
+            check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
+            assert len(feeds()) == 1
+        server.undeploy("ranker")
+        assert (server.updates(), feeds()) == ([], [])
+
+
 @pytest.mark.parametrize("end", ["the broker comes", "the time is over"])
 def test_a_version_takes_over_once_it_has_caught_up_or_has_waited_long_enough(
     end: str, document: Make, log: Log, caplog: pytest.LogCaptureFixture

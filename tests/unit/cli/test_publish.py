@@ -10,6 +10,7 @@ import pytest
 from hps.models.writer import write_sparse_model, write_version
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.statistics.metrics import Metrics
+from hps.updates import dead_letters
 from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import DeadLetters
 from hps.updates.framing import decode, encode
@@ -194,6 +195,43 @@ def test_what_still_cannot_be_read_is_said(tmp_path: Path, config: Path, broker:
     assert done.exit_code == 1
     assert "1 of 4 messages published again (100 rows)" in done.output
     assert "3 still cannot be read (1 x checksum, 1 x dead_letter, 1 x magic)" in done.output
+    assert published(broker, "item") == (rows_of(KEYS, 4), set())
+
+
+def test_a_replay_that_is_interrupted_leaves_a_last_sequence_and_can_be_repeated(
+    tmp_path: Path, config: Path, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.create("hps_et.shop.item", 3)
+    value = encode(KEYS[:1], vectors_of(KEYS[:1], 4), sequence=3)
+    put_aside(tmp_path, [("width", value, 3)] * 3)
+    read = dead_letters.DeadLetter.read
+    left = [2]
+
+    def interrupt(text: bytes, value: bytes | None = None) -> dead_letters.DeadLetter:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return read(text, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dead_letters.DeadLetter, "read", interrupt)
+        assert run("updates", "replay", config).exit_code != 0
+    assert [decode(one.value, 4).sequence for one in broker.messages("hps_et.shop.item")].count(3) == 2
+    for number in range(3):
+        last = broker.part(Partition("hps_et.shop.item", number))[-1]
+        assert decode(last.value, 4).sequence > 1_000_000
+    assert run("updates", "replay", config).exit_code == 0
+    assert published(broker, "item") == (rows_of(KEYS[:1], 4), set())
+
+
+def test_dead_letters_of_a_table_that_has_another_width_now_are_left(
+    tmp_path: Path, config: Path, broker: MemoryBroker
+) -> None:
+    broker.create("hps_et.shop.item")
+    put_aside(tmp_path, [("size", encode(KEYS, vectors_of(KEYS, dim), sequence=3), 3) for dim in (3, 4, 5)])
+    done = run("updates", "replay", config)
+    assert (done.exit_code, "1 of 3 messages published again (100 rows)" in done.output) == (1, True)
+    assert "2 still cannot be read (2 x width)" in done.output
     assert published(broker, "item") == (rows_of(KEYS, 4), set())
 
 

@@ -198,6 +198,91 @@ def test_lines_that_are_no_dead_letters_are_reported(tmp_path: Path) -> None:
     assert found[1].message.value == bytes(3)
 
 
+GOOD = DeadLetter(message(b"value"), "width", "detail", "shop", "item", 5)
+HUGE = 1 << 62
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("partition", "time_us", "sequence")
+            for value in ("1", -1, 1.0, True, None, HUGE + 1, [1])
+        ),
+        *(
+            (name, value)
+            for name in ("topic", "position", "model", "table", "reason", "when", "key")
+            for value in (1, None, ["a"])
+        ),
+        ("key", "no base64"),
+        ("value", 5),
+        ("value", "no base64"),
+    ],
+)
+def test_a_field_that_is_none_makes_no_dead_letter(field: str, value: object) -> None:
+    content = {**GOOD.header(), "value": "AAAA"}
+    assert DeadLetter.read(json.dumps(content).encode()).message.value == bytes(3)
+    with pytest.raises(UpdateFormatError, match="reading a dead letter"):
+        DeadLetter.read(json.dumps({**content, field: value}).encode())
+    del content[field]
+    with pytest.raises(UpdateFormatError, match="reading a dead letter"):
+        DeadLetter.read(json.dumps(content).encode())
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"5", b"[]", b"null", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b'{"partition": ' + b"1" * 5000 + b"}"]
+)
+def test_a_line_of_anything_makes_no_dead_letter(text: bytes) -> None:
+    with pytest.raises(UpdateFormatError, match="reading a dead letter") as refused:
+        DeadLetter.read(text)
+    assert refused.value.reason == "dead_letter"
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("number", [0, HUGE])
+def test_the_highest_numbers_are_read_and_a_time_beyond_is_cut(number: int) -> None:
+    letter = DeadLetter(Message(PARTITION, "1", number + number, b"", b""), "width", "", "shop", "item", number)
+    again = DeadLetter.read(json.dumps(letter.header()).encode(), b"")
+    assert (again.message.time_us, again.sequence) == (min(2 * number, HUGE), number)
+
+
+def test_a_file_that_a_server_removes_meanwhile_is_left_out(tmp_path: Path) -> None:
+    for name in ("1", "2", "3"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**GOOD.header(), "value": "", "position": name}) + "\n")
+    reading = read_directory(str(tmp_path))
+    first = next(reading)
+    (tmp_path / "2.jsonl").unlink()
+    assert [one.message.position for one in (first, *reading)] == ["1", "3"]
+
+
+def test_a_topic_holds_dead_letters_of_its_own_table_alone() -> None:
+    broker = MemoryBroker()
+    for topic in ("hps_dead.shop.item", "hps_dead.shop.user", "hps_dead.other.item"):
+        broker.create(topic)
+        broker.append(Partition(topic, 0), json.dumps(GOOD.header()).encode() + b"\nvalue")
+    topics = ["hps_dead.shop.user", "hps_dead.shop.item", "hps_dead.other.item", "hps_dead.shop.missing"]
+    found = list(read_topics(MemoryLog(broker), topics, 600.0))
+    assert [one.message for one in found if isinstance(one, DeadLetter)] == [message(b"value")]
+    assert [one.reason for one in found if isinstance(one, UpdateFormatError)] == ["table", "table"]
+
+
+def test_dead_letters_that_come_of_a_replay_are_left_for_the_next() -> None:
+    """A server that is not repaired yet answers each message of a replay with another dead letter."""
+    broker = MemoryBroker()
+    broker.create("hps_dead.shop.item", 3)
+    text = json.dumps(GOOD.header()).encode() + b"\nvalue"
+    for number in (0, 1, 1, 2, 2, 2):
+        broker.append(Partition("hps_dead.shop.item", number), text)
+    for count in (6, 12):
+        read = 0
+        for _ in read_topics(MemoryLog(broker), ["hps_dead.shop.item"], 600.0):
+            read += 1
+            assert read <= count
+            broker.append(Partition("hps_dead.shop.item", read % 3), text)
+        assert read == count
+
+
 def test_no_thread_is_left(caplog) -> None:
     caplog.set_level(logging.WARNING)
     letters = make("")

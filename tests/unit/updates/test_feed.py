@@ -347,6 +347,47 @@ def test_a_feed_whose_target_is_gone_for_long_ends(world: World, monkeypatch: py
         assert not feed.wait_for_lag(1.0, 10.0, lambda late, left_s: False)
 
 
+@pytest.mark.parametrize("moment", ["while the last one refuses", "before the next one refuses"])
+def test_a_target_that_takes_over_late_gets_its_own_time(world: World, clock: Clock, moment: str) -> None:
+    """The feed has waited for as long as it may; the time of the target that is there counts, not that of the one before."""
+    feed, next_one = world.feed(), MemoryTarget()
+    feed._begin()
+    world.send(upsert(1, 1))
+
+    def refuse(index: int, changes: RowChanges) -> None:
+        if moment == "while the last one refuses" and clock.now > 120.0:
+            assert feed.replace_target(next_one)
+        raise NotReadyError("retired")
+
+    world.target.before = refuse
+    feed._round()
+    clock.now += 30.5
+    if moment == "before the next one refuses":
+        next_one.before = refuse
+        assert feed.replace_target(next_one)
+        feed._round()
+        next_one.before = lambda index, changes: None
+        clock.now += 29.5
+    else:
+        feed._round()
+    feed._round()
+    assert next_one.rows[0].keys() == {1}
+
+
+def test_a_feed_that_has_given_up_says_so_to_its_next_target(world: World, clock: Clock) -> None:
+    def refuse(index: int, changes: RowChanges) -> None:
+        raise NotReadyError("retired")
+
+    feed, world.target.before = world.feed(), refuse
+    assert not feed._follow(feed._tables[TOPIC])
+    clock.now += 29.9
+    assert not feed._follow(feed._tables[TOPIC])
+    clock.now += 0.1
+    with pytest.raises(feed_module._Orphaned):
+        feed._follow(feed._tables[TOPIC])
+    assert not feed.replace_target(MemoryTarget())
+
+
 def test_lost_messages_are_counted_and_said_and_reading_goes_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.send(*(upsert(n, n) for n in (1, 2, 3)))
     world.broker.lose(FIRST, 2)

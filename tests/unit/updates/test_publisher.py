@@ -11,7 +11,7 @@ from hps.errors import ConfigError, InvalidInputError, UnknownTableError, Update
 from hps.ground.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.updates.base import Partition
-from hps.updates.framing import Changes, decode
+from hps.updates.framing import Changes, decode, encode
 from hps.updates.publisher import Publisher, Republisher
 from tests.fakes.clock import Clock
 from tests.fakes.memory_log import MemoryBroker, MemoryLogWriter
@@ -86,6 +86,22 @@ def test_a_publisher_begins_above_all_that_lies_there_though_its_clock_was_put_b
     changes = [decode(one.value, DIM) for one in broker.messages(TOPIC) if one.value != b"junk"]
     assert sorted(one.sequence for one in changes)[-1] == 70_001
     assert sorted(one.time_us for one in changes)[0] == 10
+
+
+@pytest.mark.parametrize("highest", [0, 1, 2])
+def test_restarts_ascend_from_the_last_sequence_though_no_clock_says_so(broker: MemoryBroker, highest: int) -> None:
+    """The third start, from the highest of three partitions, while the clock is far behind and the log knows no other time."""
+    broker.create(TOPIC, 3)
+    one = np.empty(0, np.int64)
+    for number in range(3):
+        value = encode(one, np.empty((0, DIM), np.float32), KEYS[:1], sequence=5000 if number == highest else 10 + number)
+        broker.append(Partition(TOPIC, number), value, time_us=1)
+    for start in range(3):
+        with make(broker, 3, now_us=lambda: 1) as publisher:
+            publisher.insert(KEYS[:1], VECTORS[:1])
+            publisher.delete(KEYS[:1])
+        latest = sorted(decode(message.value, DIM).sequence for message in broker.messages(TOPIC))[-2:]
+        assert latest == [5001 + 2 * start, 5002 + 2 * start]
 
 
 def test_positions_are_those_of_the_last_message_of_each_partition(broker: MemoryBroker) -> None:

@@ -379,7 +379,7 @@ class UpdateFeed:
         """Back off a table, and end the feed if its target has been out of service for too long."""
         now = _clock()
         with self._replacing:
-            if not isinstance(error, NotReadyError) or target is not self._target:
+            if not isinstance(error, NotReadyError):
                 self._orphaned_at = None
             elif self._orphaned_at is None:
                 self._orphaned_at = now

@@ -519,7 +519,7 @@ class KafkaLog(UpdateLog):
                 if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
                     found.unknown.add(topic)
                     found.absent[topic] = f"topic {topic} does not exist"
-                elif code == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                elif code > 0:  # a broker's answer for this topic; librdkafka's own errors, of the cluster, are negative
                     found.absent[topic] = f"topic {topic}: {error.args[0].str()}"
                 else:
                     raise

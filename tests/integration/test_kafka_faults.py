@@ -277,6 +277,28 @@ def test_members_of_a_group_of_the_same_name_do_not_disturb(cluster, writer, ope
         assert values(polled(log, 1)) == [b"z"]
 
 
+@pytest.mark.parametrize(
+    "code", [KafkaError.TOPIC_EXCEPTION, KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.REQUEST_TIMED_OUT]
+)
+def test_a_topic_that_the_brokers_refuse_keeps_no_other_from_being_read(cluster, writer, code):
+    others = [f"{TOPIC}.{name}" for name in ("before", "after")]
+    for topic in others:
+        cluster.create(topic, 1)
+    cluster.refuse(TOPIC, code)
+    with closing(KafkaLog.from_config(settings(cluster.address), "hps.volatile")) as log:
+        log.follow([others[0], TOPIC, others[1]], {}, "earliest")
+        for topic in others:
+            written(writer, Partition(topic, 0), b"a")
+        assert values(polled(log, 2)) == [b"a", b"a"]
+        eventually(lambda: log.poll(0.01, 1) == [] and TOPIC in log.problem_of(TOPIC))
+        assert [log.problem_of(topic) for topic in others] == ["", ""]
+        assert not log.lacks(TOPIC)
+        cluster.refuse(TOPIC, 0)
+        written(writer, FIRST, b"b")
+        assert values(polled(log, 1)) == [b"b"]
+        eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
+
+
 def test_a_cluster_that_goes_and_comes_is_read_on_and_told_of_once_a_minute(cluster, writer, opened, caplog):
     log = opened(cluster.address)
     written(writer, FIRST, b"a")

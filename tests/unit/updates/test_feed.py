@@ -420,6 +420,10 @@ def test_a_topic_that_is_not_there_is_the_problem_of_its_table_alone(
         clock.now += 2
         assert eventually(lambda: "read again" in caplog.text)
         assert (status(feed, "user").problem, status(feed, "user").connected) == ("", True)
+        for number in range(2, 5):
+            clock.now += 2
+            world.send(upsert(number, number))
+            assert eventually(lambda number=number: number in world.rows())
     said = [one.getMessage() for one in caplog.records if "updates of model 'shop'" in one.getMessage()]
     assert said == [
         f"updates of model 'shop', user: there is no topic {OTHER}",
@@ -437,9 +441,11 @@ def test_a_log_that_raises_is_polled_again(world: World, monkeypatch: pytest.Mon
         return poll(log, timeout_s, most_bytes)
 
     monkeypatch.setattr(MemoryLog, "poll", fail_once)
-    world.send(upsert(1, 1))
-    with world.running():
+    with world.running() as feed:
+        assert eventually(lambda: "oh" in status(feed).problem)
+        world.send(upsert(1, 1))
         assert world.settled(_0="0")
+        assert status(feed).problem == ""
 
 
 def test_a_log_that_refuses_to_commit_is_followed_on(
@@ -582,7 +588,8 @@ def test_a_time_of_the_future_hides_no_lag_and_is_counted(world: World, clock: C
     clock.now += 600.0
     feed._round()
     assert (status(feed).lag_s, status(feed).behind, status(feed).future_times) == (600.0, 1499, 1)
-    assert not feed.wait_for_lag(599.0, 0.0, lambda late, left_s: False)
+    assert not feed.wait_for_lag(599.9, 0.0, lambda late, left_s: False)
+    assert feed.wait_for_lag(600.0, 0.0, lambda late, left_s: False)
     world.send(upsert(2000, 2, time_us=NOW_US + 1_000_000), upsert(2001, 2, time_us=NOW_US + 1_000_001))
     feed._most_bytes = 1 << 20
     feed._round()
@@ -634,6 +641,12 @@ def test_ages_are_counted_by_rows_and_a_clock_that_is_ahead_counts_as_no_age(wor
     assert world.sample("hps_update_lag_seconds") is None  # it is stopped
 
 
+def test_a_feed_that_is_stopped_shows_nothing_while_somebody_still_holds_it(world: World) -> None:
+    with world.running() as feed:
+        assert {one.table for one in world.metrics.updates()} == {"item", "user"}
+    assert (world.metrics.updates(), feed.alive) == ([], False)
+
+
 def test_a_stop_ends_a_feed_that_fails_for_ever_and_leaves_no_thread(world: World) -> None:
     failed = threading.Event()
 
@@ -659,3 +672,164 @@ def test_a_forked_child_is_stopped(world: World) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         world.send(upsert(1, 1))
         assert world.settled(_0="0")
+
+
+# --- the second round, three of everything, exact boundaries
+
+
+def test_a_batch_ends_with_the_message_that_fills_it_and_the_others_follow(world: World) -> None:
+    world.broker.create(TOPIC, 3)
+    feed = world.feed(max_batch_size=2)
+    feed._most_bytes = 1 << 20
+    feed._begin()
+    for number in range(3):
+        world.send(upsert(10 + number, 1 + number), upsert(20 + number, 4 + number), to=Partition(TOPIC, number))
+    feed._round()
+    assert [keys for _, keys, _ in world.target.calls] == [[1, 4], [2, 5], [3, 6]]
+    feed._round()
+    expected = {Partition(TOPIC, number): LogPosition("1", 20 + number) for number in range(3)}
+    assert world.target.positions[0] == expected
+
+
+def test_each_partition_of_a_batch_has_its_own_last_sequence(world: World) -> None:
+    world.broker.create(TOPIC, 3)
+    feed = world.feed()
+    feed._most_bytes = 1 << 20
+    feed._begin()
+    for number, time_us in enumerate((300, 100, 200)):
+        world.send(
+            encode_hugectr(np.array([number]), np.zeros((1, DIM), np.float32)), to=Partition(TOPIC, number), time_us=time_us
+        )
+    feed._round()
+    feed._round()
+    assert {one.number: at.sequence for one, at in world.target.positions[0].items()} == {0: 300, 1: 100, 2: 200}
+    again = world.feed()
+    again._begin()
+    for number in range(3):
+        world.send(encode_hugectr(np.array([number]), np.ones((1, DIM), np.float32)), to=Partition(TOPIC, number), time_us=50)
+    again._round()
+    assert {key: sequence for key, (sequence, _) in world.target.rows[0].items()} == {0: 301, 1: 101, 2: 201}
+
+
+def test_positions_without_rows_are_stored_at_the_interval(world: World) -> None:
+    feed = world.feed(max_commit_interval=3)
+    feed._most_bytes = 1
+    feed._begin()
+    world.send(*[b"junk"] * 7)
+    stored = []
+    for _ in range(7):
+        feed._round()
+        stored.append(world.stored().get(str(FIRST)))
+    assert stored == [None, None, None, "2", "2", "2", "5"]
+    assert status(feed).dead_letters == {"magic": 7}
+
+
+def test_a_success_ends_the_patience_with_a_target_and_the_backoff(world: World, clock: Clock) -> None:
+    feed = world.feed(failure_backoff_ms=1000)
+    feed._begin()
+    table = feed._tables[TOPIC]
+    for turn in range(3):
+        failing = [True]
+
+        def refuse(index: int, changes: RowChanges, failing: list[bool] = failing) -> None:
+            if failing[0]:
+                raise NotReadyError("retired")
+
+        world.target.before = refuse
+        world.send(upsert(turn + 1, 1))
+        waits = []
+        for _ in range(3):
+            feed._round()
+            waits.append(table.retry_at - clock.now)
+            clock.now = table.retry_at
+        assert waits == [1.0, 2.0, 4.0]
+        failing[0] = False
+        feed._round()
+        assert world.rows() == {1: turn + 1.0}
+        clock.now += 40.0
+
+
+def test_all_partitions_of_a_table_go_on_after_each_failure(world: World, clock: Clock) -> None:
+    world.broker.create(TOPIC, 3)
+    feed = world.feed()
+    feed._begin()
+    for turn in range(3):
+        sent = turn * 3
+        world.target.before = _fail_once()
+        for number in range(3):
+            world.send(upsert(1, sent + number), to=Partition(TOPIC, number))
+        feed._round()
+        assert len(world.log._paused) == 3
+        clock.now += 10.0
+        for _ in range(3):
+            feed._round()
+        assert world.log._paused == set()
+        assert world.rows().keys() == set(range(sent + 3))
+
+
+def _fail_once() -> Callable[[int, RowChanges], None]:
+    failures = iter([DatabaseError("down")])
+
+    def fail(index: int, changes: RowChanges) -> None:
+        if index == 0 and (error := next(failures, None)) is not None:
+            raise error
+
+    return fail
+
+
+def test_partitions_that_are_added_to_failing_tables_pause_in_each_of_them(world: World, clock: Clock) -> None:
+    feed = world.feed()
+    feed._begin()
+
+    def fail(index: int, changes: RowChanges) -> None:
+        raise DatabaseError("down")
+
+    world.target.before = fail
+    world.send(upsert(1, 1))
+    world.send(upsert(1, 1), to=USERS)
+    feed._round()
+    added = {Partition(topic, 1) for topic in (TOPIC, OTHER)}
+    for partition in added:
+        world.broker.create(partition.topic, 2)
+        world.send(upsert(1, 2), to=partition)
+    feed._round()
+    assert world.log._paused == {FIRST, USERS, *added}
+
+
+def test_a_replaced_target_is_tried_at_once_and_the_same_one_when_it_is_due(world: World, clock: Clock) -> None:
+    feed = world.feed(failure_backoff_ms=300)
+    feed._begin()
+    world.target.before = _fail_once()
+    world.send(upsert(1, 1))
+    feed._round()
+    table = feed._tables[TOPIC]
+    assert feed._pause_s([table]) == pytest.approx(0.3)
+    feed.replace_target(world.target)
+    assert feed._pause_s([table]) == pytest.approx(0.3)
+    feed.replace_target(MemoryTarget())
+    assert feed._pause_s([table]) == 0.0
+
+
+def test_the_end_stores_the_positions_of_every_table(world: World) -> None:
+    feed = world.feed()
+    feed._begin()
+    world.send(upsert(1, 1), b"junk")
+    world.send(b"junk", b"junk", to=USERS)
+    feed._round()
+    assert "1" not in [*world.stored(0).values(), *world.stored(1).values()]
+    feed._finish()
+    assert (world.stored(0), world.stored(1)) == ({str(FIRST): "1"}, {str(USERS): "1"})
+
+
+def test_lost_messages_are_shown_for_an_hour(world: World, clock: Clock) -> None:
+    feed = world.feed()
+    feed._begin()
+    for lost in range(1, 4):
+        world.send(*(upsert(n, n) for n in (1, 2, 3)))
+        world.broker.lose(FIRST, 3 * lost - 1)
+        feed._round()
+        clock.now += 3599.5
+        assert "are gone" in status(feed).problem
+        clock.now += 0.5
+        assert status(feed).problem == ""
+        assert world.sample("hps_update_gaps_total") == lost

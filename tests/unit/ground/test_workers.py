@@ -326,3 +326,72 @@ def test_a_forked_child_has_lost_no_thread():
         os._exit(0 if (THREADS.ended(), THREADS.problem) == ({}, "") else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     THREADS.clear()
+
+
+def test_a_worker_of_three_threads_lives_until_the_last_has_ended():
+    gates = [threading.Event() for _ in range(3)]
+    turns = iter(gates)
+    worker = Worker("three", lambda: next(turns).wait(30), threads=3)
+    worker.start()
+    for gate in (gates[2], gates[0]):
+        gate.set()
+        assert not worker.join(0.05)
+        assert worker.alive
+    gates[1].set()
+    assert worker.join(30)
+    assert not worker.alive
+
+
+def test_jobs_given_up_leave_every_thread_free_to_end():
+    gate, done = threading.Event(), []
+    jobs = WorkQueue("work", 10, 3, Metrics())
+    for _ in range(3):
+        jobs.submit(lambda: gate.wait(30))
+    for number in range(5):
+        jobs.submit(partial(done.append, number))
+    jobs.stop.set()
+    assert not jobs.abandon(timeout_s=0.01)
+    gate.set()
+    assert jobs.join(30)
+    assert (done, jobs.waiting(), jobs.drain(0.0)) == ([], 0, True)
+
+
+def test_bounded_calls_give_their_threads_back_after_each_outcome():
+    threads = threading.Semaphore(2)
+    for _ in range(3):
+        assert call_within(20, lambda: 5, threads, TimeoutError) == 5
+        with pytest.raises(ZeroDivisionError):
+            call_within(20, lambda: 1 // 0, threads, TimeoutError)
+    assert threads.acquire(timeout=20)
+    assert threads.acquire(timeout=20)
+
+
+def test_wakes_are_not_lost_and_several_count_as_one():
+    stop = Stop()
+    for _ in range(3):
+        for _ in range(3):
+            stop.wake()
+        assert not stop.wait(30)
+        assert not stop.wait(0.01)
+    stop.set()
+    for _ in range(3):
+        assert stop.wait(30)
+
+
+def test_each_time_a_task_fails_anew_it_is_said_anew(caplog):
+    caplog.set_level(logging.INFO)
+    outcomes = iter([DatabaseError("a"), DatabaseError("b"), None] * 3)
+    ended = threading.Event()
+
+    def run():
+        outcome = next(outcomes, ended)
+        if outcome is ended:
+            ended.set()
+        elif outcome is not None:
+            raise outcome
+
+    task = PeriodicTask("turns", run, 0.001)
+    assert ended.wait(30)
+    assert task.abandon(30)
+    said = [one.getMessage().partition(";")[0] for one in caplog.records]
+    assert said == ["turns: a", "turns succeeds again"] * 3

@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,6 +155,81 @@ def test_a_writer_that_is_slow_makes_nobody_wait(tmp_path: Path, caplog) -> None
     assert letters.flush(30.0)
     assert len(broker.messages("hps_dead.shop.item")) == 6
     letters.close()
+
+
+def test_room_for_waiting_messages_is_given_back_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.updates.dead_letters._QUEUED_BYTES", 10)
+    steps, broker = threading.Semaphore(0), MemoryBroker()
+    begun = threading.Semaphore(0)
+
+    class Writer(MemoryLogWriter):
+        def send(self, partition: Partition, value: bytes, **more: Any) -> None:
+            begun.release()
+            assert steps.acquire(timeout=30)
+            super().send(partition, value, **more)
+
+    letters = make("", connect=lambda: Writer(broker))
+    for turn in range(3):
+        letters.add(message(bytes(100)), "size", "larger than the room, alone", 1)
+        assert begun.acquire(timeout=30)
+        letters.add(message(b"x"), "size", "no room", 1)
+        assert letters.lost == 3 * turn + 1
+        steps.release()
+        assert letters.flush(30.0)
+        letters.add(message(bytes(4)), "size", "fits", 1)
+        letters.add(message(bytes(6)), "size", "fits exactly", 1)
+        for _ in range(2):
+            letters.add(message(b"x"), "size", "no room", 1)
+        assert letters.lost == 3 * turn + 3
+        steps.release(2)
+        assert begun.acquire(timeout=30)
+        assert begun.acquire(timeout=30)
+        assert letters.flush(30.0)
+    assert [len(one.value.partition(b"\n")[2]) for one in broker.messages("hps_dead.shop.item")] == [100, 4, 6] * 3
+    letters.close()
+
+
+def test_a_flush_waits_for_the_log_too() -> None:
+    broker, waiting = MemoryBroker(), [2]
+
+    class Writer(MemoryLogWriter):
+        def flush(self, timeout_s: float) -> int:
+            return waiting[0]
+
+    letters = make("", connect=lambda: Writer(broker))
+    letters.add(message(b"a"), "size", "short", 1)
+    assert not letters.flush(10.0)
+    waiting[0] = 0
+    assert letters.flush(10.0)
+    letters.close()
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_letter_may_be_as_large_as_the_bound(tmp_path: Path, spare: int) -> None:
+    make_one = make(tmp_path / "first")
+    make_one.add(message(bytes(1000)), "size", "short", 1)
+    make_one.close()
+    (size,) = (path.stat().st_size for path in (tmp_path / "first").iterdir())
+    letters = make(tmp_path / "second", size + spare)
+    for _ in range(3):
+        letters.add(message(bytes(1000)), "size", "short", 1)
+    letters.close()
+    kept = list(read_directory(str(tmp_path / "second"))) if spare == 0 else []
+    assert (len(kept), letters.lost) == ((1, 2) if spare == 0 else (0, 3))
+
+
+def test_each_topic_has_as_many_partitions_as_it_was_made_with() -> None:
+    broker = MemoryBroker()
+    broker.create("hps_dead.shop.a", 3)
+    letters = make("", connect=lambda: MemoryLogWriter(broker))
+    for table in ("a", "b", "c"):
+        for number in (0, 1, 5):
+            letters.add(Message(Partition(f"hps_et.shop.{table}", number), "1", 9, b"", b""), "size", "short", 1)
+    assert letters.flush(10.0)
+    letters.close()
+    where = {table: [one.partition.number for one in broker.messages(f"hps_dead.shop.{table}")] for table in "abc"}
+    assert where == {"a": [0, 1, 2], "b": [0, 0, 0], "c": [0, 0, 0]}
+    assert letters.lost == 0
 
 
 def test_a_log_that_refuses_or_is_away_loses_the_message_alone(caplog) -> None:

@@ -1,7 +1,9 @@
 """What a publisher writes: every change once, in order, each key in one partition, later than all that lies there."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,6 +184,77 @@ def test_arrays_that_do_not_fit_are_refused(broker: MemoryBroker, keys, vectors)
     with pytest.raises(InvalidInputError):
         publisher.insert(keys, vectors)
     assert broker.messages(TOPIC) == []
+
+
+class SlowWriter(MemoryLogWriter):
+    """Holds answers back until the test gives them."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__(broker)
+        self.answers: list[Callable[[str | Exception], None]] = []
+        self.flushed = 0
+
+    def send(self, partition: Partition, value: bytes, *, time_us: int = 0, sent: Any = None) -> None:
+        self.answers.append(sent)
+
+    def flush(self, timeout_s: float) -> int:
+        self.flushed += 1
+        return len(self.answers)
+
+
+def test_answers_that_come_late_are_each_heard_once(broker: MemoryBroker) -> None:
+    broker.create(TOPIC, 1)
+    writer = SlowWriter(broker)
+    publisher = Publisher(writer, TOPIC, dim=DIM)
+    for turn in range(3):
+        for number in range(3):
+            publisher.insert(KEYS[number : number + 1], VECTORS[number : number + 1])
+        for left in (3, 2, 1):
+            with pytest.raises(UpdateLogError, match=f"{left} messages are not confirmed"):
+                publisher.flush()
+            answer = writer.answers.pop(0)
+            answer("" if left == 2 else f"{turn}{left}")  # some logs do not report every position
+        assert publisher.flush() == {f"{TOPIC}/0": f"{turn}1"}
+
+
+def test_the_first_refusal_of_several_is_raised_once_and_at_the_next_change(broker: MemoryBroker) -> None:
+    broker.create(TOPIC, 1)
+    writer = SlowWriter(broker)
+    publisher = Publisher(writer, TOPIC, dim=DIM)
+    for change in (lambda: publisher.insert(KEYS[:1], VECTORS[:1]), lambda: publisher.delete(KEYS[:1]), publisher.flush):
+        for _ in range(3):
+            publisher.insert(KEYS[:1], VECTORS[:1])
+        for number in range(3):
+            writer.answers.pop(0)(UpdateLogError(f"refusal {number}"))
+        sent = len(writer.answers)
+        with pytest.raises(UpdateLogError, match="refusal 0"):
+            change()
+        assert len(writer.answers) == sent
+        assert publisher.flush() == {}
+
+
+def test_a_block_that_fails_is_not_waited_for(broker: MemoryBroker) -> None:
+    broker.create(TOPIC, 1)
+    writer = SlowWriter(broker)
+
+    def publish() -> None:
+        with Publisher(writer, TOPIC, dim=DIM, owned=True) as publisher:
+            publisher.insert(KEYS[:1], VECTORS[:1])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        publish()
+    assert (writer.flushed, writer.closed) == (0, True)
+
+
+def test_many_deletions_are_published_again_in_several_messages(broker: MemoryBroker) -> None:
+    broker.create(TOPIC, 3)
+    publisher = Republisher(MemoryLogWriter(broker), TOPIC, message_bytes=1040)
+    publisher.republish(5, Changes(KEYS[:0], VECTORS[:0], KEYS[:301], 0, 5), 7)
+    again = [decode(one.value, DIM) for one in broker.messages(TOPIC)]
+    assert [one.deleted_keys.size for one in again] == [125, 125, 51]
+    assert np.concatenate([one.deleted_keys for one in again]).tolist() == KEYS[:301].tolist()
+    assert {(one.sequence, one.time_us) for one in again} == {(7, 5)}
 
 
 def test_changes_are_published_again_with_their_own_sequence(broker: MemoryBroker) -> None:

@@ -268,7 +268,7 @@ class UpdateFeed:
             arrived[message.partition] = min(at, arrived.get(message.partition, np.inf))
         for partition, at in arrived.items():
             table = self._tables[partition.topic]
-            table.held_since = table.held_since | {partition: min(at, table.held_since.get(partition, np.inf))}
+            table.held_since = table.held_since | {partition: at}
         self._received += len(messages)
 
     def _work(self, table: "_Table") -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
@@ -161,13 +162,17 @@ class KafkaLog(UpdateLog):
 
     @classmethod
     def probe(cls, config: Any, topics: Sequence[str], timeout_s: float) -> list[CheckResult]:
-        where = "update_source.brokers"
+        where, errors = "update_source.brokers", deque[KafkaError](maxlen=1)
         try:
-            cluster = _client(AdminClient, _settings(config, {})).list_topics(timeout=timeout_s)
+            client = _client(AdminClient, _settings(config, {}) | {"error_cb": partial(_keep_cause, errors)})
         except ConfigError as error:
             return [CheckResult("wrong", "update_source", problem) for problem in error.problems]
+        try:
+            cluster = client.list_topics(timeout=timeout_s)
         except KafkaException as error:
-            return [CheckResult("unreachable", where, f"{config.brokers}: {error.args[0].str()}; see that a broker runs there")]
+            client.poll(0)  # reports them
+            what = "; ".join(one.str() for one in (error.args[0], *errors))
+            return [CheckResult("unreachable", where, f"{config.brokers}: {what}; see that a broker runs there")]
         found = CheckResult("good", where, f"{config.brokers}: {len(cluster.brokers)} brokers answer")
         return [found, *missing_topics(topics, list(cluster.topics), where)]
 
@@ -543,10 +548,11 @@ class KafkaWriter(UpdateLogWriter):
     kind = "kafka_message_queue"
 
     def __init__(self, settings: dict[str, Any], largest: int) -> None:
-        self._settings = settings
+        self._errors: deque[KafkaError] = deque(maxlen=1)  # of connections: requests only time out
+        self._settings = settings | {"error_cb": partial(_keep_cause, self._errors)}
         self._largest = largest
-        self._producer = _client(Producer, settings | {"enable.idempotence": True})
-        self._admin = _client(AdminClient, settings)
+        self._producer = _client(Producer, self._settings | {"enable.idempotence": True})
+        self._admin = _client(AdminClient, self._settings)
         self._closed = self._disowned = False
         self._reporter = new_thread("kafka-reports", self._report)
         self._reporter.start()
@@ -573,7 +579,7 @@ class KafkaWriter(UpdateLogWriter):
                 return len(answer.result().partitions)
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART or time.monotonic() >= deadline:
-                    raise _failed(f"asking for the partitions of {topic}", error) from error
+                    raise _failed(f"asking for the partitions of {topic}", error, self._errors) from error
                 if not create:
                     message = f"asking for the partitions of {topic}: there is no such topic; create it first"
                     raise UpdateLogError(message) from error
@@ -582,7 +588,7 @@ class KafkaWriter(UpdateLogWriter):
                 made.result()
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                    raise _failed(f"creating {topic} with {create} partitions", error) from error
+                    raise _failed(f"creating {topic} with {create} partitions", error, self._errors) from error
                 time.sleep(_SLICE_S)
 
     def last(self, partition: Partition, timeout_s: float) -> Message | None:
@@ -594,7 +600,7 @@ class KafkaWriter(UpdateLogWriter):
         try:
             return self._last(reader, partition, deadline)
         except KafkaException as error:
-            raise _failed(f"reading the last message of {partition}", error) from error
+            raise _failed(f"reading the last message of {partition}", error, self._errors) from error
         finally:
             reader.close()
 
@@ -699,6 +705,11 @@ def _message(partition: Partition, got: Any) -> Message:
     return Message(partition, str(got.offset()), max(stamp, 0) * 1000, got.key() or b"", got.value())
 
 
-def _failed(doing: str, error: KafkaException | KafkaError) -> UpdateLogError:
+def _keep_cause(errors: deque[KafkaError], error: KafkaError) -> None:
+    if error.code() != KafkaError._ALL_BROKERS_DOWN or not errors:
+        errors.append(error)
+
+
+def _failed(doing: str, error: KafkaException | KafkaError, before: Iterable[KafkaError] = ()) -> UpdateLogError:
     cause: KafkaError = error.args[0] if isinstance(error, KafkaException) else error
-    return UpdateLogError(f"{doing} failed: {cause.str()}")
+    return UpdateLogError(f"{doing} failed: {'; '.join(one.str() for one in (cause, *before))}")

@@ -322,6 +322,13 @@ def test_wrong_credentials_are_told(tmp_path, opened):
         log = opened(broker.address, config=secrets)
         eventually(lambda: log.poll(0.01, 1) == [] and "authentication" in log.problem.lower())
         assert "wrong" not in log.problem
+        (found,) = KafkaLog.probe(settings(broker.address, config=secrets), [TOPIC], 3)
+        assert (found.level, "authentication" in found.text.lower()) == ("unreachable", True)
+        with closing(KafkaWriter.from_config(settings(broker.address, config=secrets))) as writer:
+            for ask in (lambda: writer.partitions(TOPIC, 3), lambda: writer.last(FIRST, 3)):
+                with pytest.raises(UpdateLogError, match=r"(?i)authentication") as told:
+                    ask()
+                assert "wrong" not in str(told.value)
 
 
 def test_tls_to_a_port_that_speaks_none_is_told(broker, opened):

@@ -554,6 +554,20 @@ def test_a_message_that_is_polled_waits_until_it_is_applied(world: World, clock:
     assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
 
 
+def test_messages_of_one_poll_wait_until_the_last_batch_of_them_is_applied(world: World, clock: Clock) -> None:
+    world.broker.clock = clock
+    feed = world.feed(max_batch_size=1)
+    feed._begin()
+    feed._most_bytes = 1 << 20
+    world.send(upsert(1, 1), upsert(2, 2), upsert(3, 3))
+    clock.now += 5.0
+    seen = []
+    world.target.before = lambda index, changes: seen.append((status(feed).lag_s, status(feed).behind))
+    feed._round()
+    assert seen[:3] == [(5.0, 3), (5.0, 2), (5.0, 1)]
+    assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
+
+
 def test_of_three_partitions_the_worst_counts_and_an_unknown_one_is_not_taken_for_none(world: World, clock: Clock) -> None:
     world.broker.clock = clock
     world.broker.create(TOPIC, 3)

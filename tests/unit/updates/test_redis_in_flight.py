@@ -1,7 +1,7 @@
 """Replies of Redis that are taken after something else has changed: a pause, a resume, a failure, the server's clock."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,11 +24,11 @@ class Streams:
         meanwhile: is called while a reply is on its way.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self.entries: dict[str, list[bytes]] = {_key(partition): [] for partition in PARTITIONS}
+    def __init__(self, partitions: Sequence[Partition] = PARTITIONS, **settings: Any) -> None:
+        self.entries: dict[str, list[bytes]] = {_key(partition): [] for partition in partitions}
         self.meanwhile: Callable[[], object] = lambda: None
         self.log = RedisStreamLog(UpdateSourceConfig(type="redis_stream", **settings), "group")
-        self.log.streams = {one: _Stream(one, _key(one), _BEFORE_ALL, _BEFORE_ALL, exact=True) for one in PARTITIONS}
+        self.log.streams = {one: _Stream(one, _key(one), _BEFORE_ALL, _BEFORE_ALL, exact=True) for one in partitions}
         self.reader = _Reader(self.log, [TOPIC])
 
     def add(self, count: int, to: Partition = FIRST, size: int = 10) -> None:
@@ -57,7 +57,7 @@ class Streams:
 
     def look(self, server_time_us: int = 0) -> None:
         facts = []
-        for partition in PARTITIONS:
+        for partition in self.log.streams:
             held = len(self.entries[_key(partition)])
             ids = ("1-1" if held else "", f"1-{held}" if held else "")
             facts.append((self.log.streams[partition], "", _Facts(held, held, f"1-{held}" if held else "0-0", *ids)))
@@ -82,7 +82,7 @@ def whole(streams: Streams, count: int) -> list[int]:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_reply_that_was_asked_for_before_a_pause_is_not_taken_after_it(resumed: bool) -> None:
-    streams = Streams()
+    streams = Streams([FIRST])
     streams.add(6)
     while len(streams.log.queue) < 3:
         streams.read()  # a message a reply: large ones are expected
@@ -103,7 +103,19 @@ def test_a_reply_that_was_asked_for_before_a_pause_is_not_taken_after_it(resumed
         streams.log.resume([FIRST])
     assert whole(streams, 5) == [1, 2, 3, 4, 5]
     streams.look()
-    assert streams.log.behind() == dict.fromkeys(PARTITIONS, 0)
+    assert streams.log.behind() == {FIRST: 0}
+
+
+def test_a_pause_while_the_first_reply_is_on_its_way_holds() -> None:
+    streams = Streams([FIRST])
+    streams.add(3)
+    streams.meanwhile = lambda: streams.log.pause([FIRST])
+    streams.read()
+    assert streams.polled() == []
+    streams.look()
+    assert streams.log.behind() == {FIRST: 3}
+    streams.log.resume([FIRST])
+    assert whole(streams, 3) == [0, 1, 2]
 
 
 def test_a_pause_and_a_resume_while_nothing_is_read_ahead_lose_nothing() -> None:
@@ -221,3 +233,39 @@ def test_messages_that_are_removed_while_they_wait_leave_no_lag(monkeypatch: pyt
     assert "5 messages" in streams.log.lost()[FIRST]
     assert streams.log.behind()[FIRST] == 0
     assert streams.log.unread_since()[FIRST] == 5000.0
+
+
+@pytest.mark.parametrize(("first", "removed", "lost"), [(4, 3, 0), (5, 4, 1), (0, 5, 2)])
+def test_exactly_what_was_removed_unread_is_lost_once(first: int, removed: int, lost: int) -> None:
+    streams = Streams()
+    streams.add(3)
+    assert whole(streams, 3) == [0, 1, 2]
+    streams.look()
+    streams.log.pause(PARTITIONS)
+    facts = _Facts(5 - removed, 5, "1-5", f"1-{first}" if first else "", "1-5" if first else "")
+    for expected in (lost, 0, 0):
+        streams.log.note([(streams.log.streams[FIRST], "", facts)], 0.0, 0)
+        found = streams.log.lost()
+        assert list(found) == ([FIRST] if expected else [])
+        assert all(what.startswith(f"{expected} messages") for what in found.values())
+        assert streams.log.behind()[FIRST] == 5 - removed
+
+
+def test_a_stream_that_is_made_anew_thrice_is_lost_once_each_time_and_read_whole() -> None:
+    streams = Streams()
+    streams.add(5)
+    assert whole(streams, 5) == [0, 1, 2, 3, 4]
+    streams.look()
+    for size in (4, 2, 1):
+        streams.entries[_key(FIRST)] = []
+        streams.add(size)
+        found = []
+        for _ in range(3):
+            streams.look()
+            found += streams.log.lost().values()
+            assert streams.log.behind()[FIRST] == size
+        assert len(found) == 1
+        assert "made anew" in found[0]
+        assert whole(streams, size) == list(range(size))
+        streams.look()
+        assert (streams.log.lost(), streams.log.behind()[FIRST]) == ({}, 0)

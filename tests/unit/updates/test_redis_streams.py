@@ -1,5 +1,6 @@
 """Redis streams behind the contract of a log of updates, against real servers."""
 
+import itertools
 import threading
 
 import pytest
@@ -95,6 +96,48 @@ class TestServer(RedisStreams):
                 assert not left
         read = values(polled(self.reader(opened, [topic]), 9))
         assert read == [b"%s%d" % (what, lost) for lost in range(3) for what in (b"before ", b"", b"after ")]
+
+    def test_a_writer_waits_for_room_again_and_again_and_then_gives_up(self, opened, server, topic, monkeypatch):
+        writer = opened(writer=True, read_ahead_bytes=1 << 20)
+        writer.partitions(topic, 20, create=3)
+        partitions = [Partition(topic, number) for number in range(3)]
+        numbers = itertools.count()
+
+        def overfill() -> None:
+            for number in itertools.islice(numbers, 20):
+                writer.send(partitions[number % 3], bytes(100_000))
+
+        for _ in range(3):
+            for partition in partitions:
+                written(writer, partition, *[bytes(100_000)] * 20)  # more than there is room for
+            server.pause()
+            with monkeypatch.context() as patch:
+                patch.setattr("hps.updates.redis_streams._FULL_S", 0.2)
+                with pytest.raises(UpdateLogError, match="Redis took nothing"):
+                    overfill()
+            server.resume()
+            assert writer.flush(20) == 0
+        assert sum(server.client().xlen(key_of(partition)) for partition in partitions) == 180 + next(numbers) - 3
+
+    def test_messages_that_are_given_up_are_told_and_the_next_ones_are_sent(self, opened, server, topic, monkeypatch):
+        writer = opened(writer=True)
+        writer.partitions(topic, 20, create=3)
+        partitions = [Partition(topic, number) for number in range(3)]
+        for _ in range(3):
+            server.stop()
+            answers: list[str | Exception] = []
+            for partition in partitions * 2:
+                writer.send(partition, b"lost", sent=answers.append)
+            with monkeypatch.context() as patch:
+                patch.setattr("hps.updates.redis_streams._GIVE_UP_S", 0.0)
+                assert writer.flush(60) == 0
+            assert [type(answer) for answer in answers] == [UpdateLogError] * 6
+            server.start()
+            for partition in partitions:
+                written(writer, partition, b"a", b"b")
+        for partition in partitions:
+            read = [fields[b"value"] for _, fields in server.client().xrange(key_of(partition))]
+            assert read == [b"a", b"b"] * 3
 
     def test_a_batch_that_arrives_late_is_not_appended_again(self, opened, server, topic):
         released = threading.Event()

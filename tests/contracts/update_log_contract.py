@@ -293,7 +293,7 @@ class UpdateLogContract:
     def test_what_comes_while_nobody_polls_is_behind(self, opened, writer, topic):
         writer.partitions(topic, _LONG_S, create=2)
         partition, other = Partition(topic, 0), Partition(topic, 1)
-        log = self.reader(opened, [topic])
+        log = self.reader(opened, [topic], metadata_refresh_interval_ms=60_000)
         for round_ in range(3):
             written(writer, partition, *[b"x"] * (round_ + 1))
             polled(log, round_ + 1)

@@ -397,6 +397,8 @@ def _blocks(content: bytes, path: str | os.PathLike[str]) -> Iterator[tuple[byte
 
 def _opened(path: Path) -> FileIO:
     """Open a file for appending, without its damaged end."""
+    if path.is_fifo():
+        raise OSError(errno.EINVAL, "it is a pipe, and opening it would wait for a reader")
     if path.exists() and path.stat().st_size:
         ends = [end for _, end in _blocks(path.read_bytes(), path)]
         os.truncate(path, ends[-1])

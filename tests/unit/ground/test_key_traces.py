@@ -116,6 +116,23 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(ModelFileError, match="it is a pipe"):
+            KeyRecorder(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"PASSWORD=secret\n" * 9, b"\0" * 99], ids=["text", "zeros"])
+def test_a_link_to_a_file_of_others_does_not_change_it(tmp_path, content):
+    (tmp_path / "theirs").write_bytes(content)
+    (tmp_path / "link").symlink_to("theirs")
+    with pytest.raises(ModelFileError, match="expected a block of keys"):
+        KeyRecorder(tmp_path / "link")
+    assert (tmp_path / "theirs").read_bytes() == content
+
+
 def test_a_full_disk_ends_the_recording_and_no_lookup(tmp_path, caplog):
     metrics = Metrics()
     recorder = KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys)

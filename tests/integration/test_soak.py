@@ -33,7 +33,8 @@ def test_a_short_soak_finds_nothing_wrong(tmp_path):
     assert status == 0
     figures = results["rows"][0]["figures"]
     assert figures["wrong_vectors"] == 0
-    assert min(figures[name] for name in ("answers", "acknowledged", "deletes", "attacks", "probes", "forks")) > 0
+    done = ("answers", "acknowledged", "deletes", "attacks", "probes", "forks", "forced", "lags", "scrapes")
+    assert min(figures[name] for name in done) > 0
     assert sum(row["axes"]["work"] == "chaos" for row in results["rows"]) == 9
 
 

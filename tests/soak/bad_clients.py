@@ -84,6 +84,17 @@ def gzip_bomb(port: int, _: np.random.Generator) -> int | None:
     return _exchange(port, _request(LOOKUP, _bomb(), "Content-Encoding: gzip"))
 
 
+@cache
+def _packed_floats() -> bytes:
+    packer = zlib.compressobj(9, wbits=31)
+    return packer.compress(b'{"tables": {"item": [%s1.5]}}' % (b"1.5," * 900_000)) + packer.flush()
+
+
+@_attack(400, 413)
+def packed_floats(port: int, _: np.random.Generator) -> int | None:
+    return _exchange(port, _request(LOOKUP, _packed_floats(), "Content-Encoding: gzip"))
+
+
 @_attack(400)
 def trailing_gzip(port: int, _: np.random.Generator) -> int | None:
     packer = zlib.compressobj(wbits=31)

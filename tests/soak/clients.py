@@ -1,13 +1,14 @@
 """Good clients of the soak, and the probes of its health.
 
 python -m tests.soak.clients good DIRECTORY ACTOR PORT PORT COUNT    clients, each a thread, that judge every answer
-python -m tests.soak.clients probe DIRECTORY ACTOR LIMIT_S PORT...   asks servers every 100 ms whether they live
+python -m tests.soak.clients probe DIRECTORY ACTOR LIMIT_S PORT...   asks servers every 100 ms whether they live; scrapes them
 python -m tests.soak.clients echo PORT                               answers such probes, with nothing behind it
 """
 
 import http.client
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -24,6 +25,9 @@ from tests.soak.ledger import PROCESSES, TABLES, Bounds, Ledger, draw
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 PROBES = (*PROCESSES[:2], "echo")  # what is probed; the last shows what the machine alone takes
 STARTING = "starting or ending"  # servers whose probes are not judged
+METRICS = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+SCRAPED = "metrics of {}"
+_SCRAPE_S = 1.0
 _PROBE_S, _PROBE_TIMEOUT_S = 0.1, 5.0
 _TIMEOUT_S, _THINK_S = 30.0, 0.4
 _LENGTH = "Inference-Header-Content-Length"
@@ -132,14 +136,16 @@ def good(directory: Path, actor: int, ports: list[int], count: int) -> None:
 
 
 def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None:
-    """Ask every 100 ms, on a new connection each time, as orchestrators do; note how long each answer took.
+    """Ask every 100 ms, on a new connection each time, as orchestrators do, and scrape the metrics every second; note how long
+    each answer took.
 
     Args:
         limit_s: a server that takes longer is not healthy.
         ports: of what `PROBES` names.
     """
     ledger = Ledger(directory, actor, "probe")
-    taken: dict[str, list[float]] = {name: [] for name in (*PROBES, STARTING)}
+    servers = PROBES[:-1]
+    taken: dict[str, list[float]] = {name: [] for name in (*PROBES, STARTING, *map(SCRAPED.format, servers))}
 
     def ask(place: int) -> None:
         due = time.monotonic()
@@ -149,7 +155,7 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
             generation = int(ledger.generation[place]) if place < len(PROCESSES[:2]) else 1
             start = time.perf_counter()
             try:
-                right = _live(ports[place])
+                right = _get(ports[place], LIVE).startswith(b"HTTP/1.1 200")
             except OSError:
                 right = False
             seconds = time.perf_counter() - start
@@ -164,7 +170,25 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
                 if not right:
                     ledger.violation("not alive", process=PROBES[place], seconds=round(seconds, 3))
 
+    def scrape(place: int) -> None:
+        while not ledger.stopped:
+            time.sleep(_SCRAPE_S)
+            generation = int(ledger.generation[place])
+            start = time.perf_counter()
+            try:
+                text = _get(ports[place], METRICS)
+            except OSError as error:
+                text = repr(error).encode()
+            if generation % 2 and int(ledger.generation[place]) == generation:
+                taken[SCRAPED.format(servers[place])].append(time.perf_counter() - start)
+                ledger.count(scrapes=1)
+                if not text.startswith(b"HTTP/1.1 200"):
+                    ledger.violation("metrics", process=servers[place], answer=text[:200].decode(errors="replace"))
+                for line in re.findall(rb"^hps_threads_ended_total.* (?!0)[0-9.]+$", text, re.MULTILINE):
+                    ledger.violation("thread", process=servers[place], metric=line.decode())
+
     threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(ports))]
+    threads += [threading.Thread(target=scrape, args=(place,)) for place in range(len(servers))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -172,13 +196,13 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
     (directory / "probes.json").write_text(json.dumps(taken))
 
 
-def _live(port: int) -> bool:
+def _get(port: int, request: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), _PROBE_TIMEOUT_S) as connection:
-        connection.sendall(LIVE)
+        connection.sendall(request)
         received = b""
         while chunk := connection.recv(65536):
             received += chunk
-    return received.startswith(b"HTTP/1.1 200")
+    return received
 
 
 def echo(port: int) -> None:

@@ -38,7 +38,8 @@ TABLES = tuple(Table(model, name, dim) for model in ("steady", "reloaded") for n
 COUNTERS = (
     *("answers", "vectors", "refused", "refused_reloading", "reconnects"),  # of good clients and of checkers in process
     *("acknowledged", "failed_writes", "deletes", "audits", "forks"),  # of processes
-    *("probes", "attacks", "violations"),
+    *("forced", "lags"),  # deploys of a peer, comparisons of its lag
+    *("probes", "scrapes", "attacks", "violations"),
 )
 _ACTORS = 64
 _MAX_NOTED = 20  # violations of a kind that a process describes; it counts all

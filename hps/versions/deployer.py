@@ -212,7 +212,7 @@ class Deployer:
             deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
         else:
             used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
-            slot = free_slot(config, fingerprints, used, self._chain, force=force)
+            slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=self._targets.keep)
             tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
             load = partial(
                 deploy,

@@ -9,7 +9,7 @@ from itertools import count
 from hps.configuration.load import ModelConfig
 from hps.configuration.models import FIRST_VERSION
 from hps.databases.base import Database, LoadRecord, SharedDatabase
-from hps.errors import DatabaseError, TableWidthError
+from hps.errors import ConflictError, DatabaseError, TableWidthError
 from hps.lookup.chain import DatabaseChain
 from hps.models.files import joint_fingerprint
 from hps.types import TableSpec, split_tag
@@ -22,7 +22,13 @@ def surplus(kept: Sequence[Deployment], keep_versions: int) -> Sequence[Deployme
 
 
 def free_slot(
-    config: ModelConfig, fingerprints: Sequence[str], used: Collection[str], chain: DatabaseChain, *, force: bool = False
+    config: ModelConfig,
+    fingerprints: Sequence[str],
+    used: Collection[str],
+    chain: DatabaseChain,
+    *,
+    force: bool = False,
+    keep: Collection[Database] = (),
 ) -> str:
     """Return a slot for the tables of a version that no other version of the model uses.
 
@@ -35,12 +41,20 @@ def free_slot(
         fingerprints: fingerprint of each table's files.
         used: slots of the versions in service or kept.
         force: whether the files are loaded again in any case. Shared databases then hold no table of the slot.
+        keep: databases that keep their rows and load none.
+
+    Raises:
+        ConflictError: the last database keeps its rows, and has none of this version that no other version uses.
     """
     free = (slot for slot in _slots(config, joint_fingerprint(fingerprints)) if slot not in used)
+    authority = chain.databases[-1] if chain.databases else None
+    keeps = authority in keep
     if force:
+        if authority is not None and keeps:
+            raise _cannot_keep(config, authority, "loads no files")
         shared = [database for database in chain.databases if isinstance(database, SharedDatabase)]
         return next(slot for slot in free if all(one.discard_table(tag) for one in shared for tag in _tags(config, slot)))
-    authority = chain.databases[-1] if chain.databases else None
+    stored: dict[str, str] = {}
     if authority is not None and (authority.persistent or authority.shared):
         stored = {tag: slot for tag, slot, _ in _tables_of(config.model, authority)}
         own = {slot for slot in stored.values() if slot == config.tables[0].slot or slot.startswith(f"{config.version}.")}
@@ -48,6 +62,11 @@ def free_slot(
         loads = {slot: loaded for slot in held if (loaded := _loaded(config, slot, fingerprints, authority))}
         if loads:
             return max(loads, key=lambda slot: loads[slot])
+    if authority is not None and keeps:
+        slot = config.tables[0].slot
+        if slot in used or (used and not stored.keys() >= set(_tags(config, slot))):
+            raise _cannot_keep(config, authority, "has no rows of these files that no other version uses")
+        return slot
     if not isinstance(authority, SharedDatabase):
         return next(free)
 
@@ -55,6 +74,13 @@ def free_slot(
         return all(map(authority.clear_table, _tags(config, slot), fingerprints))
 
     return next(filter(clear, free))
+
+
+def _cannot_keep(config: ModelConfig, authority: Database, why: str) -> ConflictError:
+    return ConflictError(
+        f"deploying model {config.model!r}, version {config.version}: {authority.kind} keeps its rows "
+        f"(initialize_after_startup false), and {why}; run `hps load` and restart, or set initialize_after_startup to true"
+    )
 
 
 def _slots(config: ModelConfig, fingerprint: str) -> Iterator[str]:

@@ -144,6 +144,24 @@ def test_files_that_were_replaced_are_served_beside_the_old_ones_and_found_again
         np.testing.assert_array_equal(vectors, vectors_of(KEYS[100:], 4, 5))
 
 
+def test_a_database_that_keeps_its_rows_serves_no_version_that_it_has_not(document: Callable[..., dict[str, Any]]) -> None:
+    content = document()
+    content["models"][0]["version_policy"] = {"specific": {"versions": [2]}}
+    with hps.HPS(content) as server:
+        server.deploy("ranker", version="1")
+        server.deploy("ranker", version="2", force=True)  # whose rows are then in tables of another name
+    content["persistent_db"]["initialize_after_startup"] = False
+    for _ in range(2):
+        with hps.HPS(content) as server:
+            assert version_of(server) == 2
+            for change in ({"force": True}, {"version": "3"}, {"version": "3", "force": True}):
+                with pytest.raises(hps.ConflictError, match="initialize_after_startup"):
+                    server.deploy("ranker", **change)
+                assert version_of(server) == 2
+            server.deploy("ranker", version="1", pin=False)
+            assert version_of(server) == 1
+
+
 @pytest.mark.parametrize("forced", [1, 2, 3, 4])
 def test_a_restart_finds_the_rows_that_were_forced_last_and_what_was_written_to_them(
     document: Callable[..., dict[str, Any]], forced: int

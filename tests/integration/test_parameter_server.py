@@ -371,7 +371,7 @@ def test_a_model_that_could_not_be_warmed_up_gives_back_its_cache_and_its_thread
         [cache] = WarmsOneTable.made
         with pytest.raises(hps.NotReadyError):
             cache.dump(0)
-        assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("hps")]
+        wait_until(lambda: not _ours(set(threading.enumerate()) - before), "its threads have ended")
 
 
 @pytest.mark.parametrize(("cached", "threads"), [(True, 3), (False, 3), (True, 1)])
@@ -383,8 +383,12 @@ def test_threads_that_share_a_large_lookup_are_as_many_as_configured_and_end_wit
     before = set(threading.enumerate())
     with hps.HPS(document_of(model_of("ranker", sources, DIMS, **settings)) | {"fetch_threads": threads}) as server:
         np.testing.assert_array_equal(server.lookup(keys[::-1], "ranker", "item"), vectors_of(keys[::-1], 7))
-        assert len([thread for thread in threading.enumerate() if thread.name.startswith("hps-piece")]) == threads - 1
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("hps")]
+        wait_until(lambda: len(_ours(threading.enumerate(), "hps-piece")) == threads - 1, "those of other servers have ended")
+    wait_until(lambda: not _ours(set(threading.enumerate()) - before), "its threads have ended")
+
+
+def _ours(threads, prefix="hps"):
+    return [thread for thread in threads if thread.name.startswith(prefix)]
 
 
 def test_closed_server_says_so(configuration):

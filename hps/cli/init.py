@@ -127,7 +127,7 @@ def _found(source: str, output: Path, tables: str | None, model: str | None, for
     from hps.models.discovery import Discovery, discover, entries_of, relocated
 
     listed = source if source.endswith(".json") else os.path.join(source, "ps.json")
-    is_ours = listed != source and Path(listed).resolve() == output.resolve()
+    is_ours = listed != source and os.path.realpath(listed) == os.path.realpath(output)
     entries = [] if is_ours else entries_of(listed)
     if listed == source and not os.path.exists(source):
         raise errors.InvalidInputError(f"reading {source}: there is no such file")

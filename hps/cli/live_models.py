@@ -170,10 +170,12 @@ def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, url: str
 
 def _entry(path: Path, model: str) -> dict[str, Any]:
     """Read the entry of a model from a file of its own or from a configuration."""
+    from hps.ground.small_files import read_small
+
     doing = f"reading --config {path}"
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise errors.InvalidInputError(f"{doing}: {error}") from error
     entries = content.get("models") if isinstance(content, dict) and "models" in content else [content]
     if isinstance(entries, list):

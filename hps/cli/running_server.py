@@ -34,6 +34,7 @@ Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", show_default=F
 LOCAL = "http://127.0.0.1:8000"
 
 _PAUSE_S = 0.3
+_TOKEN_BYTES = 1 << 16
 
 
 def running_server(url: str, token: str, token_file: Path | None) -> "RunningServer":
@@ -43,11 +44,12 @@ def running_server(url: str, token: str, token_file: Path | None) -> "RunningSer
         InvalidInputError: the URL is invalid, or the file cannot be read.
     """
     from hps.ground.server_client import RunningServer
+    from hps.ground.small_files import read_small
 
     if token_file is not None:
         try:
-            token = token_file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
+            token = read_small(token_file, _TOKEN_BYTES).decode().strip()
+        except (OSError, ValueError) as error:
             raise errors.InvalidInputError(f"reading --token-file {token_file}: {error}") from error
     return RunningServer(url, token)
 
@@ -61,7 +63,7 @@ def change_model(server: "RunningServer", model: str, verb: str, body: Mapping[s
     Raises:
         InvalidInputError, HPSError: the server refused the change, or it failed; with the server's message.
     """
-    change = server.ask(f"/v1/models/{quote(model, safe='')}/{verb}?wait=false", "POST", body)
+    change = server.ask(f"/v1/models/{quote(model, safe='', errors='surrogateescape')}/{verb}?wait=false", "POST", body)
     if wait:
         with console.progress() as progress:
             change = _follow(server, change, progress)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from hps.errors import ConfigError
+from hps.ground.small_files import read_small
 
 Location: TypeAlias = tuple[str | int, ...]
 
@@ -87,8 +88,7 @@ def read_json(path: str, name: str) -> Any:
         ConfigError: the file cannot be read or is not JSON; the message says where and why.
     """
     try:
-        with open(path, "rb") as file:
-            raw = file.read()
+        raw = read_small(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(name, [f"file: cannot be read ({reason}); expected the path of a ps.json"]) from error

@@ -25,9 +25,19 @@ class RunningServer:
     """
 
     def __init__(self, url: str, token: str) -> None:
-        self.address = urlsplit(url)
-        if self.address.scheme not in ("http", "https") or not self.address.netloc:
-            raise InvalidInputError(f"reading the URL of a server: got {url!r}, expected for instance http://127.0.0.1:8000")
+        try:
+            self.address = urlsplit(url)
+            known = self.address.scheme in ("http", "https") and self.address.hostname and self.address.port != 0
+        except ValueError:
+            known = False
+        if not known or not url.isprintable() or " " in url:
+            raise InvalidInputError(
+                f"reading the URL of a server: got {url!r:.200}, expected for instance http://127.0.0.1:8000"
+            )
+        try:
+            token.encode("latin-1")
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"reading the token of a server: {error.reason} at character {error.start}") from None
         self._url = url.rstrip("/")
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = urllib3.PoolManager(retries=False, timeout=_ANSWER_S)
@@ -43,7 +53,7 @@ class RunningServer:
         try:
             headers = {**self.headers, **(headers or {})}
             return self._http.request(method, self._url + path, body=body, headers=headers, redirect=False)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
+        except (urllib3.exceptions.HTTPError, OSError, UnicodeError) as error:
             raise NotReadyError(f"asking {self._url}: {error}; is the server running there?") from error
 
     def ask(self, path: str, method: str = "GET", body: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hps.errors import ModelFileError
+from hps.ground.small_files import read_small
 from hps.models.files import stored_shape
 from hps.models.manifest import VERSION, read_json, read_manifest, within
 from hps.models.repository import MODEL_ENTRY
@@ -260,9 +261,8 @@ class _Search:
 def entries_of(path: str) -> list[dict[str, Any]]:
     """Read the entries of `models` in a ps.json, unchecked; none if the file is something else."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            models = json.load(file).get("models")
-    except (OSError, ValueError, AttributeError):
+        models = json.loads(read_small(path).decode("utf-8-sig")).get("models")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return []
     listed = models if isinstance(models, list) else []
     return [one for one in listed if isinstance(one, dict) and isinstance(one.get("sparse_files"), list)]

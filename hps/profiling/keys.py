@@ -92,8 +92,8 @@ def recorded_keys(path: str | os.PathLike[str], model: str, tables: Sequence[str
     doing = f"reading recorded keys of model {model!r} from {path}"
     if Path(path).suffix == ".npy":
         try:
-            keys = np.load(path)
-        except (OSError, ValueError) as error:
+            keys = np.lib.format.open_memmap(path, mode="r")  # never more than the file has
+        except (OSError, ValueError, OverflowError) as error:
             raise errors.InvalidInputError(f"{doing}: {error}") from error
         if keys.dtype != np.int64 or keys.ndim != 1 or not keys.size:
             raise errors.InvalidInputError(f"{doing}: got {keys.shape} {keys.dtype}, expected (n,) int64 with at least one key")

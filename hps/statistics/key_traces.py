@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from io import FileIO
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,11 @@ _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
 _BLOCK: Final = 16
 _NONE: KeyArray = np.empty(0, np.int64)
 _WHOLE: Final = 1 << 64
+_MOST_BLOCK_BYTES: Final = 1 << 28
+_MOST_LINE_BYTES: Final = 1 << 16
+_INFLATED_BYTES: Final = 64 << 20
+_INFLATED_RATIO: Final = 32
+"""A recording inflates to at most this many times its size beyond `_INFLATED_BYTES`; recorded keys to some 4 times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,23 +345,55 @@ def read_traces(path: str | os.PathLike[str]) -> list[KeyTrace]:
     recording: dict[str, Any] = {}
     parts: dict[tuple[str, str], list[tuple[dict[str, Any], KeyArray]]] = {}
     try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ModelFileError(f"reading recorded keys from {path}: {error}") from error
-    for body, _ in _blocks(content, path):
-        line, _, data = body.partition(b"\n")
-        about = json.loads(line)
-        if "version" in about:
-            if about["version"] != _VERSION:
-                raise ModelFileError(
-                    f"reading recorded keys from {path}: got version {about['version']}, expected {_VERSION}; read it with the "
-                    "release that wrote it"
+        with _open_recording(Path(path)) as file:
+            for body, end in _blocks(file, path):
+                line, _, data = body.partition(b"\n")
+                about = _about(
+                    line, len(data), not recording, f"reading recorded keys from {path}: the block before byte {end}"
                 )
-            traces += _traces(recording, parts)
-            recording, parts = about, {}
-        else:
-            parts.setdefault((about["model"], about["table"]), []).append((about, np.frombuffer(data, "<i8").reshape(2, -1)))
+                if "version" in about:
+                    traces += _traces(recording, parts)
+                    recording, parts = about, {}
+                else:
+                    rows = np.frombuffer(data, "<i8").reshape(2, -1)
+                    if rows[1].size and rows[1].min() < 0:
+                        raise ModelFileError(
+                            f"reading recorded keys from {path}: got a lookup number below 0 before byte {end}"
+                        )
+                    parts.setdefault((about["model"], about["table"]), []).append((about, rows))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ModelFileError):
+            raise
+        raise ModelFileError(f"reading recorded keys from {path}: {error}") from error
     return [*traces, *_traces(recording, parts)]
+
+
+def _about(line: bytes, data_bytes: int, first: bool, what: str) -> dict[str, Any]:
+    """Read the line of JSON of a block.
+
+    Raises:
+        ModelFileError: no recorder of this release wrote it.
+    """
+    try:
+        about: Any = json.loads(line) if len(line) <= _MOST_LINE_BYTES else None
+    except (ValueError, RecursionError):
+        about = None
+    if isinstance(about, dict) and "version" in about and about["version"] != _VERSION:
+        raise ModelFileError(
+            f"{what}: got version {about['version']!r:.20}, expected {_VERSION}; read it with the release that wrote it"
+        )
+    try:
+        if "version" in about:
+            good = 0 < about["rate"] <= 1 and type(about["hashed"]) is bool and not data_bytes
+        else:
+            n, asked, seconds = about["n"], about["asked"], about["seconds"]
+            good = not first and type(about["model"]) is type(about["table"]) is str and type(n) is type(asked) is int
+            good = good and 0 <= n <= asked < 1 << 48 and data_bytes == 16 * n and 0 <= seconds < math.inf
+    except (TypeError, KeyError):
+        good = False
+    if not good:
+        raise ModelFileError(f"{what} is not one of a recording: got {line[:60]!r} and {data_bytes} bytes")
+    return dict(about)
 
 
 def _traces(
@@ -376,23 +414,54 @@ def _traces(
         )
 
 
-def _blocks(content: bytes, path: str | os.PathLike[str]) -> Iterator[tuple[bytes, int]]:
-    """Yield the body and end position of each complete block.
+def _open_recording(path: Path) -> IO[bytes]:
+    """Open a file for reading. Pipes and devices have no end, and are refused."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller's
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "expected a regular file")
+    return file
+
+
+def _blocks(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[tuple[bytes, int]]:
+    """Yield the body and end position of each complete block, one in memory at a time.
 
     Raises:
-        ModelFileError: the file does not begin with a block, or a damaged one is followed by others.
+        ModelFileError: the file does not begin with a block, a damaged one is followed by others, or it inflates to far more
+            than a recording does.
     """
-    at = 0
-    while at < len(content):
-        head = content[at : at + _HEAD.size]
+    at, size_bytes = 0, os.fstat(file.fileno()).st_size
+    room = _INFLATED_BYTES + _INFLATED_RATIO * size_bytes
+    while head := file.read(_HEAD.size):
         magic, size, crc = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0)
-        body = content[at + _HEAD.size : at + _HEAD.size + size]
-        if magic != _MAGIC or len(body) < size or zlib.crc32(body) != crc:
-            if at == 0 or content.find(_MAGIC, at + 1) >= 0:
+        body = file.read(min(size, size_bytes)) if magic == _MAGIC and size <= _MOST_BLOCK_BYTES else b""
+        if not body or len(body) < size or zlib.crc32(body) != crc:
+            if at == 0 or _magic_after(file, at):
                 raise ModelFileError(f"reading recorded keys from {path}: got damage at byte {at}, expected a block of keys")
             return
+        inflater = zlib.decompressobj()
+        try:
+            inflated = inflater.decompress(body, room + 1)
+        except zlib.error as error:
+            raise ModelFileError(f"reading recorded keys from {path}: the block at byte {at}: {error}") from error
+        room -= len(inflated)
+        if room < 0 or not inflater.eof:
+            raise ModelFileError(
+                f"reading recorded keys from {path}: the block at byte {at} inflates to more than recorded keys do"
+            )
         at += _HEAD.size + size
-        yield zlib.decompress(body), at
+        yield inflated, at
+
+
+def _magic_after(file: IO[bytes], at: int) -> bool:
+    """Whether another block may begin after the one at `at`."""
+    file.seek(at + 1)
+    before = b""
+    while data := file.read(1 << 20):
+        if _MAGIC in before + data:
+            return True
+        before = data[1 - len(_MAGIC) :]
+    return False
 
 
 def _opened(path: Path) -> FileIO:
@@ -400,9 +469,10 @@ def _opened(path: Path) -> FileIO:
     if path.is_fifo():
         raise OSError(errno.EINVAL, "it is a pipe, and opening it would wait for a reader")
     if path.exists() and path.stat().st_size:
-        ends = [end for _, end in _blocks(path.read_bytes(), path)]
+        with _open_recording(path) as file:
+            ends = [end for _, end in _blocks(file, path)]
         os.truncate(path, ends[-1])
-    return open(path, "ab", buffering=0)
+    return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666), "ab", buffering=0)
 
 
 def distinct_share(trace: KeyTrace, most: int) -> float:

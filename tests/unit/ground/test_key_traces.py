@@ -1,8 +1,13 @@
 """Recordings of keys: what is sampled, what the file keeps, and what goes wrong without failing a lookup."""
 
+import json
+import math
 import os
+import resource
 import struct
 import threading
+import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +19,7 @@ from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
+from tests.servers.child_processes import run_alone
 from tests.servers.running_service import wait_until
 
 TABLES = (TableSpec("shop", "item", 4, 0.0, 1 << 20), TableSpec("shop", "user", 8, 0.0, 1 << 20))
@@ -271,9 +277,6 @@ def test_keys_elsewhere_are_counted_and_not_read(tmp_path):
 
 
 def test_another_version_of_the_format_is_refused(tmp_path):
-    import json
-    import zlib
-
     body = zlib.compress(json.dumps({"version": 2}).encode() + b"\n")
     (tmp_path / "keys").write_bytes(struct.pack("<4sII", b"HPSB", len(body), zlib.crc32(body)) + body)
     with pytest.raises(ModelFileError, match="got version 2, expected 1"):
@@ -284,3 +287,96 @@ def test_traces_are_thinned_to_no_more_than_they_have():
     trace = KeyTrace("m", "t", np.arange(10), np.arange(10), 0.5, 1.0, False, 10)
     assert trace.thinned(0.7) is trace
     assert distinct_share(trace, 10) == 0.5
+
+
+# -- hostile files -----------------------------------------------------------------------------------------------------
+
+
+def block(line, data=b""):
+    body = zlib.compress((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" + data)
+    return struct.pack("<4sII", b"HPSB", len(body), zlib.crc32(body)) + body
+
+
+def framed(body, size=None):
+    return struct.pack("<4sII", b"HPSB", len(body) if size is None else size, zlib.crc32(body)) + body
+
+
+HEAD = {"version": 1, "rate": 1.0, "hashed": False}
+KEYS = {"model": "shop", "table": "item", "n": 2, "asked": 5, "seconds": 0.5}
+HOSTILE = {
+    "not JSON": block(b"{"),
+    "deep JSON": block(b"[" * 50_000),
+    "a long line": block(b"9" * (1 << 17)),
+    "a list": block([HEAD]),
+    "a number": block(3),
+    "no rate": block({"version": 1, "hashed": False}),
+    "rate 0": block({**HEAD, "rate": 0}),
+    "rate 2": block({**HEAD, "rate": 2}),
+    "rate NaN": block({**HEAD, "rate": math.nan}),
+    "rate of text": block({**HEAD, "rate": "1"}),
+    "hashed of text": block({**HEAD, "hashed": "no"}),
+    "a head with keys": block(HEAD, bytes(32)),
+    "keys without a head": block(KEYS, bytes(32)),
+    "no line": block(HEAD) + framed(zlib.compress(bytes(100))),
+    "no model": block(HEAD) + block({key: value for key, value in KEYS.items() if key != "model"}, bytes(32)),
+    "a model of lists": block(HEAD) + block({**KEYS, "model": []}, bytes(32)),
+    "fewer keys than said": block(HEAD) + block(KEYS, bytes(16)),
+    "half a key": block(HEAD) + block(KEYS, bytes(31)),
+    "negative n": block(HEAD) + block({**KEYS, "n": -2}, bytes(32)),
+    "huge n": block(HEAD) + block({**KEYS, "n": 1 << 62, "asked": 1 << 63}, bytes(32)),
+    "n true": block(HEAD) + block({**KEYS, "n": True}, bytes(16)),
+    "asked for less": block(HEAD) + block({**KEYS, "asked": 1}, bytes(32)),
+    "asked for too much": block(HEAD) + block({**KEYS, "asked": 10**30}, bytes(32)),
+    "endless": block(HEAD) + block({**KEYS, "seconds": math.inf}, bytes(32)),
+    "negative time": block(HEAD) + block({**KEYS, "seconds": -1}, bytes(32)),
+    "negative lookups": block(HEAD) + block(KEYS, np.array([1, 2, -3, 1], "<i8").tobytes()),
+    "not compressed": block(HEAD) + framed(b"x" * 100),
+    "cut short within": block(HEAD) + framed(zlib.compress(bytes(1000))[:-8]),
+    "a block of gigabytes": block(HEAD) + framed(b"x", 0xFFFFFFFF) + block(KEYS, bytes(32)),
+    "garbage": bytes(range(256)),
+    "zeros": bytes(100),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_file_that_no_recorder_wrote_is_refused(tmp_path, what):
+    (tmp_path / "keys").write_bytes(HOSTILE[what])
+    with pytest.raises(ModelFileError, match="reading recorded keys from"):
+        read_traces(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("what", ["directory", "fifo", "loop", "/dev/zero", "/dev/null"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, what):
+    path = Path(what) if what.startswith("/") else tmp_path / what
+    if what == "directory":
+        path.mkdir()
+    elif what == "fifo":
+        os.mkfifo(path)
+    elif what == "loop":
+        path.symlink_to(path)
+    with pytest.raises(ModelFileError):
+        read_traces(path)
+
+
+def test_a_recording_that_inflates_without_end_takes_bounded_memory(tmp_path):
+    with open(tmp_path / "keys", "wb") as file:
+        file.write(block(HEAD))
+        n = 1 << 20
+        one = block({**KEYS, "n": n, "asked": n}, bytes(16 * n))  # 16 MB in 16 kB
+        for _ in range(150):
+            file.write(one)
+    assert (tmp_path / "keys").stat().st_size < 3 << 20
+    run_alone(check_bounded_reading, str(tmp_path / "keys"))
+
+
+def check_bounded_reading(path):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with pytest.raises(ModelFileError, match="inflates to more than recorded keys do"):
+        read_traces(path)
+    most = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
+    assert most < 512 << 20, most
+
+
+def test_recorded_keys_that_compress_well_are_read(tmp_path):
+    recorded(tmp_path / "keys", [{1: np.zeros(1000, np.int64)} for _ in range(500)], rate=1.0)
+    assert read_traces(tmp_path / "keys")[0].keys.size == 500_000

@@ -210,7 +210,7 @@ def hostile(most):
         "strings": (PATH, b'{"tables": {"item": [%s1]}}' % (b'"1",' * most)),
         "objects": (PATH, b'{"tables": {"item": [%s1]}}' % (b'{"":0},' * (most // 3))),
         "too large a key": (PATH, b'{"tables": {"item": [%s, 18446744073709551615]}}' % ones),
-        "too many keys": (PATH, b'{"tables": {"item": [%s]}}' % ones),
+        "too many keys": (PATH, b'{"tables": {"item": [%s1]}}' % (b"1," * KEYS)),
         "unknown table": (PATH, b'{"tables": {"none": [%s]}}' % ones),
         "unknown member": (PATH, b'{"keys": [%s]}' % ones),
         "unknown model": ("/v1/models/none/lookup", b'{"tables": {"item": [%s]}}' % ones),

@@ -51,6 +51,21 @@ class Arrivals:
             self._looks, self._end = looks, last
         self._looked = max(self._looked, asked)
 
+    def fetched(self, first: Place, claimed: float, last: Place) -> None:
+        """Note that all unread messages up to `last` were fetched, and begin with `first`.
+
+        Args:
+            claimed: as for `read`, of `first`.
+        """
+        now = time.monotonic()
+        if claimed <= now:
+            if first > self._end:
+                self._looked = max(self._looked, claimed)
+            elif self._looks and claimed <= self._looks[0].by:
+                oldest, *others = self._looks
+                self._looks = (oldest._replace(after=max(oldest.after, claimed)), *others)
+        self.look(last, now)
+
     def read(self, place: Place, claimed: float) -> float | None:
         """Return when a message was appended that is read now; None if unknown.
 
@@ -73,8 +88,7 @@ class Arrivals:
     def unread_since(self) -> float | None:
         """Return a moment before which no unread message was appended; None if unknown."""
         looks = self._looks
-        after = looks[0].after if looks else self._looked
-        since = after if after > _NEVER else self._previous
+        since = max(looks[0].after if looks else self._looked, self._previous)  # messages are appended in their order
         return since if since > _NEVER else None
 
 

@@ -579,6 +579,9 @@ class _Reader:
             if log.closing.is_set() or stream.paused or stream.read != reads[stream.key]:
                 continue
             log.queue.extend((stream, message) for message in messages)
+            if not stream.queued:
+                first, last = _order(messages[0].position), _order(messages[-1].position)
+                stream.arrivals.fetched(first, first[0] / 1000 - stream.ahead_s, last)
             log.queued_bytes += sum(len(message.value) + _MESSAGE_BYTES for message in messages)
             stream.read = messages[-1].position
             stream.count += len(messages)

@@ -64,7 +64,24 @@ def test_a_message_that_no_look_showed_came_after_the_last_one(partition: Partit
     assert partition.arrivals.unread_since() == 99.5
     assert partition.read(107.0, 5, HOUR) == 99.5
     assert partition.read(107.0, 6, 105.0) == 105.0
-    assert partition.arrivals.unread_since() == 99.5
+    assert partition.arrivals.unread_since() == 105.0  # messages are appended in their order
+
+
+@pytest.mark.parametrize(("claimed", "since"), [(101.6, 101.6), (-HOUR, 101.0), (HOUR, 101.0)])
+@pytest.mark.parametrize("seen", [False, True])
+def test_unread_messages_are_as_old_as_the_first_of_those_that_were_fetched(
+    partition: Partition, claimed: float, since: float, *, seen: bool
+) -> None:
+    partition.look(101.0, 4)
+    partition.arrivals.skip((4,))
+    if seen:
+        partition.look(102.0, 5)
+    partition.now = 102.1
+    partition.arrivals.fetched((5,), claimed, (7,))
+    assert partition.arrivals.unread_since() == since
+    assert partition.read(103.0, 5, claimed) == since
+    assert partition.arrivals.unread_since() == (max(since, 102.0) if seen else since)
+    assert [partition.read(103.0, place, 102.05) for place in (6, 7)] == [102.05, 102.05]
 
 
 def test_a_look_of_unknown_time_says_nothing_about_what_comes_later(partition: Partition) -> None:

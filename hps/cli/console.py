@@ -48,6 +48,11 @@ def reported() -> Iterator[None]:
         console = Console(stderr=True, highlight=False)
         console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, _WRONG_INPUT) else 1) from error
+    except BrokenPipeError:  # the reader of our output has seen enough
+        raise
+    except (OSError, UnicodeError) as error:  # of files that the command writes
+        typer.echo(f"error: {error}".encode("utf-8", "backslashreplace"), err=True)
+        raise typer.Exit(1) from error
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None

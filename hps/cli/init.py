@@ -91,14 +91,14 @@ def init_command(
         lines = _lines(content, reasons)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text("\n".join(line for line, _ in lines) + "\n")
-    if explain:
-        width = min(80, max(len(line) for line, _ in lines))
-        for line, reason in lines:
-            typer.echo(f"{line:{width}}  {reason}".rstrip())
-    for entry in content.get("models", ()):
-        ids = ", ".join(f"{place} = {name}" for place, name in enumerate(entry["embedding_table_names"]))
-        typer.echo(f"{entry['model']}: ids of its tables, the order of KEYS and NUMKEYS: {ids}")
-    typer.echo(f"{output}: written; next: `hps check-config {output} --connect`, `hps plan {output}`, `hps serve {output}`")
+        if explain:
+            width = min(80, max(len(line) for line, _ in lines))
+            for line, reason in lines:
+                typer.echo(f"{line:{width}}  {reason}".rstrip())
+        for entry in content.get("models", ()):
+            ids = ", ".join(f"{place} = {name}" for place, name in enumerate(entry["embedding_table_names"]))
+            typer.echo(f"{entry['model']}: ids of its tables, the order of KEYS and NUMKEYS: {ids}")
+        typer.echo(f"{output}: written; next: `hps check-config {output} --connect`, `hps plan {output}`, `hps serve {output}`")
 
 
 def _ask(choices: _Choices) -> None:

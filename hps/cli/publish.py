@@ -159,10 +159,11 @@ def _chunks(
 def _deleted_keys(text: str) -> "KeyArray":
     import numpy as np
 
+    from hps.models.formats.numpy_files import read_keys
+
+    if text.endswith(".npy"):
+        return read_keys(text)
     try:
-        keys = np.load(text) if text.endswith(".npy") else np.array([int(key) for key in text.split(",")], np.int64)
-    except (OSError, ValueError, OverflowError) as error:
+        return np.array([int(key) for key in text.split(",")], np.int64)
+    except (ValueError, OverflowError) as error:
         raise errors.InvalidInputError(f"publishing: got --delete {text!r} ({error}), expected 5,7,9 or a .npy file") from error
-    if keys.dtype != np.int64 or keys.ndim != 1:
-        raise errors.InvalidInputError(f"publishing: got --delete {text!r}, {keys.dtype} {keys.shape}, expected int64 (n,)")
-    return keys

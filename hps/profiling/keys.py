@@ -10,6 +10,7 @@ import numpy as np
 
 from hps import errors
 from hps.ground.workloads import hot_ranks, ids_of_ranks, power_law_ranks
+from hps.models.formats.numpy_files import read_keys
 from hps.statistics.key_traces import read_traces
 from hps.types import KeyArray
 
@@ -87,16 +88,12 @@ def recorded_keys(path: str | os.PathLike[str], model: str, tables: Sequence[str
 
     Raises:
         InvalidInputError: the file lacks a table's keys, or has only hashes of them.
-        ModelFileError: the file is no recording.
+        ModelFileError: the file is no recording, or no file of keys.
     """
     doing = f"reading recorded keys of model {model!r} from {path}"
     if Path(path).suffix == ".npy":
-        try:
-            keys = np.lib.format.open_memmap(path, mode="r")  # never more than the file has
-        except (OSError, ValueError, OverflowError) as error:
-            raise errors.InvalidInputError(f"{doing}: {error}") from error
-        if keys.dtype != np.int64 or keys.ndim != 1 or not keys.size:
-            raise errors.InvalidInputError(f"{doing}: got {keys.shape} {keys.dtype}, expected (n,) int64 with at least one key")
+        if not (keys := read_keys(str(path))).size:
+            raise errors.InvalidInputError(f"{doing}: got no keys, expected at least one")
         return dict.fromkeys(tables, keys)
     own = [one for one in read_traces(path) if one.model == model and one.keys.size]
     traces = {one.table: one for one in sorted(own, key=lambda one: one.keys.size)}

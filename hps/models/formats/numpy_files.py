@@ -2,6 +2,7 @@
 
 import math
 import os
+import stat
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -9,7 +10,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from hps.errors import ModelFileError
 from hps.models.formats.base import AnyArray, ArrayInfo, ArraySource, reading
+from hps.types import KeyArray
 
 _READ_HEAD = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -38,6 +41,23 @@ class NpyFiles(ArraySource):
         arrays = [dict(self._arrays)[name] for name in names]
         for start in range(0, len(arrays[0]), step):
             yield [array[start : start + step] for array in arrays]
+
+
+def read_keys(file: str) -> KeyArray:
+    """Return the keys of a .npy file, memory-mapped: (n,) int64, read only.
+
+    Raises:
+        ModelFileError: it is no such file, or cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise ValueError("it is no regular file")
+        keys = np.lib.format.open_memmap(file, mode="r")  # never more than the file has
+    except Exception as error:
+        raise ModelFileError(f"reading keys of {file}: {type(error).__name__}: {error}; expected a .npy file") from error
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ModelFileError(f"reading keys of {file}: got {keys.shape} {keys.dtype}, expected (n,) int64")
+    return keys
 
 
 class NpzArchive(ArraySource):

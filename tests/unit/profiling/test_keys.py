@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hps.errors import InvalidInputError
+from hps.errors import InvalidInputError, ModelFileError
 from hps.profiling.keys import POOL_KEYS, KeyPool, Workload, recorded_keys
 from hps.statistics.key_traces import KeyTrace
 
@@ -64,7 +64,7 @@ def test_a_file_of_keys_is_for_every_table(tmp_path):
 def test_a_file_without_keys_is_refused(tmp_path, keys):
     if keys is not None:
         np.save(tmp_path / "keys.npy", keys)
-    with pytest.raises(InvalidInputError, match="reading recorded keys"):
+    with pytest.raises((InvalidInputError, ModelFileError), match=r"reading (recorded )?keys"):
         recorded_keys(tmp_path / "keys.npy", "m", ["item"])
 
 

@@ -103,10 +103,14 @@ def test_a_lookup_over_http_crosses_few_files(files: Path, called: Called) -> No
     threading.setprofile(called.note)
     unlogged = {"access_log_per_s": 0}  # as most requests of a busy service are
     with running_service(document_of(model_of("m", [files], {"item": DIM}, **CHANGES), service=unlogged)) as service:
-        for called.on in (False, False, True):
+        runs = []
+        for called.on in (False, False, *[True] * 10):
+            called.clear()
             response = service.client.post("/v2/models/m/infer", content=text + np.arange(10).tobytes(), headers=length)
+            runs.append(called.copy())
         called.on = False
     assert response.content.endswith(np.arange(10).repeat(DIM).astype(np.float32).tobytes())
+    called = min(runs[2:], key=len)  # what runs in the background falls into some of them only
     assert "parameter_server.py" in called  # the profile reaches the threads
     service_files = {path for path in called if path.startswith("service/")}
     assert len(service_files) <= MOST_FILES_OF_THE_SERVICE, sorted(service_files)

@@ -287,7 +287,7 @@ def test_a_thread_that_an_error_ends_is_logged_counted_and_asks_for_a_restart(st
 
 
 def test_the_first_of_several_threads_names_the_restart_and_each_is_counted():
-    for name in ("a", "b", "c", "a"):
+    for name in ("a", "b", "a", "c"):
         thread = new_thread(name, partial(ends, ValueError(name)))
         thread.start()
         thread.join(20)

@@ -302,11 +302,13 @@ def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator
     log.follow(topics, {}, "earliest")
     deadline = time.monotonic() + timeout_s
     read: Counter[Partition] = Counter()
-    ends: dict[Partition, int] = {}  # messages that lay there when the partition was found
+    ends: dict[Partition, int] = {}  # messages that lay there when the first ones were read, which know the end best
     while True:
         messages = log.poll(0.1, _QUEUED_BYTES)
         behind, polled = log.behind(), Counter(message.partition for message in messages)
-        ends = {one: count + read[one] + polled[one] for one, count in behind.items() if count is not None} | ends
+        for one, count in behind.items():
+            if count is not None and not read[one]:
+                ends[one] = max(count + polled[one], ends.get(one, 0))
         for message in messages:
             read[message.partition] += 1
             if read[message.partition] <= ends.get(message.partition, read[message.partition]):

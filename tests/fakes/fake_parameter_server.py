@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -19,6 +20,10 @@ class FakeDeployment:
     devices: tuple[int, ...] = (0,)
     version: str = "1"
     keys_per_sample: int = 1
+
+    @property
+    def config(self) -> SimpleNamespace:
+        return SimpleNamespace(embedding_table_names=[table.table_name for table in self.tables])
 
 
 class FakeParameterServer:

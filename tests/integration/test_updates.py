@@ -287,8 +287,8 @@ def test_a_version_takes_over_once_it_has_caught_up_or_has_waited_long_enough(
     positions = log.publish(1)
     assert log.memory is not None
     log.memory.away = True
-    wait_s = 0.01 if end == "the time is over" else 600.0
-    with running_service(document(ready_lag_s=0.5, ready_wait_s=wait_s), ready=end == "the time is over") as service:
+    lag_s, wait_s = (0.5, 0.01) if end == "the time is over" else (1e-6, 600.0)
+    with running_service(document(ready_lag_s=lag_s, ready_wait_s=wait_s), ready=end == "the time is over") as service:
         if end == "the time is over":
             assert "takes over although its updates are not within ready_lag_s (0.5 s) after 0.01 s: " in caplog.text
             assert service.client.get("/v2/health/ready").status_code == 200

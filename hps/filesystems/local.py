@@ -118,11 +118,7 @@ class LocalFileSystem(FileSystem):
         """Rename a directory durably."""
         try:
             os.rename(local_path(path), local_path(new_path))
-            descriptor = os.open(os.path.dirname(local_path(new_path)) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_directory(os.path.dirname(local_path(new_path)) or ".")
         except OSError as error:
             raise _refusal("renaming", f"{path} to {new_path}", error) from error
 
@@ -203,3 +199,12 @@ def _refusal(doing: str, path: str, error: OSError) -> ModelFileError:
     if isinstance(error, PermissionError):
         return ModelFileError(f"{doing} {path}: permission denied; let the user that runs hps read it")
     return ModelFileError(f"{doing} {path}: {error.strerror or error}")
+
+
+def sync_directory(directory: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

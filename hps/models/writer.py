@@ -14,7 +14,7 @@ import pydantic
 
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.filesystems.base import FileSystem, FileWriter
-from hps.filesystems.local import local_path
+from hps.filesystems.local import local_path, sync_directory
 from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, write_file
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
@@ -124,8 +124,8 @@ def write_version(
         write_file(filesystem, f"{target}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
         if filesystem.is_local:
             for name in tables:
-                _sync(local_path(f"{target}/{name}"))
-            _sync(local_path(target))
+                sync_directory(local_path(f"{target}/{name}"))
+            sync_directory(local_path(target))
         if filesystem.renames_directories:
             filesystem.rename(target, place)
         undo.pop_all()
@@ -192,10 +192,10 @@ def _write_local(filesystem: FileSystem, target: str, chunks: Iterable[tuple[Key
         try:
             os.mkdir(temporary)  # within the try: an interrupt may come before the next statement
             count = _write_files(filesystem, temporary, chunks)["key"].size_bytes // 8
-            _sync(temporary)
+            sync_directory(temporary)
             _check_target(target, overwrite)
             _put_in_place(temporary, target)
-            _sync(parent)
+            sync_directory(parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # after an exchange, this is the old model
     except ModelFileError:  # some are also OSErrors
@@ -261,11 +261,3 @@ def _put_in_place(temporary: str, target: str) -> None:
     os.rename(target, aside)
     os.rename(temporary, target)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from hps.databases.base import PersistentDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError
+from hps.filesystems.local import sync_directory
 from hps.lookup.chain import DatabaseChain
 
 _log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Pins:
         try:
             path.unlink(missing_ok=True)
             if path.parent.exists():
-                _sync(path.parent)
+                sync_directory(path.parent)
         except OSError as error:
             raise DatabaseError(
                 f"ending the pin of model {model!r}: {error}; a restart would serve the pinned version"
@@ -158,12 +159,4 @@ def _write(path: Path, model: str, pin: Pin) -> None:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(path.parent)

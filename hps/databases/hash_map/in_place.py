@@ -25,7 +25,7 @@ PIECE_BYTES: Final = 256 << 20
 _PIN_TIMEOUT_S: Final = 600.0
 
 
-class Pin:
+class PinnedPages:
     """Pages that devices may read. They are unpinned with the last reference, before they are unmapped."""
 
     __slots__ = ("_pages", "_pieces", "_pinner")
@@ -67,7 +67,7 @@ class TableInPlace(HostTable):
         self._pinning = threading.Lock()
         self._changing = threading.Lock()  # of the layout, or of whether there can be any; watchers are called under it
         self._pinner: Pinner | None = None
-        self._pins: dict[Pages, Pin] = {}
+        self._pins: dict[Pages, PinnedPages] = {}
         self._layout: HostLayout | None = None
         self._closed = False
         self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
@@ -125,7 +125,7 @@ class TableInPlace(HostTable):
             raise self._refused("it was dropped, or memory that it grew by could not be pinned")
         if table.notes_accesses:
             raise self._refused("its overflow_policy goes by accesses, which a device does not note; expected evict_random")
-        pins: dict[Pages, Pin] = {}
+        pins: dict[Pages, PinnedPages] = {}
         with table.writing("making versions of its stripes"):
             table.share()
         try:
@@ -140,7 +140,7 @@ class TableInPlace(HostTable):
                     pin.undo()
             raise
 
-    def _show(self, buckets: Buckets, slabs: Slabs, pinner: Pinner, pins: dict[Pages, Pin]) -> bool:
+    def _show(self, buckets: Buckets, slabs: Slabs, pinner: Pinner, pins: dict[Pages, PinnedPages]) -> bool:
         with self._changing:
             if self._closed:
                 return False
@@ -164,7 +164,9 @@ def _pages_of(buckets: Buckets, slabs: Slabs) -> list[Pages]:
     return [*buckets.pages, *(extent.pages for extent in slabs.extents), *versions]
 
 
-def _add(pins: dict[Pages, Pin], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]) -> None:
+def _add(
+    pins: dict[Pages, PinnedPages], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]
+) -> None:
     missing = [pages for pages in _pages_of(*memory) if pages not in pins]
     total = sum(pages.whole_bytes for pages in (*pins, *missing))
     done = total - sum(pages.whole_bytes for pages in missing)
@@ -175,4 +177,4 @@ def _add(pins: dict[Pages, Pin], memory: tuple[Buckets, Slabs], pinner: Pinner, 
         progress(done, total)
 
     for pages in missing:
-        pins[pages] = Pin(pages, pinner, pinned)
+        pins[pages] = PinnedPages(pages, pinner, pinned)

@@ -415,7 +415,6 @@ class KafkaLog(UpdateLog):
                 self._restart(partition, reading, f"waits for message {reading.next}; the last one is {there.high - 1}")
                 return
         self._restart(partition, reading, "")
-        reading.end = there.high
 
     def _reopen(self) -> None:
         """Reopen the consumer to drop leader epochs: a topic made anew restarts them at 0, stale to librdkafka."""

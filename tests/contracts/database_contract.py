@@ -508,6 +508,7 @@ class DatabaseContract:
         keys = distinct_keys(4)
         a, b, c, d = keys.tolist()
         assert applied(followed, TAG, changes_of(keys[[0, 1]], [7, 10], version=1)) == [True] * 2
+        assert applied(followed, TAG, changes_of(keys[:1], 8, version=1)) == [True]  # of a partition that is behind
         followed.insert(TAG, keys[[0, 2]], vectors_of(keys[[0, 2]], DIM, 2))
         followed.delete(TAG, keys[[1, 3]])
         assert applied(followed, TAG, changes_of(keys, 10, version=3)) == [False] * 4

@@ -750,15 +750,17 @@ def test_after_a_change_that_failed_halfway_each_row_has_the_sequence_of_its_sta
     def fail(table, keys):
         raise DatabaseError("was told to fail")
 
-    keys = distinct_keys(4)
+    keys = distinct_keys(5)
     applied(database, TAG, changes_of(keys[:3], 10, version=1))
+    applied(database, TAG, changes_of(keys[4:], 40, version=1))
+    changes = changes_of(keys[[4, 0, 1, 2, 3]], 30, [False, False, True, True, False], 3)  # the first is outdated
     with monkeypatch.context() as patched:
         patched.setattr("hps.databases.hash_map.table.HashMapTable.delete", fail)
         with pytest.raises(DatabaseError, match="told"):
-            database.apply(TAG, changes_of(keys, 30, [False, True, True, False], 3), {"p": LogPosition("18", 30)})
+            database.apply(TAG, changes, {"p": LogPosition("18", 30)})
     assert database.follow_log(TAG) == {}
-    assert applied(database, TAG, changes_of(keys, [20, 20, 9, 29], version=2)) == [False, True, False, False]
-    wanted = [vectors_of(keys[i : i + 1], DIM, version)[0] for i, version in enumerate((3, 2, 1, 3))]
+    assert applied(database, TAG, changes_of(keys, [20, 20, 9, 29, 39], version=2)) == [False, True, False, False, False]
+    wanted = [vectors_of(keys[i : i + 1], DIM, version)[0] for i, version in enumerate((3, 2, 1, 3, 1))]
     np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
 
 

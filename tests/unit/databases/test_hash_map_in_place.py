@@ -180,6 +180,17 @@ def test_pinning_that_fails_leaves_nothing_pinned_and_may_be_tried_again(databas
     assert pinner.faults == []
 
 
+def test_new_slabs_are_shown_also_while_the_buckets_have_room(pinner):
+    database, keys = opened(256), distinct_keys(5000)
+    table, (_, slabs) = database.host_table(TAG), database._tables[TAG].memory
+    table.pin(pinner)
+    for start in range(0, keys.size, 20):
+        fill(database, keys[start : start + 20], dim=256)
+        assert table.layout().slabs.size == slabs.count
+    assert slabs.count > 3
+    database.close()
+
+
 def test_growth_that_cannot_be_pinned_ends_reading_in_place_and_nothing_else(database, pinner, caplog):
     keys = distinct_keys(20_000)
     fill(database, keys[:100])
@@ -239,7 +250,7 @@ def test_growth_that_was_interrupted_is_shown_by_the_next_writer(database, pinne
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(in_place, "Pin", interrupted)
+        patched.setattr(in_place, "PinnedPages", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fill(database, distinct_keys(10, seed=5))
     database.delete(TAG, keys[:1])

@@ -7,7 +7,8 @@ import pytest
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems import retries
-from hps.filesystems.retries import retried
+from hps.filesystems.object_store import range_mismatch
+from hps.filesystems.retries import ReadTarget, fill, retried, share
 
 
 @pytest.fixture
@@ -81,3 +82,37 @@ def test_each_attempt_is_given_the_same_deadline(pauses: list[float]) -> None:
     with pytest.raises(ModelSourceError):
         retried(ModelSourceConfig(max_attempts=4, deadline_s=50), attempt)
     assert told == [150.0] * 4  # the clock began at 100
+
+
+def test_an_attempt_that_has_ended_writes_no_more(pauses: list[float]) -> None:
+    buffer, targets = bytearray(6), []
+
+    def attempt(target: ReadTarget, seconds: float) -> None:
+        targets.append(target)
+        for piece in (b"old", b"new") if len(targets) == 3 else (b"bad",):
+            target.write(piece)
+        if target.missing:
+            raise ModelSourceError("broken off")
+
+    fill(ModelSourceConfig(), "s3://b/key", memoryview(buffer), attempt)
+    assert [target.missing for target in targets] == [3, 3, 0]
+    for target in targets:
+        with pytest.raises(ModelSourceError, match="got more bytes than were asked for"):
+            target.write(b"x")
+    assert buffer == b"oldnew"
+
+
+@pytest.mark.parametrize(("left", "seconds"), [(100, 50), (20, 10), (12, 10), (10, 10), (4, 4), (0, 0), (-3, 0)])
+def test_an_attempt_leaves_time_for_another_and_ends_by_the_deadline(pauses: list[float], left: int, seconds: int) -> None:
+    assert share(ModelSourceConfig(timeout_s=10), 100.0 + left) == seconds
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "matches"),
+    [
+        *[("bytes 5-9/20", 5, True), ("bytes 5-9/20", 4, True), ("bytes 5-10/20", 6, False), ("bytes 4-8/20", 5, False)],
+        *[("", 5, False), ("garbage", 5, False)],
+    ],
+)
+def test_an_answer_of_other_bytes_than_were_asked_for_is_noticed(header: str, length: int, matches: bool) -> None:
+    assert (range_mismatch(header, length, 5, 10) == "") == matches

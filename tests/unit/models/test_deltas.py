@@ -93,6 +93,15 @@ def test_the_last_row_of_a_key_counts_and_a_change_may_be_of_any_size(tmp_path: 
     assert nothing_to_do(versions.load("2", [persistent]))
 
 
+def test_rows_of_each_delta_of_a_chain_are_hidden_by_every_later_one(versions: Versions, persistent: Any) -> None:
+    versions.add(Change((KEYS[:1], rows_of(1, seed=9)[1]), NO_KEYS))
+    versions.add(Change((NEW[3:4], rows_of(1, seed=10)[1]), np.concatenate([KEYS[106:108], NEW[2:3]])))  # what 2 brought
+    for volatile in (None, MemoryDatabase()):
+        databases = [volatile] if volatile else [persistent]
+        versions.load("5", databases)
+        assert held_of(databases[0], "5") == versions.expected("5")
+
+
 def test_the_checksum_of_a_table_is_the_same_whichever_way_it_was_loaded(versions: Versions) -> None:
     """By it, processes with databases of their own know that they may share a Redis."""
     records = []
@@ -181,7 +190,7 @@ def test_a_base_that_is_modified_while_it_is_copied_does_not_count(
             if i == 3 and tag == spec("1").tag:
                 end(versions, persistent)
                 monkeypatch.undo()
-            yield rows[0], rows[1] + (i > 3)
+            yield rows[0] + 10**15 * (i > 3), rows[1]
 
     monkeypatch.setattr(persistent, "scan", scanning)
     versions.load("2", [persistent])

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
+from hps.filesystems import local
+from hps.filesystems.local import LocalFileSystem
 from hps.ground.hashing import mix
 from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
 from hps.models.sample import sample_chunks, sample_vectors
@@ -346,6 +348,27 @@ def test_an_overwritten_model_is_the_new_one_alone(model_dir: Path) -> None:
     write_sparse_model(model_dir, rows_of(5, seed=2), overwrite=True)
     assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(5, seed=2))
     assert os.listdir(model_dir.parent) == [model_dir.name]
+
+
+def test_elsewhere_a_model_that_is_overwritten_has_no_keys_until_it_is_whole(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+
+    def noted(call: Callable[..., None]) -> Callable[..., None]:
+        def step(*args: Any) -> None:
+            call(*args)
+            there = (model_dir / "key").exists()
+            steps.append([(model_dir / name).read_bytes() for name in ("key", "emb_vector")] if there else [])
+
+        return step
+
+    monkeypatch.setattr(LocalFileSystem, "is_local", False)
+    monkeypatch.setattr(LocalFileSystem, "delete", noted(LocalFileSystem.delete))
+    monkeypatch.setattr(local._LocalWriter, "commit", noted(local._LocalWriter.commit))
+    rows = rows_of(100, seed=2)
+    write_sparse_model(model_dir, rows, overwrite=True)
+    assert steps == [[], [], [array.tobytes() for array in rows]]
 
 
 def test_overwriting_works_where_the_file_system_cannot_exchange(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hps.lookup.chain import DatabaseChain
 from hps.lookup.refresh import RefreshReport, refresh
 from hps.models.files import open_sparse_model
 from hps.models.sample import sample_vectors
-from hps.models.warm_up import warm_up
+from hps.models.warm_up import DatabaseRows, warm_up
 from hps.models.writer import write_sparse_model
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
@@ -75,6 +75,14 @@ def test_the_whole_cache_is_filled_whatever_the_step(source: str, capacity: int,
     np.testing.assert_array_equal(np.concatenate(cache.inserted), KEYS[:rows])
     assert max(inserted.size for inserted in cache.inserted) <= CHUNK_ROWS
     assert_warm(cache, KEYS, VECTORS, rows)
+
+
+def test_a_cache_is_filled_from_a_database_with_no_more_rows_than_it_holds() -> None:
+    cache, database = RecordingCache([TABLE], [700]), MemoryDatabase()
+    database.open_table(TAG, DIM)
+    database.insert(TAG, KEYS, VECTORS)
+    assert warm_up(cache, 0, TABLE, DatabaseRows(database, TAG, DIM), 1.0) == 700
+    assert sum(keys.size for keys in cache.inserted) == 700
 
 
 @pytest.mark.parametrize(("capacity", "fraction"), [(700, 0.0), (700, -1.0), (0, 0.5)])

@@ -63,22 +63,37 @@ def test_counters_are_those_of_the_model_its_tables_and_the_time_between():
         whole = Latency(10 * done, 3.0 * done, ((0.1, 0), (0.2, 0), (0.4, 10 * done)))
         stage = Latency(10 * done, 1.5 * done, ((0.1, 0), (0.2, 10 * done), (0.4, 10 * done)))
         tier = TierStatistics("embedding_cache", "cpu", "cpu", 0, 0, 0, 0, 30 * done, 10 * done, 0, 0, True, 0.0)
-        tables = tuple(TableStatistics(name, 4, 9, 40 * done, done, 0, 0, "copy", (tier,)) for name in ("item", "other"))
+        tables = tuple(
+            TableStatistics(name, 4, 9, 40 * done, done, 0, 0, "copy", (tier,)) for name in ("item", "user", "other")
+        )
         models = tuple(
             ModelStatistics(name, "1", (("1", "serving"),), 0.0, whole, {"query": stage}, 4, 1, tables) for name in ("n", "m")
         )
         server = ServerStatistics("0", 0.0, 0, models, (), {}, {})
-        return Counters({"server": asdict(server)}, "m", ["item"])
+        return Counters({"server": asdict(server)}, "m", ["item", "user"])
 
     after, before = counters(3), counters(1)
-    assert after.tiers_since(before) == {"embedding_cache": TierKeys(0.75, 80)}
-    assert after.defaults_since(before) == 2
+    assert after.tiers_since(before) == {"embedding_cache": TierKeys(0.75, 160)}
+    assert after.defaults_since(before) == 4
     stages = after.stages_since(before)
     assert list(stages) == ["lookup", "query"]
     assert (stages["query"].count, stages["query"].share) == (20, pytest.approx(0.5))
     assert stages["query"].mean_us == pytest.approx(150_000)
     assert stages["query"].p50_us == pytest.approx(150_000)  # half way between its bounds
     assert stages["query"].p99_us == pytest.approx(199_000)
+
+
+def test_requests_of_a_model_and_of_one_version_are_counted_together():
+    def counters(done):
+        latency = asdict(Latency(10 * done, 1.0 * done, ((0.1, 0), (0.2, 10 * done))))
+        names = ("{model}/infer", "{model}/versions/{version}/infer", "{model}/ready")
+        return Counters(
+            {"service": {"requests": [{"route": f"/v2/models/{name}", "latency": latency} for name in names]}}, "m", []
+        )
+
+    stages = counters(3).stages_since(counters(1))
+    assert [(name, times.count, times.share) for name, times in stages.items()] == [("http", 40, 1.0)]
+    assert stages["http"].mean_us == pytest.approx(100_000)
 
 
 def test_a_server_without_statistics_has_no_counters():

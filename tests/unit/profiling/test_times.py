@@ -37,8 +37,8 @@ def test_more_times_than_wait_to_be_counted():
 
 
 def test_merged_times_are_those_of_all_even_from_another_process():
-    a, b = times_of([1000, 2000]), times_of([5000])
-    merged = a.merge([pickle.loads(pickle.dumps(b))])
-    assert len(merged) == 3
-    assert merged.quantiles_s([0.5, 1.0]) == pytest.approx([2e-6, 5e-6], rel=1e-3)
+    a, b, c = times_of([1000, 2000]), times_of([5000]), times_of([1500])
+    merged = a.merge([pickle.loads(pickle.dumps(one)) for one in (b, c)])
+    assert (len(merged), merged.total_s, merged.largest_s) == (4, 9.5e-6, 5e-6)
+    assert merged.quantiles_s([0.5, 1.0]) == pytest.approx([1.5e-6, 5e-6], rel=1e-3)
     assert TimeHistogram().quantiles_s([0.5]) == [0.0]

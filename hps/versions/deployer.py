@@ -18,7 +18,7 @@ from hps.types import TableSpec
 from hps.versions.catalog import ModelCatalog
 from hps.versions.catalog_watch import CatalogWatch
 from hps.versions.changes import Change
-from hps.versions.deployment import Deployment, deploy, reconfigure
+from hps.versions.deployment import DRAIN_S, Deployment, deploy, reconfigure
 from hps.versions.live_models import LiveModels
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.retention import free_slot, leftovers, surplus
@@ -195,10 +195,12 @@ class Deployer:
             if same or there.chain.databases:
                 deployed = there if same else self._renewed(there, config)
                 # A modification that runs is in the database and not in the caches yet. Lookups that missed the old caches
-                # have its rows, so no others may take over which hold those from before.
+                # have its rows, so no others may take over which hold those from before; nor may one begin until they end.
                 try:
                     with nullcontext() if same else deployed.chain.settled(deployed.tables):
                         self._live.serve(deployed, lambda versions: versions, "hand over", beside=beside)
+                        if not same:
+                            there.lookups_ended.wait(DRAIN_S)
                 except BaseException:
                     if deployed is not there:
                         there.successors.remove(deployed)

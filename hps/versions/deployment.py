@@ -103,6 +103,7 @@ class Deployment:
         one_device: the first device if all devices share one session; else None.
         refresher: refreshes its caches, on demand and periodically.
         successors: deployments that take over the same tables; writes reach their caches too.
+        lookups_ended: set once it has closed and the last of its lookups has ended.
     """
 
     config: ModelConfig
@@ -125,9 +126,11 @@ class Deployment:
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
     refresher: Refresher = field(init=False, repr=False)
     successors: list["Deployment"] = field(init=False, default_factory=list, repr=False)
+    lookups_ended: threading.Event = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.changes = OpenCalls(f"the deployment of model {self.config.model!r}")
+        self.lookups_ended = threading.Event()
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
         self.indices = names | {index: index for index in names.values()}
         devices = self.devices
@@ -359,6 +362,8 @@ class Deployment:
             self.stop_following.clear()
         self.refresher.stop()
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
+        if all(ended):
+            self.lookups_ended.set()
         if not (self.changes.close(DRAIN_S) and all(ended)):
             return False
         if tables in ("keep", "hand over"):

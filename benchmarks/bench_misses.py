@@ -80,7 +80,7 @@ def run(report: Report, quick: bool) -> None:
     tables = [(1 << 17, 128), (1 << 17, 32)] if quick else [(1 << 24, 128), (1 << 24, 32), (1 << 22, 128)]
     for rows, dim in tables:
         about = f"{rows} rows x {dim}"
-        table = part(report, f"filling {about}", 90, partial(_Table, rows, dim))
+        table = part(report, f"filling {about}", 90, partial(Table, rows, dim))
         if table is None:
             continue
         part(report, f"misses, {about}", 60, partial(_misses, report, table, "link", quick))
@@ -116,7 +116,7 @@ def _find(layout, keys, addresses):  # type: ignore[no-untyped-def]
         addresses[i] = vector_of(layout, row_of(bucket, entry)) if bucket else U0
 
 
-class _Table:
+class Table:
     """Rows 0 to `rows` - 1 in the hash map; their vectors can be computed from their keys. *One per thread.*"""
 
     def __init__(self, rows: int, dim: int) -> None:
@@ -142,13 +142,17 @@ class _Table:
 
     def _batch(self, start: int, stop: int) -> tuple[KeyArray, FloatArray]:
         keys = np.arange(start, stop, dtype=np.int64)
+        return keys, self.vectors(keys)
+
+    def vectors(self, keys: KeyArray) -> FloatArray:
+        """The rows of keys, (n, dim)."""
         vectors = np.empty((keys.size, self.dim), np.float32)
         _fill(keys, vectors)
-        return keys, vectors
+        return vectors
 
-    def cache(self, path: str) -> CupyCache:
-        """A new cache for a tenth of the rows, over the link or not."""
-        cache = CupyCache.create([self.spec], [self.rows // 10], 0)
+    def cache(self, path: str, capacity: int = 0) -> CupyCache:
+        """A new cache for so many rows, or a tenth of all, over the link or not."""
+        cache = CupyCache.create([self.spec], [capacity or self.rows // 10], 0)
         self._caches.append(cache)
         if path == "link":
             start = time.perf_counter()
@@ -210,7 +214,7 @@ class _Kernels:
 _kernel = _Kernels()
 
 
-def _check(keys: Any, out: Any) -> None:
+def check(keys: Any, out: Any) -> None:
     """Compare every float of (n, dim) answers with what their keys say."""
     n, dim = out.shape
     wrong = torch.zeros(1, dtype=torch.int64, device=_DEVICE)
@@ -299,7 +303,7 @@ class _Link:
 # -- misses --------------------------------------------------------------------------------------------------------------
 
 
-def _misses(report: Report, table: _Table, path: str, quick: bool) -> None:
+def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
     """Distinct keys that were never asked for, against a gather of the same rows."""
     cache = table.cache(path)
     session, _metrics = table.new_session(cache)
@@ -345,7 +349,7 @@ def _misses(report: Report, table: _Table, path: str, quick: bool) -> None:
             except HPSError as error:  # this cache cannot do that
                 figures[f"{name}error"] = str(error)
                 continue
-            _check(keys[base : base + calls].reshape(-1), outs.view(-1, table.dim))
+            check(keys[base : base + calls].reshape(-1), outs.view(-1, table.dim))
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
             figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         figures |= _gathered(table, keys[base : base + calls], outs, figures)
@@ -354,7 +358,7 @@ def _misses(report: Report, table: _Table, path: str, quick: bool) -> None:
         del outs, segments, ask
 
 
-def _gathered(table: _Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict[str, Any]:
+def _gathered(table: Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict[str, Any]:
     """What a plain kernel takes for the same rows, in the order of their place and in that of the keys."""
     if table.host is None or table.host.layout() is None:
         return {}
@@ -379,7 +383,7 @@ def _gathered(table: _Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict
             outs.fill_(torch.nan)
             call(0)
             rate = n / min(_seconds(call, calls), _seconds(call, calls)) / 1e6
-            _check(asked.reshape(-1), outs.view(-1, table.dim))
+            check(asked.reshape(-1), outs.view(-1, table.dim))
             if rate > figures[f"{name}_mkeys_per_s"]:
                 figures[f"{name}_mkeys_per_s"] = rate
                 if name == "gather":
@@ -393,7 +397,7 @@ def _gathered(table: _Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict
 # -- traffic -------------------------------------------------------------------------------------------------------------
 
 
-def _traffic(table: _Table, n: int, batches: int, random: Any) -> list[Any]:
+def _traffic(table: Table, n: int, batches: int, random: Any) -> list[Any]:
     """Batches of n keys whose popularity falls with rank; see `hps.ground.workloads`."""
     g = 1.0 - _ALPHA
     found = []
@@ -404,7 +408,7 @@ def _traffic(table: _Table, n: int, batches: int, random: Any) -> list[Any]:
     return found
 
 
-def _mixed(report: Report, table: _Table, path: str, quick: bool) -> None:
+def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
     """Batches of power-law keys through the session: the cache is warmed by them, and measured after 200 and 600 of them."""
     n, calls = (4096, 10) if quick else (262_144, 30)
     session, metrics = table.session(path)
@@ -453,7 +457,7 @@ def _mixed(report: Report, table: _Table, path: str, quick: bool) -> None:
             except HPSError as error:
                 figures[f"{name}error"] = str(error)
                 continue
-            _check(torch.cat(batches), outs.view(-1, table.dim))
+            check(torch.cat(batches), outs.view(-1, table.dim))
             admitted = session.cache.stats(0).inserts - admitted  # type: ignore[union-attr]
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
             figures[f"{name}admitted_per_key"] = admitted / (calls * n)
@@ -483,7 +487,7 @@ def _ratios(hits: dict[str, float], some: dict[str, float]) -> dict[str, float]:
     return figures | {"p50_ratio": some["p50_us"] / hits["p50_us"], "p99_ratio": some["p99_us"] / hits["p99_us"]}
 
 
-def _small(report: Report, table: _Table, path: str, quick: bool) -> None:
+def _small(report: Report, table: Table, path: str, quick: bool) -> None:
     """4,096 resident keys through the session, and 4,096 of which a tenth is missing, others each time."""
     n, calls = (512, 30) if quick else (4096, 1000)
     session, _metrics = table.session(path)
@@ -499,7 +503,7 @@ def _small(report: Report, table: _Table, path: str, quick: bool) -> None:
         segments = [[Segment(0, keys, outs[i % 16])] for i, keys in enumerate(sets)]
         figures = _answers(lambda i: session.lookup(segments[i % len(sets)]), calls)
         for i in range(calls - 16, calls):
-            _check(sets[i % len(sets)], outs[i % len(sets) % 16])
+            check(sets[i % len(sets)], outs[i % len(sets) % 16])
         return figures
 
     axes = {"path": path, "keys": n, "dim": table.dim, "rows": table.rows}
@@ -536,7 +540,7 @@ def _replayed(lookup: Any, sets: Sequence[Any], out: Any) -> dict[str, float]:
             graph.replay()
             torch.cuda.synchronize()
             walls.append((time.perf_counter() - start) * 1e6)
-        _check(asked, out)
+        check(asked, out)
     return {"p50_us": float(np.median(walls)), "p99_us": float(np.quantile(walls, 0.99)), "event_us": float(np.median(works))}
 
 

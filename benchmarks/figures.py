@@ -412,6 +412,26 @@ def misses_mixed() -> list[str]:
     )
 
 
+def captured() -> list[str]:
+    """Lookups in CUDA graphs: the query alone, the whole lookup, and what missing keys add."""
+    rows = [(row["axes"], row["figures"]) for row in result_rows("captured")]
+    more = {(axes["keys"], axes["dim"], axes.get("missing", 0)): found for axes, found in rows}
+    return _table(
+        ("keys, dim", "query alone, us", "lookup, us", "of the query", "1 missing", "10", "100", "1,000"),
+        *(
+            (
+                f"{keys:,} x {dim}",
+                _round(found["query_us"]),
+                _round(found["captured_us"]),
+                f"{found['of_query']:.2f}",
+                *(f"+{_round(more[keys, dim, count]['more_us'])}" for count in (1, 10, 100, 1000)),
+            )
+            for (keys, dim, missing), found in more.items()
+            if not missing
+        ),
+    )
+
+
 def misses_small() -> list[str]:
     """Lookups of 4,096 keys of which a tenth misses, by how they are made."""
     rows = []
@@ -525,6 +545,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "misses": misses,
     "misses-mixed": misses_mixed,
     "misses-small": misses_small,
+    "captured": captured,
     "pooled": pooled,
     "layers": layers,
     "updates": updates,

@@ -10,8 +10,8 @@
 // it stands for; a free entry's key field holds 0, so that looks like key 0 and no other, and whatever links or unlinks a key
 // where key 0 belongs changes the version of its stripe, too. The row's address depends on what was read of the bucket, and
 // the second look's address on all that was read of the rows, so the loads cannot be exchanged; acquire fences of system scope
-// say so to the compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers. A large
-// lookup takes both looks for all keys at once, in kernels before and after the one that reads the rows (link.cu).
+// say so to the compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers. Where
+// many keys are missing, both looks are taken for all of them at once, before and after their rows are read (answer.cu).
 //
 // A segment that was replaced by a larger one has headers of all ones. Its reader asks for the present layout; where that is the
 // one that it has, the key is LEFT for the host, as is one whose stripe keeps changing.

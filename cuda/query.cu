@@ -6,19 +6,11 @@
 //             missing_keys int64 and missing_positions uint32, out: from the segment's `missing` on, one entry a miss, in
 //             any order. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses after.
 //             any_missing uint32 in mapped host memory, out: becomes 1 if a key of any segment misses, else is left alone.
-//             With HPS_LINK, for segments whose table is attached: its link (host_table.cuh), in/out. staged_keys int64,
-//             staged_epochs uint64, staged_found uint8, out, from `missing` on, and staged (n, dim) float32, out: keys to admit
-//             where staged_found is 1. staged_counts (segments,) uint32, in/out: must be 0 before, entries after. reports
-//             (warps,) uint32 in mapped host memory, out: of warps that missed, keys linked, and those absent shifted by 16.
-//             any_staged uint32 in mapped host memory, out: becomes 1 if anything was staged or reported.
 // LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block
 //             on. A warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones in passes of 8: a tile of 4 lanes
 //             reads the bucket of each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes past a ragged
 //             end have no key.
 // INVARIANTS  Every int64 is a key. Duplicates are allowed. Nothing is locked; a table of 0 pairs misses all.
-//             With HPS_LINK, a warp looks for its missing keys in the attached table. What that has is answered and staged; what
-//             an authoritative one has not gets the default vector; the others are listed as missing. With `settles`, nothing
-//             is listed: they get the default vector, and all is counted in the link.
 // RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
 //             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
 //             a miss, which is always a right answer. The second look comes after the copy because an acquire fence stands
@@ -29,7 +21,6 @@
 // TWIN        hps.cache.cpu.kernels.query
 
 #include "embedding_cache.cuh"
-#include "host_table.cuh"
 
 #ifndef HPS_THREADS
 #define HPS_THREADS 128
@@ -37,8 +28,8 @@
 #ifndef HPS_MIN_BLOCKS
 #define HPS_MIN_BLOCKS 1  // of an SM: bounds the registers
 #endif
-#ifndef HPS_LINK
-#define HPS_LINK 0  // 1: go on into attached tables of the host's memory
+#ifndef HPS_COPY
+#define HPS_COPY 8  // lanes that move one row: 4, 8, 16 or 32
 #endif
 #ifndef HPS_ROW_LOADS
 #define HPS_ROW_LOADS 2  // rows that each lane has in flight
@@ -65,27 +56,10 @@ struct Segment {
     u32 first_block;
     u32 missing;
     u32 index;  // of its count
-#if HPS_LINK
-    const HostLayout* const* layout;  // where the address of its layout stands; null: the table is not attached
-    Link* link;
-    Unit* staged;
-    float default_value;
-    u32 authoritative;
-#endif
 };
 
 struct Query {
     Segment segments[HPS_SEGMENTS];
-#if HPS_LINK
-    i64* staged_keys;
-    u64* staged_epochs;
-    u8* staged_found;
-    u32* staged_counts;
-    u32* reports;
-    u32* any_staged;
-    u32 patience;
-    u32 settles;
-#endif
     i64* missing_keys;
     u32* missing_positions;
     u32* missing_counts;
@@ -95,8 +69,8 @@ struct Query {
     u16 zero;  // always 0, which the compiler does not know
 };
 
-static_assert(sizeof(Segment) == 64 + HPS_LINK * 32, "hps/cache/cuda/kernels.py packs this");
-static_assert(sizeof(Query) == sizeof(Segment) * HPS_SEGMENTS + HPS_LINK * 56 + 40, "hps/cache/cuda/kernels.py packs this");
+static_assert(sizeof(Segment) == 64, "hps/cache/cuda/kernels.py packs this");
+static_assert(sizeof(Query) == sizeof(Segment) * HPS_SEGMENTS + 40, "hps/cache/cuda/kernels.py packs this");
 
 constexpr u32 WARPS = HPS_THREADS / 32;
 constexpr u32 PASS = 8;              // keys of a pass
@@ -148,72 +122,10 @@ __device__ __forceinline__ void list_misses(const Query& request, const Segment&
     }
 }
 
-#if HPS_LINK
-// Read the warp's missing distinct keys from the attached table, to the rows of all lanes that ask for them and to the staging
-// area. `linked` and `absent` become the lanes whose key was found there, or is in no tier.
-__device__ __forceinline__ void read_link(const Query& request, const Segment& segment, u32 first, const i64* keys,
-                                          const u32* askers, u32* now, u32 distinct, u32 missed, u32& linked, u32& absent) {
-    const u32 lane = threadIdx.x % 32, tile = lane / 4, units = segment.units;
-    u32 open = __ballot_sync(FULL_WARP, lane < distinct && askers[lane] & missed);
-    const u64 epoch = load_acquire(&segment.link->epoch);
-#pragma unroll 1
-    while (open) {
-        const u32 place = __fns(open, 0, tile + 1);  // of the tile's key among the distinct ones
-        const bool asks = place < 32;
-        const i64 key = asks ? keys[place] : 0;
-        const u32 lanes = asks ? askers[place] & missed : 0, count = min(__popc(open), static_cast<int>(READ_AT_ONCE));
-        if (lane % 4 == 0) now[tile] = lanes;
-        __syncwarp();
-        u32 row = 0;  // in the staging area; of a table that caches nothing, nobody reads it, and nobody takes the count away
-        if (lane == 0 && segment.pairs != 0) row = atomicAdd(request.staged_counts + segment.index, count);
-        row = __shfl_sync(FULL_WARP, row, 0);
-        const auto store = [&](u32 of, u32 unit, const Unit& value) {
-            u32 to = now[of];
-            stream_out(segment.staged + static_cast<u64>(row + of) * units + unit, value);
-            do {
-                stream_out(segment.out + static_cast<u64>(first + __ffs(to) - 1) * units + unit, value);
-                to &= to - 1;
-            } while (to);
-        };
-        const u32 state = read_host<true>(segment.layout, key, asks, 1, units, request.patience, request.zero, store);
-        if (asks && lane % 4 == 0) {
-            const u32 at = segment.missing + row + tile;
-            request.staged_keys[at] = key;
-            request.staged_epochs[at] = epoch;
-            request.staged_found[at] = state == FOUND;
-        }
-        linked |= __reduce_or_sync(FULL_WARP, state == FOUND ? lanes : 0);
-        absent |= __reduce_or_sync(FULL_WARP, state == ABSENT && segment.authoritative ? lanes : 0);
-        for (u32 i = 0; i < READ_AT_ONCE; ++i) open &= open - 1;
-        __syncwarp();
-    }
-}
-
-// Give default vectors to the lanes whose keys no tier has, or nobody may wait for, and report what became of the misses.
-__device__ __forceinline__ void settle(const Query& request, const Segment& segment, u32 first, u32 linked, u32 absent,
-                                       u32 left) {
-    const u32 lane = threadIdx.x % 32, warp = blockIdx.x * WARPS + threadIdx.x / 32;
-    Unit value;
-#pragma unroll
-    for (u32 i = 0; i < UNIT; ++i) value.value[i] = segment.default_value;
-    for (u32 to = request.settles ? absent | left : absent; to; to &= to - 1) {
-        Unit* const row = segment.out + static_cast<u64>(first + __ffs(to) - 1) * segment.units;
-        for (u32 unit = lane; unit < segment.units; unit += 32) stream_out(row + unit, value);
-    }
-    if (lane != 0) return;
-    if (request.settles) {
-        atomicAdd(segment.link->counters, static_cast<u64>(__popc(linked | absent | left)));
-        atomicAdd(segment.link->counters + 1, static_cast<u64>(__popc(linked)));
-        if (absent) atomicAdd(segment.link->counters + 2, static_cast<u64>(__popc(absent)));
-        if (left) atomicAdd(segment.link->counters + 3, static_cast<u64>(__popc(left)));
-    } else {
-        request.reports[warp] = __popc(linked) | __popc(absent) << 16;
-        *request.any_staged = 1;
-    }
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(const __grid_constant__ Query request) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");  // answer.cu waits for the end itself
+#endif
     __shared__ i64 keys_of[WARPS][32];  // of each warp: its distinct keys, their homes, the lanes that asked for them
     __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = lane / 4, member = lane % 4;
@@ -316,17 +228,6 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     }
 
     u32 missed = all & ~answered;
-#if HPS_LINK
-    if (missed && segment.layout != nullptr) {
-        u32 linked = 0, absent = 0;  // lanes
-        __shared__ u32 now[WARPS][READ_AT_ONCE];
-        read_link(request, segment, first, keys_of[warp], askers_of[warp], now[warp], found, missed, linked, absent);
-        answered |= linked;
-        missed &= ~(linked | absent);
-        settle(request, segment, first, linked, absent, missed);
-        if (request.settles) missed = 0;
-    }
-#endif
     if (segment.found != nullptr && lane < count) segment.found[first + lane] = answered >> lane & 1;
     if (missed) list_misses(request, segment, first, missed, lane);
 }

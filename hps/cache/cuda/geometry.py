@@ -35,6 +35,11 @@ def list_bytes(keys: int) -> int:
     return 24 * keys
 
 
+def count_bytes(tables: int) -> int:
+    """Return the bytes of a lookup's counts: two tallies, misses, keys left and leaders by segment, then `Progress`."""
+    return 4 * (5 * tables + 4)
+
+
 class CudaPlan(CachePlan):
     """Memory needs of caches on CUDA devices. *Immutable.*"""
 
@@ -61,7 +66,7 @@ class CudaPlan(CachePlan):
         keys = sum(table.max_keys for table in tables)
         floats = sum(4 * table.max_keys * table.dim for table in tables)
         listed = 1 << (max(keys, LEAST_KEYS) - 1).bit_length()
-        on_device = grown(list_bytes(listed)) + grown(4 * (6 * len(tables) + 2)) + grown(floats)
+        on_device = grown(list_bytes(listed)) + grown(count_bytes(len(tables))) + grown(floats)
         # keys, masks and outputs; fetched vectors and their masks
         on_host = grown(9 * keys + 2 * floats + keys) + grown(8 * listed) + (1 << 16)
         return [

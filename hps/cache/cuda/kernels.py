@@ -29,11 +29,8 @@ REPLACE, ADMIT = 1, 2
 THREADS = 256
 QUERY_THREADS = 128
 UNIQUE_THREADS = 512
-LINK_THREADS = 128
-PLACE_THREADS = 1024
 STRIPES = 1024
 """Stripes of a table, whose versions tell readers of changes."""
-LINK_KERNELS = ("mark", "place", "fetch", "check", "mend", "spread")
 MOST_HOST_SEGMENTS = 16
 """Maximum number of segments of a table in host memory."""
 MOST_BAGS = 32
@@ -46,27 +43,23 @@ MOST_BINS = 1024
 # Argument structs of the kernels, as laid out in cuda/ (static_asserts there check the sizes).
 TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, dim
 SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
-SEGMENT_LINK = struct.Struct("<QQQfI")  # layout, link, staged, default_value, authoritative; of a query that links
-# staged_keys, staged_epochs, staged_found, staged_counts, reports, any_staged, patience, settles
-QUERY_LINK = struct.Struct("<QQQQQQII")
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
 HOST_LAYOUT = struct.Struct("<QQQIIII32Q")  # self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments
 LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
-# layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative
-LINK_SEGMENT = struct.Struct("<QQQQQIIIIfI")
-# missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts,
-# staged_keys, staged_epochs, staged_found, slots, bins, leader_counts, tallies, finished, any_left, reports,
-# versions, versions_after, slot_mask, bin_bits, segment_count, patience, settles, 0
-LINKED_TAIL = struct.Struct("<22Q6I")
+# layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative; after a TABLE
+ANSWER_SEGMENT = struct.Struct("<QQQQQIIIIfI")
+ANSWER_SEGMENT_BYTES = TABLE.size + ANSWER_SEGMENT.size
+# missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts, slots,
+# bins, leader_counts, tallies, progress, epochs, versions, versions_after, any_left, reports,
+# bin_bits, segment_count, patience, few, fetch_warps, settles, 0
+ANSWER_TAIL = struct.Struct("<20Q5IHH")
 # keys, offsets, weights, out, divisors, buckets, rows, padding_key, unread, n, bags, pairs, units, out_units, first_block,
 # missing, index, hotness, bags_per_group, max_norm, options
 POOL_SEGMENT = struct.Struct("<QQQQQQQqQ10IfI")
 # missing_keys, missing_positions, places, entries, missing_counts, padding_counts, any_missing, wrong_offsets, segment_count, 0
 POOL_TAIL = struct.Struct("<8QII")
-PART_TAIL = struct.Struct("<QQQQQQII")  # keys, vectors, chosen, count, epochs, epoch, n, first_block; after a TABLE
-PART_BYTES = TABLE.size + PART_TAIL.size
-INSERT_TAIL = struct.Struct("<QII")  # finished, part_count, mode
+INSERT_TAIL = struct.Struct("<QQQII")  # keys, vectors, chosen, n, mode; after a TABLE
 ERASE_TAIL = struct.Struct("<QI4x")  # keys, n
 DUMP_TAIL = struct.Struct("<QQII")  # keys, count, first, n
 SCATTER = struct.Struct("<QQQQQQIIf4x")  # positions, rows, fetched, vectors, out, found, n, units, default_value
@@ -159,12 +152,8 @@ def _copy_lanes(unit: int, widest: int) -> int:
     return next((lanes for lanes in (4, 8, 16, 32) if lanes >= units), 32)
 
 
-def query_kernel(unit: int, widest: int, segments: int, link: bool = False) -> Kernel:
-    """Return the query of `segments` segments (1, or up to SEGMENTS_AT_ONCE) with rows of at most `widest` floats.
-
-    Args:
-        link: it also reads attached tables. It then takes more registers, and is for lookups that do not fill the device.
-    """
+def query_kernel(unit: int, widest: int, segments: int) -> Kernel:
+    """Return the query of `segments` segments (1, or up to SEGMENTS_AT_ONCE) with rows of at most `widest` floats."""
     units = -(-widest // unit)
     copy = _copy_lanes(unit, widest)
     return Kernel(
@@ -176,17 +165,20 @@ def query_kernel(unit: int, widest: int, segments: int, link: bool = False) -> K
             ("ROW_LOADS", min(4, copy // 4)),
             ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE),
-            ("MIN_BLOCKS", 4 if link else 16 if copy <= 8 else 10),
-            *((("LINK", 1),) if link else ()),
+            ("MIN_BLOCKS", 16 if copy <= 8 else 10),
         ),
     )
 
 
-def link_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
-    """Return a kernel for the misses of a large lookup: mark, place, fetch, check, mend, spread."""
-    copy = _copy_lanes(unit, widest) if name in ("fetch", "mend") else 8
-    one = 1 if segments == 1 else SEGMENTS_AT_ONCE
-    return Kernel(name, "link", (("UNIT", unit), ("COPY", copy), ("SEGMENTS", one)))
+def answer_kernel(unit: int, widest: int, segments: int) -> Kernel:
+    """Return the kernel for the misses of a query; arguments as for `query_kernel`."""
+    sizes = (("UNIT", unit), ("COPY", _copy_lanes(unit, widest)), ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE))
+    return Kernel("answer", "answer", (*sizes, *_row_loads(unit, widest), ("THREADS", answer_threads(unit, widest))))
+
+
+def answer_threads(unit: int, widest: int) -> int:
+    """Return the threads of each block of `answer`: more where narrow rows need few registers."""
+    return 512 if _copy_lanes(unit, widest) <= 8 else 256
 
 
 def pool_kernel(name: str, unit: int, widest: int, segments: int, plain: bool) -> Kernel:
@@ -217,21 +209,27 @@ def bags_per_group(keys: int, bags: int, total: int) -> int:
     return min(MOST_BAGS, max(1, wanted * bags // max(keys, 1)))
 
 
-def fetch_blocks(dim: int) -> int:
-    """Return the most blocks of `fetch` for rows of up to `dim` floats; each reads 32 buckets and rows, 1.3 MB in all.
+def fetch_warps(dim: int, blocks: int, threads: int) -> int:
+    """Return the warps of each block of `answer` that read rows of up to `dim` floats, 8 at once, if there are many.
 
-    That is enough to hide the latency of the link. Rows read at once should be adjacent in host memory.
+    Together they read 1.3 MB of buckets and rows: enough to hide the latency of the link, and few, since rows read at once
+    should be adjacent in host memory.
     """
-    return max(42_240 // (128 + 4 * dim), 33)
+    warps = 4 * max(42_240 // (128 + 4 * dim), 33)
+    return min(threads // 32, max(1, round(warps / blocks)))
 
 
-def insert_kernel(unit: int, dim: int, parts: int = 1) -> Kernel:
-    """Return the insertion or update of rows of up to `dim` floats; of one part or up to SEGMENTS_AT_ONCE."""
-    units = -(-dim // (unit * 8))
-    loads = 1 if units == 1 else 2 if units == 2 else 4
-    blocks = 8 if loads == 1 else 5
-    constants = (("UNIT", unit), ("ROW_LOADS", loads), ("LONG_ROWS", int(units > loads)), ("MIN_BLOCKS", blocks))
-    return Kernel("insert", "insert", constants if parts == 1 else (*constants, ("PARTS", SEGMENTS_AT_ONCE)))
+def insert_kernel(unit: int, dim: int) -> Kernel:
+    """Return the insertion or update of rows of `dim` floats."""
+    loads = _row_loads(unit, dim)
+    return Kernel("insert", "insert", (("UNIT", unit), *loads, ("MIN_BLOCKS", 8 if dict(loads)["ROW_LOADS"] == 1 else 5)))
+
+
+def _row_loads(unit: int, widest: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return how a tile of 8 lanes loads rows of up to `widest` floats: units a lane has in flight, whether there are more."""
+    units = -(-widest // (unit * 8))
+    loads = min(units, 2) if units <= 2 else 4
+    return ("ROW_LOADS", loads), ("LONG_ROWS", int(units > loads))
 
 
 def scatter_kernel(unit: int) -> Kernel:

@@ -11,6 +11,7 @@ from hps.cache.cuda import kernels
 from hps.cache.cuda.device import (
     CUDA_ERRORS,
     Arguments,
+    DependentLaunch,
     DeviceBuffer,
     DeviceTable,
     PinnedBuffer,
@@ -22,7 +23,7 @@ from hps.cache.cuda.device import (
     launch,
     stream_of,
 )
-from hps.cache.cuda.geometry import LEAST_KEYS, list_bytes
+from hps.cache.cuda.geometry import LEAST_KEYS, count_bytes, list_bytes
 from hps.cache.cuda.kernels import Kernel
 from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
@@ -34,14 +35,12 @@ from hps.types import BoolArray, FloatArray, KeyArray
 
 _HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0
 _MAPPED_BYTES = 1 << 18  # up to this size, fetched vectors are read from pinned host memory: a separate copy costs more
-_INLINE_KEYS = 1 << 13  # up to this size, the warps of a query read attached tables themselves
-_INLINE_MISSES = 1 << 10  # and up to this number of expected misses: rows read in order are faster
+_FEW_MISSES = 1 << 12  # up to this number, misses are read as they came: finding an order that is read faster takes 10 us
 _LEAST_SHARE = 1 / 4096  # of missing keys; a smaller expected share counts as none
-_STAGED_BYTES = 1 << 27  # of rows of one lookup that are kept for admission
+_STAGED_BYTES = 1 << 27  # of rows of one segment that are copied for admission, as its outputs are in host memory
 _PATIENCE = 64  # attempts to read a row that the host is writing, before it is left to the host
 _STREAM_ORDERED_PATIENCE = 1 << 14  # without the host as a fallback: at least 30 ms
-_LINK_BLOCKS = 1056  # maximum, for kernels that loop over their work
-_LINK_BYTES = 50  # of the lists, per key
+_LINK_BYTES = 33  # of the lists, per key
 
 
 class LookupKernels:
@@ -56,11 +55,10 @@ class LookupKernels:
         self._dims = [table.spec.dim for table in tables]
         self.geometry = [(table.spec.dim, table.buckets, table.rows, table.pairs) for table in tables]
         self.packed = [table.packed for table in tables]
-        self._queries: dict[tuple[int, int, int, bool], int] = {}  # handles, by unit, widest row, segments, link
+        self._queries: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row, segments
+        self._answers: dict[tuple[int, int, int], int] = {}  # likewise
         self._scatters: dict[int, int] = {}  # handles, by unit
         self._pools: dict[tuple[str, int, int, int, bool], int] = {}  # handles, by name, unit, widest row, segments, plain
-        self._links: dict[tuple[str, int, int, int], int] = {}  # handles, by name, unit, widest row, segments
-        self._inserts: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row, parts
 
     def needed(self) -> list[Kernel]:
         """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
@@ -80,17 +78,23 @@ class LookupKernels:
         for widest, segments in [(dim, 1) for dim in set(self._dims)] + [(max(self._dims), kernels.SEGMENTS_AT_ONCE)]:
             if segments == 1 or len(self._dims) > 1:
                 unit = min(kernels.unit_of(dim, 16) for dim in (self._dims if segments > 1 else [widest]))
-                found.append(kernels.query_kernel(unit, widest, segments, link=True))
-                found.append(kernels.insert_kernel(unit, widest, segments))
-                found += [kernels.link_kernel(name, unit, widest, segments) for name in kernels.LINK_KERNELS]
+                found.append(kernels.answer_kernel(unit, widest, segments))
         return found
 
-    def query(self, unit: int, widest: int, segments: int, link: bool = False) -> int:
+    def query(self, unit: int, widest: int, segments: int) -> int:
         """Return the handle of the query kernel for rows of at most `widest` floats."""
-        handle = self._queries.get((unit, widest, segments, link))
+        handle = self._queries.get((unit, widest, segments))
         if handle is None:
-            handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments, link))
-            self._queries[unit, widest, segments, link] = handle
+            handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments))
+            self._queries[unit, widest, segments] = handle
+        return handle
+
+    def answer(self, unit: int, widest: int, segments: int) -> int:
+        """Return the handle of the kernel that answers misses; arguments as for `query`."""
+        handle = self._answers.get((unit, widest, segments))
+        if handle is None:
+            handle = self._compiled.handle(kernels.answer_kernel(unit, widest, segments))
+            self._answers[unit, widest, segments] = handle
         return handle
 
     def scatter(self, unit: int) -> int:
@@ -105,22 +109,6 @@ class LookupKernels:
         if handle is None:
             handle = self._compiled.handle(kernels.pool_kernel(name, unit, widest, segments, plain))
             self._pools[name, unit, widest, segments, plain] = handle
-        return handle
-
-    def link(self, name: str, unit: int, widest: int, segments: int) -> int:
-        """Return the handle of a kernel of `cuda/link.cu`."""
-        handle = self._links.get((name, unit, widest, segments))
-        if handle is None:
-            handle = self._compiled.handle(kernels.link_kernel(name, unit, widest, segments))
-            self._links[name, unit, widest, segments] = handle
-        return handle
-
-    def insert(self, unit: int, widest: int, parts: int) -> int:
-        """Return the handle of the insert kernel for rows of at most `widest` floats."""
-        handle = self._inserts.get((unit, widest, parts))
-        if handle is None:
-            handle = self._compiled.handle(kernels.insert_kernel(unit, widest, parts))
-            self._inserts[unit, widest, parts] = handle
         return handle
 
     def handle(self, kernel: Kernel) -> int:
@@ -169,7 +157,6 @@ class CupyLookup(CacheLookup):
         self._host_waits = False  # for a consumer whose stream is unknown
         self._done = cupy.cuda.Event(disable_timing=True)
         self._order = cupy.cuda.Event(disable_timing=True)
-        self._answered = cupy.cuda.Event(disable_timing=True)
         self._missing_share = 0.0  # share of recent lookups' keys: not resident, but in attached tables
         self._unfinished = False  # launched work uses host memory, and the host has not waited for it
         self._busy = 0  # the stream, plus 1, of launched work that uses only device memory; 0 for none
@@ -183,54 +170,39 @@ class CupyLookup(CacheLookup):
             segments: Arguments(segments * kernels.SEGMENT.size + kernels.QUERY_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
-        self._link_query_arguments = {
-            segments: Arguments(
-                segments * (kernels.SEGMENT.size + kernels.SEGMENT_LINK.size)
-                + kernels.QUERY_LINK.size
-                + kernels.QUERY_TAIL.size
-            )
+        self._answer_arguments = {
+            segments: Arguments(segments * kernels.ANSWER_SEGMENT_BYTES + kernels.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
-        self._linked_arguments = {
-            segments: Arguments(segments * kernels.LINK_SEGMENT.size + kernels.LINKED_TAIL.size)
-            for segments in (1, kernels.SEGMENTS_AT_ONCE)
-        }
-        self._admit_arguments = {
-            parts: Arguments(parts * kernels.PART_BYTES + kernels.INSERT_TAIL.size) for parts in (1, kernels.SEGMENTS_AT_ONCE)
-        }
+        self._dependent = DependentLaunch(memory.device_id)
+        self._blocks: int = cupy.cuda.Device(memory.device_id).attributes["MultiProcessorCount"]
         self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * kernels.UNIQUE_SEGMENT.size)
         self._rank_arguments = Arguments(kernels.RANK_SORTED.size)
         self.scatter_arguments = Arguments(kernels.SCATTER.size)
-        self.insert_arguments = Arguments(kernels.PART_BYTES + kernels.INSERT_TAIL.size)
+        self.insert_arguments = Arguments(kernels.TABLE.size + kernels.INSERT_TAIL.size)
 
         tables = len(memory.specs)
         self._fixed = PinnedBuffer()
         self.flags_at, flags = self._fixed.take(16)
-        self.flags: np.ndarray = flags.view(np.uint32)  # whether any key: missed, was staged, is left; any offset is wrong
+        self.flags: np.ndarray = flags.view(np.uint32)  # whether any key: missed, is left; any offset is wrong
         self._totals_at, totals = self._fixed.take(8 * tables)
         self._totals: np.ndarray = totals.view(np.uint32).reshape(tables, 2)  # misses and distinct keys of each segment
         self._tallies_at, tallies = self._fixed.take(8 * tables)
         self._tallies: np.ndarray = tallies.view(np.uint32).reshape(tables, 2)  # linked and absent keys of each segment
-        self._reports_at, reports = self._fixed.take(4 * _most_warps(tables))
-        self._reports: np.ndarray = reports.view(np.uint32)  # the same by warp: linked, and absent shifted by 16
-        self._reports[:] = 0
-        self._counts = DeviceBuffer()  # by segment: missing, left, staged, leaders, tallies (2); then two of finished blocks
-        self.missing_counts = self._counts.reserve(4 * (6 * tables + 2))
-        self._left_counts, self._staged_counts, self._leader_counts, self._device_tallies, self._finished = (
-            self.missing_counts + 4 * tables * nth for nth in (1, 2, 3, 4, 6)
+        self._counts = DeviceBuffer()  # by segment: tallies (2), missing, left, leaders; then the progress of `answer`
+        self._device_tallies = self._counts.reserve(count_bytes(tables))
+        self.missing_counts, self._left_counts, self._leader_counts, self._progress = (
+            self._device_tallies + 4 * tables * nth for nth in (2, 3, 4, 5)
         )
-        self.clear()
 
         self._capacity = 0  # keys that fit in the lists
         self._lists = DeviceBuffer()
         self.missing_keys = self.listed_positions = self.rows = self.distinct = 0
         self._listed_keys = self.missing_positions = self._listed_counts = 0  # keys that the host must answer
         self._link_lists = DeviceBuffer()
-        self._staged = DeviceBuffer()
-        self._staged_at: list[int] = []  # of each segment
-        self._link_capacity = 0
-        self._left_keys = self._staged_keys = self._staged_epochs = self._leaders = self._ranks = self._in_order = 0
-        self._left_positions = self._bins = self._slots = self._states = self._staged_found = self._versions = 0
+        self._link_capacity = self._clean_bytes = 0
+        self._left_keys = self._leaders = self._ranks = self._in_order = self._left_positions = 0
+        self._bins = self._slots = self._states = self._versions = self._epochs = 0
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at = 0
         self._distinct_on_host: np.ndarray = np.empty(0, np.int64)
@@ -238,21 +210,21 @@ class CupyLookup(CacheLookup):
         self._fetched: list[DeviceBuffer] = []  # for vectors too many to be read from the host
         self._fetched_used = 0  # bytes of the last buffer that were handed out
         self._reserve(LEAST_KEYS)
+        self.clear()
 
     @device_call("querying")
     def query(self, segments: Sequence[Segment]) -> int:
         """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`.
 
-        One kernel and one wait if all keys are resident, or few and in attached tables. The misses of a large lookup in
-        attached tables take the kernels of `cuda/link.cu`, and a second wait if none were expected after the last lookup; the
-        distinct keys left take one more of each.
+        One kernel and one wait if all keys are resident. Misses in attached tables take one more kernel, and a second wait if
+        none were expected after the last lookup; the distinct keys left take one more of each.
         """
         tables = self.memory.tables()
         self._links = list(self._attached)
         self.begin(segments)
         if self.changes.pending:
             self.changes.show(self.stream)
-        self.flags[:3] = 0
+        self.flags[:2] = 0
         self.linked = self.absent = ()
         try:
             self.counts = self._answer_bags() if self._pooled else self._answer()
@@ -289,30 +261,25 @@ class CupyLookup(CacheLookup):
                     raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
         try:
             if self._pooled:
-                self._launch_bags(captured)
+                self._launch_bags()
             else:
-                self._launch_rows(captured)
+                self.launch_query()
+                self.launch_answer(settles=True)
+            if not captured:
+                runtime.eventRecord(self._done.ptr, self.stream)
+                self._busy = self.stream + 1
         except CUDA_ERRORS:
             if not captured:
                 self.clear()
             raise
 
-    def _launch_rows(self, captured: bool) -> None:
-        """Launch a lookup of rows ordered only by the stream; see `enqueue`."""
-        inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
-        self.launch_query(inline, settles=True)
-        if not inline:
-            self.launch_linked(settles=True)
-        self.admit(inline, captured)
-
-    def _launch_bags(self, captured: bool) -> None:
+    def _launch_bags(self) -> None:
         """Launch a lookup of bags ordered only by the stream; see `enqueue`."""
         self.launch_pool("pool", settles=True)
         self.placed = self._bags.place_misses([place.n for place in self._bags.placed])
         self._launch_number()
-        self.launch_linked(settles=True)
+        self.launch_answer(settles=True)
         self.launch_pool("pool_rest", settles=True)
-        self.admit(False, captured)
 
     @device_call("preparing the capture of a lookup")
     def prepare(self, segments: Sequence[Segment]) -> None:
@@ -367,7 +334,7 @@ class CupyLookup(CacheLookup):
             keys = self._bags.place(segments, self.reader, self.host)
             self.placed = list(self._bags.placed)
             self._pooled = True
-            self.flags[3] = 0
+            self.flags[2] = 0
         else:
             keys = self._place(segments)
         self._choose_stream(self.reader.streams)
@@ -402,27 +369,22 @@ class CupyLookup(CacheLookup):
     def _answer(self) -> list[int]:
         """Answer keys from the cache and attached tables; return the number of keys left in each segment.
 
-        If recent lookups missed keys that attached tables had, all kernels are launched at once; otherwise those for misses
-        follow only after a miss, so that lookups of resident keys cost the same with and without attached tables.
+        If recent lookups missed keys that attached tables had, both kernels are launched at once; otherwise the one for misses
+        follows only after a miss, so that lookups of resident keys cost the same with and without attached tables.
         """
-        expects = self._missing_share > 0.0
-        if not expects:
-            self.launch_query()
-            self.synchronise()
-            if not self.flags[0]:
-                return [0] * len(self.placed)
-        attached = self._find_layouts()
-        total = sum([place.n for place in self.placed])
-        inline = attached and total <= _INLINE_KEYS and total * self._missing_share <= _INLINE_MISSES
-        if expects:
-            self.launch_query(inline)
-        elif inline:  # query again: that is faster than ordering few misses
-            self.flags[0] = 0
-            runtime.memsetAsync(self.missing_counts, 0, 4 * len(self._dims), self.stream)
-            self.launch_query(inline)
-        counts = self._answer_misses(attached, inline, expects)
-        share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
-        self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
+        self.launch_query()
+        attached = launched = self._missing_share > 0.0 and self._find_layouts()
+        if launched:
+            self.launch_answer()
+        self.synchronise()
+        counts = [0] * len(self.placed)
+        if self.flags[0]:
+            attached = attached or self._find_layouts()
+            counts = self._answer_misses(attached, answered=launched)
+        if attached:
+            total = sum([place.n for place in self.placed])
+            share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
+            self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
 
     def _answer_bags(self) -> list[int]:
@@ -434,7 +396,7 @@ class CupyLookup(CacheLookup):
         self.synchronise()
         if bags.padded:
             self.padding = self._counts_at(bags.paddings_at)
-        missed, *_, wrong = self.flags.tolist()
+        missed, _left, wrong, _ = self.flags.tolist()
         if wrong:
             self.clear()
             raise InvalidInputError(
@@ -445,7 +407,7 @@ class CupyLookup(CacheLookup):
             return [0] * len(bags.placed)
         self.placed = bags.place_misses(self._counts_at(self.missing_counts))
         self._launch_number()
-        return self._answer_misses(self._find_layouts(), inline=False, running=False)
+        return self._answer_misses(self._find_layouts(), answered=False)
 
     def _counts_at(self, address: int) -> list[int]:
         counts = np.empty(len(self.placed), np.uint32)
@@ -468,36 +430,26 @@ class CupyLookup(CacheLookup):
         unread = [self._unread_of(place.table) if settles else 0 for place in self._bags.placed]
         self._bags.launch(name, self.stream, misses, self.flags_at, unread)
 
-    def _answer_misses(self, attached: bool, inline: bool, running: bool) -> list[int]:
+    def _answer_misses(self, attached: bool, answered: bool) -> list[int]:
         """Answer misses from attached tables; return the number of keys left in each segment.
 
         Args:
             attached: a segment has an attached table.
-            inline: the query did it.
-            running: the query is still running.
+            answered: that was done with the query.
         """
         if attached:
-            if not inline:
-                self.launch_linked()
-            runtime.eventRecord(self._answered.ptr, self.stream)
-            self.admit(inline)
-            runtime.eventSynchronize(self._answered.ptr)
-            self._unfinished = False
-        elif running:
-            self.synchronise()
-        self._listed_keys, self.missing_positions = self.missing_keys, self.listed_positions
-        self._listed_counts = self.missing_counts
-        missed, staged, left = self.flags[:3].tolist()
-        if inline and staged:
-            self._read_reports()
-        elif attached and not inline and missed:
+            if not answered:
+                self.launch_answer()
+                self.synchronise()
             tallies = self._tallies[: len(self.placed)].tolist()
             self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
-            missed = left
+            if not self.flags[1]:
+                return [0] * len(self.placed)
             self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
             self._listed_counts = self._left_counts
-        if not missed:
-            return [0] * len(self.placed)
+        else:
+            self._listed_keys, self.missing_positions = self.missing_keys, self.listed_positions
+            self._listed_counts = self.missing_counts
         self._launch_unique()
         self.synchronise()
         counts: list[int] = self._totals[: len(self.placed), 0].tolist()
@@ -522,25 +474,17 @@ class CupyLookup(CacheLookup):
         link = self._links[table]
         return 0 if link is None else link.unread_at
 
-    def launch_query(self, link: bool = False, settles: bool = False) -> None:
-        """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them.
-
-        Args:
-            link: also read attached tables.
-            settles: the host does not wait: give keys that no table has the default vector.
-        """
+    def launch_query(self) -> None:
+        """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them."""
         placed, geometry, pack = self.placed, self.kernels.geometry, kernels.SEGMENT.pack_into
         total = sum([place.n for place in placed])
-        if link:
-            self._reserve_staged([place.n for place in placed])
         asked = [(index, place) for index, place in enumerate(placed) if place.n]
-        reports = self._reports_at
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
             unit, widest, segments = self._shape_of(group)
             per_warp = _keys_per_warp(total, widest)
-            per_block = _keys_per_block(per_warp)
-            arguments = (self._link_query_arguments if link else self._query_arguments)[segments]
+            per_block = kernels.QUERY_THREADS // 32 * per_warp
+            arguments = self._query_arguments[segments]
             buffer = arguments.bytes
             offset = blocks = 0
             for index, place in group:
@@ -549,30 +493,10 @@ class CupyLookup(CacheLookup):
                 keys, out, found, missing = place.keys, place.out, place.found, place.missing
                 pack(buffer, offset, keys, out, found, buckets, rows, n, pairs, units, blocks, missing, index)
                 offset += kernels.SEGMENT.size
-                if link:
-                    arguments.pack(kernels.SEGMENT_LINK, offset, *self._link_of(index, settles))
-                    offset += kernels.SEGMENT_LINK.size
                 blocks += -(-n // per_block)
-            offset = segments * kernels.SEGMENT.size
-            if link:
-                offset += segments * kernels.SEGMENT_LINK.size
-                arguments.pack(
-                    kernels.QUERY_LINK,
-                    offset,
-                    self._staged_keys,
-                    self._staged_epochs,
-                    self._staged_found,
-                    self._staged_counts,
-                    reports,
-                    self.flags_at + 4,
-                    _STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
-                    settles,
-                )
-                offset += kernels.QUERY_LINK.size
-                reports += 4 * blocks * (kernels.QUERY_THREADS // 32)
             arguments.pack(
                 kernels.QUERY_TAIL,
-                offset,
+                segments * kernels.SEGMENT.size,
                 self.missing_keys,
                 self.listed_positions,
                 self.missing_counts,
@@ -581,7 +505,7 @@ class CupyLookup(CacheLookup):
                 per_warp,
                 0,
             )
-            launch(self.kernels.query(unit, widest, segments, link), blocks, kernels.QUERY_THREADS, arguments, self.stream)
+            launch(self.kernels.query(unit, widest, segments), blocks, kernels.QUERY_THREADS, arguments, self.stream)
 
     def _shape_of(self, group: Sequence[tuple[int, PlacedSegment]]) -> tuple[int, int, int]:
         """Return the shape of a group of segments: floats that a lane moves at once, the widest row, their number."""
@@ -594,47 +518,47 @@ class CupyLookup(CacheLookup):
                 widest = dim
         return kernels.unit_of(widths, alignment & 15), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
 
-    def _link_of(self, index: int, settles: bool) -> tuple[int, int, int, float, int]:
-        """Return a query's view of a segment's attached table: layout, link, staged, default_value, authoritative."""
-        table = self.placed[index].table
-        link, layout = self._links[table], None if settles else self._layouts[index]
-        if link is None or (layout is None and not settles):
-            return 0, 0, 0, 0.0, 0
-        where = layout.where if layout is not None else link.where
-        return where, link.where, self._staged_at[index], self.memory.specs[table].default_value, link.authoritative
+    def launch_answer(self, settles: bool = False) -> None:
+        """Launch the kernel that answers misses from attached tables: one for every SEGMENTS_AT_ONCE segments.
 
-    def launch_linked(self, settles: bool = False) -> None:
-        """Launch the kernels that answer misses of a large lookup from attached tables; arguments as for `launch_query`."""
-        placed, geometry = self.placed, self.kernels.geometry
-        rows = [min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0])) for place in placed]
-        self._reserve_staged(rows)
-        asked = [(index, place) for index, place in enumerate(placed) if place.n]
-        total = sum([place.n for place in placed])
-        slots = 1 << (2 * total - 1).bit_length()
+        Args:
+            settles: the host does not wait: give keys that no table has the default vector.
+        """
+        if self._link_capacity < self._capacity:
+            self._reserve_link_lists()
+        geometry, blocks = self.kernels.geometry, self._blocks
+        asked = [(index, place) for index, place in enumerate(self.placed) if place.n]
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
             unit, widest, segments = self._shape_of(group)
-            arguments = self._linked_arguments[segments]
+            arguments, threads = self._answer_arguments[segments], kernels.answer_threads(unit, widest)
             for nth, (index, place) in enumerate(group):
-                where, link, staged, default_value, authoritative = self._link_of(index, settles)
+                at, dim = nth * kernels.ANSWER_SEGMENT_BYTES, geometry[place.table][0]
+                arguments.bytes[at : at + kernels.TABLE.size] = self.kernels.packed[place.table]
+                link, layout = self._links[place.table], None if settles else self._layouts[index]
+                where = layout.where if layout is not None else link.where if link is not None and settles else 0
+                staged = staged_rows = 0
+                if place.host_out is not None and where:
+                    staged_rows = min(place.n, _STAGED_BYTES // (4 * dim))
+                    staged = self.device_space(4 * dim * staged_rows)
                 arguments.pack(
-                    kernels.LINK_SEGMENT,
-                    nth * kernels.LINK_SEGMENT.size,
+                    kernels.ANSWER_SEGMENT,
+                    at + kernels.TABLE.size,
                     where,
-                    link,
+                    link.where if where and link is not None else 0,
                     place.out,
                     place.found,
                     staged,
                     place.missing,
                     index,
-                    geometry[place.table][0] // unit,
-                    rows[index],
-                    default_value,
-                    authoritative,
+                    dim // unit,
+                    staged_rows,
+                    self.memory.specs[place.table].default_value,
+                    link.authoritative if where and link is not None else 0,
                 )
             arguments.pack(
-                kernels.LINKED_TAIL,
-                segments * kernels.LINK_SEGMENT.size,
+                kernels.ANSWER_TAIL,
+                segments * kernels.ANSWER_SEGMENT_BYTES,
                 self.missing_keys,
                 self.listed_positions,
                 self.missing_counts,
@@ -645,103 +569,26 @@ class CupyLookup(CacheLookup):
                 self._left_keys,
                 self._left_positions,
                 self._left_counts,
-                self._staged_keys,
-                self._staged_epochs,
-                self._staged_found,
                 self._slots,
                 self._bins,
                 self._leader_counts,
                 self._device_tallies,
-                self._finished,
-                self.flags_at + 8,
-                self._tallies_at,
+                self._progress,
+                self._epochs,
                 self._versions,
                 self._versions + 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE,
-                slots - 1,
+                self.flags_at + 4,
+                self._tallies_at,
                 kernels.bin_bits(len(group)),
                 len(group),
                 _STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
+                _FEW_MISSES,
+                kernels.fetch_warps(widest, blocks, threads),
                 settles,
                 0,
             )
-            runtime.memsetAsync(self._bins, 0, 4 * (kernels.MOST_BINS + slots), self.stream)
-            parts = -(-total // 32)
-            for name, threads, most in (
-                ("mark", kernels.LINK_THREADS, _LINK_BLOCKS),
-                ("place", kernels.PLACE_THREADS, _LINK_BLOCKS // 8),
-                ("fetch", kernels.LINK_THREADS, kernels.fetch_blocks(widest)),
-                ("check", kernels.PLACE_THREADS, len(group)),
-                ("mend", kernels.LINK_THREADS, _LINK_BLOCKS),
-                ("spread", kernels.LINK_THREADS, _LINK_BLOCKS),
-            ):
-                per_block = threads // 32
-                blocks = min(most, -(-parts * (4 if name in ("fetch", "mend") else 1) // per_block))
-                launch(self.kernels.link(name, unit, widest, segments), max(1, blocks), threads, arguments, self.stream)
-
-    def admit(self, inline: bool, captured: bool = False) -> None:
-        """Launch the admission of staged rows, which the host does not wait for."""
-        placed, geometry, packed = self.placed, self.kernels.geometry, self.kernels.packed
-        counts = self._staged_counts if inline else self._leader_counts
-        asked = [
-            (index, place, link)
-            for index, place in enumerate(placed)
-            if place.n and (link := self._links[place.table]) is not None and geometry[place.table][3]
-        ]
-        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            dims = [geometry[place.table][0] for _index, place, _link in group]
-            unit = min(kernels.unit_of(dim, 16) for dim in dims)
-            parts = 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
-            arguments = self._admit_arguments[parts]
-            blocks = 0
-            for nth, (index, place, link) in enumerate(group):
-                at = nth * kernels.PART_BYTES
-                arguments.bytes[at : at + kernels.TABLE.size] = packed[place.table]
-                rows = place.n if inline else min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0]))
-                arguments.pack(
-                    kernels.PART_TAIL,
-                    at + kernels.TABLE.size,
-                    self._staged_keys + 8 * place.missing,
-                    self._staged_at[index],
-                    self._staged_found + place.missing,
-                    counts + 4 * index,
-                    self._staged_epochs + 8 * place.missing,
-                    link.where + 8,
-                    rows,
-                    blocks,
-                )
-                blocks += kernels.tile_blocks(rows)
-            arguments.pack(kernels.INSERT_TAIL, parts * kernels.PART_BYTES, self._finished + 4, len(group), kernels.ADMIT)
-            handle = self.kernels.insert(unit, max(dims), parts)
-            launch(handle, blocks, kernels.THREADS, arguments, self.stream)
-        if not captured:
-            runtime.eventRecord(self._done.ptr, self.stream)
-            self._busy = self.stream + 1
-
-    def _read_reports(self) -> None:
-        """Sum the reports of the warps of an inline lookup by segment, and clear them."""
-        per_block, start = _keys_per_block(8), 0
-        self.linked, self.absent = linked, absent = [], []
-        for place in self.placed:
-            stop = start + -(-place.n // per_block) * (kernels.QUERY_THREADS // 32)
-            total = int(self._reports[start:stop].sum())  # neither half overflows: a lookup has fewer keys than that
-            linked.append(total & 0xFFFF)
-            absent.append(total >> 16)
-            start = stop
-        self._reports[:start] = 0
-
-    def _reserve_staged(self, rows: Sequence[int]) -> None:
-        """Find room for the rows of each segment to be admitted."""
-        sizes = [-(-4 * count * self._dims[place.table] // 256) * 256 for count, place in zip(rows, self.placed, strict=True)]
-        # As much for every split of the keys over the tables, since a capture must not allocate.
-        floats, tables = sum([place.n * self._dims[place.table] for place in self.placed]), len(self.placed)
-        start = self._staged.reserve(max(sum(sizes), min(4 * floats, _STAGED_BYTES * tables) + 256 * tables))
-        self._staged_at = []
-        for size in sizes:
-            self._staged_at.append(start)
-            start += size
-        if self._link_capacity < self._capacity:
-            self._reserve_link_lists()
+            handle = self.kernels.answer(unit, widest, segments)
+            self._dependent.launch(handle, blocks, threads, arguments, self.stream)
 
     def launched(self) -> None:
         """Record that work was launched without a wait."""
@@ -824,7 +671,9 @@ class CupyLookup(CacheLookup):
     def clear(self) -> None:
         """Reset the miss counts: a query may have ended without that, and its kernel may still be queued."""
         runtime.streamSynchronize(self.stream)
-        runtime.memset(self.missing_counts, 0, 4 * (6 * len(self.memory.specs) + 2))
+        runtime.memset(self._device_tallies, 0, count_bytes(len(self.memory.specs)))
+        if self._link_capacity:
+            runtime.memset(self._bins, 0, self._clean_bytes)
         runtime.streamSynchronize(0)  # no other stream waits for it
 
     def _choose_stream(self, streams: set[int]) -> None:
@@ -853,20 +702,20 @@ class CupyLookup(CacheLookup):
         self._capacity = keys
 
     def _reserve_link_lists(self) -> None:
-        """Make room for the lists of `cuda/link.cu`, for as many keys as the other lists."""
+        """Make room for the lists of `cuda/answer.cu`, for as many keys as the other lists."""
         keys, self._link_capacity = self._capacity, 0
         versions = 2 * 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE
-        start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS + versions)
-        self._versions = start
-        start += versions
-        self._left_keys, self._staged_keys, self._staged_epochs = (start + 8 * keys * nth for nth in range(3))
-        start += 24 * keys
+        start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS + versions + 8 * kernels.SEGMENTS_AT_ONCE)
+        self._versions, self._epochs = start, start + versions
+        start += versions + 8 * kernels.SEGMENTS_AT_ONCE
+        self._left_keys = start
+        start += 8 * keys
         self._leaders, self._ranks, self._in_order, self._left_positions = (start + 4 * keys * nth for nth in range(4))
         start += 16 * keys
-        self._bins = start
-        self._slots = start + 4 * kernels.MOST_BINS
-        start = self._slots + 8 * keys
-        self._states, self._staged_found = start, start + keys
+        self._bins, self._slots = start, start + 4 * kernels.MOST_BINS
+        self._clean_bytes = 4 * kernels.MOST_BINS + 8 * keys  # `answer` leaves them 0
+        self._states = start + self._clean_bytes
+        runtime.memsetAsync(self._bins, 0, self._clean_bytes, self.stream)
         self._link_capacity = keys
 
 
@@ -970,13 +819,3 @@ class CupyMissedKeys(MissedKeys):
 def _keys_per_warp(keys: int, widest: int) -> int:
     """Return the keys per warp of a query: more for plenty of narrow rows, since a warp finds the duplicates."""
     return 16 if keys >= 1 << 19 and widest <= 32 else 8
-
-
-def _keys_per_block(keys_per_warp: int) -> int:
-    return kernels.QUERY_THREADS // 32 * keys_per_warp
-
-
-def _most_warps(tables: int) -> int:
-    """Return the maximum number of warps of an inline query: a segment's last block may have few keys."""
-    per_block = _keys_per_block(8)
-    return (_INLINE_KEYS // per_block + tables) * (kernels.QUERY_THREADS // 32)

@@ -63,7 +63,7 @@ class Modifications:
         self._own = cupy.cuda.Stream(non_blocking=True)
         self._stream = int(self._own.ptr)
         self._stages = (_Stage(), _Stage())
-        self._insert = Arguments(kernels.PART_BYTES + kernels.INSERT_TAIL.size)
+        self._insert = Arguments(kernels.TABLE.size + kernels.INSERT_TAIL.size)
         self._erase = Arguments(kernels.TABLE.size + kernels.ERASE_TAIL.size)
         self._dump = Arguments(kernels.TABLE.size + kernels.DUMP_TAIL.size)
         self._dumped = DeviceBuffer()
@@ -108,8 +108,7 @@ class Modifications:
         if handle is None:
             handle = self._inserts[unit, dim] = self._kernels.handle(kernels.insert_kernel(unit, dim))
         arguments.bytes[: kernels.TABLE.size] = table.packed
-        arguments.pack(kernels.PART_TAIL, kernels.TABLE.size, keys, vectors, chosen, 0, 0, 0, n, 0)
-        arguments.pack(kernels.INSERT_TAIL, kernels.PART_BYTES, 0, 1, mode)
+        arguments.pack(kernels.INSERT_TAIL, kernels.TABLE.size, keys, vectors, chosen, n, mode)
         with self.ordered(stream):
             launch(handle, kernels.tile_blocks(n), kernels.THREADS, arguments, stream)
 

@@ -1,7 +1,7 @@
 """Pooled lookups on a CUDA device: adds up the vectors of each bag as they are read, without storing them.
 
-Keys that are not resident are listed, and answered as in a lookup of rows: from attached tables by the kernels of
-`cuda/link.cu`, else by the host. Their vectors go to scratch memory, from which they are added to their bags at the end.
+Keys that are not resident are listed, and answered as in a lookup of rows: from attached tables by the kernel of
+`cuda/answer.cu`, else by the host. Their vectors go to scratch memory, from which they are added to their bags at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -196,7 +196,7 @@ class BagPooling:
                 missing_counts,
                 self.paddings_at,
                 flags_at,
-                flags_at + 12,
+                flags_at + 8,
                 len(group),
                 0,
             )

@@ -24,12 +24,10 @@ SPECIALISATIONS = [
     kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
     kernels.query_kernel(2, 300, kernels.SEGMENTS_AT_ONCE),
     kernels.query_kernel(1, 7, 1),
-    kernels.query_kernel(4, 32, 1, link=True),
-    kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE, link=True),
     Kernel("query", "query", (("FORMAL_ORDER", 1),)),
-    *(kernels.link_kernel(name, 4, 128, 1) for name in kernels.LINK_KERNELS),
-    kernels.link_kernel("fetch", 1, 7, kernels.SEGMENTS_AT_ONCE),
-    kernels.insert_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
+    kernels.answer_kernel(4, 32, 1),
+    kernels.answer_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
+    kernels.answer_kernel(1, 300, kernels.SEGMENTS_AT_ONCE),
     kernels.insert_kernel(4, 32),
     kernels.insert_kernel(1, 300),
     kernels.scatter_kernel(4),
@@ -41,7 +39,7 @@ SPECIALISATIONS = [
 
 
 def test_there_are_kernels():
-    assert {"query", "link", "insert", "erase", "dump", "scatter", "unique"} <= set(FILES)
+    assert {"query", "answer", "insert", "erase", "dump", "scatter", "unique"} <= set(FILES)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -115,7 +113,7 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int):
 
 
 def test_kernels_and_hash_map_agree_on_its_measures():
-    text = kernels.source("link")
+    text = kernels.source("answer")
     said = {name: int(value) for name, value in re.findall(r"^constexpr u32 (\w+) = (\d+);", text, re.MULTILINE)}
     assert said["HOST_BUCKET"] == layout.BUCKET_BYTES
     assert said["VERSION_BYTES"] == layout.VERSION_BYTES

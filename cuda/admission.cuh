@@ -1,0 +1,152 @@
+// How a key of a table gets its vector: replaced where it is resident, admitted where it is not; pasted after writer.cuh.
+//
+// A key that is admitted takes an empty slot at home, else one at its neighbour, else that of the smallest score at home (the first
+// of equals), whose key is evicted; the other scores there then fall by that much. Replacing a vector changes no score. With ADMIT
+// alone, the keys are those of misses, and one evicts another only if that one's score is 0 or it is the key that was refused last
+// at its home, by 8 bits of their hashes. Else it is refused: its home notes it, and every second key by its hash makes all scores
+// there fall by 1.
+// The epoch is read while the pair is owned. So whoever modifies rows below the cache, makes the epoch odd first, and updates or
+// erases the keys here afterwards, leaves no older vector behind: either that update comes later and finds the key, or this sees
+// the epoch.
+
+#ifndef HPS_ROW_LOADS
+#define HPS_ROW_LOADS 4  // units of a vector that a lane has in flight
+#endif
+#ifndef HPS_LONG_ROWS
+#define HPS_LONG_ROWS 1  // 0: no row has more than 8 HPS_ROW_LOADS units
+#endif
+
+constexpr u32 REPLACE = 1, ADMIT = 2;  // with both, no key is refused
+
+// Keys that a block has admitted and evicted, in shared memory.
+struct Admissions {
+    u32 admitted, evicted;
+
+    __device__ __forceinline__ void add_to(u64* counters) const {
+        if (admitted) atomicAdd(counters, static_cast<u64>(admitted));
+        if (evicted) atomicAdd(counters + 1, static_cast<u64>(evicted));
+    }
+};
+
+// How good a slot is to admit a key to, the smaller the better: an empty one at home, an empty one next door, or one whose key
+// would be evicted: at home by its score, next door never.
+constexpr u32 EMPTY_AT_HOME = 0, EMPTY_NEXT_DOOR = 1, EVICTS = 2, NEVER = 255;
+
+__device__ __forceinline__ u32 rank_of(i64 there, i64 filler, bool at_home, u32 score) {
+    if (there == filler) return at_home ? EMPTY_AT_HOME : EMPTY_NEXT_DOOR;
+    return at_home ? EVICTS + score : NEVER;
+}
+
+// The slot of the pair that is best to admit a key to, and above it, from bit 8 on, how good it is; for whole warps.
+__device__ __forceinline__ u32 choose_slot(const Writer& writer, const Table& table, const uint4& part, u32 home) {
+    const u32 bucket = writer.member / BUCKET_PARTS, within = writer.member % BUCKET_PARTS, high = bucket * SLOTS + 2 * within;
+    const u32 scores = __shfl_sync(FULL_WARP, part.y, writer.tile * TILE + bucket * BUCKET_PARTS);
+    const i64 filler = filler_of(table, home / 2);
+    const bool at_home = bucket == home % 2;
+    u32 best = rank_of(key_of(part.z, part.w), filler, at_home, score_of(scores, 2 * within)) << 8 | high;
+    if (within != 0) {
+        const u32 low = rank_of(key_of(part.x, part.y), filler, at_home, score_of(scores, 2 * within - 1));
+        best = min(best, low << 8 | (high - 1));
+    }
+#pragma unroll
+    for (u32 other = TILE / 2; other > 0; other /= 2) best = min(best, __shfl_xor_sync(FULL_WARP, best, other));
+    return best;
+}
+
+// Give a slot of an owned pair to a key, and keep scores and counts of strays right; for the lanes of a tile. True for one.
+__device__ __forceinline__ bool admit(const Writer& writer, const Table& table, const uint4& part, i64 key, u32 home, u32 slot,
+                                      u32 rank, bool again) {
+    const u32 bucket = writer.member / BUCKET_PARTS, within = writer.member % BUCKET_PARTS;
+    const u32 target = slot / SLOTS, at = slot % SLOTS;
+    if (rank == EMPTY_NEXT_DOOR && within == 0 && bucket == home % 2) {
+        *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 24) + 1;
+    }
+    const bool holds_low = within != 0 && bucket * SLOTS + 2 * within - 1 == slot,
+               holds_high = bucket * SLOTS + 2 * within == slot;
+    if (rank >= EVICTS && (holds_low || holds_high)) {  // who holds the key that goes tells whether it had strayed
+        const u32 lost = home_of(holds_low ? key_of(part.x, part.y) : key_of(part.z, part.w), table.pairs) % 2;
+        volatile u8* strays = strays_at(writer.bucket(lost));
+        if (lost != target) *strays = *strays - 1;
+    }
+    if (within != 0 || bucket != target) return false;
+    const u32 fallen = rank > EVICTS ? part.y - (rank - EVICTS) * 0x01111111u : part.y;
+    const u32 score = rank < EVICTS ? EMPTY_SCORE : again ? AGAIN_SCORE : FIRST_SCORE;
+    const u32 scores = (fallen & ~(15u << (4 * at))) | score << (4 * at);
+    *static_cast<volatile u32*>(scores_at(writer.bucket(target))) = scores;
+    *static_cast<volatile i64*>(key_at(writer.bucket(target), at)) = key;
+    return true;
+}
+
+// Note at its home that a key was refused; no score there is 0. For the lanes of a tile.
+__device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, u32 home, u32 name) {
+    if (writer.member != home % 2 * BUCKET_PARTS) return;
+    uint4* const bucket = writer.bucket(home % 2);
+    *static_cast<volatile u8*>(refused_at(bucket)) = static_cast<u8>(name);
+    if (name % 2 == 0) *static_cast<volatile u32*>(scores_at(bucket)) = part.y - 0x01111111u;
+}
+
+// Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` tells the tiles that have a key. A key is
+// left out if `epoch_at` is given and does not hold `epoch`.
+__device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Unit* vector, u32 units,
+                                           const u64* epoch_at, u64 epoch, Admissions& counts) {
+    constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
+    const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
+    const u32 home = pending ? home_of(key, table.pairs) : 0, pair = home / 2;
+    Writer writer{tile, member, table.buckets + static_cast<u64>(pair) * PAIR_PARTS, 0, 0};
+    Unit value[ROW_LOADS];
+#pragma unroll
+    for (u32 r = 0; r < ROW_LOADS; ++r) {
+        if (pending && r * TILE + member < units) value[r] = stream_in(vector + r * TILE + member);
+    }
+
+    if (mode != (REPLACE | ADMIT)) {  // do not own pairs that will not change
+        const bool resident = writer.find(writer.load(pending), key, pending) >= 0;
+        pending = pending && (mode & (resident ? REPLACE : ADMIT));
+    }
+
+#pragma unroll 1
+    for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {
+        const bool own = writer.take(pending, attempt);
+        if (!__any_sync(FULL_WARP, own)) {
+            back_off(attempt);
+            continue;
+        }
+        __syncwarp();
+        fence();
+        const uint4 part = writer.load(own);
+        int slot = writer.find(part, key, own);
+        const bool resident = slot >= 0;
+        const bool late = own && epoch_at != nullptr && load_word(epoch_at) != epoch;
+        bool writes = own && !late && (mode & (resident ? REPLACE : ADMIT));
+        if (__any_sync(FULL_WARP, writes && !resident)) {
+            const u32 best = choose_slot(writer, table, part, home), rank = best >> 8, name = mix(key) & 0xff;
+            const u32 header = __shfl_sync(FULL_WARP, part.x, tile * TILE + home % 2 * BUCKET_PARTS);
+            const bool again = (header >> 16 & 0xff) == name;
+            if (writes && !resident) {
+                slot = best & 0xff;
+                if (mode == ADMIT && rank > EVICTS && !again) {
+                    refuse(writer, part, home, name);
+                    writes = false;
+                } else if (admit(writer, table, part, key, home, slot, rank, again)) {
+                    atomicAdd(&counts.admitted, 1);
+                    if (rank >= EVICTS) atomicAdd(&counts.evicted, 1);
+                }
+            }
+        }
+        if (writes) {
+            const u64 row = static_cast<u64>(pair) * (2 * SLOTS) + slot;
+            Unit* const to = reinterpret_cast<Unit*>(table.rows) + row * units;
+#pragma unroll
+            for (u32 r = 0; r < ROW_LOADS; ++r) {
+                if (r * TILE + member < units) store_unit(to + r * TILE + member, value[r]);
+            }
+#if HPS_LONG_ROWS
+#pragma unroll 4
+            for (u32 unit = ROW_LOADS * TILE + member; unit < units; unit += TILE)
+                store_unit(to + unit, stream_in(vector + unit));
+#endif
+        }
+        writer.give_back(own, writes);
+        if (own) pending = false;
+    }
+}

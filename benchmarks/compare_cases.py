@@ -351,7 +351,7 @@ def sources(side: Side) -> Iterator[_Measure]:
     keys, vectors = np.arange(rows), vectors_of(np.arange(rows), dim)
     places = {"local": str(side.own), **json.loads(os.environ.get("HPS_COMPARE_SOURCES", "{}"))}
     for place in places.values():
-        hps.write_sparse_model(f"{place}/{side.own.name}/first", (keys, vectors))
+        hps.write_sparse_model(f"{place}/{side.own.name}/first", (keys, vectors), overwrite=True)
 
     def read(path: str) -> None:
         with hps.HPS(side.document(side.model(rows, [dim], gpucache=False) | {"sparse_files": [path]})) as server:

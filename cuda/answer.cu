@@ -1,5 +1,6 @@
 // PURPOSE     Answers the misses of a query from attached tables of the host's memory, and admits their vectors to the cache: in
 //             one launch, which ends at once where nothing is missing, and takes no longer for more keys that are resident.
+//             admit_answers admits those that a launch of answer with `defers` has left to it, in a launch that nobody waits for.
 // ARRAYS      For each segment, from its `missing` on: missing_keys int64 and missing_positions uint32, in, as many as
 //             missing_counts[index] (uint32, in, 0 afterwards). leaders uint32: of each miss the first one of its key. ranks
 //             uint32: of a leader within its bin. order uint32: the leaders, by bin. states uint8: of a leader, FOUND, ABSENT
@@ -7,11 +8,11 @@
 //             same vectors for the admission, where reading `out` again is slow. left_keys int64 and left_positions uint32, out:
 //             what the host must answer, as many as left_counts[index] (uint32, must be 0 before). buckets, rows and counters
 //             of its table of the cache, in/out. slots uint32, at least twice the misses rounded up to a power of two, and bins
-//             (segment_count << bin_bits,) uint32: must be 0 before, 0 afterwards. leader_counts (segments,) uint32. tallies
-//             (segments, 2) uint32: keys linked and absent, must be 0 before, 0 afterwards; progress likewise. epochs
-//             (segment_count,) uint64. versions and versions_after (segment_count, 1 << STRIPE_BITS) uint64: of the tables' stripes,
-//             before and after fetch. any_left uint32 and reports (segments, 2) uint32 in mapped host memory, out: any_left
-//             becomes 1 if a key is left; reports are the tallies, written if anything was missing.
+//             (segment_count << bin_bits,) uint32: must be 0 before, 0 afterwards. leader_counts (segments,) uint32: 0 where
+//             nothing was put into order. tallies (segments, 2) uint32: keys linked and absent, must be 0 before, 0 afterwards;
+//             progress likewise. epochs (segment_count,) uint64. versions and versions_after (segment_count, 1 << STRIPE_BITS)
+//             uint64: of the tables' stripes, before and after fetch. any_left uint32 and reports (segments, 2) uint32 in mapped
+//             host memory, out: any_left becomes 1 if a key is left; reports are the tallies, written if anything was missing.
 // LAUNCH      Any number of blocks of HPS_THREADS; one an SM keeps all of a few thousand misses in flight. May be launched before
 //             the query has ended (programmatic dependent launch).
 // INVARIANTS  Up to `few` misses are read as they came. More are made distinct and put into the order of their rows first: order
@@ -101,8 +102,9 @@ struct Answer {
     u32 patience;
     u32 few;
     u32 fetch_warps;  // of a block
-    u16 settles;
-    u16 zero;  // always 0, which the compiler does not know
+    u8 settles;
+    u8 defers;  // the admission of many: `admit_answers` follows
+    u16 zero;   // always 0, which the compiler does not know
 };
 
 static_assert(sizeof(AnswerSegment) == 112 && sizeof(Answer) == 112 * HPS_SEGMENTS + 184, "hps/cache/cuda/kernels.py packs these");
@@ -437,7 +439,7 @@ __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u
         if (phase == MEND) read_leaders<true>(request, to, of_grid, warps);
         if (phase == SPREAD) {
             spread(request, of_grid, warps);
-            admit_leaders(request, counts, of_grid, warps);
+            if (!request.defers) admit_leaders(request, counts, of_grid, warps);
             for (u32 i = block * HPS_THREADS + threadIdx.x; i <= slot_mask; i += gridDim.x * HPS_THREADS) request.slots[i] = 0;
             if (block == 0) {
                 for (u32 i = threadIdx.x; i < request.segment_count << request.bin_bits; i += HPS_THREADS) request.bins[i] = 0;
@@ -451,12 +453,19 @@ __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u
     }
 }
 
+__device__ __forceinline__ void clear_leaders(const Answer& request) {
+    request.leader_counts[request.segments[threadIdx.x].index] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer(const __grid_constant__ Answer request) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" : : : "memory");  // for the query
 #endif
     const Parts parts(request, request.missing_counts, FEW_A_WARP);
-    if (blockIdx.x >= parts.total) return;
+    if (blockIdx.x >= parts.total) {
+        if (blockIdx.x == 0 && threadIdx.x < request.segment_count) clear_leaders(request);
+        return;
+    }
     const u32 misses = __shfl_sync(FULL_WARP, sum_to(parts.count, threadIdx.x % 32), 31);
     __shared__ u32 positions[WARPS][READ_AT_ONCE];
     __shared__ Admissions counts[WARPS];
@@ -482,6 +491,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
         request.reports[index] = make_uint2(tally->x, tally->y);
         tally->x = tally->y = 0;
         request.missing_counts[index] = 0;
+        if (misses <= request.few) clear_leaders(request);
     }
     if (threadIdx.x == 0) *request.progress = {0, 0, 0, 0};
+}
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) admit_answers(const __grid_constant__ Answer request) {
+    __shared__ Admissions counts[WARPS];
+    admit_leaders(request, counts[threadIdx.x / 32], blockIdx.x * WARPS + threadIdx.x / 32, gridDim.x * WARPS);
 }

@@ -52,8 +52,8 @@ ANSWER_SEGMENT = struct.Struct("<QQQQQIIIIfI")
 ANSWER_SEGMENT_BYTES = TABLE.size + ANSWER_SEGMENT.size
 # missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts, slots,
 # bins, leader_counts, tallies, progress, epochs, versions, versions_after, any_left, reports,
-# bin_bits, segment_count, patience, few, fetch_warps, settles, 0
-ANSWER_TAIL = struct.Struct("<20Q5IHH")
+# bin_bits, segment_count, patience, few, fetch_warps, settles, defers, 0
+ANSWER_TAIL = struct.Struct("<20Q5IBBH")
 # keys, offsets, weights, out, divisors, buckets, rows, padding_key, unread, n, bags, pairs, units, out_units, first_block,
 # missing, index, hotness, bags_per_group, max_norm, options
 POOL_SEGMENT = struct.Struct("<QQQQQQQqQ10IfI")
@@ -170,10 +170,14 @@ def query_kernel(unit: int, widest: int, segments: int) -> Kernel:
     )
 
 
-def answer_kernel(unit: int, widest: int, segments: int) -> Kernel:
-    """Return the kernel for the misses of a query; arguments as for `query_kernel`."""
+ANSWERS = ("answer", "admit_answers")
+"""The kernels of `cuda/answer.cu`."""
+
+
+def answer_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
+    """Return one of ANSWERS, for the misses of a query; other arguments as for `query_kernel`."""
     sizes = (("UNIT", unit), ("COPY", _copy_lanes(unit, widest)), ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE))
-    return Kernel("answer", "answer", (*sizes, *_row_loads(unit, widest), ("THREADS", answer_threads(unit, widest))))
+    return Kernel(name, "answer", (*sizes, *_row_loads(unit, widest), ("THREADS", answer_threads(unit, widest))))
 
 
 def answer_threads(unit: int, widest: int) -> int:

@@ -56,7 +56,7 @@ class LookupKernels:
         self.geometry = [(table.spec.dim, table.buckets, table.rows, table.pairs) for table in tables]
         self.packed = [table.packed for table in tables]
         self._queries: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row, segments
-        self._answers: dict[tuple[int, int, int], int] = {}  # likewise
+        self._answers: dict[tuple[str, int, int, int], int] = {}  # likewise, by name first
         self._scatters: dict[int, int] = {}  # handles, by unit
         self._pools: dict[tuple[str, int, int, int, bool], int] = {}  # handles, by name, unit, widest row, segments, plain
 
@@ -78,7 +78,7 @@ class LookupKernels:
         for widest, segments in [(dim, 1) for dim in set(self._dims)] + [(max(self._dims), kernels.SEGMENTS_AT_ONCE)]:
             if segments == 1 or len(self._dims) > 1:
                 unit = min(kernels.unit_of(dim, 16) for dim in (self._dims if segments > 1 else [widest]))
-                found.append(kernels.answer_kernel(unit, widest, segments))
+                found += [kernels.answer_kernel(name, unit, widest, segments) for name in kernels.ANSWERS]
         return found
 
     def query(self, unit: int, widest: int, segments: int) -> int:
@@ -89,12 +89,12 @@ class LookupKernels:
             self._queries[unit, widest, segments] = handle
         return handle
 
-    def answer(self, unit: int, widest: int, segments: int) -> int:
-        """Return the handle of the kernel that answers misses; arguments as for `query`."""
-        handle = self._answers.get((unit, widest, segments))
+    def answer(self, name: str, unit: int, widest: int, segments: int) -> int:
+        """Return the handle of a kernel of `cuda/answer.cu`; arguments as for `query`."""
+        handle = self._answers.get((name, unit, widest, segments))
         if handle is None:
-            handle = self._compiled.handle(kernels.answer_kernel(unit, widest, segments))
-            self._answers[unit, widest, segments] = handle
+            handle = self._compiled.handle(kernels.answer_kernel(name, unit, widest, segments))
+            self._answers[name, unit, widest, segments] = handle
         return handle
 
     def scatter(self, unit: int) -> int:
@@ -160,6 +160,7 @@ class CupyLookup(CacheLookup):
         self._missing_share = 0.0  # share of recent lookups' keys: not resident, but in attached tables
         self._unfinished = False  # launched work uses host memory, and the host has not waited for it
         self._busy = 0  # the stream, plus 1, of launched work that uses only device memory; 0 for none
+        self._answered = cupy.cuda.Event(disable_timing=True)
         self.stream = self._own_stream
         self.placed: list[PlacedSegment] = []
         self._bags = BagPooling(memory.specs, compiled.geometry, compiled.pool)
@@ -374,18 +375,28 @@ class CupyLookup(CacheLookup):
         """
         self.launch_query()
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
-        if launched:
-            self.launch_answer()
-        self.synchronise()
+        total = sum([place.n for place in self.placed])
+        if launched and self._missing_share * total > _FEW_MISSES:
+            self._wait_for_answers()
+        else:
+            if launched:
+                self.launch_answer()
+            self.synchronise()
         counts = [0] * len(self.placed)
         if self.flags[0]:
             attached = attached or self._find_layouts()
             counts = self._answer_misses(attached, answered=launched)
         if attached:
-            total = sum([place.n for place in self.placed])
             share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
             self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
+
+    def _wait_for_answers(self) -> None:
+        """Answer many misses; wait for the answers, but not for their admission."""
+        self.launch_answer(defers=True)
+        runtime.eventSynchronize(self._answered.ptr)
+        runtime.eventRecord(self._done.ptr, self.stream)
+        self._busy = self.stream + 1
 
     def _answer_bags(self) -> list[int]:
         """Add up resident vectors, and find those of the rest; return the number of keys left in each segment."""
@@ -518,11 +529,12 @@ class CupyLookup(CacheLookup):
                 widest = dim
         return kernels.unit_of(widths, alignment & 15), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
 
-    def launch_answer(self, settles: bool = False) -> None:
+    def launch_answer(self, settles: bool = False, defers: bool = False) -> None:
         """Launch the kernel that answers misses from attached tables: one for every SEGMENTS_AT_ONCE segments.
 
         Args:
             settles: the host does not wait: give keys that no table has the default vector.
+            defers: admit many misses in a kernel of its own, after the event `_answered`, from a copy of their vectors.
         """
         if self._link_capacity < self._capacity:
             self._reserve_link_lists()
@@ -538,7 +550,7 @@ class CupyLookup(CacheLookup):
                 link, layout = self._links[place.table], None if settles else self._layouts[index]
                 where = layout.where if layout is not None else link.where if link is not None and settles else 0
                 staged = staged_rows = 0
-                if place.host_out is not None and where:
+                if where and (defers or place.host_out is not None):
                     staged_rows = min(place.n, _STAGED_BYTES // (4 * dim))
                     staged = self.device_space(4 * dim * staged_rows)
                 arguments.pack(
@@ -585,10 +597,14 @@ class CupyLookup(CacheLookup):
                 _FEW_MISSES,
                 kernels.fetch_warps(widest, blocks, threads),
                 settles,
+                defers,
                 0,
             )
-            handle = self.kernels.answer(unit, widest, segments)
+            handle = self.kernels.answer("answer", unit, widest, segments)
             self._dependent.launch(handle, blocks, threads, arguments, self.stream)
+            if defers:
+                runtime.eventRecord(self._answered.ptr, self.stream)
+                launch(self.kernels.answer("admit_answers", unit, widest, segments), 4 * blocks, threads, arguments, self.stream)
 
     def launched(self) -> None:
         """Record that work was launched without a wait."""

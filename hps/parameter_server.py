@@ -315,7 +315,7 @@ class HPS:
         deployment = self.model(model_name)
         session = deployment.session(device_id, keys, out_tensor)
         segments, found = concatenated_segments(
-            keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, with_found=return_found
+            keys, counts, out_tensor, deployment.dims, on_cuda=session.on_cuda, with_found=return_found
         )
         self._answer(deployment, session, segments, wait, began)
         return found

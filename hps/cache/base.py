@@ -4,7 +4,8 @@ A lookup is an object with a handful of verbs, in this order (`lookup/session.py
 
     lookup = cache.create_lookup()              once, for many lookups in sequence
 
-    missing = lookup.query(segments)            copies hits to their places; returns the number of misses
+    lookup.launch(segments)                     begins to copy hits to their places
+    missing = lookup.wait()                     returns the number of misses; if 0, the lookup is finished
     for missed in lookup.unique():              the distinct keys of each table with misses, on the host
         buffer = missed.buffer()                    host memory (pinned with CUDA) for the fetched vectors
         ... fetch rows [start, stop) into buffer ...
@@ -20,7 +21,7 @@ A cache may be *attached* to tables in host memory (`EmbeddingCache.attach`). A 
 table, and admits those that it finds; only keys in neither are left for the steps above. If the host tables are authoritative,
 no key is left, and `lookup.enqueue(segments)` is a complete lookup that does not block.
 
-Segments with `pooling` get one vector per bag, in the same steps: `query` adds up the resident vectors of each bag without
+Segments with `pooling` get one vector per bag, in the same steps: `launch` adds up the resident vectors of each bag without
 storing them; `finish` adds the vectors of the remaining keys, from scratch memory that `scatter` writes. So bags are complete
 only when the lookup is finished.
 """
@@ -147,25 +148,40 @@ class CacheLookup(ABC):
         self.linked = self.absent = self.padding = ()
 
     @abstractmethod
-    def query(self, segments: Sequence[Segment]) -> int:
-        """Copy resident vectors to their rows of `out`, and list the other keys. Duplicate keys are allowed.
+    def launch(self, segments: Sequence[Segment]) -> None:
+        """Begin to copy resident vectors to their rows of `out`, and to list the other keys. Duplicate keys are allowed.
 
         Runs after the producers of keys and outputs. Missed rows of `out` are unspecified until they are scattered. `found`, if
         given, is True for hits and False for misses. The order of the misses is unspecified.
 
+        Keys that are not resident are answered from the attached table, if any, and admitted; an authoritative table gives
+        those that it lacks the default vector. Keys whose vector a writer keeps busy are left.
+
+        A device works on it while the caller does something else, until `wait`.
+
         Args:
             segments: at most one for each table, all with bags or none. Tensors on the device are not copied.
 
-        Keys that are not resident are answered from the attached table, if any, and admitted; an authoritative table gives
-        those that it lacks the default vector. Keys whose vector a writer keeps busy are left.
+        Raises:
+            InvalidDtypeError, InvalidInputError: an array has a wrong dtype, layout or place, and nothing was written.
+        """
+
+    @abstractmethod
+    def wait(self) -> int:
+        """Wait for what `launch` began. If no key is left, this also finishes the lookup.
 
         Returns:
             The number of keys left, duplicates counted, for `unique` and the steps after it.
 
         Raises:
-            InvalidDtypeError, InvalidInputError: an array has a wrong dtype, layout or place, and nothing was written. Or
-                offsets on the device do not begin with 0, decrease, or do not end with n, and outputs are unspecified.
+            InvalidInputError: offsets on the device do not begin with 0, decrease, or do not end with n; outputs are
+                unspecified.
         """
+
+    def query(self, segments: Sequence[Segment]) -> int:
+        """Launch a query and wait for it."""
+        self.launch(segments)
+        return self.wait()
 
     def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
         """Launch a complete lookup on the one stream of its tensors. Does not block; no `finish` follows.
@@ -195,7 +211,7 @@ class CacheLookup(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Deliver the outputs to the caller; a consumer that starts afterwards sees them complete."""
+        """Deliver the outputs to the caller; a consumer that starts afterwards sees them complete. Idempotent."""
 
 
 class StreamCapture(ABC):

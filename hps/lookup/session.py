@@ -25,7 +25,7 @@ from hps.statistics.prometheus import Value
 from hps.statistics.tracing import LookupTrace, Span, current, ended
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
-from hps.tensors.segments import Segment
+from hps.tensors.segments import Segment, tables_and_sizes
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -223,16 +223,25 @@ class CachedSession:
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         start = perf_counter_ns()
-        _refuse_too_many_keys(self.tables, self._max_keys, segments)
+        asked, max_keys = tables_and_sizes(segments), self._max_keys
+        for table, n in asked:
+            if n > max_keys[table]:
+                raise _too_many_keys(self.tables[table], n)
         under_way = self._under_way
         if under_way is not None:  # single operations of a dict are atomic: this needs no lock and never drifts
-            under_way[threading.get_ident()] = sum([segment.n for segment in segments])
+            under_way[threading.get_ident()] = sum([n for _table, n in asked])
         stages: dict[str, int] | None = None
         try:
             lookup = self._lookups.take()
             try:
                 taken = perf_counter_ns()
-                missing = lookup.query(segments)
+                lookup.launch(segments)
+                self._count(asked, 1)  # while the device works
+                try:
+                    missing = lookup.wait()
+                except BaseException:
+                    self._count(asked, -1)
+                    raise
                 queried = answered = perf_counter_ns()
                 counts = lookup.counts if missing else None
                 linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
@@ -240,7 +249,7 @@ class CachedSession:
                     current.stages = stages = {}
                     self._answer_misses(lookup, segments, counts)
                     answered = perf_counter_ns()
-                lookup.finish()
+                    lookup.finish()
             finally:
                 if stages is not None:
                     current.stages = None
@@ -251,7 +260,12 @@ class CachedSession:
         end = perf_counter_ns()
         began = began_ns or start
         times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
-        self._count(segments, counts, padding, times, stages)
+        with self._metrics.lock:
+            self._recent.extend(times)
+            if len(self._recent) >= LookupTimes.MOST_RECENT:
+                self._times.fold()
+        if counts or padding:
+            self._count_misses(segments, counts, padding, stages)
         if linked or absent:
             self._count_linked(segments, linked, absent)
         if (trace := current.trace) is not None:
@@ -408,37 +422,40 @@ class CachedSession:
             pending = self._pending[table_index]
             self._pending[table_index] = pending[~_contained(keys, pending)]
 
-    def _count(
+    def _count(self, asked: Sequence[tuple[int, int]], lookups: int) -> None:
+        """Count a lookup and its keys, as if all were resident; or -1 lookups, to take that back.
+
+        Args:
+            asked: tables and numbers of keys.
+        """
+        every = self._counters
+        with self._metrics.lock:
+            self._device.lookups += lookups
+            for table, n in asked:
+                counters, keys = every[table], lookups * n
+                counters.keys += keys
+                counters.hits[0] += keys
+
+    def _count_misses(
         self,
         segments: Sequence[Segment],
         missing_counts: Sequence[int] | None,
         padding: Sequence[int],
-        times: LookupNs,
         stages: Mapping[str, int] | None,
     ) -> None:
-        """Count the keys of a lookup. `missing_counts` is None if no key was missing, which is quicker for many tables.
+        """Correct what was counted by keys that are missing, or no keys.
 
         Args:
             stages: nanoseconds of the steps after the query, if keys were missing.
         """
         every = self._counters
         with self._metrics.lock:
-            self._recent.extend(times)
-            if len(self._recent) >= LookupTimes.MOST_RECENT:
-                self._times.fold()
-            if stages is not None:
-                for stage, ns in stages.items():
-                    self._times.stages[stage].add(ns)
-            self._device.lookups += 1
-            for segment in segments:
-                counters, n = every[segment.table], segment.n
-                counters.keys += n
-                counters.hits[0] += n
-            if missing_counts is not None:
-                for segment, missing in zip(segments, missing_counts, strict=True):
-                    counters = every[segment.table]
-                    counters.hits[0] -= missing
-                    counters.misses[0] += missing
+            for stage, ns in (stages or {}).items():
+                self._times.stages[stage].add(ns)
+            for segment, missing in zip(segments, missing_counts or (), strict=False):
+                counters = every[segment.table]
+                counters.hits[0] -= missing
+                counters.misses[0] += missing
             for segment, left_out in zip(segments, padding, strict=False):
                 counters = every[segment.table]
                 counters.keys -= left_out
@@ -613,6 +630,7 @@ class _LookupPool:
         self._timeouts = timeouts
         self._closed = False
         self._free: queue.SimpleQueue[CacheLookup | None] = queue.SimpleQueue()  # None: closed
+        self.give_back: Callable[[CacheLookup], None] = self._free.put
         for _ in range(size):
             self._free.put(create())
 
@@ -643,9 +661,6 @@ class _LookupPool:
                 "raise num_of_worker_buffer_in_pool or send fewer lookups at once"
             ) from None
 
-    def give_back(self, lookup: CacheLookup) -> None:
-        self._free.put(lookup)
-
     def close(self, timeout_s: float) -> bool:
         """Take all lookups away for good; return False if some still ran after `timeout_s`. May be called again."""
         self._closed = True
@@ -661,14 +676,16 @@ class _LookupPool:
 
 
 def _refuse_too_many_keys(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> None:
-    for segment in segments:
-        if segment.n > max_keys[segment.table]:
-            table = tables[segment.table]
-            raise TooManyKeysError(
-                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {segment.n} keys, "
-                f"expected at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
-                "send fewer or raise them"
-            )
+    for index, n in tables_and_sizes(segments):
+        if n > max_keys[index]:
+            raise _too_many_keys(tables[index], n)
+
+
+def _too_many_keys(table: TableSpec, n: int) -> TooManyKeysError:
+    return TooManyKeysError(
+        f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, expected at most {table.max_keys} "
+        "(max_batch_size x maxnum_catfeature_query_per_table_per_sample); send fewer or raise them"
+    )
 
 
 def _contained(ascending: KeyArray, keys: KeyArray) -> BoolArray:

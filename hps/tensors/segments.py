@@ -71,6 +71,49 @@ class Segment:
         self.pooling = pooling
 
 
+class ConcatenatedSegments(Sequence[Segment]):
+    """The segments of all tables, with keys and outputs each in one tensor in CUDA memory. *Immutable.*
+
+    A CUDA cache needs no segment of them; they are made for who asks.
+
+    Attributes:
+        keys, out: tensors of all tables, in their order.
+        counts, dims: of keys and floats per key, by table.
+        floats: total of the outputs.
+    """
+
+    __slots__ = ("_made", "counts", "dims", "floats", "keys", "out")
+
+    def __init__(self, keys: DeviceArray, out: DeviceArray, counts: Sequence[int], dims: Sequence[int], floats: int) -> None:
+        self.keys = keys
+        self.out = out
+        self.counts = counts
+        self.dims = dims
+        self.floats = floats
+        self._made: list[Segment] | None = None
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, place: Any) -> Any:
+        if self._made is None:
+            total, row, element, made = sum(self.counts), 0, 0, []
+            for table, (count, dim) in enumerate(zip(self.counts, self.dims, strict=True)):
+                keys, out = Stretch(self.keys, row, count, total), Stretch(self.out, element, count * dim, self.floats)
+                made.append(Segment(table, keys, out, None, count))
+                row += count
+                element += count * dim
+            self._made = made
+        return self._made[place]
+
+
+def tables_and_sizes(segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
+    """Return the index of the table and the number of keys of each segment."""
+    if type(segments) is ConcatenatedSegments:
+        return list(enumerate(segments.counts))
+    return [(segment.table, segment.n) for segment in segments]
+
+
 def as_host_keys(keys: Any) -> KeyArray:
     """Convert a sequence or array of integers to (n,) int64, C-contiguous, in host memory; copy only if necessary.
 
@@ -127,8 +170,12 @@ def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, 
     Raises:
         InvalidDtypeError, InvalidInputError: the tensors cannot be keys or an output of `dim` elements per key.
     """
-    flat, n = adopt_keys(keys, on_cuda)
-    return Segment(table, flat, adopt_output(out, n, dim, on_cuda), np.empty(n, np.bool_) if with_found else None, n)
+    if on_cuda and getattr(keys, "is_cuda", False) and getattr(out, "is_cuda", False):  # what the functions below would find
+        flat, n, place = keys, keys.numel(), out
+    else:
+        flat, n = adopt_keys(keys, on_cuda)
+        place = adopt_output(out, n, dim, on_cuda)
+    return Segment(table, flat, place, np.empty(n, np.bool_) if with_found else None, n)
 
 
 def named_segments(
@@ -186,46 +233,49 @@ def concatenated_segments(
     keys: Any,
     counts: Sequence[int],
     out: Any,
-    specs: Sequence[TableSpec],
+    dims: Sequence[int],
     *,
     on_cuda: bool,
     with_found: bool,
-) -> tuple[list[Segment], BoolArray | None]:
+) -> tuple[Sequence[Segment], BoolArray | None]:
     """Build one segment for each table from tensors that concatenate the keys and outputs; also return the masks.
+
+    Args:
+        counts, dims: number of keys and dimension, by table.
 
     Raises:
         InvalidDtypeError, InvalidInputError: as for `tensor_segment`; also without exactly one count for each table, or if the
             counts do not add up to the keys.
     """
     try:
-        counts = [operator.index(count) for count in counts]  # sums of Python's integers cannot overflow
+        counts = list(map(operator.index, counts))  # sums of Python's integers cannot overflow
     except TypeError as error:
         raise InvalidInputError(
             f"looking up concatenated tables: got counts {counts!r}, expected integers ({error})"
         ) from error
-    if len(counts) != len(specs) or min(counts, default=0) < 0:
+    if len(counts) != len(dims) or min(counts, default=0) < 0:
         raise InvalidInputError(
-            f"looking up concatenated tables: got counts {list(counts)[:8]}, expected {len(specs)} of them, one per table, "
+            f"looking up concatenated tables: got counts {list(counts)[:8]}, expected {len(dims)} of them, one per table, "
             "none negative"
         )
     flat, n = adopt_keys(keys, on_cuda)
-    total, size = sum(counts), sum([count * spec.dim for count, spec in zip(counts, specs, strict=True)])
+    total, size = sum(counts), sum(map(operator.mul, counts, dims))
     if n != total:
         raise InvalidInputError(f"looking up concatenated tables: got {n} keys, expected {total}, the sum of the counts")
     found = np.empty(total, np.bool_) if with_found else None
     place = adopt_output(out, size, 1, on_cuda)
     keys_on_host, out_on_host = isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
+    if found is None and not keys_on_host and not out_on_host:
+        return ConcatenatedSegments(flat, place, counts, dims, size), None
     row = element = 0
     segments = []
-    for index, count in enumerate(counts):
-        length = count * specs[index].dim
+    for index, (count, dim) in enumerate(zip(counts, dims, strict=True)):
+        length = count * dim
         segments.append(
             Segment(
                 index,
                 flat[row : row + count] if keys_on_host else Stretch(flat, row, count, total),
-                place[element : element + length].reshape(count, specs[index].dim)
-                if out_on_host
-                else Stretch(place, element, length, size),
+                place[element : element + length].reshape(count, dim) if out_on_host else Stretch(place, element, length, size),
                 None if found is None else found[row : row + count],
                 count,
             )

@@ -99,6 +99,7 @@ class Deployment:
         stop_following: called with a timeout when the deployment is closed: stop the feeds of its tables, and return whether
             they have stopped. Shared by all deployments that hold the tables in turn.
         indices: table indices, by name and by id.
+        dims: dimensions of the tables.
         changes: modifications and refreshes in progress.
         one_device: the first device if all devices share one session; else None.
         refresher: refreshes its caches, on demand and periodically.
@@ -121,6 +122,7 @@ class Deployment:
     log_positions: tuple[dict[Partition, LogPosition], ...] = ()
     stop_following: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
     indices: dict[str | int, int] = field(init=False, repr=False)
+    dims: tuple[int, ...] = field(init=False, repr=False)
     changes: OpenCalls = field(init=False, repr=False)
     one_device: int | None = field(init=False, repr=False)
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
@@ -133,6 +135,7 @@ class Deployment:
         self.lookups_ended = threading.Event()
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
         self.indices = names | {index: index for index in names.values()}
+        self.dims = tuple(spec.dim for spec in self.tables)
         devices = self.devices
         shared = len(set(map(id, self.sessions.values()))) == 1
         self.one_device = devices[0] if shared else None

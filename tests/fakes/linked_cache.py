@@ -146,9 +146,12 @@ class LinkedLookup(CacheLookup):
         self._room, self._graph = {}, None
         self._left: list[LeftKeys] = []
 
-    def query(self, segments: Sequence[Segment]) -> int:
+    def launch(self, segments: Sequence[Segment]) -> None:
         self._refuse_a_graphs()
-        return self._query(segments)
+        self._query(segments)
+
+    def wait(self) -> int:
+        return sum(self.counts)
 
     def _query(self, segments):
         self._inner.query(segments)
@@ -177,7 +180,6 @@ class LinkedLookup(CacheLookup):
             self.absent.append(absent)
         if not any(self.linked) and not any(self.absent):
             self.linked = self.absent = ()
-        return sum(self.counts)
 
     def unique(self):
         return self._left

@@ -42,7 +42,10 @@ def wanted(keys: np.ndarray, counts: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("counts", [(3, 5, 0, 9), (700, 1000, 900, 300), (0, 0, 1, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize("place", ["torch", "cupy", "keys on the host", "out on the host", "int32"])
-def test_every_vector_is_right_wherever_keys_and_outputs_are(server: hps.HPS, counts: tuple[int, ...], place: str) -> None:
+@pytest.mark.parametrize("return_found", [False, True])
+def test_every_vector_is_right_wherever_keys_and_outputs_are(
+    server: hps.HPS, counts: tuple[int, ...], place: str, return_found: bool
+) -> None:
     rng = np.random.default_rng(5)
     for _ in range(3):
         keys = rng.integers(0, ROWS + 50, sum(counts))
@@ -55,11 +58,32 @@ def test_every_vector_is_right_wherever_keys_and_outputs_are(server: hps.HPS, co
             out = np.full(size + 5, np.nan, np.float32)
         elif place == "int32":
             given = given.to(torch.int32)
-        found = server.lookup_concatenated(given, counts, out, "m", return_found=True)
+        found = server.lookup_concatenated(given, counts, out, "m", return_found=return_found)
         got = out if isinstance(out, np.ndarray) else out.get() if place == "cupy" else out.cpu().numpy()
         np.testing.assert_array_equal(got[:size], wanted(keys, counts))
         assert np.isnan(got[size:]).all()
-        np.testing.assert_array_equal(found, keys < ROWS)
+        if return_found:
+            np.testing.assert_array_equal(found, keys < ROWS)
+
+
+def test_requests_of_many_sizes_and_alignments_follow_each_other(server: hps.HPS) -> None:
+    rng = np.random.default_rng(6)
+    sizes = [tuple(rng.integers(0, 40, len(DIMS)).tolist()) for _ in range(70)]
+    whole = torch.empty(40 * sum(DIMS) + 4).cuda()
+    for counts in sizes + sizes[::-1]:
+        keys = rng.integers(0, ROWS + 50, sum(counts))
+        first = int(rng.integers(4))
+        out = whole[first : first + sum(n * dim for n, dim in zip(counts, DIMS, strict=True))]
+        whole.fill_(torch.nan)
+        if rng.integers(2):
+            server.lookup_concatenated(torch.from_numpy(keys).cuda(), counts, out, "m")
+        else:
+            starts = np.cumsum([0, *counts])
+            parts = {t: torch.from_numpy(keys[starts[t] : starts[t + 1]]).cuda() for t in rng.permutation(len(DIMS)).tolist()}
+            ends = np.cumsum([0, *(n * dim for n, dim in zip(counts, DIMS, strict=True))])
+            server.lookup_tables(parts, "m", out={t: out[ends[t] : ends[t + 1]] for t in parts})
+        np.testing.assert_array_equal(out.cpu().numpy(), wanted(keys, counts))
+        assert int(torch.isnan(whole).sum()) == whole.numel() - out.numel()
 
 
 def test_an_output_that_is_too_small_and_counts_that_do_not_add_up_are_refused(server: hps.HPS) -> None:

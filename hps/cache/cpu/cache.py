@@ -177,7 +177,7 @@ class NumpyLookup(CacheLookup):
         self._scratches = [_TableScratch(table.dim) for table in cache.tables]
         self._distinct = DistinctKeys()
 
-    def query(self, segments: Sequence[Segment]) -> int:
+    def launch(self, segments: Sequence[Segment]) -> None:
         tables, scratches = self._cache.open_tables(), self._scratches
         counts = []
         for segment in segments:
@@ -207,17 +207,23 @@ class NumpyLookup(CacheLookup):
                 check_segment(f"querying the cached table {table.spec.tag}", segment, segment.n, table.spec.dim)
                 if segment.keys.flags.aligned:
                     raise InvalidInputError(f"querying the cached table {table.spec.tag}: expected NumPy arrays")
-                return self.query(_with_aligned_keys(segments))
+                self.launch(_with_aligned_keys(segments))
+                return
             counts.append(count)
         self._segments, self.counts, self.padding = segments, counts, ()
         if segments and segments[0].pooling is not None:
             self.padding = _paddings(segments)
-        return sum(counts)
+
+    def wait(self) -> int:
+        left = sum(self.counts)
+        if not left:
+            self._segments = ()
+        return left
 
     def unique(self) -> Sequence["NumpyMissedKeys"]:
         return [
             NumpyMissedKeys(self._cache, segment, self._scratches[segment.table], self._distinct_keys(segment, count), count)
-            for segment, count in zip(self._segments, self.counts, strict=True)
+            for segment, count in zip(self._segments, self.counts, strict=False)  # no segments: nothing was missing
             if count
         ]
 

@@ -92,36 +92,34 @@ class PinnedBuffer:
     """Pinned, mapped host memory, handed out in pieces until `reset`. *One per thread.*
 
     A piece stays valid until `reset`, even if the buffer grows for the next one.
+
+    Attributes:
+        used: bytes handed out.
     """
 
-    __slots__ = ("_kept", "_memory", "_used")
+    __slots__ = ("_kept", "_memory", "used")
 
     def __init__(self) -> None:
         self._memory: _Pinned | None = None
         self._kept: list[_Pinned] = []
-        self._used = 0
-
-    @property
-    def used(self) -> int:
-        """Bytes handed out."""
-        return self._used
+        self.used = 0
 
     def reset(self) -> None:
         """Take all pieces back; the device must have finished with them."""
-        self._used = 0
+        self.used = 0
         if self._kept:
             self._kept = []
 
     def take(self, size_bytes: int) -> tuple[int, np.ndarray]:
         """Hand out a piece: its address on both sides, and (size_bytes,) uint8 over it."""
-        start = self._used
+        start = self.used
         if self._memory is None or start + size_bytes > self._memory.bytes.size:
             size = 0 if self._memory is None else self._memory.bytes.size
             if self._memory is not None:
                 self._kept.append(self._memory)
             self._memory = _Pinned(geometry.grown(max(2 * size, size_bytes)))
             start = 0
-        self._used = -(-(start + size_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self.used = -(-(start + size_bytes) // _ALIGNMENT) * _ALIGNMENT
         return self._memory.pointer + start, self._memory.bytes[start : start + size_bytes]
 
 

@@ -45,6 +45,7 @@ TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zer
 SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
+QUERY_OF_ONE = struct.Struct(SEGMENT.format + QUERY_TAIL.format[1:])
 HOST_LAYOUT = struct.Struct("<QQQIIII32Q")  # self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments
 LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
 # layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative; after a TABLE

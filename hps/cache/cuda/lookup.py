@@ -1,6 +1,8 @@
 """Runs lookups on a CUDA device: their scratch memory, stream and kernel launches."""
 
 from collections.abc import Sequence
+from functools import lru_cache, reduce
+from operator import or_
 
 import cupy
 import numpy as np
@@ -28,9 +30,10 @@ from hps.cache.cuda.kernels import Kernel
 from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.pooling import BagPooling
-from hps.cache.cuda.tensors import UNKNOWN_STREAM, PlacedSegment, TensorReader
+from hps.cache.cuda.queries import Geometry, Queries
+from hps.cache.cuda.tensors import NO_ROWS, UNKNOWN_STREAM, AnyRows, PlacedSegment, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
-from hps.tensors.segments import Segment
+from hps.tensors.segments import ConcatenatedSegments, Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0
@@ -40,7 +43,9 @@ _LEAST_SHARE = 1 / 4096  # of missing keys; a smaller expected share counts as n
 _STAGED_BYTES = 1 << 27  # of rows of one segment that are copied for admission, as its outputs are in host memory
 _PATIENCE = 64  # attempts to read a row that the host is writing, before it is left to the host
 _STREAM_ORDERED_PATIENCE = 1 << 14  # without the host as a fallback: at least 30 ms
+_ADMITTING_BLOCKS = 4  # of an SM, where many misses are admitted in a launch of its own
 _LINK_BYTES = 33  # of the lists, per key
+_MOST_QUERIES = 1 << 10  # sets of tables whose query is found again
 
 
 class LookupKernels:
@@ -55,8 +60,8 @@ class LookupKernels:
         self._dims = [table.spec.dim for table in tables]
         self.geometry = [(table.spec.dim, table.buckets, table.rows, table.pairs) for table in tables]
         self.packed = [table.packed for table in tables]
-        self._queries: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row, segments
-        self._answers: dict[tuple[str, int, int, int], int] = {}  # likewise, by name first
+        self.query_of = lru_cache(_MOST_QUERIES)(self._query_of)
+        self._answers: dict[tuple[str, int, int, int], int] = {}  # handles, by name, unit, widest row, segments
         self._scatters: dict[int, int] = {}  # handles, by unit
         self._pools: dict[tuple[str, int, int, int, bool], int] = {}  # handles, by name, unit, widest row, segments, plain
 
@@ -81,16 +86,28 @@ class LookupKernels:
                 found += [kernels.answer_kernel(name, unit, widest, segments) for name in kernels.ANSWERS]
         return found
 
-    def query(self, unit: int, widest: int, segments: int) -> int:
-        """Return the handle of the query kernel for rows of at most `widest` floats."""
-        handle = self._queries.get((unit, widest, segments))
-        if handle is None:
-            handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments))
-            self._queries[unit, widest, segments] = handle
-        return handle
+    def _query_of(self, tables: tuple[int, ...], alignment: int) -> tuple[int, int, Geometry]:
+        """Return what queries of the same tables have in common, compiled on first use; found again by `query_of`.
+
+        Args:
+            tables: at most SEGMENTS_AT_ONCE.
+            alignment: bits of the addresses of their outputs, below 16.
+
+        Returns:
+            Handle of the kernel, its widest row, and what it needs to know of each table.
+        """
+        unit, widest, segments = self.shape_of(tables, alignment)
+        handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments))
+        geometry = [self.geometry[table] for table in tables]
+        return handle, widest, [(dim // unit, buckets, rows, pairs) for dim, buckets, rows, pairs in geometry]
+
+    def shape_of(self, tables: Sequence[int], alignment: int) -> tuple[int, int, int]:
+        """Return the floats that a lane moves at once, the widest row, and the segments of a kernel; arguments as above."""
+        dims = [self._dims[table] for table in tables]
+        return kernels.unit_of(reduce(or_, dims), alignment), max(dims), 1 if len(dims) == 1 else kernels.SEGMENTS_AT_ONCE
 
     def answer(self, name: str, unit: int, widest: int, segments: int) -> int:
-        """Return the handle of a kernel of `cuda/answer.cu`; arguments as for `query`."""
+        """Return the handle of a kernel of `cuda/answer.cu`, for rows of at most `widest` floats."""
         handle = self._answers.get((name, unit, widest, segments))
         if handle is None:
             handle = self._compiled.handle(kernels.answer_kernel(name, unit, widest, segments))
@@ -126,7 +143,6 @@ class CupyLookup(CacheLookup):
         kernels: the kernels that it launches.
         changes: orders changes to the tables.
         stream: stream of the current lookup.
-        placed: its segments; in a lookup of bags, the rows of missed segments, until it is finished.
         missing_positions, rows, distinct: addresses of the lists on the device; see `cuda/unique.cu`. The first lists what the
             host must answer.
         host: mapped memory for keys, outputs, masks and fetched vectors.
@@ -162,15 +178,17 @@ class CupyLookup(CacheLookup):
         self._busy = 0  # the stream, plus 1, of launched work that uses only device memory; 0 for none
         self._answered = cupy.cuda.Event(disable_timing=True)
         self.stream = self._own_stream
-        self.placed: list[PlacedSegment] = []
+        self._tables: object = None  # those of the current query: closing the cache keeps their memory until it has ended
+        self._asked = False  # a query was launched, and its answer not waited for
+        self._answering = self._deferring = False  # misses are answered with the query; their admission is in its own launch
+        self._places: AnyRows = NO_ROWS  # of a lookup of rows
+        self._placed: Sequence[PlacedSegment] | None = None  # see `placed`
+        self._total = 0  # keys
         self._bags = BagPooling(memory.specs, compiled.geometry, compiled.pool)
         self._pooled = False  # whether the current lookup has bags
 
         head = kernels.UNIQUE_HEAD.size
-        self._query_arguments = {
-            segments: Arguments(segments * kernels.SEGMENT.size + kernels.QUERY_TAIL.size)
-            for segments in (1, kernels.SEGMENTS_AT_ONCE)
-        }
+        self._queries = Queries(self._dims, compiled.query_of)
         self._answer_arguments = {
             segments: Arguments(segments * kernels.ANSWER_SEGMENT_BYTES + kernels.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
@@ -213,28 +231,55 @@ class CupyLookup(CacheLookup):
         self._reserve(LEAST_KEYS)
         self.clear()
 
-    @device_call("querying")
-    def query(self, segments: Sequence[Segment]) -> int:
-        """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`.
+    @property
+    def placed(self) -> Sequence[PlacedSegment]:
+        """The segments of the current lookup; in one of bags, the rows of missed segments, until it is finished."""
+        if self._placed is None:
+            self._placed = self._places.each()
+        return self._placed
 
-        One kernel and one wait if all keys are resident. Misses in attached tables take one more kernel, and a second wait if
-        none were expected after the last lookup; the distinct keys left take one more of each.
-        """
+    @device_call("querying")
+    def launch(self, segments: Sequence[Segment]) -> None:
+        """Launch a query: one kernel, and another for misses in attached tables if recent lookups had any."""
         tables = self.memory.tables()
         self._links = list(self._attached)
         self.begin(segments)
         if self.changes.pending:
             self.changes.show(self.stream)
-        self.flags[:2] = 0
         self.linked = self.absent = ()
+        self._tables, self._asked = tables, True
         try:
-            self.counts = self._answer_bags() if self._pooled else self._answer()
+            if self._pooled:
+                self._launch_pooled()
+                return
+            self.launch_query()
+            self._answering = self._missing_share > 0.0 and self._find_layouts()
+            if self._answering:
+                self._deferring = self._missing_share * self._total > _FEW_MISSES
+                self.launch_answer(defers=self._deferring)
         except CUDA_ERRORS:
             self.clear()
             raise
-        del tables  # closing the cache keeps their memory until here
-        self._layouts = []
-        return sum(self.counts)
+
+    @device_call("querying")
+    def wait(self) -> int:
+        """Wait for the answer: once if all keys are resident, or no others than expected are missing. See `CacheLookup.wait`.
+
+        Unexpected misses in attached tables take one more kernel and wait, and so do the distinct keys that are left.
+        """
+        try:
+            self.counts = self._bags_answered() if self._pooled else self._rows_answered()
+        except CUDA_ERRORS:
+            self.clear()
+            raise
+        finally:
+            self._asked = False
+            self._tables = None
+            self._layouts = []
+        left = sum(self.counts)
+        if not left and (self._pooled or self._unfinished or self._places.on_host):
+            self._deliver()
+        return left
 
     @device_call("looking up without waiting")
     def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
@@ -277,7 +322,7 @@ class CupyLookup(CacheLookup):
     def _launch_bags(self) -> None:
         """Launch a lookup of bags ordered only by the stream; see `enqueue`."""
         self.launch_pool("pool", settles=True)
-        self.placed = self._bags.place_misses([place.n for place in self._bags.placed])
+        self._placed = self._bags.place_misses([place.n for place in self._bags.placed])
         self._launch_number()
         self.launch_answer(settles=True)
         self.launch_pool("pool_rest", settles=True)
@@ -302,13 +347,17 @@ class CupyLookup(CacheLookup):
 
         Adds missing vectors to their bags first.
         """
+        self._deliver()
+
+    def _deliver(self) -> None:
         if self._pooled:
             if self._bags.unfinished:
                 self._bags.unfinished = False
                 self.launch_pool("pool_rest")
-                self.launched()
-            self.placed = list(self._bags.placed)
-        on_host = [place for place in self.placed if place.host_out is not None or place.host_found is not None]
+                self.note_work()
+            self._placed = self._bags.placed
+        everywhere = self._bags.placed if self._pooled else self._places.on_host.values()
+        on_host = [place for place in everywhere if place.host_out is not None or place.host_found is not None]
         if self._unfinished:
             if on_host or self._host_waits:
                 self.synchronise()
@@ -323,87 +372,68 @@ class CupyLookup(CacheLookup):
 
     def begin(self, segments: Sequence[Segment], captured: bool = False) -> None:
         """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup."""
+        if self._asked:  # an interrupt came between the launch and the wait
+            self.clear()
         if self._unfinished:  # running work of the last lookup still uses the memory
             runtime.eventSynchronize(self._done.ptr)
             self._unfinished = False
-        self.host.reset()
+        if self.host.used:
+            self.host.reset()
         self._fetched_used = 0
         self.reader.start()
         self.padding = ()
-        self._pooled = False
-        if segments and segments[0].pooling is not None:
-            keys = self._bags.place(segments, self.reader, self.host)
-            self.placed = list(self._bags.placed)
-            self._pooled = True
-            self.flags[2] = 0
+        self._pooled = type(segments) is not ConcatenatedSegments and bool(segments) and segments[0].pooling is not None
+        if self._pooled:
+            self._total = self._bags.place(segments, self.reader, self.host)
+            self._places, self._placed = NO_ROWS, self._bags.placed
         else:
-            keys = self._place(segments)
-        self._choose_stream(self.reader.streams)
+            self._places, self._placed = self.reader.place(segments, self._dims, self._doing, self.host), None
+            self._total = self._places.total
+        streams = self.reader.streams
+        if self._host_waits or self._waits_for or streams != self._streams:
+            self._choose_stream(streams)
         if self._busy and self._busy != self.stream + 1 and not captured:
             runtime.streamWaitEvent(self.stream, self._done.ptr)
             runtime.eventRecord(self._done.ptr, self.stream)
             self._busy = self.stream + 1
-        if keys > self._capacity:
-            self._reserve(keys)
+        if self._total > self._capacity:
+            self._reserve(self._total)
         if self._pooled:
             self._bags.reserve_lists()
 
-    def _place(self, segments: Sequence[Segment]) -> int:
-        """Find keys and outputs of segments of rows; return the number of keys."""
-        reader, dims = self.reader, self._dims
-        placed, missing = [], 0
-        for segment in segments:
-            place = PlacedSegment(segment, missing)
-            keys, out = segment.keys, segment.out
-            if segment.found is None and type(keys) is not np.ndarray and type(out) is not np.ndarray:
-                place.keys, n = reader.keys(keys)
-                place.out = reader.output(out, n, dims[segment.table])
-                place.n = n
-            else:
-                reader.place(place, dims[segment.table], self._doing[segment.table], self.host)
-                n = place.n
-            missing += n
-            placed.append(place)
-        self.placed = placed
-        return missing
+    def _rows_answered(self) -> list[int]:
+        """Wait for the answer to rows; return the number of keys left in each segment.
 
-    def _answer(self) -> list[int]:
-        """Answer keys from the cache and attached tables; return the number of keys left in each segment.
-
-        If recent lookups missed keys that attached tables had, both kernels are launched at once; otherwise the one for misses
+        If recent lookups missed keys that attached tables had, both kernels were launched at once; otherwise the one for misses
         follows only after a miss, so that lookups of resident keys cost the same with and without attached tables.
         """
-        self.launch_query()
-        attached = launched = self._missing_share > 0.0 and self._find_layouts()
-        total = sum([place.n for place in self.placed])
-        if launched and self._missing_share * total > _FEW_MISSES:
-            self._wait_for_answers()
+        attached = answering = self._answering
+        if answering and self._deferring:
+            runtime.eventSynchronize(self._answered.ptr)
         else:
-            if launched:
-                self.launch_answer()
-            self.synchronise()
-        counts = [0] * len(self.placed)
+            runtime.streamSynchronize(self.stream)
+            self._unfinished = False
+        counts = [0] * len(self._places.sizes)
         if self.flags[0]:
             attached = attached or self._find_layouts()
-            counts = self._answer_misses(attached, answered=launched)
+            counts = self._answer_misses(attached, answered=answering)
+            self.flags[:2] = 0
         if attached:
-            share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
+            share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
             self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
 
-    def _wait_for_answers(self) -> None:
-        """Answer many misses; wait for the answers, but not for their admission."""
-        self.launch_answer(defers=True)
-        runtime.eventSynchronize(self._answered.ptr)
-        runtime.eventRecord(self._done.ptr, self.stream)
-        self._busy = self.stream + 1
-
-    def _answer_bags(self) -> list[int]:
-        """Add up resident vectors, and find those of the rest; return the number of keys left in each segment."""
+    def _launch_pooled(self) -> None:
+        """Launch the kernel that adds up resident vectors."""
         bags = self._bags
+        self.flags[2] = 0
         if bags.padded:
             runtime.memsetAsync(bags.paddings_at, 0, 4 * len(bags.placed), self.stream)
         self.launch_pool("pool")
+
+    def _bags_answered(self) -> list[int]:
+        """Wait for the sums of resident vectors, and find the rest; return the number of keys left in each segment."""
+        bags = self._bags
         self.synchronise()
         if bags.padded:
             self.padding = self._counts_at(bags.paddings_at)
@@ -416,12 +446,14 @@ class CupyLookup(CacheLookup):
             )
         if not missed:
             return [0] * len(bags.placed)
-        self.placed = bags.place_misses(self._counts_at(self.missing_counts))
+        self._placed = bags.place_misses(self._counts_at(self.missing_counts))
         self._launch_number()
-        return self._answer_misses(self._find_layouts(), answered=False)
+        counts = self._answer_misses(self._find_layouts(), answered=False)
+        self.flags[:2] = 0
+        return counts
 
     def _counts_at(self, address: int) -> list[int]:
-        counts = np.empty(len(self.placed), np.uint32)
+        counts = np.empty(len(self._bags.placed), np.uint32)
         copy_to_host(counts, address, self.stream)
         found: list[int] = counts.tolist()
         return found
@@ -486,48 +518,8 @@ class CupyLookup(CacheLookup):
         return 0 if link is None else link.unread_at
 
     def launch_query(self) -> None:
-        """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them."""
-        placed, geometry, pack = self.placed, self.kernels.geometry, kernels.SEGMENT.pack_into
-        total = sum([place.n for place in placed])
-        asked = [(index, place) for index, place in enumerate(placed) if place.n]
-        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            unit, widest, segments = self._shape_of(group)
-            per_warp = _keys_per_warp(total, widest)
-            per_block = kernels.QUERY_THREADS // 32 * per_warp
-            arguments = self._query_arguments[segments]
-            buffer = arguments.bytes
-            offset = blocks = 0
-            for index, place in group:
-                dim, buckets, rows, pairs = geometry[place.table]
-                n, units = place.n, dim // unit
-                keys, out, found, missing = place.keys, place.out, place.found, place.missing
-                pack(buffer, offset, keys, out, found, buckets, rows, n, pairs, units, blocks, missing, index)
-                offset += kernels.SEGMENT.size
-                blocks += -(-n // per_block)
-            arguments.pack(
-                kernels.QUERY_TAIL,
-                segments * kernels.SEGMENT.size,
-                self.missing_keys,
-                self.listed_positions,
-                self.missing_counts,
-                self.flags_at,
-                len(group),
-                per_warp,
-                0,
-            )
-            launch(self.kernels.query(unit, widest, segments), blocks, kernels.QUERY_THREADS, arguments, self.stream)
-
-    def _shape_of(self, group: Sequence[tuple[int, PlacedSegment]]) -> tuple[int, int, int]:
-        """Return the shape of a group of segments: floats that a lane moves at once, the widest row, their number."""
-        alignment = widths = widest = 0
-        for _index, place in group:
-            dim = self._dims[place.table]
-            alignment |= place.out
-            widths |= dim
-            if dim > widest:
-                widest = dim
-        return kernels.unit_of(widths, alignment & 15), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
+        """Launch the queries of all segments of rows."""
+        self._queries.launch(self._places, self.stream)
 
     def launch_answer(self, settles: bool = False, defers: bool = False) -> None:
         """Launch the kernel that answers misses from attached tables: one for every SEGMENTS_AT_ONCE segments.
@@ -542,7 +534,8 @@ class CupyLookup(CacheLookup):
         asked = [(index, place) for index, place in enumerate(self.placed) if place.n]
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            unit, widest, segments = self._shape_of(group)
+            alignment = reduce(or_, [place.out for _index, place in group])
+            unit, widest, segments = self.kernels.shape_of([place.table for _index, place in group], alignment & 15)
             arguments, threads = self._answer_arguments[segments], kernels.answer_threads(unit, widest)
             for nth, (index, place) in enumerate(group):
                 at, dim = nth * kernels.ANSWER_SEGMENT_BYTES, geometry[place.table][0]
@@ -604,9 +597,14 @@ class CupyLookup(CacheLookup):
             self._dependent.launch(handle, blocks, threads, arguments, self.stream)
             if defers:
                 runtime.eventRecord(self._answered.ptr, self.stream)
-                launch(self.kernels.answer("admit_answers", unit, widest, segments), 4 * blocks, threads, arguments, self.stream)
+                launch(
+                    self.kernels.answer("admit_answers", unit, widest, segments), 4 * blocks, threads, arguments, self.stream
+                )
+        if defers:
+            runtime.eventRecord(self._done.ptr, self.stream)
+            self._busy = self.stream + 1
 
-    def launched(self) -> None:
+    def note_work(self) -> None:
         """Record that work was launched without a wait."""
         runtime.eventRecord(self._done.ptr, self.stream)
         self._unfinished = True
@@ -691,6 +689,8 @@ class CupyLookup(CacheLookup):
         if self._link_capacity:
             runtime.memset(self._bins, 0, self._clean_bytes)
         runtime.streamSynchronize(0)  # no other stream waits for it
+        self.flags[:] = 0
+        self._asked = False
 
     def _choose_stream(self, streams: set[int]) -> None:
         self._streams = streams
@@ -715,6 +715,7 @@ class CupyLookup(CacheLookup):
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at, distinct = self._distinct_memory.take(8 * keys)
         self._distinct_on_host = distinct.view(np.int64)
+        self._queries.use(self.missing_keys, self.listed_positions, self.missing_counts, self.flags_at)
         self._capacity = keys
 
     def _reserve_link_lists(self) -> None:
@@ -768,7 +769,7 @@ class CupyMissedKeys(MissedKeys):
             row = 4 * self.memory.specs[self._place.table].dim
             size, stream = (stop - start) * row, self._lookup.stream
             copy_to_device(self._vectors + start * row, self._staged + start * row, size, stream)
-            self._lookup.launched()
+            self._lookup.note_work()
 
     @device_call("scattering fetched vectors")
     def scatter(self, found: BoolArray) -> None:
@@ -791,7 +792,7 @@ class CupyMissedKeys(MissedKeys):
         )
         blocks = kernels.tile_blocks(self._misses)
         launch(lookup.kernels.scatter(unit), blocks, kernels.THREADS, lookup.scatter_arguments, lookup.stream)
-        lookup.launched()
+        lookup.note_work()
 
     @device_call("counting absent keys")
     def absent(self, found: BoolArray) -> int:
@@ -824,14 +825,9 @@ class CupyMissedKeys(MissedKeys):
             lookup.insert_arguments,
             lookup.stream,
         )
-        lookup.launched()
+        lookup.note_work()
 
     def _place_mask(self, found: BoolArray) -> None:
         if self._vectors and not self._found and found.any():
             self._found, pinned = self._lookup.host.take(found.size)
             np.copyto(pinned.view(np.bool_), found)
-
-
-def _keys_per_warp(keys: int, widest: int) -> int:
-    """Return the keys per warp of a query: more for plenty of narrow rows, since a warp finds the duplicates."""
-    return 16 if keys >= 1 << 19 and widest <= 32 else 8

@@ -1,8 +1,11 @@
 """Maps segments to device addresses: torch, CuPy and DLPack tensors directly, NumPy arrays through mapped memory."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeAlias
 
 import cupy
 import numpy as np
@@ -22,7 +25,7 @@ from hps.tensors.dlpack import (
     adopt,
     work_stream_of,
 )
-from hps.tensors.segments import Segment, Stretch, check_segment
+from hps.tensors.segments import ConcatenatedSegments, Segment, Stretch, check_segment
 
 UNKNOWN_STREAM = -1
 """The consumer's stream is unknown; its producer was ordered before the legacy default stream."""
@@ -44,7 +47,7 @@ class PlacedSegment:
 
     __slots__ = ("found", "host_found", "host_out", "keys", "missing", "n", "out", "segment", "table")
 
-    def __init__(self, segment: Segment, missing: int) -> None:
+    def __init__(self, segment: Segment, missing: int = 0) -> None:
         self.segment = segment
         self.table = segment.table
         self.missing = missing
@@ -54,6 +57,85 @@ class PlacedSegment:
         self.n: int
         self.keys: int
         self.out: int
+
+
+class PlacedRows:
+    """Where keys and outputs of a lookup of rows lie, in the order of its segments.
+
+    Attributes:
+        tables, sizes: index of the table, number of keys.
+        keys, outs, founds: as for `PlacedSegment`.
+        total: number of all keys.
+        on_host: segments with parts in host memory, by their position.
+        masked: a segment has a mask.
+    """
+
+    __slots__ = ("_segments", "founds", "keys", "masked", "on_host", "outs", "sizes", "tables", "total")
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        tables: tuple[int, ...],
+        sizes: Sequence[int],
+        addresses: tuple[list[int], list[int], list[int]],
+        on_host: dict[int, PlacedSegment],
+        masked: bool,
+    ) -> None:
+        self._segments = segments
+        self.tables = tables
+        self.sizes = sizes
+        self.keys, self.outs, self.founds = addresses
+        self.total = sum(sizes)
+        self.on_host = on_host
+        self.masked = masked
+
+    def each(self) -> list[PlacedSegment]:
+        """Return all segments; a lookup without misses does without them."""
+        placed, missing = [], 0
+        for position, segment in enumerate(self._segments):
+            place = self.on_host.get(position) or PlacedSegment(segment)
+            place.n, place.missing = self.sizes[position], missing
+            place.keys, place.out, place.found = self.keys[position], self.outs[position], self.founds[position]
+            missing += place.n
+            placed.append(place)
+        return placed
+
+
+class ConcatenatedRows:
+    """Where keys and outputs of all tables lie, each in one tensor. Has what `PlacedRows` has; the lists are made if asked for.
+
+    Attributes:
+        key_at, out_at: addresses of the tensors.
+    """
+
+    __slots__ = ("_segments", "key_at", "out_at", "sizes", "total")
+
+    on_host: ClassVar[Mapping[int, PlacedSegment]] = MappingProxyType({})
+    masked: ClassVar[bool] = False
+
+    def __init__(self, segments: ConcatenatedSegments, key_at: int, out_at: int) -> None:
+        self._segments = segments
+        self.sizes = segments.counts
+        self.total = sum(segments.counts)
+        self.key_at = key_at
+        self.out_at = out_at
+
+    def listed(self) -> PlacedRows:
+        """Return the same, with its lists."""
+        counts, dims = self.sizes, self._segments.dims
+        keys = [self.key_at + 8 * row for row in accumulate(counts[:-1], initial=0)]
+        outs = [self.out_at + 4 * element for element in accumulate(map(mul, counts[:-1], dims), initial=0)]
+        none = [0] * len(counts)
+        return PlacedRows(self._segments, tuple(range(len(counts))), counts, (keys, outs, none), {}, masked=False)
+
+    def each(self) -> list[PlacedSegment]:
+        """Return all segments; a lookup without misses does without them."""
+        return self.listed().each()
+
+
+NO_ROWS = PlacedRows((), (), (), ([], [], []), {}, masked=False)
+
+AnyRows: TypeAlias = PlacedRows | ConcatenatedRows
 
 
 class TensorReader:
@@ -106,13 +188,58 @@ class TensorReader:
             self._torch_stream = work_stream_of(torch.Tensor) or (lambda device: torch.cuda.current_stream(device).cuda_stream)
             self._tensor = torch.Tensor
 
-    def place(self, place: PlacedSegment, dim: int, doing: str, host: PinnedBuffer) -> None:
-        """Find a segment with parts in host memory; keys and outputs there go through mapped memory of `host`.
+    def place(self, segments: Sequence[Segment], dims: Sequence[int], doing: Sequence[str], host: PinnedBuffer) -> AnyRows:
+        """Find the tensors of all segments of rows.
 
         Args:
-            dim: dimension of its table.
-            doing: begins error messages.
+            dims, doing: dimension and the begin of error messages, by table.
+            host: mapped memory for keys and outputs in host memory.
         """
+        if type(segments) is ConcatenatedSegments:
+            keys, _size = self.keys(segments.keys)
+            return ConcatenatedRows(segments, keys, self.output(segments.out, segments.floats, 1))
+        torch_tensor, device, int64, float32 = self._tensor, self._device_id, self._int64, self._float32
+        tables: list[int] = []
+        sizes: list[int] = []
+        keys_at: list[int] = []
+        outs_at: list[int] = []
+        founds_at: list[int] = []
+        on_host, masked = {}, False
+        for segment in segments:
+            keys, out, table = segment.keys, segment.out, segment.table
+            if segment.found is not None or type(keys) is np.ndarray or type(out) is np.ndarray:
+                place = on_host[len(tables)] = PlacedSegment(segment)
+                self._place_on_host(place, dims[table], doing[table], host)
+                n, key_at, out_at, found_at = place.n, place.keys, place.out, place.found
+                masked = masked or bool(found_at)
+            else:
+                found_at = 0
+                if (
+                    type(keys) is type(out) is torch_tensor  # inlines `keys` and `output`: this runs once per table
+                    and keys.dtype is int64
+                    and out.dtype is float32
+                    and keys.get_device() == device == out.get_device()
+                    and keys.is_contiguous()
+                    and out.is_contiguous()
+                    and not out.requires_grad
+                    and out.numel() >= (n := keys.numel()) * dims[table]
+                ):
+                    if not self._seen_torch:
+                        self._seen_torch = True
+                        self.streams.add(self._torch_stream(device))
+                    key_at, out_at = keys.data_ptr(), out.data_ptr()
+                else:
+                    key_at, n = self.keys(keys)
+                    out_at = self.output(out, n, dims[table])
+            tables.append(table)
+            sizes.append(n)
+            keys_at.append(key_at)
+            outs_at.append(out_at)
+            founds_at.append(found_at)
+        return PlacedRows(segments, tuple(tables), sizes, (keys_at, outs_at, founds_at), on_host, masked)
+
+    def _place_on_host(self, place: PlacedSegment, dim: int, doing: str, host: PinnedBuffer) -> None:
+        """Find a segment with parts in host memory; keys and outputs there go through mapped memory of `host`."""
         segment = place.segment
         keys, out, found = segment.keys, segment.out, segment.found
         if isinstance(keys, np.ndarray):

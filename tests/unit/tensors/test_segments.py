@@ -63,7 +63,7 @@ def test_device_tensors_are_left_to_the_cache(on_device: Any):
     keys, out = on_device(3), on_device(12)
     one = tensor_segment(0, 4, keys, out, on_cuda=True, with_found=False)
     assert (one.keys, one.out, one.n) == (keys, out, 3)
-    parts, _found = concatenated_segments(keys, [1, 2], out, SPECS, on_cuda=True, with_found=False)
+    parts, _found = concatenated_segments(keys, [1, 2], out, [spec.dim for spec in SPECS], on_cuda=True, with_found=False)
     assert [(p.keys.tensor, p.keys.start, p.out.tensor, p.out.start, p.n) for p in parts] == [
         (keys, 0, out, 0, 1),
         (keys, 1, out, 4, 2),

@@ -1,0 +1,161 @@
+"""Launches queries on a CUDA device.
+
+What queries of the same tables and numbers of keys have in common is packed once and found again; only the addresses of their
+tensors are new. That is most of what a lookup of many tables takes on the host.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from typing import TypeAlias
+
+import numpy as np
+
+from hps.cache.cuda import kernels
+from hps.cache.cuda.device import Arguments, launch
+from hps.cache.cuda.tensors import AnyRows, ConcatenatedRows, PlacedRows
+
+Geometry: TypeAlias = list[tuple[int, int, int, int]]
+"""By table: units of a row, addresses of buckets and rows, pairs."""
+
+_WARPS = kernels.QUERY_THREADS // 32
+_MOST_KEPT = 64
+_OUT_OFFSET = 8  # of `out` in a segment, after `keys`
+
+
+class _Launch:
+    """A packed query: segments of the same tables and numbers of keys, without masks. *One per thread.*
+
+    Attributes:
+        keys, outs: (segments with keys,) uint64: the addresses of their tensors in `arguments`.
+        places: positions of those segments.
+        key_offsets, out_offsets: (segments with keys,) uint64, in bytes, where the tensors of all tables are one.
+    """
+
+    __slots__ = ("arguments", "blocks", "handle", "key_offsets", "keys", "out_offsets", "outs", "places")
+
+    def __init__(self, handle: int, blocks: int, arguments: Arguments, sizes: Sequence[int], dims: Sequence[int]) -> None:
+        self.handle = handle
+        self.blocks = blocks
+        self.arguments = arguments
+        self.places = [place for place, n in enumerate(sizes) if n]
+        count, strides = len(self.places), (kernels.SEGMENT.size,)
+        self.keys: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, 0, strides)
+        self.outs: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, _OUT_OFFSET, strides)
+        rows = np.array(sizes, np.uint64)
+        floats = rows * np.array(dims, np.uint64)
+        self.key_offsets = (8 * (rows.cumsum() - rows))[self.places]
+        self.out_offsets = (4 * (floats.cumsum() - floats))[self.places]
+
+
+class Queries:
+    """Launches the queries of one lookup at a time. *One per thread.*
+
+    Args:
+        dims: of the tables, by id.
+        query_of: as `LookupKernels.query_of`.
+    """
+
+    def __init__(self, dims: Sequence[int], query_of: Callable[[tuple[int, ...], int], tuple[int, int, Geometry]]) -> None:
+        self._dims = dims
+        self._query_of = query_of
+        self._arguments = {segments: _arguments_of(segments) for segments in (1, kernels.SEGMENTS_AT_ONCE)}
+        self._kept: dict[tuple[object, ...], _Launch] = {}
+        self._lists = (0, 0, 0, 0)
+
+    def use(self, missing_keys: int, missing_positions: int, missing_counts: int, any_missing: int) -> None:
+        """Let queries write their misses to these addresses."""
+        self._lists = (missing_keys, missing_positions, missing_counts, any_missing)
+        self._kept.clear()
+
+    def launch(self, rows: AnyRows, stream: int) -> None:
+        """Launch the query of all segments: one kernel for every SEGMENTS_AT_ONCE of them."""
+        count = len(rows.sizes)
+        if 1 < count <= kernels.SEGMENTS_AT_ONCE and not rows.masked:
+            self._launch_kept(rows, stream)
+            return
+        if count == 1 and isinstance(rows, PlacedRows):
+            self._launch_one(rows, stream)
+            return
+        listed, missing = rows.listed() if isinstance(rows, ConcatenatedRows) else rows, 0
+        for first in range(0, count, kernels.SEGMENTS_AT_ONCE):
+            part = slice(first, first + kernels.SEGMENTS_AT_ONCE)
+            tables = listed.tables[part]
+            handle, widest, geometry = self._query_of(tables, reduce(or_, listed.outs[part]) & 15)
+            arguments = self._arguments[1 if len(tables) == 1 else kernels.SEGMENTS_AT_ONCE]
+            per_warp = _keys_per_warp(rows.total, widest)
+            blocks, missing = self._pack(arguments, geometry, listed, first, missing, per_warp)
+            if blocks:
+                launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
+
+    def _launch_one(self, rows: PlacedRows, stream: int) -> None:
+        [n], [keys], [out], [found] = rows.sizes, rows.keys, rows.outs, rows.founds
+        handle, widest, [(units, buckets, vectors, pairs)] = self._query_of(rows.tables, out & 15)
+        if not n:
+            return
+        arguments, per_warp = self._arguments[1], _keys_per_warp(n, widest)
+        segment = (keys, out, found, buckets, vectors, n, pairs, units, 0, 0, 0)
+        kernels.QUERY_OF_ONE.pack_into(arguments.bytes, 0, *segment, *self._lists, 1, per_warp, 0)
+        launch(handle, -(-n // (_WARPS * per_warp)), kernels.QUERY_THREADS, arguments, stream)
+
+    def _launch_kept(self, rows: AnyRows, stream: int) -> None:
+        if isinstance(rows, ConcatenatedRows):
+            found = self._found((rows.out_at & 15, *rows.sizes), rows)
+            np.add(found.key_offsets, rows.key_at, found.keys)
+            np.add(found.out_offsets, rows.out_at, found.outs)
+        else:
+            found = self._found((reduce(or_, rows.outs) & 15, rows.tables, *rows.sizes), rows)
+            keys, outs, places = rows.keys, rows.outs, found.places
+            if len(places) < len(rows.sizes):
+                keys, outs = [keys[place] for place in places], [outs[place] for place in places]
+            found.keys[:] = keys
+            found.outs[:] = outs
+        if found.blocks:
+            launch(found.handle, found.blocks, kernels.QUERY_THREADS, found.arguments, stream)
+
+    def _found(self, kind: tuple[object, ...], rows: AnyRows) -> _Launch:
+        found = self._kept.get(kind)
+        if found is None:
+            listed = rows.listed() if isinstance(rows, ConcatenatedRows) else rows
+            arguments = _arguments_of(kernels.SEGMENTS_AT_ONCE)
+            handle, widest, geometry = self._query_of(listed.tables, reduce(or_, listed.outs) & 15)
+            blocks, _missing = self._pack(arguments, geometry, listed, 0, 0, _keys_per_warp(rows.total, widest))
+            found = _Launch(handle, blocks, arguments, rows.sizes, [self._dims[table] for table in listed.tables])
+            if len(self._kept) == _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[kind] = found
+        return found
+
+    def _pack(
+        self, arguments: Arguments, geometry: Geometry, rows: PlacedRows, first: int, missing: int, per_warp: int
+    ) -> tuple[int, int]:
+        """Pack the segments from `first` on; those without keys are left out.
+
+        Args:
+            missing: position of their first miss in the lists.
+
+        Returns:
+            Number of blocks, and the position after their last miss.
+        """
+        per_block = _WARPS * per_warp
+        buffer, pack, size = arguments.bytes, kernels.SEGMENT.pack_into, kernels.SEGMENT.size
+        offset = blocks = 0
+        for index, (units, buckets, vectors, pairs) in enumerate(geometry, first):
+            if n := rows.sizes[index]:
+                keys, out, found = rows.keys[index], rows.outs[index], rows.founds[index]
+                pack(buffer, offset, keys, out, found, buckets, vectors, n, pairs, units, blocks, missing, index)
+                offset += size
+                blocks += -(-n // per_block)
+                missing += n
+        tail = kernels.QUERY_TAIL
+        tail.pack_into(buffer, len(buffer) - tail.size, *self._lists, offset // size, per_warp, 0)
+        return blocks, missing
+
+
+def _arguments_of(segments: int) -> Arguments:
+    return Arguments(segments * kernels.SEGMENT.size + kernels.QUERY_TAIL.size)
+
+
+def _keys_per_warp(keys: int, widest: int) -> int:
+    """Return the keys per warp of a query: more for plenty of narrow rows, since a warp finds the duplicates."""
+    return 16 if keys >= 1 << 19 and widest <= 32 else 8

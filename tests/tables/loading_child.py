@@ -22,6 +22,7 @@ from tests.tables.deltas import load_version
 
 CHUNK_ROWS, BATCH_ROWS, UNMERGED_FILES = 2000, 4000, 5
 STEPS = {
+    "create": (rocks_db_engine.Engine, "create"),
     "drop": (rocks_db_engine.Engine, "drop"),
     "stage": (rocks_db_engine.Engine, "stage"),
     "ingest": (rocks_db_engine.Engine, "ingest"),

@@ -267,7 +267,7 @@ class CachedSession:
         if counts or padding:
             self._count_misses(segments, counts, padding, stages)
         if linked or absent:
-            self._count_linked(segments, linked, absent)
+            self._count_linked(asked, linked, absent)
         if (trace := current.trace) is not None:
             n = sum([segment.n for segment in segments])
             spans = (("adopt", began, start), ("wait", start, taken), ("query", taken, queried), ("finish", answered, end))
@@ -461,11 +461,11 @@ class CachedSession:
                 counters.keys -= left_out
                 counters.hits[0] -= left_out
 
-    def _count_linked(self, segments: Sequence[Segment], linked: Sequence[int], absent: Sequence[int]) -> None:
-        none = [0] * len(segments)
+    def _count_linked(self, asked: Sequence[tuple[int, int]], linked: Sequence[int], absent: Sequence[int]) -> None:
+        none = [0] * len(asked)
         with self._metrics.lock:
-            for segment, found, lacking in zip(segments, linked or none, absent or none, strict=True):
-                counters = self._counters[segment.table]
+            for (table, _n), found, lacking in zip(asked, linked or none, absent or none, strict=True):
+                counters = self._counters[table]
                 counters.hits[0] -= found + lacking
                 counters.misses[0] += found + lacking
                 counters.count_linked(found, lacking)

@@ -49,8 +49,7 @@ QUERY_OF_ONE = struct.Struct(SEGMENT.format + QUERY_TAIL.format[1:])
 HOST_LAYOUT = struct.Struct("<QQQIIII32Q")  # self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments
 LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
 # layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative; after a TABLE
-ANSWER_SEGMENT = struct.Struct("<QQQQQIIIIfI")
-ANSWER_SEGMENT_BYTES = TABLE.size + ANSWER_SEGMENT.size
+ANSWER_SEGMENT = struct.Struct(TABLE.format + "QQQQQIIIIfI")
 # missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts, slots,
 # bins, leader_counts, tallies, progress, epochs, versions, versions_after, any_left, reports,
 # bin_bits, segment_count, patience, few, fetch_warps, settles, defers, 0

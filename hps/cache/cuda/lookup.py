@@ -31,7 +31,7 @@ from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.pooling import BagPooling
 from hps.cache.cuda.queries import Geometry, Queries
-from hps.cache.cuda.tensors import NO_ROWS, UNKNOWN_STREAM, AnyRows, PlacedSegment, TensorReader
+from hps.cache.cuda.tensors import NO_ROWS, UNKNOWN_STREAM, AnyRows, AskedRows, PlacedSegment, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.segments import ConcatenatedSegments, Segment
 from hps.types import BoolArray, FloatArray, KeyArray
@@ -53,15 +53,16 @@ class LookupKernels:
 
     Attributes:
         geometry: by table: dim, addresses of buckets and rows, pairs.
+        structs: by table, what `kernels.TABLE` packs.
     """
 
     def __init__(self, device_id: int, tables: Sequence[DeviceTable]) -> None:
         self._compiled = kernels_of(device_id)
         self._dims = [table.spec.dim for table in tables]
         self.geometry = [(table.spec.dim, table.buckets, table.rows, table.pairs) for table in tables]
-        self.packed = [table.packed for table in tables]
+        self.structs = [kernels.TABLE.unpack(table.packed) for table in tables]
         self.query_of = lru_cache(_MOST_QUERIES)(self._query_of)
-        self._answers: dict[tuple[str, int, int, int], int] = {}  # handles, by name, unit, widest row, segments
+        self.answer_of = lru_cache(_MOST_QUERIES)(self._answer_of)
         self._scatters: dict[int, int] = {}  # handles, by unit
         self._pools: dict[tuple[str, int, int, int, bool], int] = {}  # handles, by name, unit, widest row, segments, plain
 
@@ -96,23 +97,24 @@ class LookupKernels:
         Returns:
             Handle of the kernel, its widest row, and what it needs to know of each table.
         """
-        unit, widest, segments = self.shape_of(tables, alignment)
+        unit, widest, segments = self._shape_of(tables, alignment)
         handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments))
         geometry = [self.geometry[table] for table in tables]
         return handle, widest, [(dim // unit, buckets, rows, pairs) for dim, buckets, rows, pairs in geometry]
 
-    def shape_of(self, tables: Sequence[int], alignment: int) -> tuple[int, int, int]:
+    def _shape_of(self, tables: tuple[int, ...], alignment: int) -> tuple[int, int, int]:
         """Return the floats that a lane moves at once, the widest row, and the segments of a kernel; arguments as above."""
         dims = [self._dims[table] for table in tables]
         return kernels.unit_of(reduce(or_, dims), alignment), max(dims), 1 if len(dims) == 1 else kernels.SEGMENTS_AT_ONCE
 
-    def answer(self, name: str, unit: int, widest: int, segments: int) -> int:
-        """Return the handle of a kernel of `cuda/answer.cu`, for rows of at most `widest` floats."""
-        handle = self._answers.get((name, unit, widest, segments))
-        if handle is None:
-            handle = self._compiled.handle(kernels.answer_kernel(name, unit, widest, segments))
-            self._answers[name, unit, widest, segments] = handle
-        return handle
+    def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int) -> tuple[int, int, int, int]:
+        """Return handle, floats that a lane moves at once, widest row and threads of a kernel of `cuda/answer.cu`.
+
+        Other arguments as above; found again by `answer_of`.
+        """
+        unit, widest, segments = self._shape_of(tables, alignment)
+        handle = self._compiled.handle(kernels.answer_kernel(name, unit, widest, segments))
+        return handle, unit, widest, kernels.answer_threads(unit, widest)
 
     def scatter(self, unit: int) -> int:
         handle = self._scatters.get(unit)
@@ -183,16 +185,17 @@ class CupyLookup(CacheLookup):
         self._answering = self._deferring = False  # misses are answered with the query; their admission is in its own launch
         self._places: AnyRows = NO_ROWS  # of a lookup of rows
         self._placed: Sequence[PlacedSegment] | None = None  # see `placed`
-        self._total = 0  # keys
+        self._total = self._segment_count = 0  # keys, and segments
         self._bags = BagPooling(memory.specs, compiled.geometry, compiled.pool)
         self._pooled = False  # whether the current lookup has bags
 
         head = kernels.UNIQUE_HEAD.size
         self._queries = Queries(self._dims, compiled.query_of)
         self._answer_arguments = {
-            segments: Arguments(segments * kernels.ANSWER_SEGMENT_BYTES + kernels.ANSWER_TAIL.size)
+            segments: Arguments(segments * kernels.ANSWER_SEGMENT.size + kernels.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
+        self._answer_tails: dict[tuple[int, int, int, bool, bool], bytes] = {}  # packed; of the same lists
         self._dependent = DependentLaunch(memory.device_id)
         self._blocks: int = cupy.cuda.Device(memory.device_id).attributes["MultiProcessorCount"]
         self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * kernels.UNIQUE_SEGMENT.size)
@@ -389,6 +392,7 @@ class CupyLookup(CacheLookup):
         else:
             self._places, self._placed = self.reader.place(segments, self._dims, self._doing, self.host), None
             self._total = self._places.total
+        self._segment_count = len(segments)
         streams = self.reader.streams
         if self._host_waits or self._waits_for or streams != self._streams:
             self._choose_stream(streams)
@@ -413,7 +417,7 @@ class CupyLookup(CacheLookup):
         else:
             runtime.streamSynchronize(self.stream)
             self._unfinished = False
-        counts = [0] * len(self._places.sizes)
+        counts = [0] * self._segment_count
         if self.flags[0]:
             attached = attached or self._find_layouts()
             counts = self._answer_misses(attached, answered=answering)
@@ -445,7 +449,7 @@ class CupyLookup(CacheLookup):
                 "keys; the outputs are unspecified"
             )
         if not missed:
-            return [0] * len(bags.placed)
+            return [0] * self._segment_count
         self._placed = bags.place_misses(self._counts_at(self.missing_counts))
         self._launch_number()
         counts = self._answer_misses(self._find_layouts(), answered=False)
@@ -453,7 +457,7 @@ class CupyLookup(CacheLookup):
         return counts
 
     def _counts_at(self, address: int) -> list[int]:
-        counts = np.empty(len(self._bags.placed), np.uint32)
+        counts = np.empty(self._segment_count, np.uint32)
         copy_to_host(counts, address, self.stream)
         found: list[int] = counts.tolist()
         return found
@@ -484,10 +488,10 @@ class CupyLookup(CacheLookup):
             if not answered:
                 self.launch_answer()
                 self.synchronise()
-            tallies = self._tallies[: len(self.placed)].tolist()
+            tallies = self._tallies[: self._segment_count].tolist()
             self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
             if not self.flags[1]:
-                return [0] * len(self.placed)
+                return [0] * self._segment_count
             self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
             self._listed_counts = self._left_counts
         else:
@@ -495,22 +499,17 @@ class CupyLookup(CacheLookup):
             self._listed_counts = self.missing_counts
         self._launch_unique()
         self.synchronise()
-        counts: list[int] = self._totals[: len(self.placed), 0].tolist()
+        counts: list[int] = self._totals[: self._segment_count, 0].tolist()
         return counts
 
     def _find_layouts(self) -> bool:
         """Hold the layouts of the segments' attached tables; return whether there are any."""
-        links = self._links
-        self._layouts = layouts = []
-        attached = False
-        if not any(links):
+        if not any(self._links):
             return False
-        for place in self.placed:
-            link = links[place.table]
-            layout = link.present if link is not None else None
-            layouts.append(layout)
-            attached = attached or layout is not None
-        return attached
+        tables = [one.table for one in self.placed] if self._pooled else self._places.tables
+        links = [self._links[table] for table in tables]
+        self._layouts = [None if link is None else link.present for link in links]
+        return any(self._layouts)
 
     def _unread_of(self, table: int) -> int:
         """Return the address of the unread-key counter of a table that the current lookup keeps attached."""
@@ -530,40 +529,42 @@ class CupyLookup(CacheLookup):
         """
         if self._link_capacity < self._capacity:
             self._reserve_link_lists()
-        geometry, blocks = self.kernels.geometry, self._blocks
-        asked = [(index, place) for index, place in enumerate(self.placed) if place.n]
+        if self._pooled:
+            asked = [(i, one.table, one.n, one.out, one.found, one.missing) for i, one in enumerate(self.placed) if one.n]
+        else:
+            asked = self._places.asked()
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            alignment = reduce(or_, [place.out for _index, place in group])
-            unit, widest, segments = self.kernels.shape_of([place.table for _index, place in group], alignment & 15)
-            arguments, threads = self._answer_arguments[segments], kernels.answer_threads(unit, widest)
-            for nth, (index, place) in enumerate(group):
-                at, dim = nth * kernels.ANSWER_SEGMENT_BYTES, geometry[place.table][0]
-                arguments.bytes[at : at + kernels.TABLE.size] = self.kernels.packed[place.table]
-                link, layout = self._links[place.table], None if settles else self._layouts[index]
-                where = layout.where if layout is not None else link.where if link is not None and settles else 0
-                staged = staged_rows = 0
-                if where and (defers or place.host_out is not None):
-                    staged_rows = min(place.n, _STAGED_BYTES // (4 * dim))
-                    staged = self.device_space(4 * dim * staged_rows)
-                arguments.pack(
-                    kernels.ANSWER_SEGMENT,
-                    at + kernels.TABLE.size,
-                    where,
-                    link.where if where and link is not None else 0,
-                    place.out,
-                    place.found,
-                    staged,
-                    place.missing,
-                    index,
-                    dim // unit,
-                    staged_rows,
-                    self.memory.specs[place.table].default_value,
-                    link.authoritative if where and link is not None else 0,
-                )
-            arguments.pack(
-                kernels.ANSWER_TAIL,
-                segments * kernels.ANSWER_SEGMENT_BYTES,
+            self._launch_answer_of(asked[start : start + kernels.SEGMENTS_AT_ONCE], settles, defers)
+        if defers:
+            runtime.eventRecord(self._done.ptr, self.stream)
+            self._busy = self.stream + 1
+
+    def _launch_answer_of(self, group: Sequence[AskedRows], settles: bool, defers: bool) -> None:
+        alignment, specs, structs, on_host = 0, self.memory.specs, self.kernels.structs, self._places.on_host
+        for _index, _table, _n, out, _found, _missing in group:
+            alignment |= out
+        tables = tuple([table for _, table, *_ in group])
+        handle, unit, widest, threads = self.kernels.answer_of("answer", tables, alignment & 15)
+        arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
+        buffer, pack, offset, blocks = arguments.bytes, kernels.ANSWER_SEGMENT.pack_into, 0, self._blocks
+        for index, table, n, out, found, missing in group:
+            link, dim, spec = self._links[table], self._dims[table], specs[table]
+            where = link_at = authoritative = staged = staged_rows = 0
+            if link is not None:
+                layout = None if settles else self._layouts[index]
+                where = layout.where if layout is not None else link.where if settles else 0
+                if where:
+                    link_at, authoritative = link.where, link.authoritative
+                    if defers or (index in on_host and on_host[index].host_out is not None):
+                        staged_rows = min(n, _STAGED_BYTES // (4 * dim))
+                        staged = self.device_space(4 * dim * staged_rows)
+            answer = (where, link_at, out, found, staged, missing, index, dim // unit, staged_rows, spec.default_value)
+            pack(buffer, offset, *structs[table], *answer, authoritative)
+            offset += kernels.ANSWER_SEGMENT.size
+        tail = self._answer_tails.get((len(group), widest, threads, settles, defers))
+        if tail is None:
+            warps = kernels.fetch_warps(widest, blocks, threads)
+            tail = self._answer_tails[len(group), widest, threads, settles, defers] = kernels.ANSWER_TAIL.pack(
                 self.missing_keys,
                 self.listed_positions,
                 self.missing_counts,
@@ -588,21 +589,17 @@ class CupyLookup(CacheLookup):
                 len(group),
                 _STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
                 _FEW_MISSES,
-                kernels.fetch_warps(widest, blocks, threads),
+                warps,
                 settles,
                 defers,
                 0,
             )
-            handle = self.kernels.answer("answer", unit, widest, segments)
-            self._dependent.launch(handle, blocks, threads, arguments, self.stream)
-            if defers:
-                runtime.eventRecord(self._answered.ptr, self.stream)
-                launch(
-                    self.kernels.answer("admit_answers", unit, widest, segments), 4 * blocks, threads, arguments, self.stream
-                )
+        buffer[-len(tail) :] = tail
+        self._dependent.launch(handle, blocks, threads, arguments, self.stream)
         if defers:
-            runtime.eventRecord(self._done.ptr, self.stream)
-            self._busy = self.stream + 1
+            runtime.eventRecord(self._answered.ptr, self.stream)
+            handle, *_ = self.kernels.answer_of("admit_answers", tables, alignment & 15)
+            launch(handle, _ADMITTING_BLOCKS * blocks, threads, arguments, self.stream)
 
     def note_work(self) -> None:
         """Record that work was launched without a wait."""
@@ -716,6 +713,7 @@ class CupyLookup(CacheLookup):
         self._distinct_on_host_at, distinct = self._distinct_memory.take(8 * keys)
         self._distinct_on_host = distinct.view(np.int64)
         self._queries.use(self.missing_keys, self.listed_positions, self.missing_counts, self.flags_at)
+        self._answer_tails.clear()
         self._capacity = keys
 
     def _reserve_link_lists(self) -> None:
@@ -732,6 +730,7 @@ class CupyLookup(CacheLookup):
         self._bins, self._slots = start, start + 4 * kernels.MOST_BINS
         self._clean_bytes = 4 * kernels.MOST_BINS + 8 * keys  # `answer` leaves them 0
         self._states = start + self._clean_bytes
+        self._answer_tails.clear()
         runtime.memsetAsync(self._bins, 0, self._clean_bytes, self.stream)
         self._link_capacity = keys
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import mul
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
@@ -59,6 +59,10 @@ class PlacedSegment:
         self.out: int
 
 
+AskedRows: TypeAlias = tuple[int, int, int, int, int, int]
+"""A segment with keys: its position, table, number of keys, and `out`, `found` and `missing` as in `PlacedSegment`."""
+
+
 class PlacedRows:
     """Where keys and outputs of a lookup of rows lie, in the order of its segments.
 
@@ -88,6 +92,12 @@ class PlacedRows:
         self.total = sum(sizes)
         self.on_host = on_host
         self.masked = masked
+
+    def asked(self) -> list[AskedRows]:
+        """Return the segments that have keys."""
+        starts = accumulate(self.sizes[:-1], initial=0)
+        every = zip(count(), self.tables, self.sizes, self.outs, self.founds, starts, strict=False)
+        return [one for one in every if one[2]]
 
     def each(self) -> list[PlacedSegment]:
         """Return all segments; a lookup without misses does without them."""
@@ -126,7 +136,15 @@ class ConcatenatedRows:
         keys = [self.key_at + 8 * row for row in accumulate(counts[:-1], initial=0)]
         outs = [self.out_at + 4 * element for element in accumulate(map(mul, counts[:-1], dims), initial=0)]
         none = [0] * len(counts)
-        return PlacedRows(self._segments, tuple(range(len(counts))), counts, (keys, outs, none), {}, masked=False)
+        return PlacedRows(self._segments, self.tables, counts, (keys, outs, none), {}, masked=False)
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        return tuple(range(len(self.sizes)))
+
+    def asked(self) -> list[AskedRows]:
+        """Return the segments that have keys."""
+        return self.listed().asked()
 
     def each(self) -> list[PlacedSegment]:
         """Return all segments; a lookup without misses does without them."""

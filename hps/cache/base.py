@@ -4,8 +4,7 @@ A lookup is an object with a handful of verbs, in this order (`lookup/session.py
 
     lookup = cache.create_lookup()              once, for many lookups in sequence
 
-    lookup.launch(segments)                     begins to copy hits to their places
-    missing = lookup.wait()                     returns the number of misses; if 0, the lookup is finished
+    missing = lookup.query(segments)            copies hits to their places; returns the number of misses; if 0, that is all
     for missed in lookup.unique():              the distinct keys of each table with misses, on the host
         buffer = missed.buffer()                    host memory (pinned with CUDA) for the fetched vectors
         ... fetch rows [start, stop) into buffer ...
@@ -21,7 +20,7 @@ A cache may be *attached* to tables in host memory (`EmbeddingCache.attach`). A 
 table, and admits those that it finds; only keys in neither are left for the steps above. If the host tables are authoritative,
 no key is left, and `lookup.enqueue(segments)` is a complete lookup that does not block.
 
-Segments with `pooling` get one vector per bag, in the same steps: `launch` adds up the resident vectors of each bag without
+Segments with `pooling` get one vector per bag, in the same steps: `query` adds up the resident vectors of each bag without
 storing them; `finish` adds the vectors of the remaining keys, from scratch memory that `scatter` writes. So bags are complete
 only when the lookup is finished.
 """
@@ -148,8 +147,8 @@ class CacheLookup(ABC):
         self.linked = self.absent = self.padding = ()
 
     @abstractmethod
-    def launch(self, segments: Sequence[Segment]) -> None:
-        """Begin to copy resident vectors to their rows of `out`, and to list the other keys. Duplicate keys are allowed.
+    def query(self, segments: Sequence[Segment]) -> int:
+        """Copy resident vectors to their rows of `out`, and list the other keys. Duplicate keys are allowed.
 
         Runs after the producers of keys and outputs. Missed rows of `out` are unspecified until they are scattered. `found`, if
         given, is True for hits and False for misses. The order of the misses is unspecified.
@@ -157,31 +156,16 @@ class CacheLookup(ABC):
         Keys that are not resident are answered from the attached table, if any, and admitted; an authoritative table gives
         those that it lacks the default vector. Keys whose vector a writer keeps busy are left.
 
-        A device works on it while the caller does something else, until `wait`.
-
         Args:
             segments: at most one for each table, all with bags or none. Tensors on the device are not copied.
 
-        Raises:
-            InvalidDtypeError, InvalidInputError: an array has a wrong dtype, layout or place, and nothing was written.
-        """
-
-    @abstractmethod
-    def wait(self) -> int:
-        """Wait for what `launch` began. If no key is left, this also finishes the lookup.
-
         Returns:
-            The number of keys left, duplicates counted, for `unique` and the steps after it.
+            The number of keys left, duplicates counted, for `unique` and the steps after it. If 0, the lookup is finished.
 
         Raises:
-            InvalidInputError: offsets on the device do not begin with 0, decrease, or do not end with n; outputs are
-                unspecified.
+            InvalidDtypeError, InvalidInputError: an array has a wrong dtype, layout or place, and nothing was written. Or
+                offsets on the device do not begin with 0, decrease, or do not end with n, and outputs are unspecified.
         """
-
-    def query(self, segments: Sequence[Segment]) -> int:
-        """Launch a query and wait for it."""
-        self.launch(segments)
-        return self.wait()
 
     def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
         """Launch a complete lookup on the one stream of its tensors. Does not block; no `finish` follows.

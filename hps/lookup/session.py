@@ -235,13 +235,7 @@ class CachedSession:
             lookup = self._lookups.take()
             try:
                 taken = perf_counter_ns()
-                lookup.launch(segments)
-                self._count(asked, 1)  # while the device works
-                try:
-                    missing = lookup.wait()
-                except BaseException:
-                    self._count(asked, -1)
-                    raise
+                missing = lookup.query(segments)
                 queried = answered = perf_counter_ns()
                 counts = lookup.counts if missing else None
                 linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
@@ -264,10 +258,14 @@ class CachedSession:
             self._recent.extend(times)
             if len(self._recent) >= LookupTimes.MOST_RECENT:
                 self._times.fold()
-        if counts or padding:
-            self._count_misses(segments, counts, padding, stages)
-        if linked or absent:
-            self._count_linked(asked, linked, absent)
+            self._device.lookups += 1
+            every = self._counters
+            for table, n in asked:
+                counters = every[table]
+                counters.keys += n
+                counters.hits[0] += n
+            if counts or padding or linked or absent:
+                self._count_others(asked, counts, padding, stages, linked, absent)
         if (trace := current.trace) is not None:
             n = sum([segment.n for segment in segments])
             spans = (("adopt", began, start), ("wait", start, taken), ("query", taken, queried), ("finish", answered, end))
@@ -422,53 +420,35 @@ class CachedSession:
             pending = self._pending[table_index]
             self._pending[table_index] = pending[~_contained(keys, pending)]
 
-    def _count(self, asked: Sequence[tuple[int, int]], lookups: int) -> None:
-        """Count a lookup and its keys, as if all were resident; or -1 lookups, to take that back.
-
-        Args:
-            asked: tables and numbers of keys.
-        """
-        every = self._counters
-        with self._metrics.lock:
-            self._device.lookups += lookups
-            for table, n in asked:
-                counters, keys = every[table], lookups * n
-                counters.keys += keys
-                counters.hits[0] += keys
-
-    def _count_misses(
+    def _count_others(
         self,
-        segments: Sequence[Segment],
+        asked: Sequence[tuple[int, int]],
         missing_counts: Sequence[int] | None,
         padding: Sequence[int],
         stages: Mapping[str, int] | None,
+        linked: Sequence[int],
+        absent: Sequence[int],
     ) -> None:
-        """Correct what was counted by keys that are missing, or no keys.
+        """Correct what was counted as if all keys were resident; the caller holds the lock, so nobody reads it before.
 
         Args:
+            asked: tables and numbers of keys.
             stages: nanoseconds of the steps after the query, if keys were missing.
         """
-        every = self._counters
-        with self._metrics.lock:
-            for stage, ns in (stages or {}).items():
-                self._times.stages[stage].add(ns)
-            for segment, missing in zip(segments, missing_counts or (), strict=False):
-                counters = every[segment.table]
-                counters.hits[0] -= missing
-                counters.misses[0] += missing
-            for segment, left_out in zip(segments, padding, strict=False):
-                counters = every[segment.table]
-                counters.keys -= left_out
-                counters.hits[0] -= left_out
-
-    def _count_linked(self, asked: Sequence[tuple[int, int]], linked: Sequence[int], absent: Sequence[int]) -> None:
+        counters = [self._counters[table] for table, _n in asked]
+        for stage, ns in (stages or {}).items():
+            self._times.stages[stage].add(ns)
+        for one, missing in zip(counters, missing_counts or (), strict=False):
+            one.hits[0] -= missing
+            one.misses[0] += missing
+        for one, left_out in zip(counters, padding, strict=False):
+            one.keys -= left_out
+            one.hits[0] -= left_out
         none = [0] * len(asked)
-        with self._metrics.lock:
-            for (table, _n), found, lacking in zip(asked, linked or none, absent or none, strict=True):
-                counters = self._counters[table]
-                counters.hits[0] -= found + lacking
-                counters.misses[0] += found + lacking
-                counters.count_linked(found, lacking)
+        for one, found, lacking in zip(counters, linked or none, absent or none, strict=True):
+            one.hits[0] -= found + lacking
+            one.misses[0] += found + lacking
+            one.count_linked(found, lacking)
 
     def _count_defaults(self, table_index: int, absent: int) -> None:
         with self._metrics.lock:

@@ -332,18 +332,7 @@ class CacheContract:
         cache.erase(0, none)
         assert cache.dump(0).size == 0
 
-    def test_a_query_that_nobody_waited_for_leaves_nothing_to_the_next(self, create: Create):
-        cache, keys = create([spec(4, "a"), spec(8, "b")], [4000, 4000]), distinct_keys(600)
-        cache.insert(1, keys[300:], vectors_of(keys[300:], 8))
-        lookup = cache.create_lookup()
-        for table in (0, 1, 0):
-            lookup.launch([self.segment(cache, table, keys)])
-            out, found = self.query(cache, keys[300:], 1, lookup)
-            np.testing.assert_array_equal(found, self.resident(cache, keys[300:], 1))
-            np.testing.assert_array_equal(out[found], vectors_of(keys[300:], 8)[found])
-            assert self.lookup(cache, [self.segment(cache, 0, keys[:5])], keys[:0], lookup) == [5]
-
-    def test_a_lookup_without_misses_is_finished_by_the_wait(self, create: Create):
+    def test_a_lookup_without_misses_is_finished_by_the_query(self, create: Create):
         cache, keys = create(spec(4), 4000), distinct_keys(50)
         cache.insert(0, keys, vectors_of(keys, 4))
         lookup, segment = cache.create_lookup(), self.segment(cache, 0, keys)

@@ -146,12 +146,9 @@ class LinkedLookup(CacheLookup):
         self._room, self._graph = {}, None
         self._left: list[LeftKeys] = []
 
-    def launch(self, segments: Sequence[Segment]) -> None:
+    def query(self, segments: Sequence[Segment]) -> int:
         self._refuse_a_graphs()
-        self._query(segments)
-
-    def wait(self) -> int:
-        return sum(self.counts)
+        return self._query(segments)
 
     def _query(self, segments):
         self._inner.query(segments)
@@ -180,6 +177,7 @@ class LinkedLookup(CacheLookup):
             self.absent.append(absent)
         if not any(self.linked) and not any(self.absent):
             self.linked = self.absent = ()
+        return sum(self.counts)
 
     def unique(self):
         return self._left

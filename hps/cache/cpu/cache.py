@@ -177,7 +177,7 @@ class NumpyLookup(CacheLookup):
         self._scratches = [_TableScratch(table.dim) for table in cache.tables]
         self._distinct = DistinctKeys()
 
-    def launch(self, segments: Sequence[Segment]) -> None:
+    def query(self, segments: Sequence[Segment]) -> int:
         tables, scratches = self._cache.open_tables(), self._scratches
         counts = []
         for segment in segments:
@@ -207,17 +207,12 @@ class NumpyLookup(CacheLookup):
                 check_segment(f"querying the cached table {table.spec.tag}", segment, segment.n, table.spec.dim)
                 if segment.keys.flags.aligned:
                     raise InvalidInputError(f"querying the cached table {table.spec.tag}: expected NumPy arrays")
-                self.launch(_with_aligned_keys(segments))
-                return
+                return self.query(_with_aligned_keys(segments))
             counts.append(count)
-        self._segments, self.counts, self.padding = segments, counts, ()
+        left = sum(counts)
+        self._segments, self.counts, self.padding = segments if left else (), counts, ()
         if segments and segments[0].pooling is not None:
             self.padding = _paddings(segments)
-
-    def wait(self) -> int:
-        left = sum(self.counts)
-        if not left:
-            self._segments = ()
         return left
 
     def unique(self) -> Sequence["NumpyMissedKeys"]:

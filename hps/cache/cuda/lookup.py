@@ -180,9 +180,7 @@ class CupyLookup(CacheLookup):
         self._busy = 0  # the stream, plus 1, of launched work that uses only device memory; 0 for none
         self._answered = cupy.cuda.Event(disable_timing=True)
         self.stream = self._own_stream
-        self._tables: object = None  # those of the current query: closing the cache keeps their memory until it has ended
-        self._asked = False  # a query was launched, and its answer not waited for
-        self._answering = self._deferring = False  # misses are answered with the query; their admission is in its own launch
+        self._running = False  # a query was begun, and not waited for
         self._places: AnyRows = NO_ROWS  # of a lookup of rows
         self._placed: Sequence[PlacedSegment] | None = None  # see `placed`
         self._total = self._segment_count = 0  # keys, and segments
@@ -242,43 +240,27 @@ class CupyLookup(CacheLookup):
         return self._placed
 
     @device_call("querying")
-    def launch(self, segments: Sequence[Segment]) -> None:
-        """Launch a query: one kernel, and another for misses in attached tables if recent lookups had any."""
+    def query(self, segments: Sequence[Segment]) -> int:
+        """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`.
+
+        One kernel and one wait if all keys are resident. Misses in attached tables take one more kernel, and a second wait if
+        none were expected after the last lookup; the distinct keys left take one more of each.
+        """
         tables = self.memory.tables()
         self._links = list(self._attached)
         self.begin(segments)
         if self.changes.pending:
             self.changes.show(self.stream)
         self.linked = self.absent = ()
-        self._tables, self._asked = tables, True
+        self._running = True
         try:
-            if self._pooled:
-                self._launch_pooled()
-                return
-            self.launch_query()
-            self._answering = self._missing_share > 0.0 and self._find_layouts()
-            if self._answering:
-                self._deferring = self._missing_share * self._total > _FEW_MISSES
-                self.launch_answer(defers=self._deferring)
+            self.counts = self._answer_bags() if self._pooled else self._answer()
         except CUDA_ERRORS:
             self.clear()
             raise
-
-    @device_call("querying")
-    def wait(self) -> int:
-        """Wait for the answer: once if all keys are resident, or no others than expected are missing. See `CacheLookup.wait`.
-
-        Unexpected misses in attached tables take one more kernel and wait, and so do the distinct keys that are left.
-        """
-        try:
-            self.counts = self._bags_answered() if self._pooled else self._rows_answered()
-        except CUDA_ERRORS:
-            self.clear()
-            raise
-        finally:
-            self._asked = False
-            self._tables = None
-            self._layouts = []
+        self._running = False
+        del tables  # closing the cache keeps their memory until here
+        self._layouts = []
         left = sum(self.counts)
         if not left and (self._pooled or self._unfinished or self._places.on_host):
             self._deliver()
@@ -375,7 +357,7 @@ class CupyLookup(CacheLookup):
 
     def begin(self, segments: Sequence[Segment], captured: bool = False) -> None:
         """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup."""
-        if self._asked:  # an interrupt came between the launch and the wait
+        if self._running:  # an interrupt ended the last one: its kernels may yet list misses
             self.clear()
         if self._unfinished:  # running work of the last lookup still uses the memory
             runtime.eventSynchronize(self._done.ptr)
@@ -405,39 +387,39 @@ class CupyLookup(CacheLookup):
         if self._pooled:
             self._bags.reserve_lists()
 
-    def _rows_answered(self) -> list[int]:
-        """Wait for the answer to rows; return the number of keys left in each segment.
+    def _answer(self) -> list[int]:
+        """Answer keys from the cache and attached tables; return the number of keys left in each segment.
 
-        If recent lookups missed keys that attached tables had, both kernels were launched at once; otherwise the one for misses
+        If recent lookups missed keys that attached tables had, both kernels are launched at once; otherwise the one for misses
         follows only after a miss, so that lookups of resident keys cost the same with and without attached tables.
         """
-        attached = answering = self._answering
-        if answering and self._deferring:
-            runtime.eventSynchronize(self._answered.ptr)
+        self.launch_query()
+        attached = launched = self._missing_share > 0.0 and self._find_layouts()
+        defers = launched and self._missing_share * self._total > _FEW_MISSES
+        if launched:
+            self.launch_answer(defers=defers)
+        if defers:
+            runtime.eventSynchronize(self._answered.ptr)  # not for the admission
         else:
             runtime.streamSynchronize(self.stream)
             self._unfinished = False
         counts = [0] * self._segment_count
         if self.flags[0]:
             attached = attached or self._find_layouts()
-            counts = self._answer_misses(attached, answered=answering)
+            counts = self._answer_misses(attached, answered=launched)
             self.flags[:2] = 0
         if attached:
             share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
             self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
 
-    def _launch_pooled(self) -> None:
-        """Launch the kernel that adds up resident vectors."""
+    def _answer_bags(self) -> list[int]:
+        """Add up resident vectors, and find those of the rest; return the number of keys left in each segment."""
         bags = self._bags
         self.flags[2] = 0
         if bags.padded:
             runtime.memsetAsync(bags.paddings_at, 0, 4 * len(bags.placed), self.stream)
         self.launch_pool("pool")
-
-    def _bags_answered(self) -> list[int]:
-        """Wait for the sums of resident vectors, and find the rest; return the number of keys left in each segment."""
-        bags = self._bags
         self.synchronise()
         if bags.padded:
             self.padding = self._counts_at(bags.paddings_at)
@@ -687,7 +669,7 @@ class CupyLookup(CacheLookup):
             runtime.memset(self._bins, 0, self._clean_bytes)
         runtime.streamSynchronize(0)  # no other stream waits for it
         self.flags[:] = 0
-        self._asked = False
+        self._running = False
 
     def _choose_stream(self, streams: set[int]) -> None:
         self._streams = streams

@@ -343,6 +343,25 @@ class TestLookups:
         assert np.isnan(whole[:3]).all()
         assert np.isnan(whole[303:]).all()
 
+    def test_a_query_that_was_interrupted_leaves_nothing_to_the_next(self, create: Create, monkeypatch: pytest.MonkeyPatch):
+        from cupy_backends.cuda.api import runtime
+
+        cache, keys = create(spec(4), 4000), distinct_keys(300)
+        cache.insert(0, keys[:200], vectors_of(keys[:200], 4))
+        lookup, real = cache.create_lookup(), runtime.streamSynchronize
+
+        def interrupt(stream: int) -> None:
+            raise KeyboardInterrupt
+
+        for _ in range(3):
+            out = cupy.full((100, 4), cupy.nan, cupy.float32)
+            monkeypatch.setattr(runtime, "streamSynchronize", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                lookup.query([Segment(0, cupy.asarray(keys[200:]), out)])
+            monkeypatch.setattr(runtime, "streamSynchronize", real)
+            assert lookup.query([Segment(0, cupy.asarray(keys[100:200]), out)]) == 0
+            np.testing.assert_array_equal(out.get(), vectors_of(keys[100:200], 4))
+
     def test_lookups_follow_the_stream_of_their_tensors(self, create: Create):
         """Keys that a long kernel is still to write, on a stream of torch's that nobody waits for."""
         torch = _torch()

@@ -223,10 +223,7 @@ class CachedSession:
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         start = perf_counter_ns()
-        asked, max_keys = tables_and_sizes(segments), self._max_keys
-        for table, n in asked:
-            if n > max_keys[table]:
-                raise _too_many_keys(self.tables[table], n)
+        asked = _asked(self.tables, self._max_keys, segments)
         under_way = self._under_way
         if under_way is not None:  # single operations of a dict are atomic: this needs no lock and never drifts
             under_way[threading.get_ident()] = sum([n for _table, n in asked])
@@ -275,7 +272,7 @@ class CachedSession:
             self._trace(trace, segments, counts, linked, absent, padding)
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
-        _refuse_too_many_keys(self.tables, self._max_keys, segments)
+        _asked(self.tables, self._max_keys, segments)
         self._stream_ordered.check(segments)
         began = perf_counter_ns()
         self._enqueue(segments)
@@ -288,7 +285,7 @@ class CachedSession:
         self._stream_ordered.enqueue(segments, self._lookups.take, self._lookups.give_back)
 
     def record(self, segments: Sequence[Segment]) -> RecordedLookup:
-        _refuse_too_many_keys(self.tables, self._max_keys, segments)
+        _asked(self.tables, self._max_keys, segments)
         self._stream_ordered.check(segments)
         return RecordedLookup(self.cache.record(segments, self._enqueue), segments, self._stream_ordered)
 
@@ -499,7 +496,7 @@ class DirectSession:
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         start = perf_counter_ns()
-        _refuse_too_many_keys(self.tables, self._max_keys, segments)
+        _asked(self.tables, self._max_keys, segments)
         stages: dict[str, int] = {"adopt": start - (began_ns or start)}
         counts = []
         current.stages = stages
@@ -655,17 +652,18 @@ class _LookupPool:
         return True
 
 
-def _refuse_too_many_keys(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> None:
-    for index, n in tables_and_sizes(segments):
+def _asked(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
+    """Return table and number of keys of each segment. Refuses too many."""
+    asked = tables_and_sizes(segments)
+    for index, n in asked:
         if n > max_keys[index]:
-            raise _too_many_keys(tables[index], n)
-
-
-def _too_many_keys(table: TableSpec, n: int) -> TooManyKeysError:
-    return TooManyKeysError(
-        f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, expected at most {table.max_keys} "
-        "(max_batch_size x maxnum_catfeature_query_per_table_per_sample); send fewer or raise them"
-    )
+            table = tables[index]
+            raise TooManyKeysError(
+                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
+                f"expected at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
+                "send fewer or raise them"
+            )
+    return asked
 
 
 def _contained(ascending: KeyArray, keys: KeyArray) -> BoolArray:

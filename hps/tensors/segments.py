@@ -97,13 +97,7 @@ class ConcatenatedSegments(Sequence[Segment]):
 
     def __getitem__(self, place: Any) -> Any:
         if self._made is None:
-            total, row, element, made = sum(self.counts), 0, 0, []
-            for table, (count, dim) in enumerate(zip(self.counts, self.dims, strict=True)):
-                keys, out = Stretch(self.keys, row, count, total), Stretch(self.out, element, count * dim, self.floats)
-                made.append(Segment(table, keys, out, None, count))
-                row += count
-                element += count * dim
-            self._made = made
+            self._made = _parts(self.keys, self.out, self.counts, self.dims, None)
         return self._made[place]
 
 
@@ -264,9 +258,15 @@ def concatenated_segments(
         raise InvalidInputError(f"looking up concatenated tables: got {n} keys, expected {total}, the sum of the counts")
     found = np.empty(total, np.bool_) if with_found else None
     place = adopt_output(out, size, 1, on_cuda)
-    keys_on_host, out_on_host = isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
-    if found is None and not keys_on_host and not out_on_host:
+    if found is None and not isinstance(flat, np.ndarray) and not isinstance(place, np.ndarray):
         return ConcatenatedSegments(flat, place, counts, dims, size), None
+    return _parts(flat, place, counts, dims, found), found
+
+
+def _parts(keys: Any, out: Any, counts: Sequence[int], dims: Sequence[int], found: BoolArray | None) -> list[Segment]:
+    """Build the segments of tables whose keys and outputs are each in one array, or in one tensor on the device."""
+    total, size = sum(counts), sum(map(operator.mul, counts, dims))
+    keys_on_host, out_on_host = isinstance(keys, np.ndarray), isinstance(out, np.ndarray)
     row = element = 0
     segments = []
     for index, (count, dim) in enumerate(zip(counts, dims, strict=True)):
@@ -274,15 +274,15 @@ def concatenated_segments(
         segments.append(
             Segment(
                 index,
-                flat[row : row + count] if keys_on_host else Stretch(flat, row, count, total),
-                place[element : element + length].reshape(count, dim) if out_on_host else Stretch(place, element, length, size),
+                keys[row : row + count] if keys_on_host else Stretch(keys, row, count, total),
+                out[element : element + length].reshape(count, dim) if out_on_host else Stretch(out, element, length, size),
                 None if found is None else found[row : row + count],
                 count,
             )
         )
         row += count
         element += length
-    return segments, found
+    return segments
 
 
 def refuse_repeated_tables(segments: Sequence[Segment], specs: Sequence[TableSpec]) -> None:

@@ -423,6 +423,22 @@ def test_a_lookup_that_is_only_enqueued_answers_what_the_map_holds(n):
             assert (counts.misses, counts.linked, counts.absent, counts.unread) == (n, there.sum(), (~there).sum(), 0)
 
 
+@pytest.mark.parametrize("n", [50, 30_000])
+def test_misses_of_a_lookup_that_was_only_enqueued_are_not_those_of_the_next(n):
+    known = distinct_keys(40_000)
+    with LinkedTables([32], 400_000) as tables:
+        tables.insert(known)
+        lookup, resident = tables.cache.create_lookup(), known[-1000:]
+        for _ in range(3):
+            tables.cache.erase(0, known[:n])
+            tables.cache.insert(0, resident, rows_of(resident, 32))
+            resident = resident[np.isin(resident, tables.cache.dump(0))]
+            lookup.enqueue([Segment(0, cupy.asarray(known[:n]), cupy.empty((n, 32), np.float32))])
+            out, _found, _lookup = tables.ask(resident, 0, lookup)
+            check(resident, out, known)
+            assert (sum(lookup.linked), sum(lookup.absent)) == (0, 0)
+
+
 def test_a_lookup_that_needs_the_host_cannot_be_only_enqueued():
     known = distinct_keys(100)
     with LinkedTables([32, 32, 32], 28, attached=[0]) as tables:

@@ -40,7 +40,7 @@ _HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highe
 _MAPPED_BYTES = 1 << 18  # up to this size, fetched vectors are read from pinned host memory: a separate copy costs more
 _FEW_MISSES = 1 << 12  # up to this number, misses are read as they came: finding an order that is read faster takes 10 us
 _LEAST_SHARE = 1 / 4096  # of missing keys; a smaller expected share counts as none
-_STAGED_BYTES = 1 << 27  # of rows of one segment that are copied for admission, as its outputs are in host memory
+_STAGED_BYTES = 1 << 27  # of rows of one segment that are copied for admission: from host memory, or after the answer
 _PATIENCE = 64  # attempts to read a row that the host is writing, before it is left to the host
 _STREAM_ORDERED_PATIENCE = 1 << 14  # without the host as a fallback: at least 30 ms
 _ADMITTING_BLOCKS = 4  # of an SM, where many misses are admitted in a launch of its own
@@ -181,6 +181,7 @@ class CupyLookup(CacheLookup):
         self._answered = cupy.cuda.Event(disable_timing=True)
         self.stream = self._own_stream
         self._running = False  # a query was begun, and not waited for
+        self._unread_flags = False  # a lookup that nobody waited for may yet set the flags
         self._places: AnyRows = NO_ROWS  # of a lookup of rows
         self._placed: Sequence[PlacedSegment] | None = None  # see `placed`
         self._total = self._segment_count = 0  # keys, and segments
@@ -251,6 +252,10 @@ class CupyLookup(CacheLookup):
         self.begin(segments)
         if self.changes.pending:
             self.changes.show(self.stream)
+        if self._unread_flags:
+            runtime.eventSynchronize(self._done.ptr)
+            self.flags[:] = 0
+            self._unread_flags = False
         self.linked = self.absent = ()
         self._running = True
         try:
@@ -299,6 +304,7 @@ class CupyLookup(CacheLookup):
             if not captured:
                 runtime.eventRecord(self._done.ptr, self.stream)
                 self._busy = self.stream + 1
+                self._unread_flags = True
         except CUDA_ERRORS:
             if not captured:
                 self.clear()

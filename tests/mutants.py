@@ -42,6 +42,7 @@ from tests.servers.child_processes import own_signals
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 TIMEOUT_S = 200
+BASELINE_TIMEOUT_S = 900  # of the tests of many mutants together
 KILLED, SURVIVED, BROKEN = "killed", "SURVIVED", "BROKEN"
 
 
@@ -79,7 +80,7 @@ class Copy:
         finally:
             _copy(ROOT / mutant.path, self._root / mutant.path)
 
-    def test(self, tests: tuple[str, ...], *options: str) -> tuple[str, str]:
+    def test(self, tests: tuple[str, ...], *options: str, timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
         """Run tests; returns how that ended and what to say of it."""
         # The first path is this copy's, ahead of the one that an editable installation names. Kernels that a mutant changes
         # are compiled into a directory of their own, which is named by their sources, inside of the copy.
@@ -97,7 +98,7 @@ class Copy:
                 preexec_fn=own_signals,
             )
             try:
-                run.wait(TIMEOUT_S)
+                run.wait(timeout_s)
                 hung = False
             except subprocess.TimeoutExpired:
                 hung = True
@@ -108,7 +109,7 @@ class Copy:
             output.seek(0)
             lines = output.read().splitlines()
         if hung:
-            return KILLED, f"the tests did not end within {TIMEOUT_S} s"
+            return KILLED, f"the tests did not end within {timeout_s:g} s"
         failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
         if run.returncode == 0:
             return SURVIVED, lines[-1]
@@ -193,7 +194,7 @@ def _baseline(mutants: list[Mutant], copies: "SimpleQueue[Copy]", jobs: int) -> 
     def run(share: tuple[str, ...]) -> tuple[str, str]:
         copy = copies.get()
         try:
-            return copy.test(share)
+            return copy.test(share, timeout_s=BASELINE_TIMEOUT_S)
         finally:
             copies.put(copy)
 

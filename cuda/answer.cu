@@ -341,8 +341,8 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         const u32 leader = asks ? request.order[segment.missing + first + tile] : 0;
         const i64 key = asks ? request.missing_keys[leader] : 0;
         u64 version = 1;
+        if (asks) version = (LOOKS ? request.versions_after : request.versions)[stripe_of(s, key)];
         if (LOOKS) {
-            if (asks) version = request.versions_after[stripe_of(s, key)];
             asks = asks && (request.states[leader] == LEFT || version != request.versions[stripe_of(s, key)]);
             if (!__any_sync(FULL_WARP, asks)) continue;
         }
@@ -354,7 +354,7 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
             if (first + of < segment.staged_rows) segment.staged[static_cast<u64>(first + of) * units + unit] = value;
         };
         u32 state = read_host<LOOKS>(segment.layout, key, asks, version, units, request.patience, request.zero, store);
-        if (!LOOKS && asks && request.versions[stripe_of(s, key)] & 1) state = LEFT;
+        if (!LOOKS && asks && version & 1) state = LEFT;
         if (asks && lane % 4 == 0) request.states[leader] = state;
     }
 }

@@ -13,6 +13,13 @@
 // say so to the compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers. Where
 // many keys are missing, both looks are taken for all of them at once, before and after their rows are read (answer.cu).
 //
+// WHY A MIRROR IS NEVER FOLLOWED WHEN IT IS OLD. The device may hold a copy of the buckets, so that a miss translates one address
+// of the host's memory, not two. Beside it stands, for each stripe, the version that it was copied at, after the host's write and
+// while no other one could begin. A tile that finds the stripe's present version there reads the copy, else the host's bucket. A
+// copy is changed only after the version has become another one, so that the second look at the version refuses whatever was read
+// of it meanwhile. A bucket may hold keys of two stripes: what concerns the one leaves the other's words as they are. Every layout
+// has versions of its own, since the copy of a segment that was replaced is not kept current.
+//
 // A segment that was replaced by a larger one has headers of all ones. Its reader asks for the present layout; where that is the
 // one that it has, the key is LEFT for the host, as is one whose stripe keeps changing.
 
@@ -36,6 +43,8 @@ struct HostLayout {
     u32 row_bytes;
     u32 segment_bits;
     u64 segments[2 * MOST_SEGMENTS];  // of each the address and the number of buckets
+    const u64* mirrored;              // the versions of the stripes that the mirror was copied at, in device memory; null without one
+    u64 mirrors[MOST_SEGMENTS];       // of each segment the address of its copy, in device memory
 };
 
 // What lookups of one attached table share, in device memory.
@@ -100,8 +109,8 @@ constexpr u32 HIT = 1 << 8, RETIRED = 1 << 9, PASSED = 1 << 10;  // PASSED: some
 // `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key. `version`
 // is that of the key's stripe as it was read earlier, or odd where it is yet to be read. `store(tile, unit, value)` is called by
 // the lane that read a unit of a tile's row, perhaps with values that are not kept: whoever stores them must not show them
-// before this returns FOUND for the tile. `zero` is 0, which the compiler does not know. Without LOOKS, versions are neither
-// read nor compared: what this returns is a guess, until the caller has compared them.
+// before this returns FOUND for the tile. `zero` is 0, which the compiler does not know. Without LOOKS, the host's versions are
+// neither read nor compared: what this returns is a guess, until the caller has compared them with `version`.
 template <bool LOOKS, typename Store>
 __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 units, u32 patience,
                                          u32 zero, Store store) {
@@ -121,7 +130,12 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
             acquire_from_host();
         }
         const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
-        const u64 start = layout->segments[2 * segment], buckets = layout->segments[2 * segment + 1];
+        u64 start = layout->segments[2 * segment];
+        const u64 buckets = layout->segments[2 * segment + 1];
+        if (layout->mirrored != nullptr) {
+            if (asks && load_word(layout->mirrored + (hashed >> (64 - STRIPE_BITS))) == version) start = layout->mirrors[segment];
+            acquire_from_host();
+        }
         const u64 home = start + ((hashed << layout->segment_bits >> 32) * buckets >> 32) * HOST_BUCKET;
         u64 bucket = home;
         bool probes = asks, absent = false, moved = false;

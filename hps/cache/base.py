@@ -269,10 +269,15 @@ class EmbeddingCache(ABC):
         return None
 
     @classmethod  # noqa: B027 - optional
-    def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
-        """Reject tables that `create` could not allocate now, before anything is loaded; arguments as for `create`.
+    def check_room(
+        cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, index_bytes: Sequence[int] = ()
+    ) -> None:
+        """Reject tables that `create` could not allocate now, before anything is loaded; other arguments as for `create`.
 
         Reserves nothing.
+
+        Args:
+            index_bytes: sizes of the tables' indexes, if `attach` is to keep them on the device.
 
         Raises:
             CapacityError: they do not fit; the message lists the need of each table, the free memory and a size that would fit.
@@ -302,6 +307,7 @@ class EmbeddingCache(ABC):
         host: HostTable,
         authoritative: bool,
         progress: Callable[[int, int], None] | None = None,
+        index: bool = False,
     ) -> str | None:
         """Let lookups read a table in host memory in place.
 
@@ -310,6 +316,7 @@ class EmbeddingCache(ABC):
             host: pinned by this call.
             authoritative: keys that it lacks are absent.
             progress: as for `HostTable.pin`.
+            index: keep a copy of the table's buckets on the device, so that a miss reads only its row in host memory.
 
         Returns:
             The reason for the log if it cannot be read in place; the host then answers misses. None on success.

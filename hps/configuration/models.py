@@ -241,6 +241,7 @@ class ModelConfig(Section):
     workspace_timeout_s: Timeout = 1.0
     insert_queue_length: Annotated[Whole, Field(ge=1, le=65536)] = 64
     miss_path: MissPath = "auto"
+    index_on_device: Flag = False
 
     dense_file: Ignored = None
     network_file: Ignored = None

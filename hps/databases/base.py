@@ -344,6 +344,11 @@ class Database(ABC):
         """
         return []
 
+    @classmethod
+    def index_bytes(cls, rows: int) -> int:
+        """Return the size of a copy of the index of a reserved table, for devices that read it in place; 0 by default."""
+        return 0
+
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027 - optional
         """Refuse tables that do not fit beside the present ones, before any row is loaded. Nothing is reserved or created.
 

@@ -12,6 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+SEGMENTS_AT = 7
+"""Position in `HostLayout.words` from which on there are the address and the number of buckets of each segment."""
+BUCKET_BYTES = 128
+
 
 class Pinner(Protocol):
     """Makes host memory readable by devices. *Thread-safe.*"""
@@ -36,7 +40,7 @@ class HostLayout:
     reader that meets either gets the current layout, or leaves the key to the host.
 
     Attributes:
-        words: (6 + 2 * segments,) uint64; see `layout` in `databases/hash_map/layout.py`.
+        words: (7 + 2 * segments,) uint64; see `layout` in `databases/hash_map/layout.py`.
         slabs: (slabs,) uint64, the addresses of the slabs so far: those of rows below slabs << words[SLAB_SHIFT].
         memory: keeps the memory mapped.
     """
@@ -44,6 +48,19 @@ class HostLayout:
     words: npt.NDArray[np.uint64]
     slabs: npt.NDArray[np.uint64]
     memory: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketChanges:
+    """What a write has changed, for a copy of the buckets. *Immutable.* Valid during the call that passes it.
+
+    Attributes:
+        buckets: (n,) uint64, addresses of the changed buckets, perhaps repeated; None if any may have changed.
+        versions: (stripes,) uint64, even, the version of each stripe after the write.
+    """
+
+    buckets: npt.NDArray[np.uint64] | None
+    versions: npt.NDArray[np.uint64]
 
 
 class HostTable(ABC):
@@ -82,6 +99,21 @@ class HostTable(ABC):
 
         Returns:
             Function that unregisters the watcher.
+        """
+
+    @abstractmethod
+    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
+        """Call `mirror` now and at the end of each later write, for a copy of the buckets.
+
+        The writing thread calls it while no other write can begin, so all buckets have the given versions. It must be quick,
+        and must neither write to the table nor raise. `buckets` is None now, and after a new layout was shown to watchers.
+
+        Returns:
+            Function that unregisters the mirror.
+
+        Raises:
+            DatabaseTimeoutError: other threads kept writing.
+            InvalidInputError: the table is not pinned, or was dropped.
         """
 
     @abstractmethod

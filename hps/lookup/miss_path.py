@@ -7,8 +7,9 @@ table width, with rows of the table on an empty cache.
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -72,6 +73,7 @@ def choose_paths(
     wanted: MissPath,
     *,
     untimed: bool = False,
+    index: bool = False,
 ) -> MissPaths:
     """Attach a cache to the tables that it reads in place. Called before the cache is warmed or serves.
 
@@ -81,16 +83,18 @@ def choose_paths(
         cache: an empty cache.
         chain: host tiers, with the tables loaded.
         untimed: with `auto`, choose link wherever possible, without timing.
+        index: keep the index of linked tables on the device.
 
     Raises:
         DeviceError: `link` is wanted, and a table cannot be read in place.
     """
-    chosen = MissPaths()
+    chosen, attach = MissPaths(), partial(_attach, cache, indexed=index)
     refusals: dict[str, list[str]] = {}
-    for index, table in enumerate(cache.tables):
+    for number, table in enumerate(cache.tables):
         # With a database below, it may lack rows of that one, for instance after a failed write.
         authoritative = len(chain.databases) == 1
-        reason = _refusal(cache, chain, index, chosen.timings, wanted, authoritative, timed=wanted == "auto" and not untimed)
+        timed = wanted == "auto" and not untimed
+        reason = _refusal(cache, chain, number, chosen.timings, wanted, authoritative, attach, timed=timed)
         if reason and wanted == "link":
             raise DeviceError(
                 f"deploying model {table.model_name!r}: miss_path is link, but table {table.table_name!r} cannot be read in "
@@ -100,7 +104,7 @@ def choose_paths(
             refusals.setdefault(reason, []).append(table.table_name)
         chosen.paths.append("copy" if reason else "link")
         if reason or not authoritative:
-            chosen.stream_order_refusals[index] = (
+            chosen.stream_order_refusals[number] = (
                 reason or f"keys that host memory lacks may be in the {chain.databases[-1].kind} below"
             )
     _report(cache, chosen, refusals)
@@ -114,6 +118,7 @@ def _refusal(
     timings: dict[int, Timing],
     wanted: MissPath,
     authoritative: bool,
+    attach: Callable[[int, HostTable, bool], str],
     *,
     timed: bool,
 ) -> str:
@@ -126,7 +131,7 @@ def _refusal(
         return f"the first database, {chain.databases[0].kind if chain.databases else 'none'}, is no hash map in this process"
     if table.dim in timings and not timings[table.dim].link_is_faster:
         return str(timings[table.dim])
-    if reason := _attach(cache, index, host, authoritative):
+    if reason := attach(index, host, authoritative):
         return reason
     if not timed or table.dim in timings or not (sample := _sample(chain.databases[0], table)).size:
         return ""
@@ -135,10 +140,10 @@ def _refusal(
     timing = timings[table.dim] = Timing(link, _keys_per_s(cache, chain, index, sample))
     if not timing.link_is_faster:
         return str(timing)
-    return _attach(cache, index, host, authoritative)
+    return attach(index, host, authoritative)
 
 
-def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: bool) -> str:
+def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: bool, indexed: bool) -> str:
     """Attach a cache to a table, or return why it cannot be. Logs the progress of pinning as often as that of a load."""
     tag, lines = cache.tables[index].tag, LineLimit(1, _LOG_INTERVAL_S)
     lines.take()  # nothing is logged in the first interval
@@ -147,7 +152,7 @@ def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: b
         if lines.take():
             _log.info("%s: %s of %s pinned, for the device to read.", tag, size_text(done), size_text(total))
 
-    return cache.attach(index, host, authoritative, advance) or ""
+    return cache.attach(index, host, authoritative, advance, indexed) or ""
 
 
 def _sample(database: Database, table: TableSpec) -> KeyArray:

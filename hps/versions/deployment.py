@@ -570,7 +570,8 @@ def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain
     if not config.gpucache:  # else a table would be pinned for a device that caches none of it
         return MissPaths(stream_order_refusals=dict.fromkeys(range(len(cache.tables)), "gpucache is false"))
     try:
-        paths = choose_paths(cache, chain, config.miss_path, untimed=config.embedding_cache_type in RESIDENT)
+        untimed = config.embedding_cache_type in RESIDENT
+        paths = choose_paths(cache, chain, config.miss_path, untimed=untimed, index=config.index_on_device)
     except BaseException:
         cache.close()
         raise
@@ -623,6 +624,13 @@ def cache_capacities(config: ModelConfig, rows: Sequence[int]) -> list[int]:
     return [math.ceil(share * count) if config.gpucache else 0 for count in rows]
 
 
+def index_sizes(config: ModelConfig, rows: Sequence[int]) -> list[int]:
+    """Return the bytes of the indexes that a device keeps of the tables that it reads in host memory; empty without."""
+    if not (config.index_on_device and config.gpucache and config.miss_path != "copy"):
+        return []
+    return [implementation("database", "hash_map").index_bytes(count) for count in rows]
+
+
 def _check_room(
     config: ModelConfig,
     tables: Sequence[TableSpec],
@@ -640,7 +648,7 @@ def _check_room(
         database.check_room([(one.tag, one.dim, math.ceil(share * count)) for one, count in zip(tables, rows, strict=True)])
     if cache_class:
         for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
-            cache_class.check_room(tables, cache_capacities(config, rows), device_id)
+            cache_class.check_room(tables, cache_capacities(config, rows), device_id, index_sizes(config, rows))
 
 
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:

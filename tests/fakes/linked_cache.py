@@ -73,7 +73,7 @@ class LinkedCache(NumpyCache):
         self.capturing: FakeGraph | None = None
         self.admitting = threading.Lock()
 
-    def attach(self, table, host, authoritative, progress=None):
+    def attach(self, table, host, authoritative, progress=None, index=False):
         try:
             host.pin(self.pinner, progress)
         except (DeviceError, InvalidInputError) as error:

@@ -77,7 +77,9 @@ class NumpyCache(EmbeddingCache):
         ]
 
     @classmethod
-    def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
+    def check_room(
+        cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, index_bytes: Sequence[int] = ()
+    ) -> None:
         check_fits(
             f"making room for the embedding cache of model {tables[0].model_name!r}",
             by_what(cls.room_for(tables, capacity_rows)),

@@ -21,7 +21,7 @@ from hps.cache.cuda.lookup import CupyLookup, LookupKernels
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
-from hps.errors import DeviceError, InvalidInputError
+from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.host_tables import HostTable
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.segments import Segment
@@ -75,10 +75,12 @@ class CupyCache(EmbeddingCache):
             return int(runtime.memGetInfo()[0]) - geometry.RESERVE_BYTES
 
     @classmethod
-    def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
+    def check_room(
+        cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, index_bytes: Sequence[int] = ()
+    ) -> None:
         cls._check_device(tables, device_id)
         with on_device(device_id):
-            check_room(tables, capacity_rows, device_id)
+            check_room(tables, capacity_rows, device_id, index_bytes)
 
     @classmethod
     def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
@@ -105,16 +107,17 @@ class CupyCache(EmbeddingCache):
         host: HostTable,
         authoritative: bool,
         progress: Callable[[int, int], None] | None = None,
+        index: bool = False,
     ) -> str | None:
         try:
             with on_device(self.device_id):
                 if not runtime.deviceGetAttribute(_READS_HOST_POINTERS, self.device_id):
                     return f"CUDA device {self.device_id} does not read registered host memory by the host's addresses"
                 host.pin(CudaPinner(self.device_id), progress)
-                compile_all(self.device_id, self._kernels.for_links())
+                compile_all(self.device_id, [*self._kernels.for_links(), *([kernels.MIRROR_KERNEL] if index else [])])
                 self.detach(table)
-                self._links[table] = AttachedTable(self.device_id, host, authoritative)
-        except (DeviceError, InvalidInputError, *CUDA_ERRORS) as error:
+                self._links[table] = AttachedTable(self.device_id, host, authoritative, index)
+        except (DatabaseError, DeviceError, InvalidInputError, *CUDA_ERRORS) as error:
             return str(error)
         return None
 

@@ -7,7 +7,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -46,7 +46,9 @@ SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, p
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
 QUERY_OF_ONE = struct.Struct(SEGMENT.format + QUERY_TAIL.format[1:])
-HOST_LAYOUT = struct.Struct("<QQQIIII32Q")  # self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments
+# self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments, mirrored, mirrors
+HOST_LAYOUT = struct.Struct("<QQQIIII32QQ16Q")
+MIRROR = struct.Struct("<QQ")  # copies, n
 LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
 # layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative; after a TABLE
 ANSWER_SEGMENT = struct.Struct(TABLE.format + "QQQQQIIIIfI")
@@ -242,13 +244,14 @@ def scatter_kernel(unit: int) -> Kernel:
 
 ERASE = Kernel("erase", "erase")
 DUMP = Kernel("dump", "dump")
+MIRROR_KERNEL = Kernel("mirror", "mirror")
 UNIQUE = Kernel("unique", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 MARK_HEADS = Kernel("mark_heads", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 
 
 def tile_blocks(items: int) -> int:
-    """Return the blocks of THREADS for a kernel in which 8 threads own one item: insert, erase, dump, scatter."""
+    """Return the blocks of THREADS for a kernel in which 8 threads own one item: insert, erase, dump, scatter, mirror."""
     return -(-items // (THREADS // 8))
 
 
@@ -257,7 +260,9 @@ def sorted_blocks(misses: int) -> int:
     return -(-misses // UNIQUE_THREADS)
 
 
-def host_layout(words: list[int], where: int, slabs: int, slab_count: int) -> bytes:
+def host_layout(
+    words: list[int], where: int, slabs: int, slab_count: int, mirrored: int = 0, mirrors: Sequence[int] = ()
+) -> bytes:
     """Pack a table's layout as `cuda/host_table.cuh` defines it.
 
     Args:
@@ -265,10 +270,13 @@ def host_layout(words: list[int], where: int, slabs: int, slab_count: int) -> by
         where: its future address on the device.
         slabs: device address of the array of slab addresses.
         slab_count: number of slabs.
+        mirrored: device address of the versions that its mirror was copied at; 0 without one.
+        mirrors: device addresses of the copies of its segments.
     """
-    _, slab_shift, row_bytes, _, segment_bits, versions, *segments = words
-    rest = [0] * (2 * MOST_HOST_SEGMENTS - len(segments))
-    return HOST_LAYOUT.pack(where, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, *segments, *rest)
+    _, slab_shift, row_bytes, _, segment_bits, versions, _, *segments = words
+    head = (where, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits)
+    no_segments, no_mirrors = [0] * (2 * MOST_HOST_SEGMENTS - len(segments)), [0] * (MOST_HOST_SEGMENTS - len(mirrors))
+    return HOST_LAYOUT.pack(*head, *segments, *no_segments, mirrored, *mirrors, *no_mirrors)
 
 
 def bin_bits(segments: int) -> int:

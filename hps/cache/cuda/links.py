@@ -2,19 +2,29 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import cupy
 import numpy as np
+import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import StreamOrderedCounts
 from hps.cache.cuda import kernels
-from hps.cache.cuda.device import CUDA_ERRORS, PinnedBuffer, copy_to_device, copy_to_host, on_device
+from hps.cache.cuda.device import (
+    CUDA_ERRORS,
+    Arguments,
+    PinnedBuffer,
+    copy_to_device,
+    copy_to_host,
+    kernels_of,
+    launch,
+    on_device,
+)
 from hps.errors import DeviceError
-from hps.ground.host_tables import HostLayout, HostTable
+from hps.ground.host_tables import BUCKET_BYTES, SEGMENTS_AT, BucketChanges, HostLayout, HostTable
 
 _log = logging.getLogger(__name__)
 
@@ -47,21 +57,80 @@ class CudaPinner:
             return  # the context is gone, and its registrations with it
 
 
+class Mirror:
+    """A copy of the buckets of one layout in device memory, with the versions of the stripes that it was copied at.
+
+    *One writer at a time*: a write of the table it copies.
+
+    Attributes:
+        where: device address of the versions.
+        segments: device addresses of the copies.
+    """
+
+    __slots__ = ("_copies", "_memory", "_segments", "_starts", "_stops", "segments", "where")
+
+    def __init__(self, host: HostLayout, before: "Mirror | None", stream: Any) -> None:
+        """Allocate memory for what `before` has not; no version is right until `update`."""
+        starts: npt.NDArray[np.uint64]
+        starts, sizes = host.words[SEGMENTS_AT::2], BUCKET_BYTES * host.words[SEGMENTS_AT + 1 :: 2]
+        kept: dict[int, Any] = {} if before is None else dict(zip(before._starts.tolist(), before._copies, strict=True))
+        self._copies: list[Any] = [
+            kept.get(at) or cupy.cuda.Memory(size) for at, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+        self._starts: npt.NDArray[np.uint64] = starts
+        self._stops: npt.NDArray[np.uint64] = starts + sizes
+        self.segments = [int(copy.ptr) for copy in self._copies]
+        self._segments = np.array(self.segments, np.uint64)
+        self._memory = cupy.cuda.Memory(8 * kernels.STRIPES)
+        self.where = int(self._memory.ptr)
+        runtime.memsetAsync(self.where, 0xFF, 8 * kernels.STRIPES, stream.ptr)  # odd, so of no stripe
+
+    def update(self, changes: BucketChanges, pinned: PinnedBuffer, device_id: int, stream: int) -> None:
+        """Copy what has changed, then its versions; returns before that is done, which `pinned` waits for."""
+        pairs = self._pairs(changes)
+        if pairs is None:
+            for source, stop, copy in zip(self._starts.tolist(), self._stops.tolist(), self.segments, strict=True):
+                copy_to_device(copy, source, stop - source, stream)
+        elif pairs.size:
+            at, piece = pinned.take(pairs.nbytes)
+            np.copyto(piece.view(np.uint64), pairs.reshape(-1))
+            arguments = Arguments(kernels.MIRROR.size)
+            arguments.pack(kernels.MIRROR, 0, at, len(pairs))
+            handle = kernels_of(device_id).handle(kernels.MIRROR_KERNEL)
+            launch(handle, kernels.tile_blocks(len(pairs)), kernels.THREADS, arguments, stream)
+        at, piece = pinned.take(changes.versions.nbytes)
+        np.copyto(piece.view(np.uint64), changes.versions)
+        copy_to_device(self.where, at, piece.nbytes, stream)
+
+    def _pairs(self, changes: BucketChanges) -> npt.NDArray[np.uint64] | None:
+        """Return (n, 2) uint64: each changed bucket and its copy; None if all are to be copied."""
+        if changes.buckets is None:
+            return None
+        buckets, order = np.unique(changes.buckets), np.argsort(self._starts)
+        place = order[np.searchsorted(self._starts[order], buckets, side="right") - 1]
+        if np.any(buckets < self._starts[place]) or np.any(buckets >= self._stops[place]):
+            return None  # of segments that this layout does not have
+        return np.stack([buckets, self._segments[place] + (buckets - self._starts[place])], axis=1)
+
+
 class DeviceLayout:
-    """A layout in device memory. *Immutable.* The memory that it references stays in place while it is held.
+    """A layout in device memory. *Immutable* but for its mirror. The memory that it references stays in place while it is held.
 
     Attributes:
         where: address of its first word, which holds its own address.
+        mirror: copy of its buckets; None without one.
     """
 
-    __slots__ = ("_memory", "host", "where")
+    __slots__ = ("_memory", "host", "mirror", "where")
 
-    def __init__(self, host: HostLayout, stream: Any) -> None:
+    def __init__(self, host: HostLayout, mirror: Mirror | None, stream: Any) -> None:
         self.host = host
+        self.mirror = mirror
         slabs = np.ascontiguousarray(host.slabs)
         self._memory = cupy.cuda.Memory(_SLABS_AT + max(slabs.nbytes, 8))
         self.where = int(self._memory.ptr)
-        head = kernels.host_layout(host.words.tolist(), self.where, self.where + _SLABS_AT, slabs.size)
+        copied = (0, ()) if mirror is None else (mirror.where, mirror.segments)
+        head = kernels.host_layout(host.words.tolist(), self.where, self.where + _SLABS_AT, slabs.size, *copied)
         packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes(), np.uint8)
         copy_to_device(self.where, packed.ctypes.data, packed.nbytes, stream.ptr)
         stream.synchronize()
@@ -77,8 +146,14 @@ class AttachedTable:
         unread_at: address of its counter of keys that could not be read.
     """
 
-    def __init__(self, device_id: int, host: HostTable, authoritative: bool) -> None:
+    def __init__(self, device_id: int, host: HostTable, authoritative: bool, index: bool = False) -> None:
+        """Watch a table that is pinned.
+
+        Args:
+            index: keep a copy of its buckets in device memory.
+        """
         self.authoritative = authoritative
+        self._index = index
         self._device_id = device_id
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._memory = cupy.cuda.Memory(kernels.LINK.size)
@@ -91,6 +166,8 @@ class AttachedTable:
         self.present: DeviceLayout | None = None
         self._epoch = self._changes = 0
         self._kept: list[DeviceLayout | None] | None = None
+        self._changed = PinnedBuffer()
+        self._end_mirror: Callable[[], None] = lambda: None
         with self._lock:
             for offset in range(0, kernels.LINK.size, 8):
                 self._write(offset, 0)
@@ -99,6 +176,8 @@ class AttachedTable:
         while (now := host.layout()) is not shown:  # it may grow meanwhile
             self._show(now)
             shown = now
+        if index:
+            self._end_mirror = host.mirror(self._copy_changes)
 
     def follow(self) -> None:
         """Keep every layout from now on: graphs that may be replayed at any time may be reading it."""
@@ -134,6 +213,7 @@ class AttachedTable:
     def close(self) -> None:
         """Stop watching the table, and refuse rows read from it: later modifications are not reported."""
         self._end_watch()
+        self._end_mirror()
         with suppress(*CUDA_ERRORS), self._lock, on_device(self._device_id):
             self._changes += 1
             self._epoch += 2 if self._epoch & 1 else 1
@@ -142,16 +222,40 @@ class AttachedTable:
     def _show(self, host: HostLayout | None) -> None:
         """Publish another layout, or none, to lookups that begin from now on, and to enqueued ones."""
         with self._lock, on_device(self._device_id):
-            self.present = None
+            before, self.present = self.present, None
             try:
                 if host is not None:
-                    self.present = DeviceLayout(host, self._stream)
+                    self.present = DeviceLayout(host, self._mirror_of(host, before), self._stream)
                     if self._kept is not None:
                         self._kept.append(self.present)
                 self._write(0, 0 if self.present is None else self.present.where)
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
                 _log.warning("the device cannot read a table in host memory any more: %s", error)
                 self.present = None
+
+    def _mirror_of(self, host: HostLayout, before: DeviceLayout | None) -> Mirror | None:
+        """Allocate the copy of a layout's buckets, if there shall be one and the device has room."""
+        if not self._index:
+            return None
+        try:
+            return Mirror(host, None if before is None else before.mirror, self._stream)
+        except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+            _log.warning("the device has no room for the index of a table in host memory: %s; misses take longer", error)
+            return None
+
+    def _copy_changes(self, changes: BucketChanges) -> None:
+        """Bring the mirror up to date, and wait for that; called at the end of each write."""
+        with self._lock, on_device(self._device_id):
+            mirror = None if self.present is None else self.present.mirror
+            if mirror is None:
+                return
+            try:
+                mirror.update(changes, self._changed, self._device_id, int(self._stream.ptr))
+            except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:  # stripes that changed are read in host memory
+                _log.warning("the index of a table in host memory is not up to date on the device: %s", error)
+            with suppress(*CUDA_ERRORS):
+                self._stream.synchronize()
+                self._changed.reset()
 
     def _write(self, offset: int, value: int) -> None:
         """Store a word of the link, and wait until kernels see it."""

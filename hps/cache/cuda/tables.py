@@ -40,17 +40,19 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
         raise DeviceMemoryError(_does_not_fit("allocating", specs, pairs, sizes, device_id, free_bytes)) from error
 
 
-def check_room(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
-    """Reject tables that `allocate` could not allocate now.
+def check_room(
+    specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, index_bytes: Sequence[int] = ()
+) -> None:
+    """Reject tables that `allocate` could not allocate now beside their indexes.
 
     Raises:
         CapacityError: they do not fit the current device; the message is that of `allocate`.
     """
     pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
     sizes = [geometry.size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
-    free_bytes, _total = runtime.memGetInfo()
+    free_bytes = runtime.memGetInfo()[0] - sum(index_bytes)
     if sum(sizes) + geometry.RESERVE_BYTES > free_bytes:
-        raise CapacityError(_does_not_fit("making room for", specs, pairs, sizes, device_id, free_bytes))
+        raise CapacityError(_does_not_fit("making room for", specs, pairs, sizes, device_id, free_bytes, sum(index_bytes)))
 
 
 def _allocate(spec: TableSpec, pairs: int) -> DeviceTable:
@@ -71,7 +73,13 @@ def _allocate(spec: TableSpec, pairs: int) -> DeviceTable:
 
 
 def _does_not_fit(
-    doing: str, specs: Sequence[TableSpec], pairs: Sequence[int], sizes: Sequence[int], device_id: int, free_bytes: int
+    doing: str,
+    specs: Sequence[TableSpec],
+    pairs: Sequence[int],
+    sizes: Sequence[int],
+    device_id: int,
+    free_bytes: int,
+    index_bytes: int = 0,
 ) -> str:
     asked = ", ".join(
         f"{size:,} for {2 * kernels.SLOTS * count:,} rows of table {spec.table_name!r} (dim {spec.dim})"
@@ -79,8 +87,9 @@ def _does_not_fit(
     )
     usable = max(0, free_bytes - geometry.RESERVE_BYTES)
     share = usable / sum(sizes)
+    beside = f" beside {index_bytes:,} for index_on_device" if index_bytes else ""
     return (
         f"{doing} the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
-        f"to allocate ({asked}), expected at most the {usable:,} that are free; a gpucacheper of at most {share:.2g} of the "
-        "present one would fit"
+        f"to allocate ({asked}), expected at most the {usable:,} that are free{beside}; a gpucacheper of at most {share:.2g} of "
+        "the present one would fit"
     )

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, LoadRecord, LogPosition, Partition, RowChanges, TableStats
 from hps.databases.hash_map.eviction import HashMapOverflow, Policy
-from hps.databases.hash_map.memory import MAX_ROWS
+from hps.databases.hash_map.memory import MAX_ROWS, size_of_buckets
 from hps.databases.hash_map.sequence_table import SequenceTable
 from hps.databases.hash_map.table import SLICE_ROWS, HashMapTable
 from hps.errors import TableWidthError, UnknownTableError
@@ -153,6 +153,10 @@ class HashMapDatabase(InProcessDatabase):
             return database._needs(tables)
         finally:
             database.close()
+
+    @classmethod
+    def index_bytes(cls, rows: int) -> int:
+        return size_of_buckets(rows)
 
     def _needs(self, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
         found = []

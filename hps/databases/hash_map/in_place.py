@@ -11,9 +11,13 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
+
+from hps.databases.hash_map.layout import CHANGES_LIMIT, VERSION_BYTES
 from hps.databases.hash_map.memory import Buckets, Pages, Slabs
 from hps.errors import DeviceError, InvalidInputError
-from hps.ground.host_tables import HostLayout, HostTable, Pinner
+from hps.ground.host_tables import BucketChanges, HostLayout, HostTable, Pinner
 
 if TYPE_CHECKING:
     from hps.databases.hash_map.table import HashMapTable
@@ -71,6 +75,8 @@ class TableInPlace(HostTable):
         self._layout: HostLayout | None = None
         self._closed = False
         self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
+        self._mirrors: dict[object, Callable[[BucketChanges], None]] = {}
+        self._mirrored: npt.NDArray[np.uint64] | None = None  # versions that mirrors were told of last; None: they copy all
 
     @property
     def pinned_bytes(self) -> int:
@@ -93,6 +99,30 @@ class TableInPlace(HostTable):
         token = object()
         self._watchers[token] = watcher
         return lambda: self._watchers.pop(token, None) and None
+
+    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
+        table, token = self._table(), object()
+        if table is None or self._layout is None:
+            raise self._refused("it is not pinned, or was dropped")
+        with table.writing("starting a mirror of its buckets"):
+            table.log_changes()
+            self._mirrors[token] = mirror
+            self._mirrored = None
+        return lambda: self._mirrors.pop(token, None) and None
+
+    def end_write(self, slabs: Slabs) -> None:
+        """Tell mirrors what was written, as the writer."""
+        if not self._mirrors or self._layout is None or slabs.versions is None or slabs.changes is None:
+            return
+        log, versions = slabs.changes.words(), slabs.versions.words()[:: VERSION_BYTES // 8].copy()
+        noted, before = int(log[0]), self._mirrored
+        if before is not None and not noted and np.array_equal(before, versions):
+            return
+        buckets = None if before is None or noted > CHANGES_LIMIT else log[1 : 1 + noted].copy()
+        log[0] = 0
+        self._mirrored = versions
+        for mirror in list(self._mirrors.values()):
+            mirror(BucketChanges(buckets, versions))
 
     def close(self) -> None:
         with self._changing:
@@ -147,6 +177,7 @@ class TableInPlace(HostTable):
             self._pinner = pinner
             self._pins = {pages: pins[pages] for pages in _pages_of(buckets, slabs)}
             slabs.pinned = True
+            self._mirrored = None
             self._tell(HostLayout(buckets.layout, slabs.addresses_so_far(), tuple(self._pins.values())))
         return True
 

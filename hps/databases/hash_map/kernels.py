@@ -11,6 +11,7 @@ from numba import boolean, float32, int64, njit, types, void
 from hps.databases.hash_map.layout import (
     ABSENT,
     BUSY,
+    CHANGES,
     COUNTERS,
     DONE,
     FREE_ROWS,
@@ -65,6 +66,7 @@ from hps.ground.numba_atomics import (
     load_relaxed,
     lowest_bit,
     prefetch,
+    store_relaxed,
     store_relaxed_u32,
 )
 from hps.ground.numba_kernels import kernel, read_only
@@ -281,9 +283,11 @@ def count_present(layout, keys):  # type: ignore[no-untyped-def]
 def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
     """Insert all keys of one segment into a new layout that has no readers yet.
 
-    Homes keep their order, so both bucket arrays are traversed sequentially.
+    Homes keep their order, so both bucket arrays are traversed sequentially. Nothing is noted for mirrors, which copy a new
+    segment as a whole.
     """
     segment = SEGMENTS + 2 * number
+    noted = load_relaxed(new[CHANGES]) if new[CHANGES] else U0
     for position in range(np.int64(old[segment + 1])):
         bucket = bucket_at(old, segment, position)
         mask = mask_of(load_relaxed(bucket))
@@ -292,6 +296,8 @@ def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
             mask &= mask - U1
             key = key_of(bucket, entry)
             enter(new, segment_rows, mix(key), key, row_of(bucket, entry))
+    if new[CHANGES]:
+        store_relaxed(new[CHANGES], noted)
 
 
 @kernel(void, LAYOUT, int64, COUNTERS)

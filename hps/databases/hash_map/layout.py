@@ -33,6 +33,11 @@ entry of another stripe's key that is being linked may show its occupancy bit be
 unlinking clears it. Therefore linking or unlinking any key of the first segment, where key 0 belongs, also changes the version
 of the first stripe, that of key 0. A row number beyond the slabs of a layout belongs to a later layout, and is not followed.
 What CPU writers store becomes visible to devices in the order of their release stores and fences.
+
+MIRRORS. A device may keep a copy of the buckets, with the version of each stripe as of that copy. It reads the copy for a key
+whose stripe has that version still, and the buckets above otherwise; then it loads the version again, as always. So a copy that
+lags behind is never followed, whatever was written to it meanwhile. At the end of a write, while no other can begin, the writer
+tells mirrors which buckets it changed: while there are any, it notes their addresses in a log.
 """
 
 from typing import Any, Final
@@ -71,8 +76,12 @@ STRIPES: Final = 1024
 VERSION_BYTES: Final = 64
 """One line each: reads of one line over a device's link wait for each other."""
 
-LOAD_ROWS: Final = 9
-"""Average rows per bucket at which a segment is full: one entry in ten stays free."""
+LOAD_ROWS: Final = 8
+"""Average rows per bucket at which a segment is full: two entries in ten stay free. One in a hundred searches then passes two
+buckets or more; with one entry in ten free, it passed seven."""
+
+CHANGES_LIMIT: Final = 1 << 18
+"""Maximum addresses in the log of changed buckets; more mean that any may have changed."""
 
 # Positions in `layout`, uint64, immutable: what readers need.
 SLABS: Final = 0
@@ -85,7 +94,9 @@ SEGMENT_BITS: Final = 4
 """Upper bits of a hash that choose the segment: 2^bits segments."""
 VERSIONS: Final = 5
 """Address of the versions of the stripes, each `VERSION_BYTES` after the last; 0 while no device reads the table."""
-SEGMENTS: Final = 6
+CHANGES: Final = 6
+"""Address of the log of changed buckets: a count, then as many addresses, up to `CHANGES_LIMIT`; 0 before there is a mirror."""
+SEGMENTS: Final = 7
 """From here on, for each segment, its address and its number of buckets. Kernels identify a segment by this position."""
 
 # Positions in `counters`, (LISTS + 2 * lists,) int64, which the writer changes. `segment_rows` counts the rows of each segment.
@@ -128,6 +139,7 @@ _OVERFLOW_LIMIT = np.uint64(0xFFFF)
 _RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)
 _STAMP_LIMIT = np.uint64(0xFFFFFFFF)
 _NO_ROW = np.uint64(0xFFFFFFFF)
+_CHANGES_LIMIT = np.uint64(CHANGES_LIMIT)
 
 
 @njit(inline="always")
@@ -307,6 +319,17 @@ def end_change(bucket, header):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def note_change(layout, bucket):  # type: ignore[no-untyped-def]
+    """Note that a bucket's keys, row numbers, mask or overflow count have changed, for mirrors."""
+    log = layout[CHANGES]
+    if log:
+        count = load_relaxed(log)
+        store_relaxed(log, count + U1)
+        if count < _CHANGES_LIMIT:
+            store_relaxed(log + U8 + count * U8, bucket)
+
+
+@njit(inline="always")
 def begin_stripe(layout, hashed):  # type: ignore[no-untyped-def]
     """Tell devices that a key's entry or vector is about to change."""
     if layout[VERSIONS]:
@@ -362,6 +385,7 @@ def enter(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-de
     while mask_of(header) == _FULL:
         if overflow_of(header) != _OVERFLOW_LIMIT:
             end_change(bucket, header + (U1 << U48))
+            note_change(layout, bucket)
         bucket = after(layout, segment, bucket)
         header = load_relaxed(bucket)
     entry = lowest_bit(~mask_of(header))
@@ -369,6 +393,7 @@ def enter(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-de
     store_relaxed(bucket + _KEYS + entry * U8, np.uint64(key))
     store_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4, row)
     end_change(bucket, header | (U1 << (U32 + entry)))
+    note_change(layout, bucket)
     segment_rows[number_of(segment)] += 1
 
 
@@ -387,11 +412,13 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
     header = begin_change(bucket)
     store_relaxed(bucket + _KEYS + entry * U8, U0)
     end_change(bucket, header & ~(U1 << (U32 + entry)))
+    note_change(layout, bucket)
     passed = home_of(layout, segment, hashed)
     while passed != bucket:
         header = load_relaxed(passed)
         if overflow_of(header) != _OVERFLOW_LIMIT:
             end_change(passed, header - (U1 << U48))
+            note_change(layout, passed)
         passed = after(layout, segment, passed)
     end_entry(layout, hashed)
     head = np.uint64(LISTS) + list_of(counters, hashed)

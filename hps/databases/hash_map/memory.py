@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hps.databases.hash_map.kernels import count_by_hash, rehash, retire
 from hps.databases.hash_map.layout import (
     BUCKET_BYTES,
+    CHANGES_LIMIT,
     EXTENT_ROW,
     FRESH_ROWS,
     LIST_BITS,
@@ -149,6 +150,7 @@ class Slabs:
         self.extents: list[Extent] = []
         self.counters: npt.NDArray[np.int64] = np.array([0] * LISTS + [-1, 0], np.int64)
         self.versions: Pages | None = None
+        self.changes: Pages | None = None
         self._tag = tag
         self._slabs_at_once = max(allocation_rate // self.slab_bytes, 1)
         self._slabs_at_most = MAX_ROWS // self.rows_per_slab
@@ -167,6 +169,10 @@ class Slabs:
     def share(self) -> None:
         """Create the versions that devices need, if missing."""
         self.versions = self.versions or Pages(STRIPES * VERSION_BYTES, f"table {self._tag!r}: the versions of its stripes")
+
+    def log_changes(self) -> None:
+        """Create the log of changed buckets that mirrors need, if missing."""
+        self.changes = self.changes or Pages(8 + 8 * CHANGES_LIMIT, f"table {self._tag!r}: the log of changed buckets")
 
     def extend(self) -> None:
         """Provide fresh rows from an earlier or a new extent, once the current one has none.
@@ -273,7 +279,7 @@ class Buckets:
     """The segments of a table between two growths. `layout` is *immutable*; the writer changes the memory and the counts.
 
     Attributes:
-        layout: (6 + 2 * segments,) uint64, see `layout.py`; valid while this object is held.
+        layout: (7 + 2 * segments,) uint64, see `layout.py`; valid while this object is held.
         segment_rows: (segments,) int64, rows per segment; for the writer alone.
     """
 
@@ -286,7 +292,8 @@ class Buckets:
         self.pages = tuple(pages)
         bits = len(pages).bit_length() - 1
         versions = slabs.versions.address if slabs.versions else 0
-        head = [slabs.pages.address, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits, versions]
+        changes = slabs.changes.address if slabs.changes else 0
+        head = [slabs.pages.address, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits, versions, changes]
         segments = [word for page in pages for word in (page.address, page.size_bytes // BUCKET_BYTES)]
         self.layout: npt.NDArray[np.uint64] = np.array(head + segments, np.uint64)
         self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
@@ -335,11 +342,7 @@ class Buckets:
                 retire(self.layout, number)
 
     def _sizes_for(self, rows: int) -> list[int]:
-        counts = self._counts()
-        sizes = _parted(ceil(rows / LOAD_ROWS))
-        if len(sizes) > 1:
-            share = rows / len(sizes)
-            sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / LOAD_ROWS))] * len(sizes)
+        counts, sizes = self._counts(), _sizes_for(rows)
         if len(sizes) == len(counts):
             return [max(pair) for pair in zip(sizes, counts, strict=True)]
         return counts if len(sizes) < len(counts) else sizes
@@ -365,6 +368,20 @@ class Buckets:
             else:
                 rehash(self.layout, number, larger.layout, larger.segment_rows)
         return larger
+
+
+def size_of_buckets(rows: int) -> int:
+    """Return the bytes of the buckets of a table that is reserved for a number of rows."""
+    return sum(_sizes_for(rows)) * BUCKET_BYTES
+
+
+def _sizes_for(rows: int) -> list[int]:
+    """Return the number of buckets of each segment for `rows` in total, some of them spare, since segments fill unevenly."""
+    sizes = _parted(ceil(rows / LOAD_ROWS))
+    if len(sizes) > 1:
+        share = rows / len(sizes)
+        sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / LOAD_ROWS))] * len(sizes)
+    return sizes
 
 
 def _allocated(tag: str, count: int) -> Pages:

@@ -174,6 +174,12 @@ class HashMapTable:
         self._slabs.share()
         self._buckets = self._buckets.described_again()
 
+    def log_changes(self) -> None:
+        """Note changed buckets for mirrors from now on, as the writer."""
+        self._slabs.log_changes()
+        self._buckets = self._buckets.described_again()
+        self._show_growth()
+
     def stats(self) -> TableStats:
         """Return the size; the overhead is the committed memory beside the vectors: buckets, stamps, free rows."""
         rows = self.rows
@@ -208,7 +214,10 @@ class HashMapTable:
             self._show_growth()
             yield
         finally:
-            self._writer.release()
+            try:
+                self.in_place.end_write(self._slabs)
+            finally:
+                self._writer.release()
 
     def _say_evictions(self) -> None:
         evicted, self._evictions_said = self._evictions - self._evictions_said, self._evictions

@@ -5,7 +5,7 @@
 // INVARIANTS  A bucket may be named twice: nothing changes it meanwhile, so its copies are equal.
 // RACES       Queries may read a copy meanwhile. They keep nothing that they read of it, since the versions of the stripes that it
 //             concerns have changed before (host_table.cuh); the mirror's own versions are stored behind this launch.
-// TWIN        NumPy's indexing; tests/tables/host_layout_reader.py reads by such a copy.
+// TWIN        tests.tables.host_layout_reader.MirroredTable
 
 #include "embedding_cache.cuh"
 #include "host_table.cuh"

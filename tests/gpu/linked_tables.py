@@ -36,7 +36,10 @@ class LinkedTables:
     Attributes:
         cache: of all tables.
         database: that holds them.
+        index: keep the index of attached tables on the device.
     """
+
+    index = False
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class LinkedTables:
     def attach(self, table: int = 0, authoritative: bool = True) -> None:
         host = self.database.host_table(self.specs[table].tag)
         assert host is not None
-        assert self.cache.attach(table, host, authoritative) is None
+        assert self.cache.attach(table, host, authoritative, index=self.index) is None
 
     def insert(self, keys: KeyArray, version: int = 0, table: int = 0) -> None:
         """Add or replace rows in every tier, as a deployment does."""

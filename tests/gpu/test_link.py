@@ -1,5 +1,6 @@
 """A CUDA cache that is attached to hash map tables: its lookups go on into the map by themselves."""
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hps.databases.hash_map.layout import SEGMENTS, STRIPES, VERSION_BYTES, VERSIONS
 from hps.errors import DeviceError, InvalidInputError, NotReadyError
-from hps.ground.host_tables import HostLayout, HostTable, Pinner
+from hps.ground.host_tables import BucketChanges, HostLayout, HostTable, Pinner
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, SessionSettings
@@ -38,6 +40,13 @@ def mixed(known: np.ndarray, n: int, seed: int = 3) -> np.ndarray:
     rng = np.random.default_rng(seed)
     absent = np.setdiff1d(distinct_keys(n, seed=77), known)
     return rng.permutation(np.concatenate([rng.choice(known, n - n // 5), rng.choice(absent, n // 5)]))
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "index"])
+def index(request, monkeypatch):
+    """Every test is made with the index of the map in host memory, and on the device."""
+    monkeypatch.setattr(LinkedTables, "index", request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("n", [1, 33, SMALL, LARGE])
@@ -346,6 +355,9 @@ class Guarded(HostTable):
     def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
         return self._inner.watch(watcher)
 
+    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
+        return self._inner.mirror(mirror)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -502,3 +514,40 @@ def test_a_captured_lookup_is_replayed_while_rows_change_and_the_cache_churns(n)
             torch.cuda.synchronize()
             check(asked, out.cpu().numpy(), known, version)
             assert found.all()
+
+
+def test_the_index_on_the_device_is_current_after_every_write(index):
+    keys, random = distinct_keys(60_000), np.random.default_rng(5)
+    with LinkedTables([16], 1000) as tables:
+
+        def check_copy():
+            mirror = tables.cache._links[0].present.mirror
+            assert (mirror is not None) == index
+            if index:
+                words = tables.database.host_table(tables.specs[0].tag).layout().words.tolist()
+                assert copied(mirror.where, 8 * STRIPES).view(np.uint64).tolist() == versions_at(words[VERSIONS])
+                for copy, at, count in zip(mirror.segments, words[SEGMENTS::2], words[SEGMENTS + 1 :: 2], strict=True):
+                    assert copied(copy, 128 * count).tobytes() == ctypes.string_at(at, 128 * count)
+
+        check_copy()
+        for turn in range(12):
+            tables.insert(keys[: 5000 * (turn + 1)], turn)  # grows at first a bucket array, then segments
+            check_copy()
+            gone = random.choice(keys, 40)
+            tables.delete(gone)
+            check_copy()
+        asked = mixed(keys, SMALL)
+        out, _, _ = tables.ask(asked)
+        check(asked, out, np.setdiff1d(keys, gone), 11)
+
+
+def copied(address: int, size_bytes: int) -> np.ndarray:
+    """What stands in device memory."""
+    found = np.empty(size_bytes, np.uint8)
+    cupy.cuda.runtime.memcpy(found.ctypes.data, address, size_bytes, cupy.cuda.runtime.memcpyDeviceToHost)
+    return found
+
+
+def versions_at(address: int) -> list[int]:
+    memory = np.frombuffer(ctypes.string_at(address, STRIPES * VERSION_BYTES), np.uint64)
+    return memory[:: VERSION_BYTES // 8].tolist()

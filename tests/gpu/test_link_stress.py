@@ -44,6 +44,13 @@ Lookup = Callable[[Any, Any, Any], None]
 """lookup(keys, out, found) of CuPy's arrays; it may return before the device is done."""
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "index"])
+def index(request, monkeypatch):
+    """Every test is made with the index of the map in host memory, and on the device."""
+    monkeypatch.setattr(LinkedTables, "index", request.param)
+    return request.param
+
+
 def vectors_of(keys: KeyArray, dim: int, operation: int) -> FloatArray:
     columns = np.arange(dim) % 3
     low, high = (keys & 0xFFFFF)[:, None], ((keys >> 20) & 0xFFFFF)[:, None]
@@ -280,7 +287,7 @@ class LogOfChanges:
     ("writing", "options"),
     [("inserts", {}), ("inserts", {"wait": False}), ("updates", {}), ("updates", {"wait": False}), ("durable updates", {})],
 )
-def test_no_vector_is_wrong_through_a_parameter_server(writing, options, tmp_path: Path, capsys):
+def test_no_vector_is_wrong_through_a_parameter_server(writing, options, index, tmp_path: Path, capsys):
     dim, keys = 32, distinct_keys(30_000)
     population = Population(keys)
     config = {
@@ -301,6 +308,7 @@ def test_no_vector_is_wrong_through_a_parameter_server(writing, options, tmp_pat
                 "gpucacheper": 0.1,
                 "hit_rate_threshold": 1.1,
                 "miss_path": "link",
+                "index_on_device": index,
             }
         ],
     }

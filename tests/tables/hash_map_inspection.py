@@ -77,7 +77,7 @@ def _memory(address: int, dtype: np.dtype, count: int) -> np.ndarray:
 def inspect(database: HashMapDatabase, tag: str) -> Inspection:
     """Read a table that nobody writes to, and check that it is sound."""
     table = database._tables[tag]
-    slab_table, shift, vector_bytes, stamp_offset, bits, _versions, *places = table._buckets.layout.tolist()
+    slab_table, shift, vector_bytes, stamp_offset, bits, _versions, _changes, *places = table._buckets.layout.tolist()
     rows, free_count, fresh, first_row, stripe_rows, stripe_bits, list_bits, *lists = table._slabs.counters.tolist()
     capacity = table._slabs.capacity_rows
     slabs = _memory(slab_table, np.dtype(np.uint64), capacity >> shift)
@@ -128,7 +128,7 @@ def inspect(database: HashMapDatabase, tag: str) -> Inspection:
 
 def placed(database: HashMapDatabase, tag: str) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """The hashes of all keys of a table that nobody writes to, and their row numbers."""
-    _, _, _, _, bits, _versions, *places = database._tables[tag]._buckets.layout.tolist()
+    _, _, _, _, bits, _versions, _changes, *places = database._tables[tag]._buckets.layout.tolist()
     segments = zip(places[::2], places[1::2], strict=True)
     parts = [_segment(_memory(address, BUCKET, count), i, bits) for i, (address, count) in enumerate(segments)]
     return mixed(np.concatenate([keys for keys, _ in parts])), np.concatenate([rows for _, rows in parts]).astype(np.int64)

@@ -1,10 +1,16 @@
 """Reads a table as a device does: by a `HostLayout` alone, and by the rules of `databases/hash_map/layout.py`."""
 
+import ctypes
+
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from hps.databases.hash_map.layout import (
+    BUCKET_BYTES,
+    SEGMENTS,
     SLAB_SHIFT,
+    STRIPES,
     VECTOR_BYTES,
     VERSION_BYTES,
     VERSIONS,
@@ -19,7 +25,7 @@ from hps.databases.hash_map.layout import (
     segment_of,
 )
 from hps.ground.hashing import mix
-from hps.ground.host_tables import HostLayout
+from hps.ground.host_tables import BucketChanges, HostLayout, HostTable
 from hps.ground.numba_atomics import fence_acquire, load_acquire, load_relaxed
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -27,19 +33,22 @@ _RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @njit()
-def _read(words, slabs, keys, out, answered):  # type: ignore[no-untyped-def]
+def _read(words, slabs, copies, copied_at, keys, out, answered, copied):  # type: ignore[no-untyped-def]
     target = np.uint64(out.ctypes.data)
     shift, vector_bytes = words[SLAB_SHIFT], words[VECTOR_BYTES]
     for i in range(keys.size):
         hashed = mix(keys[i])
         version_at = words[VERSIONS] + (hashed >> np.uint64(54)) * np.uint64(VERSION_BYTES)
         version = load_acquire(version_at)
-        segment = segment_of(words, hashed)
-        bucket = home_of(words, segment, hashed)
+        copied[i] = copied_at[np.int64(hashed >> np.uint64(54))] == version
+        fence_acquire()
+        places = copies if copied[i] else words
+        segment = segment_of(places, hashed)
+        bucket = home_of(places, segment, hashed)
         header = load_relaxed(bucket)
         hit = match_keys(bucket, keys[i]) & mask_of(header)
         while not hit and header != _RETIRED and overflow_of(header):
-            bucket = after(words, segment, bucket)
+            bucket = after(places, segment, bucket)
             header = load_relaxed(bucket)
             hit = match_keys(bucket, keys[i]) & mask_of(header)
         if not hit or header == _RETIRED:
@@ -56,7 +65,67 @@ def _read(words, slabs, keys, out, answered):  # type: ignore[no-untyped-def]
 
 def read_in_place(layout: HostLayout, keys: KeyArray) -> tuple[FloatArray, BoolArray]:
     """What a device that looks once at each key answers: (n, dim) vectors, and (n,) which rows of them are valid."""
+    return _read_keys(layout, layout.words, np.full(STRIPES, 1, np.uint64), keys)[:2]
+
+
+def _read_keys(
+    layout: HostLayout, copies: npt.NDArray[np.uint64], copied_at: npt.NDArray[np.uint64], keys: KeyArray
+) -> tuple[FloatArray, BoolArray, BoolArray]:
     out = np.full((keys.size, int(layout.words[VECTOR_BYTES]) // 4), np.nan, np.float32)
-    answered = np.zeros(keys.size, np.bool_)
-    _read(layout.words, layout.slabs, keys, out, answered)
-    return out, answered
+    answered, copied = np.zeros(keys.size, np.bool_), np.zeros(keys.size, np.bool_)
+    _read(layout.words, layout.slabs, copies, copied_at, keys, out, answered, copied)
+    return out, answered, copied
+
+
+class MirroredTable:
+    """A pinned table, and a copy of its buckets as a device keeps one.
+
+    Attributes:
+        updates: the changes that it was told of.
+        late: it takes no notice of changes.
+    """
+
+    def __init__(self, table: HostTable) -> None:
+        self.updates: list[BucketChanges] = []
+        self.late = self._lags = False
+        self._table = table
+        self._show(table.layout())
+        self._end_watch, self._end_mirror = table.watch(self._show), table.mirror(self._update)
+
+    def read(self, keys: KeyArray) -> tuple[FloatArray, BoolArray, BoolArray]:
+        """As `read_in_place`; and (n,) which keys were looked up in the copy."""
+        layout, copies, copied_at = self._shown
+        return _read_keys(layout, copies, copied_at, keys)
+
+    def close(self) -> None:
+        self._end_mirror()
+        self._end_watch()
+
+    def _show(self, layout: HostLayout | None) -> None:
+        if layout is None:
+            return
+        words = layout.words.copy()
+        self._arrays = [_aligned(BUCKET_BYTES * int(count)) for count in words[SEGMENTS + 1 :: 2]]
+        words[SEGMENTS::2] = [array.ctypes.data for array in self._arrays]
+        self._shown = (layout, words, np.full(STRIPES, 2**64 - 1, np.uint64))
+
+    def _update(self, changes: BucketChanges) -> None:
+        self.updates.append(changes)
+        self._lags |= self.late
+        if self.late:
+            return
+        everything, self._lags = self._lags or changes.buckets is None, False
+        layout, _words, copied_at = self._shown
+        starts, counts = layout.words[SEGMENTS::2].tolist(), layout.words[SEGMENTS + 1 :: 2].tolist()
+        for start, count, array in zip(starts, counts, self._arrays, strict=True):
+            inside = range(start, start + BUCKET_BYTES * count, BUCKET_BYTES)
+            for at in inside if everything else changes.buckets.tolist():
+                if at in inside:
+                    array[at - start :][:BUCKET_BYTES] = np.frombuffer(ctypes.string_at(at, BUCKET_BYTES), np.uint8)
+        copied_at[:] = changes.versions
+
+
+def _aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
+    memory = np.zeros(size_bytes + BUCKET_BYTES, np.uint8)
+    skip = -memory.ctypes.data % BUCKET_BYTES
+    return memory[skip : skip + size_bytes]

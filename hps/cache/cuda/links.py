@@ -60,14 +60,14 @@ class CudaPinner:
 class Mirror:
     """A copy of the buckets of one layout in device memory, with the versions of the stripes that it was copied at.
 
-    *One writer at a time*: a write of the table it copies.
+    *One thread at a time*: the one that writes to the table. After an update that failed, the next one copies all.
 
     Attributes:
         where: device address of the versions.
         segments: device addresses of the copies.
     """
 
-    __slots__ = ("_copies", "_memory", "_segments", "_starts", "_stops", "segments", "where")
+    __slots__ = ("_copies", "_memory", "_segments", "_starts", "_stops", "_whole", "segments", "where")
 
     def __init__(self, host: HostLayout, before: "Mirror | None", stream: Any) -> None:
         """Allocate memory for what `before` has not; no version is right until `update`."""
@@ -83,11 +83,25 @@ class Mirror:
         self._segments = np.array(self.segments, np.uint64)
         self._memory = cupy.cuda.Memory(8 * kernels.STRIPES)
         self.where = int(self._memory.ptr)
+        self._whole = False
         runtime.memsetAsync(self.where, 0xFF, 8 * kernels.STRIPES, stream.ptr)  # odd, so of no stripe
 
-    def update(self, changes: BucketChanges, pinned: PinnedBuffer, device_id: int, stream: int) -> None:
-        """Copy what has changed, then its versions; returns before that is done, which `pinned` waits for."""
-        pairs = self._pairs(changes)
+    def update(self, changes: BucketChanges, pinned: PinnedBuffer, device_id: int, stream: Any) -> None:
+        """Copy what has changed, then its versions, and wait for that."""
+        pairs = self._pairs(changes) if self._whole else None
+        self._whole = False
+        self._launch(pairs, changes.versions, pinned, device_id, int(stream.ptr))
+        stream.synchronize()
+        self._whole = True
+
+    def _launch(
+        self,
+        pairs: npt.NDArray[np.uint64] | None,  # (n, 2)
+        versions: npt.NDArray[np.uint64],  # (stripes,)
+        pinned: PinnedBuffer,
+        device_id: int,
+        stream: int,
+    ) -> None:
         if pairs is None:
             for source, stop, copy in zip(self._starts.tolist(), self._stops.tolist(), self.segments, strict=True):
                 copy_to_device(copy, source, stop - source, stream)
@@ -98,8 +112,8 @@ class Mirror:
             arguments.pack(kernels.MIRROR, 0, at, len(pairs))
             handle = kernels_of(device_id).handle(kernels.MIRROR_KERNEL)
             launch(handle, kernels.tile_blocks(len(pairs)), kernels.THREADS, arguments, stream)
-        at, piece = pinned.take(changes.versions.nbytes)
-        np.copyto(piece.view(np.uint64), changes.versions)
+        at, piece = pinned.take(versions.nbytes)
+        np.copyto(piece.view(np.uint64), versions)
         copy_to_device(self.where, at, piece.nbytes, stream)
 
     def _pairs(self, changes: BucketChanges) -> npt.NDArray[np.uint64] | None:
@@ -250,11 +264,11 @@ class AttachedTable:
             if mirror is None:
                 return
             try:
-                mirror.update(changes, self._changed, self._device_id, int(self._stream.ptr))
+                mirror.update(changes, self._changed, self._device_id, self._stream)
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:  # stripes that changed are read in host memory
                 _log.warning("the index of a table in host memory is not up to date on the device: %s", error)
             with suppress(*CUDA_ERRORS):
-                self._stream.synchronize()
+                self._stream.synchronize()  # also after an error, before the pinned memory is used again
                 self._changed.reset()
 
     def _write(self, offset: int, value: int) -> None:

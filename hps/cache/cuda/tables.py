@@ -90,6 +90,6 @@ def _does_not_fit(
     beside = f" beside {index_bytes:,} for index_on_device" if index_bytes else ""
     return (
         f"{doing} the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
-        f"to allocate ({asked}), expected at most the {usable:,} that are free{beside}; a gpucacheper of at most {share:.2g} of "
-        "the present one would fit"
+        f"to allocate ({asked}), expected at most the {usable:,} that are free{beside}; a gpucacheper of at most {share:.2g} "
+        "of the present one would fit"
     )

@@ -76,9 +76,10 @@ STRIPES: Final = 1024
 VERSION_BYTES: Final = 64
 """One line each: reads of one line over a device's link wait for each other."""
 
-LOAD_ROWS: Final = 8
-"""Average rows per bucket at which a segment is full: two entries in ten stay free. One in a hundred searches then passes two
-buckets or more; with one entry in ten free, it passed seven."""
+LOAD_ROWS: Final = 9
+"""Average rows per bucket at which a segment is full: one entry in ten stays free."""
+RESERVED_ROWS: Final = 8
+"""Average rows per bucket of a reserved table: one search in a hundred then passes two buckets or more, instead of seven."""
 
 CHANGES_LIMIT: Final = 1 << 18
 """Maximum addresses in the log of changed buckets; more mean that any may have changed."""

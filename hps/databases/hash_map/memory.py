@@ -19,6 +19,7 @@ from hps.databases.hash_map.layout import (
     LIST_BITS,
     LISTS,
     LOAD_ROWS,
+    RESERVED_ROWS,
     STRIPES,
     VERSION_BYTES,
 )
@@ -377,10 +378,10 @@ def size_of_buckets(rows: int) -> int:
 
 def _sizes_for(rows: int) -> list[int]:
     """Return the number of buckets of each segment for `rows` in total, some of them spare, since segments fill unevenly."""
-    sizes = _parted(ceil(rows / LOAD_ROWS))
+    sizes = _parted(ceil(rows / RESERVED_ROWS))
     if len(sizes) > 1:
         share = rows / len(sizes)
-        sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / LOAD_ROWS))] * len(sizes)
+        sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / RESERVED_ROWS))] * len(sizes)
     return sizes
 
 

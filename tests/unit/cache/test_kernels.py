@@ -13,6 +13,7 @@ from hps.cache.cuda import kernels
 from hps.cache.cuda.kernels import Kernel, KernelCache
 from hps.databases.hash_map import layout
 from hps.databases.hash_map.database import HashMapDatabase
+from hps.ground import host_tables
 from hps.ground.hashing import mix
 from tests.fakes.populating_pinner import PopulatingPinner
 
@@ -108,7 +109,12 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int):
     positions = layout.VERSIONS, layout.SLAB_SHIFT, layout.VECTOR_BYTES, layout.SEGMENT_BITS
     assert packed[2:7] == (words[positions[0]], slabs.size, *(words[position] for position in positions[1:]))
     segments = words[layout.SEGMENTS :]
-    assert packed[7:] == (*segments, *[0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments)))
+    rest = [0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments))
+    assert packed[7:] == (*segments, *rest, 0, *[0] * kernels.MOST_HOST_SEGMENTS)
+    mirrors = list(range(1, len(segments) // 2 + 1))
+    packed = kernels.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 99, mirrors))
+    assert packed[7:] == (*segments, *rest, 99, *mirrors, *[0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors)))
+    assert layout.SEGMENTS == host_tables.SEGMENTS_AT
     database.close()
 
 

@@ -438,7 +438,7 @@ def test_what_was_reserved_for_is_held_without_growth(rows):
 
 
 def test_no_more_is_reserved_than_the_margin_lets_in():
-    database = opened(num_partitions=2, overflow_margin=450)
+    database = opened(num_partitions=2, overflow_margin=400)
     database.reserve(TAG, 10**9)
     assert sum(database._tables[TAG]._buckets._counts()) == 100
 

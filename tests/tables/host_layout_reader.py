@@ -4,6 +4,7 @@ import numpy as np
 from numba import njit
 
 from hps.databases.hash_map.layout import (
+    DENSE_ROWS,
     SLAB_SHIFT,
     VECTOR_BYTES,
     VERSION_BYTES,
@@ -34,17 +35,20 @@ def _read(words, slabs, keys, out, answered):  # type: ignore[no-untyped-def]
         hashed = mix(keys[i])
         version_at = words[VERSIONS] + (hashed >> np.uint64(54)) * np.uint64(VERSION_BYTES)
         version = load_acquire(version_at)
-        segment = segment_of(words, hashed)
-        bucket = home_of(words, segment, hashed)
-        header = load_relaxed(bucket)
-        hit = match_keys(bucket, keys[i]) & mask_of(header)
-        while not hit and header != _RETIRED and overflow_of(header):
-            bucket = after(words, segment, bucket)
+        if np.uint64(keys[i]) < words[DENSE_ROWS] and not version >> np.uint64(63):
+            row = np.uint64(keys[i])
+        else:
+            segment = segment_of(words, hashed)
+            bucket = home_of(words, segment, hashed)
             header = load_relaxed(bucket)
             hit = match_keys(bucket, keys[i]) & mask_of(header)
-        if not hit or header == _RETIRED:
-            continue
-        row = row_of(bucket, lowest_bit(hit))
+            while not hit and header != _RETIRED and overflow_of(header):
+                bucket = after(words, segment, bucket)
+                header = load_relaxed(bucket)
+                hit = match_keys(bucket, keys[i]) & mask_of(header)
+            if not hit or header == _RETIRED:
+                continue
+            row = row_of(bucket, lowest_bit(hit))
         slab = np.int64(row >> shift)
         if slab >= slabs.size:
             continue

@@ -7,7 +7,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -46,10 +46,12 @@ SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, p
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
 QUERY_OF_ONE = struct.Struct(SEGMENT.format + QUERY_TAIL.format[1:])
-HOST_LAYOUT = struct.Struct("<QQQIIII32Q")  # self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments
+# self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments, dense_rows
+HOST_LAYOUT = struct.Struct("<QQQIIII32QQ")
 LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
-# layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative; after a TABLE
-ANSWER_SEGMENT = struct.Struct(TABLE.format + "QQQQQIIIIfI")
+# layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative, bins_per_row, 0; after a
+# TABLE
+ANSWER_SEGMENT = struct.Struct(TABLE.format + "QQQQQIIIIfIf4x")
 # missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts, slots,
 # bins, leader_counts, tallies, progress, epochs, versions, versions_after, any_left, reports,
 # bin_bits, segment_count, patience, few, fetch_warps, settles, defers, 0
@@ -266,9 +268,19 @@ def host_layout(words: list[int], where: int, slabs: int, slab_count: int) -> by
         slabs: device address of the array of slab addresses.
         slab_count: number of slabs.
     """
-    _, slab_shift, row_bytes, _, segment_bits, versions, *segments = words
-    rest = [0] * (2 * MOST_HOST_SEGMENTS - len(segments))
-    return HOST_LAYOUT.pack(where, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, *segments, *rest)
+    _, slab_shift, row_bytes, _, segment_bits, versions, dense_rows, _, *segments = words
+    segments += [0] * (2 * MOST_HOST_SEGMENTS - len(segments))
+    return HOST_LAYOUT.pack(where, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, *segments, dense_rows)
+
+
+def bins_per_row(words: Sequence[int]) -> float:
+    """Return the share of a bin that a row takes where the misses of a table are put into the order of their keys; 0 for none.
+
+    Args:
+        words: those of its `HostLayout`.
+    """
+    dense_rows = int(words[6])
+    return MOST_BINS / dense_rows if dense_rows else 0.0
 
 
 def bin_bits(segments: int) -> int:

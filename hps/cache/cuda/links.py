@@ -52,15 +52,17 @@ class DeviceLayout:
 
     Attributes:
         where: address of its first word, which holds its own address.
+        bins_per_row: how the misses of a lookup are ordered; see `kernels.bins_per_row`.
     """
 
-    __slots__ = ("_memory", "host", "where")
+    __slots__ = ("_memory", "bins_per_row", "host", "where")
 
     def __init__(self, host: HostLayout, stream: Any) -> None:
         self.host = host
         slabs = np.ascontiguousarray(host.slabs)
         self._memory = cupy.cuda.Memory(_SLABS_AT + max(slabs.nbytes, 8))
         self.where = int(self._memory.ptr)
+        self.bins_per_row = kernels.bins_per_row(host.words.tolist())
         head = kernels.host_layout(host.words.tolist(), self.where, self.where + _SLABS_AT, slabs.size)
         packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes(), np.uint8)
         copy_to_device(self.where, packed.ctypes.data, packed.nbytes, stream.ptr)

@@ -96,9 +96,12 @@ def test_the_home_of_a_key_is_that_of_the_mixing_hash():
 
 
 @pytest.mark.parametrize("rows", [1, 100_000])
-def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int):
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, dense: bool):
     database, pinner = HashMapDatabase(), PopulatingPinner()
     database.open_table("t", 3)
+    if dense:
+        database.reserve("t", rows, [np.arange(rows)])
     database.insert("t", np.arange(rows), np.zeros((rows, 3), np.float32))
     table = database.host_table("t")
     table.pin(pinner)
@@ -108,7 +111,9 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int):
     positions = layout.VERSIONS, layout.SLAB_SHIFT, layout.VECTOR_BYTES, layout.SEGMENT_BITS
     assert packed[2:7] == (words[positions[0]], slabs.size, *(words[position] for position in positions[1:]))
     segments = words[layout.SEGMENTS :]
-    assert packed[7:] == (*segments, *[0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments)))
+    assert packed[7:-1] == (*segments, *[0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments)))
+    assert packed[-1] == words[layout.DENSE_ROWS] == rows * dense
+    assert kernels.bins_per_row(words) == dense * kernels.MOST_BINS / rows
     database.close()
 
 

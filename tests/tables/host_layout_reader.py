@@ -1,10 +1,15 @@
 """Reads a table as a device does: by a `HostLayout` alone, and by the rules of `databases/hash_map/layout.py`."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 from numba import njit
 
 from hps.databases.hash_map.layout import (
+    BUCKET_BYTES,
     DENSE_ROWS,
+    SEGMENTS,
     SLAB_SHIFT,
     VECTOR_BYTES,
     VERSION_BYTES,
@@ -56,6 +61,19 @@ def _read(words, slabs, keys, out, answered):  # type: ignore[no-untyped-def]
         copy(target + np.uint64(i) * vector_bytes, slabs[slab] + place * vector_bytes, vector_bytes)
         fence_acquire()
         answered[i] = version & np.uint64(1) == 0 and load_relaxed(version_at) == version
+
+
+def without_buckets(layout: HostLayout, zeros: Callable[[int], np.ndarray] = lambda n: np.zeros(n, np.uint8)) -> HostLayout:
+    """The layout with empty buckets: by it, only dense keys are read, and only those of stripes without holes.
+
+    Args:
+        zeros: makes memory of so many bytes that the reader can read.
+    """
+    words, pages = layout.words.copy(), []
+    for position in range(SEGMENTS, words.size, 2):
+        pages.append(zeros(int(words[position + 1]) * BUCKET_BYTES))
+        words[position] = pages[-1].ctypes.data
+    return replace(layout, words=words, memory=(layout.memory, pages))
 
 
 def read_in_place(layout: HostLayout, keys: KeyArray) -> tuple[FloatArray, BoolArray]:

@@ -1,7 +1,6 @@
 """The hash map as devices read it in place: what is pinned, what is shown, and how long it stays."""
 
 import ctypes
-import dataclasses
 import gc
 import logging
 import re
@@ -14,13 +13,13 @@ import pytest
 from hps.databases.hash_map import in_place
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.layout import BUCKET_BYTES, DENSE_ROWS, SEGMENT_BITS, SEGMENTS, VERSIONS
+from hps.databases.hash_map.layout import DENSE_ROWS, SEGMENT_BITS, VERSIONS
 from hps.databases.hash_map.memory import PAGE_BYTES
 from hps.errors import DeviceError, InvalidInputError, NotReadyError, UnknownTableError
 from tests.contracts.database_contract import DIM, TAG, distinct_keys, vectors_of
 from tests.fakes.populating_pinner import PopulatingPinner, named_by
 from tests.tables.hash_map_inspection import inspect, keys_with_hash, mixed
-from tests.tables.host_layout_reader import read_in_place
+from tests.tables.host_layout_reader import read_in_place, without_buckets
 from tests.tables.readers import reading
 
 
@@ -289,15 +288,6 @@ def test_a_pinned_table_counts_what_pinning_commits(pinner):
     database.close()
 
 
-def by_key(layout):
-    """The layout with empty buckets: by it, only dense keys are read, and only those of stripes without holes."""
-    words, pages = layout.words.copy(), []
-    for position in range(SEGMENTS, words.size, 2):
-        pages.append(np.zeros(int(words[position + 1]) * BUCKET_BYTES, np.uint8))
-        words[position] = pages[-1].ctypes.data
-    return dataclasses.replace(layout, words=words, memory=(layout.memory, pages))
-
-
 def with_holes(layout):
     """Which stripes have some, as a device hears it."""
     versions = np.frombuffer((ctypes.c_char * (1024 * 64)).from_address(int(layout.words[VERSIONS])), np.uint64)[::8]
@@ -320,17 +310,17 @@ def test_a_dense_table_is_read_without_its_buckets(database, pinner, pinned):
         table.pin(pinner)
     (hole,) = np.flatnonzero(with_holes(table.layout()))
     assert hole == stripes_of(keys[-1:])[0]
-    there = read_in_place(by_key(table.layout()), keys)[1]
+    there = read_in_place(without_buckets(table.layout()), keys)[1]
     np.testing.assert_array_equal(there, stripes_of(keys) != hole)
     assert_readable(table.layout(), pinner, keys[:-1])
     assert not read_in_place(table.layout(), keys[-1:])[1].any()
     fill(database, keys[-1:])
-    assert_read(by_key(table.layout()), keys)
+    assert_read(without_buckets(table.layout()), keys)
     outside = np.array([-1, keys.size, 1 << 32, 2**63 - 1, -(2**63)])
     assert not read_in_place(table.layout(), outside)[1].any()
     fill(database, outside)
     assert_readable(table.layout(), pinner, np.concatenate([keys, outside]))
-    assert not read_in_place(by_key(table.layout()), outside)[1].any()
+    assert not read_in_place(without_buckets(table.layout()), outside)[1].any()
 
 
 def test_holes_come_and_go_and_what_is_gone_is_read_by_no_layout(database, pinner):
@@ -342,7 +332,7 @@ def test_holes_come_and_go_and_what_is_gone_is_read_by_no_layout(database, pinne
     old = table.layout()
     for version in (1, 2):
         gone = keys[version::700].copy()
-        assert_read(by_key(old), keys, version=version - 1)
+        assert_read(without_buckets(old), keys, version=version - 1)
         database.delete(TAG, gone[:-1].copy())
         database.delete(TAG, gone)
         left = np.setdiff1d(keys, gone)
@@ -351,13 +341,13 @@ def test_holes_come_and_go_and_what_is_gone_is_read_by_no_layout(database, pinne
         assert not read_in_place(old, gone)[1].any()
         assert not read_in_place(table.layout(), gone)[1].any()
         assert_readable(table.layout(), pinner, left, version=version - 1)
-        assert_read(by_key(old), left[~np.isin(stripes_of(left), stripes_of(gone))], version=version - 1)
+        assert_read(without_buckets(old), left[~np.isin(stripes_of(left), stripes_of(gone))], version=version - 1)
         fill(database, gone[1:].copy(), version)
         assert not read_in_place(old, gone[:1])[1].any()
         assert set(np.flatnonzero(with_holes(old))) == set(stripes_of(gone[:1]))
         fill(database, keys, version)
         assert not with_holes(old).any()
-    assert_read(by_key(old), keys, version=2)
+    assert_read(without_buckets(old), keys, version=2)
     inspect(database, TAG)
 
 
@@ -371,7 +361,7 @@ def test_a_dense_table_that_grows_is_still_read_without_its_buckets(database, pi
     fill(database, others)
     assert table.layout().slabs.size > old.slabs.size
     for layout in (old, table.layout()):
-        assert_read(by_key(layout), keys)
+        assert_read(without_buckets(layout), keys)
     assert_readable(table.layout(), pinner, others)
     assert not read_in_place(old, others)[1].any()
 
@@ -386,7 +376,7 @@ def test_a_dense_table_that_is_made_anew_is_another(database, pinner):
         assert with_holes(table.layout()).sum() == np.unique(stripes_of(keys)).size
         assert not read_in_place(table.layout(), keys)[1].any()
         fill(database, keys, version)
-        assert_read(by_key(table.layout()), keys, version)
+        assert_read(without_buckets(table.layout()), keys, version)
         assert not read_in_place(table.layout(), np.arange(keys.size, 2100))[1].any()
         database.drop_table(TAG)
         assert table.layout() is None

@@ -1,7 +1,8 @@
 """What a miss of the GPU's cache costs when its vector is in the hash map: read in place over the link, or fetched and copied.
 
-`link` is a cache that is attached to the hash map, `copy` one that is not. Limit of the misses: a plain kernel that copies the
-same pinned rows from known addresses in ascending order, in the same run; in the order of the keys it is given beside it.
+`link` is a cache that is attached to the hash map, `copy` one that is not, and `link, dense` one that is attached to a dense
+table of the same keys. Limit of the misses: a plain kernel that copies the same pinned rows from known addresses in ascending
+order, in the same run; in the order of the keys it is given beside it.
 Every float of every timed answer is compared on the device.
 
 Each part has a time limit. A part that fails becomes a row with its error, and the others go on.
@@ -78,15 +79,16 @@ def run(report: Report, quick: bool) -> None:
     """Measure all of it; `quick` takes small tables."""
     report.about |= {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
     tables = [(1 << 17, 128), (1 << 17, 32)] if quick else [(1 << 24, 128), (1 << 24, 32), (1 << 22, 128)]
-    for rows, dim in tables:
-        about = f"{rows} rows x {dim}"
-        table = part(report, f"filling {about}", 90, partial(Table, rows, dim))
+    for rows, dim, dense in [(*table, dense) for table in tables for dense in (False, True)]:
+        about = f"{rows} {'dense ' if dense else ''}rows x {dim}"
+        table = part(report, f"filling {about}", 90, partial(Table, rows, dim, dense))
         if table is None:
             continue
         part(report, f"misses, {about}", 60, partial(_misses, report, table, "link", quick))
         if rows != 1 << 22:
-            part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
-            for path in ("link", "copy"):
+            if not dense:
+                part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
+            for path in ("link",) if dense else ("link", "copy"):
                 part(report, f"mixed, {path}, {about}", 45, partial(_mixed, report, table, path, quick))
                 part(report, f"4,096 keys, {path}, {about}", 30, partial(_small, report, table, path, quick))
         part(report, f"closing {about}", 30, table.close)
@@ -119,13 +121,14 @@ def _find(layout, keys, addresses):  # type: ignore[no-untyped-def]
 class Table:
     """Rows 0 to `rows` - 1 in the hash map; their vectors can be computed from their keys. *One per thread.*"""
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows: int, dim: int, dense: bool = False) -> None:
         self.rows = rows
+        self.dense = dense
         self.dim = dim
         self.spec = TableSpec("bench", f"items{dim}", dim, 0.0, 1 << 20)
         self.database = HashMapDatabase()
         self.database.open_table(self.spec.tag, dim)
-        self.database.reserve(self.spec.tag, rows)
+        self.database.reserve(self.spec.tag, rows, [np.arange(rows)] if dense else ())
         self.host: HostTable | None = None
         self._caches: list[CupyCache] = []
         self._sessions: dict[str, tuple[CachedSession, Metrics]] = {}
@@ -143,6 +146,10 @@ class Table:
     def _batch(self, start: int, stop: int) -> tuple[KeyArray, FloatArray]:
         keys = np.arange(start, stop, dtype=np.int64)
         return keys, self.vectors(keys)
+
+    def axes(self, path: str, n: int) -> dict[str, Any]:
+        """Axes of a row of the results."""
+        return {"path": f"{path}, dense" if self.dense else path, "keys": n, "dim": self.dim, "rows": self.rows}
 
     def vectors(self, keys: KeyArray) -> FloatArray:
         """The rows of keys, (n, dim)."""
@@ -353,8 +360,7 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
             figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         figures |= _gathered(table, keys[base : base + calls], outs, figures)
-        axes = {"work": "misses", "path": path, "keys": n, "dim": table.dim, "rows": table.rows}
-        add(report, axes, figures)
+        add(report, {"work": "misses", **table.axes(path, n)}, figures)
         del outs, segments, ask
 
 
@@ -463,8 +469,7 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
             figures[f"{name}admitted_per_key"] = admitted / (calls * n)
             figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         done += 3 * calls // 20 * 20
-        axes = {"work": "mixed", "path": path, "keys": n, "dim": table.dim, "rows": table.rows, "alpha": _ALPHA}
-        add(report, {**axes, "batches_before": after}, figures)
+        add(report, {"work": "mixed", **table.axes(path, n), "alpha": _ALPHA, "batches_before": after}, figures)
 
 
 # -- small lookups -------------------------------------------------------------------------------------------------------
@@ -506,7 +511,7 @@ def _small(report: Report, table: Table, path: str, quick: bool) -> None:
             check(sets[i % len(sets)], outs[i % len(sets) % 16])
         return figures
 
-    axes = {"path": path, "keys": n, "dim": table.dim, "rows": table.rows}
+    axes = table.axes(path, n)
     add(report, {"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some[: calls + 20])))
     if path == "link":
         figures = _replayed(cache.create_lookup(), some[calls + 20 :], outs[0])

@@ -16,11 +16,10 @@
 // LAUNCH      Any number of blocks of HPS_THREADS; one an SM keeps all of a few thousand misses in flight. May be launched before
 //             the query has ended (programmatic dependent launch).
 // INVARIANTS  Up to `few` misses are read as they came. More are made distinct and put into the order of their rows first: order
-//             holds each distinct key of an attached segment once; those of one bin (the upper bin_bits bits of the hash) are
-//             together, bins ascend; `fetch_warps` warps of a block read them, since few warps keep what is read at once
-//             together in the host's memory, and enough of them hide its latency (docs/gpu-cache.md). With `settles`, nothing is
-//             left: what nobody could read gets the default vector, and all is counted in the links. A segment that is not
-//             attached leaves all its misses.
+//             holds each distinct key of an attached segment once; those of one bin (see bin_of) are together, bins ascend;
+//             `fetch_warps` warps of a block read them, since few warps keep what is read at once together in the host's memory,
+//             and enough of them hide its latency (docs/gpu-cache.md). With `settles`, nothing is left: what nobody could read
+//             gets the default vector, and all is counted in the links. A segment that is not attached leaves all its misses.
 // RACES       Phases of many misses follow each other within the launch, without a demand on how many blocks run at once: blocks
 //             draw tickets, a phase after the other, and a block waits only for tickets drawn before its own, whose blocks run.
 //             fetch reads without a look at the versions of the stripes, which would cost as much as the rows: warps that read
@@ -51,7 +50,7 @@
 
 constexpr u32 WARPS = HPS_THREADS / 32;
 constexpr u32 FEW_A_WARP = HPS_FEW_A_WARP;  // misses, at most READ_AT_ONCE: of few, so that all are read, and admitted, at once
-constexpr u32 MOST_BINS = 1024;
+constexpr u32 MOST_BIN_BITS = 10, MOST_BINS = 1 << MOST_BIN_BITS;
 
 struct AnswerSegment {
     Table table;                      // of the cache
@@ -66,6 +65,8 @@ struct AnswerSegment {
     u32 staged_rows;
     float default_value;
     u32 authoritative;
+    float bins_per_row;  // of MOST_BINS, for dense keys; 0: there are none
+    u32 padding;
 };
 
 struct Progress {
@@ -107,7 +108,7 @@ struct Answer {
     u16 zero;   // always 0, which the compiler does not know
 };
 
-static_assert(sizeof(AnswerSegment) == 112 && sizeof(Answer) == 112 * HPS_SEGMENTS + 184, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(AnswerSegment) == 120 && sizeof(Answer) == 120 * HPS_SEGMENTS + 184, "hps/cache/cuda/kernels.py packs these");
 
 // The parts of up to 32 lists, numbered through. Lane s knows list s.
 struct Parts {
@@ -239,6 +240,14 @@ __device__ __forceinline__ void answer_few(const Answer& request, const Parts& p
     }
 }
 
+// The bin of a key, of 1 << bin_bits that ascend with its row: rows lie in the order of their keys' hashes, dense ones in that of
+// the keys. What is no dense key and taken for one is only read out of order.
+__device__ __forceinline__ u32 bin_of(const Answer& request, const AnswerSegment& segment, i64 key, u64 hashed) {
+    const u32 bin = static_cast<u32>(static_cast<float>(static_cast<u32>(key)) * segment.bins_per_row);
+    const bool by_key = segment.bins_per_row > 0 && static_cast<u64>(key) >> 32 == 0 && bin < MOST_BINS;
+    return by_key ? bin >> (MOST_BIN_BITS - request.bin_bits) : static_cast<u32>(hashed >> (64 - request.bin_bits));
+}
+
 // The phases of many misses. `warp` numbers the warps of the grid, of which there are `warps`.
 
 __device__ __forceinline__ void mark(const Answer& request, u32 slot_mask, u32 warp, u32 warps) {
@@ -264,7 +273,7 @@ __device__ __forceinline__ void mark(const Answer& request, u32 slot_mask, u32 w
         }
         request.leaders[i] = leader;
         if (leader == i) {
-            const u32 bin = s << request.bin_bits | static_cast<u32>(hashed >> (64 - request.bin_bits));
+            const u32 bin = s << request.bin_bits | bin_of(request, segment, key, hashed);
             request.ranks[i] = atomicAdd(request.bins + bin, 1);
         }
     }
@@ -315,7 +324,8 @@ __device__ __forceinline__ void place(const Answer& request, u32 block, u32 warp
         if (segment.layout == nullptr || lane >= entries) continue;
         const u32 i = segment.missing + first + lane;
         if (request.leaders[i] != i) continue;
-        const u32 in_bin = static_cast<u32>(mix(request.missing_keys[i]) >> (64 - request.bin_bits));
+        const i64 key = request.missing_keys[i];
+        const u32 in_bin = bin_of(request, segment, key, mix(key));
         const u32 own = s << request.bin_bits;
         request.order[segment.missing + starts[own + in_bin] - starts[own] + request.ranks[i]] = i;
     }
@@ -340,8 +350,7 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         bool asks = tile < entries;
         const u32 leader = asks ? request.order[segment.missing + first + tile] : 0;
         const i64 key = asks ? request.missing_keys[leader] : 0;
-        u64 version = 1;
-        if (asks) version = (LOOKS ? request.versions_after : request.versions)[stripe_of(s, key)];
+        u64 version = asks ? (LOOKS ? request.versions_after : request.versions)[stripe_of(s, key)] : 1;
         if (LOOKS) {
             asks = asks && (request.states[leader] == LEFT || version != request.versions[stripe_of(s, key)]);
             if (!__any_sync(FULL_WARP, asks)) continue;
@@ -354,7 +363,7 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
             if (first + of < segment.staged_rows) segment.staged[static_cast<u64>(first + of) * units + unit] = value;
         };
         u32 state = read_host<LOOKS>(segment.layout, key, asks, version, units, request.patience, request.zero, store);
-        if (!LOOKS && asks && version & 1) state = LEFT;
+        if (!LOOKS && version & 1) state = LEFT;
         if (asks && lane % 4 == 0) request.states[leader] = state;
     }
 }

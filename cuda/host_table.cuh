@@ -19,6 +19,8 @@
 // copy is changed only after the version has become another one, so that the second look at the version refuses whatever was read
 // of it meanwhile. A bucket may hold keys of two stripes: what concerns the one leaves the other's words as they are. Every layout
 // has versions of its own, since the copy of a segment that was replaced is not kept current.
+// A DENSE table's keys from 0 to dense_rows - 1 have the rows of their own numbers, for good. A version says by its upper bit
+// whether any such key of the stripe is absent. If not, the key's row is read without its bucket, between the same two looks.
 //
 // A segment that was replaced by a larger one has headers of all ones. Its reader asks for the present layout; where that is the
 // one that it has, the key is LEFT for the host, as is one whose stripe keeps changing.
@@ -43,6 +45,7 @@ struct HostLayout {
     u32 row_bytes;
     u32 segment_bits;
     u64 segments[2 * MOST_SEGMENTS];  // of each the address and the number of buckets
+    u64 dense_rows;                   // keys below it have the row of their own number
     const u64* mirrored;              // the versions of the stripes that the mirror was copied at, in device memory; null without one
     u64 mirrors[MOST_SEGMENTS];       // of each segment the address of its copy, in device memory
 };
@@ -101,6 +104,9 @@ __device__ __forceinline__ void acquire_from_host() {
 #endif
 }
 
+// Whether a dense key may be absent, by the version of its stripe.
+__device__ __forceinline__ bool has_holes(u64 version) { return version >> 63; }
+
 // What 8 lanes found in a bucket, besides the row number.
 constexpr u32 HIT = 1 << 8, RETIRED = 1 << 9, PASSED = 1 << 10;  // PASSED: some key has gone on to the next bucket
 
@@ -140,6 +146,14 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         u64 bucket = home;
         bool probes = asks, absent = false, moved = false;
         u64 source = 0;
+        const auto source_of = [&](u32 row) {
+            const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
+            return layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
+        };
+        if (asks && static_cast<u64>(key) < layout->dense_rows && !has_holes(version)) {
+            probes = false;
+            source = source_of(static_cast<u32>(key));
+        }
 #pragma unroll 1
         while (__any_sync(FULL_WARP, probes)) {
             uint4 data[2];
@@ -173,10 +187,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
             if (here & (RETIRED | HIT)) {
                 probes = false;
                 moved = here & RETIRED || row >> layout->slab_shift >= layout->slab_count;
-                if (!moved) {
-                    const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
-                    source = layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
-                }
+                if (!moved) source = source_of(row);
             } else {
                 bucket += HOST_BUCKET;
                 if (bucket == start + buckets * HOST_BUCKET) bucket = start;

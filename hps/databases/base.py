@@ -9,7 +9,7 @@ Callers use `Database` alone; its optional methods have defaults. An implementat
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -393,8 +393,12 @@ class Database(ABC):
         """Return the table for devices that read it in place; None if they cannot."""
         return None
 
-    def reserve(self, tag: str, rows: int) -> None:  # noqa: B027 - optional
-        """Make room for `rows` in total, so that loading need not grow the table step by step."""
+    def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:  # noqa: B027 - optional
+        """Make room for `rows` in total, so that loading need not grow the table step by step.
+
+        Args:
+            keys: the keys to be loaded, at least most of them, in parts that the next one may overwrite; read if of use.
+        """
 
     def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True) -> int | None:
         """Claim the right to load an open table, before the first `load_chunk`.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-SEGMENTS_AT = 7
+SEGMENTS_AT = 9
 """Position in `HostLayout.words` from which on there are the address and the number of buckets of each segment."""
 BUCKET_BYTES = 128
 
@@ -40,7 +40,7 @@ class HostLayout:
     reader that meets either gets the current layout, or leaves the key to the host.
 
     Attributes:
-        words: (7 + 2 * segments,) uint64; see `layout` in `databases/hash_map/layout.py`.
+        words: (SEGMENTS_AT + 2 * segments,) uint64; see `layout` in `databases/hash_map/layout.py`.
         slabs: (slabs,) uint64, the addresses of the slabs so far: those of rows below slabs << words[SLAB_SHIFT].
         memory: keeps the memory mapped.
     """

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -423,7 +423,7 @@ class TableLoad:
     def _feed(self, database: Database, load: DatabaseLoad) -> "LoadFeed":
         model = self._model
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
-        database.reserve(self._tag, load.last_row)
+        database.reserve(self._tag, load.last_row, self._keys(load.last_row))
         if database.persistent:
             before = database.load_record(self._tag) if load.first_row else None
             if before is not None:  # the checksum of the interrupted load
@@ -434,6 +434,14 @@ class TableLoad:
             return LoadFeed(database, self._tag, self._table.dim, record, model.rows, counts=False)
         sums = self._watched or model.is_summed
         return LoadFeed(database, self._tag, self._table.dim, record, load.last_row, sums=sums)
+
+    def _keys(self, rows: int) -> Iterator[KeyArray]:
+        """Read the keys of the first rows, in chunks that the next one overwrites, for whom they help to place the rows."""
+        model = self._model
+        parts = [model] if isinstance(model, SparseModel) else [model.base, *(delta.changed for delta in model.deltas)]
+        for part in parts:
+            for _, keys in part.keys.key_chunks(0, min(rows, part.rows)):
+                yield keys
 
     def _remember(self, database: Database, record: LoadRecord) -> None:
         database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.dim), np.float32), record)
@@ -460,8 +468,9 @@ class TableLoad:
         """Fill a volatile database from the persistent one, up to its share of rows."""
         if database.shared and not differs:  # the rows are exactly those of the files, on which other processes may rely
             return self._copied_as_files(authority, database)
-        limit = self._share(database, authority.size(self._tag))
-        database.reserve(self._tag, limit)
+        size = authority.size(self._tag)
+        limit = self._share(database, size)
+        database.reserve(self._tag, limit, self._keys(limit) if limit == size else ())
         return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, self._tag)))
 
     def _copied_as_files(self, authority: Database, database: Database) -> DatabaseLoad:

@@ -63,6 +63,6 @@ class PopulatingPinner:
 
 def named_by(words: npt.NDArray[np.uint64], slabs: npt.NDArray[np.uint64]) -> list[tuple[int, int]]:
     """Address and size of all memory that a layout of the hash map names: versions, segments and slabs."""
-    _, shift, vector_bytes, _, _, versions, _, *segments = words.tolist()
+    _, shift, vector_bytes, _, _, versions, _, _, _, *segments = words.tolist()
     buckets = [(address, 128 * count) for address, count in zip(segments[::2], segments[1::2], strict=True)]
     return [(versions, 1024 * 64), *buckets] + [(address, vector_bytes << shift) for address in slabs.tolist()]

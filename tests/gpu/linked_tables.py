@@ -48,12 +48,20 @@ class LinkedTables:
         *,
         attached: Sequence[int] | None = None,
         authoritative: bool = True,
+        dense: int = 0,
         **options: Any,
     ) -> None:
+        """Make tables without rows.
+
+        Args:
+            dense: how many keys from 0 on every table is going to have, so that it is dense.
+        """
         self.database = HashMapDatabase(**options)
         self.specs = [spec(dim, f"t{index}") for index, dim in enumerate(dims)]
         for each in self.specs:
             self.database.open_table(each.tag, each.dim)
+            if dense:
+                self.database.reserve(each.tag, dense, [np.arange(dense)])
         self.cache: Any = CupyCache.create(self.specs, [capacity_rows] * len(dims), 0)
         for table in range(len(dims)) if attached is None else attached:
             self.attach(table, authoritative)

@@ -20,6 +20,7 @@ from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, distinct_keys
 from tests.fakes.memory_database import PersistentMemoryDatabase
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, homes_of, rows_of
+from tests.tables.host_layout_reader import without_buckets
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +65,98 @@ def test_lookups_answer_what_the_map_holds(dim, n):
             assert sum(lookup.absent) == (~there).sum()
             if not asked_again:
                 assert list(lookup.linked) == [there.sum()]
+
+
+DENSE = 30_000
+EDGES = np.array([-1, -DENSE, DENSE, DENSE + 1, 2**32, 2**32 + 5, 2**63 - 1, -(2**63)])
+"""Keys beside those of a dense table, which are 0 to DENSE - 1."""
+
+
+@pytest.mark.parametrize("n", [1, 33, SMALL, LARGE])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 32, 100, 128, 300])
+@pytest.mark.parametrize("others", [0, 10_000])
+def test_lookups_answer_what_a_dense_table_holds(dim, n, others):
+    known = np.concatenate([np.random.default_rng(4).permutation(DENSE), EDGES[3:], distinct_keys(others)])
+    with LinkedTables([dim], 0, dense=DENSE) as tables:
+        tables.insert(known)
+        keys = np.concatenate([mixed(known, n), EDGES, [0, DENSE - 1]]) if n > 1 else np.array([DENSE - 1])
+        for missing in ([], [0, 77, DENSE - 1], []):  # holes come and go
+            if missing:
+                tables.delete(np.array(missing))
+            else:
+                tables.insert(known)
+            out, found, lookup = tables.ask(keys)
+            there = np.setdiff1d(known, missing)
+            check(keys, out, there)
+            assert np.array_equal(found, np.isin(keys, there))
+            assert sum(lookup.linked) == found.sum()
+
+
+class WithoutBuckets(HostTable):
+    """A real table whose buckets are empty for devices, so that only dense keys are found."""
+
+    def __init__(self, inner: HostTable) -> None:
+        self._inner = inner
+        self._made: dict[HostLayout, HostLayout] = {}  # the same one for the same one
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._inner.pinned_bytes
+
+    def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
+        self._inner.pin(pinner, progress)
+
+    def layout(self) -> HostLayout | None:
+        return self._emptied(self._inner.layout())
+
+    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
+        return self._inner.watch(lambda layout: watcher(self._emptied(layout)))
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _emptied(self, layout: HostLayout | None) -> HostLayout | None:
+        return None if layout is None else self._made.setdefault(layout, without_buckets(layout, _pinned_zeros))
+
+
+def _pinned_zeros(size_bytes: int) -> np.ndarray:
+    zeros = np.frombuffer(cupy.cuda.alloc_pinned_memory(size_bytes), np.uint8, size_bytes)
+    zeros[:] = 0
+    return zeros
+
+
+@pytest.mark.parametrize("n", [SMALL, LARGE])
+def test_dense_keys_are_read_without_their_buckets(n):
+    keys = np.random.default_rng(4).permutation(DENSE)
+    with LinkedTables([32], 0, attached=[], dense=DENSE) as tables:
+        tables.insert(keys)
+        host = tables.database.host_table(tables.specs[0].tag)
+        assert host is not None
+        assert tables.cache.attach(0, WithoutBuckets(host), True) is None
+        asked = keys[:n]
+        check(asked, tables.ask(asked)[0], keys)
+        tables.delete(keys[:1])  # of its stripe, buckets are asked
+        out, found, _lookup = tables.ask(asked)
+        check(asked, out, asked[found])
+        assert not found[0]
+        assert found.mean() > 0.98
+        tables.insert(keys, 1)
+        check(asked, tables.ask(asked)[0], keys, 1)
+
+
+@pytest.mark.parametrize("n", [SMALL, LARGE])
+def test_dense_tables_and_others_are_read_in_one_lookup(n):
+    known = np.arange(DENSE)
+    with LinkedTables([32, 100, 4], 0) as tables:
+        tables.database.reserve(tables.specs[1].tag, DENSE, [known])
+        for table in range(3):
+            tables.insert(known, table=table)
+        keys, lookup = mixed(known, n), tables.cache.create_lookup()
+        segments = [tables.segment(keys, table) for table in range(3)]
+        assert lookup.query(segments) == 0
+        lookup.finish()
+        for segment in segments:
+            check(keys, cupy.asnumpy(segment.out), known)
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -483,10 +576,11 @@ def test_enqueued_lookups_of_a_dropped_table_count_what_nobody_read():
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_a_captured_lookup_is_replayed_while_rows_change_and_the_cache_churns(n):
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_captured_lookup_is_replayed_while_rows_change_and_the_cache_churns(n, dense):
     torch: Any = pytest.importorskip("torch")
-    known = distinct_keys(4 * n)
-    with LinkedTables([32], n) as tables:
+    known = np.random.default_rng(2).permutation(4 * n) if dense else distinct_keys(4 * n)
+    with LinkedTables([32], n, dense=4 * n if dense else 0) as tables:
         tables.insert(known)
         keys = torch.from_numpy(known[:n].copy()).cuda()
         out, found = torch.empty(n, 32, device="cuda"), torch.empty(n, dtype=torch.bool, device="cuda")

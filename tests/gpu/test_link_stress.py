@@ -58,16 +58,19 @@ def vectors_of(keys: KeyArray, dim: int, operation: int) -> FloatArray:
 
 
 class Population:
-    """Keys of writers, a third of each churning, and as many that nobody ever writes; and what may be answered for them."""
+    """Keys of writers, some of each churning, and a fifth that nobody ever writes; and what may be answered for them."""
 
-    def __init__(self, keys: KeyArray, *, evicts: bool = False) -> None:
+    def __init__(self, keys: KeyArray, *, evicts: bool = False, churning: int = 3, dense: int = 0) -> None:
+        """Choose what becomes of keys: of those that are written, one in `churning` churns; 0 to `dense` - 1 are written."""
         self.keys, self.never = np.split(np.random.default_rng(7).permutation(keys), [keys.size * 4 // 5])
+        if dense:
+            self.keys, self.never = np.random.default_rng(7).permutation(dense), np.append(self.never, [-1, dense, 1 << 32])
         self.evicts = evicts
         self.begun, self.complete = np.zeros(WRITERS, np.int64), np.zeros(WRITERS, np.int64)
         owner = np.arange(self.keys.size) % WRITERS
-        churns = np.arange(self.keys.size) % 3 == 0
+        churns = np.arange(self.keys.size) % churning == 0
         self.steady = [np.flatnonzero((owner == writer) & ~churns) for writer in range(WRITERS)]  # places in `keys`
-        self.acknowledged = np.zeros(keys.size, np.int64)  # by place, the last operation that has written the key
+        self.acknowledged = np.zeros(self.keys.size + self.never.size, np.int64)  # by place, the last operation on the key
         self.churning = [self.keys[(owner == writer) & churns] for writer in range(WRITERS)]
         self._all = cupy.asarray(np.concatenate([self.keys, self.never]))
         self._owner = cupy.asarray(np.concatenate([owner, np.full(self.never.size, -1)]))
@@ -227,10 +230,18 @@ def link_lookups(tables: LinkedTables) -> Callable[[int], Lookup]:
         (128, 5000, {}),
         (300, 500, {}),
         (32, 3000, {"overflow_margin": 2500, "num_partitions": 8}),
+        (3, 0, {"dense": 24_000}),
+        (32, 3000, {"dense": 24_000}),
+        (32, 0, {"dense": 24_000, "churning": 400}),
+        (128, 5000, {"dense": 24_000, "churning": 400}),
+        (300, 500, {"dense": 24_000, "churning": 400}),
     ],
 )
 def test_no_vector_is_wrong_beside_writers_of_the_map(dim, capacity, options, capsys):
-    population = Population(distinct_keys(30_000), evicts="overflow_margin" in options)
+    """Of a dense table, where few keys churn most stripes have no holes."""
+    options = dict(options)
+    churning, dense = options.pop("churning", 3), options.get("dense", 0)
+    population = Population(distinct_keys(30_000), evicts="overflow_margin" in options, churning=churning, dense=dense)
     with LinkedTables([dim], capacity, **options) as tables:
 
         def grow(done: threading.Event) -> None:
@@ -283,13 +294,14 @@ class LogOfChanges:
             assert applied == (0 if late else keys.size)
 
 
+@pytest.mark.parametrize("dense", [0, 24_000])
 @pytest.mark.parametrize(
     ("writing", "options"),
     [("inserts", {}), ("inserts", {"wait": False}), ("updates", {}), ("updates", {"wait": False}), ("durable updates", {})],
 )
-def test_no_vector_is_wrong_through_a_parameter_server(writing, options, index, tmp_path: Path, capsys):
+def test_no_vector_is_wrong_through_a_parameter_server(writing, options, index, dense, tmp_path: Path, capsys):
     dim, keys = 32, distinct_keys(30_000)
-    population = Population(keys)
+    population = Population(keys, churning=400 if dense else 3, dense=dense)
     config = {
         "device": "cuda",
         "volatile_db": {"type": "hash_map"},
@@ -341,20 +353,21 @@ def test_no_vector_is_wrong_through_a_parameter_server(writing, options, index, 
             log = LogOfChanges(server.model("shop"))
             write, delete = log.write, log.delete
         said = stress(population, dim, make, write, delete)
-    say(capsys, f"HPS, {writing}, {options}: {said}")
+    say(capsys, f"HPS, {writing}, {options}, {dense} dense keys: {said}")
 
 
-def test_no_vector_is_wrong_while_the_table_is_dropped_and_made_anew(capsys):
+@pytest.mark.parametrize("dense", [0, 16_000])
+def test_no_vector_is_wrong_while_the_table_is_dropped_and_made_anew(dense, capsys):
     """What a lookup finds is what stood there at some moment of it; what is gone is nobody else's."""
     dim, keys = 64, distinct_keys(20_000)
     drops = 0
-    population = Population(keys)
+    population = Population(keys, dense=dense)
     for writer in range(WRITERS):
         population.churning[writer] = np.concatenate([population.churning[writer], population.keys[population.steady[writer]]])
         population.steady[writer] = population.steady[writer][:0]
     population.evicts = True  # of a dropped table everything may be gone
     one = threading.Lock()
-    with LinkedTables([dim], 2000) as tables:
+    with LinkedTables([dim], 2000, dense=dense) as tables:
         tag = tables.specs[0].tag
 
         def write(part: KeyArray, vectors: FloatArray) -> None:
@@ -368,6 +381,7 @@ def test_no_vector_is_wrong_while_the_table_is_dropped_and_made_anew(capsys):
                 tables.cache.erase(0, tables.cache.dump(0))
                 tables.cache.detach(0)
                 tables.database.open_table(tag, dim)
+                tables.database.reserve(tag, dense, [np.arange(dense)])
                 tables.attach()
                 drops += 1
 
@@ -380,4 +394,4 @@ def test_no_vector_is_wrong_while_the_table_is_dropped_and_made_anew(capsys):
             return look_up
 
         said = stress(population, dim, make, write, delete)
-    say(capsys, f"{drops} drops: {said}")
+    say(capsys, f"{drops} drops of {dense} dense keys: {said}")

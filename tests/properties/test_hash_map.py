@@ -11,10 +11,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
 from tests.contracts.database_contract import AWKWARD_KEYS, TAG, distinct_keys, fetched, vectors_of
+from tests.fakes.populating_pinner import PopulatingPinner
 from tests.tables.hash_map_inspection import colliding_keys, inspect, mixed
+from tests.tables.host_layout_reader import read_in_place
 
 POOL = np.concatenate(
-    [AWKWARD_KEYS, colliding_keys(60), colliding_keys(40, upper=0), distinct_keys(60), np.arange(-30, 30) << 32]
+    [AWKWARD_KEYS, np.arange(90), colliding_keys(60), colliding_keys(40, upper=0), distinct_keys(60), np.arange(-30, 30) << 32]
 ).astype(np.int64)
 POOL = np.unique(POOL)
 DIM = 3
@@ -41,7 +43,7 @@ class HashMapMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(hash_map_memory, "_STRIPE_BYTES", stripe_bytes)
         self.patch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
-        self.database = HashMapDatabase(initial_buckets=buckets, allocation_rate=1)
+        self.database, self.pinner = HashMapDatabase(initial_buckets=buckets, allocation_rate=1), PopulatingPinner()
         self.model: dict[str, dict[int, int]] = {}
         self.version = 0
         return multiple(self._opened("hps_et.m.a"), self._opened("hps_et.m.b"))
@@ -99,6 +101,14 @@ class HashMapMachine(RuleBasedStateMachine):
     def reserve(self, tag, rows):
         self.database.reserve(tag, rows)
 
+    @rule(tag=tables, rows=st.integers(1, 100), missing=st.integers(0, 6))
+    def reserve_for_dense_keys(self, tag, rows, missing):
+        self.database.reserve(tag, rows, [np.arange(rows)[::-1].copy(), np.arange(rows - missing)])
+
+    @rule(tag=tables)
+    def pin(self, tag):
+        self.database.host_table(tag).pin(self.pinner)
+
     @rule(tag=consumes(tables), target=tables)
     def drop(self, tag):
         self.database.drop_table(tag)
@@ -115,6 +125,15 @@ class HashMapMachine(RuleBasedStateMachine):
             held = inspect(self.database, tag).vectors
             assert held.keys() == model.keys()
             assert self.database.size(tag) == self.database.stats(tag).rows == len(model)
+
+    @invariant()
+    def a_device_reads_what_the_dict_holds(self):
+        for tag, model in getattr(self, "model", {}).items():
+            if layout := self.database.host_table(tag).layout():
+                vectors, answered = read_in_place(layout, POOL)
+                np.testing.assert_array_equal(answered, np.isin(POOL, list(model)))
+                for key, vector in zip(POOL[answered], vectors[answered], strict=True):
+                    assert (vector == vectors_of(np.array([key]), DIM, model[int(key)])[0]).all()
 
 
 HashMapMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

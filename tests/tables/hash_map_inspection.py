@@ -77,7 +77,9 @@ def _memory(address: int, dtype: np.dtype, count: int) -> np.ndarray:
 def inspect(database: HashMapDatabase, tag: str) -> Inspection:
     """Read a table that nobody writes to, and check that it is sound."""
     table = database._tables[tag]
-    slab_table, shift, vector_bytes, stamp_offset, bits, _versions, _changes, *places = table._buckets.layout.tolist()
+    slab_table, shift, vector_bytes, stamp_offset, bits, versions_at, dense, holes_at, _, *places = (
+        table._buckets.layout.tolist()
+    )
     rows, free_count, fresh, first_row, stripe_rows, stripe_bits, list_bits, *lists = table._slabs.counters.tolist()
     capacity = table._slabs.capacity_rows
     slabs = _memory(slab_table, np.dtype(np.uint64), capacity >> shift)
@@ -112,7 +114,18 @@ def inspect(database: HashMapDatabase, tag: str) -> Inspection:
     used = lists[1 << list_bits :][: 1 << stripe_bits]
     assert fresh == (stripe_rows << stripe_bits) - sum(used)
     left = sum((extent.stripe_rows << extent.stripe_bits) - int(was_used.sum()) for extent, was_used in table._slabs._left)
+    own = [key for key in keys.tolist() if 0 <= key < dense]
+    if dense:
+        end = table._slabs.extents[1].first_row if len(table._slabs.extents) > 1 else capacity
+        capacity -= end - len(own)
+        numbers_of = dict(zip(keys.tolist(), numbers, strict=True))
+        assert all(numbers_of[key] == key for key in own), "a dense key at its own row"
+        assert len(own) == sum(row < end for row in handed_out), "a dense key's row is nobody else's"
+        _check_holes(np.setdiff1d(np.arange(dense), own), holes_at, versions_at)
     assert len(handed_out) + fresh + left == capacity, "no row number is lost"
+    if dense and not first_row:
+        stripe_rows = stripe_bits = 0
+        used = []
     here = [row - first_row for row in handed_out if 0 <= row - first_row < stripe_rows << stripe_bits]
     places = [stripe * stripe_rows + place for stripe, count in enumerate(used) for place in range(count)]
     assert here == places, "rows of a stripe are used from its start"
@@ -126,9 +139,18 @@ def inspect(database: HashMapDatabase, tag: str) -> Inspection:
     return Inspection(vectors, stamps, segments, free_rows)
 
 
+def _check_holes(absent: KeyArray, holes_at: int, versions_at: int) -> None:
+    """Check what a table knows of its absent dense keys, and tells devices."""
+    holes = np.bincount((mixed(absent) >> np.uint64(54)).astype(np.int64), minlength=1024)
+    np.testing.assert_array_equal(_memory(holes_at, np.dtype(np.uint32), 1024), holes, "holes of each stripe")
+    if versions_at:
+        versions = _memory(versions_at, np.dtype(np.uint64), 8 * 1024)[::8]
+        np.testing.assert_array_equal(versions >> np.uint64(63) == 1, holes > 0, "stripes with holes")
+
+
 def placed(database: HashMapDatabase, tag: str) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """The hashes of all keys of a table that nobody writes to, and their row numbers."""
-    _, _, _, _, bits, _versions, _changes, *places = database._tables[tag]._buckets.layout.tolist()
+    _, _, _, _, bits, _versions, _dense, _holes, _changes, *places = database._tables[tag]._buckets.layout.tolist()
     segments = zip(places[::2], places[1::2], strict=True)
     parts = [_segment(_memory(address, BUCKET, count), i, bits) for i, (address, count) in enumerate(segments)]
     return mixed(np.concatenate([keys for keys, _ in parts])), np.concatenate([rows for _, rows in parts]).astype(np.int64)

@@ -1,6 +1,8 @@
 """Reads a table as a device does: by a `HostLayout` alone, and by the rules of `databases/hash_map/layout.py`."""
 
 import ctypes
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +10,7 @@ from numba import njit
 
 from hps.databases.hash_map.layout import (
     BUCKET_BYTES,
+    DENSE_ROWS,
     SEGMENTS,
     SLAB_SHIFT,
     STRIPES,
@@ -43,17 +46,20 @@ def _read(words, slabs, copies, copied_at, keys, out, answered, copied):  # type
         copied[i] = copied_at[np.int64(hashed >> np.uint64(54))] == version
         fence_acquire()
         places = copies if copied[i] else words
-        segment = segment_of(places, hashed)
-        bucket = home_of(places, segment, hashed)
-        header = load_relaxed(bucket)
-        hit = match_keys(bucket, keys[i]) & mask_of(header)
-        while not hit and header != _RETIRED and overflow_of(header):
-            bucket = after(places, segment, bucket)
+        if np.uint64(keys[i]) < words[DENSE_ROWS] and not version >> np.uint64(63):
+            row = np.uint64(keys[i])
+        else:
+            segment = segment_of(places, hashed)
+            bucket = home_of(places, segment, hashed)
             header = load_relaxed(bucket)
             hit = match_keys(bucket, keys[i]) & mask_of(header)
-        if not hit or header == _RETIRED:
-            continue
-        row = row_of(bucket, lowest_bit(hit))
+            while not hit and header != _RETIRED and overflow_of(header):
+                bucket = after(places, segment, bucket)
+                header = load_relaxed(bucket)
+                hit = match_keys(bucket, keys[i]) & mask_of(header)
+            if not hit or header == _RETIRED:
+                continue
+            row = row_of(bucket, lowest_bit(hit))
         slab = np.int64(row >> shift)
         if slab >= slabs.size:
             continue
@@ -61,6 +67,19 @@ def _read(words, slabs, copies, copied_at, keys, out, answered, copied):  # type
         copy(target + np.uint64(i) * vector_bytes, slabs[slab] + place * vector_bytes, vector_bytes)
         fence_acquire()
         answered[i] = version & np.uint64(1) == 0 and load_relaxed(version_at) == version
+
+
+def without_buckets(layout: HostLayout, zeros: Callable[[int], np.ndarray] = lambda n: np.zeros(n, np.uint8)) -> HostLayout:
+    """The layout with empty buckets: by it, only dense keys are read, and only those of stripes without holes.
+
+    Args:
+        zeros: makes memory of so many bytes that the reader can read.
+    """
+    words, pages = layout.words.copy(), []
+    for position in range(SEGMENTS, words.size, 2):
+        pages.append(zeros(int(words[position + 1]) * BUCKET_BYTES))
+        words[position] = pages[-1].ctypes.data
+    return replace(layout, words=words, memory=(layout.memory, pages))
 
 
 def read_in_place(layout: HostLayout, keys: KeyArray) -> tuple[FloatArray, BoolArray]:

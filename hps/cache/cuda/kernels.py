@@ -46,12 +46,13 @@ SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, p
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
 QUERY_OF_ONE = struct.Struct(SEGMENT.format + QUERY_TAIL.format[1:])
-# self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments, mirrored, mirrors
-HOST_LAYOUT = struct.Struct("<QQQIIII32QQ16Q")
+# self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments, dense_rows, mirrored, mirrors
+HOST_LAYOUT = struct.Struct("<QQQIIII32QQQ16Q")
 MIRROR = struct.Struct("<QQ")  # copies, n
 LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
-# layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative; after a TABLE
-ANSWER_SEGMENT = struct.Struct(TABLE.format + "QQQQQIIIIfI")
+# layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative, bins_per_row, 0; after a
+# TABLE
+ANSWER_SEGMENT = struct.Struct(TABLE.format + "QQQQQIIIIfIf4x")
 # missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts, slots,
 # bins, leader_counts, tallies, progress, epochs, versions, versions_after, any_left, reports,
 # bin_bits, segment_count, patience, few, fetch_warps, settles, defers, 0
@@ -273,10 +274,20 @@ def host_layout(
         mirrored: device address of the versions that its mirror was copied at; 0 without one.
         mirrors: device addresses of the copies of its segments.
     """
-    _, slab_shift, row_bytes, _, segment_bits, versions, _, *segments = words
+    _, slab_shift, row_bytes, _, segment_bits, versions, dense_rows, _, _, *segments = words
     head = (where, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits)
     no_segments, no_mirrors = [0] * (2 * MOST_HOST_SEGMENTS - len(segments)), [0] * (MOST_HOST_SEGMENTS - len(mirrors))
-    return HOST_LAYOUT.pack(*head, *segments, *no_segments, mirrored, *mirrors, *no_mirrors)
+    return HOST_LAYOUT.pack(*head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors)
+
+
+def bins_per_row(words: Sequence[int]) -> float:
+    """Return the share of a bin that a row takes where the misses of a table are put into the order of their keys; 0 for none.
+
+    Args:
+        words: those of its `HostLayout`.
+    """
+    dense_rows = int(words[6])
+    return MOST_BINS / dense_rows if dense_rows else 0.0
 
 
 def bin_bits(segments: int) -> int:

@@ -132,10 +132,11 @@ class DeviceLayout:
 
     Attributes:
         where: address of its first word, which holds its own address.
+        bins_per_row: how the misses of a lookup are ordered; see `kernels.bins_per_row`.
         mirror: copy of its buckets; None without one.
     """
 
-    __slots__ = ("_memory", "host", "mirror", "where")
+    __slots__ = ("_memory", "bins_per_row", "host", "mirror", "where")
 
     def __init__(self, host: HostLayout, mirror: Mirror | None, stream: Any) -> None:
         self.host = host
@@ -143,6 +144,7 @@ class DeviceLayout:
         slabs = np.ascontiguousarray(host.slabs)
         self._memory = cupy.cuda.Memory(_SLABS_AT + max(slabs.nbytes, 8))
         self.where = int(self._memory.ptr)
+        self.bins_per_row = kernels.bins_per_row(host.words.tolist())
         copied = (0, ()) if mirror is None else (mirror.where, mirror.segments)
         head = kernels.host_layout(host.words.tolist(), self.where, self.where + _SLABS_AT, slabs.size, *copied)
         packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes(), np.uint8)

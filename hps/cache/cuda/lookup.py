@@ -538,16 +538,18 @@ class CupyLookup(CacheLookup):
         for index, table, n, out, found, missing in group:
             link, dim, spec = self._links[table], self._dims[table], specs[table]
             where = link_at = authoritative = staged = staged_rows = 0
+            bins_per_row = 0.0
             if link is not None:
-                layout = None if settles else self._layouts[index]
-                where = layout.where if layout is not None else link.where if settles else 0
+                layout = link.present if settles else self._layouts[index]
+                where = link.where if settles else layout.where if layout is not None else 0
+                bins_per_row = layout.bins_per_row if layout is not None else 0.0
                 if where:
                     link_at, authoritative = link.where, link.authoritative
                     if defers or (index in on_host and on_host[index].host_out is not None):
                         staged_rows = min(n, _STAGED_BYTES // (4 * dim))
                         staged = self.device_space(4 * dim * staged_rows)
             answer = (where, link_at, out, found, staged, missing, index, dim // unit, staged_rows, spec.default_value)
-            pack(buffer, offset, *structs[table], *answer, authoritative)
+            pack(buffer, offset, *structs[table], *answer, authoritative, bins_per_row)
             offset += kernels.ANSWER_SEGMENT.size
         tail = self._answer_tails.get((len(group), widest, threads, settles, defers))
         if tail is None:

@@ -1,7 +1,7 @@
 """The hash map: a database in the memory of this process."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -26,12 +26,12 @@ class HashMapDatabase(InProcessDatabase):
     need neither threads nor partitions; partitions matter only to `overflow_margin`.
 
     **Memory beyond the vectors** is 14 to 20 bytes per row, with stamps up to 24. A bucket of 128 bytes holds nine rows on
-    average when its segment grows, and 7.2 afterwards, since a segment grows by a quarter: 14.2 to 17.8 bytes per row. A stamp,
-    for `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on, which may
-    leave 2 bytes per row unused). A growing segment takes a sixteenth of 14 bytes more; tables below 10,000 rows take some more
-    pages. Deleted and evicted rows keep their memory for later rows. Reserved rows take memory as they are inserted, and from
-    64 MB on soon all of it, with a 256th to spare. The memory of a table that devices read in place is committed and pinned,
-    and grows by a sixty-fourth at a time.
+    average when its segment grows, and 7.2 afterwards, since a segment grows by a quarter: 14.2 to 17.8 bytes per row. A
+    stamp, for `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on,
+    which may leave 2 bytes per row unused). A growing segment takes a sixteenth of 14 bytes more; tables below 10,000 rows
+    take some more pages. Deleted and evicted rows keep their memory for later rows, in a dense table for their own key.
+    Reserved rows take memory as they are inserted, and from 64 MB on soon all of it, with a 256th to spare. The memory of a
+    table that devices read in place is committed and pinned, and grows by a sixty-fourth at a time.
     """
 
     kind = "hash_map"
@@ -205,13 +205,13 @@ class HashMapDatabase(InProcessDatabase):
     def host_table(self, tag: str) -> HostTable:
         return self._table(tag).in_place
 
-    def reserve(self, tag: str, rows: int) -> None:
-        """Make room for `rows` in total; vectors then lie in order.
+    def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:
+        """Make room for `rows` in total; vectors then lie in order, those of a dense table in that of its keys.
 
         Raises:
             DatabaseError: no memory, or more rows than a table can hold.
         """
-        self._table(tag).reserve(rows)
+        self._table(tag).reserve(rows, keys)
 
     def _check_open(self) -> None:
         if self._closed:

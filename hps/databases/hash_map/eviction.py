@@ -27,6 +27,8 @@ from hps.databases.hash_map.layout import (
     SEGMENTS,
     STAMP,
     U1,
+    U6,
+    U63,
     bucket_at,
     buckets_in,
     key_of,
@@ -47,7 +49,6 @@ ACCESS: Final[dict[Policy, int]] = {"evict_random": KEEP, "evict_least_used": CO
 """The record of an access to a row, by policy."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_U6, _U63 = np.uint64(6), np.uint64(63)
 
 
 @kernel(void, LAYOUT, KEYS, int64, boolean[::1], COUNTERS, COUNTERS)
@@ -81,7 +82,7 @@ def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
             bucket, entry = search(layout, mix(keys[position]), keys[position])
             if bucket:
                 row = row_of(bucket, entry)
-                protected[np.int64(row >> _U6)] |= U1 << (row & _U63)
+                protected[np.int64(row >> U6)] |= U1 << (row & U63)
 
 
 @kernel(void, LAYOUT, uint64[::1], COUNTERS, COUNTERS, uint32[::1])
@@ -97,7 +98,7 @@ def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped
                 mask &= mask - U1
                 partition = np.int64(mix(key_of(bucket, entry)) % partitions)
                 row = row_of(bucket, entry)
-                if excess[partition] > 0 and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
+                if excess[partition] > 0 and not (protected[np.int64(row >> U6)] >> (row & U63)) & U1:
                     ends[partition] -= 1
                     scores[ends[partition]] = load_relaxed_u32(stamp_of(layout, row))
 
@@ -128,7 +129,7 @@ def _evict(  # type: ignore[no-untyped-def]
                 limit = limits[partition]
                 row = row_of(bucket, entry)
                 score = np.int64(load_relaxed_u32(stamp_of(layout, row))) if limit >= 0 else limit
-                if excess[partition] > 0 and score <= limit and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
+                if excess[partition] > 0 and score <= limit and not (protected[np.int64(row >> U6)] >> (row & U63)) & U1:
                     goes = score < limit
                     if not goes and tied[partition] > 0:  # selection sampling: each of the tied rows is as likely to go
                         random[0] += _GOLDEN

@@ -6,16 +6,18 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import boolean, float32, int64, njit, types, void
+from numba import boolean, float32, int64, njit, types, uint64, void
 
 from hps.databases.hash_map.layout import (
     ABSENT,
     BUSY,
     CHANGES,
     COUNTERS,
+    DENSE_ROWS,
     DONE,
     FREE_ROWS,
     FRESH_ROWS,
+    HOLES,
     KEEP,
     KEYS,
     LAYOUT,
@@ -24,9 +26,14 @@ from hps.databases.hash_map.layout import (
     SEGMENT_BITS,
     SEGMENTS,
     STAMP,
+    STRIPE_SHIFT,
+    STRIPES,
     U0,
     U1,
+    U4,
+    U6,
     U32,
+    U63,
     U64,
     VECTOR_BYTES,
     after,
@@ -39,6 +46,7 @@ from hps.databases.hash_map.layout import (
     end_stripe,
     enter,
     home_of,
+    is_dense,
     key_of,
     link,
     list_of,
@@ -51,6 +59,7 @@ from hps.databases.hash_map.layout import (
     row_of,
     search,
     segment_of,
+    show_holes,
     stamp_of,
     take_row,
     touch,
@@ -64,6 +73,7 @@ from hps.ground.numba_atomics import (
     fence_acquire,
     fence_release,
     load_relaxed,
+    load_relaxed_u32,
     lowest_bit,
     prefetch,
     store_relaxed,
@@ -239,10 +249,10 @@ def insert(  # type: ignore[no-untyped-def]
             segment = segment_of(layout, hashed)
             if segment_rows[number_of(segment)] >= LOAD_ROWS * np.int64(buckets_in(layout, segment)):
                 return position, NO_BUCKETS, number_of(segment)
-            if counters[FREE_ROWS] + counters[FRESH_ROWS] == 0:
+            if counters[FREE_ROWS] + counters[FRESH_ROWS] == 0 and not is_dense(layout, key):
                 return position, NO_ROWS, 0
             reusing = counters[FREE_ROWS] > 0
-            row = take_row(layout, counters, hashed)
+            row = take_row(layout, counters, hashed, key)
             copy(vector_of(layout, row), source, vector_bytes)
             if access != KEEP:
                 store_relaxed_u32(stamp_of(layout, row), now if access == STAMP else U1)
@@ -277,6 +287,35 @@ def count_present(layout, keys):  # type: ignore[no-untyped-def]
         if search(layout, mix(keys[i]), keys[i])[0]:
             present += 1
     return present
+
+
+@kernel(int64, KEYS, uint64[::1])
+def mark_keys(keys, bits):  # type: ignore[no-untyped-def]
+    """Set the bits of keys, (most // 64,), and return how many keys have none."""
+    outside = 0
+    for i in range(keys.size):
+        word = np.uint64(keys[i]) >> U6
+        if word < np.uint64(bits.size):
+            bits[word] |= U1 << (np.uint64(keys[i]) & U63)
+        else:
+            outside += 1
+    return outside
+
+
+@kernel(void, LAYOUT)
+def count_holes(layout):  # type: ignore[no-untyped-def]
+    """Count the dense keys of each stripe of an empty table: all are holes."""
+    for key in range(np.int64(layout[DENSE_ROWS])):
+        at = layout[HOLES] + (mix(np.int64(key)) >> STRIPE_SHIFT) * U4
+        store_relaxed_u32(at, load_relaxed_u32(at) + U1)
+
+
+@kernel(void, LAYOUT)
+def show_all_holes(layout):  # type: ignore[no-untyped-def]
+    """Tell devices which stripes have holes, before any has the layout."""
+    if layout[DENSE_ROWS]:
+        for stripe in range(STRIPES):
+            show_holes(layout, np.uint64(stripe))
 
 
 @kernel(void, LAYOUT, int64, LAYOUT, COUNTERS)

@@ -16,6 +16,10 @@ to seven times faster for a device than any other order. Rows are mapped in *ext
 there, then from its unused rows, then from the next stripe, around the end. A table whose rows were reserved before loading
 has one extent, with few rows outside their stripe. Otherwise each further extent repeats the order.
 
+A table that is loaded with nearly all keys from 0 to some number is *dense*. Each of these *dense keys* has the row of its own
+number, which no other key ever gets, also while the key is absent. So its vector is found without its bucket, if the key is
+known to be present. Each stripe counts its *holes*, the dense keys that are absent. A table that evicts is never dense.
+
 RACES. There is one writer at a time and any number of readers, who take no lock. The writer makes the version odd before it
 changes keys, row numbers or a linked vector, and afterwards even, two more than before. A change of the overflow count alone
 is one store. A reader uses what it read between two loads of an equal, even header, and otherwise reads again. So it saw the
@@ -28,11 +32,12 @@ DEVICES read pinned memory (see `in_place.py`) with fewer loads, since each take
 writer makes the version of a key's stripe odd before it links, unlinks or replaces the key, and afterwards even, two more than
 before. A device loads the version with an acquire load of system scope, then the buckets, then the vector, from
 `HostLayout.slabs`, and after a fence the version again. If it is even and unchanged, nothing of the stripe changed meanwhile:
-the entry named the key's row all the time, or the key was absent. The parts of a bucket may be of different moments. So the
-entry of another stripe's key that is being linked may show its occupancy bit beside its former key field, which is 0, since
-unlinking clears it. Therefore linking or unlinking any key of the first segment, where key 0 belongs, also changes the version
-of the first stripe, that of key 0. A row number beyond the slabs of a layout belongs to a later layout, and is not followed.
-What CPU writers store becomes visible to devices in the order of their release stores and fences.
+the entry named the key's row all the time, or the key was absent. The version also says whether the stripe has holes. If it
+has none, a dense key is present, and its vector is read without a look at its bucket. The parts of a bucket may be of
+different moments. So the entry of another stripe's key that is being linked may show its occupancy bit beside its former key
+field, which is 0, since unlinking clears it. Therefore linking or unlinking any key of the first segment, where key 0 belongs,
+also changes the version of the first stripe, that of key 0. A row number beyond the slabs of a layout belongs to a later
+layout, and is not followed. What CPU writers store becomes visible to devices in the order of their release stores and fences.
 
 MIRRORS. A device may keep a copy of the buckets, with the version of each stripe as of that copy. It reads the copy for a key
 whose stripe has that version still, and the buckets above otherwise; then it loads the version again, as always. So a copy that
@@ -95,9 +100,13 @@ SEGMENT_BITS: Final = 4
 """Upper bits of a hash that choose the segment: 2^bits segments."""
 VERSIONS: Final = 5
 """Address of the versions of the stripes, each `VERSION_BYTES` after the last; 0 while no device reads the table."""
-CHANGES: Final = 6
+DENSE_ROWS: Final = 6
+"""Keys from 0 to this number, exclusive, have the row of their own number; 0 if the table is not dense."""
+HOLES: Final = 7
+"""Address of the numbers of holes of the stripes, uint32; 0 if the table is not dense."""
+CHANGES: Final = 8
 """Address of the log of changed buckets: a count, then as many addresses, up to `CHANGES_LIMIT`; 0 before there is a mirror."""
-SEGMENTS: Final = 7
+SEGMENTS: Final = 9
 """From here on, for each segment, its address and its number of buckets. Kernels identify a segment by this position."""
 
 # Positions in `counters`, (LISTS + 2 * lists,) int64, which the writer changes. `segment_rows` counts the rows of each segment.
@@ -131,10 +140,11 @@ KEEP: Final = 0
 STAMP: Final = 1
 COUNT: Final = 2
 
-U0, U1, U2, U4, U7, U8, U16, U32, U48, U64 = (np.uint64(value) for value in (0, 1, 2, 4, 7, 8, 16, 32, 48, 64))
-_VERSION_BYTES, _STRIPE_SHIFT = np.uint64(VERSION_BYTES), np.uint64(64 - 10)
+U0, U1, U2, U4, U6, U7, U8, U16, U32, U48, U63, U64 = (np.uint64(one) for one in (0, 1, 2, 4, 6, 7, 8, 16, 32, 48, 63, 64))
+_VERSION_BYTES, STRIPE_SHIFT = np.uint64(VERSION_BYTES), np.uint64(64 - 10)
 _BUCKET, _KEYS, _ROW_NUMBERS = (np.uint64(value) for value in (BUCKET_BYTES, 8, 88))
 _VERSION = np.uint64(0xFFFFFFFF)
+_HAS_HOLES = np.uint64(1 << 63)  # in the version of a stripe
 _FULL = np.uint64((1 << ENTRIES) - 1)
 _OVERFLOW_LIMIT = np.uint64(0xFFFF)
 _RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -334,7 +344,7 @@ def note_change(layout, bucket):  # type: ignore[no-untyped-def]
 def begin_stripe(layout, hashed):  # type: ignore[no-untyped-def]
     """Tell devices that a key's entry or vector is about to change."""
     if layout[VERSIONS]:
-        version = layout[VERSIONS] + (hashed >> _STRIPE_SHIFT) * _VERSION_BYTES
+        version = layout[VERSIONS] + (hashed >> STRIPE_SHIFT) * _VERSION_BYTES
         store_relaxed(version, load_relaxed(version) + U1)
         fence_release()
 
@@ -343,14 +353,14 @@ def begin_stripe(layout, hashed):  # type: ignore[no-untyped-def]
 def end_stripe(layout, hashed):  # type: ignore[no-untyped-def]
     """Tell devices that the change has ended."""
     if layout[VERSIONS]:
-        version = layout[VERSIONS] + (hashed >> _STRIPE_SHIFT) * _VERSION_BYTES
+        version = layout[VERSIONS] + (hashed >> STRIPE_SHIFT) * _VERSION_BYTES
         store_release(version, load_relaxed(version) + U1)
 
 
 @njit(inline="always")
 def _concerns_zero(layout, hashed):  # type: ignore[no-untyped-def]
     """Return whether changing this entry may show a device an absent key 0, which belongs where the hash is 0."""
-    return layout[VERSIONS] != U0 and hashed >> _STRIPE_SHIFT != U0 and segment_of(layout, hashed) == np.uint64(SEGMENTS)
+    return layout[VERSIONS] != U0 and hashed >> STRIPE_SHIFT != U0 and segment_of(layout, hashed) == np.uint64(SEGMENTS)
 
 
 @njit(inline="always")
@@ -370,10 +380,36 @@ def end_entry(layout, hashed):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def is_dense(layout, key):  # type: ignore[no-untyped-def]
+    """Return whether a key has the row of its own number."""
+    return np.uint64(key) < layout[DENSE_ROWS]
+
+
+@njit(inline="always")
+def _count_holes(layout, hashed, key, change):  # type: ignore[no-untyped-def]
+    """Note that a key was unlinked (U1) or linked (-1), between `begin_entry` and `end_entry`."""
+    if is_dense(layout, key):
+        stripe = hashed >> STRIPE_SHIFT
+        holes = load_relaxed_u32(layout[HOLES] + stripe * U4) + np.uint64(change)
+        store_relaxed_u32(layout[HOLES] + stripe * U4, holes)
+        show_holes(layout, stripe)
+
+
+@njit(inline="always")
+def show_holes(layout, stripe):  # type: ignore[no-untyped-def]
+    """Tell devices, if any, whether a stripe has holes."""
+    if layout[VERSIONS]:
+        at = layout[VERSIONS] + stripe * _VERSION_BYTES
+        with_holes = _HAS_HOLES if load_relaxed_u32(layout[HOLES] + stripe * U4) else U0
+        store_relaxed(at, (load_relaxed(at) & ~_HAS_HOLES) | with_holes)
+
+
+@njit(inline="always")
 def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
     """Add an absent key, as the writer. The caller ensures that an entry of the segment is free."""
     begin_entry(layout, hashed)
     enter(layout, segment_rows, hashed, key, row)
+    _count_holes(layout, hashed, key, -1)
     end_entry(layout, hashed)
 
 
@@ -406,8 +442,9 @@ def list_of(counters, hashed):  # type: ignore[no-untyped-def]
 
 @njit()
 def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: ignore[no-untyped-def]
-    """Remove an entry, as the writer, and put its row on the list of its key's stripe."""
+    """Remove an entry, as the writer, and put its row on the list of its key's stripe, unless the key is dense."""
     segment = segment_of(layout, hashed)
+    key = key_of(bucket, entry)
     row = row_of(bucket, entry)
     begin_entry(layout, hashed)
     header = begin_change(bucket)
@@ -421,20 +458,25 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
             end_change(passed, header - (U1 << U48))
             note_change(layout, passed)
         passed = after(layout, segment, passed)
+    _count_holes(layout, hashed, key, 1)
     end_entry(layout, hashed)
+    counters[ROWS] -= 1
+    segment_rows[number_of(segment)] -= 1
+    if is_dense(layout, key):
+        return
     head = np.uint64(LISTS) + list_of(counters, hashed)
     next_free = counters[head]
     store_relaxed_u32(vector_of(layout, row), _NO_ROW if next_free < 0 else np.uint64(next_free))
     counters[head] = np.int64(row)
     counters[FREE_ROWS] += 1
-    counters[ROWS] -= 1
-    segment_rows[number_of(segment)] -= 1
 
 
 @njit()
-def take_row(layout, counters, hashed):  # type: ignore[no-untyped-def]
-    """Take a row for a key, as the writer. The caller ensures that freed or fresh rows exist."""
+def take_row(layout, counters, hashed, key):  # type: ignore[no-untyped-def]
+    """Take a row for an absent key, as the writer. The caller ensures that freed or fresh rows exist, or the key is dense."""
     counters[ROWS] += 1
+    if is_dense(layout, key):
+        return np.uint64(key)
     list_bits, stripe_bits = np.uint64(counters[LIST_BITS]), np.uint64(counters[STRIPE_BITS])
     number = list_of(counters, hashed)
     while True:

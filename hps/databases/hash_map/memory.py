@@ -2,7 +2,7 @@
 
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Final
@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hps.databases.hash_map.kernels import count_by_hash, rehash, retire
+from hps.databases.hash_map.kernels import count_by_hash, mark_keys, rehash, retire
 from hps.databases.hash_map.layout import (
     BUCKET_BYTES,
     CHANGES_LIMIT,
@@ -24,6 +24,7 @@ from hps.databases.hash_map.layout import (
     VERSION_BYTES,
 )
 from hps.errors import DatabaseError
+from hps.types import KeyArray
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_PAGE_BYTES: Final = 2 << 20
@@ -43,6 +44,10 @@ _STRIPE_BYTES = 1 << 20
 _MOST_STRIPES = 1 << 10
 _SPARE_SHARE = 256
 """Reserved rows per extra row: of 2^24 rows, 0.4 % are then outside their stripe, instead of 14 %."""
+_MOST_HOLES = 64
+"""Maximum number of keys that a table may lack below its highest one to be dense: each costs devices up to a stripe."""
+_OUTSIDE_SHARE = 16
+"""Rows of a dense table per row whose key is elsewhere."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 SEGMENTED_FROM: Final = 4096
@@ -135,6 +140,8 @@ class Slabs:
     Attributes:
         capacity_rows: rows that have memory so far.
         counters: see `layout.py`; replaced with each new extent.
+        dense_rows: number of the first extent's rows that belong to the keys of their numbers.
+        holes: see `layout.py`; None if the table is not dense.
         pinned: whether extents are pinned, and so committed as a whole.
         stamp_offset: bytes from the start of a slab to its stamps; 0 without stamps.
     """
@@ -152,6 +159,8 @@ class Slabs:
         self.counters: npt.NDArray[np.int64] = np.array([0] * LISTS + [-1, 0], np.int64)
         self.versions: Pages | None = None
         self.changes: Pages | None = None
+        self.dense_rows = 0
+        self.holes: Pages | None = None
         self._tag = tag
         self._slabs_at_once = max(allocation_rate // self.slab_bytes, 1)
         self._slabs_at_most = MAX_ROWS // self.rows_per_slab
@@ -193,13 +202,23 @@ class Slabs:
             DatabaseError: no memory.
         """
         missing = min(rows + rows // _SPARE_SHARE, MAX_ROWS) - self.capacity_rows
-        if missing > 0:
+        if missing > 0 and rows - self.dense_rows > rows // _OUTSIDE_SHARE:  # else nearly all of them have theirs
             self._map(max(-(-missing // self.rows_per_slab), self._usual()), reserved=True)
+
+    def reserve_dense(self, rows: int) -> None:
+        """Map memory for keys 0 to `rows` - 1, each at the row of its number, before there is any other.
+
+        Raises:
+            DatabaseError: no memory.
+        """
+        holes = Pages(STRIPES * 4, f"table {self._tag!r}: the holes of its stripes")
+        self._map(-(-rows // self.rows_per_slab), reserved=True, taken=rows)
+        self.dense_rows, self.holes = rows, holes
 
     def committed_bytes(self) -> int:
         """Upper bound of the committed bytes."""
         held = sum(extent.pages.size_bytes for extent in self.extents) + _to_pages((self.count + 1) * 8)
-        held += self.versions.size_bytes if self.versions else 0
+        held += sum(pages.size_bytes for pages in (self.versions, self.holes) if pages)
         if self.pinned or not self.extents:
             return held
         return held - sum(self._untouched_bytes(*left) for left in [*self._left, self._current()])
@@ -216,7 +235,8 @@ class Slabs:
         """Default number of slabs of an extent."""
         return min(max(self.count // (64 if self.pinned else 1), 1), self._slabs_at_once)
 
-    def _map(self, slabs: int, reserved: bool = False) -> None:
+    def _map(self, slabs: int, reserved: bool = False, taken: int = 0) -> None:
+        """Map slabs as the extent that provides fresh rows; with `taken`, none but that many, which are not fresh."""
         before = self.count
         slabs = min(slabs, self._slabs_at_most - before)
         if slabs == 0:
@@ -227,8 +247,9 @@ class Slabs:
         stripes = min(max(size_bytes // _STRIPE_BYTES, 1), _MOST_STRIPES)
         if huge and not (reserved or self.pinned):
             stripes = min(stripes, self.capacity_rows // _HUGE_PAGES_FROM_ROWS)
-        bits = stripes.bit_length() - 1
-        extent = Extent(pages, self.capacity_rows, bits, rows >> bits, HUGE_PAGE_BYTES if huge else PAGE_BYTES)
+        bits = 0 if taken else stripes.bit_length() - 1
+        stripe_rows = taken or rows >> bits
+        extent = Extent(pages, self.capacity_rows, bits, stripe_rows, HUGE_PAGE_BYTES if huge else PAGE_BYTES)
         if self.counters[FRESH_ROWS]:
             self._left.append(self._current())
         self.extents.append(extent)
@@ -236,7 +257,7 @@ class Slabs:
             self.slab_bytes
         )
         self.capacity_rows += rows
-        self._use(extent, np.zeros(1 << bits, np.int64))
+        self._use(extent, np.full(1 << bits, taken))
 
     def _current(self) -> tuple[Extent, npt.NDArray[np.int64]]:
         """Return the extent that provides fresh rows, and the used rows of each of its stripes."""
@@ -280,7 +301,7 @@ class Buckets:
     """The segments of a table between two growths. `layout` is *immutable*; the writer changes the memory and the counts.
 
     Attributes:
-        layout: (7 + 2 * segments,) uint64, see `layout.py`; valid while this object is held.
+        layout: (SEGMENTS + 2 * segments,) uint64, see `layout.py`; valid while this object is held.
         segment_rows: (segments,) int64, rows per segment; for the writer alone.
     """
 
@@ -294,7 +315,8 @@ class Buckets:
         bits = len(pages).bit_length() - 1
         versions = slabs.versions.address if slabs.versions else 0
         changes = slabs.changes.address if slabs.changes else 0
-        head = [slabs.pages.address, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits, versions, changes]
+        dense = [slabs.dense_rows, slabs.holes.address if slabs.holes else 0]
+        head = [slabs.pages.address, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits, versions, *dense, changes]
         segments = [word for page in pages for word in (page.address, page.size_bytes // BUCKET_BYTES)]
         self.layout: npt.NDArray[np.uint64] = np.array(head + segments, np.uint64)
         self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
@@ -383,6 +405,28 @@ def _sizes_for(rows: int) -> list[int]:
         share = rows / len(sizes)
         sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / RESERVED_ROWS))] * len(sizes)
     return sizes
+
+
+def dense_rows(
+    rows: int,
+    keys: Iterable[KeyArray],  # (n,) each
+) -> int:
+    """Return how many keys, from 0 on, a table of so many rows nearly has, with few others; 0 if that is not so.
+
+    Ends with the first keys that are not so. Takes a bit per row.
+    """
+    bits: npt.NDArray[np.uint64] = np.zeros((rows + _MOST_HOLES) // 64 + 1, np.uint64)
+    outside = 0
+    for some in keys:
+        outside += mark_keys(some, bits)
+        if outside > rows // _OUTSIDE_SHARE:
+            return 0
+    if not bits.any():
+        return 0
+    last = int(np.flatnonzero(bits)[-1])
+    highest = 64 * last + int(bits[last]).bit_length() - 1
+    missing = highest + 1 - int(np.bitwise_count(bits).sum())
+    return highest + 1 if missing <= min(_MOST_HOLES, rows // _OUTSIDE_SHARE) and highest < MAX_ROWS else 0
 
 
 def _allocated(tag: str, count: int) -> Pages:

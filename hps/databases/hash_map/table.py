@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -13,9 +13,19 @@ import numpy.typing as npt
 from hps.databases.base import UNBOUNDED_ROWS, TableStats
 from hps.databases.hash_map.eviction import ACCESS, HashMapOverflow
 from hps.databases.hash_map.in_place import TableInPlace
-from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, fetch, insert, scan
+from hps.databases.hash_map.kernels import (
+    NO_BUCKETS,
+    NO_ROWS,
+    count_holes,
+    count_present,
+    delete,
+    fetch,
+    insert,
+    scan,
+    show_all_holes,
+)
 from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP
-from hps.databases.hash_map.memory import MAX_ROWS, Buckets, Slabs
+from hps.databases.hash_map.memory import MAX_ROWS, Buckets, Slabs, dense_rows
 from hps.errors import DatabaseError, DatabaseTimeoutError
 from hps.ground.log_limits import LineLimit
 from hps.types import BoolArray, FloatArray, KeyArray
@@ -141,15 +151,26 @@ class HashMapTable:
                 stop = min(start + chunk_rows, rows)
                 yield keys[start:stop], vectors[start:stop]
 
-    def reserve(self, rows: int) -> None:
-        """Map memory for `rows` in total at once: growth in steps would move buckets and spread rows over extents."""
+    def reserve(self, rows: int, keys: Iterable[KeyArray] = ()) -> None:
+        """Map memory for `rows` in total at once: growth in steps would move buckets and spread rows over extents.
+
+        Args:
+            keys: the keys of these rows, if known: an empty table is dense if they are. Read without a lock.
+        """
+        dense = dense_rows(rows, keys) if self._overflow is None and not self._slabs.extents and rows <= MAX_ROWS else 0
         with self.writing(f"reserving {rows} rows"):
             if rows > MAX_ROWS:
                 raise self._too_many(f"reserving {rows} rows")
             if self._overflow:
                 rows = min(rows, self.capacity_rows)
+            larger = self._buckets
+            if dense and not self._slabs.extents:
+                self._slabs.reserve_dense(dense)
+                larger = larger.described_again()
+                count_holes(larger.layout)
+                show_all_holes(larger.layout)
             self._slabs.reserve(rows)
-            self._replace_buckets(self._buckets.with_room_for(rows))
+            self._replace_buckets(larger.with_room_for(rows))
 
     @property
     def rows(self) -> int:
@@ -173,6 +194,7 @@ class HashMapTable:
         """Maintain versions for devices from now on, as the writer."""
         self._slabs.share()
         self._buckets = self._buckets.described_again()
+        show_all_holes(self._buckets.layout)
 
     def log_changes(self) -> None:
         """Note changed buckets for mirrors from now on, as the writer."""

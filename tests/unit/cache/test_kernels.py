@@ -97,9 +97,12 @@ def test_the_home_of_a_key_is_that_of_the_mixing_hash():
 
 
 @pytest.mark.parametrize("rows", [1, 100_000])
-def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int):
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, dense: bool):
     database, pinner = HashMapDatabase(), PopulatingPinner()
     database.open_table("t", 3)
+    if dense:
+        database.reserve("t", rows, [np.arange(rows)])
     database.insert("t", np.arange(rows), np.zeros((rows, 3), np.float32))
     table = database.host_table("t")
     table.pin(pinner)
@@ -110,11 +113,13 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int):
     assert packed[2:7] == (words[positions[0]], slabs.size, *(words[position] for position in positions[1:]))
     segments = words[layout.SEGMENTS :]
     rest = [0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments))
-    assert packed[7:] == (*segments, *rest, 0, *[0] * kernels.MOST_HOST_SEGMENTS)
+    assert packed[7:] == (*segments, *rest, rows * dense, 0, *[0] * kernels.MOST_HOST_SEGMENTS)
     mirrors = list(range(1, len(segments) // 2 + 1))
     packed = kernels.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 99, mirrors))
-    assert packed[7:] == (*segments, *rest, 99, *mirrors, *[0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors)))
+    assert packed[7:] == (*segments, *rest, rows * dense, 99, *mirrors, *[0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors)))
     assert layout.SEGMENTS == host_tables.SEGMENTS_AT
+    assert words[layout.DENSE_ROWS] == rows * dense
+    assert kernels.bins_per_row(words) == dense * kernels.MOST_BINS / rows
     database.close()
 
 

@@ -14,8 +14,8 @@ from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map import table as hash_map_table
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.kernels import fetch
-from hps.databases.hash_map.layout import DONE, FRESH_ROWS, MOVED
-from hps.databases.hash_map.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Slabs
+from hps.databases.hash_map.layout import DENSE_ROWS, DONE, FRESH_ROWS, MOVED
+from hps.databases.hash_map.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Slabs, dense_rows
 from hps.errors import (
     DatabaseError,
     DatabaseTimeoutError,
@@ -313,6 +313,140 @@ def test_a_pinned_table_grows_by_a_sixty_fourth():
     assert slabs.count == before + before // 64
 
 
+# -- dense tables -------------------------------------------------------------------------------------------------------
+
+
+def opened_dense(rows, dim=DIM, **options):
+    database = opened(dim, **options)
+    database.reserve(TAG, rows, np.array_split(np.random.default_rng(5).permutation(rows), 3))
+    return database
+
+
+def dense_rows_of(database, tag=TAG):
+    return int(database._tables[tag]._buckets.layout[DENSE_ROWS])
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        (np.arange(2000), 2000),
+        (np.arange(2000)[::-1].copy(), 2000),
+        (np.random.default_rng(1).permutation(2000), 2000),
+        (np.arange(1), 1),
+        (np.arange(1, 2001), 2001),
+        (np.concatenate([np.arange(1900), np.arange(100)]), 1900),  # repeated keys
+        (np.arange(2000).repeat(2), 2000),
+        (np.delete(np.arange(5000), np.arange(7, 71)), 5000),  # 64 are missing
+        (np.delete(np.arange(5000), np.arange(7, 72)), 0),
+        (np.delete(np.arange(500), np.arange(7, 37)), 0),  # few, but of few
+        (np.concatenate([np.arange(1600), distinct_keys(106)]), 1600),  # a sixteenth is elsewhere
+        (np.concatenate([np.arange(1590), distinct_keys(107)]), 0),
+        (np.append(np.arange(2000), [-1, 2**63 - 1, -(2**63), 2**32]), 2000),
+        (np.arange(0, 4000, 2), 0),
+        (-np.arange(2000), 0),
+        (np.arange(2000) << 32, 0),
+        (np.arange(10**6, 10**6 + 2000), 0),
+        (distinct_keys(2000), 0),
+        (np.empty(0, np.int64), 0),
+    ],
+)
+def test_a_table_is_dense_if_it_has_nearly_all_keys_from_0_on_and_few_others(keys, rows):
+    for parts in (1, 7):
+        assert dense_rows(keys.size, np.array_split(keys.astype(np.int64), parts)) == rows
+
+
+def test_the_keys_of_a_table_are_read_only_until_it_cannot_be_dense():
+    read = []
+
+    def chunks():
+        for start in range(0, 10_000, 1000):
+            read.append(start)
+            yield distinct_keys(10_000)[start : start + 1000]
+
+    assert dense_rows(10_000, chunks()) == 0
+    assert read == [0]
+
+
+def test_more_rows_than_a_table_can_have_are_not_dense(monkeypatch):
+    monkeypatch.setattr(hash_map_memory, "MAX_ROWS", 2000)
+    assert [dense_rows(rows, [np.arange(rows)]) for rows in (2000, 2001)] == [2000, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 1000, 40_000])
+def test_keys_of_a_dense_table_have_the_rows_of_their_numbers_for_good(database, rows):
+    """`inspect` checks that, and that no other key gets such a row."""
+    keys, others = np.random.default_rng(2).permutation(rows), distinct_keys(rows)
+    database.reserve(TAG, rows, [keys])
+    assert dense_rows_of(database) == rows
+    for version, there in enumerate((keys[rows // 2 :], keys, keys[rows // 3 :], keys)):
+        database.delete(TAG, np.setdiff1d(keys, there))
+        filled(database, there, version=version)
+        assert_holds(database, there, version=version)
+        filled(database, others[version::4].copy())
+        assert len(inspect(database, TAG).free_rows) == 0
+    database.delete(TAG, others)
+    assert_holds(database, keys, version=3)
+    assert len(inspect(database, TAG).free_rows) == rows
+    filled(database, np.arange(rows, 2 * rows))
+    assert_holds(database, keys, version=3)
+    assert_holds(database, np.arange(rows, 2 * rows))
+    assert len(inspect(database, TAG).vectors) == 2 * rows
+
+
+def test_the_rows_of_a_dense_table_lie_in_the_order_of_the_keys():
+    database, keys = opened_dense(5000), np.random.default_rng(3).permutation(5000)
+    filled(database, keys)
+    hashes, rows = placed(database, TAG)
+    np.testing.assert_array_equal(hashes, mixed(rows))
+
+
+@pytest.mark.parametrize("why", ["it evicts", "it has rows", "it had rows", "it was reserved", "nobody knows its keys"])
+def test_a_table_is_not_dense_if(why):
+    database = opened(**({"overflow_margin": 10_000} if why == "it evicts" else {}))
+    if why in ("it has rows", "it had rows"):
+        filled(database, np.arange(10))
+    if why == "it had rows":
+        database.delete(TAG, np.arange(10))
+    if why == "it was reserved":
+        database.reserve(TAG, 10)
+    database.reserve(TAG, 1000, () if why == "nobody knows its keys" else [np.arange(1000)])
+    assert dense_rows_of(database) == 0
+    filled(database, np.arange(1000))
+    assert_holds(database, np.arange(1000))
+    inspect(database, TAG)
+
+
+def test_a_dense_table_stays_as_it_is_if_it_is_reserved_again():
+    database = opened_dense(100_000)
+    slabs = database._tables[TAG]._slabs
+    for rows in (100_000, 106_000, 10):  # a sixteenth more is no reason to map more
+        database.reserve(TAG, rows, [np.arange(rows)])
+        assert len(slabs.extents) == 1
+    filled(database, np.arange(100_000))
+    database.reserve(TAG, 200_000, [np.arange(200_000)])
+    assert slabs.capacity_rows >= 200_000
+    filled(database, np.arange(200_000))
+    assert dense_rows_of(database) == 100_000
+    assert len(inspect(database, TAG).vectors) == 200_000
+    assert_holds(database, np.arange(200_000))
+
+
+def test_a_table_is_dense_again_after_it_was_dropped_and_reloaded():
+    database = opened_dense(1000)
+    filled(database, np.arange(1000))
+    database.drop_table(TAG)
+    database.open_table(TAG, DIM)
+    assert dense_rows_of(database) == 0
+    filled(database, np.arange(10))
+    database.drop_table(TAG)
+    database.open_table(TAG, DIM)
+    database.reserve(TAG, 900, [np.arange(900)])
+    filled(database, np.arange(1000), version=1)
+    assert_holds(database, np.arange(1000), version=1)
+    assert dense_rows_of(database) == 900
+    inspect(database, TAG)
+
+
 # -- scan -------------------------------------------------------------------------------------------------------------
 
 
@@ -360,30 +494,32 @@ def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy,
     assert 14 < worst <= 24
 
 
-def check_growth(dim, rows, reserved):
-    keys = distinct_keys(rows)
+def check_growth(dim, rows, reserved, dense=False):
+    keys = np.arange(rows) if dense else distinct_keys(rows)
     vectors = np.ones((50_000, dim), np.float32)
     warm = opened(dim)
     warm.insert(TAG, keys[:1000], vectors[:1000])
     before = resident_bytes()
     database = opened(dim)
-    database.reserve(TAG, reserved)
+    database.reserve(TAG, reserved, [keys] if dense else ())
     for start in range(0, keys.size, 50_000):
         database.insert(TAG, keys[start : start + 50_000], vectors)
     grown = resident_bytes() - before
     stats = database.stats(TAG)
     assert abs(grown - stats.vector_bytes - stats.overhead_bytes) < 1 << 20
-    if not reserved:
+    if dense or not reserved:
         assert grown / stats.rows <= 4 * dim + 24
 
 
-def check_growth_of_three_tables():
+def check_growth_of_tables():
     for dim, rows, reserved in ((1, 400_000, 0), (32, 150_000, 0), (32, 150_000, 450_000)):
         check_growth(dim, rows, reserved)
+    for dim, rows in ((32, 50_000), (32, 150_000), (1, 400_000)):
+        check_growth(dim, rows, rows, dense=True)
 
 
 def test_the_process_grows_by_what_the_statistics_say():
-    run_alone(check_growth_of_three_tables)
+    run_alone(check_growth_of_tables)
 
 
 def check_most_memory():

@@ -13,13 +13,13 @@ import pytest
 from hps.databases.hash_map import in_place
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.layout import SEGMENT_BITS, VERSIONS
+from hps.databases.hash_map.layout import DENSE_ROWS, SEGMENT_BITS, VERSIONS
 from hps.databases.hash_map.memory import PAGE_BYTES
 from hps.errors import DeviceError, InvalidInputError, NotReadyError, UnknownTableError
 from tests.contracts.database_contract import DIM, TAG, distinct_keys, vectors_of
 from tests.fakes.populating_pinner import PopulatingPinner, named_by
 from tests.tables.hash_map_inspection import inspect, keys_with_hash, mixed
-from tests.tables.host_layout_reader import read_in_place
+from tests.tables.host_layout_reader import read_in_place, without_buckets
 from tests.tables.readers import reading
 
 
@@ -55,6 +55,10 @@ def fill(database, keys, version=0, dim=DIM):
 def assert_readable(layout, pinner, keys, version=0):
     for address, size_bytes in named_by(layout.words, layout.slabs):
         assert pinner.holds(address, size_bytes)
+    assert_read(layout, keys, version)
+
+
+def assert_read(layout, keys, version=0):
     out, answered = read_in_place(layout, keys)
     assert answered.all()
     np.testing.assert_array_equal(out, vectors_of(keys, out.shape[1], version))
@@ -284,13 +288,113 @@ def test_a_pinned_table_counts_what_pinning_commits(pinner):
     database.close()
 
 
+def with_holes(layout):
+    """Which stripes have some, as a device hears it."""
+    versions = np.frombuffer((ctypes.c_char * (1024 * 64)).from_address(int(layout.words[VERSIONS])), np.uint64)[::8]
+    assert not (versions & np.uint64(1)).any()
+    return versions >> np.uint64(63) == 1
+
+
+def stripes_of(keys):
+    return (mixed(keys) >> np.uint64(54)).astype(np.int64)
+
+
+@pytest.mark.parametrize("pinned", ["first", "loaded first"])
+def test_a_dense_table_is_read_without_its_buckets(database, pinner, pinned):
+    keys, table = np.random.default_rng(1).permutation(20_000), database.host_table(TAG)
+    if pinned == "first":
+        table.pin(pinner)
+    database.reserve(TAG, keys.size, [keys])
+    fill(database, keys[:-1])
+    if pinned == "loaded first":
+        table.pin(pinner)
+    (hole,) = np.flatnonzero(with_holes(table.layout()))
+    assert hole == stripes_of(keys[-1:])[0]
+    there = read_in_place(without_buckets(table.layout()), keys)[1]
+    np.testing.assert_array_equal(there, stripes_of(keys) != hole)
+    assert_readable(table.layout(), pinner, keys[:-1])
+    assert not read_in_place(table.layout(), keys[-1:])[1].any()
+    fill(database, keys[-1:])
+    assert_read(without_buckets(table.layout()), keys)
+    outside = np.array([-1, keys.size, 1 << 32, 2**63 - 1, -(2**63)])
+    assert not read_in_place(table.layout(), outside)[1].any()
+    fill(database, outside)
+    assert_readable(table.layout(), pinner, np.concatenate([keys, outside]))
+    assert not read_in_place(without_buckets(table.layout()), outside)[1].any()
+
+
+def test_holes_come_and_go_and_what_is_gone_is_read_by_no_layout(database, pinner):
+    """Twice: a layout that a device got before the first hole says the same."""
+    keys, table = np.arange(5000), database.host_table(TAG)
+    database.reserve(TAG, keys.size, [keys])
+    fill(database, keys)
+    table.pin(pinner)
+    old = table.layout()
+    for version in (1, 2):
+        gone = keys[version::700].copy()
+        assert_read(without_buckets(old), keys, version=version - 1)
+        database.delete(TAG, gone[:-1].copy())
+        database.delete(TAG, gone)
+        left = np.setdiff1d(keys, gone)
+        assert set(np.flatnonzero(with_holes(old))) == set(stripes_of(gone))
+        fill(database, -gone - 1)  # they do not get the rows
+        assert not read_in_place(old, gone)[1].any()
+        assert not read_in_place(table.layout(), gone)[1].any()
+        assert_readable(table.layout(), pinner, left, version=version - 1)
+        assert_read(without_buckets(old), left[~np.isin(stripes_of(left), stripes_of(gone))], version=version - 1)
+        fill(database, gone[1:].copy(), version)
+        assert not read_in_place(old, gone[:1])[1].any()
+        assert set(np.flatnonzero(with_holes(old))) == set(stripes_of(gone[:1]))
+        fill(database, keys, version)
+        assert not with_holes(old).any()
+    assert_read(without_buckets(old), keys, version=2)
+    inspect(database, TAG)
+
+
+def test_a_dense_table_that_grows_is_still_read_without_its_buckets(database, pinner):
+    """Devices that have an outgrown layout need no other one for dense keys."""
+    keys, table = np.arange(300), database.host_table(TAG)
+    database.reserve(TAG, keys.size, [keys])
+    fill(database, keys)
+    table.pin(pinner)
+    old, others = table.layout(), distinct_keys(20_000)
+    fill(database, others)
+    assert table.layout().slabs.size > old.slabs.size
+    for layout in (old, table.layout()):
+        assert_read(without_buckets(layout), keys)
+    assert_readable(table.layout(), pinner, others)
+    assert not read_in_place(old, others)[1].any()
+
+
+def test_a_dense_table_that_is_made_anew_is_another(database, pinner):
+    for version in range(3):
+        keys = np.arange(2000 - version)
+        database.reserve(TAG, keys.size, [keys])
+        table = database.host_table(TAG)
+        table.pin(pinner)
+        assert table.layout().words[DENSE_ROWS] == keys.size
+        assert with_holes(table.layout()).sum() == np.unique(stripes_of(keys)).size
+        assert not read_in_place(table.layout(), keys)[1].any()
+        fill(database, keys, version)
+        assert_read(without_buckets(table.layout()), keys, version)
+        assert not read_in_place(table.layout(), np.arange(keys.size, 2100))[1].any()
+        database.drop_table(TAG)
+        assert table.layout() is None
+        database.open_table(TAG, DIM)
+
+
 @pytest.mark.parametrize("dim", [1, 20, 32])
-@pytest.mark.parametrize("margin", [{}, {"overflow_margin": 600, "num_partitions": 2}])
+@pytest.mark.parametrize("margin", [{}, {"overflow_margin": 600, "num_partitions": 2}, "dense"])
 def test_no_vector_that_is_read_in_place_is_torn_or_foreign(database, pinner, dim, margin):
     """Keys come, change, go and hand their rows on, in growing buckets, while readers of layouts check what they get."""
-    database = opened(dim, initial_buckets=1, **margin)
     rows, rounds = 1500, 40
     keys = distinct_keys(rows)
+    if margin == "dense":
+        database = opened(dim, initial_buckets=1)
+        keys = np.concatenate([np.arange(rows - rows // 5), keys[: rows // 5]])
+        database.reserve(TAG, rows - rows // 5, [keys[: rows - rows // 5]])
+    else:
+        database = opened(dim, initial_buckets=1, **margin)
     versions = np.stack([vectors_of(keys, dim, version) for version in range(rounds)])
     database.insert(TAG, keys[:5], versions[0][:5])
     table = database.host_table(TAG)

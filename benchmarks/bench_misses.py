@@ -1,8 +1,11 @@
 """What a miss of the GPU's cache costs when its vector is in the hash map: read in place over the link, or fetched and copied.
 
-`link` is a cache that is attached to the hash map, `copy` one that is not, and `link, dense` one that is attached to a dense
-table of the same keys. Limit of the misses: a plain kernel that copies the same pinned rows from known addresses in ascending
-order, in the same run; in the order of the keys it is given beside it.
+`link` is a cache that is attached to the hash map, `index` one that keeps the map's index on the device, `copy` one that is not
+attached, and `link, dense` one that is attached to a dense table of the same keys. Limit of the misses: a plain kernel that
+copies the same pinned rows from known addresses in ascending order, in the same run; in the order of the keys it is given
+beside it. It runs many times in a row, so that translations of addresses are at hand; where keys come by popularity, `link_us`
+is what it takes for the rows that such a lookup misses, after other work on the device.
+
 Every float of every timed answer is compared on the device.
 
 Each part has a time limit. A part that fails becomes a row with its error, and the others go on.
@@ -84,11 +87,12 @@ def run(report: Report, quick: bool) -> None:
         table = part(report, f"filling {about}", 90, partial(Table, rows, dim, dense))
         if table is None:
             continue
-        part(report, f"misses, {about}", 60, partial(_misses, report, table, "link", quick))
+        for path in ("link",) if dense else ("link", "index"):
+            part(report, f"misses, {path}, {about}", 60, partial(_misses, report, table, path, quick))
         if rows != 1 << 22:
             if not dense:
                 part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
-            for path in ("link",) if dense else ("link", "copy"):
+            for path in ("link",) if dense else ("link", "index", "copy"):
                 part(report, f"mixed, {path}, {about}", 45, partial(_mixed, report, table, path, quick))
                 part(report, f"4,096 keys, {path}, {about}", 30, partial(_small, report, table, path, quick))
         part(report, f"closing {about}", 30, table.close)
@@ -96,7 +100,7 @@ def run(report: Report, quick: bool) -> None:
         place = Path(directory) / "items"
         rows = 1 << (15 if quick else 20)
         if part(report, "writing a model", 60, lambda: write_sparse_model(place, sample_chunks(rows, 128, 1)) or True):
-            for path in ("link", "copy"):
+            for path in ("link", "index", "copy"):
                 part(report, f"HPS, {path}", 45, partial(_server, report, place, rows, path, quick))
 
 
@@ -161,10 +165,12 @@ class Table:
         """A new cache for so many rows, or a tenth of all, over the link or not."""
         cache = CupyCache.create([self.spec], [capacity or self.rows // 10], 0)
         self._caches.append(cache)
-        if path == "link":
+        if path != "copy":
             start = time.perf_counter()
             self.host = self.database.host_table(self.spec.tag)
-            refusal = "this database has none such" if self.host is None else cache.attach(0, self.host, True)
+            refusal = (
+                "this database has none such" if self.host is None else cache.attach(0, self.host, True, index=path == "index")
+            )
             if refusal:
                 raise RuntimeError(f"the table cannot be read in place: {refusal}")
             print(f"# attached in {time.perf_counter() - start:.1f} s", flush=True)
@@ -331,11 +337,11 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
     def through_the_session(segment: Segment) -> None:
         session.lookup([segment])
 
-    ways = {"": query, "enqueued_": enqueue} if path == "link" else {"": through_the_session}
+    ways = {"": through_the_session} if path == "copy" else {"": query, "enqueued_": enqueue}
     for n, share in ((512, 0.2), (4096, 0.5)) if quick else ((4096, 0.1), (32_768, 0.2), (262_144, 0.65)):
         sets = int(table.rows * share) // n
         warm = min(5, max(1, sets // 10))
-        calls = min(150 if path == "link" else 16, (sets - warm) // (1 + len(ways)))
+        calls = min(16 if path == "copy" else 150, (sets - warm) // (1 + len(ways)))
         keys = fresh[start : start + sets * n].view(-1, n)
         start += int(table.rows * share)
         outs = torch.full((calls, n, table.dim), torch.nan, device=_DEVICE)
@@ -437,7 +443,7 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
             lookup.query([segment])
             lookup.finish()
             missed += sum(lookup.linked)
-        return 1.0 - (missed if path == "link" else counters.misses[0] - before) / (batches * n)
+        return 1.0 - (counters.misses[0] - before if path == "copy" else missed) / (batches * n)
 
     done = 0
     for after in (200, 600):
@@ -452,7 +458,7 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
 
         figures |= _each(partial(ask, lambda segment: session.lookup([segment])), calls)
         ways = {"": lambda segment: session.lookup([segment])}
-        if path == "link":
+        if path != "copy":
             ways["enqueued_"] = lambda segment: lookup.enqueue([segment])
         for name, way in ways.items():
             batches = _traffic(table, n, calls, random)
@@ -468,8 +474,30 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
             figures[f"{name}admitted_per_key"] = admitted / (calls * n)
             figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
+        if path != "copy":
+            needed = _link_us(table, session.cache, _traffic(table, n, 5, random), outs[0])  # type: ignore[arg-type]
+            figures |= {"link_us": needed, "of_link": needed / (n / figures["mkeys_per_s"])}
         done += 3 * calls // 20 * 20
         add(report, {"work": "mixed", **table.axes(path, n), "alpha": _ALPHA, "batches_before": after}, figures)
+
+
+def _link_us(table: Table, cache: CupyCache, batches: Sequence[Any], out: Any) -> float:
+    """What a plain kernel takes for the distinct rows that lookups of these keys miss, in the order of their place."""
+    resident, scratch = np.sort(cache.dump(0)), torch.empty(1 << 28, device=_DEVICE)
+    units, measured = table.dim // 4, []
+    for keys in batches:
+        distinct = np.unique(keys.cpu().numpy())
+        missed = distinct[~np.isin(distinct, resident, assume_unique=True)]
+        addresses = torch.from_numpy(np.sort(table.addresses(missed)).view(np.int64)).to(_DEVICE)
+        kernel, blocks = _kernel("gather"), -(-missed.size // (256 // min(units, 32)))
+        scratch.zero_()  # translations of host addresses are no longer at hand
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        kernel((blocks,), (256,), (addresses.data_ptr(), out.data_ptr(), np.uint32(missed.size), np.uint32(units)))
+        stop.record()
+        torch.cuda.synchronize()
+        measured.append(1e3 * start.elapsed_time(stop))
+    return float(np.median(measured[1:]))
 
 
 # -- small lookups -------------------------------------------------------------------------------------------------------
@@ -513,7 +541,7 @@ def _small(report: Report, table: Table, path: str, quick: bool) -> None:
 
     axes = table.axes(path, n)
     add(report, {"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some[: calls + 20])))
-    if path == "link":
+    if path != "copy":
         figures = _replayed(cache.create_lookup(), some[calls + 20 :], outs[0])
         add(report, {"work": "replayed graph, 10 % missing", **axes}, figures)
 
@@ -595,7 +623,7 @@ def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> N
             "HPS without waiting, 10 % missing": partial(timed, unwaited, fresh[part : 2 * part]),
             "HPS captured, 10 % missing": partial(captured, fresh[2 * part :]),
         }
-        for work, measure in ways.items() if path == "link" else ():
+        for work, measure in ways.items() if path != "copy" else ():
             try:
                 figures: dict[str, Any] = measure()
             except (AttributeError, TypeError, HPSError) as error:
@@ -611,4 +639,5 @@ def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> N
 
 
 def _configuration(place: Path, dim: int, path: str) -> dict[str, Any]:
-    return document(model([place], [dim], "bench", max_batch_size=16_384, gpucacheper=0.5, miss_path=path), device="cuda")
+    reads = {"miss_path": "link", "index_on_device": True} if path == "index" else {"miss_path": path}
+    return document(model([place], [dim], "bench", max_batch_size=16_384, gpucacheper=0.5, **reads), device="cuda")

@@ -375,6 +375,7 @@ def misses() -> list[str]:
             "distinct keys, all missing",
             "link, M keys/s",
             "without waiting",
+            "index on the device",
             "dense table",
             "copy",
             "gather by place",
@@ -386,8 +387,7 @@ def misses() -> list[str]:
                 f"{axes['keys']:,}",
                 _round(found["mkeys_per_s"]),
                 _round(found["enqueued_mkeys_per_s"]),
-                _by("link, dense", axes, "mkeys_per_s"),
-                _by("copy", axes, "mkeys_per_s"),
+                *(_by(path, axes, "mkeys_per_s") for path in ("index", "link, dense", "copy")),
                 _round(found["gather_mkeys_per_s"]),
                 _round(found["random_gather_mkeys_per_s"]),
             )
@@ -404,6 +404,8 @@ def misses_mixed() -> list[str]:
             "hit rate",
             "link, M keys/s",
             "p50, us",
+            "index on the device",
+            "p50, us",
             "dense table",
             "p50, us",
             "copy",
@@ -415,7 +417,7 @@ def misses_mixed() -> list[str]:
                 f"{found['hit_rate']:.3f}",
                 _round(found["mkeys_per_s"]),
                 _round(found["p50_us"]),
-                *(_by(path, axes, figure) for path in ("link, dense", "copy") for figure in ("mkeys_per_s", "p50_us")),
+                *(_by(path, axes, figure) for path in ("index", "link, dense", "copy") for figure in ("mkeys_per_s", "p50_us")),
             )
             for axes, found in _misses("mixed", "link")
         ),
@@ -448,9 +450,11 @@ def misses_small() -> list[str]:
     for how in ("session", "replayed graph", "HPS", "HPS without waiting", "HPS captured"):
         for axes, found in _misses(f"{how}, 10 % missing", "link"):
             hits = [_round(found["hits_p50_us"]), _by("copy", axes, "hits_p50_us")] if "hits_p50_us" in found else ["", ""]
-            some = [_round(found["p50_us"]), _by("link, dense", axes, "p50_us"), _by("copy", axes, "p50_us")]
+            some = [_round(found["p50_us"]), *(_by(path, axes, "p50_us") for path in ("index", "link, dense", "copy"))]
             rows.append((f"{how}, dim {axes['dim']}", *hits, *some))
-    return _table(("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "dense table", "copy"), *rows)
+    return _table(
+        ("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "index", "dense table", "copy"), *rows
+    )
 
 
 def pooled() -> list[str]:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+DENSE_ROWS_AT = 6
+"""Position in `HostLayout.words` of the number of dense keys, which are found without buckets."""
 SEGMENTS_AT = 9
 """Position in `HostLayout.words` from which on there are the address and the number of buckets of each segment."""
 BUCKET_BYTES = 128

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from hps.ground.compilations import COMPILATIONS
+from hps.ground.host_tables import DENSE_ROWS_AT
 
 SLOTS = 7
 """Slots per bucket."""
@@ -286,7 +287,7 @@ def bins_per_row(words: Sequence[int]) -> float:
     Args:
         words: those of its `HostLayout`.
     """
-    dense_rows = int(words[6])
+    dense_rows = int(words[DENSE_ROWS_AT])
     return MOST_BINS / dense_rows if dense_rows else 0.0
 
 

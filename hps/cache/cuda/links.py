@@ -24,7 +24,7 @@ from hps.cache.cuda.device import (
     on_device,
 )
 from hps.errors import DeviceError
-from hps.ground.host_tables import BUCKET_BYTES, SEGMENTS_AT, BucketChanges, HostLayout, HostTable
+from hps.ground.host_tables import BUCKET_BYTES, DENSE_ROWS_AT, SEGMENTS_AT, BucketChanges, HostLayout, HostTable
 
 _log = logging.getLogger(__name__)
 
@@ -250,8 +250,8 @@ class AttachedTable:
                 self.present = None
 
     def _mirror_of(self, host: HostLayout, before: DeviceLayout | None) -> Mirror | None:
-        """Allocate the copy of a layout's buckets, if there shall be one and the device has room."""
-        if not self._index:
+        """Allocate the copy of a layout's buckets, if there shall be one and the device has room. Dense tables need none."""
+        if not self._index or host.words[DENSE_ROWS_AT]:
             return None
         try:
             return Mirror(host, None if before is None else before.mirror, self._stream)

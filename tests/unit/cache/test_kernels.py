@@ -117,7 +117,7 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, 
     mirrors = list(range(1, len(segments) // 2 + 1))
     packed = kernels.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 99, mirrors))
     assert packed[7:] == (*segments, *rest, rows * dense, 99, *mirrors, *[0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors)))
-    assert layout.SEGMENTS == host_tables.SEGMENTS_AT
+    assert (layout.DENSE_ROWS, layout.SEGMENTS) == (host_tables.DENSE_ROWS_AT, host_tables.SEGMENTS_AT)
     assert words[layout.DENSE_ROWS] == rows * dense
     assert kernels.bins_per_row(words) == dense * kernels.MOST_BINS / rows
     database.close()

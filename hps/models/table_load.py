@@ -470,7 +470,7 @@ class TableLoad:
             return self._copied_as_files(authority, database)
         size = authority.size(self._tag)
         limit = self._share(database, size)
-        database.reserve(self._tag, limit, self._keys(limit) if limit == size else ())
+        database.reserve(self._tag, limit, self._keys(self._model.rows) if limit == size else ())
         return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, self._tag)))
 
     def _copied_as_files(self, authority: Database, database: Database) -> DatabaseLoad:

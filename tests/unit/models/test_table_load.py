@@ -13,6 +13,7 @@ import pytest
 
 from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, TableWidthError
 from hps.models.files import open_sparse_model
@@ -22,11 +23,13 @@ from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
+from tests.tables.hash_map_inspection import inspect
 from tests.tables.table_loads import (
     CHUNK_ROWS,
     DIM,
     FILES,
     KEYS,
+    NEW_KEY,
     ROW_BYTES,
     ROWS,
     TABLE,
@@ -288,6 +291,82 @@ def test_a_hash_map_with_a_margin_and_rocksdb_get_theirs(source: str, tmp_path: 
         volatile.close()
         persistent.close()
     assert "cached 200 / 1000 embeddings in volatile database (hash_map); load: 200 / 400 (50.00%)." in caplog.text
+
+
+# -- dense tables --------------------------------------------------------------------------------------------------------
+
+
+def dense_rows_of(database: HashMapDatabase, tag: str = TAG) -> int:
+    inspect(database, tag)  # which checks where the rows of dense keys are
+    return int(database._tables[tag]._buckets.layout[DENSE_ROWS])
+
+
+@pytest.mark.parametrize(
+    ("keys", "rate", "rows"),
+    [
+        (np.arange(ROWS), 1.0, ROWS),
+        (np.random.default_rng(1).permutation(ROWS), 1.0, ROWS),
+        (np.random.default_rng(1).permutation(ROWS), 0.5, 0),  # half of them are no dense ones
+        (np.arange(ROWS), 0.5, ROWS // 2),
+        (np.arange(1, ROWS + 1), 1.0, ROWS + 1),
+        (np.concatenate([np.arange(ROWS - 100), np.arange(100)]), 1.0, ROWS - 100),
+        (np.append(np.arange(ROWS - 2), [-1, 10**15]), 1.0, ROWS - 2),
+        (KEYS, 1.0, 0),
+    ],
+)
+@pytest.mark.parametrize("above", [False, True])
+def test_a_hash_map_is_dense_if_the_keys_of_the_files_are(
+    keys: KeyArray, rate: float, rows: int, above: bool, tmp_path: Path
+) -> None:
+    write_sparse_model(tmp_path / "m", (keys, VECTORS))
+    database, persistent = HashMapDatabase(), PersistentMemoryDatabase()
+    with gates("counted") as (gate,):
+        load_table(TABLE, f"gate://counted{tmp_path}/m", [database, *([persistent] if above else [])], initial_cache_rate=rate)
+    loaded = round(ROWS * rate)
+    assert held(database) == content(keys[:loaded], VECTORS[:loaded])
+    assert dense_rows_of(database) == rows
+    if keys is KEYS:
+        assert gate.bytes_read["key"] == 8 * ROWS + CHUNK_ROWS * ROW_BYTES  # a chunk tells
+    database.close()
+
+
+def test_a_dense_hash_map_gets_what_was_updated_online(tmp_path: Path) -> None:
+    write_sparse_model(tmp_path / "m", (np.arange(ROWS), VECTORS))
+    persistent, database = PersistentMemoryDatabase(), HashMapDatabase()
+    load_table(TABLE, str(tmp_path / "m"), [persistent])
+    persistent.insert(TAG, NEW_KEY, VECTORS[:1])
+    persistent.delete(TAG, np.array([3, 5]))
+    assert load_table(TABLE, str(tmp_path / "m"), [database, persistent]).differs
+    assert held(database) == held(persistent)
+    assert dense_rows_of(database) == ROWS
+    database.close()
+
+
+def test_a_load_of_a_dense_hash_map_that_is_stopped_is_completed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sparse_model(tmp_path / "m", (np.arange(ROWS), VECTORS))
+    database = HashMapDatabase()
+    monkeypatch.setattr(database, "load_bytes", 100 * ROW_BYTES)
+    load_chunk = database.load_chunk
+
+    def stopped(tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        if keys[0] > ROWS // 2:
+            raise KeyboardInterrupt
+        load_chunk(tag, keys, vectors, record)
+
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(database, "load_chunk", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                load_table(TABLE, str(tmp_path / "m"), [database])
+        assert 0 < database.size(TAG) < ROWS
+        assert dense_rows_of(database) == ROWS
+    database.delete(TAG, np.arange(0, ROWS, 3))
+    load_table(TABLE, str(tmp_path / "m"), [database])
+    assert held(database) == content(np.arange(ROWS), VECTORS)
+    assert dense_rows_of(database) == ROWS
+    database.close()
 
 
 # -- the persistent database is the authority --------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from hps.statistics.prometheus import Value
 from hps.statistics.tracing import LookupTrace, Span, current, ended
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
-from hps.tensors.segments import Segment, tables_and_sizes
+from hps.tensors.segments import FixedSegments, Segment, tables_and_sizes
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,9 @@ class Session(Protocol):
             NotReadyError: the session is closed.
             DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
         """
+
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        """Check segments once for lookups of this session that repeat them. Raises TooManyKeysError."""
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
         """Enqueue a lookup on the stream of its tensors, which may be capturing a CUDA graph. Does not block.
@@ -270,6 +273,9 @@ class CachedSession:
             if counts:
                 trace.spans.sort(key=attrgetter("ended_ns"))
             self._trace(trace, segments, counts, linked, absent, padding)
+
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        return FixedSegments(segments, _asked(self.tables, self._max_keys, segments))
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
         _asked(self.tables, self._max_keys, segments)
@@ -565,6 +571,9 @@ class DirectSession:
             ended("scatter", table.table_name, began, found.size)
         return positions.size, absent
 
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        return FixedSegments(segments, _asked(self.tables, self._max_keys, segments))
+
     def enqueue(self, segments: Sequence[Segment]) -> None:
         raise self._without_device()
 
@@ -654,6 +663,8 @@ class _LookupPool:
 
 def _asked(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
     """Return table and number of keys of each segment. Refuses too many."""
+    if type(segments) is FixedSegments:
+        return segments.asked
     asked = tables_and_sizes(segments)
     for index, n in asked:
         if n > max_keys[index]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.array_checks import as_keys, as_output, check_array, view_as_keys, view_as_output
-from hps.tensors.dlpack import adopt
+from hps.tensors.dlpack import TensorView, adopt
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 if TYPE_CHECKING:
@@ -99,6 +99,22 @@ class ConcatenatedSegments(Sequence[Segment]):
         if self._made is None:
             self._made = _parts(self.keys, self.out, self.counts, self.dims, None)
         return self._made[place]
+
+
+class FixedSegments(list[Segment]):
+    """The segments of lookups that repeat the same tensors on one session. *One lookup at a time.*
+
+    Attributes:
+        asked: index of the table and number of keys of each, checked.
+        placed: where a CUDA cache found the tensors, which it keeps here.
+    """
+
+    __slots__ = ("asked", "placed")
+
+    def __init__(self, segments: Sequence[Segment], asked: Sequence[tuple[int, int]]) -> None:
+        super().__init__(segments)
+        self.asked = asked
+        self.placed: Any = None
 
 
 def tables_and_sizes(segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
@@ -220,6 +236,47 @@ def named_segments(
         segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n))
     if by_id:
         refuse_repeated_tables(segments, specs)
+    return segments
+
+
+def fixed_segments(
+    tables: Mapping[Any, Any],
+    out: Mapping[Any, Any],
+    found: Mapping[Any, Any],
+    table_index: Callable[[Any], int],
+    specs: Sequence[TableSpec],
+    *,
+    on_cuda: bool,
+) -> list[Segment]:
+    """Build one segment for each table from tensors that lookups read and write again and again.
+
+    Args:
+        found: masks by table, of the caller's own; or empty.
+
+    Raises:
+        UnknownTableError: raised by `table_index`.
+        InvalidDtypeError, InvalidInputError: as for `named_segments`; also for keys that would have to be copied, and for
+            tensors on a device whose framework does not tell its current stream.
+    """
+    segments = []
+    for name, given in tables.items():
+        index = table_index(name)
+        keys, n = adopt_keys(given, on_cuda)
+        if name not in out:
+            raise InvalidInputError(f"preparing a lookup: out has no entry for {name!r}; name an output for every table")
+        place = adopt_output(out[name], n, specs[index].dim, on_cuda)
+        if type(keys) is np.ndarray and keys is not given and keys.flags.owndata:
+            raise InvalidInputError(
+                f"preparing a lookup of table {name!r}: got keys that are not int64 or not aligned, expected aligned int64: a "
+                "copy would not have the keys of later runs"
+            )
+        if isinstance(keys, TensorView) or isinstance(place, TensorView):
+            raise InvalidInputError(
+                f"preparing a lookup of table {name!r}: got a tensor on the GPU that is neither torch's nor CuPy's; pass "
+                "cupy.from_dlpack of it"
+            )
+        segments.append(Segment(index, keys, place, found.get(name), n))
+    refuse_repeated_tables(segments, specs)
     return segments
 
 

@@ -25,7 +25,7 @@ from hps.tensors.dlpack import (
     adopt,
     work_stream_of,
 )
-from hps.tensors.segments import ConcatenatedSegments, Segment, Stretch, check_segment
+from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, Stretch, check_segment
 
 UNKNOWN_STREAM = -1
 """The consumer's stream is unknown; its producer was ordered before the legacy default stream."""
@@ -72,9 +72,10 @@ class PlacedRows:
         total: number of all keys.
         on_host: segments with parts in host memory, by their position.
         masked: a segment has a mask.
+        token: identifies rows that are placed once for many lookups; None for others.
     """
 
-    __slots__ = ("_segments", "founds", "keys", "masked", "on_host", "outs", "sizes", "tables", "total")
+    __slots__ = ("_segments", "founds", "keys", "masked", "on_host", "outs", "sizes", "tables", "token", "total")
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class PlacedRows:
         self.total = sum(sizes)
         self.on_host = on_host
         self.masked = masked
+        self.token: object | None = None
 
     def asked(self) -> list[AskedRows]:
         """Return the segments that have keys."""
@@ -122,6 +124,7 @@ class ConcatenatedRows:
 
     on_host: ClassVar[Mapping[int, PlacedSegment]] = MappingProxyType({})
     masked: ClassVar[bool] = False
+    token: ClassVar[None] = None
 
     def __init__(self, segments: ConcatenatedSegments, key_at: int, out_at: int) -> None:
         self._segments = segments
@@ -216,6 +219,14 @@ class TensorReader:
         if type(segments) is ConcatenatedSegments:
             keys, _size = self.keys(segments.keys)
             return ConcatenatedRows(segments, keys, self.output(segments.out, segments.floats, 1))
+        if type(segments) is FixedSegments and segments.placed is not None:
+            rows, of_torch, of_cupy = segments.placed
+            if of_torch:
+                self._see_torch()
+            if of_cupy:
+                self._see_cupy()
+            fixed: PlacedRows = rows
+            return fixed
         torch_tensor, device, int64, float32 = self._tensor, self._device_id, self._int64, self._float32
         tables: list[int] = []
         sizes: list[int] = []
@@ -254,7 +265,11 @@ class TensorReader:
             keys_at.append(key_at)
             outs_at.append(out_at)
             founds_at.append(found_at)
-        return PlacedRows(segments, tuple(tables), sizes, (keys_at, outs_at, founds_at), on_host, masked)
+        placed = PlacedRows(segments, tuple(tables), sizes, (keys_at, outs_at, founds_at), on_host, masked)
+        if type(segments) is FixedSegments and not host.used and not self._keep:  # all are torch's and CuPy's own
+            placed.token = object()
+            segments.placed = placed, self._seen_torch, self._seen_cupy
+        return placed
 
     def _place_on_host(self, place: PlacedSegment, dim: int, doing: str, host: PinnedBuffer) -> None:
         """Find a segment with parts in host memory; keys and outputs there go through mapped memory of `host`."""
@@ -398,6 +413,16 @@ class TensorReader:
 
     def _mask(self, tensor: Any, size: int) -> int:
         """Return the address of `size` booleans, to be written."""
+        if (
+            type(tensor) is cupy.ndarray
+            and tensor.dtype == np.bool_
+            and (memory := tensor.data).device_id == self._device_id
+            and tensor.flags.c_contiguous
+            and tensor.size >= size
+        ):
+            if not self._seen_cupy:
+                self._see_cupy()
+            return int(memory.ptr)
         view = self._view(tensor, "found")
         if (view.code, view.bits, view.lanes) != (BOOL, 8, 1):
             raise InvalidDtypeError(f"adopting found: got {view.dtype_name}, expected bool")

@@ -1,4 +1,4 @@
-"""Lookups that are prepared once and run many times answer as other lookups do, whatever happens to the model between two runs."""
+"""Lookups that are prepared once and run many times answer as others do, whatever happens to the model between two runs."""
 
 import threading
 from collections.abc import Callable, Iterator

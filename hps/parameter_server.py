@@ -457,7 +457,7 @@ class HPS:
             As `lookup_tables`; NotReadyError when the deployment was retired; another version may serve by now.
         """
         began = perf_counter_ns()
-        refuse_repeated_tables(segments, deployment.tables)
+        refuse_repeated_tables([segment.table for segment in segments], deployment.tables)
         if device_id is None:
             device_id = deployment.one_device
             if device_id is None:
@@ -810,7 +810,7 @@ class HPS:
 
 def _named(
     deployment: Deployment, session: Session, tables: Mapping[Any, Any], out: Mapping[Any, Any] | None, with_found: bool
-) -> list[Segment]:
+) -> Sequence[Segment]:
     return named_segments(
         tables,
         out,

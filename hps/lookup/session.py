@@ -25,7 +25,7 @@ from hps.statistics.prometheus import Value
 from hps.statistics.tracing import LookupTrace, Span, current, ended
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
-from hps.tensors.segments import FixedSegments, Segment, tables_and_sizes
+from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, SeparateSegments
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -663,9 +663,17 @@ class _LookupPool:
 
 def _asked(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
     """Return table and number of keys of each segment. Refuses too many."""
-    if type(segments) is FixedSegments:
-        return segments.asked
-    asked = tables_and_sizes(segments)
+    kind = type(segments)
+    if kind is FixedSegments:
+        return segments.asked  # type: ignore[attr-defined,no-any-return]
+    if kind is SeparateSegments:
+        asked = list(zip(segments.tables, segments.sizes))  # type: ignore[attr-defined]  # noqa: B905 - made as many
+    elif kind is ConcatenatedSegments:
+        asked = list(enumerate(segments.counts))  # type: ignore[attr-defined]
+    else:
+        asked = []
+        for segment in segments:
+            asked.append((segment.table, segment.n))
     for index, n in asked:
         if n > max_keys[index]:
             table = tables[index]

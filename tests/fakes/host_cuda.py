@@ -142,7 +142,7 @@ class Array:
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
         self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=0)
-        self.dtype, self.shape, self.size, self.flags, self.strides = array.dtype, array.shape, array.size, array.flags, array.strides
+        self.dtype, self.shape, self.size, self.flags = array.dtype, array.shape, array.size, array.flags
 
     def __getitem__(self, place: Any) -> "Array":
         return Array(self.array[place])
@@ -182,7 +182,8 @@ class _RawModule:
     def __init__(self, code: str, **_: Any) -> None:
         # the first definition of a constant counts: others are defaults
         defines = [line.split() for line in code.splitlines() if line.startswith("#define HPS_")]
-        self._constants = {one[1].removeprefix("HPS_"): int(one[2]) for one in reversed(defines) if len(one) > 2 and one[2].isdigit()}
+        numbers = [(one[1], int(one[2])) for one in reversed(defines) if len(one) > 2 and one[2].isdigit()]
+        self._constants = {name.removeprefix("HPS_"): number for name, number in numbers}
 
     def get_function(self, name: str) -> Any:
         _functions.append((name, self._constants))
@@ -225,7 +226,11 @@ def install() -> None:
             "memcpy": _memcpy,
             "memcpyAsync": _memcpy,
             "pointerGetAttributes": lambda _address: SimpleNamespace(type=0, devicePointer=0),
-            **dict.fromkeys(("memoryTypeHost", "hostAllocMapped", "hostAllocPortable", "memcpyHostToDevice", "memcpyDeviceToHost"), 1),
+            "memcpyHostToDevice": 1,
+            "memcpyDeviceToHost": 2,
+            "memoryTypeHost": 1,
+            "hostAllocMapped": 1,
+            "hostAllocPortable": 2,
         }
     )
     vars(driver).update({"CUDADriverError": type("CUDADriverError", (_Failed,), {}), "launchKernel": _launch})

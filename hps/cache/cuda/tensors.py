@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate, count
-from operator import mul
+from operator import attrgetter, ge, mul, or_
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
@@ -25,12 +26,13 @@ from hps.tensors.dlpack import (
     adopt,
     work_stream_of,
 )
-from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, Stretch, check_segment
+from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, SeparateSegments, Stretch, check_segment
 
 UNKNOWN_STREAM = -1
 """The consumer's stream is unknown; its producer was ordered before the legacy default stream."""
 LEGACY_STREAM = 1
 """The legacy default stream, in the numbering of DLPack and CUDA."""
+_DTYPE_OF, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 
@@ -219,6 +221,8 @@ class TensorReader:
         if type(segments) is ConcatenatedSegments:
             keys, _size = self.keys(segments.keys)
             return ConcatenatedRows(segments, keys, self.output(segments.out, segments.floats, 1))
+        if type(segments) is SeparateSegments and (separate := self._separate(segments, dims)) is not None:
+            return separate
         if type(segments) is FixedSegments and segments.placed is not None:
             rows, of_torch, of_cupy = segments.placed
             if of_torch:
@@ -270,6 +274,39 @@ class TensorReader:
             placed.token = object()
             segments.placed = placed, self._seen_torch, self._seen_cupy
         return placed
+
+    def _separate(self, segments: SeparateSegments, dims: Sequence[int]) -> PlacedRows | None:
+        """Find separate tensors of all tables, the fastest way; None if one of them is not as it should be, or elsewhere."""
+        device, keys, outs, count = self._device_id, segments.keys, segments.outs, len(segments.keys)
+        every, needs = [*keys, *outs], map(mul, segments.sizes, [dims[table] for table in segments.tables])
+        if segments.of_torch:
+            tensor = self._tensor
+            if (
+                list(map(_DTYPE_OF, every)) != [self._int64] * count + [self._float32] * count
+                or list(map(tensor.get_device, every)).count(device) < 2 * count
+                or not all(map(tensor.is_contiguous, every))
+                or not all(map(ge, map(tensor.numel, outs), needs))
+                or any(map(_REQUIRES_GRAD, outs))
+            ):
+                return None
+            addresses = list(map(tensor.data_ptr, every))
+            self._see_torch()
+        else:
+            addresses = [
+                at.ptr for one in every if (at := one.data).device_id == device and one.flags.c_contiguous and not at.ptr % 4
+            ]
+            if (
+                len(addresses) < 2 * count
+                or list(map(_DTYPE_OF, every)) != [_INT64] * count + [_FLOAT32] * count
+                or not all(map(ge, [one.size for one in outs], needs))
+                or reduce(or_, addresses[:count]) & 7
+            ):
+                return None
+            self._see_cupy()
+        found = [0] * count
+        return PlacedRows(
+            segments, tuple(segments.tables), segments.sizes, (addresses[:count], addresses[count:], found), {}, masked=False
+        )
 
     def _place_on_host(self, place: PlacedSegment, dim: int, doing: str, host: PinnedBuffer) -> None:
         """Find a segment with parts in host memory; keys and outputs there go through mapped memory of `host`."""

@@ -226,7 +226,8 @@ class CachedSession:
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         start = perf_counter_ns()
-        asked = _asked(self.tables, self._max_keys, segments)
+        fixed = type(segments) is FixedSegments
+        asked = segments.asked if fixed else _asked(self.tables, self._max_keys, segments)  # type: ignore[attr-defined]
         under_way = self._under_way
         if under_way is not None:  # single operations of a dict are atomic: this needs no lock and never drifts
             under_way[threading.get_ident()] = sum([n for _table, n in asked])
@@ -237,9 +238,10 @@ class CachedSession:
                 taken = perf_counter_ns()
                 missing = lookup.query(segments)
                 queried = answered = perf_counter_ns()
-                counts = lookup.counts if missing else None
                 linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
-                if counts:
+                counts = None
+                if missing:
+                    counts = lookup.counts
                     current.stages = stages = {}
                     self._answer_misses(lookup, segments, counts)
                     answered = perf_counter_ns()
@@ -254,12 +256,12 @@ class CachedSession:
         end = perf_counter_ns()
         began = began_ns or start
         times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
+        recent, every = self._recent, self._counters
         with self._metrics.lock:
-            self._recent.extend(times)
-            if len(self._recent) >= LookupTimes.MOST_RECENT:
+            recent.extend(times)
+            if len(recent) >= LookupTimes.MOST_RECENT:
                 self._times.fold()
             self._device.lookups += 1
-            every = self._counters
             for table, n in asked:
                 counters = every[table]
                 counters.keys += n
@@ -502,7 +504,8 @@ class DirectSession:
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         start = perf_counter_ns()
-        _asked(self.tables, self._max_keys, segments)
+        if type(segments) is not FixedSegments:
+            _asked(self.tables, self._max_keys, segments)
         stages: dict[str, int] = {"adopt": start - (began_ns or start)}
         counts = []
         current.stages = stages
@@ -664,8 +667,6 @@ class _LookupPool:
 def _asked(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
     """Return table and number of keys of each segment. Refuses too many."""
     kind = type(segments)
-    if kind is FixedSegments:
-        return segments.asked  # type: ignore[attr-defined,no-any-return]
     if kind is SeparateSegments:
         asked = list(zip(segments.tables, segments.sizes))  # type: ignore[attr-defined]  # noqa: B905 - made as many
     elif kind is ConcatenatedSegments:

@@ -22,6 +22,7 @@ from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 if TYPE_CHECKING:
     from hps.tensors.bags import Pooling
 
+_INT64 = np.dtype(np.int64)
 _MOST_INDICES = 1 << 12  # kept in a dict
 
 
@@ -223,7 +224,7 @@ def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, 
     """
     if on_cuda and getattr(keys, "is_cuda", False) and getattr(out, "is_cuda", False):  # what the functions below would find
         flat, n, place = keys, keys.numel(), out
-    elif on_cuda and type(keys) is type(out) is _cupy_array():
+    elif on_cuda and type(keys) is type(out) is getattr(sys.modules.get("cupy"), "ndarray", None):
         flat, n, place = keys, keys.size, out
     else:
         flat, n = adopt_keys(keys, on_cuda)
@@ -262,7 +263,9 @@ def named_segments(
         index = indices.get(name) if type(name) is str else None
         if index is None:
             index = table_index(name)
-        if (on_cuda and size_on_device(keys) >= 0) or (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)):
+        if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
+            n = keys.size
+        elif (on_cuda and size_on_device(keys) >= 0) or (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)):
             keys, n = adopt_keys(keys, on_cuda)
         else:
             keys = as_host_keys(keys)
@@ -272,7 +275,9 @@ def named_segments(
         elif name not in out:
             raise InvalidInputError(f"looking up tables: out has no entry for {name!r}; name an output for every table")
         else:
-            place = adopt_output(out[name], n, specs[index].dim, on_cuda)
+            place = out[name]
+            dim = specs[index].dim
+            place = as_output(place, n, dim) if type(place) is np.ndarray else adopt_output(place, n, dim, on_cuda)
         segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n))
     refuse_repeated_tables([segment.table for segment in segments], specs)
     return segments

@@ -140,7 +140,7 @@ class PreparedLookup:
             TooManyKeysError, WorkspaceTimeoutError, DatabaseError: as `HPS.lookup`; outputs are then unspecified.
         """
         began = perf_counter_ns()
-        if not self._running.acquire(blocking=False):
+        if not self._running.acquire(False):
             raise ConflictError("running a prepared lookup: another thread is running it; prepare one for each thread")
         try:
             while True:

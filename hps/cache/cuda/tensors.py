@@ -208,7 +208,11 @@ class TensorReader:
         if self._tensor is None and "torch" in sys.modules:
             torch = sys.modules["torch"]
             self._int64, self._int32, self._float32 = torch.int64, torch.int32, torch.float32
-            self._torch_stream = work_stream_of(torch.Tensor) or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+            self._torch_stream = (
+                getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what Triton calls: 0.3 us faster than the exchange table
+                or work_stream_of(torch.Tensor)
+                or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+            )
             self._tensor = torch.Tensor
 
     def place(self, segments: Sequence[Segment], dims: Sequence[int], doing: Sequence[str], host: PinnedBuffer) -> AnyRows:
@@ -261,6 +265,19 @@ class TensorReader:
                         self._seen_torch = True
                         self.streams.add(self._torch_stream(device))
                     key_at, out_at = keys.data_ptr(), out.data_ptr()
+                elif (
+                    type(keys) is type(out) is cupy.ndarray
+                    and keys.dtype == _INT64
+                    and out.dtype == _FLOAT32
+                    and keys.data.device_id == device == out.data.device_id
+                    and not (key_at := keys.data.ptr) % 8
+                    and not (out_at := out.data.ptr) % 4
+                    and keys.flags.c_contiguous
+                    and out.flags.c_contiguous
+                    and out.size >= (n := keys.size) * dims[table]
+                ):
+                    if not self._seen_cupy:
+                        self._see_cupy()
                 else:
                     key_at, n = self.keys(keys)
                     out_at = self.output(out, n, dims[table])

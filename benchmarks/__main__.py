@@ -26,6 +26,7 @@ CASES = {  # name: what is measured, and beside what
     "pooled_host": "pooled lookups on a CPU, beside torch",
     "gpu_cache": "GPU: kernels of the cache, beside a plain gather and torch",
     "gpu_lookup": "GPU: whole lookups from Python, beside torch",
+    "prepared": "GPU: small lookups from Python, prepared or not, and through a layer",
     "misses": "GPU: misses by the link and by a copy, beside a gather over the link",
     "captured": "GPU: lookups in CUDA graphs, all keys resident or all but a few, beside the query alone",
     "pooled": "GPU: pooled lookups, beside a plain kernel and torch",

@@ -42,7 +42,7 @@ def _configuration(place: Path, dims: Sequence[int], rows: int, hotness: Sequenc
     return configuration(place, dims, rows, hotness, **whole)
 
 
-def _in_turn(ways: Mapping[str, Callable[[int], Any]], calls: int) -> dict[str, np.ndarray]:
+def in_turn(ways: Mapping[str, Callable[[int], Any]], calls: int) -> dict[str, np.ndarray]:
     """Seconds of `calls` calls of each way until the device is done, made in turn."""
     import torch
 
@@ -60,7 +60,7 @@ def _in_turn(ways: Mapping[str, Callable[[int], Any]], calls: int) -> dict[str, 
     return seconds
 
 
-def _of_calls(seconds: Mapping[str, np.ndarray]) -> dict[str, float]:
+def of_calls(seconds: Mapping[str, np.ndarray]) -> dict[str, float]:
     figures = {}
     for name, each in seconds.items():
         figures[f"{name}_p50_us"] = float(np.median(each)) * 1e6
@@ -102,7 +102,7 @@ def _one_table(report: Report, place: Path, dim: int, calls: int) -> None:
             for way in ways.values():
                 out.fill_(torch.nan)
                 check(sets[i], way(i))
-        figures = _of_calls(_in_turn(ways, calls))
+        figures = of_calls(in_turn(ways, calls))
         figures["layer_more_us"] = figures["layer_p50_us"] - figures["lookup_p50_us"]
         axes = {"work": "4,096 keys", "dim": dim, "keys": _KEYS}
         add(report, axes | {"how": "eager"}, figures)
@@ -142,7 +142,7 @@ def _graphs(
             results[name].fill_(torch.nan)
             graphs[name].replay()
             check(asked, results[name])
-    figures = _of_calls(_in_turn({name: lambda _i, graph=graph: graph.replay() for name, graph in graphs.items()}, calls))
+    figures = of_calls(in_turn({name: lambda _i, graph=graph: graph.replay() for name, graph in graphs.items()}, calls))
     many = 200
     device: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(15):
@@ -204,7 +204,7 @@ def _collection(report: Report, place: Path, calls: int) -> None:
         }
         for way in eager.values():
             check(way())
-        figures = _of_calls(_in_turn({name: lambda _i, way=way: way() for name, way in eager.items()}, calls))
+        figures = of_calls(in_turn({name: lambda _i, way=way: way() for name, way in eager.items()}, calls))
         figures["layer_more_us"] = figures["layer_p50_us"] - figures["lookup_p50_us"]
         add(report, axes | {"how": "eager"}, figures)
 
@@ -214,7 +214,7 @@ def _collection(report: Report, place: Path, calls: int) -> None:
             graph = part(report, f"capturing {name} of 26 features", 30, partial(_checked, forward, check))
             if graph is not None:
                 graphs[name] = graph
-        figures = _of_calls(_in_turn({name: lambda _i, graph=graph: graph.replay() for name, graph in graphs.items()}, calls))
+        figures = of_calls(in_turn({name: lambda _i, graph=graph: graph.replay() for name, graph in graphs.items()}, calls))
         if {"layer", "lookup"} <= graphs.keys():
             figures["layer_more_us"] = figures["layer_p50_us"] - figures["lookup_p50_us"]
         add(report, axes | {"how": "captured"}, figures)

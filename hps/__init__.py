@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from hps.tensors.bags import Bags as Bags
     from hps.updates.publisher import Publisher as Publisher
     from hps.updates.publisher import open_publisher as open_publisher
-    from hps.versions.captured_lookup import CapturedLookup as CapturedLookup
+    from hps.versions.fixed_lookups import CapturedLookup as CapturedLookup
+    from hps.versions.fixed_lookups import PreparedLookup as PreparedLookup
 
 _ERRORS = (
     "HPSError",
@@ -85,7 +86,8 @@ _STATISTICS = (
 _HOME = {
     "HPS": "hps.parameter_server",
     "Bags": "hps.tensors.bags",
-    "CapturedLookup": "hps.versions.captured_lookup",
+    "CapturedLookup": "hps.versions.fixed_lookups",
+    "PreparedLookup": "hps.versions.fixed_lookups",
     "Configuration": "hps.configuration.load",
     "load_configuration": "hps.configuration.load",
     "InferenceParams": "hps.configuration.hugectr_structs",

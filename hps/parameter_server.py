@@ -35,12 +35,12 @@ from hps.tensors.segments import (
     tensor_segment,
 )
 from hps.types import BoolArray, FloatArray
-from hps.versions.captured_lookup import CapturedLookup
 from hps.versions.catalog import ModelCatalog
 from hps.versions.catalog_watch import CatalogWatch, IndexEntry
 from hps.versions.collection import StatisticsCollector
 from hps.versions.deployer import Deployer
 from hps.versions.deployment import Deployment, StoredRow, choose_cache, open_databases, repeated_after_takeover
+from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.pins import Pin, pins_of
@@ -386,6 +386,42 @@ class HPS:
         return CapturedLookup(partial(self.model, model_name), record)
 
     @repeated_after_takeover
+    def prepare(
+        self,
+        tables: Mapping[str, Any] | Mapping[int, Any],
+        model_name: str,
+        device_id: int = 0,
+        *,
+        out: Mapping[Any, Any] | None = None,
+        return_found: bool = False,
+    ) -> PreparedLookup:
+        """Prepare a lookup for a loop whose tables and sizes stay the same: tensors are checked and packed once.
+
+            with server.prepare({"item": 4096, "user": 64}, "ranker") as lookup:
+                for batch in batches:
+                    lookup.keys["item"][:] = batch.items
+                    lookup.keys["user"][:] = batch.users
+                    vectors = lookup.run()  # complete, as by `lookup_tables`
+
+        Buffers are NumPy arrays, or, if the model has a cache on a GPU, CuPy arrays there, zero at first. A loop of torch's
+        binds torch's tensors, or takes the buffers with `torch.from_dlpack`, as long as it stays on torch's default stream.
+
+        Args:
+            tables: by table name or id, a number of keys, for which a buffer is made; or a tensor of keys, as for
+                `lookup_fromdlpack` but int64, which is bound: it must not be resized or freed. On a GPU, torch's or CuPy's.
+            device_id: device of the embedding cache to use.
+            out: by table, tensors for the vectors as for `lookup_fromdlpack`, bound likewise; default: buffers.
+            return_found: make a mask of the keys that a tier has, too.
+
+        Returns:
+            The prepared lookup. One thread at a time may run it.
+
+        Raises:
+            As `lookup_tables`; InvalidInputError also for keys that would have to be copied.
+        """
+        return PreparedLookup(partial(self.model, model_name), self._answer, device_id, tables, out, return_found)
+
+    @repeated_after_takeover
     def prefetch(self, keys: Any, model_name: str, table_id: int | str, device_id: int | None = None) -> int:
         """Load vectors into the embedding cache ahead of requests, such as the items of the next hours.
 
@@ -421,7 +457,7 @@ class HPS:
             As `lookup_tables`; NotReadyError when the deployment was retired; another version may serve by now.
         """
         began = perf_counter_ns()
-        refuse_repeated_tables(segments, deployment.tables)
+        refuse_repeated_tables([segment.table for segment in segments], deployment.tables)
         if device_id is None:
             device_id = deployment.one_device
             if device_id is None:
@@ -774,7 +810,7 @@ class HPS:
 
 def _named(
     deployment: Deployment, session: Session, tables: Mapping[Any, Any], out: Mapping[Any, Any] | None, with_found: bool
-) -> list[Segment]:
+) -> Sequence[Segment]:
     return named_segments(
         tables,
         out,

@@ -38,7 +38,7 @@ from hps.errors import InvalidInputError
 from hps.ground.capacity import Need
 from hps.ground.host_tables import HostTable
 from hps.tensors.segments import Segment
-from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +355,10 @@ class EmbeddingCache(ABC):
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Return host memory that `insert` reads fastest (pinned with CUDA), for bulk work; content unspecified."""
         return np.empty(shape, dtype)
+
+    def new_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """Return a new array of zeros on the device, which `query` reads and writes in place."""
+        return np.zeros(shape, dtype)
 
     @abstractmethod
     def insert(

@@ -25,7 +25,7 @@ from hps.statistics.prometheus import Value
 from hps.statistics.tracing import LookupTrace, Span, current, ended
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
-from hps.tensors.segments import Segment, tables_and_sizes
+from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, SeparateSegments
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,9 @@ class Session(Protocol):
             NotReadyError: the session is closed.
             DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
         """
+
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        """Check segments once for lookups of this session that repeat them. Raises TooManyKeysError."""
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
         """Enqueue a lookup on the stream of its tensors, which may be capturing a CUDA graph. Does not block.
@@ -223,7 +226,8 @@ class CachedSession:
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         start = perf_counter_ns()
-        asked = _asked(self.tables, self._max_keys, segments)
+        fixed = type(segments) is FixedSegments
+        asked = segments.asked if fixed else _asked(self.tables, self._max_keys, segments)  # type: ignore[attr-defined]
         under_way = self._under_way
         if under_way is not None:  # single operations of a dict are atomic: this needs no lock and never drifts
             under_way[threading.get_ident()] = sum([n for _table, n in asked])
@@ -234,9 +238,10 @@ class CachedSession:
                 taken = perf_counter_ns()
                 missing = lookup.query(segments)
                 queried = answered = perf_counter_ns()
-                counts = lookup.counts if missing else None
                 linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
-                if counts:
+                counts = None
+                if missing:
+                    counts = lookup.counts
                     current.stages = stages = {}
                     self._answer_misses(lookup, segments, counts)
                     answered = perf_counter_ns()
@@ -251,12 +256,12 @@ class CachedSession:
         end = perf_counter_ns()
         began = began_ns or start
         times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
+        recent, every = self._recent, self._counters
         with self._metrics.lock:
-            self._recent.extend(times)
-            if len(self._recent) >= LookupTimes.MOST_RECENT:
+            recent.extend(times)
+            if len(recent) >= LookupTimes.MOST_RECENT:
                 self._times.fold()
             self._device.lookups += 1
-            every = self._counters
             for table, n in asked:
                 counters = every[table]
                 counters.keys += n
@@ -270,6 +275,9 @@ class CachedSession:
             if counts:
                 trace.spans.sort(key=attrgetter("ended_ns"))
             self._trace(trace, segments, counts, linked, absent, padding)
+
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        return FixedSegments(segments, _asked(self.tables, self._max_keys, segments))
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
         _asked(self.tables, self._max_keys, segments)
@@ -496,7 +504,8 @@ class DirectSession:
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         start = perf_counter_ns()
-        _asked(self.tables, self._max_keys, segments)
+        if type(segments) is not FixedSegments:
+            _asked(self.tables, self._max_keys, segments)
         stages: dict[str, int] = {"adopt": start - (began_ns or start)}
         counts = []
         current.stages = stages
@@ -564,6 +573,9 @@ class DirectSession:
             pool_rows(rows, _AS_THEY_COME, positions, start, stop, keys, *bags, total, out)
             ended("scatter", table.table_name, began, found.size)
         return positions.size, absent
+
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        return FixedSegments(segments, _asked(self.tables, self._max_keys, segments))
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
         raise self._without_device()
@@ -654,7 +666,15 @@ class _LookupPool:
 
 def _asked(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
     """Return table and number of keys of each segment. Refuses too many."""
-    asked = tables_and_sizes(segments)
+    kind = type(segments)
+    if kind is SeparateSegments:
+        asked = list(zip(segments.tables, segments.sizes))  # type: ignore[attr-defined]  # noqa: B905 - made as many
+    elif kind is ConcatenatedSegments:
+        asked = list(enumerate(segments.counts))  # type: ignore[attr-defined]
+    else:
+        asked = []
+        for segment in segments:
+            asked.append((segment.table, segment.n))
     for index, n in asked:
         if n > max_keys[index]:
             table = tables[index]

@@ -164,7 +164,7 @@ def pooled_segments(
             place = shared[:, column : column + dim] if on_host else Columns(shared, column, rows, width)
             column += dim
         segments.append(Segment(index, keys, place, None, n, pooling))
-    refuse_repeated_tables(segments, specs)
+    refuse_repeated_tables([segment.table for segment in segments], specs)
     return segments
 
 

@@ -16,11 +16,14 @@ import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.array_checks import as_keys, as_output, check_array, view_as_keys, view_as_output
-from hps.tensors.dlpack import adopt
+from hps.tensors.dlpack import TensorView, adopt
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 if TYPE_CHECKING:
     from hps.tensors.bags import Pooling
+
+_INT64 = np.dtype(np.int64)
+_MOST_INDICES = 1 << 12  # kept in a dict
 
 
 @dataclass(slots=True, eq=False)
@@ -101,11 +104,66 @@ class ConcatenatedSegments(Sequence[Segment]):
         return self._made[place]
 
 
-def tables_and_sizes(segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
-    """Return the index of the table and the number of keys of each segment."""
-    if type(segments) is ConcatenatedSegments:
-        return list(enumerate(segments.counts))
-    return [(segment.table, segment.n) for segment in segments]
+class SeparateSegments(Sequence[Segment]):
+    """The segments of tables whose keys and outputs are tensors of torch, or of CuPy. *Immutable.*
+
+    A CUDA cache needs no segment of those in its memory; they are made for who asks.
+
+    Attributes:
+        tables, sizes: index of the table and number of keys, by segment.
+        keys, outs: tensors, by segment.
+        of_torch: whether they are torch's.
+    """
+
+    __slots__ = ("_made", "_specs", "keys", "of_torch", "outs", "sizes", "tables")
+
+    def __init__(
+        self,
+        tables: Sequence[int],
+        sizes: Sequence[int],
+        keys: Sequence[DeviceArray],
+        outs: Sequence[DeviceArray],
+        specs: Sequence[TableSpec],
+        of_torch: bool,
+    ) -> None:
+        self._specs = specs
+        self.tables = tables
+        self.sizes = sizes
+        self.keys = keys
+        self.outs = outs
+        self.of_torch = of_torch
+        self._made: list[Segment] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def __getitem__(self, place: Any) -> Any:
+        if self._made is None:
+            self._made = [
+                tensor_segment(table, self._specs[table].dim, keys, out, on_cuda=True, with_found=False)
+                for table, keys, out in zip(self.tables, self.keys, self.outs, strict=True)
+            ]
+        return self._made[place]
+
+
+MADE_LATE = (ConcatenatedSegments, SeparateSegments)
+"""Kinds of segments of rows that are made only if asked for."""
+
+
+class FixedSegments(list[Segment]):
+    """The segments of lookups that repeat the same tensors on one session. *One lookup at a time.*
+
+    Attributes:
+        asked: index of the table and number of keys of each, checked.
+        placed: where a CUDA cache found the tensors, which it keeps here.
+    """
+
+    __slots__ = ("asked", "placed")
+
+    def __init__(self, segments: Sequence[Segment], asked: Sequence[tuple[int, int]]) -> None:
+        super().__init__(segments)
+        self.asked = asked
+        self.placed: Any = None
 
 
 def as_host_keys(keys: Any) -> KeyArray:
@@ -166,6 +224,8 @@ def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, 
     """
     if on_cuda and getattr(keys, "is_cuda", False) and getattr(out, "is_cuda", False):  # what the functions below would find
         flat, n, place = keys, keys.numel(), out
+    elif on_cuda and type(keys) is type(out) is getattr(sys.modules.get("cupy"), "ndarray", None):
+        flat, n, place = keys, keys.size, out
     else:
         flat, n = adopt_keys(keys, on_cuda)
         place = adopt_output(out, n, dim, on_cuda)
@@ -176,35 +236,36 @@ def named_segments(
     tables: Mapping[Any, Any],
     out: Mapping[Any, Any] | None,
     table_index: Callable[[Any], int],
-    indices: Mapping[Any, int],
+    indices: dict[Any, Any],
     specs: Sequence[TableSpec],
     *,
     on_cuda: bool,
     with_found: bool,
-) -> list[Segment]:
+) -> Sequence[Segment]:
     """Build one segment for each table named by the caller.
 
     Keys are tensors or sequences; outputs are tensors or new host arrays.
 
     Args:
         table_index: finds a table that `indices` lacks, or raises.
-        indices: table indices by name and by id.
+        indices: table indices by name and by id; those of tuples of names are kept in it.
 
     Raises:
         UnknownTableError: raised by `table_index`.
         InvalidDtypeError, InvalidInputError: as for `tensor_segment`; also if `out` lacks a table, or a table is named twice.
     """
+    if on_cuda and out is not None and not with_found:
+        separate = _separate_segments(tables, out, table_index, indices, specs)
+        if separate is not None:
+            return separate
     segments = []
-    by_id, cupy_array = False, _cupy_array()
     for name, keys in tables.items():
         index = indices.get(name) if type(name) is str else None
         if index is None:
-            index, by_id = table_index(name), True
-        if on_cuda and type(keys) is cupy_array:  # inlines `size_on_device`: this runs once per table
+            index = table_index(name)
+        if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
             n = keys.size
-        elif on_cuda and getattr(keys, "is_cuda", False):
-            n = keys.numel()
-        elif hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray):
+        elif (on_cuda and size_on_device(keys) >= 0) or (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)):
             keys, n = adopt_keys(keys, on_cuda)
         else:
             keys = as_host_keys(keys)
@@ -215,11 +276,78 @@ def named_segments(
             raise InvalidInputError(f"looking up tables: out has no entry for {name!r}; name an output for every table")
         else:
             place = out[name]
-            if not on_cuda or not (type(place) is cupy_array or getattr(place, "is_cuda", False)):
-                place = adopt_output(place, n, specs[index].dim, on_cuda)
+            dim = specs[index].dim
+            place = as_output(place, n, dim) if type(place) is np.ndarray else adopt_output(place, n, dim, on_cuda)
         segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n))
-    if by_id:
-        refuse_repeated_tables(segments, specs)
+    refuse_repeated_tables([segment.table for segment in segments], specs)
+    return segments
+
+
+def _separate_segments(
+    tables: Mapping[Any, Any],
+    out: Mapping[Any, Any],
+    table_index: Callable[[Any], int],
+    indices: dict[Any, Any],
+    specs: Sequence[TableSpec],
+) -> SeparateSegments | None:
+    """Return the segments of tensors that are all torch's or all CuPy's, the fastest way; None for others."""
+    keys, outs = list(tables.values()), list(map(out.get, tables))
+    kinds = {*map(type, keys), *map(type, outs)}
+    if len(kinds) != 1:
+        return None
+    [kind] = kinds
+    of_torch = kind is getattr(sys.modules.get("torch"), "Tensor", None)
+    if not of_torch and kind is not _cupy_array():
+        return None
+    names = tuple(tables)
+    found: tuple[int, ...] | None = indices.get(names)
+    if found is None:
+        found = tuple(map(table_index, names))
+        refuse_repeated_tables(found, specs)
+        if {*map(type, names)} == {str} and len(indices) < _MOST_INDICES:
+            indices[names] = found
+    sizes = list(map(kind.numel, keys)) if of_torch else [one.size for one in keys]  # type: ignore[attr-defined]
+    return SeparateSegments(found, sizes, keys, outs, specs, of_torch)
+
+
+def fixed_segments(
+    tables: Mapping[Any, Any],
+    out: Mapping[Any, Any],
+    found: Mapping[Any, Any],
+    table_index: Callable[[Any], int],
+    specs: Sequence[TableSpec],
+    *,
+    on_cuda: bool,
+) -> list[Segment]:
+    """Build one segment for each table from tensors that lookups read and write again and again.
+
+    Args:
+        found: masks by table, of the caller's own; or empty.
+
+    Raises:
+        UnknownTableError: raised by `table_index`.
+        InvalidDtypeError, InvalidInputError: as for `named_segments`; also for keys that would have to be copied, and for
+            tensors on a device whose framework does not tell its current stream.
+    """
+    segments = []
+    for name, given in tables.items():
+        index = table_index(name)
+        keys, n = adopt_keys(given, on_cuda)
+        if name not in out:
+            raise InvalidInputError(f"preparing a lookup: out has no entry for {name!r}; name an output for every table")
+        place = adopt_output(out[name], n, specs[index].dim, on_cuda)
+        if type(keys) is np.ndarray and keys is not given and keys.flags.owndata:
+            raise InvalidInputError(
+                f"preparing a lookup of table {name!r}: got keys that are not int64 or not aligned, expected aligned int64: a "
+                "copy would not have the keys of later runs"
+            )
+        if isinstance(keys, TensorView) or isinstance(place, TensorView):
+            raise InvalidInputError(
+                f"preparing a lookup of table {name!r}: got a tensor on the GPU that is neither torch's nor CuPy's; pass "
+                "cupy.from_dlpack of it"
+            )
+        segments.append(Segment(index, keys, place, found.get(name), n))
+    refuse_repeated_tables([segment.table for segment in segments], specs)
     return segments
 
 
@@ -285,9 +413,9 @@ def _parts(keys: Any, out: Any, counts: Sequence[int], dims: Sequence[int], foun
     return segments
 
 
-def refuse_repeated_tables(segments: Sequence[Segment], specs: Sequence[TableSpec]) -> None:
+def refuse_repeated_tables(tables: Sequence[int], specs: Sequence[TableSpec]) -> None:
     """Refuse two segments of one table with `InvalidInputError`."""
-    if len({segment.table for segment in segments}) != len(segments):
+    if len(set(tables)) != len(tables):
         raise InvalidInputError(f"looking up model {specs[0].model_name!r}: a table is named twice; name each once")
 
 

@@ -98,7 +98,7 @@ class Deployment:
         log_positions: per table, its position in the log just before its caches were filled.
         stop_following: called with a timeout when the deployment is closed: stop the feeds of its tables, and return whether
             they have stopped. Shared by all deployments that hold the tables in turn.
-        indices: table indices, by name and by id.
+        indices: table indices, by name and by id, and of tuples of names that lookups used.
         dims: dimensions of the tables.
         changes: modifications and refreshes in progress.
         one_device: the first device if all devices share one session; else None.
@@ -121,7 +121,7 @@ class Deployment:
     log_starts: tuple[Mapping[str, str] | None, ...] = ()
     log_positions: tuple[dict[Partition, LogPosition], ...] = ()
     stop_following: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
-    indices: dict[str | int, int] = field(init=False, repr=False)
+    indices: dict[Any, Any] = field(init=False, repr=False)
     dims: tuple[int, ...] = field(init=False, repr=False)
     changes: OpenCalls = field(init=False, repr=False)
     one_device: int | None = field(init=False, repr=False)
@@ -134,7 +134,7 @@ class Deployment:
         self.changes = OpenCalls(f"the deployment of model {self.config.model!r}")
         self.lookups_ended = threading.Event()
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
-        self.indices = names | {index: index for index in names.values()}
+        self.indices = {**names, **{index: index for index in names.values()}}
         self.dims = tuple(spec.dim for spec in self.tables)
         devices = self.devices
         shared = len(set(map(id, self.sessions.values()))) == 1
@@ -224,7 +224,7 @@ class Deployment:
         Raises:
             UnknownTableError: the model has no such table.
         """
-        index = self.indices.get(table) if isinstance(table, (str, int, np.integer)) else None
+        index: int | None = self.indices.get(table) if isinstance(table, (str, int, np.integer)) else None
         if index is None or isinstance(table, bool):
             known = ", ".join(f"{index} ({spec.table_name})" for index, spec in enumerate(self.tables))
             raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, expected one of {known}")

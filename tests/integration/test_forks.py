@@ -52,6 +52,8 @@ def child():
     calls = [
         lambda: server.lookup(keys, "m", "a"),
         lambda: server.lookup_tables({"a": keys}, "m"),
+        lambda: prepared.run(),
+        lambda: server.prepare({"a": 3}, "m"),
         lambda: server.insert(keys, vectors_of(keys), "m", "a"),
         lambda: server.delete(keys, "m", "a"),
         lambda: server.refresh("m"),
@@ -74,6 +76,7 @@ def insert(count):
 
 
 deployment = server.model("m")
+prepared = server.prepare({"a": 3}, "m")
 insert(5)
 writer = threading.Thread(target=insert, args=(50,))
 writer.start()

@@ -25,7 +25,7 @@ from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.host_tables import HostTable
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.segments import Segment
-from hps.types import FloatArray, KeyArray, TableSpec
+from hps.types import DeviceArray, FloatArray, KeyArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
@@ -148,6 +148,13 @@ class CupyCache(EmbeddingCache):
         count = math.prod(shape)
         memory = cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
         return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    @device_call("allocating an array")
+    def new_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """Return a new CuPy array. See `EmbeddingCache.new_array`."""
+        array = cupy.zeros(shape, dtype)
+        cupy.cuda.get_current_stream().synchronize()  # whoever fills it may use another stream
+        return array
 
     @device_call("inserting")
     def insert(

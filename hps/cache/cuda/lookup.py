@@ -33,7 +33,7 @@ from hps.cache.cuda.pooling import BagPooling
 from hps.cache.cuda.queries import Geometry, Queries
 from hps.cache.cuda.tensors import NO_ROWS, UNKNOWN_STREAM, AnyRows, AskedRows, PlacedSegment, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
-from hps.tensors.segments import ConcatenatedSegments, Segment
+from hps.tensors.segments import MADE_LATE, Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0
@@ -373,7 +373,7 @@ class CupyLookup(CacheLookup):
         self._fetched_used = 0
         self.reader.start()
         self.padding = ()
-        self._pooled = type(segments) is not ConcatenatedSegments and bool(segments) and segments[0].pooling is not None
+        self._pooled = type(segments) not in MADE_LATE and bool(segments) and segments[0].pooling is not None
         if self._pooled:
             self._total = self._bags.place(segments, self.reader, self.host)
             self._places, self._placed = NO_ROWS, self._bags.placed
@@ -399,7 +399,7 @@ class CupyLookup(CacheLookup):
         If recent lookups missed keys that attached tables had, both kernels are launched at once; otherwise the one for misses
         follows only after a miss, so that lookups of resident keys cost the same with and without attached tables.
         """
-        self.launch_query()
+        self._queries.launch(self._places, self.stream)
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
         if launched:

@@ -4,7 +4,7 @@ What queries of the same tables and numbers of keys have in common is packed onc
 tensors are new. That is most of what a lookup of many tables takes on the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import TypeAlias
@@ -61,15 +61,21 @@ class Queries:
         self._query_of = query_of
         self._arguments = {segments: _arguments_of(segments) for segments in (1, kernels.SEGMENTS_AT_ONCE)}
         self._kept: dict[tuple[object, ...], _Launch] = {}
+        self._fixed: dict[object, list[tuple[int, int, Arguments]]] = {}  # by token: handle, blocks, arguments
         self._lists = (0, 0, 0, 0)
 
     def use(self, missing_keys: int, missing_positions: int, missing_counts: int, any_missing: int) -> None:
         """Let queries write their misses to these addresses."""
         self._lists = (missing_keys, missing_positions, missing_counts, any_missing)
         self._kept.clear()
+        self._fixed.clear()
 
     def launch(self, rows: AnyRows, stream: int) -> None:
         """Launch the query of all segments: one kernel for every SEGMENTS_AT_ONCE of them."""
+        if (token := rows.token) is not None:
+            for handle, blocks, arguments in self._fixed.get(token) or self._fix(token, rows):
+                launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
+            return
         count = len(rows.sizes)
         if 1 < count <= kernels.SEGMENTS_AT_ONCE and not rows.masked:
             self._launch_kept(rows, stream)
@@ -77,16 +83,30 @@ class Queries:
         if count == 1 and isinstance(rows, PlacedRows):
             self._launch_one(rows, stream)
             return
-        listed, missing = rows.listed() if isinstance(rows, ConcatenatedRows) else rows, 0
-        for first in range(0, count, kernels.SEGMENTS_AT_ONCE):
+        listed = rows.listed() if isinstance(rows, ConcatenatedRows) else rows
+        for handle, blocks, arguments in self._packed(listed, lambda segments: self._arguments[segments]):
+            launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
+
+    def _fix(self, token: object, rows: AnyRows) -> list[tuple[int, int, Arguments]]:
+        """Pack the queries of rows that stay where they are, to be found again by their token."""
+        listed = rows.listed() if isinstance(rows, ConcatenatedRows) else rows
+        if len(self._fixed) == _MOST_KEPT:
+            del self._fixed[next(iter(self._fixed))]
+        packed = self._fixed[token] = list(self._packed(listed, _arguments_of))
+        return packed
+
+    def _packed(self, rows: PlacedRows, arguments_of: Callable[[int], Arguments]) -> Iterator[tuple[int, int, Arguments]]:
+        """Pack the queries of any number of segments: handle, blocks and arguments of each kernel, to be launched in turn."""
+        missing = 0
+        for first in range(0, len(rows.sizes), kernels.SEGMENTS_AT_ONCE):
             part = slice(first, first + kernels.SEGMENTS_AT_ONCE)
-            tables = listed.tables[part]
-            handle, widest, geometry = self._query_of(tables, reduce(or_, listed.outs[part]) & 15)
-            arguments = self._arguments[1 if len(tables) == 1 else kernels.SEGMENTS_AT_ONCE]
+            tables = rows.tables[part]
+            handle, widest, geometry = self._query_of(tables, reduce(or_, rows.outs[part]) & 15)
+            arguments = arguments_of(1 if len(tables) == 1 else kernels.SEGMENTS_AT_ONCE)
             per_warp = _keys_per_warp(rows.total, widest)
-            blocks, missing = self._pack(arguments, geometry, listed, first, missing, per_warp)
+            blocks, missing = self._pack(arguments, geometry, rows, first, missing, per_warp)
             if blocks:
-                launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
+                yield handle, blocks, arguments
 
     def _launch_one(self, rows: PlacedRows, stream: int) -> None:
         [n], [keys], [out], [found] = rows.sizes, rows.keys, rows.outs, rows.founds

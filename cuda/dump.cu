@@ -9,6 +9,7 @@
 // TWIN        hps.cache.cpu.kernels.dump
 
 #include "embedding_cache.cuh"
+#include "walk.cuh"
 
 #ifndef HPS_THREADS
 #define HPS_THREADS 256
@@ -29,13 +30,22 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) dump(const __grid_cons
     const u32 nth = blockIdx.x * (HPS_THREADS / PAIR_PARTS) + threadIdx.x / PAIR_PARTS, pair = request.first + nth;
     i64 low = 0, high = 0;
     bool has_low = false, has_high = false;
+    uint4 part = make_uint4(0, 0, 0, 0);
+    if (nth < request.n) part = load_part(table.buckets + static_cast<u64>(pair) * PAIR_PARTS + member);
+#if HPS_STATIC
+    const u32 occupied = occupied_of(__shfl_sync(FULL_WARP, part.x, lane / BUCKET_PARTS * BUCKET_PARTS));
+#endif
     if (nth < request.n) {
-        const uint4 part = load_part(table.buckets + static_cast<u64>(pair) * PAIR_PARTS + member);
-        const i64 filler = filler_of(table, pair);
         low = key_of(part.x, part.y);
         high = key_of(part.z, part.w);
+#if HPS_STATIC
+        has_low = member % BUCKET_PARTS != 0 && occupied >> (2 * (member % BUCKET_PARTS) - 1) & 1;
+        has_high = occupied >> (2 * (member % BUCKET_PARTS)) & 1;
+#else
+        const i64 filler = filler_of(table, pair);
         has_low = member % BUCKET_PARTS != 0 && low != filler;
         has_high = high != filler;
+#endif
     }
     const u32 lows = __ballot_sync(FULL_WARP, has_low), highs = __ballot_sync(FULL_WARP, has_high);
     if ((lows | highs) == 0) return;

@@ -7,7 +7,11 @@
 // TWIN        hps.cache.cpu.kernels.erase
 
 #include "embedding_cache.cuh"
+#include "walk.cuh"
 #include "writer.cuh"
+#if HPS_STATIC
+#include "placement.cuh"
+#endif
 
 #ifndef HPS_THREADS
 #define HPS_THREADS 256
@@ -24,6 +28,10 @@ static_assert(sizeof(Table) == 48 && sizeof(Erase) == 64, "hps/cache/cuda/kernel
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_constant__ Erase request) {
     const Table& table = request.table;
+#if HPS_STATIC
+    const u32 own = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
+    erase_keys(table, own < request.n ? request.keys[own] : 0, own < request.n);
+#else
     const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
     const u32 index = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
     bool pending = index < request.n;
@@ -62,4 +70,5 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_con
         writer.give_back(own, slot >= 0);
         if (own) pending = false;
     }
+#endif
 }

@@ -10,8 +10,13 @@
 // TWIN        hps.cache.cpu.kernels.write
 
 #include "embedding_cache.cuh"
+#include "walk.cuh"
 #include "writer.cuh"
+#if HPS_STATIC
+#include "placement.cuh"
+#else
 #include "admission.cuh"
+#endif
 
 #ifndef HPS_THREADS
 #define HPS_THREADS 256
@@ -39,7 +44,11 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
     const bool pending = index < request.n && (request.chosen == nullptr || request.chosen[index]);
     const i64 key = pending ? __ldcs(request.keys + index) : 0;
     const Unit* const vector = request.vectors + static_cast<u64>(index) * units;
+#if HPS_STATIC
+    write_keys(request.table, request.mode, key, pending, vector, units, counts);
+#else
     write_keys(request.table, request.mode, key, pending, vector, units, nullptr, 0, counts);
+#endif
     __syncthreads();
     if (threadIdx.x == 0) counts.add_to(request.table.counters);
 }

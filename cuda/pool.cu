@@ -24,6 +24,7 @@
 // TWIN        hps.cache.cpu.pooling.pool, hps.tensors.pooling.pool_rows
 
 #include "embedding_cache.cuh"
+#include "walk.cuh"
 
 #ifndef HPS_THREADS
 #define HPS_THREADS 128
@@ -242,6 +243,9 @@ struct alignas(16) Found {
     u32 row[32];    // of the cache
     u32 index[32];  // of the bucket
     u32 word[32];   // the first of the bucket's header
+#if HPS_STATIC
+    u32 gone[32];
+#endif
     i64 key[32];
     float weight[32];
     float factor[32];  // what the row is multiplied by: the weight, less where it is clipped
@@ -259,7 +263,14 @@ __device__ __forceinline__ void find(const PoolSegment& segment, Found& found, b
 #pragma unroll
     for (u32 r = 0; r < 4; ++r) {
         if (all >> (8 * r) & 0xff) {
+#if HPS_STATIC
+            const u32 occupied = occupied_of(__shfl_sync(FULL_WARP, parts[r].x, 4 * tile));
+            const int in_part =
+                all >> (8 * r + tile) & 1 ? slot_in_static_part(parts[r], member, found.key[8 * r + tile], occupied) : -1;
+            if (member == 0 && all >> (8 * r + tile) & 1) found.gone[8 * r + tile] = parts[r].y;
+#else
             const int in_part = all >> (8 * r + tile) & 1 ? slot_in_part(parts[r], member, found.key[8 * r + tile]) : -1;
+#endif
             const u32 who = __ballot_sync(FULL_WARP, in_part >= 0) >> (lane % 8 * 4) & 15;  // of the lane's own key, if it is its turn
             const int there = __shfl_sync(FULL_WARP, in_part, lane % 8 * 4 + (who ? __ffs(who) - 1 : 0));
             if (lane / 8 == r && asks) slot = who ? there : -1;
@@ -326,12 +337,31 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
             __syncwarp();
             int slot = -1;
             find(segment, found, asks, slot);
+#if HPS_STATIC
+            u32 came_to = found.index[lane], gone = found.gone[lane], steps = 0;
+            bool next_door = found.word[lane] >> 24, walks = asks && slot < 0 && (next_door || gone);
+#pragma unroll 1
+            while (__any_sync(FULL_WARP, walks)) {  // as in query.cu
+                if (walks) {
+                    if (!next_door) came_to = next_bucket(came_to, step_of(found.key[lane], segment.pairs), segment.pairs);
+                    found.index[lane] = came_to ^ static_cast<u32>(next_door);
+                }
+                __syncwarp();
+                find(segment, found, walks, slot);
+                if (walks) {
+                    if (!next_door) gone = found.gone[lane];
+                    next_door = !next_door && found.word[lane] >> 24;
+                    walks = slot < 0 && (next_door || (gone && ++steps < segment.pairs));
+                }
+            }
+#else
             const bool strayed = asks && slot < 0 && found.word[lane] >> 24;
             if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
                 if (strayed) found.index[lane] ^= 1;
                 __syncwarp();
                 find(segment, found, strayed, slot);
             }
+#endif
             acquire();
             const bool copies = slot >= 0 && !(found.word[lane] & 1);
             bool retry = slot >= 0 && !copies;  // a writer owns the bucket
@@ -423,10 +453,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                 const u64 again = load_word(reinterpret_cast<const u64*>(bucket) + late);
                 const i64 key_again = static_cast<i64>(load_word(reinterpret_cast<const u64*>(bucket) + 1 + own_slot + late));
                 retry = ((again ^ found.word[lane]) & 0xffff) != 0 || key_again != found.key[lane];
+#if !HPS_STATIC
                 const u32 score = score_of(static_cast<u32>(again >> 32), own_slot);
                 if (score < ENOUGH_SCORE) {
                     atomicOr(scores_at(bucket), (score < HIT_SCORE ? HIT_SCORE : TOP_SCORE) << (4 * own_slot));
                 }
+#endif
             }
             if (!__any_sync(FULL_WARP, retry)) break;
             if (attempt >= HPS_PATIENCE) refused |= retry;

@@ -21,7 +21,11 @@
 // TWIN        hps.cache.cpu.kernels.query
 
 #include "embedding_cache.cuh"
+#include "walk.cuh"
 
+#ifndef HPS_SETTLES
+#define HPS_SETTLES 0  // 1: the tables are static and complete, so a key that misses is absent
+#endif
 #ifndef HPS_THREADS
 #define HPS_THREADS 128
 #endif
@@ -54,8 +58,8 @@ struct Segment {
     u32 pairs;
     u32 units;  // of a row: dim / HPS_UNIT
     u32 first_block;
-    u32 missing;
-    u32 index;  // of its count
+    u32 missing;  // with HPS_SETTLES: the bits of the default value
+    u32 index;    // of its count
 };
 
 struct Query {
@@ -82,7 +86,12 @@ static_assert(ROUNDS % ROW_LOADS == 0, "whole batches");
 
 // Where a tile's key stands in the bucket that it holds: the slot, or -1; for whole warps.
 __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked, u32 tile, u32 member) {
+#if HPS_STATIC
+    const u32 occupied = occupied_of(__shfl_sync(FULL_WARP, part.x, 4 * tile));
+    const int in_part = asked ? slot_in_static_part(part, member, key, occupied) : -1;
+#else
     const int in_part = asked ? slot_in_part(part, member, key) : -1;
+#endif
     const u32 who = __ballot_sync(FULL_WARP, in_part >= 0) >> (4 * tile) & 15;
     const int slot = __shfl_sync(FULL_WARP, in_part, 4 * tile + (who ? __ffs(who) - 1 : 0));
     return who ? slot : -1;
@@ -109,6 +118,7 @@ __device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, 
     return distinct;
 }
 
+#if !HPS_SETTLES
 __device__ __forceinline__ void list_misses(const Query& request, const Segment& segment, u32 first, u32 missed, u32 lane) {
     u32 to = 0;
     if (lane == 0) {
@@ -121,6 +131,36 @@ __device__ __forceinline__ void list_misses(const Query& request, const Segment&
         request.missing_positions[to] = first + lane;
     }
 }
+#endif
+
+#if HPS_SETTLES
+// Finish keys that are not resident: those that could not be read, and the others, which are absent while the table is complete.
+// The table's word for that is read after their buckets: whoever makes a row non-resident that exists clears the word before.
+__device__ __forceinline__ void settle_misses(const Query& request, const Segment& segment, u32 first, u32 missed, u32 unread,
+                                              u32 lane) {
+    const u32 units = segment.units;
+    const u64 row_bytes = static_cast<u64>(segment.pairs) * (2 * SLOTS) * units * sizeof(Unit);
+    u64* const counters = reinterpret_cast<u64*>(reinterpret_cast<u64>(segment.rows) + (row_bytes + 255) / 256 * 256);
+    const bool complete = load_word(counters + COMPLETE) != 0, waits = request.any_missing != nullptr;
+    if (!complete) unread = missed;
+    const u32 absent = missed & ~unread;
+    Unit value;
+#pragma unroll
+    for (u32 u = 0; u < UNIT; ++u) value.value[u] = __uint_as_float(segment.missing);
+    for (u32 to = waits ? absent : missed; to; to &= to - 1) {
+        Unit* const row = segment.out + static_cast<u64>(first + __ffs(to) - 1) * units;
+        for (u32 unit = lane; unit < units; unit += 32) stream_out(row + unit, value);
+    }
+    if (lane != 0) return;
+    if (waits) {  // flags in mapped memory: whether any key missed, and whether any could not be read
+        if (atomicAdd(request.missing_counts + segment.index, __popc(absent)) == 0) request.any_missing[0] = 1;
+        if (unread) request.any_missing[1] = 1;
+    } else {
+        if (absent) atomicAdd(counters + ABSENT_KEYS, static_cast<u64>(__popc(absent)));
+        if (unread) atomicAdd(counters + UNREAD_KEYS, static_cast<u64>(__popc(unread)));
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(const __grid_constant__ Query request) {
 #if __CUDA_ARCH__ >= 900
@@ -149,6 +189,9 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     const volatile u32* const askers_at_place = askers_of[warp];
 
     u32 answered = 0;  // bit i: key i of the warp
+#if HPS_SETTLES
+    u32 unread = 0;  // likewise: a writer kept its bucket
+#endif
     u32 attempt = 0;
 #pragma unroll 1
     for (u32 done = 0; done < distinct;) {
@@ -158,6 +201,31 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         if (asks) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
         int slot = tile_slot(part, key_at_place[done], asks, tile, member);
         u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);  // the first of the bucket's header
+#if HPS_STATIC
+        bool walks = asks && slot < 0;  // the key is not at home: look wherever the headers say that it may be
+        if (__any_sync(FULL_WARP, walks)) {
+            u32 came_to = index, gone = __shfl_sync(FULL_WARP, part.y, 4 * tile), steps = 0;
+            bool next_door = word >> 24;
+            walks = walks && (next_door || gone);
+#pragma unroll 1
+            while (__any_sync(FULL_WARP, walks)) {
+                if (walks) {
+                    if (!next_door) came_to = next_bucket(came_to, step_of(key_at_place[done], segment.pairs), segment.pairs);
+                    index = came_to ^ static_cast<u32>(next_door);
+                    part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+                }
+                const int there = tile_slot(part, key_at_place[done], walks, tile, member);
+                const u32 header = __shfl_sync(FULL_WARP, part.x, 4 * tile), passed = __shfl_sync(FULL_WARP, part.y, 4 * tile);
+                if (walks) {
+                    slot = there;
+                    word = header;
+                    if (!next_door) gone = passed;
+                    next_door = !next_door && header >> 24;
+                    walks = slot < 0 && (next_door || (gone && ++steps < segment.pairs));
+                }
+            }
+        }
+#else
         const bool strayed = asks && slot < 0 && word >> 24;
         if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
             if (strayed) {
@@ -171,14 +239,17 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
                 word = header;
             }
         }
+#endif
         acquire();
         const bool owned = word & 1;  // by a writer
         const bool copies = slot >= 0 && !owned;
         bool retry = slot >= 0 && owned;
+#if !HPS_STATIC
         if (copies && member == 0 && score_of(part.y, slot) < ENOUGH_SCORE) {
             const u32 raised = score_of(part.y, slot) < HIT_SCORE ? HIT_SCORE : TOP_SCORE;
             atomicOr(scores_at(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS), raised << (4 * slot));
         }
+#endif
 
         // Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a round.
         u32 copied = 0;  // some bits of every unit that was
@@ -223,11 +294,18 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         answered |= __reduce_or_sync(FULL_WARP, copies && !torn ? askers_at_place[done + tile] : 0);
         retry |= torn;
         if (__any_sync(FULL_WARP, retry) && ++attempt < HPS_PATIENCE) continue;  // those that are answered are left out
+#if HPS_SETTLES
+        unread |= __reduce_or_sync(FULL_WARP, retry ? askers_at_place[done + tile] & ~answered : 0);
+#endif
         attempt = 0;
         done += PASS;
     }
 
     u32 missed = all & ~answered;
     if (segment.found != nullptr && lane < count) segment.found[first + lane] = answered >> lane & 1;
+#if HPS_SETTLES
+    if (missed) settle_misses(request, segment, first, missed, unread & missed, lane);
+#else
     if (missed) list_misses(request, segment, first, missed, lane);
+#endif
 }

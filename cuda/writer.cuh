@@ -36,6 +36,16 @@ struct Writer {
         return held == 3;
     }
 
+    // Own the pair if that takes no wait; for whole warps. Whether the tile owns it.
+    __device__ __forceinline__ bool take_or_leave(bool wants) {
+        const bool own = take(wants, 0);
+        if (held == 1) {
+            if (member == 0) store_version(version);
+            held = 0;
+        }
+        return own;
+    }
+
     // Give the pair back, after the writes of all lanes; for whole warps. `owned` tells tiles that own theirs.
     __device__ __forceinline__ void give_back(bool owned, bool changed) {
         __syncwarp();

@@ -43,13 +43,19 @@ from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counters of one cached table since construction. `evictions` counts resident keys displaced by an insert."""
+    """Counters of one cached table since construction.
+
+    Attributes:
+        evictions: resident keys displaced by an insert.
+        unplaced: keys that an insert into a static table found no place for.
+    """
 
     capacity_rows: int
     resident_rows: int
     inserts: int
     evictions: int
     size_bytes: int
+    unplaced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +235,7 @@ class CachePlan(ABC):
 
     @classmethod
     @abstractmethod
-    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
+    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
         """Return what `EmbeddingCache.create` would allocate for each table; arguments as there."""
 
     @classmethod
@@ -258,6 +264,13 @@ class EmbeddingCache(ABC):
     tables: tuple[TableSpec, ...]
     device_id: int
 
+    static: bool = False
+    """The cache is to hold every row: it evicts nothing, an inserted key takes any empty slot, and a lookup makes nothing
+    resident. A key that finds no slot is counted in `CacheStats.unplaced`."""
+
+    complete: bool = False
+    """Every row of every table is resident, so keys that are not are absent: lookups give them the default vector."""
+
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """Return why this machine cannot run this cache, for the log; None if it can."""
@@ -270,7 +283,12 @@ class EmbeddingCache(ABC):
 
     @classmethod  # noqa: B027 - optional
     def check_room(
-        cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, index_bytes: Sequence[int] = ()
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        device_id: int,
+        static: bool = False,
+        index_bytes: Sequence[int] = (),
     ) -> None:
         """Reject tables that `create` could not allocate now, before anything is loaded; other arguments as for `create`.
 
@@ -285,13 +303,14 @@ class EmbeddingCache(ABC):
 
     @classmethod
     @abstractmethod
-    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
+    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False) -> Self:
         """Allocate a cache for all tables of a model.
 
         Args:
             tables: T tables, in the order of their ids.
             capacity_rows: T row counts, each at least 0, rounded up to full sets. 0 caches nothing.
             device_id: CUDA device; ignored on the CPU.
+            static: see `static`.
 
         Raises:
             DeviceMemoryError: the tables do not fit; the message lists the need of each table and a size that would fit.
@@ -371,6 +390,29 @@ class EmbeddingCache(ABC):
 
         The arrays are in host memory (the CuPy cache also accepts device arrays), only read, and not used after return.
         """
+
+    def tell_complete(self, complete: bool) -> None:
+        """Set `complete`. Once this has returned, lookups that run take it into account, too."""
+        self.complete = complete and self.static
+
+    def write(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
+        """Show lookups rows that were written below: `update`, or `insert` if the cache is static.
+
+        If one finds no slot, the cache is not complete from then on.
+        """
+        if not self.static:
+            self.update(table, keys, vectors)
+            return
+        before = self.stats(table).unplaced
+        self.insert(table, keys, vectors)
+        if self.complete and self.stats(table).unplaced != before:
+            self.tell_complete(False)
+
+    def drop(self, table: int, keys: KeyArray) -> None:
+        """Make keys non-resident whose rows may exist below: `erase`, and the cache is not complete from then on."""
+        if self.complete:
+            self.tell_complete(False)
+        self.erase(table, keys)
 
     @abstractmethod
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:

@@ -192,6 +192,9 @@ class DatabaseChain:
       table; a healed table is a different one to the caches, so they do not attach to it again.
     - A refresh changes no row. A load writes a table that has no attached cache yet.
 
+    Attributes:
+        failed_above: a write to the volatile database has failed since construction: it may lack rows.
+
     Args:
         promote: copy persistent hits into the volatile database (`cache_missed_embeddings`).
         breaker: makes the two circuit breakers of a tier, for its reads and its writes.
@@ -214,6 +217,7 @@ class DatabaseChain:
         self.metrics = metrics
         self._fences: dict[str, TableFence] = {}
         self._quarantined: set[str] = set()  # tags
+        self.failed_above = False
         self._doubted: set[str] = set()  # tags whose quarantine the persistent database has recorded
         self._healing = threading.Lock()
         self._promotions = (
@@ -531,6 +535,7 @@ class DatabaseChain:
             if host := self.host_table(table):
                 host.close()  # before any reader may rely on the quarantine
         self._quarantined.add(table.tag)
+        self.failed_above = True
         self.metrics.table_quarantined.labels(table.tag).set(1)
         _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)
 

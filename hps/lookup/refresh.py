@@ -113,5 +113,5 @@ def _refresh_chunk(
                 cache.update(table_index, keys[found], out[found])
                 cache.erase(table_index, keys[~found])
                 return int(np.count_nonzero(found))
-    cache.erase(table_index, keys)  # always safe: the next lookup fetches the key again
+    cache.drop(table_index, keys)  # always safe: the next lookup fetches the key again
     return 0

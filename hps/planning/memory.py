@@ -17,7 +17,7 @@ from hps.models.files import CHUNK_BYTES
 from hps.models.sources import ModelSources
 from hps.registry import implementation
 from hps.versions.catalog import ModelCatalog
-from hps.versions.deployment import RESIDENT, cache_capacities, index_sizes, is_direct
+from hps.versions.deployment import RESIDENT, cache_capacities, index_sizes, is_direct, is_static
 
 PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
 _PROCESS_BYTES: Final = 300 << 20
@@ -123,15 +123,10 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
         if on_cuda or not is_direct(config, implementation("cache", "cpu")):
             capacities = cache_capacities(config, version.rows)
             for device in config.deployed_device_list[: None if on_cuda else 1]:
-                needs = plan.room_for(tables, capacities)
+                needs = plan.room_for(tables, capacities, is_static(config))
                 if on_cuda:
                     needs += [
-                        Need(
-                            "gpu",
-                            f"index of table {table.table_name!r} in host memory",
-                            size_bytes,
-                            table.table_name,
-                        )
+                        Need("gpu", f"index of table {table.table_name!r} in host memory", size_bytes, table.table_name)
                         for table, size_bytes in zip(tables, index_sizes(config, version.rows), strict=False)
                     ]
                 workspaces = plan.workspaces_for(tables, config.num_of_worker_buffer_in_pool)

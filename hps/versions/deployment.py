@@ -54,8 +54,8 @@ DRAIN_S = 10.0
 
 RESIDENT = ("static", "uvm")
 """Cache types above a private hash map that holds every row."""
-_STATIC_LOAD = 0.7
-"""Load factor of a static cache on a GPU. Sets rarely overflow at this load; the hash map below holds the vectors that do."""
+STATIC_LOAD = 0.85
+"""Load factor of a static cache on a GPU. Every row finds a place at any load below 1; fuller tables take longer walks."""
 
 
 Fate: TypeAlias = Literal["keep", "release", "drop", "hand over"]
@@ -244,9 +244,9 @@ class Deployment:
         def apply(written: bool) -> None:
             for cache in self._all_caches():
                 if written:
-                    cache.update(index, distinct, latest)
+                    cache.write(index, distinct, latest)
                 else:
-                    cache.erase(index, distinct)
+                    cache.drop(index, distinct)
 
         with self.changes:
             self.modified.set()
@@ -256,9 +256,12 @@ class Deployment:
         """Remove keys of a table from every tier; see `HPS.delete`."""
         self._refuse_what_nobody_keeps(f"deleting from {self.tables[index].tag}")
 
-        def apply(_written: bool) -> None:
+        def apply(written: bool) -> None:
             for cache in self._all_caches():
-                cache.erase(index, keys)
+                if written:
+                    cache.erase(index, keys)
+                else:
+                    cache.drop(index, keys)
 
         with self.changes:
             self.modified.set()
@@ -283,16 +286,18 @@ class Deployment:
 
         def tell(latest: BoolArray | None) -> None:
             if latest is None:
-                keys, vectors, gone = changes.keys[:0], changes.vectors[:0], changes.keys
+                keys, vectors, gone, stale = changes.keys[:0], changes.vectors[:0], changes.keys[:0], changes.keys
             else:
                 keys, vectors, gone = changes.at(latest).split()
-                if shared:  # another process already wrote these rows: our caches lack them
-                    gone = np.concatenate([gone, changes.keys[~latest]])
+                # With a shared database, another process already wrote these rows: our caches lack them.
+                stale = changes.keys[~latest] if shared else changes.keys[:0]
             for cache in self._all_caches():
                 if keys.size:
-                    cache.update(index, keys, vectors)
+                    cache.write(index, keys, vectors)
                 if gone.size:
                     cache.erase(index, gone)
+                if stale.size:
+                    cache.drop(index, stale)
 
         with self.changes:
             self.modified.set()
@@ -461,11 +466,14 @@ def deploy(
         positions = _log_positions(chain, tables, starts)
         build = partial(_sessions, cache_class, chain, rows)
         _log.debug("%s: its tables are loaded; building and warming its caches", what)
-        sessions = build(config, tables, _FromFiles(tables, reports, chain).fill)
+        fill = partial(_fill, chain) if config.embedding_cache_type == "static" else _FromFiles(tables, reports, chain).fill
+        sessions = build(config, tables, fill)
         _log.debug("%s: its caches are warm; it takes over", what)
-        return Deployment(
+        deployment = Deployment(
             config, tables, sessions, chain, rows, fingerprints, build, log_starts=starts, log_positions=positions
         )
+        _tell_complete(deployment)
+        return deployment
     except BaseException:
         for table in tables:  # loaded tables of a model that does not serve
             with suppress(DatabaseError):
@@ -493,11 +501,39 @@ def reconfigure(there: Deployment, config: ModelConfig) -> Deployment:
             for index, table in enumerate(successor.tables):  # writes that missed the caches while they were warmed
                 successor.chain.settle(table)  # writes that began before these caches were registered, and did not reach them
                 refresh(cache, index, table, successor.chain, config.cache_refresh_percentage_per_iteration)
+        _tell_complete(successor)
     except BaseException:
         there.successors.remove(successor)
         successor.close("hand over")
         raise
     return successor
+
+
+def _tell_complete(deployment: Deployment) -> None:
+    """Tell static caches that hold every row that they do.
+
+    A cache holds no key that the authoritative database lacks, and the hash map above holds the rows of that one unless a write
+    to it has failed. So equal numbers are equal sets.
+    """
+    chain, tables = deployment.chain, deployment.tables
+    if not any(cache.static for cache in deployment.caches):
+        return
+    with chain.settled(tables):
+        if chain.failed_above:
+            return
+        rows = [chain.databases[0].size(table.tag) for table in tables]
+        for cache in deployment.caches:
+            resident = [cache.stats(index).resident_rows for index in range(len(tables))]
+            if cache.static and resident == rows:
+                cache.tell_complete(True)
+            elif cache.static:
+                _log.info(
+                    "model %r: %d of its %d rows are not resident on device %d; lookups read them from host memory",
+                    deployment.config.model,
+                    sum(rows) - sum(resident),
+                    sum(rows),
+                    cache.device_id,
+                )
 
 
 def _log_positions(
@@ -541,7 +577,7 @@ def _sessions(
         one_of_several=len(config.deployed_device_list) > 1 and cache_class.device != "cpu",
     )
     fraction = config.cache_refresh_percentage_per_iteration if config.init_ec else 0.0
-    if config.embedding_cache_type == "static":
+    if is_static(config):
         fraction = 1.0
     if not config.gpucache:
         fraction = 0.0
@@ -552,7 +588,7 @@ def _sessions(
             if cache_class.device == "cpu" and sessions:
                 sessions[device_id] = next(iter(sessions.values()))
                 continue
-            cache = cache_class.create(tables, capacities, device_id)
+            cache = cache_class.create(tables, capacities, device_id, is_static(config))
             paths = _miss_paths(config, cache, chain)
             own = replace(settings, stream_order_refusals=paths.stream_order_refusals, miss_paths=tuple(paths.paths))
             sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, chain.metrics)
@@ -571,7 +607,8 @@ def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain
         return MissPaths(stream_order_refusals=dict.fromkeys(range(len(cache.tables)), "gpucache is false"))
     try:
         untimed = config.embedding_cache_type in RESIDENT
-        paths = choose_paths(cache, chain, config.miss_path, untimed=untimed, index=config.index_on_device)
+        index = config.index_on_device and not is_static(config)
+        paths = choose_paths(cache, chain, config.miss_path, untimed=untimed, index=index)
     except BaseException:
         cache.close()
         raise
@@ -600,10 +637,11 @@ class _FromFiles:
 
 
 def _fill(chain: DatabaseChain, cache: EmbeddingCache, index: int, fraction: float) -> None:
-    """Warm a table of a cache from the database that holds every row."""
+    """Warm a table of a cache from a database that holds every row: the authoritative one, or a hash map like it."""
     if chain.databases:
         table = cache.tables[index]
-        warm_up(cache, index, table, DatabaseRows(chain.databases[-1], table.tag, table.dim), fraction)
+        database = chain.databases[0 if cache.static and not chain.failed_above else -1]
+        warm_up(cache, index, table, DatabaseRows(database, table.tag, table.dim), fraction)
 
 
 def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:
@@ -618,15 +656,20 @@ def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: Dat
     return repeats is not None
 
 
+def is_static(config: ModelConfig) -> bool:
+    """Whether the caches of a model are to hold every row."""
+    return config.embedding_cache_type == "static" and config.gpucache
+
+
 def cache_capacities(config: ModelConfig, rows: Sequence[int]) -> list[int]:
-    """Return the rows that a device's cache holds, by table."""
-    share = 1 / _STATIC_LOAD if config.embedding_cache_type == "static" else config.gpucacheper
+    """Return the rows that a device's cache has room for, by table."""
+    share = 1 / STATIC_LOAD if config.embedding_cache_type == "static" else config.gpucacheper
     return [math.ceil(share * count) if config.gpucache else 0 for count in rows]
 
 
 def index_sizes(config: ModelConfig, rows: Sequence[int]) -> list[int]:
     """Return the bytes of the indexes that a device keeps of the tables that it reads in host memory; empty without."""
-    if not (config.index_on_device and config.gpucache and config.miss_path != "copy"):
+    if not (config.index_on_device and config.gpucache and config.miss_path != "copy") or is_static(config):
         return []
     return [implementation("database", "hash_map").index_bytes(count) for count in rows]
 
@@ -648,7 +691,8 @@ def _check_room(
         database.check_room([(one.tag, one.dim, math.ceil(share * count)) for one, count in zip(tables, rows, strict=True)])
     if cache_class:
         for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
-            cache_class.check_room(tables, cache_capacities(config, rows), device_id, index_sizes(config, rows))
+            room = cache_capacities(config, rows), device_id, is_static(config), index_sizes(config, rows)
+            cache_class.check_room(tables, *room)
 
 
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:

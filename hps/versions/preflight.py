@@ -17,7 +17,7 @@ from hps.models.sources import ModelSources
 from hps.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.types import CheckResult, TableSpec
-from hps.versions.deployment import cache_capacities, why_unavailable
+from hps.versions.deployment import cache_capacities, is_static, why_unavailable
 from hps.versions.live_updates import LiveUpdates, topic_of
 
 
@@ -112,7 +112,7 @@ def _room(
         devices = model.deployed_device_list[: 1 if cache.device == "cpu" else None] if model.gpucache and own else ()
         for device_id in devices:
             try:
-                cache.check_room(list(own), cache_capacities(model, list(own.values())), device_id)
+                cache.check_room(list(own), cache_capacities(model, list(own.values())), device_id, is_static(model))
             except HPSError as error:
                 found.append(CheckResult("wrong", f"models[{i}].deployed_device_list", str(error)))
     return found

@@ -20,14 +20,16 @@ class FullDevice(NumpyCache):
     broken: ClassVar[bool] = False
 
     @classmethod
-    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> "FullDevice":
+    def create(
+        cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False
+    ) -> "FullDevice":
         if sum(capacity_rows) > cls.free_rows:
             raise DeviceMemoryError(
                 f"allocating the embedding cache of model {tables[0].model_name!r}: got {sum(capacity_rows)} rows, expected at "
                 f"most the {cls.free_rows} that are free on CUDA device {device_id}; lower gpucacheper"
             )
         cls.free_rows -= sum(capacity_rows)
-        return super().create(tables, capacity_rows, device_id)
+        return super().create(tables, capacity_rows, device_id, static)
 
     def create_lookup(self) -> NumpyLookup:
         return _Lookup(self)

@@ -57,15 +57,16 @@ class NumpyCache(EmbeddingCache):
 
     device: ClassVar[str] = "cpu"
 
-    def __init__(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> None:
+    def __init__(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> None:
         compile_kernels()
+        self.static = static
         self.tables = tuple(tables)
         self.device_id = 0
         self._open: tuple[NumpyTable, ...] | None = _allocate(tables, capacity_rows)
         disown_in_children(self)
 
     @classmethod
-    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
+    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
         return [
             Need(
                 "ram",
@@ -78,7 +79,12 @@ class NumpyCache(EmbeddingCache):
 
     @classmethod
     def check_room(
-        cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, index_bytes: Sequence[int] = ()
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        device_id: int,
+        static: bool = False,
+        index_bytes: Sequence[int] = (),
     ) -> None:
         check_fits(
             f"making room for the embedding cache of model {tables[0].model_name!r}",
@@ -88,8 +94,8 @@ class NumpyCache(EmbeddingCache):
         )
 
     @classmethod
-    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
-        return cls(tables, capacity_rows)
+    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False) -> Self:
+        return cls(tables, capacity_rows, static)
 
     def create_lookup(self) -> "NumpyLookup":
         """Make a lookup; its memory is allocated on demand."""

@@ -75,9 +75,9 @@ class NumpyPlan(CachePlan):
     """Memory needs and simulated misses of NumPy caches. *Immutable.*"""
 
     @classmethod
-    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
+    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
         """Return the memory of the tables; see `CachePlan.room_for`."""
-        return NumpyCache.room_for(tables, capacity_rows)
+        return NumpyCache.room_for(tables, capacity_rows, static)
 
     @classmethod
     def miniature_sets(cls, capacity_rows: int, rate: float) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, StreamOrderedCounts
 from hps.cache.cuda import geometry, kernels
-from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, compile_all, device_call, on_device
+from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, compile_all, copy_to_host, device_call, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.links import AttachedTable, CudaPinner
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
@@ -52,10 +52,11 @@ class CupyCache(EmbeddingCache):
 
     device: ClassVar[str] = "cuda"
 
-    def __init__(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
+    def __init__(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False) -> None:
         self.tables = tuple(tables)
         self.device_id = device_id
-        self.memory = TableMemory(tables, device_id)
+        self.static = static
+        self.memory = TableMemory(tables, device_id, static)
         self._links: list[AttachedTable | None] = [None] * len(tables)
         self._readers = threading.local()
         self._allocate(capacity_rows)
@@ -76,17 +77,22 @@ class CupyCache(EmbeddingCache):
 
     @classmethod
     def check_room(
-        cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, index_bytes: Sequence[int] = ()
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        device_id: int,
+        static: bool = False,
+        index_bytes: Sequence[int] = (),
     ) -> None:
         cls._check_device(tables, device_id)
         with on_device(device_id):
-            check_room(tables, capacity_rows, device_id, index_bytes)
+            check_room(tables, capacity_rows, device_id, static, index_bytes)
 
     @classmethod
-    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
+    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False) -> Self:
         """Allocate a cache for all tables of a model, and compile its kernels. See `EmbeddingCache.create`."""
         cls._check_device(tables, device_id)
-        return cls(tables, capacity_rows, device_id)
+        return cls(tables, capacity_rows, device_id, static)
 
     @classmethod
     def _check_device(cls, tables: Sequence[TableSpec], device_id: int) -> None:
@@ -133,7 +139,16 @@ class CupyCache(EmbeddingCache):
     @device_call("reading counters")
     def stream_ordered_counts(self, table: int) -> StreamOrderedCounts:
         link = self._links[table]
-        return StreamOrderedCounts(0, 0, 0, 0) if link is None else link.stream_ordered_counts()
+        counts = StreamOrderedCounts(0, 0, 0, 0) if link is None else link.stream_ordered_counts()
+        if not self.static:
+            return counts
+        values = np.zeros(geometry.COUNTERS, np.uint64)
+        with self._counting:
+            copy_to_host(values, self.memory.tables()[table].counters, int(self._counts_stream.ptr))
+        absent, unread = values[geometry.LOOKUP_COUNTERS].tolist()
+        return StreamOrderedCounts(
+            counts.misses + absent + unread, counts.linked, counts.absent + absent, counts.unread + unread
+        )
 
     @device_call("capturing a lookup")
     def capture_of(self, segments: Sequence[Segment]) -> CupyCapture | None:
@@ -165,6 +180,15 @@ class CupyCache(EmbeddingCache):
     ) -> None:
         self._write(table, keys, vectors, kernels.REPLACE | kernels.ADMIT, "inserting into")
 
+    @device_call("telling whether the cache is complete")
+    def tell_complete(self, complete: bool) -> None:
+        """Set `complete`, on the device too: a captured lookup sees it. See `EmbeddingCache.tell_complete`."""
+        tables = self.memory.tables()
+        self.complete = self.memory.complete = False
+        for table in tables if self.static else ():
+            self._changes.tell_complete(table, complete)
+        self.complete = self.memory.complete = complete and self.static
+
     @device_call("updating")
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
         self._write(table, keys, vectors, kernels.REPLACE, "updating")
@@ -184,8 +208,8 @@ class CupyCache(EmbeddingCache):
     def stats(self, table: int) -> CacheStats:
         """Return the counters of a table. `inserts` counts keys that became resident."""
         own = self.memory.tables()[table]
-        admitted, evicted, erased = self._changes.counters(own) if own.pairs else (0, 0, 0)
-        return CacheStats(own.capacity_rows, admitted - evicted - erased, admitted, evicted, own.size_bytes)
+        admitted, evicted, erased, unplaced, *_ = self._changes.counters(own) if own.pairs else [0] * geometry.COUNTERS
+        return CacheStats(own.capacity_rows, admitted - evicted - erased, admitted, evicted, own.size_bytes, unplaced)
 
     @device_call("asking for the memory")
     def device_memory(self) -> DeviceMemory:
@@ -208,9 +232,10 @@ class CupyCache(EmbeddingCache):
 
     @device_call("creating an embedding cache")
     def _allocate(self, capacity_rows: Sequence[int]) -> None:
-        self._changes = Modifications(self.device_id)
-        self.memory.open = tables = allocate(self.tables, capacity_rows, self.device_id)
-        self._kernels = LookupKernels(self.device_id, tables)
+        self._changes = Modifications(self.device_id, self.static)
+        self._counting, self._counts_stream = threading.Lock(), cupy.cuda.Stream(non_blocking=True)
+        self.memory.open = tables = allocate(self.tables, capacity_rows, self.device_id, self.static)
+        self._kernels = LookupKernels(self.device_id, tables, self.static)
         compile_all(self.device_id, [*self._kernels.needed(), *self._changes.needed([table.dim for table in self.tables])])
 
     def _reader(self) -> TensorReader:

@@ -250,12 +250,15 @@ class TableMemory:
         specs: tables, in the order of their ids.
         open: their memory; None once closed.
         error: CUDA error that made the device unusable; None without one.
+        static, complete: see `EmbeddingCache`.
     """
 
-    __slots__ = ("__weakref__", "_disowned", "device_id", "error", "open", "specs")
+    __slots__ = ("__weakref__", "_disowned", "complete", "device_id", "error", "open", "specs", "static")
 
-    def __init__(self, specs: Sequence[TableSpec], device_id: int) -> None:
+    def __init__(self, specs: Sequence[TableSpec], device_id: int, static: bool = False) -> None:
         self.specs = tuple(specs)
+        self.static = static
+        self.complete = False
         self.device_id = device_id
         self.open: tuple[DeviceTable, ...] | None = None
         self.error: str | None = None

@@ -7,7 +7,9 @@ from hps.cache.cuda import kernels
 from hps.ground.capacity import Need
 from hps.types import TableSpec
 
-COUNTERS = 3  # keys admitted, keys evicted, keys erased
+COUNTERS = 8  # keys admitted, evicted and erased; then those of static tables, see `cuda/walk.cuh`
+LOOKUP_COUNTERS = slice(4, 6)  # absent and unread keys of enqueued lookups of complete tables
+COMPLETE_AT = 8 * 6  # bytes from the first counter to the word that tells whether a static table is complete
 RESERVE_BYTES = 64 << 20  # reserved for the lookups and the driver
 LEAST_KEYS = 1 << 14  # initial size of a lookup's lists
 
@@ -44,9 +46,9 @@ class CudaPlan(CachePlan):
     """Memory needs of caches on CUDA devices. *Immutable.*"""
 
     @classmethod
-    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
+    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
         """Return the device memory of the tables; see `CachePlan.room_for`."""
-        pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
+        pairs = [kernels.pairs_for(rows, static) for rows in capacity_rows]
         return [
             Need(
                 "gpu",

@@ -156,8 +156,16 @@ def _copy_lanes(unit: int, widest: int) -> int:
     return next((lanes for lanes in (4, 8, 16, 32) if lanes >= units), 32)
 
 
-def query_kernel(unit: int, widest: int, segments: int) -> Kernel:
-    """Return the query of `segments` segments (1, or up to SEGMENTS_AT_ONCE) with rows of at most `widest` floats."""
+STATIC = (("STATIC", 1),)
+"""Constants of the kernels for static tables; see `cuda/walk.cuh`."""
+
+
+def query_kernel(unit: int, widest: int, segments: int, static: bool = False, settles: bool = False) -> Kernel:
+    """Return the query of `segments` segments (1, or up to SEGMENTS_AT_ONCE) with rows of at most `widest` floats.
+
+    Args:
+        settles: the tables are static and complete: keys that are not resident are absent.
+    """
     units = -(-widest // unit)
     copy = _copy_lanes(unit, widest)
     return Kernel(
@@ -170,6 +178,8 @@ def query_kernel(unit: int, widest: int, segments: int) -> Kernel:
             ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE),
             ("MIN_BLOCKS", 16 if copy <= 8 else 10),
+            *(STATIC if static else ()),
+            *((("SETTLES", 1), ("PATIENCE", 1 << 14)) if settles else ()),
         ),
     )
 
@@ -189,7 +199,7 @@ def answer_threads(unit: int, widest: int) -> int:
     return 512 if _copy_lanes(unit, widest) <= 8 else 256
 
 
-def pool_kernel(name: str, unit: int, widest: int, segments: int, plain: bool) -> Kernel:
+def pool_kernel(name: str, unit: int, widest: int, segments: int, plain: bool, static: bool = False) -> Kernel:
     """Return a kernel for pooling: pool, number, pool_rest; arguments as for `query_kernel`.
 
     Args:
@@ -200,7 +210,8 @@ def pool_kernel(name: str, unit: int, widest: int, segments: int, plain: bool) -
     rows = min(copy, max(1, 8 // chunks))  # rows in flight; more of them or more warps are slower (docs/gpu-cache.md)
     blocks = 1 if name != "pool" or chunks > 2 else 5 if plain else 4
     sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks), ("PLAIN", int(plain)))
-    return Kernel(name, "pool", (*sizes, ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE)))
+    own = STATIC if static and name == "pool" else ()
+    return Kernel(name, "pool", (*sizes, ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE), *own))
 
 
 def pool_groups(unit: int, widest: int) -> int:
@@ -227,10 +238,11 @@ def fetch_warps(dim: int, blocks: int, threads: int) -> int:
     return min(threads // 32, max(1, round(warps / blocks)))
 
 
-def insert_kernel(unit: int, dim: int) -> Kernel:
+def insert_kernel(unit: int, dim: int, static: bool = False) -> Kernel:
     """Return the insertion or update of rows of `dim` floats."""
     loads = _row_loads(unit, dim)
-    return Kernel("insert", "insert", (("UNIT", unit), *loads, ("MIN_BLOCKS", 8 if dict(loads)["ROW_LOADS"] == 1 else 5)))
+    blocks = 4 if static else 8 if dict(loads)["ROW_LOADS"] == 1 else 5
+    return Kernel("insert", "insert", (("UNIT", unit), *loads, ("MIN_BLOCKS", blocks), *(STATIC if static else ())))
 
 
 def _row_loads(unit: int, widest: int) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -244,8 +256,8 @@ def scatter_kernel(unit: int) -> Kernel:
     return Kernel("scatter", "scatter", (("UNIT", unit),))
 
 
-ERASE = Kernel("erase", "erase")
-DUMP = Kernel("dump", "dump")
+ERASE, STATIC_ERASE = Kernel("erase", "erase"), Kernel("erase", "erase", STATIC)
+DUMP, STATIC_DUMP = Kernel("dump", "dump"), Kernel("dump", "dump", STATIC)
 MIRROR_KERNEL = Kernel("mirror", "mirror")
 UNIQUE = Kernel("unique", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 MARK_HEADS = Kernel("mark_heads", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
@@ -320,8 +332,13 @@ def zero_filler(pairs: int) -> int:
     return key
 
 
-def pairs_for(capacity_rows: int) -> int:
-    """Return the pairs of a table for `capacity_rows` rows: at least two, since a filler needs another pair."""
+def pairs_for(capacity_rows: int, static: bool = False) -> int:
+    """Return the pairs of a table for `capacity_rows` rows: at least two, since a filler needs another pair.
+
+    Those of a static table are odd, since its keys walk by powers of two, and at least three.
+    """
+    if static:
+        return max(3, -(-capacity_rows // (2 * SLOTS)) | 1)
     return 0 if capacity_rows == 0 else max(2, -(-capacity_rows // (2 * SLOTS)))
 
 

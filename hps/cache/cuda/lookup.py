@@ -1,7 +1,7 @@
 """Runs lookups on a CUDA device: their scratch memory, stream and kernel launches."""
 
 from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import or_
 
 import cupy
@@ -56,11 +56,14 @@ class LookupKernels:
         structs: by table, what `kernels.TABLE` packs.
     """
 
-    def __init__(self, device_id: int, tables: Sequence[DeviceTable]) -> None:
+    def __init__(self, device_id: int, tables: Sequence[DeviceTable], static: bool = False) -> None:
         self._compiled = kernels_of(device_id)
+        self._static = static
         self._dims = [table.spec.dim for table in tables]
         self.geometry = [(table.spec.dim, table.buckets, table.rows, table.pairs) for table in tables]
         self.structs = [kernels.TABLE.unpack(table.packed) for table in tables]
+        if static:  # lookups make nothing resident
+            self.structs = [(*struct[:5], 0, *struct[6:]) for struct in self.structs]
         self.query_of = lru_cache(_MOST_QUERIES)(self._query_of)
         self.answer_of = lru_cache(_MOST_QUERIES)(self._answer_of)
         self._scatters: dict[int, int] = {}  # handles, by unit
@@ -72,11 +75,16 @@ class LookupKernels:
         found = [kernels.UNIQUE]
         for dim in dims:
             unit = kernels.unit_of(dim, 16)
-            found += [kernels.query_kernel(unit, dim, 1), kernels.scatter_kernel(unit)]
+            found += [self._query(unit, dim, 1, False), kernels.scatter_kernel(unit)]
+            found += [self._query(unit, dim, 1, True)] if self._static else []
         if len(self._dims) > 1:
             unit = min(kernels.unit_of(dim, 16) for dim in dims)
-            found.append(kernels.query_kernel(unit, max(dims), kernels.SEGMENTS_AT_ONCE))
+            found.append(self._query(unit, max(dims), kernels.SEGMENTS_AT_ONCE, False))
+            found += [self._query(unit, max(dims), kernels.SEGMENTS_AT_ONCE, True)] if self._static else []
         return found
+
+    def _query(self, unit: int, widest: int, segments: int, settles: bool) -> Kernel:
+        return kernels.query_kernel(unit, widest, segments, self._static, settles)
 
     def for_links(self) -> list[Kernel]:
         """Return the kernels for lookups of attached tables, of aligned outputs."""
@@ -87,18 +95,19 @@ class LookupKernels:
                 found += [kernels.answer_kernel(name, unit, widest, segments) for name in kernels.ANSWERS]
         return found
 
-    def _query_of(self, tables: tuple[int, ...], alignment: int) -> tuple[int, int, Geometry]:
+    def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use; found again by `query_of`.
 
         Args:
             tables: at most SEGMENTS_AT_ONCE.
             alignment: bits of the addresses of their outputs, below 16.
+            settles: see `kernels.query_kernel`.
 
         Returns:
             Handle of the kernel, its widest row, and what it needs to know of each table.
         """
         unit, widest, segments = self._shape_of(tables, alignment)
-        handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments))
+        handle = self._compiled.handle(self._query(unit, widest, segments, settles))
         geometry = [self.geometry[table] for table in tables]
         return handle, widest, [(dim // unit, buckets, rows, pairs) for dim, buckets, rows, pairs in geometry]
 
@@ -126,7 +135,7 @@ class LookupKernels:
         """Return the handle of a kernel of `cuda/pool.cu`, compiled on first use."""
         handle = self._pools.get((name, unit, widest, segments, plain))
         if handle is None:
-            handle = self._compiled.handle(kernels.pool_kernel(name, unit, widest, segments, plain))
+            handle = self._compiled.handle(kernels.pool_kernel(name, unit, widest, segments, plain, self._static))
             self._pools[name, unit, widest, segments, plain] = handle
         return handle
 
@@ -190,6 +199,9 @@ class CupyLookup(CacheLookup):
 
         head = kernels.UNIQUE_HEAD.size
         self._queries = Queries(self._dims, compiled.query_of)
+        defaults = [int(np.float32(spec.default_value).view(np.uint32)) for spec in memory.specs]
+        settling_query_of = partial(compiled.query_of, settles=True)
+        self._settling, self._settling_alone = (Queries(self._dims, settling_query_of, defaults) for _ in range(2))
         self._answer_arguments = {
             segments: Arguments(segments * kernels.ANSWER_SEGMENT.size + kernels.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
@@ -299,8 +311,7 @@ class CupyLookup(CacheLookup):
             if self._pooled:
                 self._launch_bags()
             else:
-                self.launch_query()
-                self.launch_answer(settles=True)
+                self._launch_rows()
             if not captured:
                 runtime.eventRecord(self._done.ptr, self.stream)
                 self._busy = self.stream + 1
@@ -309,6 +320,16 @@ class CupyLookup(CacheLookup):
             if not captured:
                 self.clear()
             raise
+
+    def _launch_rows(self) -> None:
+        """Launch a lookup of rows ordered only by the stream; see `enqueue`."""
+        if self.memory.complete:
+            if self._link_capacity < self._capacity:  # a capture that finds the cache incomplete must not allocate
+                self._reserve_link_lists()
+            self._settling_alone.launch(self._places, self.stream)
+            return
+        self.launch_query()
+        self.launch_answer(settles=True)
 
     def _launch_bags(self) -> None:
         """Launch a lookup of bags ordered only by the stream; see `enqueue`."""
@@ -399,6 +420,8 @@ class CupyLookup(CacheLookup):
         If recent lookups missed keys that attached tables had, both kernels are launched at once; otherwise the one for misses
         follows only after a miss, so that lookups of resident keys cost the same with and without attached tables.
         """
+        if self.memory.complete and self._settle():
+            return [0] * self._segment_count
         self._queries.launch(self._places, self.stream)
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
@@ -418,6 +441,21 @@ class CupyLookup(CacheLookup):
             share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
             self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
+
+    def _settle(self) -> bool:
+        """Answer all keys by one kernel, since every row is resident; return False if one could not be read."""
+        self._settling.launch(self._places, self.stream)
+        runtime.streamSynchronize(self.stream)
+        self._unfinished = False
+        if not (self.flags[0] or self.flags[1]):
+            return True
+        unread = bool(self.flags[1])
+        if not unread:
+            self.linked, self.absent = [0] * self._segment_count, self._counts_at(self.missing_counts)
+        runtime.memsetAsync(self.missing_counts, 0, 4 * self._segment_count, self.stream)
+        runtime.streamSynchronize(self.stream)
+        self.flags[:2] = 0
+        return not unread
 
     def _answer_bags(self) -> list[int]:
         """Add up resident vectors, and find those of the rest; return the number of keys left in each segment."""
@@ -703,6 +741,8 @@ class CupyLookup(CacheLookup):
         self._distinct_on_host_at, distinct = self._distinct_memory.take(8 * keys)
         self._distinct_on_host = distinct.view(np.int64)
         self._queries.use(self.missing_keys, self.listed_positions, self.missing_counts, self.flags_at)
+        self._settling.use(0, 0, self.missing_counts, self.flags_at)
+        self._settling_alone.use(0, 0, 0, 0)
         self._answer_tails.clear()
         self._capacity = keys
 
@@ -801,7 +841,7 @@ class CupyMissedKeys(MissedKeys):
     def insert(self, found: BoolArray) -> None:
         lookup, table = self._lookup, self.memory.tables()[self._place.table]
         self._place_mask(found)
-        if not self._found or not table.pairs:
+        if not self._found or not table.pairs or self.memory.static:
             return
         keys = lookup.distinct + 8 * self._place.missing
         lookup.changes.launch_insert(

@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.cuda import kernels
+from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.device import (
     Arguments,
     DeviceBuffer,
@@ -52,8 +52,9 @@ class Modifications:
         pending: a change whose call has returned may still be running.
     """
 
-    def __init__(self, device_id: int) -> None:
+    def __init__(self, device_id: int, static: bool = False) -> None:
         self._kernels = kernels_of(device_id)
+        self._static = static
         self._inserts: dict[tuple[int, int], int] = {}  # handles, by unit and width
         self._ordering = threading.Lock()
         self._last = cupy.cuda.Event(disable_timing=True)  # the last change
@@ -106,7 +107,7 @@ class Modifications:
         unit = kernels.unit_of(dim, vectors & 15)
         handle = self._inserts.get((unit, dim))
         if handle is None:
-            handle = self._inserts[unit, dim] = self._kernels.handle(kernels.insert_kernel(unit, dim))
+            handle = self._inserts[unit, dim] = self._kernels.handle(kernels.insert_kernel(unit, dim, self._static))
         arguments.bytes[: kernels.TABLE.size] = table.packed
         arguments.pack(kernels.INSERT_TAIL, kernels.TABLE.size, keys, vectors, chosen, n, mode)
         with self.ordered(stream):
@@ -144,7 +145,7 @@ class Modifications:
                 self._erase.bytes[: kernels.TABLE.size] = table.packed
                 self._erase.pack(kernels.ERASE_TAIL, kernels.TABLE.size, keys_at, part.size)
                 with self.ordered(self._stream):
-                    handle = self._kernels.handle(kernels.ERASE)
+                    handle = self._kernels.handle(kernels.STATIC_ERASE if self._static else kernels.ERASE)
                     launch(handle, kernels.tile_blocks(part.size), kernels.THREADS, self._erase, self._stream)
                 runtime.streamSynchronize(self._stream)
 
@@ -161,7 +162,7 @@ class Modifications:
                 runtime.memsetAsync(count_at, 0, 8, self._stream)
                 self._dump.bytes[: kernels.TABLE.size] = table.packed
                 self._dump.pack(kernels.DUMP_TAIL, kernels.TABLE.size, count_at + 256, count_at, first, pairs)
-                handle = self._kernels.handle(kernels.DUMP)
+                handle = self._kernels.handle(kernels.STATIC_DUMP if self._static else kernels.DUMP)
                 launch(handle, kernels.tile_blocks(pairs), kernels.THREADS, self._dump, self._stream)
                 copy_to_host(count, count_at, self._stream)
                 part = np.empty(int(count[0]), np.int64)
@@ -170,15 +171,22 @@ class Modifications:
                 parts.append(part)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def counters(self, table: DeviceTable) -> tuple[int, int, int]:
-        """Return the keys admitted, evicted and erased since construction."""
-        values = np.zeros(3, np.uint64)
+    def counters(self, table: DeviceTable) -> list[int]:
+        """Return the counters of a table since construction: keys admitted, evicted, erased; then those of `cuda/walk.cuh`."""
+        values = np.zeros(geometry.COUNTERS, np.uint64)
         with self._staging:
             if self.pending:
                 self.show(self._stream)
             copy_to_host(values, table.counters, self._stream)
-        admitted, evicted, erased = (int(value) for value in values)
-        return admitted, evicted, erased
+        found: list[int] = values.tolist()
+        return found
+
+    def tell_complete(self, table: DeviceTable, complete: bool) -> None:
+        """Tell lookups whether a static table is complete; later changes come after that."""
+        word = np.array([complete], np.uint64)
+        with self._staging:
+            copy_to_device(table.counters + geometry.COMPLETE_AT, word.ctypes.data, 8, self._stream)
+            runtime.streamSynchronize(self._stream)
 
     def close(self) -> None:
         """Wait for running changes, and end the threads."""
@@ -188,8 +196,9 @@ class Modifications:
 
     def needed(self, dims: Sequence[int]) -> list[Kernel]:
         """Return the kernels that modifications of tables of these widths launch."""
-        inserts = [kernels.insert_kernel(kernels.unit_of(dim, 16), dim) for dim in set(dims)]
-        return [*inserts, kernels.ERASE, kernels.DUMP]
+        inserts = [kernels.insert_kernel(kernels.unit_of(dim, 16), dim, self._static) for dim in set(dims)]
+        others = (kernels.STATIC_ERASE, kernels.STATIC_DUMP) if self._static else (kernels.ERASE, kernels.DUMP)
+        return [*inserts, *others]
 
     def _follow(self, streams: set[int]) -> None:
         for stream in streams:

@@ -54,10 +54,17 @@ class Queries:
     Args:
         dims: of the tables, by id.
         query_of: as `LookupKernels.query_of`.
+        defaults: by table, the bits of the default value, if the queries settle misses.
     """
 
-    def __init__(self, dims: Sequence[int], query_of: Callable[[tuple[int, ...], int], tuple[int, int, Geometry]]) -> None:
+    def __init__(
+        self,
+        dims: Sequence[int],
+        query_of: Callable[[tuple[int, ...], int], tuple[int, int, Geometry]],
+        defaults: Sequence[int] = (),
+    ) -> None:
         self._dims = dims
+        self._defaults = defaults
         self._query_of = query_of
         self._arguments = {segments: _arguments_of(segments) for segments in (1, kernels.SEGMENTS_AT_ONCE)}
         self._kept: dict[tuple[object, ...], _Launch] = {}
@@ -114,7 +121,8 @@ class Queries:
         if not n:
             return
         arguments, per_warp = self._arguments[1], _keys_per_warp(n, widest)
-        segment = (keys, out, found, buckets, vectors, n, pairs, units, 0, 0, 0)
+        missing = self._defaults[rows.tables[0]] if self._defaults else 0
+        segment = (keys, out, found, buckets, vectors, n, pairs, units, 0, missing, 0)
         kernels.QUERY_OF_ONE.pack_into(arguments.bytes, 0, *segment, *self._lists, 1, per_warp, 0)
         launch(handle, -(-n // (_WARPS * per_warp)), kernels.QUERY_THREADS, arguments, stream)
 
@@ -163,7 +171,8 @@ class Queries:
         for index, (units, buckets, vectors, pairs) in enumerate(geometry, first):
             if n := rows.sizes[index]:
                 keys, out, found = rows.keys[index], rows.outs[index], rows.founds[index]
-                pack(buffer, offset, keys, out, found, buckets, vectors, n, pairs, units, blocks, missing, index)
+                at = self._defaults[rows.tables[index]] if self._defaults else missing
+                pack(buffer, offset, keys, out, found, buckets, vectors, n, pairs, units, blocks, at, index)
                 offset += size
                 blocks += -(-n // per_block)
                 missing += n

@@ -14,14 +14,14 @@ from hps.types import TableSpec
 _MOST_ROWS = 1 << 32  # the kernels use 32-bit row numbers
 
 
-def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> tuple[DeviceTable, ...]:
+def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool) -> tuple[DeviceTable, ...]:
     """Allocate all tables, empty.
 
     Raises:
         DeviceMemoryError: the tables do not fit the device; the message lists the need of each table and a size that would fit.
         ConfigError: a table has more rows than the kernels can number.
     """
-    pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
+    pairs = [kernels.pairs_for(rows, static) for rows in capacity_rows]
     for spec, count in zip(specs, pairs, strict=True):
         if 2 * kernels.SLOTS * count >= _MOST_ROWS:
             problem = f"got {2 * kernels.SLOTS * count:,} rows for table {spec.table_name!r}, expected less than {_MOST_ROWS:,}"
@@ -41,14 +41,14 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
 
 
 def check_room(
-    specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, index_bytes: Sequence[int] = ()
+    specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool, index_bytes: Sequence[int] = ()
 ) -> None:
     """Reject tables that `allocate` could not allocate now beside their indexes.
 
     Raises:
         CapacityError: they do not fit the current device; the message is that of `allocate`.
     """
-    pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
+    pairs = [kernels.pairs_for(rows, static) for rows in capacity_rows]
     sizes = [geometry.size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
     free_bytes = runtime.memGetInfo()[0] - sum(index_bytes)
     if sum(sizes) + geometry.RESERVE_BYTES > free_bytes:

@@ -1,0 +1,238 @@
+"""Static tables on a GPU: every row is resident, a lookup is one kernel, and lookups beside writes show no wrong vector."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.tensors.segments import Segment
+from tests.contracts.cache_contract import DEFAULT, distinct_keys, spec
+from tests.gpu.cupy_if_installed import CupyCache, cupy
+from tests.gpu.linked_tables import LinkedTables, rows_of
+
+if cupy:
+    from hps.cache.cuda import device, lookup, pooling, queries
+
+pytestmark = pytest.mark.gpu
+LOAD = 0.85
+
+
+def capacity_of(rows: int, load: float = LOAD) -> int:
+    return int(np.ceil(rows / load))
+
+
+def device_rows(keys: Any, dim: int) -> Any:
+    """Vectors that encode key and position, computed on the device."""
+    words = keys.view(cupy.uint64)[:, None] * cupy.uint64(0x9E3779B97F4A7C15) + cupy.arange(dim, dtype=cupy.uint64)[None, :]
+    return (((words * cupy.uint64(0x2545F4914F6CDD1D)) >> cupy.uint64(40)).astype(cupy.float32)).copy()
+
+
+@contextmanager
+def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Handles of all kernels that this package launches inside the block."""
+    handles: list[int] = []
+    plain, dependent = device.launch, device.DependentLaunch.launch
+
+    def launch(handle: int, *arguments: Any) -> None:
+        handles.append(handle)
+        plain(handle, *arguments)
+
+    def launch_dependent(self: Any, handle: int, *arguments: Any) -> None:
+        handles.append(handle)
+        dependent(self, handle, *arguments)
+
+    with monkeypatch.context() as patch:
+        for module in (lookup, queries, pooling):
+            patch.setattr(module, "launch", launch)
+        patch.setattr(device.DependentLaunch, "launch", launch_dependent)
+        yield handles
+
+
+@pytest.mark.parametrize(("tables", "rows", "dim"), [(26, 200_000, 16), (1, 6_000_000, 8)])
+def test_no_key_of_a_full_scan_misses(tables: int, rows: int, dim: int, monkeypatch: pytest.MonkeyPatch):
+    specs = [spec(dim, f"t{index}", 1 << 23) for index in range(tables)]
+    cache: Any = CupyCache.create(specs, [capacity_of(rows)] * tables, 0, static=True)
+    try:
+        keys = [cupy.arange(rows, dtype=cupy.int64) * 7 + index for index in range(tables)]
+        step = 1 << 18
+        for index in range(tables):
+            for start in range(0, rows, step):
+                part = keys[index][start : start + step]
+                cache.insert(index, part, device_rows(part, dim))
+            stats = cache.stats(index)
+            assert (stats.resident_rows, stats.unplaced, stats.evictions) == (rows, 0, 0)
+            assert stats.capacity_rows <= 1.19 * rows
+        cache.tell_complete(True)
+        ask = cache.create_lookup()
+        for start in range(0, rows, step):
+            parts = [each[start : start + step] for each in keys]
+            outs = [cupy.empty((part.size, dim), cupy.float32) for part in parts]
+            segments = [Segment(index, parts[index], outs[index]) for index in range(tables)]
+            with counted_launches(monkeypatch) as launched:
+                assert ask.query(segments) == 0
+            assert len(launched) == 1
+            assert sum(ask.absent) == 0
+            for part, out in zip(parts, outs, strict=True):
+                assert bool((out == device_rows(part, dim)).all())
+        absent = cupy.arange(1000, dtype=cupy.int64) - 5000
+        out, found = cupy.empty((1000, dim), cupy.float32), cupy.ones(1000, cupy.bool_)
+        with counted_launches(monkeypatch) as launched:
+            assert ask.query([Segment(0, absent, out, found)]) == 0
+        assert len(launched) == 1
+        assert list(ask.absent) == [1000]
+        assert bool((out == np.float32(DEFAULT)).all())
+        assert not bool(found.any())
+    finally:
+        cupy.cuda.Device().synchronize()
+        cache.close()
+
+
+@contextmanager
+def static_tables(dims: Sequence[int], rows: int) -> Iterator[tuple[LinkedTables, list[np.ndarray]]]:
+    """Complete static tables above a hash map with the same rows."""
+    with LinkedTables(dims, 28) as tables:
+        tables.cache.close()
+        tables.cache = CupyCache.create(tables.specs, [capacity_of(rows)] * len(dims), 0, static=True)
+        keys = [distinct_keys(rows, seed) for seed in range(1, len(dims) + 1)]
+        for table, dim in enumerate(dims):
+            tables.attach(table)
+            vectors = rows_of(keys[table], dim)
+            tables.database.insert(tables.specs[table].tag, keys[table], vectors)
+            tables.cache.insert(table, keys[table], vectors)
+        tables.cache.tell_complete(True)
+        yield tables, keys
+
+
+class TestLookups:
+    def test_a_lookup_that_nobody_waits_for_is_one_kernel_and_counts_absent_keys(self, monkeypatch: pytest.MonkeyPatch):
+        with static_tables([32, 128, 7], 5000) as (tables, keys):
+            ask = tables.cache.create_lookup()
+            asked = [np.concatenate([each[:700], np.arange(9) + table]) for table, each in enumerate(keys)]
+            segments = [tables.segment(each, table) for table, each in enumerate(asked)]
+            ask.prepare(segments)
+            for segment in segments:
+                segment.out[:] = cupy.nan
+            cupy.cuda.Device().synchronize()
+            before = [tables.cache.stream_ordered_counts(table) for table in range(3)]
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream, counted_launches(monkeypatch) as launched:
+                again = [Segment(one.table, one.keys, one.out, one.found) for one in segments]
+                ask.enqueue(again)
+            assert len(launched) == 1
+            cupy.cuda.Device().synchronize()
+            for table, each in enumerate(asked):
+                out, found = cupy.asnumpy(segments[table].out), cupy.asnumpy(segments[table].found)
+                np.testing.assert_array_equal(found, np.arange(709) < 700)
+                np.testing.assert_array_equal(out[:700], rows_of(each[:700], tables.specs[table].dim))
+                assert (out[700:] == np.float32(DEFAULT)).all()
+                now = tables.cache.stream_ordered_counts(table)
+                assert (now.misses - before[table].misses, now.absent - before[table].absent) == (9, 9)
+                assert (now.linked, now.unread) == (0, 0)
+
+    def test_a_captured_lookup_is_one_kernel_and_sees_writes(self, monkeypatch: pytest.MonkeyPatch):
+        with static_tables([32], 5000) as (tables, [keys]):
+            ask = tables.cache.create_lookup()
+            segment = tables.segment(keys[:1000])
+            ask.prepare([segment])
+            with counted_launches(monkeypatch) as launched:
+                graph = tables.cache.record([segment], lambda segments: ask.enqueue(segments, captured=True))
+            assert len(launched) == 2  # it runs once, and is captured once
+            tables.cache.insert(0, keys[:500], rows_of(keys[:500], 32, 1))
+            tables.cache.erase(0, keys[990:1000])
+            segment.out[:] = cupy.nan
+            graph.launch()
+            cupy.cuda.Device().synchronize()
+            out = cupy.asnumpy(segment.out)
+            np.testing.assert_array_equal(out[:500], rows_of(keys[:500], 32, 1))
+            np.testing.assert_array_equal(out[500:990], rows_of(keys[500:990], 32))
+            assert (out[990:] == np.float32(DEFAULT)).all()
+            assert tables.cache.stream_ordered_counts(0).absent == 10
+            tables.cache.drop(0, keys[:10])  # rows that exist below are no longer resident: the graph must not call them absent
+            graph.launch()
+            cupy.cuda.Device().synchronize()
+            assert tables.cache.stream_ordered_counts(0).unread == 20
+            graph.close()
+
+    def test_rows_that_were_dropped_are_read_from_host_memory(self):
+        with static_tables([32, 16], 5000) as (tables, keys):
+            tables.cache.drop(0, keys[0][:100])
+            assert not tables.cache.complete
+            out, found, ask = tables.ask(keys[0][:300])
+            np.testing.assert_array_equal(out, rows_of(keys[0][:300], 32))
+            assert found.all()
+            assert list(ask.linked) == [100]
+            assert tables.cache.stats(0).resident_rows == 4900  # a lookup makes nothing resident
+
+    def test_a_writer_that_keeps_a_bucket_makes_no_key_absent(self):
+        """An odd version stands for a writer: the key is read from the host in the end."""
+        with static_tables([32], 5000) as (tables, [keys]):
+            memory = tables.cache.memory.open[0]
+            raw = cupy.ndarray(
+                (2 * memory.pairs, 32),
+                cupy.uint16,
+                cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.buckets, 128 * memory.pairs, memory), 0),
+            )
+            raw[:, 0] |= 1
+            cupy.cuda.Device().synchronize()
+            out, found, ask = tables.ask(keys[:64])
+            np.testing.assert_array_equal(out, rows_of(keys[:64], 32))
+            assert found.all()
+            assert list(ask.linked) == [64]
+            raw[:, 0] &= 0xFFFE
+            cupy.cuda.Device().synchronize()
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(settles: bool):
+    """Half of the keys stay, the other half come and go in a table that is nearly full, so that walks grow and shrink."""
+    dim, rows = 32, 40_000
+    keys = distinct_keys(rows)
+    stay, move = keys[: rows // 2], keys[rows // 2 :]
+    cache: Any = CupyCache.create([spec(dim)], [capacity_of(rows, 0.97)], 0, static=True)
+    cache.insert(0, keys, rows_of(keys, dim))
+    cache.tell_complete(settles)
+    problems: list[str] = []
+    end = threading.Event()
+
+    def read() -> None:
+        ask = cache.create_lookup()
+        fixed, moving = cupy.asarray(stay), cupy.asarray(move)
+        want, want_moving = cupy.asarray(rows_of(stay, dim)), cupy.asarray(rows_of(move, dim))
+        out, found = cupy.empty((rows, dim), cupy.float32), cupy.empty(rows, cupy.bool_)
+        both, wanted = cupy.concatenate([fixed, moving]), cupy.concatenate([want, want_moving])
+        while not end.is_set():
+            out[:] = cupy.nan
+            cupy.cuda.get_current_stream().synchronize()
+            ask.query([Segment(0, both, out, found)])
+            ask.finish()
+            cupy.cuda.Device().synchronize()
+            if not bool(found[: rows // 2].all()):
+                problems.append("a key that stays was missing")
+            right = (out == wanted).all(axis=1)
+            if settles:
+                right |= ~found & (out == np.float32(DEFAULT)).all(axis=1)
+            else:
+                right |= ~found
+            if not bool(right.all()):
+                problems.append("a vector was wrong")
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    rng = np.random.default_rng(5)
+    for _ in range(150):
+        some = rng.permutation(move)[: move.size // 3]
+        cache.erase(0, some)
+        cache.insert(0, np.concatenate([some, some[:100]]), rows_of(np.concatenate([some, some[:100]]), dim))
+    end.set()
+    for reader in readers:
+        reader.join(60)
+    stats = cache.stats(0)
+    resident = np.sort(cache.dump(0))
+    cache.close()
+    assert problems == []
+    assert (stats.resident_rows, stats.unplaced) == (rows, 0)
+    np.testing.assert_array_equal(resident, np.sort(keys))

@@ -183,6 +183,8 @@ def test_no_vector_of_the_copy_is_wrong_beside_a_writer(mirrored):
             mirrored.database.insert(TAG, again, encoded(again, turn))
         stop.set()
 
+    mirrored.database.insert(TAG, keys[:2000], encoded(keys[:2000], 0))
+    mirrored.mirror.read(keys[:1])  # compiled before
     writer = threading.Thread(target=write)
     writer.start()
     random = np.random.default_rng(2)

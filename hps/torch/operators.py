@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from time import perf_counter_ns
 from typing import Any, NoReturn
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from hps.errors import (
 )
 from hps.lookup.session import Session
 from hps.parameter_server import HPS
-from hps.tensors.bags import Bags, pooled_segments
+from hps.tensors.bags import Bags, Columns, Pooling, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, tensor_segment
 from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, repeated_after_takeover
@@ -40,6 +42,7 @@ from hps.versions.deployment import Deployment, repeated_after_takeover
 _LIBRARY = torch.library.Library("hps", "DEF")
 _TAGS = (torch.Tag.nondeterministic_seeded,)
 _KEY_DTYPES = (torch.int64, torch.int32)
+_MOST_POOLINGS = 1 << 12
 _TO_TABLES = "str ps_config_file, str model_name"
 
 
@@ -60,9 +63,15 @@ def as_text(features: Sequence[Feature]) -> str:
 
 
 class _Features:
-    """The features of a lookup, split into calls that name each table at most once. *Immutable.*"""
+    """The features of a lookup, split into calls that name each table at most once. *Thread-safe*; it keeps what repeats.
+
+    Attributes:
+        poolings: by place, number of bags and of keys in each: bags without offsets and weights.
+    """
 
     def __init__(self, features: Iterable[Feature]) -> None:
+        self.poolings: dict[tuple[int, int, int], Pooling] = {}
+        self._indices: tuple[ReferenceType[Deployment] | None, list[int]] = None, []
         self.of = tuple(features)
         self.width = sum(feature.dim for feature in self.of)
         self.calls: list[list[int]] = []
@@ -72,6 +81,25 @@ class _Features:
                 self.calls.append([])
             self.calls[seen[feature.table]].append(place)
             seen[feature.table] += 1
+
+    def indices(self, deployment: Deployment) -> list[int]:
+        """Return the index of each feature's table, whose width is checked once for each deployment."""
+        of, found = self._indices
+        if of is None or of() is not deployment:
+            _check_widths(deployment, self.of)
+            found = [deployment.table_index(feature.table) for feature in self.of]
+            self._indices = ref(deployment), found
+        return found
+
+    def pooling(self, place: int, count: int, hotness: int) -> Pooling:
+        """Return checked bags of a feature; found again in `poolings`."""
+        feature = self.of[place]
+        bags = Bags(None, combiner=feature.combiner, max_norm=feature.max_norm, padding_key=feature.padding_key)  # type: ignore[arg-type]
+        pooling = pooling_of(feature.table, bags, count * hotness, (count, hotness), on_cuda=False)
+        if len(self.poolings) >= _MOST_POOLINGS:
+            self.poolings.clear()
+        self.poolings[place, count, hotness] = pooling
+        return pooling
 
 
 @lru_cache(maxsize=4096)
@@ -174,6 +202,7 @@ def lookup_rows(
 
 @repeated_after_takeover
 def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int | str, emb_vec_size: int, wait: bool) -> Tensor:
+    began = perf_counter_ns()
     deployment = _deployment(server, model_name, version)
     index = deployment.table_index(table)
     if deployment.tables[index].dim != emb_vec_size:
@@ -183,11 +212,14 @@ def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int |
     if wait and not on_cuda:
         flat = keys.numpy().reshape(-1)
         vectors = np.empty((flat.size, emb_vec_size), np.float32)
-        session.lookup([Segment(index, flat if keys.dtype is torch.int64 else flat.astype(np.int64), vectors)])
+        session.lookup([Segment(index, flat if keys.dtype is torch.int64 else flat.astype(np.int64), vectors)], began)
         return torch.from_numpy(vectors if keys.dim() == 1 else vectors.reshape(*keys.shape, emb_vec_size))
     out = keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
     if on_cuda and session.on_cuda:  # the cache reads torch's tensors by itself
         segment = Segment(index, keys, out, None, keys.numel())
+        if wait and not torch.cuda.is_current_stream_capturing():
+            session.lookup([segment], began)
+            return out
     else:
         segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
     _look_up(session, [segment], on_cuda, wait)
@@ -327,7 +359,7 @@ def _pooled(
 ) -> Tensor:
     """Look up bags of all features in one version: the k-th feature of every table in the k-th call."""
     deployment = _deployment(server, model_name, version)
-    _check_widths(deployment, features.of)
+    features.indices(deployment)
 
     def call(places: Sequence[int]) -> Tensor:
         session = deployment.session(device.index)
@@ -348,6 +380,44 @@ def _pooled(
     return torch.cat([columns[place] for place in range(len(features.of))], 1)
 
 
+@repeated_after_takeover
+def _plain_bags(
+    server: HPS, model_name: str, version: str, features: _Features, keys: Sequence[Tensor], wait: bool
+) -> Tensor | None:
+    """Look up bags that all have as many keys and no weights, the fastest way; None for keys that have to be checked."""
+    if not keys or len(keys) != len(features.of) or keys[0].dim() != 2:
+        return None
+    device, count = keys[0].device, keys[0].shape[0]
+    on_host, poolings = device.type == "cpu", features.poolings
+    deployment = _deployment(server, model_name, version)
+    indices = features.indices(deployment)
+    session = deployment.session(device.index)
+    if not on_host and not session.on_cuda:
+        return None
+    shape = count, features.width
+    out: Any = np.empty(shape, np.float32) if on_host else torch.empty(shape, dtype=torch.float32, device=device)
+    segments, column = [], 0
+    for place, (feature, index, its) in enumerate(zip(features.of, indices, keys, strict=True)):
+        if its.dtype is not torch.int64 or its.dim() != 2 or its.device != device or not its.is_contiguous():
+            return None
+        bags, hotness = its.shape
+        if bags != count:
+            return None
+        pooling = poolings.get((place, count, hotness)) or features.pooling(place, count, hotness)
+        flat: Any = its
+        if on_host:
+            flat = its.numpy().reshape(-1)
+            if not flat.flags.aligned:
+                return None
+            columns = out[:, column : column + feature.dim]
+        else:
+            columns = Columns(out, column, count, features.width)
+        segments.append(Segment(index, flat, columns, None, count * hotness, pooling))
+        column += feature.dim
+    _look_up(session, segments, not on_host, wait)
+    return torch.from_numpy(out) if on_host else out
+
+
 def lookup_bags(
     keys: Sequence[Tensor],
     offsets: Sequence[Tensor | None],
@@ -361,8 +431,12 @@ def lookup_bags(
     version: str = "",
 ) -> Tensor:
     """Implement `hps::lookup_bags`; also called directly, bypassing the dispatcher."""
-    count, _ = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
     described = _features_of(features)
+    if len(described.calls) == 1 and not training and [*offsets, *weights] == [None] * (2 * len(keys)):
+        plain = _plain_bags(server_of(ps_config_file), model_name, version, described, keys, wait)
+        if plain is not None:
+            return plain
+    count, _ = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
     bags = [_bags(*one, include_last_offset) for one in zip(described.of, keys, offsets, weights, strict=True)]
     return _pooled(server_of(ps_config_file), model_name, version, described, bags, count, keys[0].device, wait)
 

@@ -36,7 +36,7 @@ class HostLayout:
     reader that meets either gets the current layout, or leaves the key to the host.
 
     Attributes:
-        words: (6 + 2 * segments,) uint64; see `layout` in `databases/hash_map/layout.py`.
+        words: (n,) uint64; see `layout` in `databases/hash_map/layout.py`.
         slabs: (slabs,) uint64, the addresses of the slabs so far: those of rows below slabs << words[SLAB_SHIFT].
         memory: keeps the memory mapped.
     """

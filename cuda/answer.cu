@@ -50,7 +50,8 @@
 
 constexpr u32 WARPS = HPS_THREADS / 32;
 constexpr u32 FEW_A_WARP = HPS_FEW_A_WARP;  // misses, at most READ_AT_ONCE: of few, so that all are read, and admitted, at once
-constexpr u32 MOST_BIN_BITS = 10, MOST_BINS = 1 << MOST_BIN_BITS;
+constexpr u32 MOST_BIN_BITS = 10;
+constexpr u32 MOST_BINS = 1 << MOST_BIN_BITS;
 
 struct AnswerSegment {
     Table table;                      // of the cache

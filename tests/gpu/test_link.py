@@ -112,6 +112,9 @@ class WithoutBuckets(HostTable):
     def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
         return self._inner.watch(lambda layout: watcher(self._emptied(layout)))
 
+    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
+        return self._inner.mirror(mirror)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -621,7 +624,9 @@ def test_the_index_on_the_device_is_current_after_every_write(index):
                 words = tables.database.host_table(tables.specs[0].tag).layout().words.tolist()
                 assert copied(mirror.where, 8 * STRIPES).view(np.uint64).tolist() == versions_at(words[VERSIONS])
                 for copy, at, count in zip(mirror.segments, words[SEGMENTS::2], words[SEGMENTS + 1 :: 2], strict=True):
-                    assert copied(copy, 128 * count).tobytes() == ctypes.string_at(at, 128 * count)
+                    here = np.frombuffer(ctypes.string_at(at, 128 * count), np.uint32).reshape(count, 32)
+                    there = copied(copy, 128 * count).view(np.uint32).reshape(count, 32)
+                    np.testing.assert_array_equal(there[:, 1:], here[:, 1:])  # word 0 also changes with vectors
 
         check_copy()
         for turn in range(12):

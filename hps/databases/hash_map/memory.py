@@ -423,7 +423,7 @@ def dense_rows(
             return 0
     if not bits.any():
         return 0
-    last = int(np.flatnonzero(bits)[-1])
+    last = bits.size - 1 - int(np.argmax(bits[::-1] != 0))
     highest = 64 * last + int(bits[last]).bit_length() - 1
     missing = highest + 1 - int(np.bitwise_count(bits).sum())
     return highest + 1 if missing <= min(_MOST_HOLES, rows // _OUTSIDE_SHARE) and highest < MAX_ROWS else 0

@@ -169,6 +169,9 @@ class HashMapTable:
                 larger = larger.described_again()
                 count_holes(larger.layout)
                 show_all_holes(larger.layout)
+                _log.info(
+                    "hash map: table %r is dense: its rows lie at the numbers of their keys, 0 to %d", self._tag, dense - 1
+                )
             self._slabs.reserve(rows)
             self._replace_buckets(larger.with_room_for(rows))
 

@@ -130,6 +130,7 @@ def test_kernels_and_hash_map_agree_on_its_measures():
     assert said["VERSION_BYTES"] == layout.VERSION_BYTES
     assert 1 << said["STRIPE_BITS"] == layout.STRIPES == kernels.STRIPES
     assert said["MOST_SEGMENTS"] == kernels.MOST_HOST_SEGMENTS
+    assert 1 << said["MOST_BIN_BITS"] == kernels.MOST_BINS
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 17, 599_187])

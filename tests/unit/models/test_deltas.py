@@ -11,6 +11,7 @@ import pytest
 from hps.cache.cpu.cache import NumpyCache
 from hps.databases.base import Database, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import CapacityError, DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprints_of
@@ -26,6 +27,7 @@ from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.servers.running_service import document_of, model_of
 from tests.tables.deltas import NO_KEYS, Change, Versions, held_of, spec
+from tests.tables.hash_map_inspection import inspect
 from tests.tables.table_loads import DIM, KEYS, ROW_BYTES, ROWS, VECTORS, failing_at, nothing_to_do, rows_of, touch
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -112,6 +114,20 @@ def test_the_checksum_of_a_table_is_the_same_whichever_way_it_was_loaded(version
         records.append(database.records[spec("3").tag])
     assert len(set(records)) == 1
     assert len(records[0].checksum) == 16
+
+
+@pytest.mark.parametrize("loaded", [[], ["1"]])
+@pytest.mark.parametrize("above", [[], [PersistentMemoryDatabase]])
+def test_a_delta_of_a_dense_table_is_dense(tmp_path: Path, loaded: list[str], above: list[Callable[[], Database]]) -> None:
+    versions = Versions(tmp_path / "shop", (np.arange(ROWS), VECTORS))
+    versions.add(Change((np.arange(ROWS - 5, ROWS + 20), rows_of(25, seed=7)[1]), np.array([3, 500])))
+    database = HashMapDatabase()
+    for one in (*loaded, "2"):
+        versions.load(one, [database, *(make() for make in above)])
+    assert held_of(database, "2") == versions.expected("2")
+    inspect(database, spec("2").tag)
+    assert database._tables[spec("2").tag]._buckets.layout[DENSE_ROWS] == ROWS + 20
+    database.close()
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------

@@ -257,6 +257,9 @@ def install() -> None:
         {
             "zeros": lambda shape, dtype: Array(np.zeros(shape, dtype)),
             "empty": lambda shape, dtype: Array(np.empty(shape, dtype)),
+            "full": lambda shape, value, dtype: Array(np.full(shape, value, dtype)),
+            "nan": np.nan,
+            "float32": np.float32,
             "asarray": lambda array: Array(np.array(array)),
         }
     )

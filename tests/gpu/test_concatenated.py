@@ -92,3 +92,69 @@ def test_an_output_that_is_too_small_and_counts_that_do_not_add_up_are_refused(s
         server.lookup_concatenated(keys, (2, 2, 2, 2), torch.zeros(2 * sum(DIMS) - 1).cuda(), "m")
     with pytest.raises(hps.InvalidInputError, match="got 8 keys, expected 9"):
         server.lookup_concatenated(keys, (2, 2, 2, 3), torch.zeros(2000).cuda(), "m")
+
+
+KINDS = ["torch", "cupy", "mixed", "keys of one on the host", "out of one on the host", "torch on the host", "int32", "larger"]
+
+
+@pytest.mark.parametrize("counts", [(3, 5, 0, 9), (700, 1000, 900, 300), (0, 0, 1, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_id", [False, True])
+def test_separate_tensors_of_all_tables_give_the_same_vectors(
+    server: hps.HPS, counts: tuple[int, ...], kind: str, by_id: bool
+) -> None:
+    rng, names = np.random.default_rng(5), [number if by_id else f"t{number}" for number in range(len(DIMS))]
+    for _ in range(3):
+        keys = rng.integers(0, ROWS + 50, sum(counts))
+        parts = np.split(keys, np.cumsum(counts)[:-1])
+        of_cupy = [kind == "cupy" or (kind == "mixed" and number % 2) for number in range(len(DIMS))]
+        given: Any = {
+            name: cupy.asarray(part) if cupys else torch.from_numpy(part.copy()).cuda()
+            for name, part, cupys in zip(names, parts, of_cupy, strict=True)
+        }
+        more = 3 if kind == "larger" else 0
+        out: Any = {
+            name: cupy.full((n + more, dim), cupy.nan, cupy.float32) if cupys else torch.full((n + more, dim), torch.nan).cuda()
+            for name, n, dim, cupys in zip(names, counts, DIMS, of_cupy, strict=True)
+        }
+        if kind == "keys of one on the host":
+            given[names[1]] = parts[1]
+        elif kind == "out of one on the host":
+            out[names[1]] = np.full((counts[1], DIMS[1]), np.nan, np.float32)
+        elif kind == "torch on the host":
+            given[names[0]], out[names[1]] = given[names[0]].cpu(), out[names[1]].cpu()
+        elif kind == "int32":
+            given[names[2]] = given[names[2]].to(torch.int32)
+        server.lookup_tables(given, "m", out=out)
+        found = [
+            out[name].get() if hasattr(out[name], "get") else np.asarray(torch.as_tensor(out[name]).cpu()) for name in names
+        ]
+        answered = [one[:n].ravel() for one, n in zip(found, counts, strict=True)]
+        np.testing.assert_array_equal(np.concatenate(answered), wanted(keys, counts))
+        assert all(np.isnan(one[n:]).all() for one, n in zip(found, counts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda keys, out: (keys.float(), out), "expected int64"),
+        (lambda keys, out: (keys[::2], out), "contiguous"),
+        (lambda keys, out: (keys, out[:, ::2]), "contiguous"),
+        (lambda keys, out: (keys, out.double()), "expected float32"),
+        (lambda keys, out: (keys, out[:-1]), "expected at least"),
+    ],
+)
+def test_one_wrong_tensor_among_separate_ones_is_named(server: hps.HPS, change: Any, message: str) -> None:
+    keys = {f"t{number}": torch.zeros(6, dtype=torch.int64, device="cuda") for number in range(len(DIMS))}
+    out = {f"t{number}": torch.zeros(6, dim, device="cuda") for number, dim in enumerate(DIMS)}
+    keys["t0"], out["t0"] = change(keys["t0"], out["t0"])
+    for _ in range(2):
+        with pytest.raises(hps.InvalidInputError, match=message):
+            server.lookup_tables(keys, "m", out=out)
+    with pytest.raises(hps.UnknownTableError):
+        server.lookup_tables({"no": keys["t1"]}, "m", out={"no": out["t1"]})
+    with pytest.raises(hps.InvalidInputError, match="named twice"):
+        server.lookup_tables({"t1": keys["t1"], 1: keys["t1"]}, "m", out={"t1": out["t1"], 1: out["t1"]})
+    many = torch.zeros(10_001, dtype=torch.int64, device="cuda")
+    with pytest.raises(hps.TooManyKeysError):
+        server.lookup_tables({"t1": many}, "m", out={"t1": torch.zeros(10_001, 7, device="cuda")})

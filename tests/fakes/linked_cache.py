@@ -176,8 +176,10 @@ class LinkedLookup(CacheLookup):
             self.counts.append(left)
             self.linked.append(linked)
             self.absent.append(absent)
-        if not any(self.linked) and not any(self.absent):
-            self.linked = self.absent = ()
+        if not any(self.linked) and (any(settled) or not any(self.absent)):
+            self.linked = ()
+        if not any(self.absent) and not self.linked:
+            self.absent = ()
         return sum(self.counts)
 
     def unique(self):

@@ -220,7 +220,7 @@ class NumpyLookup(CacheLookup):
                     absent[-1], count = count - left, left
             counts.append(count)
         left = sum(counts)
-        self.linked, self.absent = ([0] * len(absent), absent) if any(absent) else ((), ())
+        self.absent = absent if any(absent) else ()
         self._segments, self.counts, self.padding = segments if left else (), counts, ()
         if segments and segments[0].pooling is not None:
             self.padding = _paddings(segments)

@@ -335,9 +335,7 @@ def settle(
         position = missing[i]
         target = address_of(out) + position * row_bytes
         line = line_of(keys[position], base, sets)
-        slot = read(
-            line, keys[position], rows_of(line, base, vectors_at, row_bytes), row_bytes, state_at + 8 * WRAPS, target
-        )
+        slot = read(line, keys[position], rows_of(line, base, vectors_at, row_bytes), row_bytes, state_at + 8 * WRAPS, target)
         if slot == -1:
             line, slot = walk(line, keys[position], base, sets, state_at, vectors_at, row_bytes, target)
         if slot == -1:

@@ -8,7 +8,7 @@ A **set** is 128 bytes, one row of `lines`, aligned to 128, and 14 rows of `vect
 
 A key belongs to set `scale(mix(key), sets)`, its home. `state` is an array of int64 counters per table (indices below).
 
-**Static tables** evict nothing. A key whose home is full walks on to other sets, a step of its own apart, until one has an empty
+**Static tables** evict nothing. A key whose home is full walks on to other sets, a step of its own apart, until one has a free
 slot; the number of sets is odd and steps are powers of two, so a walk comes to every set. `state` then has one more word a set,
 `passed`: the keys that came to the set and went on. A query whose key is not in a set looks at the next one only if that is not
 0. Keys do not move, so a key that is resident throughout a query is found. Whoever changes a key owns its home meanwhile, and
@@ -122,7 +122,7 @@ def step_of(key: int, sets: int) -> int:
     choices = 0
     while sets >> choices:
         choices += 1
-    return 1 << (((np.int64(mix(np.int64(key))) & 0xFFFFFFFF) * choices) >> 32)
+    return int(1 << (((np.int64(mix(np.int64(key))) & 0xFFFFFFFF) * choices) >> 32))
 
 
 @njit(inline="always")
@@ -138,9 +138,7 @@ def passed_at(line: int, lines: int, state: int) -> int:
 
 
 @njit()
-def walk(
-    line: int, key: int, lines: int, sets: int, state: int, vectors: int, row_bytes: int, target: int
-) -> tuple[int, int]:
+def walk(line: int, key: int, lines: int, sets: int, state: int, vectors: int, row_bytes: int, target: int) -> tuple[int, int]:
     """Go on from a key's home, which does not hold it; return the set where it stands, or any, and what `read` returns."""
     step = step_of(key, sets)
     for _ in range(sets - 1):
@@ -158,8 +156,8 @@ def place_of(home: int, key: int, admits: bool, lines: int, sets: int, state: in
     """Find where a key stands, or the first empty slot of its walk if it `admits` one. The home is owned.
 
     Returns:
-        The set, the steps from home, and whether the key stands there: 1, or 0 if not, -1 if there is no such set, -2 if another
-        writer kept one.
+        The set, the steps from home, and whether the key stands there: 1, or 0 if not, -1 if there is no such set, -2 if
+        another writer kept one.
     """
     step, line, may_be_further = step_of(key, sets), home, True
     free_line, free_steps = home, -1

@@ -77,12 +77,14 @@ class StreamOrderedCounts:
         absent: misses that it lacked; they got the default vector.
         unread: misses that could not be read, because a writer held their bucket or the table was dropped; they got the default
             vector, though a vector may exist.
+        settled: misses of a complete cache; they got the default vector.
     """
 
     misses: int
     linked: int
     absent: int
     unread: int
+    settled: int = 0
 
 
 class MissedKeys(ABC):
@@ -137,7 +139,8 @@ class CacheLookup(ABC):
         counts: for each segment of the last query that left any key, the number of keys left, duplicates counted.
         linked: for each segment of the last query, the number of keys that the attached table answered; empty if there were
             none.
-        absent: likewise, the number that an authoritative attached table lacked; they got the default vector.
+        absent: likewise, the number that an authoritative attached table or a complete cache lacked; they got the default
+            vector.
         padding: likewise, the number of padding keys, which are not looked up.
     """
 

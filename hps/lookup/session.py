@@ -453,7 +453,10 @@ class CachedSession:
         for one, found, lacking in zip(counters, linked or none, absent or none, strict=True):
             one.hits[0] -= found + lacking
             one.misses[0] += found + lacking
-            one.count_linked(found, lacking)
+            if linked:
+                one.count_linked(found, lacking)
+            else:  # the cache is complete: no tier was asked
+                one.defaults += lacking
 
     def _count_defaults(self, table_index: int, absent: int) -> None:
         with self._metrics.lock:

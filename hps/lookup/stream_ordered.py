@@ -166,6 +166,7 @@ class StreamOrderedLookups:
                     counters.hits[0] += hits
                     counters.misses[0] += misses
                     counters.count_linked(now.linked - before.linked, now.absent - before.absent)
+                    counters.defaults += now.settled - before.settled
 
     def close(self) -> bool:
         """Refuse further lookups; return False while graphs remain that may still be launched."""

@@ -91,13 +91,15 @@ class CacheContract:
 
     @pytest.fixture
     def create(self) -> Iterator[Create]:
-        """create(tables, capacity_rows): caches that are closed after the test."""
+        """create(tables, capacity_rows, static): caches that are closed after the test."""
         made: list[EmbeddingCache] = []
 
-        def make(tables: Sequence[TableSpec] | TableSpec, capacity_rows: Sequence[int] | int) -> EmbeddingCache:
+        def make(
+            tables: Sequence[TableSpec] | TableSpec, capacity_rows: Sequence[int] | int, static: bool = False
+        ) -> EmbeddingCache:
             tables = [tables] if isinstance(tables, TableSpec) else tables
             capacity_rows = [capacity_rows] if isinstance(capacity_rows, int) else capacity_rows
-            made.append(self.cache_class.create(tables, capacity_rows, 0))
+            made.append(self.cache_class.create(tables, capacity_rows, 0, static))
             return made[-1]
 
         yield make
@@ -588,14 +590,14 @@ class CacheContract:
             self.lookup(cache, [segment], keys, lookup, small_vectors_of)
         self.check_bags(cache, [{"table": 0, "keys": keys, "bounds": good, "given": "device"}], keys, lookup)
 
-    @pytest.mark.parametrize("dim", [4, 33, 128])
-    def test_no_vector_that_is_pooled_is_torn_or_stale(self, create: Create, dim: int):
+    @pytest.mark.parametrize(("dim", "static"), [(4, False), (33, False), (128, False), (33, True)])
+    def test_no_vector_that_is_pooled_is_torn_or_stale(self, create: Create, dim: int, static: bool):
         """Vectors are a version plus a pattern of their key, in small integers: the sum of a bag, less the patterns, is the
         same in every element, the sum of versions that were current."""
         capacity, hotness = self.ways, 4
         keys = distinct_keys(2 * capacity)
         patterns = vectors_of(keys, dim + 1)[:, 1:] % 1024
-        cache = create(spec(dim), capacity)
+        cache = create(spec(dim), capacity, static)
         begun, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
         cache.insert(0, keys, patterns)
         done = threading.Event()
@@ -780,15 +782,17 @@ class CacheContract:
         with pytest.raises(NotReadyError):
             cache.insert(0, keys, vectors_of(keys, 4))
 
-    @pytest.mark.parametrize(("dim", "capacity"), [(4, 28), (33, 56), (128, 28)])
-    def test_no_vector_is_torn_stale_or_anothers(self, create: Create, dim: int, capacity: int):
+    @pytest.mark.parametrize(
+        ("dim", "capacity", "static"), [(4, 28, False), (33, 56, False), (128, 28, False), (4, 42, True), (33, 98, True)]
+    )
+    def test_no_vector_is_torn_stale_or_anothers(self, create: Create, dim: int, capacity: int, static: bool):
         """Readers query skewed keys with duplicates while each writer inserts, updates and erases keys of its own.
 
         A vector that a query returns must be whole, its own key's, and of a version that was current during the query:
         not older than what was complete when it began, not newer than what was begun when it ended.
         """
         writers, keys = 3, distinct_keys(2 * capacity)
-        cache = create(spec(dim), capacity)
+        cache = create(spec(dim), capacity, static)
         begun, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
         done = threading.Event()
 
@@ -841,6 +845,136 @@ class CacheContract:
         rows = self.raw_rows(cache, 0)
         stats = cache.stats(0)
         assert len(rows) == stats.resident_rows == cache.dump(0).size <= stats.capacity_rows
+
+    # -- static tables -------------------------------------------------------------------------------------------------
+
+    def check_static(self, cache: EmbeddingCache, keys: KeyArray, version: int | np.ndarray) -> None:
+        """Every key is resident, with its vector, on every path; nothing else is."""
+        dim, versions = cache.tables[0].dim, np.broadcast_to(np.asarray(version), keys.shape)
+        vectors = vectors_of(keys, dim, versions)
+        out, found = self.query(cache, keys)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors))
+        assert self.raw_rows(cache, 0) == {int(key): row.tobytes() for key, row in zip(keys, vectors, strict=True)}
+        np.testing.assert_array_equal(np.sort(cache.dump(0)), np.sort(keys))
+        stats = cache.stats(0)
+        assert (stats.resident_rows, stats.evictions, stats.unplaced) == (keys.size, 0, 0)
+
+    @pytest.mark.parametrize("load", [0.85, 0.97, 1.0])
+    @pytest.mark.parametrize(
+        ("dim", "rows"), [(4, 1), (1, 14), (4, 15), (33, 28), (2, 29), (4, 42), (5, 43), (16, 997), (3, 9973), (128, 3000)]
+    )
+    def test_every_row_of_a_static_table_is_resident_again_and_again(self, create: Create, dim: int, rows: int, load: float):
+        cache = create(spec(dim), int(np.ceil(rows / load)), static=True)
+        for seed in range(2):  # nothing of the first round is left to the second
+            keys = np.arange(rows) if seed else distinct_keys(rows)
+            version = np.zeros(rows, np.int64)
+            cache.insert(0, keys, vectors_of(keys, dim))
+            self.check_static(cache, keys, version)
+            gone, written, again = np.split(np.random.default_rng(seed).permutation(rows), [rows // 3, 2 * rows // 3])
+            cache.update(0, keys[written], vectors_of(keys[written], dim, 1))
+            cache.erase(0, keys[gone])
+            version[written] = 1
+            self.check_static(
+                cache, keys[np.sort(np.concatenate([written, again]))], version[np.sort(np.concatenate([written, again]))]
+            )
+            assert not self.query(cache, keys[gone])[1].any()
+            cache.update(0, keys[gone], vectors_of(keys[gone], dim, 2))
+            assert not self.query(cache, keys[gone])[1].any()
+            back = np.concatenate([gone, again, gone[:5]])  # some twice
+            cache.insert(0, keys[back], vectors_of(keys[back], dim, 3))
+            version[back] = 3
+            self.check_static(cache, keys, version)
+            cache.erase(0, keys)
+            assert cache.dump(0).size == cache.stats(0).resident_rows == 0
+
+    def test_a_static_table_is_filled_to_its_last_slot_and_evicts_nothing(self, create: Create):
+        cache = create(spec(4), 1000, static=True)
+        slots = cache.stats(0).capacity_rows
+        keys = np.concatenate([AWKWARD_KEYS, np.setdiff1d(distinct_keys(slots), AWKWARD_KEYS)])[: slots + 2]
+        full, late = keys[:slots], keys[slots:]
+        cache.insert(0, full, vectors_of(full, 4))
+        self.check_static(cache, full, 0)
+        cache.insert(0, late, vectors_of(late, 4))
+        assert (cache.stats(0).resident_rows, cache.stats(0).unplaced) == (slots, late.size)
+        assert not self.query(cache, late)[1].any()
+        cache.erase(0, full[7:8])
+        cache.insert(0, late[:1], vectors_of(late[:1], 4))
+        assert self.query(cache, np.concatenate([full[:7], full[8:], late[:1]]))[1].all()
+
+    @pytest.mark.parametrize("key", AWKWARD_KEYS[::9])
+    def test_every_int64_is_a_key_of_a_static_table_only_when_it_is_inserted(self, create: Create, key: int):
+        cache, keys = create(spec(4), 60, static=True), distinct_keys(60)
+        for start in range(0, 60, 20):  # emptier and fuller
+            assert not self.query(cache, np.array([key, 0, 1, -1]))[1].any()
+            cache.insert(0, keys[start : start + 20], vectors_of(keys[start : start + 20], 4))
+        cache.insert(0, np.array([key]), vectors_of(np.array([key]), 4))
+        self.check_static(cache, np.append(keys, key), 0)
+
+    def test_bags_of_a_full_static_table_are_pooled(self, create: Create):
+        cache = create(spec(16), 3000, static=True)
+        keys = distinct_keys(cache.stats(0).capacity_rows + 20)
+        cache.insert(0, keys[:-20], small_vectors_of(keys[:-20], 16))
+        case = {"table": 0, **self.random_bags(keys, "host", 1, count=400), "combiner": "mean"}
+        self.check_bags(cache, [case], keys[:-20])
+
+    def test_a_lookup_makes_nothing_resident_in_a_static_table(self, create: Create):
+        cache, keys = create(spec(4), 100, static=True), distinct_keys(30)
+        cache.insert(0, keys[:20], vectors_of(keys[:20], 4, 1))
+        for _ in range(2):
+            segment = self.segment(cache, 0, keys)
+            assert self.lookup(cache, [segment], keys) == [10]
+            np.testing.assert_array_equal(self.to_host(segment.out), vectors_of(keys, 4, 1))
+        self.check_static(cache, keys[:20], 1)
+
+    def test_a_complete_cache_answers_absent_keys_itself(self, create: Create):
+        cache, keys = create([spec(4, "a"), spec(7, "b")], [100, 100], static=True), distinct_keys(60)
+        for table, dim in enumerate((4, 7)):
+            cache.insert(table, keys[:40], vectors_of(keys[:40], dim))
+        lookup = cache.create_lookup()
+        assert not cache.complete
+        assert lookup.query([self.segment(cache, 0, keys)]) == 20
+        lookup.finish()
+        cache.tell_complete(True)
+        for absent in (20, 21):  # with a key that is deleted in the second round
+            segments = [self.segment(cache, 1, keys), self.segment(cache, 0, keys[:5], with_found=False)]
+            assert lookup.query(segments) == 0
+            assert (list(lookup.absent), sum(lookup.linked)) == ([absent, absent - 20], 0)
+            out, found = self.to_host(segments[0].out), self.to_host(segments[0].found)
+            np.testing.assert_array_equal(found, np.isin(keys, keys[absent - 20 : 40]))
+            np.testing.assert_array_equal(out[found], vectors_of(keys[found], 7))
+            assert (out[~found] == np.float32(DEFAULT)).all()
+            assert lookup.query([self.segment(cache, 1, keys[absent - 20 : 40])]) == 0
+            assert not any(lookup.absent)
+            cache.erase(0, keys[:1])
+            cache.erase(1, keys[:1])
+
+    def test_a_cache_is_complete_until_a_row_is_dropped_or_finds_no_place(self, create: Create):
+        cache, keys = create(spec(4), 42, static=True), distinct_keys(43)
+        cache.insert(0, keys[:40], vectors_of(keys[:40], 4))
+        cache.tell_complete(True)
+        cache.write(0, keys[39:42], vectors_of(keys[39:42], 4, 1))
+        assert cache.complete
+        out, _found = self.query(cache, keys[39:42])
+        np.testing.assert_array_equal(out, vectors_of(keys[39:42], 4, 1))
+        cache.write(0, keys[42:], vectors_of(keys[42:], 4))
+        assert not cache.complete
+        lookup = cache.create_lookup()
+        assert lookup.query([self.segment(cache, 0, keys)]) == 1
+        lookup.finish()
+        cache.erase(0, keys[42:])
+        cache.tell_complete(True)
+        cache.drop(0, keys[:2])
+        assert not cache.complete
+        assert lookup.query([self.segment(cache, 0, keys)]) == 3
+        lookup.finish()
+
+    def test_only_static_caches_are_complete(self, create: Create):
+        cache, keys = create(spec(4), 100), distinct_keys(3)
+        cache.tell_complete(True)
+        assert not cache.complete
+        cache.write(0, keys, vectors_of(keys, 4))
+        assert not self.query(cache, keys)[1].any()  # it updates
 
 
 class VersionedCacheContract(CacheContract):

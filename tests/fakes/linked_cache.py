@@ -132,7 +132,7 @@ class LinkedCache(NumpyCache):
             found &= readable
             self.before_admission()
             with self.admitting:
-                if epoch == self.epochs[table] and epoch % 2 == 0:
+                if epoch == self.epochs[table] and epoch % 2 == 0 and not self.static:
                     self.insert(table, keys[found], vectors[found])
         return vectors, found, readable
 
@@ -153,10 +153,11 @@ class LinkedLookup(CacheLookup):
     def _query(self, segments):
         self._inner.query(segments)
         missed = {one.segment.table: np.sort(one.keys) for one in self._inner.unique()}
+        settled = self._inner.absent or [0] * len(segments)
         self._inner.finish()
         self.counts, self.linked, self.absent, self._left = [], [], [], []
-        for segment in segments:
-            left = linked = absent = 0
+        for segment, absent in zip(segments, settled, strict=True):
+            left = linked = 0
             if (keys := missed.get(segment.table)) is not None:
                 vectors, found, readable = self._cache.read(segment.table, keys)
                 authoritative = self._cache.hosts.get(segment.table, (None, False))[1]
@@ -168,15 +169,17 @@ class LinkedLookup(CacheLookup):
                 if segment.found is not None:
                     segment.found[positions] = found[places]
                 linked, left = int(found[places].sum()), int((~done)[places].sum())
-                absent = positions.size - linked - left
+                absent += positions.size - linked - left
                 if left:
                     rest = positions[~done[places]]
                     self._left.append(LeftKeys(self._cache, segment, keys[~done], rest))
             self.counts.append(left)
             self.linked.append(linked)
             self.absent.append(absent)
-        if not any(self.linked) and not any(self.absent):
-            self.linked = self.absent = ()
+        if not any(self.linked) and (any(settled) or not any(self.absent)):
+            self.linked = ()
+        if not any(self.absent) and not self.linked:
+            self.absent = ()
         return sum(self.counts)
 
     def unique(self):

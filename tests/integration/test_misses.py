@@ -421,9 +421,72 @@ def test_static_and_uvm_answer_every_row_without_the_databases(start, kind, pers
     check(keys, lookup(server, keys))
     check(keys, lookup(server, keys[::-1].copy())[::-1])
     below = sum(count(server, f"hps_{what}_total", "a", "persistent_db") for what in ("hits", "misses"))
-    assert below == (2 if persistent else 0)  # for the key that nobody has
+    assert below == (2 if persistent and kind == "uvm" else 0)  # for the key that nobody has
+    assert cache_of(server).complete == (kind == "static")
+    if kind == "static":
+        assert count(server, "hps_linked_keys_total", "a") == 0
+        assert count(server, "hps_default_keys_total", "a") == 2
     if miss_path == "auto" and not persistent:
         check(keys, lookup(server, keys, wait=False))
+
+
+def test_static_takes_online_writes_and_answers_alone(start):
+    server = start(True, embedding_cache_type="static")
+    cache, database = cache_of(server), server.model("m").chain.databases[-1]
+    server.insert([1, ROWS + 5], vectors_of([1, ROWS + 5], 1), "m", "a")
+    server.delete([2], "m", "a")
+    database.fetch = None  # no lookup asks it
+    np.testing.assert_array_equal(lookup(server, [1, ROWS + 5]), vectors_of([1, ROWS + 5], 1))
+    check([-1, 3, -1], lookup(server, [2, 3, ROWS + 6]))
+    assert cache.complete
+    assert cache.stats(0).resident_rows == ROWS
+
+
+def test_a_static_cache_that_is_full_leaves_new_rows_to_the_map(start):
+    server = start(True, embedding_cache_type="static")
+    cache = cache_of(server)
+    new = np.arange(cache.stats(0).capacity_rows - ROWS + 1) + ROWS
+    server.insert(new[:-1], vectors_of(new[:-1]), "m", "a")
+    assert cache.complete
+    server.insert(new[-1:], vectors_of(new[-1:]), "m", "a")
+    assert not cache.complete
+    every = np.append(np.arange(ROWS), new)
+    np.testing.assert_array_equal(lookup(server, every), vectors_of(every))
+    check([-1], lookup(server, [new[-1] + 1]))
+    server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": 1.2}))
+    assert not cache_of(server).complete  # as many rows as before: the new caches have no place for the last one, either
+    np.testing.assert_array_equal(lookup(server, every), vectors_of(every))
+
+
+def test_a_static_cache_is_complete_again_after_a_reconfiguration(start):
+    server = start(True, embedding_cache_type="static")
+    server.insert([ROWS + 5], vectors_of([ROWS + 5]), "m", "a")
+    old = cache_of(server)
+    server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": 1.2}))
+    assert cache_of(server) is not old
+    assert cache_of(server).complete
+    np.testing.assert_array_equal(lookup(server, [ROWS + 5]), vectors_of([ROWS + 5]))
+
+
+@pytest.mark.parametrize("fails", ["the map", "the persistent database"])
+def test_a_failed_write_leaves_no_row_of_a_static_table_to_its_default(start, fails, monkeypatch):
+    server = start(True, embedding_cache_type="static")
+    volatile, persistent = server.model("m").chain.databases
+    if fails == "the map":
+        volatile.fails = True
+        server.insert([7, ROWS + 5], vectors_of([7, ROWS + 5], 1), "m", "a")
+        volatile.fails = False
+        np.testing.assert_array_equal(lookup(server, [7, ROWS + 5]), vectors_of([7, ROWS + 5], 1))
+        server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": 1.2}))
+        assert not cache_of(server).complete  # the map no longer tells how many rows there are
+        np.testing.assert_array_equal(lookup(server, [7, ROWS + 5]), vectors_of([7, ROWS + 5], 1))
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(persistent, "insert", lambda *_: (_ for _ in ()).throw(hps.DatabaseError("told to fail")))
+            with pytest.raises(hps.DatabaseError):
+                server.insert([7], vectors_of([7], 1), "m", "a")
+        assert not cache_of(server).complete
+        check([7, 8, ROWS], lookup(server, [7, 8, ROWS]))
 
 
 def test_uvm_takes_online_writes(start):

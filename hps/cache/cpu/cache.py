@@ -11,7 +11,7 @@ import numpy as np
 from hps.cache.base import CacheLookup, CacheStats, DeviceMemory, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
-from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
+from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.ground.capacity import Need, available_memory, by_what, check_fits, machine_memory
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys
@@ -35,7 +35,7 @@ class NumpyTable:
     spec: TableSpec
     lines: IndexArray  # (sets, 16)
     vectors: FloatArray  # (14 * sets, dim)
-    state: IndexArray  # (STATE_WORDS,)
+    state: IndexArray  # (STATE_WORDS,), or (STATE_WORDS + sets,) if static
 
 
 class NumpyCache(EmbeddingCache):
@@ -62,7 +62,7 @@ class NumpyCache(EmbeddingCache):
         self.static = static
         self.tables = tuple(tables)
         self.device_id = 0
-        self._open: tuple[NumpyTable, ...] | None = _allocate(tables, capacity_rows)
+        self._open: tuple[NumpyTable, ...] | None = _allocate(tables, capacity_rows, static)
         disown_in_children(self)
 
     @classmethod
@@ -71,7 +71,7 @@ class NumpyCache(EmbeddingCache):
             Need(
                 "ram",
                 f"{rows:,} rows of table {table.table_name!r} (dim {table.dim})",
-                _size_bytes(rows, table.dim),
+                _size_bytes(rows, table.dim, static),
                 table.table_name,
             )
             for table, rows in zip(tables, capacity_rows, strict=True)
@@ -88,7 +88,7 @@ class NumpyCache(EmbeddingCache):
     ) -> None:
         check_fits(
             f"making room for the embedding cache of model {tables[0].model_name!r}",
-            by_what(cls.room_for(tables, capacity_rows)),
+            by_what(cls.room_for(tables, capacity_rows, static)),
             *available_memory(),
             "lower gpucacheper, undeploy models or versions, or give the process more memory",
         )
@@ -135,6 +135,7 @@ class NumpyCache(EmbeddingCache):
             inserts=int(own.state[INSERTS]),
             evictions=int(own.state[EVICTIONS]),
             size_bytes=own.lines.nbytes + own.vectors.nbytes + own.state.nbytes,
+            unplaced=int(own.state[UNPLACED]),
         )
 
     def device_memory(self) -> DeviceMemory:
@@ -187,7 +188,8 @@ class NumpyLookup(CacheLookup):
 
     def query(self, segments: Sequence[Segment]) -> int:
         tables, scratches = self._cache.open_tables(), self._scratches
-        counts = []
+        counts: list[int] = []
+        absent: list[int] = []
         for segment in segments:
             table, scratch, keys, found = tables[segment.table], scratches[segment.table], segment.keys, segment.found
             if scratch.missing.size < segment.n:
@@ -216,8 +218,14 @@ class NumpyLookup(CacheLookup):
                 if segment.keys.flags.aligned:
                     raise InvalidInputError(f"querying the cached table {table.spec.tag}: expected NumPy arrays")
                 return self.query(_with_aligned_keys(segments))
+            absent.append(0)
+            if count and self._cache.complete and segment.pooling is None:
+                left = _settle(table, segment, found, scratch.missing, count)
+                if self._cache.complete:  # still, so what was not resident was absent
+                    absent[-1], count = count - left, left
             counts.append(count)
         left = sum(counts)
+        self.absent = absent if any(absent) else ()
         self._segments, self.counts, self.padding = segments if left else (), counts, ()
         if segments and segments[0].pooling is not None:
             self.padding = _paddings(segments)
@@ -292,6 +300,8 @@ class NumpyMissedKeys(MissedKeys):
 
     def insert(self, found: BoolArray) -> None:
         table = self._cache.open_tables()[self.segment.table]
+        if self._cache.static:
+            return
         _insert(table, self.keys, self._scratch.fetched, found, replace=False)
 
 
@@ -306,6 +316,12 @@ def _insert(table: NumpyTable, keys: KeyArray, vectors: FloatArray, chosen: Bool
         numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True)
 
     POOL.run(keys.size, PIECE_KEYS, part)
+
+
+def _settle(table: NumpyTable, segment: Segment, found: BoolArray, missing: IndexArray, count: int) -> int:
+    arrays = (table.lines, table.vectors, table.state, segment.keys, missing, count)
+    left: int = numpy_kernels.settle(*arrays, table.spec.default_value, segment.out, found)
+    return left
 
 
 def _query_by_threads(table: NumpyTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray) -> int:
@@ -395,18 +411,20 @@ def _grown(size: int) -> int:
     return max(1024, 1 << (size - 1).bit_length())
 
 
-def _sets(rows: int) -> int:
-    return -(-rows // WAYS)
+def _sets(rows: int, static: bool = False) -> int:
+    """Return the sets of a table; those of a static one are odd, since its keys walk by powers of two, and at least three."""
+    sets = -(-rows // WAYS)
+    return max(3, sets | 1) if static else sets
 
 
-def _size_bytes(rows: int, dim: int) -> int:
-    return _sets(rows) * (_LINE_BYTES + WAYS * 4 * dim)
+def _size_bytes(rows: int, dim: int, static: bool = False) -> int:
+    return _sets(rows, static) * (_LINE_BYTES + WAYS * 4 * dim + 8 * static)
 
 
-def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tuple[NumpyTable, ...]:
+def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool) -> tuple[NumpyTable, ...]:
     """Allocate all tables; if they do not fit, the error names the largest and a size that would fit."""
-    sets = [_sets(rows) for rows in capacity_rows]
-    sizes = [_size_bytes(rows, table.dim) for rows, table in zip(capacity_rows, tables, strict=True)]
+    sets = [_sets(rows, static) for rows in capacity_rows]
+    sizes = [_size_bytes(rows, table.dim, static) for rows, table in zip(capacity_rows, tables, strict=True)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         if sum(sizes) > memory:  # reserved, but not filled
@@ -416,7 +434,7 @@ def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tupl
                 spec=table,
                 lines=aligned_lines(count),
                 vectors=_aligned_vectors(WAYS * count, table.dim),
-                state=np.zeros(STATE_WORDS, np.int64),
+                state=np.zeros(STATE_WORDS + count * static, np.int64),
             )
             for count, table in zip(sets, tables, strict=True)
         )

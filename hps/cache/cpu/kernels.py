@@ -13,20 +13,27 @@ from hps.cache.cpu.sets import (
     INSERTS,
     LINE_BYTES,
     RESIDENT,
+    STATE_WORDS,
+    UNPLACED,
     WAYS,
     WRAPS,
+    count_passed,
+    empty_slot,
     epoch_at,
     find,
     give_back_changed,
     is_idle,
     line_of,
+    place_of,
     probation_at,
     read,
     rows_of,
     take,
+    take_or_leave,
     touch,
     unchanged,
     victim,
+    walk,
 )
 from hps.ground.numba_atomics import (
     address_of,
@@ -40,6 +47,7 @@ from hps.ground.numba_atomics import (
     store_relaxed,
     store_relaxed_u8,
     store_release_u16,
+    yield_processor,
 )
 from hps.ground.numba_kernels import kernel, read_only
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
@@ -47,6 +55,7 @@ from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 _BLOCK = 32
 _CACHE_LINE = 64
 _PREFETCHED_BYTES = 512
+_REPLACED, _ADMITTED, _UNPLACED = 0, 1, 2
 
 _LINES, _ROWS, _WORDS, _KEYS, _FLAGS = int64[:, ::1], float32[:, ::1], int64[::1], read_only(int64[::1]), boolean[::1]
 
@@ -78,7 +87,7 @@ def query(
         return n
     epoch = epoch_at(fetch_add(address_of(state) + 8 * CLOCK, min(n, EPOCHS_A_CALL * WAYS * sets)), sets)
     base, vectors_at, out_at, wraps_at = address_of(lines), address_of(vectors), address_of(out), address_of(state) + 8 * WRAPS
-    row_bytes = 4 * dim
+    row_bytes, state_at, walks = 4 * dim, address_of(state), state.size > STATE_WORDS
     ahead = min(row_bytes, _PREFETCHED_BYTES)
     block_lines, block_versions, block_slots, block_rows = np.empty((4, _BLOCK), np.int64)
     misses = 0
@@ -108,6 +117,8 @@ def query(
             if not unchanged(line, block_versions[i], wraps_at, wraps):
                 rows = rows_of(line, base, vectors_at, row_bytes)
                 slot = read(line, keys[start + i], rows, row_bytes, wraps_at, target)
+            if slot == -1 and walks:
+                line, slot = walk(line, keys[start + i], base, sets, state_at, vectors_at, row_bytes, target)
             if slot >= 0:
                 touch(line, slot, epoch)
             else:
@@ -116,6 +127,48 @@ def query(
             if found.size != 0:
                 found[start + i] = slot >= 0
     return misses
+
+
+@njit()
+def _write_walking(
+    home: int,
+    key: int,
+    source: int,
+    base: int,
+    sets: int,
+    vectors_at: int,
+    row_bytes: int,
+    state_at: int,
+    age: int,
+    admit: bool,
+) -> int:
+    """Write a vector of a key of a static table, resident or, with `admit`, not; return what became of it."""
+    wraps_at = state_at + 8 * WRAPS
+    while True:
+        version = take(home)
+        line, steps, there = place_of(home, key, admit, base, sets, state_at)
+        own = version
+        if there >= 0 and steps > 0:
+            own = take_or_leave(line)
+        slot = -1
+        if there >= 0 and own >= 0:
+            slot = find(line, key) if there == 1 else empty_slot(line)
+        if slot >= 0:
+            if there == 0:
+                store_relaxed(line + 16 + 8 * slot, key)
+                store_relaxed_u8(line + 2 + slot, age)
+                count_passed(home, key, steps, 1, base, sets, state_at)
+            copy_bytes(rows_of(line, base, vectors_at, row_bytes) + slot * row_bytes, source, row_bytes)
+            give_back_changed(line, own, wraps_at)
+        elif steps > 0 and there >= 0 and own >= 0:
+            store_release_u16(line, own)
+        if slot < 0 or steps > 0:
+            store_release_u16(home, version)
+        if slot >= 0:
+            return _REPLACED if there == 1 else _ADMITTED
+        if there == -1:
+            return _UNPLACED if admit else _REPLACED
+        yield_processor()
 
 
 @njit()
@@ -150,6 +203,8 @@ def write(
 ) -> None:
     """Write vectors of the chosen keys: `replace` those of resident keys, `admit` keys that are not resident.
 
+    A static table evicts nothing; it counts keys that find no place.
+
     Unless both are set, keys to leave alone are found without owning their set. With `admit` alone, a key evicts only an idle
     one, and is refused otherwise.
     """
@@ -164,7 +219,7 @@ def write(
     )
     epoch = epoch_at(load_relaxed(address_of(state) + 8 * CLOCK), sets)
     probation = probation_at(epoch)
-    admitted, evicted = 0, 0
+    admitted, evicted, unplaced = 0, 0, 0
     for i in range(n):
         if i % _BLOCK == 0:
             _prefetch_rows(keys, i, min(i + _BLOCK, n), base, sets, vectors_at, row_bytes, epoch)
@@ -172,6 +227,13 @@ def write(
             continue
         key = keys[i]
         line = line_of(key, base, sets)
+        if state.size > STATE_WORDS:
+            outcome = _write_walking(
+                line, key, values_at + i * row_bytes, base, sets, vectors_at, row_bytes, address_of(state), probation, admit
+            )
+            admitted += outcome == _ADMITTED
+            unplaced += outcome == _UNPLACED
+            continue
         rows = rows_of(line, base, vectors_at, row_bytes)
         if not (replace and admit):
             slot = read(line, key, rows, row_bytes, wraps_at, 0)
@@ -196,6 +258,29 @@ def write(
     fetch_add(address_of(state) + 8 * INSERTS, admitted)
     fetch_add(address_of(state) + 8 * EVICTIONS, evicted)
     fetch_add(address_of(state) + 8 * RESIDENT, admitted - evicted)
+    fetch_add(address_of(state) + 8 * UNPLACED, unplaced)
+
+
+@njit()
+def _erase_walking(home: int, key: int, base: int, sets: int, state_at: int) -> bool:
+    """Empty the slot of a key of a static table; return whether it was resident."""
+    wraps_at = state_at + 8 * WRAPS
+    while True:
+        version = take(home)
+        line, steps, there = place_of(home, key, False, base, sets, state_at)
+        own = version
+        if there == 1 and steps > 0:
+            own = take_or_leave(line)
+        erases = there == 1 and own >= 0
+        if erases:
+            store_relaxed_u8(line + 2 + find(line, key), 0)
+            count_passed(home, key, steps, -1, base, sets, state_at)
+            give_back_changed(line, own, wraps_at)
+        if not erases or steps > 0:
+            store_release_u16(home, version)
+        if erases or there == -1:
+            return erases
+        yield_processor()
 
 
 @kernel(void, _LINES, _WORDS, _KEYS)
@@ -212,6 +297,9 @@ def erase(
     erased = 0
     for i in range(keys.size):
         line = line_of(keys[i], base, sets)
+        if state.size > STATE_WORDS:
+            erased += _erase_walking(line, keys[i], base, sets, address_of(state))
+            continue
         if read(line, keys[i], 0, 0, wraps_at, 0) == -1:
             continue
         version = take(line)
@@ -223,6 +311,41 @@ def erase(
         give_back_changed(line, version, wraps_at)
         erased += 1
     fetch_add(address_of(state) + 8 * RESIDENT, -erased)
+
+
+@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _WORDS, int64, float64, _ROWS, _FLAGS)
+def settle(
+    lines: IndexArray,  # (sets, 16) int64
+    vectors: FloatArray,  # (rows, dim) float32
+    state: IndexArray,  # (STATE_WORDS + sets,) int64
+    keys: KeyArray,  # (n,) int64
+    missing: IndexArray,  # (at least count,) int64
+    count: int,
+    default: float,
+    out: FloatArray,  # (n, dim) float32
+    found: BoolArray,  # (n,) bool, or empty
+) -> int:
+    """Answer the keys that missed in a complete table, which are absent; return how many are left because a writer kept them.
+
+    Those come first in `missing`.
+    """
+    sets, row_bytes, left = lines.shape[0], 4 * vectors.shape[1], 0
+    base, vectors_at, state_at = address_of(lines), address_of(vectors), address_of(state)
+    for i in range(count):
+        position = missing[i]
+        target = address_of(out) + position * row_bytes
+        line = line_of(keys[position], base, sets)
+        slot = read(line, keys[position], rows_of(line, base, vectors_at, row_bytes), row_bytes, state_at + 8 * WRAPS, target)
+        if slot == -1:
+            line, slot = walk(line, keys[position], base, sets, state_at, vectors_at, row_bytes, target)
+        if slot == -1:
+            out[position, :] = default
+        elif slot == -2:
+            missing[i], missing[left] = missing[left], position
+            left += 1
+        elif found.size != 0:
+            found[position] = True
+    return left
 
 
 @kernel(int64, _LINES, _WORDS)

@@ -6,6 +6,7 @@ from numba import boolean, float32, float64, int64
 from hps.cache.cpu.sets import (
     CLOCK,
     EPOCHS_A_CALL,
+    STATE_WORDS,
     WAYS,
     WRAPS,
     epoch_at,
@@ -15,6 +16,7 @@ from hps.cache.cpu.sets import (
     rows_of,
     touch,
     unchanged,
+    walk,
 )
 from hps.ground.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
 from hps.ground.numba_kernels import kernel
@@ -87,7 +89,7 @@ def pool(
     if sets != 0:
         epoch = epoch_at(fetch_add(address_of(state) + 8 * CLOCK, min(stop - begin, EPOCHS_A_CALL * WAYS * sets)), sets)
     base, vectors_at, wraps_at = address_of(lines), address_of(vectors), address_of(state) + 8 * WRAPS
-    row_bytes = 4 * dim
+    row_bytes, state_at, walks = 4 * dim, address_of(state), state.size > STATE_WORDS
     ahead = min(row_bytes, _PREFETCHED_BYTES)
     total, row = scratch[0], scratch[1]
     total_at = address_of(scratch)
@@ -138,6 +140,8 @@ def pool(
                 copy_bytes(row_at, block_rows[i], row_bytes)
             if sets != 0 and not unchanged(line, block_versions[i], wraps_at, wraps):
                 slot = read(line, keys[at], rows_of(line, base, vectors_at, row_bytes), row_bytes, wraps_at, row_at)
+            if slot == -1 and walks:
+                line, slot = walk(line, keys[at], base, sets, state_at, vectors_at, row_bytes, row_at)
             if slot >= 0:
                 touch(line, slot, epoch)
                 add_vector(total_at, row_at, row, weights[at] if weights.size else 1.0, max_norm)

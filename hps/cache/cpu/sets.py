@@ -6,7 +6,13 @@ A **set** is 128 bytes, one row of `lines`, aligned to 128, and 14 rows of `vect
     bytes 2..15     14 ages, uint8: 0 marks an empty slot, 1..255 is the epoch of the last use (see below)
     bytes 16..127   14 keys, int64; the key of an empty slot has no meaning
 
-A key belongs to set `scale(mix(key), sets)`. `state` is an array of int64 counters per table (indices below).
+A key belongs to set `scale(mix(key), sets)`, its home. `state` is an array of int64 counters per table (indices below).
+
+**Static tables** evict nothing. A key whose home is full walks on to other sets, a step of its own apart, until one has a free
+slot; the number of sets is odd and steps are powers of two, so a walk comes to every set. `state` then has one more word a set,
+`passed`: the keys that came to the set and went on. A query whose key is not in a set looks at the next one only if that is not
+0. Keys do not move, so a key that is resident throughout a query is found. Whoever changes a key owns its home meanwhile, and
+the set where it stands; if that one is owned by another, both are given back first, so nobody owns a set and waits.
 
 **Why no query returns a torn vector.** A writer takes a set by compare-and-swap of its version from even to odd (acquire),
 issues a release fence, writes, and stores the next even version (release). A reader loads the version (acquire), reads, issues
@@ -60,9 +66,10 @@ PROBATION = 15
 PATIENCE = 4096
 EPOCHS_A_CALL = 5
 
-CLOCK, WRAPS, RESIDENT, INSERTS, EVICTIONS = 0, 8, 16, 17, 18
+CLOCK, WRAPS, RESIDENT, INSERTS, EVICTIONS, UNPLACED = 0, 8, 16, 17, 18, 19
 STATE_WORDS = 24
-"""Words of `state`: keys queried so far, wraps of set versions, counters; on separate cache lines, since some change often."""
+"""Words of `state`: keys queried so far, wraps of set versions, counters; on separate cache lines, since some change often. The
+words of `passed` follow in a static table."""
 
 _EPOCHS = 255
 _AHEAD = 31
@@ -107,6 +114,83 @@ def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: 
         if unchanged(line, version, wraps_at, wraps):
             return slot
     return -2
+
+
+@njit()
+def step_of(key: int, sets: int) -> int:
+    """Return by how many sets a key walks on; `sets` is odd."""
+    choices = 0
+    while sets >> choices:
+        choices += 1
+    return int(1 << (((np.int64(mix(np.int64(key))) & 0xFFFFFFFF) * choices) >> 32))
+
+
+@njit(inline="always")
+def next_line(line: int, step: int, lines: int, sets: int) -> int:
+    following = line + step * LINE_BYTES
+    return following - sets * LINE_BYTES if following >= lines + sets * LINE_BYTES else following
+
+
+@njit(inline="always")
+def passed_at(line: int, lines: int, state: int) -> int:
+    """Return the address of the count of keys that passed a set of a static table."""
+    return state + 8 * STATE_WORDS + ((line - lines) >> 4)  # 2^7 bytes a line, 2^3 a word
+
+
+@njit()
+def walk(line: int, key: int, lines: int, sets: int, state: int, vectors: int, row_bytes: int, target: int) -> tuple[int, int]:
+    """Go on from a key's home, which does not hold it; return the set where it stands, or any, and what `read` returns."""
+    step = step_of(key, sets)
+    for _ in range(sets - 1):
+        if load_relaxed(passed_at(line, lines, state)) == 0:
+            break
+        line = next_line(line, step, lines, sets)
+        slot = read(line, key, rows_of(line, lines, vectors, row_bytes), row_bytes, state + 8 * WRAPS, target)
+        if slot != -1:
+            return line, slot
+    return line, -1
+
+
+@njit()
+def place_of(home: int, key: int, admits: bool, lines: int, sets: int, state: int) -> tuple[int, int, int]:
+    """Find where a key stands, or the first empty slot of its walk if it `admits` one. The home is owned.
+
+    Returns:
+        The set, the steps from home, and whether the key stands there: 1, or 0 if not, -1 if there is no such set, -2 if
+        another writer kept one.
+    """
+    step, line, may_be_further = step_of(key, sets), home, True
+    free_line, free_steps = home, -1
+    for steps in range(sets):
+        if may_be_further:
+            slot = find(line, key) if steps == 0 else read(line, key, 0, 0, state + 8 * WRAPS, 0)
+            if slot == -2:
+                return line, steps, -2
+            if slot >= 0:
+                return line, steps, 1
+        if free_steps < 0 and empty_slot(line) >= 0:
+            free_line, free_steps = line, steps
+        may_be_further = may_be_further and load_relaxed(passed_at(line, lines, state)) != 0
+        if not may_be_further and (free_steps >= 0 or not admits):
+            break
+        line = next_line(line, step, lines, sets)
+    return free_line, free_steps, 0 if admits and free_steps >= 0 else -1
+
+
+@njit()
+def count_passed(home: int, key: int, steps: int, by: int, lines: int, sets: int, state: int) -> None:
+    """Add to the counts of the sets that a key passed."""
+    step, line = step_of(key, sets), home
+    for _ in range(steps):
+        fetch_add(passed_at(line, lines, state), by)
+        line = next_line(line, step, lines, sets)
+
+
+@njit(inline="always")
+def empty_slot(line: int) -> int:
+    """Return an empty slot, or -1."""
+    empty = ~(nonzero_bytes_16(line) >> 2) & ((1 << WAYS) - 1)
+    return lowest_bit(empty) if empty != 0 else -1
 
 
 @njit(inline="always")
@@ -169,6 +253,16 @@ def take(line: int) -> int:
         attempts += 1
         if attempts % 64 == 0:
             yield_processor()
+
+
+@njit()
+def take_or_leave(line: int) -> int:
+    """Own a set if no other writer does; return its previous version, or -1."""
+    version = load_relaxed_u16(line)
+    if (version & 1) == 0 and compare_and_swap_acquire_u16(line, version, version + 1):
+        fence_release()
+        return version
+    return -1
 
 
 @njit(inline="always")

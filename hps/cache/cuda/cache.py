@@ -147,7 +147,7 @@ class CupyCache(EmbeddingCache):
             copy_to_host(values, self.memory.tables()[table].counters, int(self._counts_stream.ptr))
         absent, unread = values[geometry.LOOKUP_COUNTERS].tolist()
         return StreamOrderedCounts(
-            counts.misses + absent + unread, counts.linked, counts.absent + absent, counts.unread + unread
+            counts.misses + absent + unread, counts.linked, counts.absent, counts.unread + unread, absent
         )
 
     @device_call("capturing a lookup")

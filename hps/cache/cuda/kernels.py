@@ -310,12 +310,21 @@ def bin_bits(segments: int) -> int:
 
 def home_of(key: int, pairs: int) -> int:
     """Return the home bucket of a key, as the kernels compute it."""
+    return (_mixed(key) >> 32) * 2 * pairs >> 32
+
+
+def step_of(key: int, pairs: int) -> int:
+    """Return by how many pairs a key of a static table goes on, as the kernels compute it."""
+    return 1 << ((_mixed(key) & 0xFFFFFFFF) * pairs.bit_length() >> 32)
+
+
+def _mixed(key: int) -> int:
     x = key & _WORD
     x ^= _rotated_right(x, 25) ^ _rotated_right(x, 50)
     x = x * 0xA24BAED4963EE407 & _WORD
     x ^= _rotated_right(x, 24) ^ _rotated_right(x, 49)
     x = x * 0x9FB21C651E98DF25 & _WORD
-    return ((x ^ x >> 28) >> 32) * 2 * pairs >> 32
+    return x ^ x >> 28
 
 
 def zero_pair(pairs: int) -> int:

@@ -451,7 +451,7 @@ class CupyLookup(CacheLookup):
             return True
         unread = bool(self.flags[1])
         if not unread:
-            self.linked, self.absent = [0] * self._segment_count, self._counts_at(self.missing_counts)
+            self.absent = self._counts_at(self.missing_counts)
         runtime.memsetAsync(self.missing_counts, 0, 4 * self._segment_count, self.stream)
         runtime.streamSynchronize(self.stream)
         self.flags[:2] = 0

@@ -6,6 +6,7 @@ may read, which is that of the layout held by its launcher, is neither unpinned 
 """
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -53,8 +54,9 @@ class PinnedPages:
         while self._pieces:
             self._pinner.unpin(self._pieces.pop())
 
-    def __del__(self) -> None:
-        self.undo()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # the pinner's modules are gone then, and the system unpins what a process leaves
+            self.undo()
 
 
 class TableInPlace(HostTable):

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import logging
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -450,3 +451,25 @@ def test_a_device_that_looks_for_key_0_hears_of_every_entry_that_may_look_like_i
             change(TAG, np.array([key]), np.zeros((1, DIM), np.float32))
             assert int(versions[0]) == before + steps
             assert not (versions & np.uint64(1)).any()
+
+
+def test_tables_that_are_open_at_the_exit_are_not_unpinned_while_modules_are_taken_apart():
+    script = """
+import sys
+import numpy as np
+import hps
+from hps.databases.hash_map.database import HashMapDatabase
+
+class Pinner:
+    def pin(self, address, size_bytes): pass
+    def unpin(self, address, ending=sys.is_finalizing): assert not ending(), "the modules that unpin may be gone"
+
+database = HashMapDatabase()
+database.open_table("t", 4)
+database.insert("t", np.arange(9), np.zeros((9, 4), np.float32))
+table = database.host_table("t")
+table.pin(Pinner())
+hps.kept = table.layout()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -4,7 +4,8 @@
 // LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. 8 lanes own one pair. n = 0 is not launched; lanes
 //             past a ragged end have no pair.
 // INVARIANTS  Each resident key is in the list once.
-// RACES       Keys do not move, so a key that stays resident is listed whatever is modified meanwhile. One atomic add a warp
+// RACES       Keys do not move, so a key that stays resident is listed whatever is modified meanwhile. Of a static table, a key
+//             may be listed that was erased, if another takes its slot meanwhile. One atomic add a warp
 //             reserves places.
 // TWIN        hps.cache.cpu.kernels.dump
 

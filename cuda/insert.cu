@@ -3,8 +3,9 @@
 //             whose byte is 0 are left out; null chooses all. buckets and rows of the table, in/out. counters, in/out: keys
 //             admitted and keys evicted are added.
 // LAUNCH      ceil(n / (HPS_THREADS / 8)) blocks of HPS_THREADS. A tile of 8 lanes owns one key; tiles past a ragged end have none.
-// INVARIANTS  A key is in at most one slot of its pair. Where a key occurs twice among `keys`, one of its vectors wins, whole.
-//             admission.cuh says which slot a key takes, and which keys are refused.
+// INVARIANTS  A key is in at most one slot of its table. Where a key occurs twice among `keys`, one of its vectors wins, whole.
+//             admission.cuh says which slot a key takes, and which keys are refused; placement.cuh says it of static tables,
+//             which refuse and evict none: their counter of keys that found no place is added to.
 // RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile notices
 //             by the version (embedding_cache.cuh). The cache orders launches on one table; admissions of answer.cu run beside them.
 // TWIN        hps.cache.cpu.kernels.write

@@ -18,7 +18,7 @@
 // INVARIANTS  Every int64 is a key. A bag's vector is the sum of w_i v_i, divided as the combiner says; hps/tensors/bags.py says how.
 //             Resident keys are added in their order, then the others in theirs. out of a bag that lacks vectors is the sum
 //             without its division, until pool_rest. A wrong offset reads and writes nothing outside of the arrays.
-// RACES       As in query.cu: a row counts only if its bucket's version and the slot's key are the same after it was read. That is
+// RACES       As in query.cu, also of static tables: a row counts only if its bucket's version and the slot's key are the same after it was read. That is
 //             seen once for all keys of a warp, when their rows have been added; if one is not, all are added again, to what was
 //             there before, and bags that were written are written again. After HPS_PATIENCE times the key counts as a miss.
 // TWIN        hps.cache.cpu.pooling.pool, hps.tensors.pooling.pool_rows

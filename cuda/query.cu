@@ -6,6 +6,10 @@
 //             missing_keys int64 and missing_positions uint32, out: from the segment's `missing` on, one entry a miss, in
 //             any order. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses after.
 //             any_missing uint32 in mapped host memory, out: becomes 1 if a key of any segment misses, else is left alone.
+//             With HPS_SETTLES, of complete static tables, misses get the default value, whose bits `missing` is, and no list:
+//             missing_counts and any_missing tell of them, and any_missing[1] becomes 1 if a key could not be read, whose
+//             row is then left alone; where any_missing is null, both are added to the table's counters (walk.cuh), and both
+//             get the default value.
 // LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block
 //             on. A warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones in passes of 8: a tile of 4 lanes
 //             reads the bucket of each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes past a ragged
@@ -13,11 +17,13 @@
 // INVARIANTS  Every int64 is a key. Duplicates are allowed. Nothing is locked; a table of 0 pairs misses all.
 // RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
 //             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
-//             a miss, which is always a right answer. The second look comes after the copy because an acquire fence stands
+//             a miss, which is always a right answer; with HPS_SETTLES it is one that could not be read. The second look comes after the copy because an acquire fence stands
 //             between the two, and because its address depends on all that the warp's lanes have copied. A miss needs no second
-//             look: keys do not move between slots. Scores are raised with an OR that nothing waits for, and only while they
+//             look: keys do not move between slots, and walk.cuh says it of static tables. Scores are raised with an OR that nothing waits for, and only while they
 //             are low; one that meets a writer may be lost, which costs nothing but recency. One atomic add a warp, and only of
 //             a warp that misses, reserves places in the list; whoever reserved the first sets any_missing.
+//             Before a row that exists below leaves a complete table, the table's word for that is cleared; a query reads the
+//             word after the buckets in which it found no key.
 // TWIN        hps.cache.cpu.kernels.query
 
 #include "embedding_cache.cuh"

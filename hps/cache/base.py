@@ -40,6 +40,9 @@ from hps.ground.host_tables import HostTable
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
+STATIC_LOAD = 0.85
+"""Load factor of static tables. Every row finds a place at any load; keys of fuller tables stand farther from home."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -406,7 +409,7 @@ class EmbeddingCache(ABC):
         if not self.static:
             self.update(table, keys, vectors)
             return
-        before = self.stats(table).unplaced
+        before = self.stats(table).unplaced if self.complete else 0
         self.insert(table, keys, vectors)
         if self.complete and self.stats(table).unplaced != before:
             self.tell_complete(False)

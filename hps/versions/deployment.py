@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import STATIC_LOAD, EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
 from hps.databases.base import Database, LogPosition, Partition, RowChanges
 from hps.errors import (
@@ -54,8 +54,6 @@ DRAIN_S = 10.0
 
 RESIDENT = ("static", "uvm")
 """Cache types above a private hash map that holds every row."""
-STATIC_LOAD = 0.85
-"""Load factor of a static cache on a GPU. Every row finds a place at any load below 1; fuller tables take longer walks."""
 
 
 Fate: TypeAlias = Literal["keep", "release", "drop", "hand over"]

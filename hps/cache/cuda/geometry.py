@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hps.cache.base import CachePlan
+from hps.cache.base import STATIC_LOAD, CachePlan
 from hps.cache.cuda import kernels
 from hps.ground.capacity import Need
 from hps.types import TableSpec
@@ -49,10 +49,11 @@ class CudaPlan(CachePlan):
     def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
         """Return the device memory of the tables; see `CachePlan.room_for`."""
         pairs = [kernels.pairs_for(rows, static) for rows in capacity_rows]
+        used = f", static: {STATIC_LOAD:.0%} used" if static else ""
         return [
             Need(
                 "gpu",
-                f"{2 * kernels.SLOTS * count:,} rows of table {table.table_name!r} (dim {table.dim})",
+                f"{2 * kernels.SLOTS * count:,} rows of table {table.table_name!r} (dim {table.dim}{used})",
                 size_bytes(count, table.dim) if count else 0,
                 table.table_name,
             )

@@ -1,6 +1,7 @@
 """The kernels' sources: assembled whole, headed as the house wants it, and accepted by the CUDA compiler."""
 
 import importlib
+import math
 import re
 import shutil
 import subprocess
@@ -36,6 +37,14 @@ SPECIALISATIONS = [
     kernels.ERASE,
     kernels.DUMP,
     kernels.UNIQUE,
+    kernels.query_kernel(4, 32, 1, static=True),
+    kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE, static=True, settles=True),
+    kernels.query_kernel(1, 300, 1, static=True, settles=True),
+    kernels.pool_kernel("pool", 4, 32, 1, plain=True, static=True),
+    kernels.insert_kernel(4, 32, static=True),
+    kernels.insert_kernel(1, 300, static=True),
+    kernels.STATIC_ERASE,
+    kernels.STATIC_DUMP,
 ]
 
 
@@ -140,9 +149,21 @@ def test_a_filler_is_no_key_of_its_pair(pairs: int):
     assert kernels.home_of(filler, pairs) // 2 != zero_pair
 
 
-@pytest.mark.parametrize(("rows", "pairs"), [(0, 0), (1, 2), (28, 2), (29, 3), (1 << 23, 599_187)])
-def test_capacity_is_rounded_up_to_whole_pairs_and_two_at_least(rows: int, pairs: int):
+@pytest.mark.parametrize(
+    ("rows", "pairs", "static"),
+    [(0, 0, 3), (1, 2, 3), (28, 2, 3), (29, 3, 3), (42, 3, 3), (43, 4, 5), (56, 4, 5), (1 << 23, 599_187, 599_187)],
+)
+def test_capacity_is_rounded_up_to_whole_pairs_and_two_at_least(rows: int, pairs: int, static: int):
     assert kernels.pairs_for(rows) == pairs
+    assert kernels.pairs_for(rows, static=True) == static
+
+
+@pytest.mark.parametrize("pairs", [3, 5, 7, 1001, 599_187])
+def test_a_key_of_a_static_table_walks_to_every_pair(pairs: int):
+    steps = {kernels.step_of(key, pairs) for key in range(4000)}
+    assert steps == {1 << bit for bit in range(pairs.bit_length())}
+    assert max(steps) <= pairs
+    assert all(math.gcd(step, pairs) == 1 for step in steps)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

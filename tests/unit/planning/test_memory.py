@@ -198,6 +198,15 @@ def test_kinds_of_caches_take_what_they_take(tmp_path, kind, tiers):
     assert {one.tier for one in planned_needs(config, served_versions(config), on_cuda=False)} == tiers
 
 
+def test_a_static_cache_is_planned_with_its_load(tmp_path):
+    config = configuration(tmp_path, [(4, 100_000)], embedding_cache_type="static")
+    (need,) = [
+        one.need for one in planned_needs(config, served_versions(config), on_cuda=True) if one.tier == "embedding_cache"
+    ]
+    assert "static: 85% used" in need.what
+    assert 100_000 / 0.85 * 16 <= need.size_bytes - 128 * -(-100_000 // (0.85 * 14)) <= 100_000 / 0.85 * 16 + 2000
+
+
 def test_the_share_within_a_budget_is_the_largest(tmp_path):
     config = configuration(tmp_path, [(16, 10_000), (1, 5000)])
     versions = served_versions(config)

@@ -7,7 +7,7 @@ DLPack.
 
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,9 @@ class ConcatenatedSegments(Sequence[Segment]):
             self._made = _parts(self.keys, self.out, self.counts, self.dims, None)
         return self._made[place]
 
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self[:])
+
 
 class SeparateSegments(Sequence[Segment]):
     """The segments of tables whose keys and outputs are tensors of torch, or of CuPy. *Immutable.*
@@ -144,6 +147,9 @@ class SeparateSegments(Sequence[Segment]):
                 for table, keys, out in zip(self.tables, self.keys, self.outs, strict=True)
             ]
         return self._made[place]
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self[:])
 
 
 MADE_LATE = (ConcatenatedSegments, SeparateSegments)

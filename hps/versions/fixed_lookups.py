@@ -135,7 +135,8 @@ class PreparedLookup:
         Raises:
             ConflictError: another thread is running it; nothing was written.
             NotReadyError: closed; `ForkedProcessError` in a forked child.
-            UnknownModelError, UnknownTableError: the model was undeployed, or the serving version lacks a table.
+            UnknownModelError, UnknownTableError, UnknownDeviceError: the model was undeployed, or the serving version lacks a
+                table, or the device.
             InvalidInputError: the serving version has a table with another width.
             TooManyKeysError, WorkspaceTimeoutError, DatabaseError: as `HPS.lookup`; outputs are then unspecified.
         """

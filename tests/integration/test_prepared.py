@@ -132,6 +132,18 @@ def test_tensors_of_the_caller_are_bound(start: Start, device: str, framework: s
                 check(one, out[name])
 
 
+@pytest.mark.gpu
+def test_keys_that_are_widened_on_the_device_are_read_in_every_run(tmp_path: Path) -> None:
+    settings = KINDS["whole"] | {"hit_rate_threshold": 1.1, "default_value_for_each_table": [DEFAULT] * 2}
+    with hps.HPS(document_of(model_of("m", write(tmp_path), DIMS, **settings), device="cuda")) as server:
+        keys, rng = torch.zeros(100, dtype=torch.int32, device="cuda"), np.random.default_rng(1)
+        lookup = server.prepare({"a": keys}, "m")
+        for _ in range(3):
+            asked = draw(rng, 100)
+            keys.copy_(torch.from_numpy(asked))
+            check(asked, lookup.run()["a"])
+
+
 def test_buffers_of_all_tables_are_one(start: Start) -> None:
     with start().prepare({"b": 3, "a": 4}, "m") as lookup:
         keys = np.array([1, 2, -1, 9, 9, 8, 7])

@@ -343,11 +343,12 @@ def test_a_run_that_failed_does_not_lock_the_next_one_out(start: Start) -> None:
         check(np.zeros(2, np.int64), lookup.run()["a"])
 
 
-def test_prepared_lookups_share_workspaces_that_grow(start: Start) -> None:
-    """More of them than a workspace keeps packed, with larger lookups between, whose lists of misses move."""
-    server, rng = start("copied", num_of_worker_buffer_in_pool=1), np.random.default_rng(1)
-    lookups = [server.prepare({"a": n, "b": 3}, "m") for n in range(1, 71)]
-    for n in (10, 2500, 9000):
+@pytest.mark.parametrize("count", [3, 70])  # fewer and more than a workspace keeps packed
+def test_prepared_lookups_share_workspaces_that_grow(start: Start, count: int) -> None:
+    """Larger lookups run between them, whose lists of misses move."""
+    server, rng = start("copied", num_of_worker_buffer_in_pool=1, max_batch_size=40_000), np.random.default_rng(1)
+    lookups = [server.prepare({"a": n, "b": 3}, "m") for n in range(70, 70 - count, -1)]
+    for n in (10, 20_000, 40_000, 10):  # lists have room for 16,384 keys at first
         for lookup in lookups:
             keys = {name: draw(rng, one.size) for name, one in lookup.keys.items()}
             for name, asked in keys.items():

@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -257,6 +257,11 @@ class EmbeddingCache(ABC):
 
     tables: tuple[TableSpec, ...]
     device_id: int
+
+    @classmethod
+    def kernels(cls) -> Sequence[Callable[..., Any]]:
+        """Return the numba kernels of lookups of rows, to be compiled at once with those of the databases."""
+        return ()
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

@@ -264,6 +264,21 @@ class EmbeddingCache(ABC):
         return ()
 
     @classmethod
+    def compile_ahead(cls, models: Sequence[Sequence[int]], architecture: str) -> tuple[int, int]:
+        """Compile the device's kernels for models with tables of these widths; needs no device.
+
+        Args:
+            architecture: compute capability without the dot, as `90`.
+
+        Returns:
+            How many were compiled, and how many were there.
+
+        Raises:
+            InvalidInputError: the compiler does not know the architecture, or the cache has no such kernels.
+        """
+        raise InvalidInputError(f"compiling for sm_{architecture}: the cache {cls.device!r} has no kernels for GPUs")
+
+    @classmethod
     def unavailable_reason(cls) -> str | None:
         """Return why this machine cannot run this cache, for the log; None if it can."""
         return None

@@ -1,7 +1,7 @@
 """Processes that compile kernels beside this one: numba compiles under the interpreter's lock, one kernel at a time a process.
 
-Each is a new interpreter, since a fork would copy locks that other threads hold. It gets the name of one kernel at a time on its
-standard input, leaves the machine code in the shared directory, and answers with the name. It ends with its input, so it
+Each is a new interpreter, since a fork would copy locks that other threads hold. It reads the name of one kernel at a time from
+its standard input, leaves the machine code in the shared directory, and answers with the name. It ends with its input, so it
 outlives this process by one kernel at most.
 """
 

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import re
 import shutil
 import stat
@@ -28,11 +29,23 @@ from typing import Any, Final
 import llvmlite
 import numba
 
+from hps.errors import InvalidInputError
+
 _log = logging.getLogger(__name__)
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _DEFINES_KERNELS: Final = re.compile(rb"^@(kernel|njit|intrinsic)\b", re.MULTILINE)
 _PREFIX: Final = "hps-kernels-"
+_BASELINES: Final = {
+    "x86_64": (
+        "x86-64-v3",
+        "+64bit,+avx,+avx2,+bmi,+bmi2,+cx16,+cx8,+f16c,+fma,+fxsr,+lzcnt,+mmx,+movbe,+popcnt,+sahf,+sse,+sse2,+sse3,+sse4.1,"
+        "+sse4.2,+ssse3,+xsave",
+    ),
+    "aarch64": ("generic", "+neon"),
+}
+BASELINE: Final = _BASELINES.get(platform.machine())
+"""LLVM's name and features of the processor that machine code for several machines is compiled for; None if undecided."""
 _KEPT_DIRECTORIES: Final = 4
 _IN_USE_S: Final = 3600
 
@@ -70,6 +83,18 @@ def write(name: str, key: str, code: bytes) -> bool:
         _log.warning("cannot keep a compiled kernel in %s: %s", place, error)
         return False
     return True
+
+
+def choose_baseline() -> None:
+    """Have numba compile for `BASELINE` in this process. Only before the first import of a module that uses numba's decorators.
+
+    Raises:
+        InvalidInputError: no baseline is defined for processors of this kind.
+    """
+    if BASELINE is None:
+        known = " and ".join(_BASELINES)
+        raise InvalidInputError(f"compiling for a baseline: got a processor {platform.machine()}, expected {known}")
+    _config.CPU_NAME, _config.CPU_FEATURES = BASELINE
 
 
 def _digest(key: str, code: bytes) -> bytes:

@@ -14,13 +14,12 @@ and a kernel uses functions and constants of such modules only.
     compile_kernels(double)                       # where a tier is constructed, before the first lookup
 
 Any other kernel is compiled by its first call, so rare paths need no preparation. Machine code is for the processor at hand, or
-else for `BASELINE`, any recent processor: `hps compile --baseline` compiles that ahead.
+else for `machine_code.BASELINE`, any recent processor: `hps compile --baseline` compiles that ahead.
 """
 
 import logging
 import math
 import pickle
-import platform
 import sys
 import threading
 import time
@@ -42,16 +41,6 @@ from hps.ground.thread_pool import available_threads
 
 _log = logging.getLogger(__name__)
 
-_BASELINES: Final = {
-    "x86_64": (
-        "x86-64-v3",
-        "+64bit,+avx,+avx2,+bmi,+bmi2,+cx16,+cx8,+f16c,+fma,+fxsr,+lzcnt,+mmx,+movbe,+popcnt,+sahf,+sse,+sse2,+sse3,+sse4.1,"
-        "+sse4.2,+ssse3,+xsave",
-    ),
-    "aarch64": ("generic", "+neon"),
-}
-BASELINE: Final = _BASELINES.get(platform.machine())
-"""LLVM's name and features of the processor that machine code for several machines is compiled for; None if undecided."""
 _MOST_PROCESSES: Final = 8
 _PROCESS_WORTH_S: Final = 1.5
 """Work that pays for the start of another process."""
@@ -178,9 +167,9 @@ class _Kernel:
 def _processors(codegen: Any) -> list[tuple[str, ...]]:
     """List the processors whose machine code runs here, best first: triple, name and features of each."""
     own: tuple[str, ...] = codegen.magic_tuple()
-    if BASELINE is None or not _has(BASELINE[1]):
+    if machine_code.BASELINE is None or not _has(machine_code.BASELINE[1]):
         return [own]
-    return [own, (own[0], *BASELINE)]
+    return [own, (own[0], *machine_code.BASELINE)]
 
 
 def _has(features: str) -> bool:

@@ -14,6 +14,7 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, StreamOrderedCounts
 from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda.compiler import compile_ahead
 from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, compile_all, device_call, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.links import AttachedTable, CudaPinner
@@ -67,6 +68,11 @@ class CupyCache(EmbeddingCache):
         except runtime.CUDARuntimeError as error:
             return f"CuPy finds no CUDA device: {error}"
         return None if count else "CuPy finds no CUDA device"
+
+    @classmethod
+    def compile_ahead(cls, models: Sequence[Sequence[int]], architecture: str) -> tuple[int, int]:
+        needed = [kernels.lookup_kernels, kernels.link_kernels, kernels.modification_kernels]
+        return compile_ahead([one for dims in models for kernels_for in needed for one in kernels_for(dims)], architecture)
 
     @classmethod
     def free_bytes(cls, device_id: int) -> int:

@@ -6,14 +6,11 @@ Imports no CuPy: `device.py` passes the compiler in. Each file of `cuda/` docume
 import re
 import struct
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-
-from hps.ground.compilations import COMPILATIONS
 
 SLOTS = 7
 """Slots per bucket."""
@@ -117,9 +114,7 @@ class KernelCache:
             with compiling:
                 handle = self._handles.get(kernel)
                 if handle is None:
-                    began = time.monotonic()
                     handle = self._handles[kernel] = self._compile(kernel.code, kernel.name)
-                    COMPILATIONS.add("cuda", 1, time.monotonic() - began)
         return handle
 
 
@@ -238,6 +233,32 @@ def _row_loads(unit: int, widest: int) -> tuple[tuple[str, int], tuple[str, int]
 
 def scatter_kernel(unit: int) -> Kernel:
     return Kernel("scatter", "scatter", (("UNIT", unit),))
+
+
+def lookup_kernels(dims: Sequence[int]) -> list[Kernel]:
+    """Return the kernels for lookups of tables of these widths, with aligned outputs; others are compiled on first use."""
+    found = [UNIQUE]
+    for dim in set(dims):
+        unit = unit_of(dim, 16)
+        found += [query_kernel(unit, dim, 1), scatter_kernel(unit)]
+    if len(dims) > 1:
+        found.append(query_kernel(min(unit_of(dim, 16) for dim in dims), max(dims), SEGMENTS_AT_ONCE))
+    return found
+
+
+def link_kernels(dims: Sequence[int]) -> list[Kernel]:
+    """Return the kernels for lookups of attached tables of these widths, with aligned outputs."""
+    found = []
+    for widest, segments in [(dim, 1) for dim in set(dims)] + [(max(dims), SEGMENTS_AT_ONCE)]:
+        if segments == 1 or len(dims) > 1:
+            unit = min(unit_of(dim, 16) for dim in (dims if segments > 1 else [widest]))
+            found += [answer_kernel(name, unit, widest, segments) for name in ANSWERS]
+    return found
+
+
+def modification_kernels(dims: Sequence[int]) -> list[Kernel]:
+    """Return the kernels that modifications of tables of these widths launch."""
+    return [*(insert_kernel(unit_of(dim, 16), dim) for dim in set(dims)), ERASE, DUMP]
 
 
 ERASE = Kernel("erase", "erase")

@@ -68,24 +68,11 @@ class LookupKernels:
 
     def needed(self) -> list[Kernel]:
         """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
-        dims = set(self._dims)
-        found = [kernels.UNIQUE]
-        for dim in dims:
-            unit = kernels.unit_of(dim, 16)
-            found += [kernels.query_kernel(unit, dim, 1), kernels.scatter_kernel(unit)]
-        if len(self._dims) > 1:
-            unit = min(kernels.unit_of(dim, 16) for dim in dims)
-            found.append(kernels.query_kernel(unit, max(dims), kernels.SEGMENTS_AT_ONCE))
-        return found
+        return kernels.lookup_kernels(self._dims)
 
     def for_links(self) -> list[Kernel]:
         """Return the kernels for lookups of attached tables, of aligned outputs."""
-        found = []
-        for widest, segments in [(dim, 1) for dim in set(self._dims)] + [(max(self._dims), kernels.SEGMENTS_AT_ONCE)]:
-            if segments == 1 or len(self._dims) > 1:
-                unit = min(kernels.unit_of(dim, 16) for dim in (self._dims if segments > 1 else [widest]))
-                found += [kernels.answer_kernel(name, unit, widest, segments) for name in kernels.ANSWERS]
-        return found
+        return kernels.link_kernels(self._dims)
 
     def _query_of(self, tables: tuple[int, ...], alignment: int) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use; found again by `query_of`.

@@ -188,8 +188,7 @@ class Modifications:
 
     def needed(self, dims: Sequence[int]) -> list[Kernel]:
         """Return the kernels that modifications of tables of these widths launch."""
-        inserts = [kernels.insert_kernel(kernels.unit_of(dim, 16), dim) for dim in set(dims)]
-        return [*inserts, kernels.ERASE, kernels.DUMP]
+        return kernels.modification_kernels(dims)
 
     def _follow(self, streams: set[int]) -> None:
         for stream in streams:

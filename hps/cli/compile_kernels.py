@@ -50,8 +50,7 @@ def compile_command(
         from hps.ground import machine_code
 
         architectures = _architectures(gpu or [])
-        if baseline:
-            machine_code.choose_baseline()
+        machine_code.choose_baseline() if baseline else machine_code.refuse_baseline()
         from hps.configuration.load import read_configuration
         from hps.ground.compilations import COMPILATIONS
         from hps.ground.numba_kernels import compile_kernels, declared_kernels

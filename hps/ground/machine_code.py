@@ -44,7 +44,7 @@ _BASELINES: Final = {
     ),
     "aarch64": ("generic", "+neon"),
 }
-BASELINE: Final = _BASELINES.get(platform.machine())
+BASELINE = _BASELINES.get(platform.machine())
 """LLVM's name and features of the processor that machine code for several machines is compiled for; None if undecided."""
 _KEPT_DIRECTORIES: Final = 4
 _IN_USE_S: Final = 3600
@@ -85,6 +85,12 @@ def write(name: str, key: str, code: bytes) -> bool:
     return True
 
 
+def refuse_baseline() -> None:
+    """Have this process take machine code for its own processor only."""
+    global BASELINE
+    BASELINE = None
+
+
 def choose_baseline() -> None:
     """Have numba compile for `BASELINE` in this process. Only before the first import of a module that uses numba's decorators.
 
@@ -107,7 +113,7 @@ def kernel_sources() -> list[Path]:
     return [
         path
         for path in sorted(_PACKAGE.rglob("*.py"))
-        if path.name.startswith("numba_") or _DEFINES_KERNELS.search(path.read_bytes())
+        if path.name.startswith("numba_") or path == Path(__file__) or _DEFINES_KERNELS.search(path.read_bytes())
     ]
 
 

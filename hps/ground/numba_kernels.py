@@ -186,8 +186,9 @@ def _compile(missing: "Sequence[_Kernel]") -> None:
     most = min(available_threads(), _MOST_PROCESSES, max(1, len(work.shared))) if place else 1
     processes = min(most, 1 + int(seconds / _PROCESS_WORTH_S))
     _log.info(
-        "compiling %d kernels for this machine in %d process%s, which takes about %d s; later starts load them from %s",
+        "compiling %d kernel%s for this machine in %d process%s, which takes about %d s; later starts load them from %s",
         len(missing),
+        "s" if len(missing) > 1 else "",
         processes,
         "es" if processes > 1 else "",
         math.ceil(seconds / processes + (_START_S if processes > 1 else 0)),

@@ -149,7 +149,7 @@ _WORKER = "from benchmarks.bench_cold_start import serve_kernels; serve_kernels(
 
 
 def _compare_processors(report: Report, quick: bool) -> None:
-    """Time kernels for this processor and for the baseline, in processes that take turns; a few pairs, as memory lies differently."""
+    """Time kernels for this processor and for the baseline, in several pairs of processes that take turns."""
     ratios: dict[str, list[float]] = {}
     times: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as directory:

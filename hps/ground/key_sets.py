@@ -41,7 +41,7 @@ class KeySet:
     """
 
     def __init__(self, most: int = 0) -> None:
-        compile_kernels(_add_keys, _add_hashes, _contains)
+        compile_kernels(*set_kernels())
         self._size = 0
         self._slots = _free_slots(most)
 
@@ -59,6 +59,11 @@ class KeySet:
         found: BoolArray = np.empty(keys.size, np.bool_)
         _contains(keys, self._slots, found)
         return found
+
+
+def set_kernels() -> tuple[Callable[..., Any], ...]:
+    """Return the kernels of `KeySet`."""
+    return _add_keys, _add_hashes, _contains
 
 
 def _slots_for(keys: int) -> int:

@@ -25,7 +25,7 @@ from hps.errors import (
     UnknownDeviceError,
     UnknownTableError,
 )
-from hps.ground.key_sets import places_kernels
+from hps.ground.key_sets import places_kernels, set_kernels
 from hps.ground.open_calls import OpenCalls
 from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
@@ -684,7 +684,7 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
 
 def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:
     """Return the numba kernels of loads and lookups; those of rarer calls are compiled by the first one."""
-    found: list[Callable[..., Any]] = []
+    found = [*set_kernels()]  # of loads
     for section in (configuration.volatile_db, configuration.persistent_db):
         if section.type != "disabled":
             found += implementation("database", section.type).kernels(section)

@@ -15,7 +15,7 @@ class Installation:
     def __init__(self, directory: Path):
         self.package = directory / "site" / "hps"
         self.temporary = directory / "tmp"
-        self.temporary.mkdir()
+        self.temporary.mkdir(parents=True)
         self.environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(self.package.parent),

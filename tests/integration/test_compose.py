@@ -78,7 +78,7 @@ def run_python(code, writable, environment, code_of=ROOT):
     """Run Python with everything but a directory read-only, where that can be done."""
     environment |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(code_of)}
     command = isolated([sys.executable, "-c", code], writable)
-    return subprocess.run(command, env=environment, cwd=writable, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240, check=False)
 
 
 def assert_answers(stack, name, keys, table="item", timeout_s=20):

@@ -6,7 +6,7 @@ outlives this process by one kernel at most.
 """
 
 import contextlib
-import os
+import json
 import subprocess
 import sys
 import threading
@@ -21,7 +21,11 @@ from hps.ground.workers import new_thread
 
 _READY: Final = "ready\n"
 _PROGRAM: Final = """
-import sys
+import json, sys
+sys.path[:], settings = json.loads(sys.argv[1])
+import numba
+for name, value in settings.items():
+    setattr(numba.config, name, value)
 from hps.ground.numba_kernels import compile_named
 print("ready", flush=True)
 for line in sys.stdin:
@@ -39,12 +43,11 @@ class CompilerProcesses:
 
     Args:
         count: number of processes; none if this program is not a Python interpreter that could be started again.
-        environment: variables beyond those of this process.
+        settings: attributes of `numba.config`.
     """
 
-    def __init__(self, count: int, environment: Mapping[str, str]) -> None:
-        path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
-        self._environment = {**os.environ, **environment, "PYTHONPATH": path}
+    def __init__(self, count: int, settings: Mapping[str, str | None]) -> None:
+        self._settings = json.dumps([[str(Path(one).absolute()) for one in sys.path], dict(settings)])
         self._count = count if Path(sys.executable or "").name.startswith("python") else 0
         self._processes: list[subprocess.Popen[str]] = []
         self._feeders: list[threading.Thread] = []
@@ -74,12 +77,11 @@ class CompilerProcesses:
         for _ in range(self._count):
             with contextlib.suppress(OSError):  # no memory or no process left: the caller compiles alone
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _PROGRAM],
+                    [sys.executable, "-P", "-c", _PROGRAM, self._settings],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
-                    env=self._environment,
                     start_new_session=True,  # an interrupt from the terminal is this process's to handle
                 )
                 self._processes.append(process)

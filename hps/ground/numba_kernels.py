@@ -101,7 +101,8 @@ def declared_kernels() -> list[Callable[..., Any]]:
 
 
 def compile_named(name: str) -> None:
-    """Compile one kernel of this package, `module:function`, unless its machine code is there."""
+    """Compile one kernel of this package, `module:function`, unless its machine code for the chosen processor is there."""
+    machine_code.refuse_baseline()
     module, _, function = name.partition(":")
     _declared[id(getattr(import_module(module), function))].compile()
 
@@ -194,7 +195,7 @@ def _compile(missing: "Sequence[_Kernel]") -> None:
         math.ceil(seconds / processes + (_START_S if processes > 1 else 0)),
         place or "nowhere: each start compiles",
     )
-    with CompilerProcesses(processes - 1, _environment(place)) as others:
+    with CompilerProcesses(processes - 1, _settings(place)) as others:
         others.start(work.take_shared, work.tell)
         while one := work.take():
             one.compile()
@@ -241,11 +242,13 @@ class _Work:
         _log.info("compiled %.0f %% of the kernels, about %d s left", 100 * self._done / self.weight, math.ceil(rest_s))
 
 
-def _environment(place: Path | None) -> dict[str, str]:
-    """Return the variables by which another process compiles for the same processor into the same directory."""
-    chosen = {"NUMBA_CPU_NAME": _config.CPU_NAME, "NUMBA_CPU_FEATURES": _config.CPU_FEATURES}
-    chosen["NUMBA_CACHE_DIR"] = str(place.parent) if place else None
-    return {name: value for name, value in chosen.items() if value is not None}
+def _settings(place: Path | None) -> dict[str, str | None]:
+    """Return numba's settings by which another process compiles for the same processor into the same directory."""
+    return {
+        "CPU_NAME": _config.CPU_NAME,
+        "CPU_FEATURES": _config.CPU_FEATURES,
+        "CACHE_DIR": str(place.parent) if place else "",
+    }
 
 
 def _seconds_to_parse_a_byte() -> float:

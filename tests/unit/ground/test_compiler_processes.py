@@ -1,5 +1,6 @@
 """Kernels that several processes compile: all of them are there afterwards, whatever happens to the processes."""
 
+import json
 import subprocess
 import sys
 
@@ -69,6 +70,13 @@ def test_a_process_compiles_what_it_is_given_and_later_ones_compile_nothing(inst
     assert run(installation)[0] == 0
 
 
+def test_a_process_compiles_for_its_own_processor_beside_code_for_the_baseline(installation):
+    installation.run("from hps.ground import machine_code; machine_code.choose_baseline()\n" + program(threads=1))
+    assert run(installation)[0] == 0
+    installation.run(ALONE.format(kernels=KERNELS))
+    assert files(installation) == sorted(ALL * 2)
+
+
 def test_no_more_processes_than_processors(installation):
     count, log = run(installation, threads=1)
     assert (count, files(installation)) == (2, ALL)
@@ -99,7 +107,7 @@ def test_a_killed_process_leaves_whole_files_only(installation):
 
 
 def test_an_interrupt_ends_the_processes(installation):
-    processes = CompilerProcesses(2, installation.environment)
+    processes = CompilerProcesses(2, {})
 
     def interrupted():
         with processes:
@@ -113,7 +121,7 @@ def test_an_interrupt_ends_the_processes(installation):
 
 
 def test_a_process_ends_with_the_one_that_started_it(installation):
-    command = [sys.executable, "-P", "-c", compiler_processes._PROGRAM]
+    command = [sys.executable, "-P", "-c", compiler_processes._PROGRAM, json.dumps([sys.path, {}])]
     done = subprocess.run(command, env=installation.environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, b"ready\n")
 

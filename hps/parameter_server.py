@@ -16,6 +16,7 @@ from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.errors import InvalidInputError, UnknownModelError
 from hps.ground.lifetimes import close_at_exit, disown_in_children, refusal
+from hps.ground.numba_kernels import compile_kernels
 from hps.ground.progress import Progress
 from hps.ground.thread_pool import POOL
 from hps.lookup.refresh import RefreshReport
@@ -39,7 +40,7 @@ from hps.versions.catalog import ModelCatalog
 from hps.versions.catalog_watch import CatalogWatch, IndexEntry
 from hps.versions.collection import StatisticsCollector
 from hps.versions.deployer import Deployer
-from hps.versions.deployment import Deployment, StoredRow, choose_cache, open_databases, repeated_after_takeover
+from hps.versions.deployment import Deployment, StoredRow, choose_cache, kernels_of, open_databases, repeated_after_takeover
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
@@ -88,6 +89,7 @@ class HPS:
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
         POOL.limit_to(self.config.fetch_threads)
         self._updates = LiveUpdates(self.config, self.metrics)
+        compile_kernels(*kernels_of(self.config, self._cache_class))
         self._chain, targets = open_databases(self.config, self.metrics)
         self.catalog = ModelCatalog(self.config, targets.sources, pins_of(self._chain))
         self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins)

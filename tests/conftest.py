@@ -78,13 +78,11 @@ _NEEDS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the kernels once, half of them in each of two processes, before each worker of a parallel run compiles all."""
+    """Compile the kernels once, before each worker of a parallel run compiles those that it uses."""
     if config.getoption("numprocesses", None):
-        code = "import hps.{}, hps.ground.numba_kernels as kernels; kernels.compile_kernels()"
-        halves = ("databases.hash_map.database", "cache.cpu.cache, hps.databases.redis.database")
-        compilers = [subprocess.Popen([sys.executable, "-c", code.format(half)], cwd=config.rootpath) for half in halves]
-        for compiler in compilers:
-            compiler.wait(600)
+        subprocess.run(
+            [sys.executable, "-m", "hps", "compile"], cwd=config.rootpath, timeout=600, check=True, stderr=subprocess.DEVNULL
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)

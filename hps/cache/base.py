@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -276,6 +276,27 @@ class EmbeddingCache(ABC):
 
     complete: bool = False
     """Every row of every table is resident, so keys that are not are absent: lookups give them the default vector."""
+
+    @classmethod
+    def kernels(cls) -> Sequence[Callable[..., Any]]:
+        """Return the numba kernels of lookups of rows, to be compiled at once with those of the databases."""
+        return ()
+
+    @classmethod
+    def compile_ahead(cls, models: Sequence[tuple[Sequence[int], bool]], architecture: str) -> tuple[int, int]:
+        """Compile the device's kernels for models; needs no device.
+
+        Args:
+            models: widths of the tables of each, and whether they are static.
+            architecture: compute capability without the dot, as `90`.
+
+        Returns:
+            How many were compiled, and how many were there.
+
+        Raises:
+            InvalidInputError: the compiler does not know the architecture, or the cache has no such kernels.
+        """
+        raise InvalidInputError(f"compiling for sm_{architecture}: the cache {cls.device!r} has no kernels for GPUs")
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

@@ -12,6 +12,7 @@ import typer
 from hps.cli import (
     check_config,
     check_database,
+    compile_kernels,
     create_model,
     import_tables,
     init,
@@ -47,6 +48,7 @@ app.command(
 app.command("profile", epilog=profile.EXAMPLE)(profile.profile_command)
 app.command("check-config", epilog=check_config.EXAMPLE)(check_config.check_config_command)
 app.command("check-database", epilog=check_database.EXAMPLE)(check_database.check_database_command)
+app.command("compile", epilog=compile_kernels.EXAMPLE)(compile_kernels.compile_command)
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan_command)
 app.command("publish", epilog=publish.EXAMPLE)(publish.publish_command)
 app.add_typer(updates.updates, name="updates")

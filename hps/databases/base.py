@@ -9,7 +9,7 @@ Callers use `Database` alone; its optional methods have defaults. An implementat
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -201,6 +201,11 @@ class Database(ABC):
         Raises:
             DatabaseError: the engine cannot be reached or opened (`DatabaseLockedError`, `DatabaseCorruptError`).
         """
+
+    @classmethod
+    def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:
+        """Return the numba kernels of lookups and loads with this configuration, to be compiled at once with others."""
+        return ()
 
     @classmethod
     def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:

@@ -4,6 +4,7 @@ All are hash tables with linear probing. A `KeySet` holds the keys themselves. T
 that is passed along with the slots: a power of two, at least twice the number of keys, -1 in free slots.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -40,7 +41,7 @@ class KeySet:
     """
 
     def __init__(self, most: int = 0) -> None:
-        compile_kernels()
+        compile_kernels(*set_kernels())
         self._size = 0
         self._slots = _free_slots(most)
 
@@ -58,6 +59,11 @@ class KeySet:
         found: BoolArray = np.empty(keys.size, np.bool_)
         _contains(keys, self._slots, found)
         return found
+
+
+def set_kernels() -> tuple[Callable[..., Any], ...]:
+    """Return the kernels of `KeySet`."""
+    return _add_keys, _add_hashes, _contains
 
 
 def _slots_for(keys: int) -> int:
@@ -168,6 +174,11 @@ def _match(others: KeyArray, keys: KeyArray, slots: IndexArray, there: IndexArra
     return count
 
 
+def places_kernels() -> tuple[Callable[..., Any], ...]:
+    """Return the kernels of `KeyPlaces`."""
+    return _index, _match
+
+
 def last_of_each(keys: KeyArray) -> BoolArray:
     """Return which of fewer than 2^31 keys, (n,) int64, C-contiguous, are the last occurrence: (n,) bool."""
     last: BoolArray = np.empty(keys.size, np.bool_)
@@ -197,6 +208,7 @@ class DistinctKeys:
     __slots__ = ("_members", "_parted", "_slots")
 
     def __init__(self) -> None:
+        compile_kernels(*distinct_kernels())
         self._slots: IndexArray = np.empty(0, np.int64)
         self._members: IndexArray = np.empty(0, np.int64)
         self._parted: IndexArray = np.empty((3, 0), np.int64)
@@ -259,6 +271,11 @@ class DistinctKeys:
             lambda start, stop: _close_ranks(origins, bounds, firsts, start, stop, members, inverse, together),
         )
         return together
+
+
+def distinct_kernels() -> tuple[Callable[..., Any], ...]:
+    """Return the kernels of `DistinctKeys`."""
+    return _find_distinct, _count_parts, _fill_parts, _find_distinct_of_parts, _close_ranks
 
 
 @kernel(int64, _KEYS, _WORDS, _WORDS, _WORDS, _WORDS)

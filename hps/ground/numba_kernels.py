@@ -1,10 +1,9 @@
-"""Compiles hps's numba kernels and caches the machine code, which is never stale.
+"""Compiles hps's numba kernels: only those that are used, on all processors, and once for all later processes.
 
-numba checks the file that defines a kernel, but not what the kernel calls or inlines. So machine code lies in a directory whose
-name is a hash of *all* kernel sources of this package and of the versions of the compiler: after any edit or upgrade the name
-differs. Two rules make that complete, and `tests/repo/test_kernels.py` checks both: a module that defines a kernel or a part of
-one decorates it with `@kernel`, `@njit` or `@intrinsic` by that name, and a kernel uses functions and constants of such modules
-only.
+numba checks the file that defines a kernel, but not what the kernel calls or inlines. `machine_code.py` therefore names the
+directory of all machine code by a hash of *all* kernel sources. Two rules make that complete, and `tests/repo/test_kernels.py`
+checks both: a module that defines a kernel or a part of one decorates it with `@kernel`, `@njit` or `@intrinsic` by that name,
+and a kernel uses functions and constants of such modules only.
 
     @njit(inline="always")                        # a part of kernels: plain numba, never cached by itself
     def _doubled(value): ...
@@ -12,54 +11,54 @@ only.
     @kernel(void, read_only(int64[::1]), int64[::1])    # what Python calls: one signature, nogil, cached
     def double(values, out): ...
 
-    compile_kernels()                             # where a tier is constructed, before the first lookup
+    compile_kernels(double)                       # where a tier is constructed, before the first lookup
 
-A cached kernel has exactly one signature. numba numbers the files of several by their order of arrival: two processes that
-compile at the same time might mix them up.
+Any other kernel is compiled by its first call, so rare paths need no preparation. Machine code is for the processor at hand, or
+else for `machine_code.BASELINE`, any recent processor: `hps compile --baseline` compiles that ahead.
 """
 
-import contextlib
-import functools
-import hashlib
 import logging
 import math
-import os
-import re
-import shutil
-import stat
-import tempfile
+import pickle
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-import llvmlite
+import llvmlite.binding as llvm
 import numba
 from numba import njit
-from numba.core import event
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 
+from hps.ground import machine_code
 from hps.ground.compilations import COMPILATIONS
+from hps.ground.compiler_processes import CompilerProcesses
+from hps.ground.thread_pool import available_threads
 
 _log = logging.getLogger(__name__)
 
-_PACKAGE: Final = Path(__file__).parents[1]
-_DEFINES_KERNELS: Final = re.compile(rb"^@(kernel|njit|intrinsic)\b", re.MULTILINE)
-_PREFIX: Final = "hps-kernels-"
-_KEPT_DIRECTORIES: Final = 4
-_IN_USE_S: Final = 3600
-_SECONDS_A_KERNEL: Final = 0.4
+_MOST_PROCESSES: Final = 8
+_PROCESS_WORTH_S: Final = 1.5
+"""Work that pays for the start of another process."""
+_START_S: Final = 1.0
+_NEWS_S: Final = 5.0
+_PARSINGS_A_BYTE: Final = 4500
+"""Time to compile a kernel per byte of its bytecode, in the time that Python takes to compile a byte of source text."""
+_PARSINGS: Final = 16
 
 _config: Any = numba.config
-_lock = threading.Lock()
 _compiling = threading.Lock()
-_uncompiled: list[tuple[Any, Any]] = []
+_declared: "dict[int, _Kernel]" = {}
 
 
 def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function a kernel of one signature that runs without the GIL; `compile_kernels` compiles it.
 
-    Once compiled, an argument of any other dtype or layout raises TypeError. Division by zero behaves as in C.
+    An argument of any other dtype or layout raises TypeError. Division by zero behaves as in C.
 
     Args:
         returns: numba type of the result.
@@ -67,16 +66,8 @@ def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Call
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        with _lock:
-            directory = _directory()
-            options: Any = {"nogil": True, "error_model": "numpy", "cache": directory is not None}
-            own = _config.CACHE_DIR
-            _config.CACHE_DIR = str(directory or "")  # numba reads it here; kernels of the application keep their place
-            try:
-                made: Any = njit(**options)(function)
-            finally:
-                _config.CACHE_DIR = own
-        _uncompiled.append((made, returns(*arguments)))
+        made: Any = njit(nogil=True, error_model="numpy")(function)
+        _declared[id(made)] = _Kernel(made, returns(*arguments))
         return made  # type: ignore[no-any-return]
 
     return decorate
@@ -87,127 +78,183 @@ def read_only(array: Any) -> Any:
     return array.copy(readonly=True)
 
 
-def compile_kernels() -> None:
-    """Compile all kernels of the imported modules, or load their machine code. Cheap if already done.
+def compile_kernels(*kernels: Callable[..., Any]) -> None:
+    """Compile kernels, or load their machine code; without arguments all of the imported modules. Cheap if already done.
 
-    Called when a tier is constructed, so that no lookup waits for a compiler. *Thread-safe*. Processes that start at the same
-    time may do the same work; the last result written is used.
+    Called when a tier is constructed, with the kernels of its lookups, so that no lookup waits for a compiler. Other processes
+    compile a share of many kernels. *Thread-safe*. Processes that start at the same time may do the same work.
     """
-    with _compiling:
-        if not _uncompiled:
-            return
-        announcement = _Announcement(len(_uncompiled))
-        with event.install_listener("numba:compile", announcement):
-            while _uncompiled:
-                made, signature = _uncompiled.pop()
-                made.compile(signature)
-                made.disable_compile()
-        announcement.close()
-
-
-class _Announcement(event.Listener):
-    """Logs the first compilation and the total duration; loading is not logged."""
-
-    def __init__(self, kernels: int) -> None:
-        self._kernels = kernels
-        self._started_at: float | None = None
-        self._compiled = 0
-
-    def on_start(self, event: Any) -> None:
-        if self._started_at is None:
-            self._started_at = time.monotonic()
-            _log.info(
-                "compiling kernels for this machine, which takes about %d s; later starts load them from %s",
-                math.ceil(self._kernels * _SECONDS_A_KERNEL),
-                _directory() or "nowhere: each start compiles",
-            )
-
-    def on_end(self, event: Any) -> None:
-        self._compiled += 1
-
-    def close(self) -> None:
-        if self._started_at is not None:
-            seconds = time.monotonic() - self._started_at
-            COMPILATIONS.add("numba", self._compiled, seconds)
-            _log.info("compiled the kernels in %.1f s", seconds)
-
-
-def kernel_sources() -> list[Path]:
-    """Return the files of this package that define kernels, parts of kernels, or how they are compiled."""
-    return [
-        path
-        for path in sorted(_PACKAGE.rglob("*.py"))
-        if path.name.startswith("numba_") or _DEFINES_KERNELS.search(path.read_bytes())
-    ]
-
-
-@functools.cache
-def _directory() -> Path | None:
-    """Return the machine code directory of exactly these sources; None if none is writable."""
-    name = _PREFIX + _fingerprint()
-    parents = list(_parents())
-    for parent in parents:
-        if _open(parent / name):
-            return parent / name
-    private = _private_temporary_directory()
-    directory = private / name if private and _open(private / name) else None
-    _log.warning(
-        "cannot keep compiled kernels in %s; %s. Set NUMBA_CACHE_DIR to a directory that this user can write to",
-        " or ".join(str(parent) for parent in parents),
-        f"they go to {directory}, which may not outlive a reboot" if directory else "every start compiles them again",
-    )
-    return directory
-
-
-def _fingerprint() -> str:
-    hashed = hashlib.sha256(f"numba {numba.__version__} llvmlite {llvmlite.__version__}".encode())
-    for path in kernel_sources():
-        source = path.read_bytes()
-        hashed.update(f"\n{path.relative_to(_PACKAGE)} {len(source)}\n".encode())
-        hashed.update(source)
-    return hashed.hexdigest()[:16]
-
-
-def _parents() -> Iterator[Path]:
-    """List the candidate parent directories, best first. numba itself distinguishes the processors of a shared directory."""
-    if _config.CACHE_DIR:
-        yield Path(_config.CACHE_DIR)
+    wanted = [_declared[id(one)] for one in kernels] if kernels else list(_declared.values())
+    if all(one.ready for one in wanted):
         return
-    yield _PACKAGE / "__pycache__"
-    with contextlib.suppress(RuntimeError):  # this user has no home directory
-        yield Path.home() / ".cache" / "hps"
+    with _compiling:
+        missing = [one for one in wanted if not one.load()]
+        if missing:
+            _compile(missing)
 
 
-def _open(directory: Path) -> bool:
-    """Make a directory for the machine code of these sources beside those of older ones; return False if it is not writable."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        os.utime(directory)  # records the last use for `_prune`
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError:
-        return False
-    _prune(directory)
-    return True
+def declared_kernels() -> list[Callable[..., Any]]:
+    """Import all modules of this package that define kernels; return their kernels."""
+    for path in machine_code.kernel_sources():
+        import_module(".".join(path.relative_to(Path(__file__).parents[2]).with_suffix("").parts))
+    return [one.made for one in _declared.values() if one.ours]
 
 
-def _private_temporary_directory() -> Path | None:
-    """Return a directory private to this user: a process that can write machine code there can run it here."""
-    try:
-        directory = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getuid()}"
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-        found = directory.lstat()
-    except OSError:
+def compile_named(name: str) -> None:
+    """Compile one kernel of this package, `module:function`, unless its machine code for the chosen processor is there."""
+    machine_code.refuse_baseline()
+    module, _, function = name.partition(":")
+    _declared[id(getattr(import_module(module), function))].compile()
+
+
+class _Kernel:
+    """A kernel and its machine code. Has the methods that numba asks of a cache."""
+
+    def __init__(self, made: Any, signature: Any) -> None:
+        self.made = made
+        self.ready = False
+        function = made.py_func
+        self.name = f"{function.__module__}:{function.__qualname__}"
+        self.ours = self.name.startswith("hps.") and "<" not in self.name
+        self.weight = len(function.__code__.co_code)
+        self._signature = signature
+        if self.ours:
+            made._cache = self
+        made._compile_for_args = self._compile_when_called
+
+    def load(self) -> bool:
+        """Load the machine code; return False if there is none."""
+        if not self.ready and self.ours and self._read() is not None:
+            self.compile()
+        return self.ready
+
+    def compile(self) -> None:
+        """Load the machine code or, if there is none, compile it."""
+        if not self.ready:
+            self.made.compile(self._signature)
+            self.made.disable_compile()
+            self.ready = True
+
+    def _compile_when_called(self, *_: Any, **__: Any) -> Any:
+        compile_kernels(self.made)
+        return self.made  # which numba calls next
+
+    def _read(self) -> bytes | None:
+        context = self.made.targetctx
+        context.refresh()
+        for processor in _processors(context.codegen()):
+            if code := machine_code.read(*self._place(processor)):
+                return code
         return None
-    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return directory if private else None
+
+    def _place(self, processor: tuple[str, ...]) -> tuple[str, str]:
+        """Return the name of the file for a processor, and the key of its content."""
+        python, place = sys.implementation.cache_tag, self.name.removeprefix("hps.").replace(":", ".")
+        return f"{place}-{python}-{processor[1]}.code", f"{self.name} {self._signature} {python} {processor}"
+
+    # Called by numba.
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        if signature != self._signature or (code := self._read()) is None:
+            return None
+        return CompileResult._rebuild(target_context, *pickle.loads(code))  # type: ignore[no-untyped-call]
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if signature == self._signature:
+            processor = result.target_context.codegen().magic_tuple()
+            machine_code.write(*self._place(processor), dumps(result._reduce()))  # type: ignore[no-untyped-call]
 
 
-def _prune(own: Path) -> None:
-    """Remove the machine code of older sources, except the last few and those that another process may be writing."""
-    with contextlib.suppress(OSError):  # another process does the same
-        others = [path for path in own.parent.glob(f"{_PREFIX}*") if path != own]
-        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in others[_KEPT_DIRECTORIES:]:
-            if time.time() - path.stat().st_mtime > _IN_USE_S:
-                shutil.rmtree(path, ignore_errors=True)
+def _processors(codegen: Any) -> list[tuple[str, ...]]:
+    """List the processors whose machine code runs here, best first: triple, name and features of each."""
+    own: tuple[str, ...] = codegen.magic_tuple()
+    if machine_code.BASELINE is None or not _has(machine_code.BASELINE[1]):
+        return [own]
+    return [own, (own[0], *machine_code.BASELINE)]
+
+
+def _has(features: str) -> bool:
+    host = llvm.get_host_cpu_features()
+    return all(host.get(one[1:], one in ("+64bit", "+cx8", "+fxsr", "+mmx", "+sse", "+sse2")) for one in features.split(","))
+
+
+def _compile(missing: "Sequence[_Kernel]") -> None:
+    """Compile kernels here and in other processes, the largest first."""
+    began = time.monotonic()
+    place = machine_code.directory()
+    work = _Work(missing)
+    seconds = work.weight * _PARSINGS_A_BYTE * _seconds_to_parse_a_byte()
+    most = min(available_threads(), _MOST_PROCESSES, max(1, len(work.shared))) if place else 1
+    processes = min(most, 1 + int(seconds / _PROCESS_WORTH_S))
+    _log.info(
+        "compiling %d kernel%s for this machine in %d process%s, which takes about %d s; later starts load them from %s",
+        len(missing),
+        "s" if len(missing) > 1 else "",
+        processes,
+        "es" if processes > 1 else "",
+        math.ceil(seconds / processes + (_START_S if processes > 1 else 0)),
+        place or "nowhere: each start compiles",
+    )
+    with CompilerProcesses(processes - 1, _settings(place)) as others:
+        others.start(work.take_shared, work.tell)
+        while one := work.take():
+            one.compile()
+            work.tell(one.name)
+        others.wait()
+    for one in missing:
+        one.compile()  # loads what others compiled, and compiles what they did not
+    seconds = time.monotonic() - began
+    COMPILATIONS.add("numba", len(missing), seconds)
+    _log.info("compiled the kernels in %.1f s", seconds)
+
+
+class _Work:
+    """Kernels to compile, the largest first, and how far that is. *Thread-safe.*"""
+
+    def __init__(self, missing: "Sequence[_Kernel]") -> None:
+        largest_last = sorted(missing, key=lambda one: one.weight)
+        self.shared = [one for one in largest_last if one.ours]  # those that other processes can import
+        self._own = [one for one in largest_last if not one.ours]
+        self._weights = {one.name: one.weight for one in missing}
+        self.weight = sum(one.weight for one in missing)
+        self._done = 0
+        self._began = self._told_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self) -> "_Kernel | None":
+        with self._lock:
+            left = self.shared or self._own
+            return left.pop() if left else None
+
+    def take_shared(self) -> str | None:
+        with self._lock:
+            return self.shared.pop().name if self.shared else None
+
+    def tell(self, name: str) -> None:
+        """Count a compiled kernel, and log the progress every few seconds."""
+        with self._lock:
+            self._done += self._weights[name]
+            now = time.monotonic()
+            if now - self._told_at < _NEWS_S or self._done == self.weight:
+                return
+            self._told_at = now
+            rest_s = (now - self._began) * (self.weight - self._done) / self._done
+        _log.info("compiled %.0f %% of the kernels, about %d s left", 100 * self._done / self.weight, math.ceil(rest_s))
+
+
+def _settings(place: Path | None) -> dict[str, str | None]:
+    """Return numba's settings by which another process compiles for the same processor into the same directory."""
+    return {
+        "CPU_NAME": _config.CPU_NAME,
+        "CPU_FEATURES": _config.CPU_FEATURES,
+        "CACHE_DIR": str(place.parent) if place else "",
+    }
+
+
+def _seconds_to_parse_a_byte() -> float:
+    """Measure how fast this machine compiles now, by a piece of Python: it may be slow, or busy."""
+    text = Path(__file__).read_bytes()
+    began = time.perf_counter()
+    for _ in range(_PARSINGS):
+        compile(text, __file__, "exec")
+    return (time.perf_counter() - began) / (_PARSINGS * len(text))

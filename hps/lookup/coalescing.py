@@ -7,7 +7,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from hps.ground.key_sets import KeyPlaces
+from hps.ground.key_sets import KeyPlaces, places_kernels
 from hps.ground.numba_kernels import compile_kernels
 from hps.lookup.chain import Landed
 from hps.lookup.fences import TableFence
@@ -56,7 +56,7 @@ class FetchCoalescer:
     """
 
     def __init__(self, fetch: Fetch, metrics: Metrics, timeout_s: float = 2.0) -> None:
-        compile_kernels()
+        compile_kernels(*places_kernels())
         self._fetch = fetch
         self._timeout_s = timeout_s
         self._lock = threading.Lock()

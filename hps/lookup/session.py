@@ -14,7 +14,6 @@ import numpy as np
 
 from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
 from hps.errors import InvalidInputError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
-from hps.ground.numba_kernels import compile_kernels
 from hps.ground.open_calls import OpenCalls
 from hps.ground.workers import WorkQueue
 from hps.lookup.chain import DatabaseChain
@@ -491,7 +490,6 @@ class DirectSession:
     """
 
     def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
-        compile_kernels()
         self.tables = tuple(tables)
         self.cache: EmbeddingCache | None = None
         self.on_cuda = False

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba import types, uint32, uint64
 
 from hps.ground.hashing import mix
-from hps.ground.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.numba_kernels import kernel, read_only
 from hps.models.deltas import DeltaModel, Merge
 from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.models.read_ahead import whole_rows
@@ -56,7 +56,6 @@ def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Di
     Raises:
         ModelFileError: as of `rows_of`.
     """
-    compile_kernels()
     seed = np.uint64(secrets.randbits(64))
     old_keys, digests = _digests_by_key(old, seed)
     counts = _last_of_each_key(new)

@@ -24,14 +24,13 @@ def sample_vectors(
     `(mix(mix(k ^ mix(seed)) + j * 0x9E3779B97F4A7C15) >> 40) / 2^23 - 1`.
     """
     out = np.empty((keys.size, dim), np.float32)
-    compile_kernels()
     _fill_samples(np.ascontiguousarray(keys, np.int64), seed, out)
     return out
 
 
 def sample_chunks(rows: int, dim: int, seed: int = 0) -> Iterator[tuple[KeyArray, FloatArray]]:
     """Yield the sample rows of keys 0 to rows - 1 in chunks for `write_sparse_model`."""
-    compile_kernels()  # before anything is written: the compiler may swallow an interrupt
+    compile_kernels(_fill_samples)  # before anything is written: the compiler may swallow an interrupt
     step = rows_of_a_chunk(dim)
     spans = (np.arange(start, min(start + step, rows), dtype=np.int64) for start in range(0, rows, step))
     return ((keys, sample_vectors(keys, dim, seed)) for keys in spans)

@@ -11,7 +11,6 @@ import numpy as np
 from hps.cache.base import EmbeddingCache
 from hps.databases.base import Database
 from hps.ground.key_sets import last_of_each
-from hps.ground.numba_kernels import compile_kernels
 from hps.models.deltas import DeltaModel, Merge, first_rows
 from hps.models.files import SparseModel, rows_of_a_chunk
 from hps.models.read_ahead import Allocate, read_ahead
@@ -76,7 +75,6 @@ def warm_up(
     _log.info(  # HugeCTR's words
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
     )
-    compile_kernels()
     with closing(_chunks(sparse_model, rows, step, cache.host_buffer)) as chunks:
         for start, keys, vectors in chunks:
             if start % step == 0:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import int64
 
-from hps.ground.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.numba_kernels import kernel, read_only
 from hps.registry import implementation
 from hps.statistics.key_traces import KeyTrace, distinct_share
 from hps.types import IndexArray
@@ -78,7 +78,6 @@ def ideal_hit_rates(trace: KeyTrace, capacities: Sequence[int]) -> list[float]:
     """Compute the hit rates of fully associative LRU caches on the second half of a trace; see `predict`."""
     if not trace.keys.size:
         return [0.0] * len(capacities)
-    compile_kernels()
     _, numbered = np.unique(trace.keys, return_inverse=True)
     distances = _distances(np.ascontiguousarray(numbered, np.int64))
     late = trace.lookups >= trace.lookups[0] + _WARM_UP * (trace.lookups[-1] - trace.lookups[0] + 1)

@@ -127,7 +127,6 @@ def _hashes(keys: KeyArray) -> npt.NDArray[np.uint64]:
 
 def sample_hashes(keys: KeyArray) -> npt.NDArray[np.uint64]:
     """Return the hash of each key, (n,) uint64, that decides on its sampling: at rate R, hashes below R x 2^64 are sampled."""
-    compile_kernels()
     found: npt.NDArray[np.uint64] = _hashes(np.ascontiguousarray(keys, np.int64))
     return found
 
@@ -199,7 +198,7 @@ class KeyRecorder:
     ) -> None:
         if not 0 < rate <= 1:
             raise InvalidInputError(f"recording keys to {path}: got a rate of {rate}, expected more than 0 and at most 1")
-        compile_kernels()
+        compile_kernels(_sample)
         self.path = Path(path)
         self._outcomes = outcomes
         self._threshold = np.uint64(min(int(rate * _WHOLE), _WHOLE) - 1)

@@ -25,6 +25,7 @@ from hps.errors import (
     UnknownDeviceError,
     UnknownTableError,
 )
+from hps.ground.key_sets import places_kernels, set_kernels
 from hps.ground.open_calls import OpenCalls
 from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
@@ -729,6 +730,17 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
     rate = configuration.volatile_db.initial_cache_rate
     sources = ModelSources(configuration.model_source)
     return chain, LoadTargets(tuple(load), tuple(keep), rate, not configuration.supportlonglong, sources)
+
+
+def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:
+    """Return the numba kernels of loads and lookups; those of rarer calls are compiled by the first one."""
+    found = [*set_kernels()]  # of loads
+    for section in (configuration.volatile_db, configuration.persistent_db):
+        if section.type != "disabled":
+            found += implementation("database", section.type).kernels(section)
+    if not all(is_direct(model, cache_class) for model in configuration.models):
+        found += [*cache_class.kernels(), *places_kernels()]
+    return found
 
 
 def _open(config: Any) -> Database | None:

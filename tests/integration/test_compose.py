@@ -1,6 +1,8 @@
 """The deployment, run as local processes: what docker-compose.yml and the Dockerfile say, in their order."""
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,8 @@ import pytest
 import redis
 
 from hps.models.sample import sample_vectors
-from tests.servers.compose_file import compose_of
+from tests.fakes.installation import Installation
+from tests.servers.compose_file import compose_of, read_dockerfile
 from tests.servers.compose_runner import Stack, can_isolate, isolated
 from tests.servers.running_service import wait_until
 
@@ -71,11 +74,11 @@ def running(profile, directory, kernels):
         yield stack
 
 
-def run_python(code, writable, environment):
+def run_python(code, writable, environment, code_of=ROOT):
     """Run Python with everything but a directory read-only, where that can be done."""
-    environment |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    environment |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(code_of)}
     command = isolated([sys.executable, "-c", code], writable)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240, check=False)
 
 
 def assert_answers(stack, name, keys, table="item", timeout_s=20):
@@ -99,14 +102,58 @@ def metric(stack, name, *parts):
 
 @needs_isolation
 def test_kernels_are_compiled_without_a_writable_root(kernels):
-    assert list((kernels / "numba").rglob("*.nbi"))
+    assert list((kernels / "numba").rglob("*.code"))
+
+
+FIRST_LOOKUP = """
+import json, sys
+import numpy as np
+import hps
+from hps.ground.compilations import COMPILATIONS
+from hps.models.sample import sample_vectors
+with hps.HPS(sys.argv[1]) as server:
+    right = (server.lookup(np.arange(1000), "sample", "item") == sample_vectors(np.arange(1000), 32, 2)).all()
+print(json.dumps([bool(right), COMPILATIONS.all()]))
+"""
+
+
+def test_an_image_answers_its_first_lookup_without_compiling(tmp_path):
+    stages = read_dockerfile(ROOT / "deploy" / "Dockerfile")
+    (step,) = [rest for name, rest in stages["build-cpu"].instructions if name == "RUN" and "hps compile" in rest]
+    image = Installation(tmp_path / "image")
+    program, *arguments = shlex.split(step)
+    assert program == "/opt/hps/bin/hps"
+    python = [sys.executable, "-m", "hps"]
+    done = subprocess.run(
+        [*python, *arguments], cwd=tmp_path, env=image.environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+    container = tmp_path / "container"
+    container.mkdir()
+    for table, (dim, seed, rows) in TABLES.items():
+        model = ["create-model", str(container / f"{table}.model"), "--rows", str(rows), "--dim", str(dim), "--seed", str(seed)]
+        subprocess.run([*python, *model], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    config = json.loads((ROOT / "configs" / "minimal.json").read_text())
+    config["persistent_db"]["path"] = str(container / "rocksdb")
+    config["models"][0]["sparse_files"] = [str(container / f"{table}.model") for table in TABLES]
+    (container / "ps.json").write_text(json.dumps(config))
+    environment = {key: value.replace("/var/lib/hps", str(container)) for key, value in stages["cpu"].environment.items()}
+    environment |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(image.package.parent), "TMPDIR": str(container)}
+    command = isolated([sys.executable, "-c", FIRST_LOOKUP, str(container / "ps.json")], container)
+    done = subprocess.run(command, cwd=container, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, {}]
+    assert "compil" not in done.stderr
+    assert not (container / "numba").exists(), "nothing was written"
 
 
 @needs_isolation
 def test_without_the_place_that_the_image_names_kernels_are_compiled_for_one_start(tmp_path):
     # Why NUMBA_CACHE_DIR is in the Dockerfile: all other places for kernels are read-only.
     code = "import numpy; from hps.models.sample import sample_vectors; print(sample_vectors(numpy.array([7]), 1).shape)"
-    done = run_python(code, tmp_path, {"HOME": "/nonexistent"})
+    image = Installation(tmp_path / "image")
+    done = run_python(code, tmp_path / "image" / "tmp", {"HOME": "/nonexistent"}, image.package.parent)
     assert done.stdout == "(1, 1)\n", done.stderr
     assert "every start compiles them again. Set NUMBA_CACHE_DIR to a directory that this user can write to" in done.stderr
 

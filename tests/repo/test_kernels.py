@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hps.ground.numba_kernels import kernel_sources
+from hps.ground.machine_code import kernel_sources
 
 ROOT = Path(__file__).parents[2]
 KERNEL_DECORATORS = {"njit", "kernel"}

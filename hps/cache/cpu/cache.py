@@ -2,9 +2,9 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.ground.capacity import Need, available_memory, by_what, check_fits, machine_memory
-from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys
+from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_kernels
 from hps.ground.lifetimes import disown_in_children, refusal
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.thread_pool import POOL
@@ -58,12 +58,16 @@ class NumpyCache(EmbeddingCache):
     device: ClassVar[str] = "cpu"
 
     def __init__(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> None:
-        compile_kernels()
+        compile_kernels(*self.kernels())
         self.static = static
         self.tables = tuple(tables)
         self.device_id = 0
         self._open: tuple[NumpyTable, ...] | None = _allocate(tables, capacity_rows, static)
         disown_in_children(self)
+
+    @classmethod
+    def kernels(cls) -> Sequence[Callable[..., Any]]:
+        return numpy_kernels.query, numpy_kernels.write, numpy_kernels.scatter, *distinct_kernels()
 
     @classmethod
     def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:

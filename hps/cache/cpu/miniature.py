@@ -15,7 +15,7 @@ from hps.cache.cpu.cache import NumpyCache, aligned_lines
 from hps.cache.cpu.sets import EPOCHS_A_CALL, WAYS, epoch_at, find, is_idle, line_of, probation_at, touch, victim
 from hps.ground.capacity import Need
 from hps.ground.numba_atomics import address_of, store_relaxed, store_relaxed_u8
-from hps.ground.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.numba_kernels import kernel, read_only
 from hps.types import IndexArray, KeyArray, TableSpec
 
 _SMOOTHING = 0.02  # of the expected hit rate of lookups: about fifty lookups count
@@ -106,7 +106,6 @@ class NumpyPlan(CachePlan):
         Returns:
             (lookups,) int64: misses of each.
         """
-        compile_kernels()
         few, whole = sets
         missed: IndexArray = _simulate(aligned_lines(few), whole, keys, starts, clocks, few / whole, threshold)
         return missed

@@ -14,6 +14,7 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, StreamOrderedCounts
 from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda.compiler import compile_ahead
 from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, compile_all, copy_to_host, device_call, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.links import AttachedTable, CudaPinner
@@ -68,6 +69,14 @@ class CupyCache(EmbeddingCache):
         except runtime.CUDARuntimeError as error:
             return f"CuPy finds no CUDA device: {error}"
         return None if count else "CuPy finds no CUDA device"
+
+    @classmethod
+    def compile_ahead(cls, models: Sequence[tuple[Sequence[int], bool]], architecture: str) -> tuple[int, int]:
+        needed = [kernels.MIRROR_KERNEL]
+        for dims, static in models:
+            needed += kernels.lookup_kernels(dims, static) + kernels.modification_kernels(dims, static)
+            needed += kernels.link_kernels(dims)
+        return compile_ahead(needed, architecture)
 
     @classmethod
     def free_bytes(cls, device_id: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
 from hps.cache.cuda import geometry
+from hps.cache.cuda.compiler import machine_code_of
 from hps.cache.cuda.kernels import SLOTS, Kernel, KernelCache
 from hps.errors import DeviceError, DeviceMemoryError
 from hps.ground.lifetimes import disown_in_children, refusal
@@ -30,7 +31,6 @@ CUDA_ERRORS = (runtime.CUDARuntimeError, driver.CUDADriverError, cupy.cuda.compi
 """Exceptions of failed CUDA calls, except `cupy.cuda.memory.OutOfMemoryError`."""
 
 _ALIGNMENT = 256
-_OPTIONS = ("-std=c++17",)
 _HOST_TO_DEVICE = runtime.memcpyHostToDevice
 _OUT_OF_MEMORY = "cudaErrorMemoryAllocation"
 _LAUNCH_CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
@@ -192,9 +192,11 @@ def kernels_of(device_id: int) -> KernelCache:
 
     def compile_kernel(code: str, name: str) -> int:
         with on_device(device_id):
-            function = cupy.RawModule(code=code, options=_OPTIONS).get_function(name)
+            module = cupy.cuda.function.Module()
+            module.load(machine_code_of(code, name, cupy.cuda.Device(device_id).compute_capability)[0])
+            function = module.get_function(name)
             kept.append(function)
-            return int(function.kernel.ptr)
+            return int(function.ptr)
 
     return KernelCache(compile_kernel)
 

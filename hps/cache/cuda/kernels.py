@@ -6,14 +6,12 @@ Imports no CuPy: `device.py` passes the compiler in. Each file of `cuda/` docume
 import re
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from hps.ground.compilations import COMPILATIONS
 from hps.ground.host_tables import DENSE_ROWS_AT
 
 SLOTS = 7
@@ -121,9 +119,7 @@ class KernelCache:
             with compiling:
                 handle = self._handles.get(kernel)
                 if handle is None:
-                    began = time.monotonic()
                     handle = self._handles[kernel] = self._compile(kernel.code, kernel.name)
-                    COMPILATIONS.add("cuda", 1, time.monotonic() - began)
         return handle
 
 
@@ -254,6 +250,37 @@ def _row_loads(unit: int, widest: int) -> tuple[tuple[str, int], tuple[str, int]
 
 def scatter_kernel(unit: int) -> Kernel:
     return Kernel("scatter", "scatter", (("UNIT", unit),))
+
+
+def lookup_kernels(dims: Sequence[int], static: bool = False) -> list[Kernel]:
+    """Return the kernels for lookups of tables of these widths, with aligned outputs; others are compiled on first use."""
+    found = [UNIQUE]
+    for dim in set(dims):
+        unit = unit_of(dim, 16)
+        found += [*_queries(unit, dim, 1, static), scatter_kernel(unit)]
+    if len(dims) > 1:
+        found += _queries(min(unit_of(dim, 16) for dim in dims), max(dims), SEGMENTS_AT_ONCE, static)
+    return found
+
+
+def _queries(unit: int, widest: int, segments: int, static: bool) -> list[Kernel]:
+    return [query_kernel(unit, widest, segments, static, settles) for settles in ((False, True) if static else (False,))]
+
+
+def link_kernels(dims: Sequence[int]) -> list[Kernel]:
+    """Return the kernels for lookups of attached tables of these widths, with aligned outputs."""
+    found = []
+    for widest, segments in [(dim, 1) for dim in set(dims)] + [(max(dims), SEGMENTS_AT_ONCE)]:
+        if segments == 1 or len(dims) > 1:
+            unit = min(unit_of(dim, 16) for dim in (dims if segments > 1 else [widest]))
+            found += [answer_kernel(name, unit, widest, segments) for name in ANSWERS]
+    return found
+
+
+def modification_kernels(dims: Sequence[int], static: bool = False) -> list[Kernel]:
+    """Return the kernels that modifications of tables of these widths launch."""
+    inserts = [insert_kernel(unit_of(dim, 16), dim, static) for dim in set(dims)]
+    return [*inserts, *((STATIC_ERASE, STATIC_DUMP) if static else (ERASE, DUMP))]
 
 
 ERASE, STATIC_ERASE = Kernel("erase", "erase"), Kernel("erase", "erase", STATIC)

@@ -71,29 +71,14 @@ class LookupKernels:
 
     def needed(self) -> list[Kernel]:
         """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
-        dims = set(self._dims)
-        found = [kernels.UNIQUE]
-        for dim in dims:
-            unit = kernels.unit_of(dim, 16)
-            found += [self._query(unit, dim, 1, False), kernels.scatter_kernel(unit)]
-            found += [self._query(unit, dim, 1, True)] if self._static else []
-        if len(self._dims) > 1:
-            unit = min(kernels.unit_of(dim, 16) for dim in dims)
-            found.append(self._query(unit, max(dims), kernels.SEGMENTS_AT_ONCE, False))
-            found += [self._query(unit, max(dims), kernels.SEGMENTS_AT_ONCE, True)] if self._static else []
-        return found
+        return kernels.lookup_kernels(self._dims, self._static)
 
     def _query(self, unit: int, widest: int, segments: int, settles: bool) -> Kernel:
         return kernels.query_kernel(unit, widest, segments, self._static, settles)
 
     def for_links(self) -> list[Kernel]:
         """Return the kernels for lookups of attached tables, of aligned outputs."""
-        found = []
-        for widest, segments in [(dim, 1) for dim in set(self._dims)] + [(max(self._dims), kernels.SEGMENTS_AT_ONCE)]:
-            if segments == 1 or len(self._dims) > 1:
-                unit = min(kernels.unit_of(dim, 16) for dim in (self._dims if segments > 1 else [widest]))
-                found += [kernels.answer_kernel(name, unit, widest, segments) for name in kernels.ANSWERS]
-        return found
+        return kernels.link_kernels(self._dims)
 
     def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use; found again by `query_of`.

@@ -196,9 +196,7 @@ class Modifications:
 
     def needed(self, dims: Sequence[int]) -> list[Kernel]:
         """Return the kernels that modifications of tables of these widths launch."""
-        inserts = [kernels.insert_kernel(kernels.unit_of(dim, 16), dim, self._static) for dim in set(dims)]
-        others = (kernels.STATIC_ERASE, kernels.STATIC_DUMP) if self._static else (kernels.ERASE, kernels.DUMP)
-        return [*inserts, *others]
+        return kernels.modification_kernels(dims, self._static)
 
     def _follow(self, streams: set[int]) -> None:
         for stream in streams:

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any, Self
 
 from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, LoadRecord, LogPosition, Partition, RowChanges, TableStats
-from hps.databases.hash_map.eviction import HashMapOverflow, Policy
+from hps.databases.hash_map import kernels
+from hps.databases.hash_map.eviction import EVICTION_KERNELS, HashMapOverflow, Policy
 from hps.databases.hash_map.memory import MAX_ROWS, size_of_buckets
 from hps.databases.hash_map.sequence_table import SequenceTable
 from hps.databases.hash_map.table import SLICE_ROWS, HashMapTable
@@ -63,9 +64,9 @@ class HashMapDatabase(InProcessDatabase):
             initial_buckets: buckets of an empty table.
             clock: monotonic seconds; `evict_oldest` distinguishes sixteenths of a second.
         """
-        compile_kernels()
+        compile_kernels(*_kernels(overflow_margin))
         self._overflow: HashMapOverflow | None = None
-        if overflow_margin <= MAX_ROWS:  # a larger one cannot be exceeded
+        if _evicts(overflow_margin):
             target_rows = round(overflow_margin * overflow_resolution_target)
             self._overflow = HashMapOverflow(num_partitions, overflow_margin, target_rows, overflow_policy)
         self._new_table = partial(
@@ -82,6 +83,10 @@ class HashMapDatabase(InProcessDatabase):
         self._orders: dict[str, SequenceTable] = {}  # of the tables that follow a log
         self._closed = False
         disown_in_children(self)
+
+    @classmethod
+    def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:
+        return _kernels(config.overflow_margin)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -223,3 +228,14 @@ class HashMapDatabase(InProcessDatabase):
         except KeyError:
             self._check_open()
             raise UnknownTableError(f"hash map: there is no table {tag!r}; open_table makes one") from None
+
+
+def _evicts(overflow_margin: int) -> bool:
+    return overflow_margin <= MAX_ROWS  # a larger margin cannot be exceeded
+
+
+def _kernels(overflow_margin: int) -> tuple[Callable[..., Any], ...]:
+    """Return the kernels of lookups, loads and writes; scans compile theirs."""
+    used = (kernels.fetch, kernels.insert, kernels.delete, kernels.rehash, kernels.retire, kernels.count_by_hash)
+    dense = (kernels.mark_keys, kernels.count_holes)
+    return (*used, *EVICTION_KERNELS) if _evicts(overflow_margin) else (*used, *dense)

@@ -145,6 +145,9 @@ def _evict(  # type: ignore[no-untyped-def]
                     store_relaxed_u32(stamp_of(layout, row), np.uint64(score) >> U1)
 
 
+EVICTION_KERNELS: Final = (_plan, _protect, _gather, _evict)
+
+
 @dataclass(frozen=True, slots=True)
 class HashMapOverflow:
     """The rule of `overflow_margin`, `overflow_policy` and `overflow_resolution_target`. *Immutable.*

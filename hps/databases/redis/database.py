@@ -3,7 +3,7 @@
 import logging
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, Final, Self
@@ -20,6 +20,7 @@ from hps.databases.base import (
 )
 from hps.databases.redis.authority import TableAuthority
 from hps.databases.redis.catalog import Catalog
+from hps.databases.redis.codec import group_by_partition, read_rows, write_fields, write_rows
 from hps.databases.redis.connections import tls_context
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.load_leases import LoadLeases
@@ -38,6 +39,7 @@ from hps.tensors.array_checks import check_fetch, check_keys, check_positive, ch
 from hps.types import BoolArray, CheckResult, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
+_KERNELS: Final = (group_by_partition, write_fields, write_rows, read_rows)
 _OPENINGS: Final = 8  # of a table that other processes empty meanwhile
 _USES_PAUSE_S: Final = 1.0  # after a failed note
 _USES_WAITING: Final = 64  # batches of found keys that may wait to be noted; more are dropped
@@ -97,7 +99,7 @@ class RedisDatabase(SharedDatabase):
         Raises:
             DatabaseError: no node can be reached, or it refuses the user.
         """
-        compile_kernels()
+        compile_kernels(*_KERNELS)
         self._batch = max_batch_size
         self._num_partitions = num_partitions
         self._nodes = RedisNodes(
@@ -124,6 +126,10 @@ class RedisDatabase(SharedDatabase):
         if self._overflow.notes_uses:
             self._uses = WorkQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
             self._uses.end_with(self)
+
+    @classmethod
+    def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:
+        return _KERNELS
 
     @classmethod
     def from_config(cls, config: Any) -> Self:

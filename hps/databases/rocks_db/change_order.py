@@ -144,7 +144,7 @@ class ChangeOrder:
 
     def _sets(self) -> tuple[KeyArray, IndexArray, IndexArray]:
         if self._known is None:
-            compile_kernels()
+            compile_kernels(_judge, _note)
             nothing = np.zeros((2, _SETS, _WAYS), np.int64)
             self._known = nothing[0], nothing[1], np.full(_SETS, max(self.next, self._noted), np.int64)
         return self._known

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from numba import int64, void
 
-import hps
+from hps.ground.machine_code import BASELINE
 from hps.ground.numba_kernels import compile_kernels, kernel, read_only
+from tests.fakes.installation import Installation as Copy
 
 PROGRAM = """
 import logging
@@ -24,45 +25,14 @@ print(sample_vectors(numpy.array([7]), 1)[0, 0], repr(numba.config.CACHE_DIR))
 """
 
 
-class Installation:
-    """A copy of the package, in a process of which kernels can be compiled."""
+class Installation(Copy):
+    """A copy that runs one kernel."""
 
-    def __init__(self, directory: Path):
-        self.package = directory / "site" / "hps"
-        self.temporary = directory / "tmp"
-        self.temporary.mkdir()
-        self.environment = {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(self.package.parent),
-            "HOME": "/dev/null",
-            "TMPDIR": str(self.temporary),
-        }
-        shutil.copytree(Path(hps.__file__).parent, self.package, ignore=shutil.ignore_patterns("__pycache__"))
+    def start(self, program: str = PROGRAM, **environment: str) -> subprocess.Popen:
+        return super().start(program, **environment)
 
-    def start(self, **environment: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", PROGRAM]
-        environment = self.environment | environment
-        return subprocess.Popen(
-            command, env=environment, cwd=self.temporary, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def run(self, **environment: str) -> tuple[str, list[str]]:
-        """The program's output, and the lines of its log."""
-        return self.result(self.start(**environment))
-
-    @staticmethod
-    def result(process: subprocess.Popen) -> tuple[str, list[str]]:
-        try:
-            output, log = process.communicate(timeout=120)
-        finally:
-            process.kill()
-        assert process.returncode == 0, log
-        return output, log.splitlines()
-
-    def make_unwritable(self) -> None:
-        """Nothing can be made below a file, not even by root."""
-        shutil.rmtree(self.package / "__pycache__", ignore_errors=True)
-        (self.package / "__pycache__").touch()
+    def run(self, program: str = PROGRAM, **environment: str) -> tuple[str, list[str]]:
+        return super().run(program, **environment)
 
 
 @pytest.fixture
@@ -75,6 +45,13 @@ def kept(directory: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """Another one, whose sources stay as they are."""
+    installation = Installation(tmp_path_factory.mktemp("warm"))
+    return installation, *installation.run()
+
+
+@pytest.fixture(scope="module")
 def started(tmp_path_factory):
     """An installation that was started once, with what its program printed and logged."""
     installation = Installation(tmp_path_factory.mktemp("started"))
@@ -84,7 +61,7 @@ def started(tmp_path_factory):
 def test_a_cold_start_says_once_that_it_compiles_and_a_warm_one_is_silent(started):
     installation, answer, log = started
     assert len(log) == 2
-    assert "INFO hps.ground.numba_kernels compiling kernels for this machine, which takes about 1 s" in log[0]
+    assert "INFO hps.ground.numba_kernels compiling 1 kernel for this machine in 1 process, which takes about 1 s" in log[0]
     assert any(str(directory) in log[0] for directory in kept(installation.package / "__pycache__"))
     assert "INFO hps.ground.numba_kernels compiled the kernels in" in log[1]
     assert installation.run() == (answer, [])
@@ -111,7 +88,7 @@ def test_an_edit_elsewhere_compiles_nothing(started):
 
 def test_kernels_go_below_the_directory_that_the_user_names(installation, tmp_path):
     output, _ = installation.run(NUMBA_CACHE_DIR=str(tmp_path / "named"))
-    assert list(tmp_path.glob("named/hps-kernels-*/**/*.nbi"))
+    assert list(tmp_path.glob("named/hps-kernels-*/*.code"))
     assert not kept(installation.package / "__pycache__")
     assert output.split()[1] == repr(str(tmp_path / "named")), "the user's own kernels go where they went before"
 
@@ -130,10 +107,10 @@ def test_a_read_only_installation_works_and_says_what_to_set(installation, named
     answer, log = installation.run(**options)
     (private,) = kept(installation.temporary)
     unwritable = "/dev/null/named" if named else f"{installation.package}/__pycache__ or /dev/null/.cache/hps"
-    assert f"WARNING hps.ground.numba_kernels cannot keep compiled kernels in {unwritable}; they go to {private}" in log[0]
+    assert f"WARNING hps.ground.machine_code cannot keep compiled kernels in {unwritable}; they go to {private}" in log[0]
     assert "Set NUMBA_CACHE_DIR to a directory that this user can write to" in log[0]
     assert private.stat().st_mode & 0o777 == 0o700
-    assert installation.run(**options) == (answer, log[:1]), "the second start is warm"
+    assert installation.run(**options) == (answer, []), "the second start is warm"
 
 
 def test_a_temporary_directory_that_others_may_write_to_is_not_trusted(installation):
@@ -178,7 +155,7 @@ def test_a_compiled_kernel_takes_one_signature_from_any_number_of_threads():
             out[i] = 2 * values[i]
 
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(compile_kernels) for _ in range(8)]:
+        for done in [pool.submit(compile_kernels, double) for _ in range(8)]:
             done.result(timeout=60)
     assert len(double.signatures) == 1
     values, out = np.arange(3), np.zeros(3, np.int64)
@@ -189,3 +166,100 @@ def test_a_compiled_kernel_takes_one_signature_from_any_number_of_threads():
     for wrong in (np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], np.zeros((3, 1), np.int64)):
         with pytest.raises(TypeError):
             double(values, wrong)
+
+
+def test_the_first_call_compiles_the_declared_signature():
+    @kernel(int64, read_only(int64[::1]))
+    def total(values):
+        found = 0
+        for i in range(values.size):
+            found += values[i]
+        return found
+
+    values = np.arange(4)  # writable: what numba would compile for by itself
+    assert total(values) == 6
+    values.flags.writeable = False
+    assert total(values) == 6
+    assert len(total.signatures) == 1
+    with pytest.raises(TypeError):
+        total(values.astype(np.float32))
+
+
+def code_files(installation: Installation) -> list[Path]:
+    return sorted(installation.package.glob("__pycache__/hps-kernels-*/*.code"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "foreign", "of another place"])
+def test_a_file_that_is_not_this_kernels_whole_code_is_compiled_anew(warm, damage):
+    installation, answer, _ = warm
+    (path,) = code_files(installation)
+    whole = path.read_bytes()
+    damaged = {
+        "cut": whole[:-1],
+        "changed": whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:],
+        "empty": b"",
+        "foreign": foreign(installation, path.name, key=False),
+        "of another place": foreign(installation, path.name, key=True),
+    }
+    path.write_bytes(damaged[damage])
+    after, log = installation.run()
+    assert after == answer
+    assert len(log) == 2, "it was compiled"
+    assert installation.run() == (answer, []), "and replaced"
+
+
+def foreign(installation: Installation, name: str, key: bool) -> bytes:
+    """Code under another kernel's key, or under this key by other sources."""
+    program = "from hps.ground import machine_code as m; m.write({name!r}, {key!r}, b'foreign'); print(m.directory())"
+    if key:
+        hashing = installation.package / "ground/hashing.py"
+        source = hashing.read_text()
+        hashing.write_text(source + "# changed\n")
+    environment = installation.environment
+    command = [sys.executable, "-c", program.format(name=name, key="another kernel")]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    if key:
+        hashing.write_text(source)
+    return (Path(done.stdout.strip()) / name).read_bytes()
+
+
+def test_a_read_only_installation_brings_what_was_compiled_ahead(installation, tmp_path):
+    assert len(installation.run()[1]) == 2
+    (ahead,) = kept(installation.package / "__pycache__")
+    moved = tmp_path / "elsewhere" / "hps"  # nothing depends on the path or on time stamps
+    shutil.copytree(installation.package, moved, copy_function=shutil.copyfile)
+    shutil.rmtree(installation.package)
+    assert (moved / "__pycache__" / ahead.name).is_dir()
+    environment = {"PYTHONPATH": str(moved.parent), "NUMBA_CACHE_DIR": "/dev/null/nowhere"}
+    assert installation.run(**environment)[1] == [], "neither compiled nor warned of what cannot be written"
+
+
+def test_what_the_user_compiled_precedes_what_the_installation_brings(installation, tmp_path):
+    installation.run()
+    (brought,) = code_files(installation)
+    own = tmp_path / "own" / brought.parent.name
+    own.mkdir(parents=True)
+    shutil.copy(brought, own)
+    brought.write_bytes(b"")
+    assert installation.run(NUMBA_CACHE_DIR=str(own.parent))[1] == []
+
+
+BASELINE_PROGRAM = "from hps.ground import machine_code\nmachine_code.choose_baseline()\n" + PROGRAM
+NATIVE_PROGRAM = "from hps.ground import machine_code\nmachine_code.refuse_baseline()\n" + PROGRAM
+OLD_PROGRAM = (
+    "import llvmlite.binding as llvm\nfeatures = llvm.get_host_cpu_features()\nfeatures['avx2'] = False\n"
+    "llvm.get_host_cpu_features = lambda: features\n" + PROGRAM
+)
+
+
+def test_code_for_the_baseline_is_loaded_where_there_is_none_for_this_processor(installation):
+    answer, log = installation.run(BASELINE_PROGRAM)
+    assert len(log) == 2
+    assert [path.name.rpartition("-cpython")[2].endswith(f"-{BASELINE[0]}.code") for path in code_files(installation)] == [True]
+    assert installation.run() == (answer, [])
+    assert len(installation.run(OLD_PROGRAM)[1]) == 2, "a processor without its instructions compiles"
+    assert len(code_files(installation)) == 2
+    code_files(installation)[0].unlink()
+    code_files(installation)[0].unlink()
+    installation.run(BASELINE_PROGRAM)
+    assert len(installation.run(NATIVE_PROGRAM)[1]) == 2, "`hps compile` compiles for this processor"

@@ -1,0 +1,75 @@
+"""Compiles CUDA kernels with NVRTC, for a device or ahead without one, and keeps the code for later processes.
+
+CuPy's own cache of kernels asks a device for its key; ours takes the architecture, so that an image can carry the code.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import cupy
+from cupy_backends.cuda.libs import nvrtc
+
+from hps.cache.cuda.kernels import Kernel
+from hps.errors import InvalidInputError
+from hps.ground import machine_code
+from hps.ground.compilations import COMPILATIONS
+from hps.ground.thread_pool import available_threads
+
+_OPTIONS: Final = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # as CuPy's RawModule
+
+
+def machine_code_of(code: str, name: str, architecture: str) -> tuple[bytes, bool]:
+    """Return the machine code of CUDA C++ for an architecture, and whether it had to be compiled.
+
+    Args:
+        name: of the kernel.
+        architecture: compute capability without the dot, as `90`. For one that NVRTC does not know yet, the code is PTX, which
+            the driver compiles.
+
+    Raises:
+        CompileException: NVRTC refused the code.
+    """
+    known = [str(one) for one in nvrtc.getSupportedArchs()]
+    target = f"sm_{architecture}" if architecture in known else f"compute_{known[-1]}"
+    options = (*_OPTIONS, f"-arch={target}")
+    digest = hashlib.sha256(code.encode()).hexdigest()
+    key = f"NVRTC {nvrtc.getVersion()} {options} {digest}"
+    file = f"cuda.{name}-{target}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.code"
+    if kept := machine_code.read(file, key):
+        return kept, False
+    began = time.monotonic()
+    compiled = _compile(code, name, options, ptx=target.startswith("compute"))
+    COMPILATIONS.add("cuda", 1, time.monotonic() - began)
+    machine_code.write(file, key, compiled)
+    return compiled, True
+
+
+def compile_ahead(kernels: Iterable[Kernel], architecture: str) -> tuple[int, int]:
+    """Compile kernels for an architecture; return how many were compiled, and how many were there.
+
+    Raises:
+        InvalidInputError: NVRTC does not compile for this architecture.
+    """
+    known = nvrtc.getSupportedArchs()
+    if architecture not in map(str, known):
+        expected = ", ".join(f"sm_{one}" for one in known)
+        raise InvalidInputError(f"compiling CUDA kernels: got architecture sm_{architecture}, expected one of {expected}")
+    with ThreadPoolExecutor(available_threads()) as pool:
+        made = list(pool.map(lambda one: machine_code_of(one.code, one.name, architecture)[1], dict.fromkeys(kernels)))
+    return sum(made), len(made) - sum(made)
+
+
+def _compile(code: str, name: str, options: tuple[str, ...], *, ptx: bool) -> bytes:
+    program: Any = nvrtc.createProgram(code, f"{name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        compiled: bytes = nvrtc.getPTX(program) if ptx else nvrtc.getCUBIN(program)
+        return compiled
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise cupy.cuda.compiler.CompileException(log, code, name, options) from error
+    finally:
+        nvrtc.destroyProgram(program)

@@ -399,7 +399,7 @@ class CupyLookup(CacheLookup):
         If recent lookups missed keys that attached tables had, both kernels are launched at once; otherwise the one for misses
         follows only after a miss, so that lookups of resident keys cost the same with and without attached tables.
         """
-        self._queries.launch(self._places, self.stream)
+        self.launch_query()
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
         if launched:

@@ -181,6 +181,8 @@ def as_host_keys(keys: Any) -> KeyArray:
         InvalidDtypeError: they are not integers.
         InvalidInputError: they are not one-dimensional, or do not fit 64 bits.
     """
+    if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
+        return keys
     array = as_host_array(keys, "keys", "a sequence of integers")
     if array.ndim != 1:
         raise InvalidInputError(f"reading keys: got shape {array.shape}, expected one dimension; flatten them")
@@ -269,9 +271,7 @@ def named_segments(
         index = indices.get(name) if type(name) is str else None
         if index is None:
             index = table_index(name)
-        if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
-            n = keys.size
-        elif (on_cuda and size_on_device(keys) >= 0) or (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)):
+        if (on_cuda and size_on_device(keys) >= 0) or (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)):
             keys, n = adopt_keys(keys, on_cuda)
         else:
             keys = as_host_keys(keys)

@@ -178,8 +178,8 @@ def _launch(handle: int, blocks: int, *rest: Any) -> None:
     _KERNELS[name](memoryview((ctypes.c_uint8 * size).from_address(pointer)).cast("B"), blocks, constants)
 
 
-class _RawModule:
-    def __init__(self, code: str, **_: Any) -> None:
+class _Module:
+    def load(self, code: str) -> None:
         # the first definition of a constant counts: others are defaults
         defines = [line.split() for line in code.splitlines() if line.startswith("#define HPS_")]
         numbers = [(one[1], int(one[2])) for one in reversed(defines) if len(one) > 2 and one[2].isdigit()]
@@ -187,7 +187,7 @@ class _RawModule:
 
     def get_function(self, name: str) -> Any:
         _functions.append((name, self._constants))
-        return SimpleNamespace(kernel=SimpleNamespace(ptr=len(_functions)))
+        return SimpleNamespace(ptr=len(_functions))
 
 
 def _memset(address: int, value: int, size: int, *_: Any) -> None:
@@ -247,12 +247,13 @@ def install() -> None:
             "is_available": lambda: True,
             "alloc_pinned_memory": bytearray,
             "get_current_stream": lambda *_device: _NULL,
+            "function": SimpleNamespace(Module=_Module),
             "compiler": SimpleNamespace(CompileException=type("CompileException", (_Failed,), {})),
             "memory": SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (_Failed,), {})),
         }
     )
     cupy.__spec__ = ModuleSpec("cupy", None)
-    vars(cupy).update({"cuda": cuda, "ndarray": Array, "RawModule": _RawModule})
+    vars(cupy).update({"cuda": cuda, "ndarray": Array})
     vars(cupy).update(
         {
             "zeros": lambda shape, dtype: Array(np.zeros(shape, dtype)),
@@ -266,8 +267,12 @@ def install() -> None:
     vars(api).update({"runtime": runtime, "driver": driver})
     sys.modules |= {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends": ModuleType("cupy_backends")}
     sys.modules |= {"cupy_backends.cuda": ModuleType("cupy_backends.cuda"), "cupy_backends.cuda.api": api}
+    libraries = ModuleType("cupy_backends.cuda.libs")
+    vars(libraries).update({"nvrtc": SimpleNamespace()})
+    sys.modules |= {"cupy_backends.cuda.libs": libraries}
     from hps.cache.cuda import device as ours
 
+    ours.machine_code_of = lambda code, _name, _architecture: (code, False)  # type: ignore[assignment,return-value]
     ours.DependentLaunch = lambda _device: None  # type: ignore[assignment,misc]
 
 

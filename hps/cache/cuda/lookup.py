@@ -407,7 +407,7 @@ class CupyLookup(CacheLookup):
         """
         if self.memory.complete and self._settle():
             return [0] * self._segment_count
-        self._queries.launch(self._places, self.stream)
+        self.launch_query()
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
         if launched:

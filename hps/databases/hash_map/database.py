@@ -237,5 +237,5 @@ def _evicts(overflow_margin: int) -> bool:
 def _kernels(overflow_margin: int) -> tuple[Callable[..., Any], ...]:
     """Return the kernels of lookups, loads and writes; scans compile theirs."""
     used = (kernels.fetch, kernels.insert, kernels.delete, kernels.rehash, kernels.retire, kernels.count_by_hash)
-    dense = (kernels.mark_keys, kernels.count_holes)
+    dense = (kernels.mark_keys, kernels.count_holes, kernels.show_all_holes)
     return (*used, *EVICTION_KERNELS) if _evicts(overflow_margin) else (*used, *dense)

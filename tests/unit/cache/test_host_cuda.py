@@ -6,7 +6,7 @@ import sys
 import pytest
 
 TESTS = {
-    "tests/integration/test_prepared.py": "cuda and not torch",
+    "tests/integration/test_prepared.py": "cuda and not torch and not static",
     "tests/gpu/test_concatenated.py": "cupy",
 }
 

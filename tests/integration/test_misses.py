@@ -477,9 +477,13 @@ def test_a_failed_write_leaves_no_row_of_a_static_table_to_its_default(start, fa
         server.insert([7, ROWS + 5], vectors_of([7, ROWS + 5], 1), "m", "a")
         volatile.fails = False
         np.testing.assert_array_equal(lookup(server, [7, ROWS + 5]), vectors_of([7, ROWS + 5], 1))
-        server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": 1.2}))
-        assert not cache_of(server).complete  # the map no longer tells how many rows there are
-        np.testing.assert_array_equal(lookup(server, [7, ROWS + 5]), vectors_of([7, ROWS + 5], 1))
+        every = np.append(np.arange(ROWS), ROWS + 5)
+        for threshold in (1.2, 1.3):  # the map is emptied, then filled by the writes
+            server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": threshold}))
+            assert not cache_of(server).complete  # the map no longer tells how many rows there are
+            assert cache_of(server).stats(0).resident_rows == ROWS + 1
+            server.insert(every, vectors_of(every, 1), "m", "a")
+        np.testing.assert_array_equal(lookup(server, every), vectors_of(every, 1))
     else:
         with monkeypatch.context() as patch:
             patch.setattr(persistent, "insert", lambda *_: (_ for _ in ()).throw(hps.DatabaseError("told to fail")))

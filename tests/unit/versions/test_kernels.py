@@ -15,6 +15,7 @@ from hps.versions.deployment import kernels_of
 
 SETS = {"_add_keys", "_add_hashes", "_contains"}
 HASH_MAP = {"fetch", "insert", "delete", "rehash", "retire", "count_by_hash"}
+DENSE = {"mark_keys", "count_holes", "show_all_holes"}
 EVICTION = {"_plan", "_protect", "_gather", "_evict"}
 REDIS = {"group_by_partition", "write_fields", "write_rows", "read_rows"}
 CACHE = {"query", "write", "scatter"}
@@ -44,10 +45,10 @@ def document(tmp_path, volatile, **settings):
 @pytest.mark.parametrize(
     ("volatile", "settings", "expected"),
     [
-        ({"type": "hash_map"}, {}, SETS | HASH_MAP | LOOKUP),
+        ({"type": "hash_map"}, {}, SETS | HASH_MAP | DENSE | LOOKUP),
         ({"type": "hash_map", "overflow_margin": 1000}, {}, SETS | HASH_MAP | EVICTION | LOOKUP),
-        ({"type": "hash_map"}, {"gpucache": False}, SETS | HASH_MAP),
-        ({"type": "hash_map"}, {"embedding_cache_type": "static"}, SETS | HASH_MAP),
+        ({"type": "hash_map"}, {"gpucache": False}, SETS | HASH_MAP | DENSE),
+        ({"type": "hash_map"}, {"embedding_cache_type": "static"}, SETS | HASH_MAP | DENSE),
         ({"type": "redis_cluster"}, {}, SETS | REDIS | LOOKUP),
         ({"type": "disabled"}, {}, SETS | LOOKUP),
     ],
@@ -82,5 +83,5 @@ def test_loads_and_lookups_use_no_other_kernels(tmp_path):
     assert done.returncode == 0, done.stderr
     prepared, used, total = json.loads(done.stdout)
     assert prepared == used, "no lookup waits for a compiler"
-    assert {name.partition(":")[2] for name in used} == SETS | HASH_MAP | LOOKUP
+    assert {name.partition(":")[2] for name in used} == SETS | HASH_MAP | DENSE | LOOKUP
     assert total == pytest.approx(float(sample_vectors(np.arange(20_000) % 1000, 16).sum(dtype=np.float64)), rel=1e-3)

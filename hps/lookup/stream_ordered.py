@@ -111,8 +111,9 @@ class StreamOrderedLookups:
                 if new:
                     raise DatabaseError(
                         f"{self._doing(index)}: earlier lookups could not read {new} keys in host memory, which got "
-                        "the default vector: a writer held their bucket, or the table was dropped; or offsets of bags did not "
-                        "begin with 0, decreased, or did not end with n. Look them up again, or use wait=True"
+                        "the default vector: a writer held their bucket, or the table was dropped; or a static cache lacks "
+                        "rows by now, so deploy the model again; or offsets of bags did not begin with 0, decreased, or did "
+                        "not end with n. Look them up again, or use wait=True"
                     )
 
     def enqueue(

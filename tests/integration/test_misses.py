@@ -458,6 +458,17 @@ def test_a_static_cache_that_is_full_leaves_new_rows_to_the_map(start):
     np.testing.assert_array_equal(lookup(server, every), vectors_of(every))
 
 
+def test_a_static_cache_that_is_not_complete_answers_without_a_wait(start):
+    server = start(embedding_cache_type="static", miss_path="link")
+    cache = cache_of(server)
+    keys = np.arange(ROWS + 1)
+    check(keys, lookup(server, keys, wait=False))
+    cache.drop(0, keys[:7])
+    check(keys, lookup(server, keys, wait=False))
+    assert count(server, "hps_default_keys_total", "a") == 2
+    assert count(server, "hps_linked_keys_total", "a") == 7
+
+
 def test_a_static_cache_is_complete_again_after_a_reconfiguration(start):
     server = start(True, embedding_cache_type="static")
     server.insert([ROWS + 5], vectors_of([ROWS + 5]), "m", "a")

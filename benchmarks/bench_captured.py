@@ -25,12 +25,13 @@ def run(report: Report, quick: bool) -> None:
     for dim in (32, 128):
         table = part(report, f"filling {rows} rows x {dim}", 90, partial(Table, rows, dim))
         if table is not None:
-            part(report, f"lookups of {rows} rows x {dim}", 120, partial(_lookups, report, table, quick))
+            for path in ("link", "index"):
+                part(report, f"lookups of {rows} rows x {dim}, {path}", 120, partial(_lookups, report, table, path, quick))
             table.close()
 
 
-def _lookups(report: Report, table: Table, quick: bool) -> None:
-    cache = table.cache("link", 1 << 17 if quick else 1 << 23)
+def _lookups(report: Report, table: Table, path: str, quick: bool) -> None:
+    cache = table.cache(path, 1 << 17 if quick else 1 << 23)
     lookup = cache.create_lookup()
     for start in range(0, table.rows, 1 << 18):
         keys = np.arange(start, min(start + (1 << 18), table.rows), dtype=np.int64)
@@ -63,7 +64,7 @@ def _lookups(report: Report, table: Table, quick: bool) -> None:
 
         kept = resident[order[places]]
         alone, captured = time(kept, True), time(kept, False)
-        axes = {"work": "captured lookup", "keys": n, "dim": table.dim, "rows": table.rows}
+        axes = {"work": "captured lookup", "path": path, "keys": n, "dim": table.dim, "rows": table.rows}
         add(
             report,
             axes,
@@ -79,6 +80,7 @@ def _lookups(report: Report, table: Table, quick: bool) -> None:
             with_misses = time(some, False, fresh.cpu().numpy().reshape(-1))
             add(report, {**axes, "missing": missing}, {"captured_us": with_misses, "more_us": with_misses - captured})
         del outs
+    cache.close()
 
 
 def _launch(lookup: Any, segment: Segment, alone: bool) -> None:

@@ -428,19 +428,30 @@ def misses_mixed() -> list[str]:
 def captured() -> list[str]:
     """Lookups in CUDA graphs: the query alone, the whole lookup, and what missing keys add."""
     rows = [(row["axes"], row["figures"]) for row in result_rows("captured")]
-    more = {(axes["keys"], axes["dim"], axes.get("missing", 0)): found for axes, found in rows}
+    more = {(axes["keys"], axes["dim"], axes.get("missing", 0), axes["path"]): found for axes, found in rows}
     return _table(
-        ("keys, dim", "query alone, us", "lookup, us", "of the query", "1 missing", "10", "100", "1,000"),
+        (
+            "keys, dim",
+            "query alone, us",
+            "lookup, us",
+            "of the query",
+            "1 missing",
+            "10",
+            "100",
+            "1,000",
+            "1,000 with the index",
+        ),
         *(
             (
                 f"{keys:,} x {dim}",
                 _round(found["query_us"]),
                 _round(found["captured_us"]),
                 f"{found['of_query']:.2f}",
-                *(f"+{_round(more[keys, dim, count]['more_us'])}" for count in (1, 10, 100, 1000)),
+                *(f"+{_round(more[keys, dim, count, 'link']['more_us'])}" for count in (1, 10, 100, 1000)),
+                f"+{_round(more[keys, dim, 1000, 'index']['more_us'])}",
             )
-            for (keys, dim, missing), found in more.items()
-            if not missing
+            for (keys, dim, missing, path), found in more.items()
+            if not missing and path == "link"
         ),
     )
 

@@ -35,7 +35,7 @@ from hps.errors import (
 from hps.lookup.session import Session
 from hps.parameter_server import HPS
 from hps.tensors.bags import Bags, Columns, Pooling, pooled_segments, pooling_of
-from hps.tensors.segments import Segment, tensor_segment
+from hps.tensors.segments import Segment, refuse_repeated_tables, tensor_segment
 from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, repeated_after_takeover
 
@@ -88,6 +88,8 @@ class _Features:
         if of is None or of() is not deployment:
             _check_widths(deployment, self.of)
             found = [deployment.table_index(feature.table) for feature in self.of]
+            if len(self.calls) == 1:
+                refuse_repeated_tables(found, deployment.tables)  # by name and by id
             self._indices = ref(deployment), found
         return found
 

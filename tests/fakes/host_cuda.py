@@ -9,6 +9,7 @@ CuPy's only.
 
 import ctypes
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -178,16 +179,12 @@ def _launch(handle: int, blocks: int, *rest: Any) -> None:
     _KERNELS[name](memoryview((ctypes.c_uint8 * size).from_address(pointer)).cast("B"), blocks, constants)
 
 
-class _Module:
-    def load(self, code: str) -> None:
-        # the first definition of a constant counts: others are defaults
-        defines = [line.split() for line in code.splitlines() if line.startswith("#define HPS_")]
-        numbers = [(one[1], int(one[2])) for one in reversed(defines) if len(one) > 2 and one[2].isdigit()]
-        self._constants = {name.removeprefix("HPS_"): number for name, number in numbers}
-
-    def get_function(self, name: str) -> Any:
-        _functions.append((name, self._constants))
-        return SimpleNamespace(ptr=len(_functions))
+def _compile(code: str, name: str) -> int:
+    """Note a kernel with its constants, of which the first definition counts: others are defaults. Return its handle."""
+    defines = [line.split() for line in code.splitlines() if line.startswith("#define HPS_")]
+    numbers = [(one[1], int(one[2])) for one in reversed(defines) if len(one) > 2 and one[2].isdigit()]
+    _functions.append((name, {name.removeprefix("HPS_"): number for name, number in numbers}))
+    return len(_functions)
 
 
 def _memset(address: int, value: int, size: int, *_: Any) -> None:
@@ -247,7 +244,6 @@ def install() -> None:
             "is_available": lambda: True,
             "alloc_pinned_memory": bytearray,
             "get_current_stream": lambda *_device: _NULL,
-            "function": SimpleNamespace(Module=_Module),
             "compiler": SimpleNamespace(CompileException=type("CompileException", (_Failed,), {})),
             "memory": SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (_Failed,), {})),
         }
@@ -268,11 +264,12 @@ def install() -> None:
     sys.modules |= {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends": ModuleType("cupy_backends")}
     sys.modules |= {"cupy_backends.cuda": ModuleType("cupy_backends.cuda"), "cupy_backends.cuda.api": api}
     libraries = ModuleType("cupy_backends.cuda.libs")
-    vars(libraries).update({"nvrtc": SimpleNamespace()})
+    vars(libraries).update({"nvrtc": ModuleType("nvrtc")})
     sys.modules |= {"cupy_backends.cuda.libs": libraries}
     from hps.cache.cuda import device as ours
+    from hps.cache.cuda.kernels import KernelCache
 
-    ours.machine_code_of = lambda code, _name, _architecture: (code, False)  # type: ignore[assignment,return-value]
+    ours.kernels_of = cache(lambda _device: KernelCache(_compile))
     ours.DependentLaunch = lambda _device: None  # type: ignore[assignment,misc]
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ import hps
 import hps_torch
 from hps.torch import attach
 from hps.torch.operators import Feature, as_text
-from tests.unit.torch.conftest import Served
+from tests.unit.torch.conftest import ROWS, Served
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -63,3 +64,28 @@ def test_code_for_hugectrs_plugin_runs_with_its_import(served: Served) -> None:
     torch.testing.assert_close(layer(keys), served.rows(keys, "item"), rtol=0, atol=0)
     direct = torch.ops.hps_torch.hps_embedding_lookup(keys, served.path, "m", 1, 5)
     torch.testing.assert_close(direct, served.rows(keys, "item"), rtol=0, atol=0)
+
+
+def test_one_call_does_not_take_a_table_by_name_and_by_id(served: Served) -> None:
+    keys = [torch.zeros((2, 3), dtype=torch.int64)] * 2
+    features = as_text([Feature("user", 8), Feature(0, 8)])
+    for _ in range(2):
+        with pytest.raises(hps.InvalidInputError, match="named twice"):
+            torch.ops.hps.lookup_bags(keys, [None] * 2, [None] * 2, attach(served.server), "m", features, True)
+
+
+def test_bags_without_offsets_follow_their_model_and_their_shapes(served: Served) -> None:
+    features, rng = as_text([Feature("user", 8, "mean"), Feature("item", 5, "sum", padding_key=3)]), np.random.default_rng(1)
+    place, user, item = attach(served.server), served.tables["user"], served.tables["item"]
+    for value, shape in enumerate([(2, 3), (2, 3), (4, 1), (0, 2), (2, 3)]):
+        served.write(7, float(value))
+        user[7] = float(value)
+        keys = [torch.from_numpy(rng.integers(0, ROWS, (shape[0], hot))) for hot in (shape[1], shape[1] + 1)]
+        if keys[0].numel():
+            keys[0][0, 0] = 7
+        found = torch.ops.hps.lookup_bags(keys, [None] * 2, [None] * 2, place, "m", features, True)
+        sums = torch.where((keys[1] == 3)[..., None], 0.0, item[keys[1]]).sum(1)
+        torch.testing.assert_close(found, torch.cat([user[keys[0]].mean(1), sums], 1))
+        before = served.server.model("m")
+        served.server.deploy(before.config.model_copy(update={"hit_rate_threshold": 1.2 + value}))
+        assert served.server.model("m") is not before

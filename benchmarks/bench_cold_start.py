@@ -49,6 +49,7 @@ with hps.HPS(document) as server:
 
 def run(report: Report, quick: bool) -> None:
     """Measure all of it; `quick` measures two kernels in two rounds, and one start."""
+    report.about["load_average"] = os.getloadavg()[0]
     checkouts = {"now": ROOT}
     if before := os.environ.get("HPS_BEFORE"):
         checkouts["before"] = Path(before)

@@ -23,7 +23,8 @@ _READY: Final = "ready\n"
 _PROGRAM: Final = """
 import json, sys
 sys.path[:], settings = json.loads(sys.argv[1])
-import numba
+from importlib import import_module
+numba = import_module("numba")
 for name, value in settings.items():
     setattr(numba.config, name, value)
 from hps.ground.numba_kernels import compile_named

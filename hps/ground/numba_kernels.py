@@ -17,6 +17,7 @@ Any other kernel is compiled by its first call, so rare paths need no preparatio
 else for `machine_code.BASELINE`, any recent processor: `hps compile --baseline` compiles that ahead.
 """
 
+import contextlib
 import logging
 import math
 import pickle
@@ -35,6 +36,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from hps.ground import machine_code
+from hps.ground.capacity import available_memory
 from hps.ground.compilations import COMPILATIONS
 from hps.ground.compiler_processes import CompilerProcesses
 from hps.ground.thread_pool import available_threads
@@ -44,6 +46,8 @@ _log = logging.getLogger(__name__)
 _MOST_PROCESSES: Final = 8
 _PROCESS_WORTH_S: Final = 1.5
 """Work that pays for the start of another process."""
+_PROCESS_BYTES: Final = 400 << 20
+_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _START_S: Final = 1.0
 _NEWS_S: Final = 5.0
 _PARSINGS_A_BYTE: Final = 4500
@@ -184,8 +188,8 @@ def _compile(missing: "Sequence[_Kernel]") -> None:
     place = machine_code.directory()
     work = _Work(missing)
     seconds = work.weight * _PARSINGS_A_BYTE * _seconds_to_parse_a_byte()
-    most = min(available_threads(), _MOST_PROCESSES, max(1, len(work.shared))) if place else 1
-    processes = min(most, 1 + int(seconds / _PROCESS_WORTH_S))
+    most = min(_MOST_PROCESSES, len(work.shared), 1 + int(seconds / _PROCESS_WORTH_S)) if place else 1
+    processes = max(1, min(most, _most_processes()))
     _log.info(
         "compiling %d kernel%s for this machine in %d process%s, which takes about %d s; later starts load them from %s",
         len(missing),
@@ -206,6 +210,15 @@ def _compile(missing: "Sequence[_Kernel]") -> None:
     seconds = time.monotonic() - began
     COMPILATIONS.add("numba", len(missing), seconds)
     _log.info("compiled the kernels in %.1f s", seconds)
+
+
+def _most_processes() -> int:
+    """Return how many processes the processors and the memory of this process suffice for."""
+    most = available_threads()
+    with contextlib.suppress(OSError, ValueError):  # no control group, or `max`
+        quota, period = _QUOTA.read_text().split()
+        most = min(most, math.ceil(int(quota) / int(period)))
+    return min(most, available_memory()[0] // _PROCESS_BYTES)
 
 
 class _Work:

@@ -20,7 +20,7 @@ import typer
 from typer.testing import CliRunner
 
 from hps.cli.app import app
-from hps.ground.numba_kernels import compile_kernels
+from hps.ground.numba_kernels import compile_kernels, declared_kernels
 from hps.models.writer import write_sparse_model
 from tests.servers.child_processes import run_alone
 from tests.servers.running_service import document_of, model_of
@@ -148,6 +148,8 @@ profile good.json --picture {file} --seconds 0.01 --warmup 0
 profile http://127.0.0.1:1 --token {text}
 check-config {stream} --connect
 check-database {file}
+compile {stream}
+compile good.json --gpu {text}
 plan {stream}
 plan good.json --trace {file}
 plan good.json --budget {text} --alpha 1
@@ -227,7 +229,7 @@ def attack(command: str, directory: str) -> None:
     os.chdir(directory)
     files = hostile_files()
     make_good_files()
-    compile_kernels()  # not within the time of a command
+    compile_kernels(*declared_kernels())  # not within the time of a command
     logging.raiseExceptions = False  # a handler keeps the output of an earlier command
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hps.ground import compiler_processes
+from hps.ground import compiler_processes, numba_kernels
 from hps.ground.compiler_processes import CompilerProcesses
 from tests.fakes.installation import Installation
 from tests.servers.running_service import wait_until
@@ -81,6 +81,18 @@ def test_no_more_processes_than_processors(installation):
     count, log = run(installation, threads=1)
     assert (count, files(installation)) == (2, ALL)
     assert "compiling 2 kernels for this machine in 1 process," in log[0]
+
+
+@pytest.mark.parametrize(
+    ("quota", "memory", "expected"),
+    [("max 100000", 64, 8), ("150000 100000", 64, 2), ("50000 100000", 64, 1), ("max 100000", 1, 2)],
+)
+def test_processes_are_bounded_by_the_processors_and_memory_of_a_container(tmp_path, monkeypatch, quota, memory, expected):
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(numba_kernels, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(numba_kernels, "available_threads", lambda: 8)
+    monkeypatch.setattr(numba_kernels, "available_memory", lambda: (memory << 30, ""))
+    assert numba_kernels._most_processes() == expected
 
 
 @pytest.mark.parametrize("broken", ["exits", "hangs", "hangs with a kernel", "not Python"])

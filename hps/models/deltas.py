@@ -181,16 +181,17 @@ def fingerprints_of(tables: Sequence[tuple[str | TableSource, int]], sources: Mo
 
 @dataclass(frozen=True, slots=True)
 class BaseRows:
-    """The rows of a base that this process holds. *Used once.*
+    """The rows of a base that this process holds. *Immutable.*
 
     Attributes:
         level: number of deltas that they include.
+        chunks: reads them.
         checksum: checksum of the rows; empty if unknown.
         still_counts: tells, after the last chunk, whether the rows are still those of the base's files.
     """
 
     level: int
-    chunks: Iterator[tuple[KeyArray, FloatArray]]
+    chunks: Callable[[], Iterator[tuple[KeyArray, FloatArray]]]
     checksum: str
     still_counts: Callable[[], bool]
 
@@ -219,7 +220,7 @@ class Merge:
         deltas = self._model.deltas[self._base.level if self._base else 0 :]
         touched, of_deleted = zip(*map(_touched, deltas), strict=True)
         if self._base:
-            yield from _without(touched, self._base.chunks)
+            yield from _without(touched, self._base.chunks())
         else:
             yield from _without(touched, self._read(self._model.base))
             self.checksum = self._last_read

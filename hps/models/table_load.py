@@ -333,7 +333,7 @@ class TableLoad:
             if base:
                 _log.info("Table: %s; %s has the rows that it does not change.", self._tag, database.kind)
             self._progress.start(self._tag, load.last_row, load.last_row * model.row_bytes)
-            feed, merge = self._feed(database, replace(load, first_row=0)), Merge(model, base)
+            feed, merge = self._feed(database, replace(load, first_row=0), base), Merge(model, base)
             chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
             with closing(chunks):
                 for keys, vectors in chunks:
@@ -365,11 +365,11 @@ class TableLoad:
                 continue
             if database.persistent:
                 if (record := self._unmodified_record(database, held.tag)) and record.fingerprint == fingerprint:
-                    chunks = database.scan(held.tag, model.chunk_rows)
+                    chunks = partial(database.scan, held.tag, model.chunk_rows)
                     still_counts = partial(self._is_unmodified, database, held.tag, record)
                     return BaseRows(level, chunks, record.checksum, still_counts)
             elif held.database is not None and held.fingerprint == fingerprint and held.tag in held.database.tags():
-                chunks = held.database.scan(held.tag, model.chunk_rows)
+                chunks = partial(held.database.scan, held.tag, model.chunk_rows)
                 if held.unmodified():
                     return BaseRows(level, chunks, "", held.unmodified)
         return None
@@ -420,10 +420,10 @@ class TableLoad:
                 checksum = extended(checksum, keys, vectors)
         return checksum
 
-    def _feed(self, database: Database, load: DatabaseLoad) -> "LoadFeed":
+    def _feed(self, database: Database, load: DatabaseLoad, base: BaseRows | None = None) -> "LoadFeed":
         model = self._model
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
-        database.reserve(self._tag, load.last_row, self._keys(load.last_row))
+        database.reserve(self._tag, load.last_row, self._keys(load.last_row, base))
         if database.persistent:
             before = database.load_record(self._tag) if load.first_row else None
             if before is not None:  # the checksum of the interrupted load
@@ -435,10 +435,18 @@ class TableLoad:
         sums = self._watched or model.is_summed
         return LoadFeed(database, self._tag, self._table.dim, record, load.last_row, sums=sums)
 
-    def _keys(self, rows: int) -> Iterator[KeyArray]:
-        """Read the keys of the first rows, in chunks that the next one overwrites, for whom they help to place the rows."""
-        model = self._model
-        parts = [model] if isinstance(model, SparseModel) else [model.base, *(delta.changed for delta in model.deltas)]
+    def _keys(self, rows: int, base: BaseRows | None) -> Iterator[KeyArray]:
+        """Read the keys of the first rows, in chunks that the next one overwrites, for whom they help to place the rows.
+
+        Args:
+            base: where a delta's base is, if not in files.
+        """
+        model, level = self._model, base.level if base else 0
+        parts = [model] if isinstance(model, SparseModel) else [one.changed for one in model.deltas[level:]]
+        if base:
+            yield from (keys for keys, _vectors in base.chunks())
+        elif isinstance(model, DeltaModel):
+            parts.insert(0, model.base)
         for part in parts:
             for _, keys in part.keys.key_chunks(0, min(rows, part.rows)):
                 yield keys
@@ -470,7 +478,8 @@ class TableLoad:
             return self._copied_as_files(authority, database)
         size = authority.size(self._tag)
         limit = self._share(database, size)
-        database.reserve(self._tag, limit, self._keys(self._model.rows) if limit == size else ())
+        reads = limit == size and isinstance(self._model, SparseModel)  # of a delta, the files of its base may be far away
+        database.reserve(self._tag, limit, self._keys(self._model.rows, None) if reads else ())
         return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, self._tag)))
 
     def _copied_as_files(self, authority: Database, database: Database) -> DatabaseLoad:

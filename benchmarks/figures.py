@@ -456,6 +456,29 @@ def captured() -> list[str]:
     )
 
 
+def prepared() -> list[str]:
+    """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
+    found = {
+        (r["axes"]["tables"], r["axes"]["keys"], r["axes"]["work"]): r["figures"]["p50_us"] for r in result_rows("prepared")
+    }
+    separate = ("lookup_fromdlpack", "lookup_tables")
+    rows = []
+    for tables, keys in dict.fromkeys((tables, keys) for tables, keys, _ in found):
+        ways = [f"{separate[tables > 1]}, torch", f"{separate[tables > 1]}, CuPy", "lookup_concatenated, torch"]
+        ways += ["prepared, torch", "prepared, buffers", "layer", "torch index_select"]
+        times = [found.get((tables, keys, way)) for way in ways]
+        rows.append((f"{tables} x {keys:,}", *("" if time is None else _round(time) for time in times)))
+    head = (
+        "tables x keys, p50 in us",
+        "torch's tensors",
+        "CuPy's",
+        "concatenated",
+        "prepared, torch's tensors",
+        "prepared, buffers",
+    )
+    return _table((*head, "a layer", "`index_select`"), *rows)
+
+
 def misses_small() -> list[str]:
     """Lookups of 4,096 keys of which a tenth misses, by how they are made."""
     rows = []
@@ -605,6 +628,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "misses-mixed": misses_mixed,
     "misses-small": misses_small,
     "captured": captured,
+    "prepared": prepared,
     "pooled": pooled,
     "layers": layers,
     "updates": updates,

@@ -17,11 +17,12 @@
 // INVARIANTS  Every int64 is a key. Duplicates are allowed. Nothing is locked; a table of 0 pairs misses all.
 // RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
 //             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
-//             a miss, which is always a right answer; with HPS_SETTLES it is one that could not be read. The second look comes after the copy because an acquire fence stands
-//             between the two, and because its address depends on all that the warp's lanes have copied. A miss needs no second
-//             look: keys do not move between slots, and walk.cuh says it of static tables. Scores are raised with an OR that nothing waits for, and only while they
-//             are low; one that meets a writer may be lost, which costs nothing but recency. One atomic add a warp, and only of
-//             a warp that misses, reserves places in the list; whoever reserved the first sets any_missing.
+//             a miss, which is always a right answer; with HPS_SETTLES it is one that could not be read. The second look comes
+//             after the copy because an acquire fence stands between the two, and because its address depends on all that the
+//             warp's lanes have copied. A miss needs no second look: keys do not move between slots (walk.cuh, of static tables).
+//             Scores are raised with an OR that nothing waits for, and only while they are low; one that meets a writer may be
+//             lost, which costs nothing but recency. One atomic add a warp, and only of a warp that misses, reserves places in
+//             the list; whoever reserved the first sets any_missing.
 //             Before a row that exists below leaves a complete table, the table's word for that is cleared; a query reads the
 //             word after the buckets in which it found no key.
 // TWIN        hps.cache.cpu.kernels.query

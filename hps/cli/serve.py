@@ -14,6 +14,10 @@ def serve_command(
     config: console.ConfigPath,
     host: Annotated[str | None, typer.Option(help="Address to listen on, instead of CONFIG's.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port, instead of CONFIG's; 0 takes any.")] = None,
+    fronts: Annotated[
+        int | None,
+        typer.Option(min=0, max=256, help="Number of front processes, instead of CONFIG's; 0: one process does all."),
+    ] = None,
     log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug"] | None,
         typer.Option(case_sensitive=False, help="Minimum level to log, instead of CONFIG's."),
@@ -63,6 +67,7 @@ def serve_command(
                 log_level=log_level,
                 log_format=log_format,
                 on_open=record,
+                fronts=fronts,
             )
         if not closed:
             console.leave(1)

@@ -131,6 +131,70 @@ def _fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def _exchange(typing_context: Any, address: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("xchg", _pointer(builder, arguments[0], _I64), arguments[1], "seq_cst")
+
+    word = _word(address)
+    return word(word, word), emit
+
+
+@intrinsic
+def _pause(typing_context: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if "x86" in builder.module.triple:
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), kind), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def _words_at(typing_context: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), emit
+
+
+def _call(arguments: int) -> Any:
+    """Return a call of a C function by its address: integers and pointers in, an int out. Unlike a pointer, that can be cached."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        function = _pointer(builder, values[0], ir.FunctionType(_I32, [_I64] * arguments))
+        return builder.sext(builder.call(function, values[1:]), _I64)
+
+    if arguments == 1:
+
+        @intrinsic
+        def call(typing_context: Any, function: Any, a: Any) -> Any:
+            return types.int64(types.int64, types.int64), emit
+    else:
+
+        @intrinsic
+        def call(typing_context: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+            return types.int64(*[types.int64] * 5), emit
+
+    return call
+
+
+@intrinsic
+def _call_launch(
+    typing_context: Any, function: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, parameters: Any
+) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        at, kernel, blocks, threads, stream, parameters = values
+        one, none = _I32(1), _I32(0)
+        kind = ir.FunctionType(_I32, [_I64, *[_I32] * 7, *[_I64] * 3])
+        grid, block = (builder.trunc(one_of, _I32) for one_of in (blocks, threads))
+        arguments = [kernel, grid, one, one, block, one, one, none, stream, parameters, _I64(0)]
+        return builder.sext(builder.call(_pointer(builder, at, kind), arguments), _I64)
+
+    return types.int64(*[types.int64] * 6), emit
+
+
+@intrinsic
 def _prefetch(typing_context: Any, address: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
@@ -253,6 +317,17 @@ compare_and_swap_relaxed_u8: Swapper = _compare_and_swap(8, "monotonic")
 compare_and_swap_acquire_u16: Swapper = _compare_and_swap(16, "acquire")
 fetch_add: Callable[[int, int], int] = _fetch_add
 """Add to 64 bits and return the previous value; acquires and releases."""
+exchange: Callable[[int, int], int] = _exchange
+"""Store 64 bits and return the previous value. A full fence: what comes after it is not done before what comes before it."""
+pause_processor: Callable[[], None] = _pause
+"""Tell the processor that this thread spins."""
+call_1: Callable[[int, int], int] = _call(1)
+call_4: Callable[[int, int, int, int, int], int] = _call(4)
+"""Call the C function at an address with that many integers or pointers; return its int."""
+call_launch: Callable[[int, int, int, int, int, int], int] = _call_launch
+"""Call `cuLaunchKernel`, which is at an address: `(function, kernel, blocks, threads, stream, parameters)`, one dimension each."""
+pointer_to: Callable[[int], Any] = _words_at
+"""The address as a pointer that `numba.carray` takes."""
 fence_acquire: Callable[[], None] = _fence("acquire")
 """Keep loads before this before loads and stores after it."""
 fence_release: Callable[[], None] = _fence("release")

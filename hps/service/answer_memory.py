@@ -32,6 +32,8 @@ class AnswerMemory:
 
     def take(self, size: int) -> Bytes:
         """Return memory of this size, (size,) uint8; content unspecified. A reused block is at most twice as large."""
+        if size < LARGE_BYTES:
+            return np.empty(size, np.uint8)
         with self._lock:
             blocks = self._blocks
             idle = [place for place, count in enumerate(_references(blocks)) if count == _IDLE]

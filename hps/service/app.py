@@ -8,8 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
@@ -19,6 +18,7 @@ from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError, 
 from hps.parameter_server import HPS
 from hps.service.answer_memory import AnswerMemory
 from hps.service.authorization import Authorization, is_change
+from hps.service.fronts.proxy import CLIENT
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.history import History
 from hps.service.http_answer import (
@@ -38,17 +38,19 @@ from hps.service.logs.lines import RecentProblems, fields
 from hps.service.logs.requests import POLLED, SERVED, RequestLog, Served, made_id, request_id
 from hps.service.logs.spans import spans_of
 from hps.service.lookup_threads import LookupThreads
+from hps.service.owner import FrontLink
 from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
 from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
-from hps.service.protocol.schemas import INFER, INFER_VERSION, LOOKUP
+from hps.service.protocol.schemas import LOOKUP
 from hps.service.refusals import Refusals
 from hps.service.request_body import MOST_OBJECT_BYTES, BodyReader, ClientDisconnected
 from hps.service.routes.administration import admin_routes
 from hps.service.routes.control import ERRORS, control_app
 from hps.service.routes.rows import RowRoutes, RowTarget, row_target
 from hps.service.routes.status import OPEN_PATHS, status_routes
+from hps.service.targets import LookupTarget, lookup_target
 from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.segments import Segment
 from hps.versions.deployment import Deployment, repeated_after_takeover
@@ -63,27 +65,6 @@ _MOST_REPORTS = 16  # reports waiting for an earlier one
 _MOST_TEXTS = 8  # metrics in two formats and statistics, each written once at a time
 _LINGER_S = 1.0  # for a client that sends its complete body before reading our error
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"}) | OPEN_PATHS
-
-
-class LookupTarget(NamedTuple):
-    """The lookup route of a path, and the path's parameters."""
-
-    route: str
-    model_name: str
-    version: str | None = None  # the serving one
-
-
-@lru_cache(_MOST_TARGETS)
-def lookup_target(path: str) -> LookupTarget | None:
-    """Return the lookup route of a path; None for other routes."""
-    match path.split("/"):
-        case ["", "v2", "models", model, "infer"]:
-            return LookupTarget(INFER, model)
-        case ["", "v1", "models", model, "lookup"]:
-            return LookupTarget(LOOKUP, model)
-        case ["", "v2", "models", model, "versions", version, "infer"]:
-            return LookupTarget(INFER_VERSION, model, version)
-    return None
 
 
 class Application:
@@ -103,6 +84,7 @@ class Application:
         self.lifecycle = lifecycle
         self.closed = False
         self.problems = RecentProblems()
+        self._link: FrontLink | None = None
         self._history = History(lambda: opened.metrics if (opened := lifecycle.opened) is not None else None)
         self.authorization = Authorization(settings)
         self._models: dict[LookupTarget, tuple[ModelTables, InferenceCounts]] = {}
@@ -151,6 +133,8 @@ class Application:
             await self._control(scope, receive, send)
             return
         started = time.perf_counter()
+        if self._link is not None:
+            _from_front(scope)
         target = lookup_target(scope["path"]) or row_target(scope["path"])
         status = DISCONNECTED
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -170,6 +154,17 @@ class Application:
                 requests.end(served, scope, route, status, seconds)
             elif scope["path"] not in POLLED:
                 requests.left_out += 1
+
+    def serve_fronts(self, link: FrontLink) -> None:
+        """Serve requests that front processes pass on; their counts are added to those of this application."""
+        self._link = link
+        self._metrics.others = self._statistics.others = link.figures
+
+    def device_failed(self, error: DeviceError) -> None:
+        """Answer no more lookups: a device has failed."""
+        _log.error("the device failed: %s", error)
+        self._device_failed = True
+        self.lifecycle.fail(f"the device failed; restart the service: {error}")
 
     def _held(self) -> dict[str, Any]:
         return {"pending": self._threads.pending, "held_bytes": self.memory.held}
@@ -357,9 +352,7 @@ class Application:
             client = scope["client"][0] if scope.get("client") else "an unknown address"
             self.refusals.deny(error.status, client, f"{request_line(scope)}: {error}", request_id)
         if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError) and not served.who:
-            _log.error("the device failed: %s", error, extra=fields(request_id=request_id))
-            self._device_failed = True
-            self.lifecycle.fail(f"the device failed; restart the service: {error}")
+            self.device_failed(error)
         elif not isinstance(error, HPSError | MemoryError):
             _log.error(
                 "serving %s failed unexpectedly", request_line(scope), exc_info=error, extra=fields(request_id=request_id)
@@ -379,6 +372,8 @@ class Application:
             self.lifecycle.refuse()
             await asyncio.to_thread(self._history.close)
             idle = True
+            if self._link is not None and not await asyncio.to_thread(self._link.close, CLOSE_TIMEOUT_S):
+                idle = False
             for threads in (self._threads, self._rows, self._reports, self._texts):
                 if not await asyncio.to_thread(threads.close, CLOSE_TIMEOUT_S):
                     idle = False
@@ -423,6 +418,15 @@ def _timed_lookup(server: HPS, deployment: Deployment, segments: list[Segment], 
 def _traced_lookup(server: HPS, deployment: Deployment, segments: list[Segment], device_id: int | None) -> _Looked:
     with traced() as trace:
         return *_timed_lookup(server, deployment, segments, device_id)[:4], trace
+
+
+def _from_front(scope: Scope) -> None:
+    """Give a request that a front passed on its client."""
+    for place, (name, value) in enumerate(scope["headers"]):
+        if name == CLIENT:
+            scope["headers"] = [*scope["headers"][:place], *scope["headers"][place + 1 :]]
+            scope["client"] = (value.decode("latin-1"), 0)
+            return
 
 
 def _replayed(body: bytes | bytearray, receive: Receive) -> Receive:

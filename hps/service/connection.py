@@ -57,6 +57,7 @@ class Connections:
         self.memory = memory
         self.refusals = refusals
         self.leaving = False
+        self.too_many = _TOO_MANY
         self.order: dict[Connection, None] = {}
         self.limit_to(max_connections, keep_alive_s)
 

@@ -1,8 +1,9 @@
 """Counts HTTP requests: Prometheus metrics by route, and Triton's statistics by version."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +30,12 @@ class HTTPMetrics:
         ready: returns whether lookups of every model that can be loaded are answered.
         device_failed: returns whether a device has failed.
         refusals: exposed with the requests.
+
+    Attributes:
+        others: returns the figures of front processes, which are added.
     """
+
+    others: Callable[[], Sequence[Mapping[str, Any]]] = staticmethod(lambda: ())
 
     def __init__(
         self,
@@ -59,8 +65,30 @@ class HTTPMetrics:
         key = (route, status)
         self._counts[key] = self._counts.get(key, 0) + 1
 
+    def figures(self) -> dict[str, Any]:
+        """Return all counts as JSON can hold them, for `add`."""
+        return {
+            "counts": {f"{status} {route}": count for (route, status), count in self._counts.items()},
+            "times": {route: [times.total_ns, *times.buckets] for route, times in self._routes.items()},
+            "refused": dict(self._refusals.refused),
+            "aborted": dict(self._refusals.aborted),
+        }
+
+    def add(self, figures: Mapping[str, Any]) -> None:
+        """Add the counts that another one returned as `figures`."""
+        for name, count in figures["counts"].items():
+            status, _, route = name.partition(" ")
+            self._counts[route, int(status)] = self._counts.get((route, int(status)), 0) + count
+        for route, (total_ns, *buckets) in figures["times"].items():
+            self._routes.setdefault(route, Times(_BUCKETS)).add_buckets(buckets, total_ns)
+        for have, more in ((self._refusals.refused, figures["refused"]), (self._refusals.aborted, figures["aborted"])):
+            for reason, count in more.items():
+                have[reason] += count
+
     def requests(self) -> list[dict[str, Any]]:
         """Return the number of requests by status and their times (`snapshot.Latency`), by route."""
+        if others := self.others():
+            return self._with(others).requests()
         counts = list(self._counts.items())
         found: dict[str, dict[str, Any]] = {
             route: {"route": route, "statuses": {}, "latency": times.latency()} for route, times in list(self._routes.items())
@@ -69,7 +97,25 @@ class HTTPMetrics:
             found[route]["statuses"][str(status)] = count
         return list(found.values())
 
+    def _with(self, others: Sequence[Mapping[str, Any]]) -> "HTTPMetrics":
+        """Return the sum of these counts and those of fronts."""
+        (_, _, pending), (_, _, held), (_, _, ready), (_, _, failed) = self._gauges
+        both = HTTPMetrics(
+            lambda: pending() + sum(one["pending"] for one in others),
+            lambda: held() + sum(one["held_bytes"] for one in others),
+            ready,
+            failed,
+            Refusals(),
+        )
+        both.add(self.figures())
+        for one in others:
+            both.add(one["http"])
+        return both
+
     def families(self) -> Iterator[Family]:
+        if others := self.others():
+            yield from self._with(others).families()
+            return
         requests = [
             (label_text(("route", "status"), (where, str(status))), n) for (where, status), n in list(self._counts.items())
         ]
@@ -108,6 +154,11 @@ class InferenceCounts:
     failure_ns: int = 0
     last_ns: int = 0
 
+    def plus(self, other: "InferenceCounts") -> "InferenceCounts":
+        """Return the sum of both."""
+        sums = [getattr(self, name) + getattr(other, name) for name in self.__slots__[:-1]]
+        return InferenceCounts(*sums, max(self.last_ns, other.last_ns))
+
     def succeeded(self, started: int, submitted: int, began: int, ended: int, resumed: int) -> None:
         """Count an answered request, before its answer is written."""
         self.successes += 1
@@ -126,11 +177,19 @@ class InferenceCounts:
 class InferenceStatistics:
     """The counts of every version in service; dropped with the version. *One per event loop*; other threads may read."""
 
+    others: Callable[[], Sequence[Mapping[str, Any]]] = staticmethod(lambda: ())
+
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Deployment, InferenceCounts] = WeakKeyDictionary()
 
     def of(self, deployment: Deployment) -> InferenceCounts:
-        """Return the counts of a version, created by its first request."""
+        """Return the counts of a version, including those of front processes; created by its first request."""
+        own = self._own(deployment)
+        name = f"{deployment.config.model}\0{deployment.version}"
+        others = [InferenceCounts(*one["inference"][name]) for one in self.others() if name in one["inference"]]
+        return reduce(InferenceCounts.plus, others, own) if others else own
+
+    def _own(self, deployment: Deployment) -> InferenceCounts:
         counts = self._counts.get(deployment)
         if counts is None:
             counts = self._counts[deployment] = InferenceCounts()
@@ -140,7 +199,8 @@ class InferenceStatistics:
         """Return the counts under Triton's names, which lack the `_total` of Prometheus counters."""
         versions: dict[str, list[InferenceCounts]] = {}
         for known in self._counts.keyrefs():  # a copy: the loop may add others
-            if (deployment := known()) is not None and (counts := self._counts.get(deployment)) is not None:
+            if (deployment := known()) is not None and self._counts.get(deployment) is not None:
+                counts = self.of(deployment)
                 where = label_text(("model", "version"), (deployment.config.model, deployment.version))
                 versions.setdefault(where, []).append(counts)
         for name, text, value in _TRITON:

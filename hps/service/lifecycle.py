@@ -112,6 +112,11 @@ class Lifecycle:
         return not (self.leaving or self._blocked) and (self._all_tried or not self.states.summary())
 
     @property
+    def blocked(self) -> str:
+        """Why no lookup at all is answered; empty if some are."""
+        return self._blocked
+
+    @property
     def not_ready_reason(self) -> str:
         """Why lookups of some models are not answered, or soon will not be; empty if all are."""
         return self._blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())

@@ -65,10 +65,9 @@ class BodyReader:
         most_bytes = self._most(most)
         declared = headers.get(b"content-length")
         if declared is not None and int(declared) > most_bytes:  # the server checked that it is a number
-            raise self._too_large(f"Content-Length is {int(declared)}", most_bytes)
-        if b"content-encoding" in headers and (encoding := _encoding(headers)) not in _ENCODINGS:
-            got = f"got Content-Encoding {encoding.decode('latin-1')[:40]!r}"
-            raise RequestError(415, f"reading the request: {got}, expected gzip, deflate or none")
+            raise _too_large(f"Content-Length is {int(declared)}", most_bytes, self._max_bytes)
+        if b"content-encoding" in headers:
+            Inflater.check_encoding(headers)
         task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]  # never None within a coroutine
         self._start_clock(task)
         memory = self._memory
@@ -88,7 +87,7 @@ class BodyReader:
                     body = chunk
                 memory.held += len(chunk)
                 if len(body) > most_bytes:
-                    raise self._too_large(f"got {len(body)} bytes", most_bytes)
+                    raise _too_large(f"got {len(body)} bytes", most_bytes, self._max_bytes)
                 limit = memory.limit if len(body) <= SMALL_BYTES else memory.large_limit
                 if memory.held > limit and chunk:
                     raise memory.full("reading the request", limit)
@@ -121,7 +120,8 @@ class BodyReader:
         max_bytes = self._most(most)  # may change while the body is decompressed
         held = self._memory.take(min(_MOST_INFLATION * len(body), max_bytes), "decompressing the request")
         try:
-            decompressed = await self._threads.run(self._inflate, body, max_bytes, held=held + len(body))
+            inflate = Inflater(max_bytes, self._max_bytes).inflate
+            decompressed = await self._threads.run(inflate, headers, body, held=held + len(body))
             self._memory.held += len(decompressed) - len(body)
         finally:
             self._memory.held -= held
@@ -148,7 +148,44 @@ class BodyReader:
         if self._sweeping:
             loop.call_later(self._sweep_s, self._sweep, loop)
 
-    def _inflate(self, body: bytes | bytearray, max_bytes: int) -> bytes | bytearray:
+    def _most(self, most: int | None) -> int:
+        return self._max_bytes if most is None else min(most, self._max_bytes)
+
+
+def _too_large(got: str, limit: int, configured: int) -> RequestError:
+    cure = " (service.max_body_bytes); send fewer keys" if limit == configured else ""
+    return RequestError(413, f"reading the request: {got}, expected at most {limit}{cure}")
+
+
+class Inflater:
+    """Decompresses the body of a request. *One request.*
+
+    Args:
+        max_bytes: limit on the result.
+        configured: `service.max_body_bytes`, if that may be another.
+    """
+
+    def __init__(self, max_bytes: int, configured: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._configured = max_bytes if configured is None else configured
+
+    @staticmethod
+    def check_encoding(headers: Mapping[bytes, bytes]) -> None:
+        """Raise RequestError, 415, if the compression of a body is not supported."""
+        if (encoding := _encoding(headers)) not in _ENCODINGS:
+            got = f"got Content-Encoding {encoding.decode('latin-1')[:40]!r}"
+            raise RequestError(415, f"reading the request: {got}, expected gzip, deflate or none")
+
+    def inflate(self, headers: Mapping[bytes, bytes], body: bytes | bytearray) -> bytes | bytearray:
+        """Decompress a body whose headers have a Content-Encoding.
+
+        Raises:
+            RequestError: 413, it decompresses to more than the limit, which is never passed.
+            InvalidInputError: it does not match its headers.
+        """
+        if _encoding(headers) == b"identity":
+            return body
+        max_bytes = self._max_bytes
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
         decompressed = bytearray()  # in pieces: zlib itself would hold two copies
         taken = 0
@@ -162,7 +199,7 @@ class BodyReader:
                     inflated = decompressor.decompress(piece, most)
                     decompressed += inflated
                     if len(decompressed) > max_bytes:
-                        raise self._too_large("it decompresses to more", max_bytes)
+                        raise _too_large("it decompresses to more", max_bytes, self._configured)
                     piece, full = decompressor.unconsumed_tail, len(inflated) == most
         except zlib.error as error:
             raise InvalidInputError(f"decompressing the request: {error}") from error
@@ -171,13 +208,6 @@ class BodyReader:
             found = "is cut short" if not decompressor.eof else f"ends {left} bytes before the body"
             raise InvalidInputError(f"decompressing the request: the compressed stream {found}")
         return decompressed
-
-    def _most(self, most: int | None) -> int:
-        return self._max_bytes if most is None else min(most, self._max_bytes)
-
-    def _too_large(self, got: str, limit: int) -> RequestError:
-        cure = " (service.max_body_bytes); send fewer keys" if limit == self._max_bytes else ""
-        return RequestError(413, f"reading the request: {got}, expected at most {limit}{cure}")
 
 
 def _encoding(headers: Mapping[bytes, bytes]) -> bytes:

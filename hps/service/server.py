@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
@@ -22,11 +23,14 @@ from hps.ground.log_limits import OnceAMinute
 from hps.ground.progress import Progress
 from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
+from hps.regions.layout import FrontDescriptors
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import is_loopback
 from hps.service.connection import Connection, Connections
+from hps.service.fronts.supervisor import Supervisor, default_fronts
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import LogFormat, use
+from hps.service.owner import FrontLink
 from hps.service.reload import compare
 
 _log = logging.getLogger(__name__)
@@ -48,8 +52,11 @@ def serve(
     log_level: str | None = None,
     log_format: LogFormat | None = None,
     on_open: Callable[[HPS], object] = lambda server: None,
+    fronts: int | None = None,
 ) -> bool:
-    """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread.
+    """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread of a process without others.
+
+    With fronts, this process becomes the parent of the front processes and of one that has the tiers, and returns in both.
 
     Args:
         host: overrides the configured host.
@@ -60,6 +67,7 @@ def serve(
         log_level: overrides the configured level.
         log_format: overrides the configured format, if the lines are written by the handlers of `hps serve`.
         on_open: receives the parameter server before any model is loaded; what it raises ends the service.
+        fronts: overrides the configured number of front processes; 0: this process does all.
 
     Returns:
         Whether everything was closed. If not, a thread waits for an unresponsive source or database, and would keep the
@@ -71,25 +79,63 @@ def serve(
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     use(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
-    with listen(host or configuration.service.host, configuration.service.port if port is None else port) as listener:
-        app = Application(Lifecycle(configuration, progress=progress, force=force, on_open=on_open))
-        server = Server(app, listener)
+    host = host or configuration.service.host
+    port = configuration.service.port if port is None else port
+    fronts = configuration.service.fronts if fronts is None else fronts
+    if fronts is None:
+        fronts = default_fronts()
+
+    def own(shared: FrontDescriptors | None, listener: socket.socket, url: str) -> bool:
+        lifecycle = Lifecycle(configuration, progress=progress, force=force, on_open=opened)
+        app = Application(lifecycle)
+        server = Server(app, listener, url)
+        if shared is not None:
+            links.append(FrontLink(shared, lifecycle, configuration.service.lookup_threads, app.device_failed))
+            app.serve_fronts(links[0])
         actions: dict[int, Callable[[], None]] = {
-            signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
+            signal.SIGTERM: partial(server.stop, "SIGTERM", drain=shared is None),
             signal.SIGINT: partial(server.stop, "SIGINT", force=True),
+            signal.SIGUSR1: lifecycle.leave,
         }
+        if shared is not None:
+            actions[signal.SIGINT] = lambda: None  # the parent says when
         given = {"log_level": log_level, "log_format": log_format}
         if path is not None:
-            actions[signal.SIGHUP] = partial(server.reload, path, [key for key, value in given.items() if value is not None])
+            kept = [key for key, value in given.items() if value is not None]
+            actions[signal.SIGHUP] = partial(server.reload, path, kept)
         before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
         try:
             server.run()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-    if app.lifecycle.failure is not None:
-        raise app.lifecycle.failure
-    return app.closed
+        if lifecycle.failure is not None:
+            raise lifecycle.failure
+        return app.closed
+
+    links: list[FrontLink] = []
+
+    def opened(server: HPS) -> None:
+        on_open(server)
+        for link in links:
+            link.open(server)
+
+    if not fronts:
+        with listen(host, port) as listener:
+            return own(None, listener, url_of(listener))
+    result = [False]
+
+    def own_for_fronts(shared: FrontDescriptors, url: str) -> bool:
+        with suppress(FileNotFoundError):
+            os.unlink(shared.path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(shared.path)
+            listener.listen(_BACKLOG)
+            result[0] = own(shared, listener, url)
+        return result[0]
+
+    code = Supervisor(configuration.service, host, port, fronts, own_for_fronts).run()
+    return result[0] if code is None else code == 0
 
 
 class _Uvicorn(uvicorn.Server):
@@ -107,15 +153,15 @@ class Server:
 
     Args:
         listener: a listening socket; the server closes it.
+        url: where clients reach it, if that is another address.
 
     Attributes:
         url: address of the listener.
     """
 
-    def __init__(self, app: Application, listener: socket.socket) -> None:
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        app.authorization.loopback = is_loopback(host)
+    def __init__(self, app: Application, listener: socket.socket, url: str | None = None) -> None:
+        self.url = url or url_of(listener)
+        app.authorization.loopback = is_loopback(urlsplit(self.url).hostname or "")
         self._app = app
         self._listener = listener
         settings = self._settings
@@ -290,6 +336,12 @@ class Server:
             token = " -H 'Authorization: Bearer <token>'" if self._settings.bearer_token else ""
             url, table = f"{self.url}/v1/models/{model.model}/lookup", model.embedding_table_names[0]
             _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", token, url, table)
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:

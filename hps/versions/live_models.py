@@ -196,6 +196,7 @@ class LiveModels:
         serving: deployment that answers lookups without a version, by model. Replaced as a whole, never modified.
         requested: last change requested over the network, by model.
         first_retry_s: first pause of the back-off.
+        watchers: called after the versions in service have changed, by the thread that changes them.
     """
 
     def __init__(
@@ -211,6 +212,7 @@ class LiveModels:
         self._models = {name: _Model([_Version(one, "serving")]) for name, one in self.serving.items()}
         for name in self._models:
             self._counted.begin(name)
+        self.watchers: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._closed = False
         self._clock = clock
@@ -473,6 +475,7 @@ class LiveModels:
             for one in before:
                 if one.state == "retiring" and one.deployment is not deployment:
                     self._retire_later(name, one.deployment, tables)
+        self._tell()
         for one in before:
             if one.state == "available" and one.deployment.version in held:
                 _log.warning(
@@ -513,7 +516,12 @@ class LiveModels:
                     self.serving = {**self.serving, name: highest.deployment}
             for one in out:
                 one.state = "retiring"
-            return [one.deployment for one in out]
+        self._tell()
+        return [one.deployment for one in out]
+
+    def _tell(self) -> None:
+        for watcher in self.watchers:
+            watcher()
 
     def retire(self, name: str, deployment: Deployment, tables: Fate) -> None:
         """Close a deployment; if its lookups do not end soon, in the background."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from hps.cache.base import CacheLookup, CacheStats, DeviceMemory, EmbeddingCache, MissedKeys
+from hps.cache.base import BatchDriver, CacheLookup, CacheStats, DeviceMemory, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
@@ -18,6 +18,7 @@ from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_
 from hps.ground.lifetimes import disown_in_children, refusal
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.thread_pool import POOL
+from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, first_key, pool_rows
@@ -68,6 +69,12 @@ class NumpyCache(EmbeddingCache):
     @classmethod
     def kernels(cls) -> Sequence[Callable[..., Any]]:
         return numpy_kernels.query, numpy_kernels.write, numpy_kernels.scatter, *distinct_kernels()
+
+    @classmethod
+    def batches(cls, board: Board) -> BatchDriver:
+        from hps.cache.cpu.batches import NumpyBatches  # it reads our tables
+
+        return NumpyBatches(board)
 
     @classmethod
     def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:

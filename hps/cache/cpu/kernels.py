@@ -60,20 +60,17 @@ _REPLACED, _ADMITTED, _UNPLACED = 0, 1, 2
 _LINES, _ROWS, _WORDS, _KEYS, _FLAGS = int64[:, ::1], float32[:, ::1], int64[::1], read_only(int64[::1]), boolean[::1]
 
 
-@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _ROWS, _FLAGS, _WORDS)
-def query(
-    lines: IndexArray,  # (sets, 16) int64
-    vectors: FloatArray,  # (rows, dim) float32
-    state: IndexArray,  # (STATE_WORDS,) int64
-    keys: KeyArray,  # (n,) int64
-    out: FloatArray,  # (n, dim) float32
-    found: BoolArray,  # (n,) bool, or empty
-    missing: IndexArray,  # (at least n,) int64
+@njit()
+def query_keys(
+    lines: IndexArray,
+    vectors: FloatArray,
+    state: IndexArray,
+    keys: KeyArray,
+    out: FloatArray,
+    found: BoolArray,
+    missing: IndexArray,
 ) -> int:
-    """Copy hits to `out` and write the positions of misses to `missing`; return their number, or -1 for wrong shapes.
-
-    Processes blocks of keys in three passes (sets, slots, vectors), each of which prefetches for the next.
-    """
+    """As `query`, for other kernels."""
     n, dim, sets = keys.size, vectors.shape[1], lines.shape[0]
     if out.shape[0] != n or out.shape[1] != dim or missing.size < n or (found.size != 0 and found.size != n):
         return -1
@@ -127,6 +124,23 @@ def query(
             if found.size != 0:
                 found[start + i] = slot >= 0
     return misses
+
+
+@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _ROWS, _FLAGS, _WORDS)
+def query(
+    lines: IndexArray,  # (sets, 16) int64
+    vectors: FloatArray,  # (rows, dim) float32
+    state: IndexArray,  # (STATE_WORDS,) int64
+    keys: KeyArray,  # (n,) int64
+    out: FloatArray,  # (n, dim) float32
+    found: BoolArray,  # (n,) bool, or empty
+    missing: IndexArray,  # (at least n,) int64
+) -> int:
+    """Copy hits to `out` and write the positions of misses to `missing`; return their number, or -1 for wrong shapes.
+
+    Processes blocks of keys in three passes (sets, slots, vectors), each of which prefetches for the next.
+    """
+    return query_keys(lines, vectors, state, keys, out, found, missing)
 
 
 @njit()

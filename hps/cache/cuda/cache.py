@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, StreamOrderedCounts
+from hps.cache.base import BatchDriver, CacheStats, DeviceMemory, EmbeddingCache, StreamOrderedCounts
 from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.compiler import compile_ahead
 from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, compile_all, copy_to_host, device_call, on_device
@@ -24,6 +24,7 @@ from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.host_tables import HostTable
+from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.segments import Segment
 from hps.types import DeviceArray, FloatArray, KeyArray, TableSpec
@@ -61,6 +62,20 @@ class CupyCache(EmbeddingCache):
         self._links: list[AttachedTable | None] = [None] * len(tables)
         self._readers = threading.local()
         self._allocate(capacity_rows)
+
+    @classmethod
+    def batches(cls, board: Board) -> BatchDriver:
+        from hps.cache.cuda.batches import CupyBatches  # it reads our tables
+
+        return CupyBatches(board)
+
+    @property
+    def lookup_kernels(self) -> LookupKernels:
+        return self._kernels
+
+    def links(self) -> list[AttachedTable | None]:
+        """Return the attached tables, by table."""
+        return list(self._links)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

@@ -26,6 +26,7 @@ from hps.service.protocol.request_checks import (
 from hps.tensors.bags import Bags, pooling_of
 from hps.tensors.segments import Segment
 
+_ROWS_ALIGNED = 16
 _EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
 _BAGS_EXAMPLE = '{"bags": {"<table>": [[1, 2], [3]]}}'
 _WEIGHTS_EXAMPLE = '{"weights": {"<table>": [[0.5, 2], [1]]}}'
@@ -46,6 +47,7 @@ class JSONLookup:
     """
 
     binary_answer = None
+    text_bytes = 0
 
     def __init__(self, segments: list[Segment], names: list[str], device_id: int | None, *, wants_report: bool) -> None:
         self.segments = segments
@@ -58,6 +60,26 @@ class JSONLookup:
             self.held_bytes += JSON_VECTOR_SHARE * segment.out.nbytes
             if segment.found is not None:
                 self.held_bytes += JSON_MASK_SHARE * segment.found.nbytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of vectors and found-masks, for `place`."""
+        return sum(_ROWS_ALIGNED + one.out.nbytes + one.n * (one.found is not None) for one in self.segments)
+
+    def place(self, memory: np.ndarray) -> None:
+        """Put vectors and masks into this memory, (memory_bytes,) uint8, aligned to 16 bytes."""
+        at = 0
+        for one in self.segments:
+            one.out = np.ndarray(one.out.shape, np.float32, memory, at)
+            at += -(-one.out.nbytes // _ROWS_ALIGNED) * _ROWS_ALIGNED
+        for one in self.segments:
+            if one.found is not None:
+                one.found = np.ndarray((one.n,), np.bool_, memory, at)
+                at += one.n
+
+    def encoded(self, report: LookupBreakdown | None, device: int) -> tuple[Iterable[bytes], Sequence[memoryview], int | None]:
+        """As `encode`, and None: the length of the JSON part of a binary answer."""
+        return *self.encode(report), None
 
     def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
         """Write the vectors and, if requested, found-masks and report, in pieces; the second part is empty.

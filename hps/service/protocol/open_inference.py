@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.service.answer_memory import LARGE_BYTES, Bytes
+from hps.service.answer_memory import Bytes
 from hps.service.logs.lookup_report import LookupBreakdown, Number
 from hps.service.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
@@ -39,6 +39,7 @@ from hps.service.protocol.open_inference_header import (
     reading_input,
 )
 from hps.service.protocol.request_checks import ModelTables, check_counts, check_numkeys, float32_array, int64_array
+from hps.tensors.bags import Pooling
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray
 
@@ -193,7 +194,7 @@ class Inference:
         self.wants_report = layout.wants_report
         self.scratch_bytes = layout.scratch_bytes
         self.held_bytes = layout.held_bytes + layout.scratch_bytes
-        self._memory = np.empty(layout.size, np.uint8) if layout.size < LARGE_BYTES else allocate(layout.size)
+        self._memory = allocate(layout.size)
         if layout.text:
             self._memory.data[: len(layout.text)] = layout.text
         self.segments: list[Segment] = []
@@ -265,6 +266,22 @@ def _allocate(size: int) -> Bytes:
     return np.empty(size, np.uint8)
 
 
+class Laid(NamedTuple):
+    """A decoded request, and the layout of its answer, which has no memory yet; arguments of `Inference`."""
+
+    layout: AnswerLayout
+    inputs: Sequence[np.ndarray]
+    device_id: int | None
+    poolings: Sequence[Pooling | None]
+
+    def inference(self, allocate: Callable[[int], Bytes] = _allocate) -> Inference:
+        """Allocate the answer."""
+        inference = Inference(self.layout, self.inputs, self.device_id, allocate)
+        for segment, pooling in zip(inference.segments, self.poolings, strict=True):
+            segment.pooling = pooling
+        return inference
+
+
 def decode_request(
     body: bytes | bytearray,
     header_length: int | None,
@@ -272,13 +289,17 @@ def decode_request(
     max_keys: int,
     allocate: Callable[[int], Bytes] = _allocate,
 ) -> Inference:
-    """Decode the body of an inference request and allocate its answer.
+    """As `lay_out_body`, and allocate the answer by `allocate`, (size,) uint8."""
+    return lay_out_body(body, header_length, model, max_keys).inference(allocate)
+
+
+def lay_out_body(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Laid:
+    """Decode the body of an inference request, and lay out its answer.
 
     Args:
         body: the JSON part, then the binary part.
         header_length: bytes of the JSON part; None if the body is only JSON.
         max_keys: limit on the keys of all tables together.
-        allocate: allocates memory for a large answer, (size,) uint8.
 
     Raises:
         InvalidInputError, InvalidDtypeError: the body is invalid; the message says where, and what was expected.
@@ -296,14 +317,12 @@ def decode_request(
         counts = tuple(inputs[header.numkeys].tolist())
     elif header.bags:
         counts = ends_of_bags(header, inputs, model)
-    layout = (_cached_layout if repeated else _lay_out)(header, counts, model, max_keys)
-    if not header.bags:
-        return Inference(layout, inputs, header.device_id, allocate)
-    poolings = [keys.bags.pooling(model.tables[keys.table].table_name, inputs) if keys.bags else None for keys in layout.ranges]
-    inference = Inference(layout, inputs, header.device_id, allocate)
-    for segment, pooling in zip(inference.segments, poolings, strict=True):
-        segment.pooling = pooling
-    return inference
+    layout = (cached_layout if repeated else _lay_out)(header, counts, model, max_keys)
+    poolings: list[Pooling | None] = [None] * len(layout.ranges)
+    if header.bags:
+        tables = model.tables
+        poolings = [one.bags.pooling(tables[one.table].table_name, inputs) if one.bags else None for one in layout.ranges]
+    return Laid(layout, inputs, header.device_id, poolings)
 
 
 def _size_error(expected: int, got: int | None) -> InvalidInputError:
@@ -355,7 +374,7 @@ def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mod
     return AnswerLayout(members, ranges, outputs, samples, wants_report=header.report)
 
 
-_cached_layout = lru_cache(_CACHED_LAYOUTS)(_lay_out)
+cached_layout = lru_cache(_CACHED_LAYOUTS)(_lay_out)
 
 
 def _by_numkeys(

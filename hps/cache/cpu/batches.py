@@ -1,0 +1,138 @@
+"""Answers what fronts post from the NumPy cache, without the interpreter."""
+
+from typing import Final
+
+import numpy as np
+from numba import boolean, carray, float32, int64, njit, void
+
+from hps.cache.base import BatchDriver, EmbeddingCache
+from hps.cache.cpu.cache import NumpyCache
+from hps.cache.cpu.kernels import query_keys
+from hps.ground.numba_atomics import fetch_add, load_acquire, pointer_to
+from hps.ground.numba_kernels import compile_kernels, kernel
+from hps.regions.board import Board, Resident
+from hps.regions.exchange import (
+    BASE,
+    D_FIRST,
+    D_IN_FLIGHT,
+    D_NS,
+    D_REQUESTS,
+    D_RESIDENT,
+    H_FLAGS,
+    H_KEYS,
+    H_SEGMENTS,
+    H_SERIAL,
+    HEADER_WORDS,
+    MOST_DEPLOYMENTS,
+    SCRATCH,
+    STOP,
+    T_DIM,
+    T_HITS,
+    T_KEYS,
+    T_OWN,
+    available,
+    finish,
+    hand_over,
+    now_ns,
+    read_descriptor,
+    refuse,
+    rest,
+    take,
+)
+from hps.regions.layout import ANSWERED, MOST_SEGMENTS, SEGMENT_WORDS
+from hps.types import IndexArray
+
+T_LINES, T_SETS, T_VECTORS, T_ROWS, T_STATE, T_STATE_WORDS = range(T_OWN, T_OWN + 6)
+MOST_KEYS: Final = 1 << 16
+"""Of a request that the loop answers itself; it would keep all others waiting."""
+
+_WORDS, _ROWS = int64[::1], int64[:, ::1]
+
+
+@njit()
+def _answer(base: int, tables: IndexArray, first: int, count: int, segments: IndexArray, missing: IndexArray) -> bool:
+    """Copy the vectors of a request to its slot; return False if any key is not resident."""
+    for s in range(count):
+        table, n, keys_at, out_at, found_at = segments[s]
+        if n == 0:
+            continue
+        words = tables[first + table]
+        dim = words[T_DIM]
+        lines = carray(pointer_to(words[T_LINES]), (words[T_SETS], 16), int64)
+        vectors = carray(pointer_to(words[T_VECTORS]), (words[T_ROWS], dim), float32)
+        state = carray(pointer_to(words[T_STATE]), (words[T_STATE_WORDS],), int64)
+        keys = carray(pointer_to(base + keys_at), (n,), int64)
+        out = carray(pointer_to(base + out_at), (n, dim), float32)
+        found = carray(pointer_to(base + found_at), (n if found_at != 0 else 0,), boolean)
+        if query_keys(lines, vectors, state, keys, out, found, missing) != 0:
+            return False
+    return True
+
+
+@kernel(void, _ROWS, _ROWS, _ROWS, _WORDS, _ROWS)
+def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state: IndexArray, jobs: IndexArray) -> None:
+    """Answer requests, one after the other, until the board stops."""
+    header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
+    missing = np.empty(MOST_KEYS, np.int64)
+    scratch, stop = state.ctypes.data + 8 * SCRATCH, state.ctypes.data + 8 * STOP
+    idle_since = now_ns(scratch)
+    while load_acquire(stop) == 0:
+        busy = False
+        for place in range(regions.shape[0]):
+            count = available(regions, place, scratch)
+            if count != 0:
+                busy = True
+            for _ in range(min(count, 16)):  # then the next front
+                slot = take(regions, place)
+                began = now_ns(scratch)
+                status = read_descriptor(regions, place, slot, deployments, tables, header, segments)
+                if status != 0:
+                    refuse(regions, place, slot, status, scratch)
+                    continue
+                row = header[H_SERIAL] & (MOST_DEPLOYMENTS - 1)
+                if deployments[row, D_RESIDENT] == 0 or header[H_FLAGS] != 0 or header[H_KEYS] > MOST_KEYS:
+                    hand_over(state, jobs, place, slot)
+                    continue
+                first, in_flight = deployments[row, D_FIRST], deployments[row].ctypes.data + 8 * D_IN_FLIGHT
+                fetch_add(in_flight, 1)
+                # It may have ended since its serial was compared; whoever ends it looks for this only afterwards.
+                answered = load_acquire(deployments[row].ctypes.data) == header[H_SERIAL]
+                if answered:
+                    answered = _answer(regions[place, BASE], tables, first, header[H_SEGMENTS], segments, missing)
+                fetch_add(in_flight, -1)
+                if not answered:
+                    hand_over(state, jobs, place, slot)
+                    continue
+                for s in range(header[H_SEGMENTS]):
+                    tables[first + segments[s, 0], T_KEYS] += segments[s, 1]
+                    tables[first + segments[s, 0], T_HITS] += segments[s, 1]
+                ended = now_ns(scratch)
+                deployments[row, D_REQUESTS] += 1
+                deployments[row, D_NS] += ended - began
+                finish(regions, place, slot, ANSWERED, began, ended, scratch)
+        idle_since = now_ns(scratch) if busy else rest(regions, state, idle_since)
+
+
+class NumpyBatches(BatchDriver):
+    """Answers from NumPy caches; see `BatchDriver`."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def resident(self, cache: EmbeddingCache) -> Resident | None:
+        if not isinstance(cache, NumpyCache):
+            return None
+        rows = []
+        for table in cache.open_tables():
+            lines, vectors, state = table.lines, table.vectors, table.state
+            rows.append(
+                [lines.ctypes.data, lines.shape[0], vectors.ctypes.data, vectors.shape[0], state.ctypes.data, state.size]
+            )
+        return Resident(rows)
+
+    def prepare(self) -> None:
+        compile_kernels(run)
+
+    def run(self) -> None:
+        board = self._board
+        run(board.regions, board.deployments, board.tables, board.state, board.jobs)

@@ -1,0 +1,266 @@
+"""Answers what fronts post from the CuPy caches: the memory of `batch_loop`, and what it has to know of caches."""
+
+import ctypes
+import logging
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.api import runtime
+
+from hps.cache.base import BatchDriver, EmbeddingCache
+from hps.cache.cuda import kernels
+from hps.cache.cuda.batch_loop import (
+    ANSWER_TAIL_AT,
+    AT_ONCE,
+    BATCH_REQUESTS,
+    BATCH_SEGMENTS,
+    F_COPY,
+    F_CURRENT,
+    F_LAUNCH,
+    F_QUERY,
+    F_SET,
+    F_WRITE,
+    FEW_MISSES,
+    L_ANSWER,
+    L_ANSWER_PARAMETERS,
+    L_CONTEXT,
+    L_COUNTS,
+    L_DEVICE,
+    L_DONE,
+    L_DONE_ON_DEVICE,
+    L_FLAGS,
+    L_LEFT_COUNTS,
+    L_MISSING_COUNTS,
+    L_QUERY,
+    L_QUERY_PARAMETERS,
+    L_REPORTS,
+    L_STAGED,
+    L_STREAM,
+    LANE_COLUMNS,
+    LANES,
+    MOST_KEYS,
+    PATIENCE,
+    PER_WARP,
+    QUERY_TAIL_AT,
+    REQUEST_COLUMNS,
+    SEGMENT_COLUMNS,
+    STAGED_BYTES,
+    run,
+)
+from hps.cache.cuda.cache import CupyCache
+from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, kernels_of, on_device
+from hps.cache.cuda.links import CudaPinner
+from hps.errors import DeviceError
+from hps.ground.numba_kernels import compile_kernels
+from hps.regions.board import Board, Resident
+from hps.types import IndexArray
+
+_log = logging.getLogger(__name__)
+
+
+class _Lane:
+    """The stream and memory of one batch at a time. *One loop.*"""
+
+    def __init__(self, device_id: int, context: int) -> None:
+        with on_device(device_id):
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=-5)
+            self._pinned = PinnedBuffer()
+            self._lists, self._counts, self._staged = DeviceBuffer(), DeviceBuffer(), DeviceBuffer()
+            done_at, done = self._pinned.take(64)
+            flags_at, flags = self._pinned.take(64)
+            counts_at, counts = self._pinned.take(4 * BATCH_SEGMENTS)
+            reports_at, reports = self._pinned.take(8 * BATCH_SEGMENTS)
+            for one in (done, flags, counts, reports):
+                one[:] = 0
+            words = 4 * BATCH_SEGMENTS
+            start = self._counts.reserve(6 * words + 64)
+            runtime.memset(start, 0, 6 * words + 64)
+            missing, left, leaders, tallies, progress = start, start + words, start + 2 * words, start + 3 * words, start + 5 * words
+            keys, versions = MOST_KEYS, 8 * kernels.STRIPES * AT_ONCE
+            clean = 4 * kernels.MOST_BINS + 8 * keys
+            sizes = {
+                "missing_keys": 8 * keys,
+                "positions": 4 * keys,
+                "versions": 2 * versions,
+                "epochs": 8 * AT_ONCE,
+                "left_keys": 8 * keys,
+                "leaders": 4 * keys,
+                "ranks": 4 * keys,
+                "order": 4 * keys,
+                "left_positions": 4 * keys,
+                "clean": clean,
+                "states": keys,
+            }
+            at = self._lists.reserve(sum(-(-size // 256) * 256 for size in sizes.values()))
+            places = {}
+            for name, size in sizes.items():
+                places[name] = at
+                at += -(-size // 256) * 256
+            runtime.memset(places["clean"], 0, clean)
+            staged = self._staged.reserve(STAGED_BYTES)
+            runtime.deviceSynchronize()
+        self._query: Any = np.zeros((QUERY_TAIL_AT + kernels.QUERY_TAIL.size) // 8 + 1, np.int64)
+        self._answer: Any = np.zeros((ANSWER_TAIL_AT + kernels.ANSWER_TAIL.size) // 8 + 1, np.int64)
+        kernels.QUERY_TAIL.pack_into(
+            self._query.view(np.uint8), QUERY_TAIL_AT, places["missing_keys"], places["positions"], missing, flags_at, 0, PER_WARP, 0
+        )
+        kernels.ANSWER_TAIL.pack_into(
+            self._answer.view(np.uint8),
+            ANSWER_TAIL_AT,
+            places["missing_keys"],
+            places["positions"],
+            missing,
+            places["leaders"],
+            places["ranks"],
+            places["order"],
+            places["states"],
+            places["left_keys"],
+            places["left_positions"],
+            left,
+            places["clean"] + 4 * kernels.MOST_BINS,
+            places["clean"],
+            leaders,
+            tallies,
+            progress,
+            places["epochs"],
+            places["versions"],
+            places["versions"] + versions,
+            flags_at + 4,
+            reports_at,
+            0,
+            0,
+            PATIENCE,
+            FEW_MISSES,
+            1,
+            0,
+            0,
+            0,
+        )
+        self._parameters = np.array([self._query.ctypes.data, self._answer.ctypes.data], np.int64)
+        self.words = np.zeros(LANE_COLUMNS, np.int64)
+        for column, value in (
+            (L_DEVICE, device_id),
+            (L_CONTEXT, context),
+            (L_STREAM, int(self._stream.ptr)),
+            (L_DONE, done.ctypes.data),
+            (L_DONE_ON_DEVICE, done_at),
+            (L_FLAGS, flags.ctypes.data),
+            (L_COUNTS, counts.ctypes.data),
+            (L_REPORTS, reports.ctypes.data),
+            (L_MISSING_COUNTS, missing),
+            (L_LEFT_COUNTS, left),
+            (L_QUERY, self._query.ctypes.data),
+            (L_QUERY_PARAMETERS, self._parameters.ctypes.data),
+            (L_ANSWER, self._answer.ctypes.data),
+            (L_ANSWER_PARAMETERS, self._parameters.ctypes.data + 8),
+            (L_STAGED, staged),
+        ):
+            self.words[column] = value
+
+
+class CupyBatches(BatchDriver):
+    """Answers from CuPy caches; see `BatchDriver`."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._pinned = False
+        self._lanes: list[_Lane] = []
+        self._words: IndexArray = np.zeros((LANES * 16, LANE_COLUMNS), np.int64)
+        self._words[:, L_DEVICE] = -1
+        self._devices: list[int] = []
+        self._held: dict[int, object] = {}  # by identity of a cache: its tables and links
+        library = ctypes.CDLL("libcuda.so.1")
+        self._functions = np.zeros(16, np.int64)
+        for place, names in (
+            (F_LAUNCH, ("cuLaunchKernel",)),
+            (F_WRITE, ("cuStreamWriteValue64_v2", "cuStreamWriteValue64")),
+            (F_COPY, ("cuMemcpyDtoHAsync_v2",)),
+            (F_SET, ("cuMemsetD32Async",)),
+            (F_QUERY, ("cuStreamQuery",)),
+            (F_CURRENT, ("cuCtxSetCurrent",)),
+        ):
+            found = next(getattr(library, name) for name in names if hasattr(library, name))
+            self._functions[place] = ctypes.cast(found, ctypes.c_void_p).value or 0
+
+    def prepare(self) -> None:
+        """Pin the regions for all devices; if that fails, Python answers, through buffers of its own."""
+        compile_kernels(run)
+        pinner = CudaPinner(0)
+        try:
+            for place, memory in enumerate(self._board.memories):
+                pinner.pin(memory.address, memory.size)
+                self._board.shift(place, _device_address(memory.address) - memory.address)
+            self._pinned = True
+        except DeviceError as error:
+            _log.warning("the GPU does not read the memory of the fronts in place, which makes lookups slower: %s", error)
+
+    def resident(self, cache: EmbeddingCache) -> Resident | None:
+        if not isinstance(cache, CupyCache) or not self._pinned:
+            return None
+        memory, device_id = cache.memory, cache.device_id
+        try:
+            if device_id not in self._devices:
+                self._add_lanes(device_id)
+        except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+            _log.warning("CUDA device %d has no memory for batches, which makes lookups slower: %s", device_id, error)
+            return None
+        compiled = cache.lookup_kernels
+        dims = [table.dim for table in cache.tables]
+        unit, widest = kernels.unit_of(reduce(or_, dims), 16), max(dims)
+        links = cache.links()
+        self._held[id(cache)] = memory.tables(), links
+        known = kernels_of(device_id)
+        query = known.handle(kernels.query_kernel(unit, widest, AT_ONCE, cache.static))
+        own = [device_id, query, unit, 0, 0, 0, 0, 0]
+        if any(link is not None for link in links):
+            threads = kernels.answer_threads(unit, widest)
+            blocks = int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"])
+            warps = kernels.fetch_warps(widest, blocks, threads)
+            own[3:] = [known.handle(kernels.answer_kernel("answer", unit, widest, AT_ONCE)), threads, blocks, warps, 1]
+        tables = []
+        for (dim, buckets, rows, pairs), struct, link, spec in zip(
+            compiled.geometry, compiled.structs, links, cache.tables, strict=True
+        ):
+            packed = np.frombuffer(kernels.TABLE.pack(*struct), np.int64).tolist()
+            default = int(np.float32(spec.default_value).view(np.uint32))
+            attached = [0, 0, default, 0, 0]
+            if link is not None:
+                link.follow()
+                bins = link.present.bins_per_row if link.present is not None else 0.0
+                attached = [link.where, link.where, default, int(link.authoritative), int(np.float32(bins).view(np.uint32))]
+            tables.append([buckets, rows, pairs, dim // unit, *packed, *attached])
+        return Resident(tables, own)
+
+    def _add_lanes(self, device_id: int) -> None:
+        with on_device(device_id):
+            context = int(cupy.cuda.driver.ctxGetCurrent())
+        lanes = [_Lane(device_id, context) for _ in range(LANES)]
+        start = LANES * len(self._devices)
+        self._lanes += lanes
+        self._devices.append(device_id)
+        for place, lane in enumerate(lanes, start):
+            device, lane.words[L_DEVICE] = lane.words[L_DEVICE], -1
+            self._words[place] = lane.words
+            self._words[place, L_DEVICE] = device  # now the loop may use it
+
+    def leave(self, cache: EmbeddingCache) -> None:
+        self._held.pop(id(cache), None)
+
+    def run(self) -> None:
+        board, lanes = self._board, len(self._words)
+        requests = np.zeros((lanes, BATCH_REQUESTS, REQUEST_COLUMNS), np.int64)
+        segments = np.zeros((lanes, BATCH_SEGMENTS, SEGMENT_COLUMNS), np.int64)
+        runtime.setDevice(0)
+        arrays = (board.regions, board.deployments, board.tables, board.state, board.jobs)
+        run(*arrays, self._words, requests, segments, self._functions, runtime.getDeviceCount())
+
+
+def _device_address(address: int) -> int:
+    pointer = ctypes.c_uint64()
+    code = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+    if code:
+        raise DeviceError(f"finding the address of pinned memory on the device: CUDA error {code}")
+    return int(pointer.value)

@@ -1,0 +1,1 @@
+"""Shared memory between front processes and the owner of the tiers; `layout.py` reads like its manual."""

@@ -1,0 +1,244 @@
+"""What one loop of the owner works on: the fronts' regions, the deployments that they may name, and the jobs for Python."""
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from hps.errors import HPSError
+from hps.regions.exchange import (
+    BASE,
+    D_DEVICE,
+    D_FIRST,
+    D_IN_FLIGHT,
+    D_NS,
+    D_OWN,
+    D_REQUESTS,
+    D_RESIDENT,
+    D_SERIAL,
+    D_TABLES,
+    DEPLOYMENT_COLUMNS,
+    EVENT,
+    HEADER_WORDS,
+    JOBS_EVENT,
+    JOBS_HEAD,
+    LENGTH,
+    LOOP_EVENT,
+    MOST_DEPLOYMENTS,
+    MOST_TIMES,
+    REGION_COLUMNS,
+    SHIFT,
+    SPIN_NS,
+    STATE_WORDS,
+    STOP,
+    T_ABSENT,
+    T_DIM,
+    T_HITS,
+    T_KEYS,
+    T_LINKED,
+    T_MAX_KEYS,
+    T_OWN,
+    TABLE_COLUMNS,
+    TIMES_HEAD,
+    arm,
+    complete_job,
+    completions,
+    post,
+    read_job,
+    store_word,
+)
+from hps.regions.layout import MOST_SEGMENTS, RING, SEGMENT_WORDS, Memory
+from hps.types import IndexArray, TableSpec
+
+FRONT_KERNELS: Final = (post, completions, arm, store_word)
+OWNER_KERNELS: Final = (read_job, complete_job, store_word)
+_MOST_TABLES = 1 << 14
+
+
+class Tally(NamedTuple):
+    """What a loop answered of one deployment since the last tally.
+
+    Attributes:
+        tables: by table: keys, resident, linked and absent ones.
+        requests: number of requests.
+        ns: how long each took that is still known.
+    """
+
+    tables: list[list[int]]
+    requests: int
+    ns: list[int]
+
+
+class Resident(NamedTuple):
+    """What a driver's loop needs to know of a deployment.
+
+    Attributes:
+        tables: by table: words after the common ones of `exchange`.
+        deployment: the same of the deployment.
+    """
+
+    tables: Sequence[Sequence[int]]
+    deployment: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that a loop has left to Python. *Immutable*; the arrays are the job's own.
+
+    Attributes:
+        place, slot: where it lies.
+        status: 0, or why its descriptor is refused.
+        header: (HEADER_WORDS,) int64.
+        segments: (n, SEGMENT_WORDS) int64.
+    """
+
+    place: int
+    slot: int
+    status: int
+    header: IndexArray
+    segments: IndexArray
+
+
+class Board:
+    """The arrays of one loop of the owner. *Thread-safe.*
+
+    Args:
+        memories: regions of the fronts that it serves.
+        events: of each, the event that wakes the front.
+        loop_event: the event that wakes the loop.
+        jobs_event: a semaphore that the loop raises for each job.
+        spin_ns: how long it spins before it sleeps.
+
+    Attributes:
+        regions, deployments, tables, state, jobs, times: see `exchange`.
+    """
+
+    def __init__(
+        self, memories: Sequence[Memory], events: Sequence[int], loop_event: int, jobs_event: int, spin_ns: int
+    ) -> None:
+        self.memories = tuple(memories)
+        self.regions = np.zeros((len(memories), REGION_COLUMNS), np.int64)
+        self.deployments = np.zeros((MOST_DEPLOYMENTS, DEPLOYMENT_COLUMNS), np.int64)
+        self.tables = np.zeros((_MOST_TABLES, TABLE_COLUMNS), np.int64)
+        self.state = np.zeros(STATE_WORDS, np.int64)
+        self.jobs = np.zeros((RING * max(1, len(memories)), 2), np.int64)
+        self.times = np.zeros((MOST_TIMES, 2), np.int64)
+        self._loop_event = loop_event
+        self.state[SPIN_NS], self.state[JOBS_EVENT], self.state[LOOP_EVENT] = spin_ns, jobs_event, loop_event
+        for place, (memory, event) in enumerate(zip(memories, events, strict=True)):
+            self.regions[place, LENGTH], self.regions[place, EVENT] = memory.size, event
+            self.regions[place, BASE] = memory.address
+        self._lock = threading.Lock()
+        self._rows: list[range | None] = [None] * MOST_DEPLOYMENTS  # of each deployment: its tables
+        self._serials = 0
+        self._taken = 0  # jobs
+        self._seen = np.zeros_like(self.deployments), np.zeros_like(self.tables)  # counters, as they were tallied last
+
+    def shift(self, place: int, by: int) -> None:
+        """Tell the loop where a device has a region: at its address plus `by`."""
+        self.regions[place, SHIFT] = by
+
+    def add(self, tables: Sequence[TableSpec], device_id: int, resident: Resident | None) -> int:
+        """Let fronts name a deployment on one device, and return its serial.
+
+        Args:
+            resident: what the driver of the cache knows of it, for requests that it answers without Python; None: Python
+                answers all.
+
+        Raises:
+            HPSError: there are too many deployments or tables.
+        """
+        with self._lock:
+            row = next((row for row, tables_of in enumerate(self._rows) if tables_of is None), -1)
+            first = self._room_for(len(tables))
+            if row < 0 or first < 0:
+                raise HPSError(f"serving model {tables[0].model_name!r}: fronts know at most {MOST_DEPLOYMENTS} deployments")
+            self._rows[row] = range(first, first + len(tables))
+            for nth, spec in enumerate(tables):
+                words = self.tables[first + nth]
+                words[:] = self._seen[1][first + nth] = 0
+                words[T_DIM], words[T_MAX_KEYS] = spec.dim, spec.max_keys
+                if resident is not None:
+                    own = resident.tables[nth]
+                    words[T_OWN : T_OWN + len(own)] = own
+            self._serials += 1
+            serial = self._serials << 8 | row
+            deployment = self.deployments[row]
+            deployment[:] = self._seen[0][row] = 0
+            deployment[D_TABLES], deployment[D_FIRST] = len(tables), first
+            deployment[D_RESIDENT], deployment[D_DEVICE] = int(resident is not None), device_id
+            if resident is not None:
+                deployment[D_OWN : D_OWN + len(resident.deployment)] = resident.deployment
+            store_word(deployment.ctypes.data + 8 * D_SERIAL, serial)
+            return serial
+
+    def _room_for(self, tables: int) -> int:
+        start = 0
+        for taken in sorted((one for one in self._rows if one is not None), key=lambda one: one.start):
+            if taken.start - start >= tables:
+                return start
+            start = taken.stop
+        return start if start + tables <= _MOST_TABLES else -1
+
+    def end(self, serial: int) -> None:
+        """Refuse requests of a deployment from now on; those that were taken are answered."""
+        row = serial & (MOST_DEPLOYMENTS - 1)
+        if self.deployments[row, D_SERIAL] == serial:
+            store_word(self.deployments[row].ctypes.data + 8 * D_SERIAL, 0)
+
+    def is_idle(self, serial: int) -> bool:
+        """Whether the loop answers nothing of a deployment that has ended. Asked again while it is False."""
+        return self.deployments[serial & (MOST_DEPLOYMENTS - 1), D_IN_FLIGHT] == 0
+
+    def forget(self, serial: int) -> None:
+        """Give the place of a deployment to others, once it is idle."""
+        with self._lock:
+            self._rows[serial & (MOST_DEPLOYMENTS - 1)] = None
+
+    def tally(self, serial: int) -> Tally:
+        """Return what was answered of a deployment since the last call. One caller at a time."""
+        row = serial & (MOST_DEPLOYMENTS - 1)
+        tables_of = self._rows[row]
+        counts = []
+        for table in tables_of or ():
+            counts.append(_since(self.tables[table], self._seen[1][table], (T_KEYS, T_HITS, T_LINKED, T_ABSENT)))
+        requests, ns = _since(self.deployments[row], self._seen[0][row], (D_REQUESTS, D_NS))
+        return Tally(counts, requests, [ns // requests] * requests if requests else [])
+
+    def next_job(self) -> Job | None:
+        """Take the next request that the loop has left to Python."""
+        with self._lock:
+            if self._taken == self.state[JOBS_HEAD]:
+                return None
+            place, slot = self.jobs[self._taken % len(self.jobs)].tolist()
+            self._taken += 1
+        header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
+        status = read_job(self.regions, place, slot, self.deployments, self.tables, header, segments)
+        return Job(place, slot, status, header, segments[: int(header[2])] if status == 0 else segments[:0])
+
+    def complete(self, job: Job) -> None:
+        """Hand the slot of a job back to its front, whose answer stands in it."""
+        event = complete_job(self.regions, job.place, job.slot)
+        if event >= 0:
+            os.eventfd_write(event, 1)
+
+    def stop(self) -> None:
+        """End the loop."""
+        store_word(self.state.ctypes.data + 8 * STOP, 1)
+        os.eventfd_write(self._loop_event, 1)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """State of the loop, for debugging and benchmarks."""
+        return {"times": int(self.state[TIMES_HEAD]), "state": self.state[:16].tolist()}
+
+
+def _since(words: IndexArray, seen: IndexArray, columns: Sequence[int]) -> list[int]:
+    """Read counters that a loop adds to, and return by how much they have grown since they were seen last."""
+    now = words[list(columns)]
+    grown = (now - seen[list(columns)]).tolist()
+    seen[list(columns)] = now
+    return grown

@@ -1,0 +1,535 @@
+"""A client's connection to a front: reads requests within limits, and sends answers from the slab."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from hps.errors import HPSError, InvalidInputError
+from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
+from hps.service.fronts.proxy import Upstream, forwarded
+from hps.service.http_answer import HTTPAnswer, RequestError
+from hps.service.http_metrics import DISCONNECTED
+from hps.service.logs.requests import Served
+
+if TYPE_CHECKING:
+    from hps.service.fronts.front import Front, Lookup
+
+_FIRST_BUFFER_BYTES: Final = 8192
+_TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop, so that small answers need not wait for large ones
+_LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
+_LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
+_FIRST_REQUEST_S: Final = 0.5
+_EMPTY: Final = memoryview(b"")
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_REASONS: Final = {
+    200: b"OK",
+    400: b"Bad Request",
+    401: b"Unauthorized",
+    403: b"Forbidden",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    413: b"Content Too Large",
+    415: b"Unsupported Media Type",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    503: b"Service Unavailable",
+    504: b"Gateway Timeout",
+    507: b"Insufficient Storage",
+}
+
+
+def answer_head(status: int, headers: Iterable[tuple[bytes, bytes]], size: int, request_id: bytes, *, close: bool) -> bytes:
+    """Return the head of an answer of `size` bytes."""
+    lines = [b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b"Error"))]
+    lines += [b"%s: %s" % header for header in headers]
+    lines += [b"content-length: %d" % size, b"x-request-id: " + request_id]
+    if close:
+        lines.append(b"connection: close")
+    lines += [b"", b""]
+    return b"\r\n".join(lines)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection. *Used only by its event loop.*
+
+    Requests are served one at a time, in order: what follows stays in the buffer, and is not read once that is full. Keys of
+    binary requests are received in the slot that the owner reads.
+
+    Attributes:
+        completed, used: a request has arrived completely: ever, and since the last look.
+        opened: when it was.
+    """
+
+    def __init__(self, front: "Front") -> None:
+        self.front = front
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self.opened = time.monotonic()
+        self.completed = self.used = False
+        self.client = ""
+        self._buffer = bytearray(_FIRST_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._at = self._have = 0  # what of the buffer is unread
+        self._head: Head | None = None
+        self._served: Served = cast(Served, None)
+        self._started = 0.0
+        self._watched = False
+        self._fill = _EMPTY  # where the rest of the body goes
+        self._body: bytearray | None = None  # a whole body
+        self._chunks: Chunks | None = None
+        self._held = 0
+        self._lookup: Lookup | None = None
+        self._upstream: Upstream | None = None
+        self._proxied = False
+        self._busy = self._ended = self._closing = self._lingering = self._reading_paused = self._eof = False
+        self._out: deque[bytes | memoryview] = deque()
+        self._stalled = False
+        self._slot = -1  # whose memory is being sent
+        self._status = 0
+        self._bytes_out = 0
+        self._since: float | None = self.opened  # of an incomplete head or body
+        self._unread, self._unread_since = 0, 0.0
+        self._idle_since = self.opened
+
+    # -- the protocol -----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+        peer = transport.get_extra_info("peername")
+        self.client = peer[0] if isinstance(peer, tuple) else ""
+        self.front.opened(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended = True
+        self.front.closed(self)
+        if self._upstream is not None:
+            self._upstream.abandon()
+            self._upstream = None
+        lookup, self._lookup = self._lookup, None
+        if lookup is not None:
+            if not self.front.disown(lookup):  # the owner has it: the slot is free once it is answered
+                pass
+            self._finish(DISCONNECTED)
+        elif self._head is not None and not self._lingering:
+            self._finish(DISCONNECTED)
+        if self._slot >= 0:
+            self.front.release(self._slot)
+            self._slot = -1
+        self._hold(0)
+        self._out.clear()
+
+    def get_buffer(self, hint: int) -> memoryview:
+        if self._fill:
+            return self._fill
+        if self._have == len(self._buffer):
+            if self._at:
+                self._compact()
+            elif len(self._buffer) <= MAX_HEAD_BYTES:
+                self._grow()
+        return self._view[self._have :]
+
+    def buffer_updated(self, count: int) -> None:
+        if self._fill:
+            self._fill = self._fill[count:]
+            if not self._fill:
+                self._body_arrived()
+            return
+        self._have += count
+        if self._lingering:
+            self._at = self._have = 0
+        elif not self._busy:
+            self._advance()
+        elif self._have == len(self._buffer) and not self._at and len(self._buffer) > MAX_HEAD_BYTES:
+            self._pause_reading()
+
+    def eof_received(self) -> bool:
+        """Keep the connection until the client, which sends nothing more, has its answer."""
+        self._eof = True
+        return self._busy and not self._lingering
+
+    def pause_writing(self) -> None:
+        self._stalled = True
+
+    def resume_writing(self) -> None:
+        self._stalled = False
+        if self._upstream is not None:
+            self._upstream.resume()
+        self._pump()
+
+    # -- reading ----------------------------------------------------------------------------------------------------------
+
+    def _compact(self) -> None:
+        rest = self._have - self._at
+        self._buffer[:rest] = self._buffer[self._at : self._have]
+        self._at, self._have = 0, rest
+
+    def _grow(self) -> None:
+        buffer = bytearray(4 * len(self._buffer))
+        buffer[: self._have] = self._view[: self._have]
+        self._buffer, self._view = buffer, memoryview(buffer)
+
+    def _pause_reading(self) -> None:
+        if not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
+            self.transport.resume_reading()
+
+    def _advance(self) -> None:
+        """Read on in the buffer, until a request is complete or more bytes are needed."""
+        try:
+            if self._head is None:
+                self._read_head()
+            elif self._chunks is not None:
+                self._feed_chunks()
+            elif self._lookup is None and self._body is None:
+                self._read_text()
+        except Exception as error:  # noqa: BLE001 - answered, and logged where it is unexpected
+            self.refuse(error)
+
+    def _read_head(self) -> None:
+        buffer = self._buffer
+        while self._at < self._have and buffer[self._at] in b"\r\n":  # RFC 9112, section 2.2
+            self._at += 1
+        if self._at == self._have:
+            self._at = self._have = 0
+            return
+        if self._since is None:
+            self._since = time.monotonic()
+        end = buffer.find(b"\r\n\r\n", self._at, self._have) + 4
+        if end < 4:
+            if self._have - self._at > MAX_HEAD_BYTES:
+                raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")
+            return
+        if end - self._at > MAX_HEAD_BYTES:
+            raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")
+        raw = bytes(self._view[self._at : end])
+        self._at = end
+        self._started = time.perf_counter()
+        self._served = self.front.served()
+        self._head = head = read_head(raw)
+        self._since = time.monotonic()
+        self._watched = self.front.begin(self, head, self._served, self._started)
+        self.front.check(self, head, self._served)
+        if head.expects_continue and head.length:
+            self.transport.write(_CONTINUE)
+        if head.length < 0:
+            self._chunks = Chunks()
+            self._feed_chunks()
+        else:
+            self._read_text()
+
+    def _feed_chunks(self) -> None:
+        chunks = cast(Chunks, self._chunks)
+        self._at += chunks.feed(self._view[self._at : self._have])
+        if self._at == self._have:
+            self._at = self._have = 0
+        self._hold(len(chunks.body))
+        if len(chunks.body) > self.front.max_body_bytes:
+            raise self.front.too_large(f"got {len(chunks.body)} bytes")
+        if chunks.done:
+            self._chunks, self._body = None, chunks.body
+            self._body_arrived()
+
+    def _read_text(self) -> None:
+        """Go on where the body begins."""
+        head = cast(Head, self._head)
+        there = self._have - self._at
+        text_bytes = self.front.text_bytes(head)
+        if text_bytes >= 0:  # a binary lookup: its keys go to a slot
+            if there < text_bytes:
+                return
+            text = bytes(self._view[self._at : self._at + text_bytes])
+            lookup = self.front.planned(self, head, text)
+            if lookup is not None:
+                self._lookup = lookup
+                self._at += text_bytes
+                self._receive_keys()
+                return
+        size = head.length
+        self._hold(size)
+        self._body = body = bytearray(size)
+        there = min(there, size)
+        view = memoryview(body)
+        view[:there] = self._view[self._at : self._at + there]
+        self._at += there
+        self._fill = view[there:]
+        if not self._fill:
+            self._body_arrived()
+
+    def _receive_keys(self) -> None:
+        """Take the slot of a planned lookup, and what has arrived of its keys; wait if there is no slot."""
+        lookup = cast("Lookup", self._lookup)
+        if not self.front.take_slot(lookup):
+            self._busy = True
+            self._pause_reading()
+            return
+        keys = self.front.keys_of(lookup)
+        there = min(self._have - self._at, len(keys))
+        keys[:there] = self._view[self._at : self._at + there]
+        self._at += there
+        self._fill = keys[there:]
+        if self._at == self._have:
+            self._at = self._have = 0
+        if not self._fill:
+            self._body_arrived()
+
+    def slot_free(self) -> None:
+        """Try again: there may be a slot now."""
+        self._busy = False
+        try:
+            if self._body is not None:
+                self._post()
+            else:
+                self._resume_reading()
+                self._receive_keys()
+        except Exception as error:  # noqa: BLE001 - answered
+            self.refuse(error)
+
+    def _body_arrived(self) -> None:
+        self._busy, self.completed, self.used = True, True, True
+        self._since = None
+        if self._at == self._have:
+            self._at = self._have = 0
+        head, served = cast(Head, self._head), self._served
+        try:
+            if self._body is not None:
+                served.bytes_in = len(self._body)
+                if self.front.is_lookup(head):
+                    self._lookup = self.front.decoded(self, head, self._body)
+                    self._post()
+                else:
+                    self._proxied = True
+                    request = forwarded(head, self._body, self.client)
+                    self._body = None
+                    self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
+            else:
+                served.bytes_in = head.length
+                self.front.post(cast("Lookup", self._lookup))
+        except Exception as error:  # noqa: BLE001 - answered
+            self.refuse(error)
+
+    def _post(self) -> None:
+        lookup = cast("Lookup", self._lookup)
+        if self.front.take_slot(lookup):
+            self._busy = True
+            self.front.post(lookup)
+        else:
+            self._busy = True
+
+    def _chosen(self, upstream: Upstream) -> None:
+        if self._ended:
+            upstream.abandon()
+        else:
+            self._upstream = upstream
+
+    def _hold(self, size: int) -> None:
+        """Count a body of this size in the memory that clients hold.
+
+        Raises:
+            RequestError, OverloadedError: there is no memory for it.
+        """
+        if size > self._held:
+            self.front.memory.take(size - self._held, "reading the request")
+        else:
+            self.front.memory.held -= self._held - size
+        self._held = size
+
+    # -- answering --------------------------------------------------------------------------------------------------------
+
+    def send(self, status: int, pieces: Sequence[bytes | memoryview], slot: int = -1) -> None:
+        """Send an answer, its head first. The slot whose memory is sent is released afterwards."""
+        self._lookup, self._body = None, None
+        self._slot, self._status = slot, status
+        self._bytes_out = sum(map(len, pieces[1:])) if slot < 0 else self._served.bytes_out
+        self._out.extend(pieces)
+        self._unread_since = time.monotonic()
+        self._unread = 0
+        self._pump()
+
+    def answer(self, answer: HTTPAnswer, *, close: bool = False) -> None:
+        """Send an answer that is not in the slab."""
+        size = sum(map(len, answer.chunks))
+        close = close or self.closes_after
+        self._closing = close
+        head = answer_head(answer.status, answer.headers, size, self._served.id, close=close)
+        chunks = () if self._head is not None and self._head.method == "HEAD" else answer.chunks
+        self.send(answer.status, [head, *chunks])
+
+    @property
+    def closes_after(self) -> bool:
+        """Whether this answer is the connection's last."""
+        return self._eof or self.front.leaving or (self._head is not None and not self._head.keeps_alive)
+
+    def refuse(self, error: Exception) -> None:
+        """Answer an error. If the request has not been read whole, the connection closes after it."""
+        if self._ended:
+            return
+        unread = not self._busy or bool(self._fill)
+        if unread and self._head is not None and self._body is None and 0 <= self._head.length <= self._have - self._at:
+            self._at += self._head.length  # it has arrived: nothing is in the way of the next request
+            unread = False
+        if self._served is None or (self._head is None and self._status == 0):
+            self._served, self._started = self.front.served(), time.perf_counter()
+        lookup, self._lookup = self._lookup, None
+        if lookup is not None:
+            self.front.disown(lookup)
+        self._fill, self._chunks, self._body = _EMPTY, None, None
+        self._since = None
+        self._hold(0)
+        self._busy = True
+        self._lingering = unread and not isinstance(error, MalformedRequestError)
+        close = unread or isinstance(error, MalformedRequestError)
+        self.answer(self.front.error_answer(error, self, self._head, self._served), close=close)
+
+    def relay(self, data: bytes) -> None:
+        if not self._ended:
+            if not self._out and not self._bytes_out:
+                self._unread_since = time.monotonic()
+            self._bytes_out += len(data)
+            self._out.append(data)
+            self._pump()
+            if self._stalled and self._upstream is not None:
+                self._upstream.pause()
+
+    def relayed(self, keeps_alive: bool) -> None:
+        self._upstream, self._proxied = None, False
+        self._closing = self.closes_after or not keeps_alive
+        self._status = 0  # counted by the owner's application
+        self._pump()
+
+    def unrelayed(self, began: bool) -> None:
+        self._upstream = None
+        if self._ended:
+            return
+        if began:
+            self.transport.abort()
+            return
+        self._proxied = False
+        try:
+            answer = self.front.without_owner(self._head)
+        except HPSError as error:
+            answer = self.front.error_answer(error, self, self._head, self._served)
+        self.answer(answer)
+
+    def _pump(self) -> None:
+        """Send on, a part in each turn of the event loop."""
+        sent = 0
+        while self._out:
+            if self._stalled or self._ended:
+                return
+            if sent >= _TURN_BYTES:
+                self.front.loop.call_soon(self._pump)
+                return
+            piece = self._out.popleft()
+            if len(piece) > _TURN_BYTES:
+                rest = memoryview(piece)
+                self._out.appendleft(rest[_TURN_BYTES:])
+                piece = rest[:_TURN_BYTES]
+            self.transport.write(piece)
+            sent += len(piece)
+        if self._busy and not self._stalled and not self._proxied and not self._ended and self._waits_for_nothing():
+            self._sent()
+
+    def _waits_for_nothing(self) -> bool:
+        return self._lookup is None and self._body is None
+
+    def _sent(self) -> None:
+        """An answer is with the client's kernel."""
+        if self._slot >= 0:
+            slot, self._slot = self._slot, -1
+            self.front.release(slot)
+        self._hold(0)
+        status, self._status = self._status, 0
+        self._served.bytes_out = self._bytes_out
+        self._finish(status)
+        self._busy, self._bytes_out = False, 0
+        self._idle_since = time.monotonic()
+        if self._lingering:
+            self._since = None
+            self._resume_reading()
+            self.front.loop.call_later(_LINGER_S, self.transport.close)
+            if self._eof:
+                self.transport.close()
+        elif self._closing or self._eof:
+            self.transport.close()
+        else:
+            self._resume_reading()
+            if self._at < self._have:
+                self.front.loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        if not (self._ended or self._busy or self._fill):
+            self._advance()
+
+    def _finish(self, status: int) -> None:
+        head, self._head = self._head, None
+        if status:
+            self.front.end(self, head, self._served, status, self._started, self._watched)
+
+    # -- limits -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits for the rest of a request, or for one."""
+        return not (self._busy or self._ended)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.waiting and self._head is None
+
+    def close(self) -> None:
+        """Close an idle connection to make room for another."""
+        self._ended = True
+        self.transport.close()
+
+    def close_if_quiet(self) -> None:
+        """Close the connection unless a request is or may be under way."""
+        new = time.monotonic() - self.opened < _FIRST_REQUEST_S and not self.completed
+        if self.idle and self._at == self._have and not new and not self.transport.is_closing():
+            self.close()
+
+    def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
+        """Refuse or abort what takes too long. Called twice a second."""
+        if self._ended:
+            return
+        if self._out or self._stalled:
+            unread = self.transport.get_write_buffer_size() + sum(map(len, self._out))
+            if not self._unread or unread <= self._unread - max(_LEAST_PROGRESS_BYTES, self._unread // 8):
+                self._unread, self._unread_since = unread, now
+            elif now - self._unread_since > answer_s:
+                self._abort("answer", f"{unread} bytes wait, no progress in {answer_s:g} s (service.answer_timeout_s)")
+        elif self._since is not None and now - self._since > request_s and not self._busy:
+            if self._head is not None:
+                expected = f"{request_s:g} s (service.request_timeout_s)"
+                self.refuse(RequestError(408, f"the request body did not arrive within {expected}"))
+            elif self._at < self._have:
+                self._abort("headers", f"they did not arrive within {request_s:g} s (service.request_timeout_s)")
+            else:
+                self.transport.abort()  # no request has begun
+        elif self.idle and self.completed and now - self._idle_since > keep_alive_s:
+            self.close()
+
+    def _abort(self, reason: str, what: str) -> None:
+        self.front.refusals.abort(reason, self.client or "an unknown address", what)
+        self.transport.abort()
+
+
+def header_length(head: Head) -> bytes | None:
+    value: Any = head.headers.get(b"inference-header-content-length")
+    return value if value is None else bytes(value)
+
+
+def bad_length(value: bytes, size: int) -> InvalidInputError:
+    return InvalidInputError(
+        f"reading the request: got Inference-Header-Content-Length {value[:40].decode('latin-1')!r}, expected a number of bytes "
+        f"within the body of {size}"
+    )

@@ -1,0 +1,769 @@
+"""A front process: reads what clients ask, posts lookups to the owner, and sends its answers."""
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import uvloop
+
+from hps.configuration.load import ServiceConfig
+from hps.errors import HPSError, NotReadyError, UnknownModelError, UnknownVersionError
+from hps.regions import layout
+from hps.regions.exchange import arm, completions, post, store_word
+from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, Memory
+from hps.service.authorization import Authorization
+from hps.service.connection import Connections
+from hps.service.fronts.connection import Connection, answer_head, bad_length, header_length
+from hps.service.fronts.heads import Head
+from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
+from hps.service.fronts.proxy import OwnerConnections
+from hps.service.fronts.slots import Slots
+from hps.service.held_memory import HeldMemory
+from hps.service.http_answer import (
+    BINARY,
+    DEFERRED_KEYS,
+    JSON,
+    HTTPAnswer,
+    OverloadedError,
+    RequestError,
+    error_answer,
+    release_frames,
+)
+from hps.service.http_metrics import HTTPMetrics, InferenceCounts
+from hps.service.logs.lines import fields
+from hps.service.logs.lookup_report import report_of
+from hps.service.logs.requests import POLLED, RequestLog, Served, made_id, request_id
+from hps.service.protocol.json_lookup import decode_lookup
+from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
+from hps.service.protocol.open_inference import lay_out_body, parse_header_length
+from hps.service.protocol.request_checks import ModelTables
+from hps.service.protocol.schemas import LOOKUP
+from hps.service.refusals import Refusals
+from hps.service.request_body import Inflater
+from hps.service.targets import LookupTarget, lookup_target
+from hps.statistics.tracing import LookupTrace, Span, TableAnswers
+from hps.types import TableSpec
+
+_log = logging.getLogger(__name__)
+
+_TICK_S: Final = 0.5
+_FIGURES_S: Final = 0.2
+_SLOT_WAIT_S: Final = 1.0
+_RETIRED_PAUSE_S: Final = 0.005
+_SPIN_NS: Final = 100_000
+_LEAVE_S: Final = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """A lookup from its head to its answer. *One event loop.*"""
+
+    connection: Connection | None
+    head: Head
+    target: LookupTarget
+    served: Served
+    version: FrontVersion
+    text: bytes
+    plan: Plan | None = None
+    placed: Placed | None = None
+    body: bytes | bytearray = b""
+    traced: bool = False
+    report: bool = False
+    slot: int = -1
+    serial: int = 0
+    device: int | None = None
+    began_ns: int = 0
+    posted_ns: int = 0
+    due: float = 0.0
+    posted: bool = False
+
+
+class Front:
+    """One front process. *One event loop.*
+
+    Args:
+        number: which of the fronts it is.
+        region: its region.
+        page: of the owner.
+        events: file descriptors: the one that wakes this front, and the one that wakes the owner's loop.
+        owner_path: unix socket of the owner's application.
+        settings: of the service, until the page has others.
+        fronts: how many there are; each has its share of the limits.
+        spins: whether to spin while lookups are under way, rather than sleep.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        region: Memory,
+        page: Memory,
+        events: tuple[int, int],
+        owner_path: str,
+        settings: ServiceConfig,
+        fronts: int,
+        *,
+        spins: bool,
+        loopback: bool,
+    ) -> None:
+        self.number = number
+        self.region = region
+        self.page = page
+        self._event, self._owner_event = events
+        self._fronts = fronts
+        self._spins = spins
+        self.leaving = False
+        self.slots = Slots(region.size)
+        self.refusals = Refusals()
+        self.memory = HeldMemory(region.size)
+        self.connections = Connections(self.memory, self.refusals, 1, settings.keep_alive_s)  # type: ignore[arg-type]
+        self.authorization = Authorization(settings)
+        self.authorization.loopback = loopback
+        self.metrics = HTTPMetrics(
+            lambda: len(self._pending), lambda: self.memory.held + self.slots.used, lambda: 1, lambda: 0, self.refusals
+        )
+        self._requests = RequestLog(settings, None)
+        self.owner = OwnerConnections(owner_path)
+        self._pending: dict[int, Lookup] = {}
+        self._waiting: deque[tuple[Lookup, Connection, float]] = deque()
+        self._counts: dict[tuple[str, str], InferenceCounts] = {}
+        self._models: dict[str, dict[str, FrontVersion]] = {}
+        self._serving: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
+        self._blocked = "the service is starting"
+        self._page_version = -1
+        self._page_word = page.address + layout.PAGE_VERSION
+        self._found = np.zeros(RING, np.int64)
+        self._tail = 0
+        self._epoch = int(region[layout.FRONT_EPOCH])
+        self._connected = False
+        self._spinning = False
+        self._spun_ns = 0
+        self.settings = settings
+        self._configure(settings)
+        found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
+        if found is not None:  # those of the front before it
+            self.metrics.add(found[1]["http"])
+            for name, values in found[1]["inference"].items():
+                model, _, version = name.partition("\0")
+                self._counts[model, version] = InferenceCounts(*values)
+        region[layout.FIGURES] = region[layout.FIGURES] & ~1
+        self._begin_epoch()
+
+    def _configure(self, settings: ServiceConfig) -> None:
+        self.settings = settings
+        self.authorization.configure(settings)
+        self._requests.configure(settings)
+        self.max_body_bytes = settings.max_body_bytes
+        self._max_keys = settings.max_keys_per_request
+        self.connections.limit_to(-(-settings.max_connections // self._fronts), settings.keep_alive_s)
+
+    # -- the owner --------------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> None:
+        """Ask the owner for empty rings; what is under way is posted again once it has them."""
+        region = self.region
+        self._connected = False
+        self._tail = 0
+        self._epoch = max(self._epoch, region[layout.FRONT_EPOCH], region[layout.OWNER_EPOCH]) + 1
+        store_word(region.address + layout.SUBMITTED, 0)
+        store_word(region.address + layout.FRONT_EPOCH, self._epoch)
+        self._wake_owner()
+
+    def _wake_owner(self) -> None:
+        os.eventfd_write(self._owner_event, 1)
+
+    def _look_at_owner(self) -> None:
+        """Follow an owner that has begun our epoch, or is another one."""
+        epoch = self.region[layout.OWNER_EPOCH]
+        if self._connected:
+            if epoch != self._epoch:
+                _log.warning(
+                    "front %d: the owner of the tiers is gone; %d lookups wait for it", self.number, len(self._pending)
+                )
+                self._begin_epoch()
+        elif epoch == self._epoch:
+            self._connected = True
+            for lookup in list(self._pending.values()):
+                if lookup.connection is None:
+                    del self._pending[lookup.slot]
+                    self._free(lookup.slot)
+                else:
+                    self._submit(lookup)
+
+    def _read_page(self) -> None:
+        found = layout.read_text(self.page, 0, layout.MOST_PAGE_BYTES)
+        if found is None or found[0] == self._page_version:
+            return
+        self._page_version, page = found
+        self._serving, self._reasons, self._blocked = page["serving"], page["reasons"], page["blocked"]
+        settings = ServiceConfig.model_validate(page["settings"])
+        if settings != self.settings:
+            self._configure(settings)
+        models: dict[str, dict[str, FrontVersion]] = {}
+        for name, versions in page["models"].items():
+            models[name] = {}
+            for number, one in versions.items():
+                serials = {int(device): serial for device, serial in one["serials"]}
+                before = self._models.get(name, {}).get(number)
+                if before is not None and before.serials == serials:
+                    models[name][number] = before
+                    continue
+                tables = tuple(TableSpec(**table) for table in one["tables"])
+                counts = self._counts.setdefault((name, number), InferenceCounts())
+                models[name][number] = FrontVersion(ModelTables(name, tables, number, one["keys_per_sample"]), serials, counts)
+        self._models = models
+
+    def _version(self, target: LookupTarget) -> FrontVersion:
+        """Return what answers a lookup.
+
+        Raises:
+            NotReadyError, UnknownModelError, UnknownVersionError: nothing does.
+        """
+        if self.page[layout.PAGE_VERSION] != self._page_version:
+            self._read_page()
+        if self._blocked:
+            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
+        name, number = target.model_name, target.version
+        versions = self._models.get(name)
+        if versions is None or name not in self._serving:
+            if reason := self._reasons.get(name):
+                raise NotReadyError(f"model {name!r} is not ready: {reason}")
+            known = ", ".join(self._serving) or "none"
+            raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}")
+        if number is None:
+            number = self._serving[name]
+        if (found := versions.get(number)) is None:
+            known = ", ".join(versions)
+            raise UnknownVersionError(f"looking up model {name!r}: got version {number[:40]!r}, deployed: {known}")
+        return found
+
+    # -- requests ---------------------------------------------------------------------------------------------------------
+
+    def served(self) -> Served:
+        served = Served()
+        served.id = made_id()
+        return served
+
+    def begin(self, connection: Connection, head: Head, served: Served, started: float) -> bool:
+        """Note a request's id, and decide what to log of it; return whether `end` has to be told."""
+        headers = head.headers
+        if (b"x-request-id" in headers or b"traceparent" in headers) and (named := request_id(headers)):
+            served.id = named
+        target = lookup_target(head.path)
+        if target is None:
+            return False
+        served.model, served.version = target.model_name, target.version
+        if watched := started >= self._requests.quiet_until:
+            self._requests.begin(served, _scope(head, connection), headers)
+        return watched
+
+    def check(self, connection: Connection, head: Head, served: Served) -> None:
+        """Refuse a request by its head alone.
+
+        Raises:
+            RequestError, HPSError: it is refused.
+        """
+        if head.length > self.max_body_bytes:
+            raise self.too_large(f"Content-Length is {head.length}")
+        target = lookup_target(head.path)
+        if target is None:
+            return
+        if self.authorization.guarded:
+            self.authorization.check_lookup(head.headers)
+        if head.method != "POST":
+            got = f"got {head.method} {head.path[:300]}"
+            raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
+        self._version(target)
+        if b"content-encoding" in head.headers:
+            Inflater.check_encoding(head.headers)
+
+    def too_large(self, got: str) -> RequestError:
+        return RequestError(
+            413, f"reading the request: {got}, expected at most {self.max_body_bytes} (service.max_body_bytes); send fewer keys"
+        )
+
+    def is_lookup(self, head: Head) -> bool:
+        return lookup_target(head.path) is not None
+
+    def text_bytes(self, head: Head) -> int:
+        """Return the length of the JSON part of a binary lookup; -1 for every other request.
+
+        Raises:
+            InvalidInputError: it is no length.
+        """
+        target = lookup_target(head.path)
+        if target is None or target.route == LOOKUP or b"content-encoding" in head.headers:
+            return -1
+        given = header_length(head)
+        if given is None:
+            return -1
+        size = parse_header_length(given, head.length)
+        if size is None:
+            raise bad_length(given, head.length)
+        return size if size < SMALL_JSON_BYTES else -1
+
+    def planned(self, connection: Connection, head: Head, text: bytes) -> Lookup | None:
+        """Begin a binary lookup whose JSON part has arrived; None if the rest of its body has to be read first."""
+        served, target = connection._served, lookup_target(head.path)
+        if target is None or served.traced:
+            return None
+        version = self._version(target)
+        began = time.perf_counter_ns()
+        plan = plan_of(text, version.tables, self._max_keys)
+        if plan is None:
+            return None
+        if head.length != len(text) + plan.keys_bytes:
+            return None  # the generic path says what is wrong with it
+        lookup = Lookup(connection, head, target, served, version, text, plan, device=plan.device, began_ns=began)
+        served.version = version.tables.version
+        return lookup
+
+    def decoded(self, connection: Connection, head: Head, body: bytes | bytearray) -> Lookup:
+        """Decode a lookup whose body has arrived.
+
+        Raises:
+            HPSError: it is refused.
+        """
+        served, target = connection._served, lookup_target(head.path)
+        if target is None:
+            raise RequestError(404, "no lookup")
+        if b"content-encoding" in head.headers:
+            body = Inflater(self.max_body_bytes).inflate(head.headers, body)
+        version = self._version(target)
+        lookup = Lookup(connection, head, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
+        self._decode(lookup)
+        return lookup
+
+    def _decode(self, lookup: Lookup) -> None:
+        version, body, head = lookup.version, lookup.body, lookup.head
+        header = None
+        request: Any
+        try:
+            if lookup.target.route != LOOKUP:
+                header = parse_header_length(header_length(head), len(body))
+            if (len(body) if header is None else header) > SMALL_JSON_BYTES:
+                parsed_bytes(memoryview(body)[:header], self._max_keys)
+            if lookup.target.route == LOOKUP:
+                request = decode_lookup(body, version.tables, self._max_keys)
+            else:
+                request = LaidOut(lay_out_body(body, header, version.tables, self._max_keys))
+        except HPSError:
+            version.counts.failed(lookup.began_ns)
+            raise
+        lookup.served.version = version.tables.version
+        lookup.report = request.wants_report
+        lookup.traced = lookup.served.traced or request.wants_report
+        lookup.device = request.device_id
+        lookup.placed = Placed(request, lookup.traced)
+
+    def take_slot(self, lookup: Lookup) -> bool:
+        """Take a slot, and write the descriptor; False if there is none now: the connection is told when to try again.
+
+        Raises:
+            RequestError: 413, no slot is as large.
+        """
+        plan, placed = lookup.plan, lookup.placed
+        size = plan.end if plan is not None else placed.size  # type: ignore[union-attr]
+        if size > self.slots.largest:
+            limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
+            raise RequestError(413, f"answering the request: it takes {size} bytes of memory, {limit}; send fewer keys at once")
+        connection = lookup.connection
+        slot = -1 if len(self._pending) >= RING // 2 else self.slots.take(size)
+        if slot < 0:
+            if connection is not None:
+                self._waiting.append((lookup, connection, time.monotonic() + _SLOT_WAIT_S))
+            return False
+        lookup.slot = slot
+        return True
+
+    def keys_of(self, lookup: Lookup) -> memoryview:
+        """Return where the keys of a planned lookup go."""
+        plan, slot = lookup.plan, lookup.slot
+        start = slot + plan.keys_at  # type: ignore[union-attr]
+        return self.region.view[start : start + plan.keys_bytes]  # type: ignore[union-attr]
+
+    def post(self, lookup: Lookup) -> None:
+        """Submit a lookup whose slot has its keys, or gets them here.
+
+        Raises:
+            HPSError: it is refused.
+        """
+        if not self._connected:
+            self._look_at_owner()
+            if not self._connected:
+                raise NotReadyError("the parameter server is being started again; send the request again later")
+        plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
+        serial = lookup.serial = lookup.version.serial(lookup.device)
+        if plan is not None:
+            descriptor = plan.descriptor
+            self.region.view[slot : slot + len(descriptor)] = descriptor
+            self.region.words[slot >> 3] = serial
+        elif placed is not None:
+            placed.write(self.region, slot, serial)
+        now = time.perf_counter_ns()
+        lookup.posted_ns = now
+        lookup.due = now * 1e-9 + self.settings.request_timeout_s
+        self._pending[slot] = lookup
+        self._submit(lookup)
+
+    def _submit(self, lookup: Lookup) -> None:
+        lookup.posted = True
+        if post(self.region.address, lookup.slot):
+            self._wake_owner()
+        if self._spins:
+            self._spun_ns = time.perf_counter_ns()
+            if not self._spinning:
+                self._spinning = True
+                self.loop.call_soon(self._spin)
+
+    def _spin(self) -> None:
+        self._drain()
+        if self._pending and time.perf_counter_ns() - self._spun_ns < _SPIN_NS:
+            self.loop.call_soon(self._spin)
+        else:
+            self._spinning = False
+            self._arm()
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._event)
+        self._look_at_owner()
+        self._drain()
+        if not self._spinning:
+            self._arm()
+
+    def _arm(self) -> None:
+        address = self.region.address
+        while arm(address) != self._tail and self._connected:
+            self._drain()
+
+    def _drain(self) -> None:
+        if not self._connected:
+            return
+        count = completions(self.region.address, self._tail, self._found)
+        if not count:
+            return
+        slots = self._found[:count].tolist()
+        self._tail += count
+        for slot in slots:
+            lookup = self._pending.pop(slot, None)
+            if lookup is None:
+                continue
+            if lookup.connection is None:
+                self._free(slot)
+                continue
+            try:
+                self._answer(lookup)
+            except Exception as error:  # noqa: BLE001 - the client gets an answer
+                if lookup.connection is not None:
+                    lookup.connection.refuse(error)
+
+    def _answer(self, lookup: Lookup) -> None:
+        connection, slot, words = lookup.connection, lookup.slot, self.region.words
+        if connection is None:
+            return
+        at = slot >> 3
+        status = int(words[at + layout.STATUS // 8])
+        if status == ANSWERED:
+            resumed = time.perf_counter_ns()
+            began, ended = int(words[at + layout.BEGAN_NS // 8]), int(words[at + layout.ENDED_NS // 8])
+            lookup.version.counts.succeeded(lookup.began_ns, lookup.posted_ns, began, ended, resumed)
+            plan = lookup.plan
+            if plan is None:
+                self._answer_placed(lookup, connection, began, ended, resumed)
+                return
+            served, text = lookup.served, plan.text
+            body = len(text) + plan.end - plan.vectors_at
+            deferred = int(words[at + layout.DEFERRED // 8])
+            headers = [BINARY, (b"inference-header-content-length", b"%d" % len(text))]
+            if deferred:
+                headers.append((DEFERRED_KEYS, b"%d" % deferred))
+            close = connection._closing = connection.closes_after
+            head = answer_head(200, headers, body, served.id, close=close) + text
+            start = slot + plan.vectors_at - len(head)
+            view = self.region.view
+            view[start : slot + plan.vectors_at] = head
+            served.bytes_out = body
+            lookup.slot = -1
+            connection.send(200, (view[start : slot + plan.end],), slot)
+            return
+        if status == RETIRED:
+            self._again(lookup)
+            return
+        if status == FAILED:
+            raise self._failure(lookup)
+        raise HPSError(f"the owner refused a descriptor (status {status})")
+
+    def _aside(self, lookup: Lookup) -> Any:
+        """Read what the owner has written aside."""
+        at, words = lookup.slot >> 3, self.region.words
+        start, size = int(words[at + layout.ASIDE // 8]), int(words[at + layout.ASIDE_USED // 8])
+        if not 0 < size <= self.region.size:
+            return None
+        return json.loads(bytes(self.region.view[lookup.slot + start : lookup.slot + start + size]))
+
+    def _failure(self, lookup: Lookup) -> Exception:
+        found = self._aside(lookup) or {}
+        lookup.version.counts.failed(lookup.began_ns)
+        message, status = (
+            found.get("message", "internal error; the log of the service has the details"),
+            found.get("status", 500),
+        )
+        if found.get("reason"):
+            error = OverloadedError(found["reason"], message)
+            error.status = status
+            return error
+        return RequestError(status, message)
+
+    def _answer_placed(self, lookup: Lookup, connection: Connection, began: int, ended: int, resumed: int) -> None:
+        placed, served, words = lookup.placed, lookup.served, self.region.words
+        if placed is None:
+            return
+        at = lookup.slot >> 3
+        device, deferred = int(words[at + layout.DEVICE // 8]), int(words[at + layout.DEFERRED // 8])
+        report = None
+        if lookup.traced and (found := self._aside(lookup)) is not None:
+            trace = LookupTrace()
+            trace.tables.update({name: TableAnswers(**counts) for name, counts in found["tables"].items()})
+            trace.spans += [Span(*span) for span in found["spans"]]
+            served.trace, served.lookup_ns, served.keys = trace, resumed - lookup.began_ns, placed.keys
+            served.queue_ns, served.infer_ns = began - lookup.posted_ns, ended - began
+            if lookup.report:
+                report = report_of(trace, served.queue_ns, served.infer_ns)
+        text, binary, length = placed.encode(report, device)
+        headers = [BINARY if binary else JSON]
+        if length is not None:
+            headers.append((b"inference-header-content-length", b"%d" % length))
+        if deferred:
+            headers.append((DEFERRED_KEYS, b"%d" % deferred))
+        pieces = [*text, *binary]
+        lookup.version.counts.output_ns += time.perf_counter_ns() - resumed
+        size = sum(map(len, pieces))
+        close = connection._closing = connection.closes_after
+        head = answer_head(200, headers, size, served.id, close=close)
+        slot, lookup.slot = lookup.slot, -1
+        served.bytes_out = size
+        connection.send(200, [head, *pieces], slot)
+
+    def _again(self, lookup: Lookup) -> None:
+        """Look up again what a retired deployment did not answer: another version may have taken over."""
+        before, slot = lookup.version, lookup.slot
+        body = lookup.body
+        if lookup.plan is not None:
+            body = lookup.text + bytes(self.keys_of(lookup))
+        lookup.slot = -1
+        self._free(slot)
+        connection = lookup.connection
+        self._read_page()
+        version = self._version(lookup.target)
+        if version is before and time.perf_counter() < lookup.due:
+            self.loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup, body)
+            return
+        if version is before or connection is None:
+            raise NotReadyError(f"model {lookup.target.model_name!r} is not ready: it was undeployed")
+        self._retry(lookup, body)
+
+    def _retry(self, lookup: Lookup, body: bytes | bytearray) -> None:
+        connection = lookup.connection
+        if connection is None:
+            return
+        try:
+            lookup.version = self._version(lookup.target)
+            lookup.plan, lookup.body = None, body
+            self._decode(lookup)
+            if self.take_slot(lookup):
+                self.post(lookup)
+            else:
+                connection._body = bytearray(body)
+        except Exception as error:  # noqa: BLE001 - the client gets an answer
+            connection.refuse(error)
+
+    def disown(self, lookup: Lookup) -> bool:
+        """Forget the connection of a lookup; return whether its slot is free. One that was posted is the owner's until then."""
+        lookup.connection = None
+        if lookup.slot in self._pending and self._pending[lookup.slot] is lookup:
+            return False
+        if lookup.slot >= 0:
+            self._free(lookup.slot)
+            lookup.slot = -1
+        return True
+
+    def release(self, slot: int) -> None:
+        self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        self.slots.give_back(slot)
+        while self._waiting:
+            lookup, connection, due = self._waiting.popleft()
+            if lookup.connection is connection and due >= time.monotonic():
+                connection.slot_free()
+                if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
+                    self._waiting.rotate(1)
+                return
+            if lookup.connection is connection:
+                connection.refuse(self._no_slot())
+
+    def _no_slot(self) -> OverloadedError:
+        used = f"other requests hold {self.slots.used} bytes of {self.region.size} (from service.max_held_bytes)"
+        return OverloadedError("memory", f"answering the request: {used}; send the request again later")
+
+    # -- answers ----------------------------------------------------------------------------------------------------------
+
+    def without_owner(self, head: Head | None) -> HTTPAnswer:
+        """Answer a request that the owner's application did not take.
+
+        Raises:
+            NotReadyError: the request needs it.
+        """
+        if head is not None and head.path == "/v2/health/live" and head.method in ("GET", "HEAD"):
+            return HTTPAnswer(200, [JSON], (b'{"live":true}',))
+        raise NotReadyError("the parameter server is being started again; send the request again later")
+
+    def error_answer(self, error: Exception, connection: Connection, head: Head | None, served: Served) -> HTTPAnswer:
+        served.failed(error)
+        identity = served.id.decode()
+        line = f"{head.method} {head.path[:300]}" if head is not None else "a request"
+        if isinstance(error, OverloadedError):
+            self.refusals.refuse(error.reason, error, identity)
+        elif isinstance(error, RequestError) and error.status in (401, 403):
+            self.refusals.deny(error.status, connection.client or "an unknown address", f"{line}: {error}", identity)
+        if not isinstance(error, HPSError | MemoryError):
+            _log.error("serving %s failed unexpectedly", line, exc_info=error, extra=fields(request_id=identity))
+        answer = error_answer(error, identity)
+        release_frames(error)
+        return answer
+
+    def end(
+        self, connection: Connection, head: Head | None, served: Served, status: int, started: float, watched: bool
+    ) -> None:
+        """Count and log a request that has ended."""
+        target = None if head is None else lookup_target(head.path)
+        if head is not None and target is None and status == 499:
+            return
+        route = "unknown" if target is None else target.route
+        seconds = time.perf_counter() - started
+        self.metrics.count(route, status, seconds)
+        if head is not None and (watched or served.error is not None):
+            self._requests.end(served, _scope(head, connection), route, status, seconds)
+        elif head is None or head.path not in POLLED:
+            self._requests.left_out += 1
+
+    # -- connections ------------------------------------------------------------------------------------------------------
+
+    def opened(self, connection: Connection) -> None:
+        connections: Any = self.connections
+        if len(connections.order) >= connections.max_connections:
+            least_missed = connections.least_missed()
+            limit = f"{connections.max_connections} connections of this front (service.max_connections)"
+            if least_missed is None:
+                self.refusals.refuse("connections", limit)
+                connection._ended = True
+                connection.transport.write(connections.too_many)
+                connection.transport.close()
+                return
+            least_missed.close()
+        connections.order[connection] = None
+
+    def closed(self, connection: Connection) -> None:
+        order: Any = self.connections.order
+        order.pop(connection, None)
+
+    def _look(self) -> None:
+        """Do what is due twice a second."""
+        now = time.monotonic()
+        settings = self.settings
+        if self.page[layout.PAGE_VERSION] != self._page_version:
+            self._read_page()
+        self._look_at_owner()
+        order: Any = self.connections.order
+        for connection in list(order):
+            connection.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
+            if connection.used:
+                connection.used = False
+                order[connection] = order.pop(connection, None)
+        clock = time.perf_counter()
+        for lookup in [one for one in self._pending.values() if one.due < clock and one.connection is not None]:
+            connection, limit = lookup.connection, settings.request_timeout_s
+            if connection is not None:
+                lookup.version.counts.failed(lookup.began_ns)
+                connection.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
+        while self._waiting and self._waiting[0][2] < now:
+            lookup, connection, _ = self._waiting.popleft()
+            if lookup.connection is connection:
+                connection.refuse(self._no_slot())
+        self.loop.call_later(_TICK_S, self._look)
+
+    # -- figures ----------------------------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """Return what this front, and those before it in its place, have counted."""
+        inference = {
+            f"{name}\0{version}": [counts.successes, counts.failures, counts.input_ns, counts.queue_ns, counts.infer_ns,
+                                   counts.output_ns, counts.failure_ns, counts.last_ns]
+            for (name, version), counts in self._counts.items()
+        }  # fmt: skip
+        return {
+            "http": self.metrics.figures(),
+            "inference": inference,
+            "connections": len(self.connections.order),
+            "pending": len(self._pending),
+            "held_bytes": self.memory.held + self.slots.used,
+        }
+
+    def _publish(self) -> None:
+        layout.write_text(self.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.PAGE_TEXT)
+
+    def _publish_often(self) -> None:
+        self._publish()
+        self.loop.call_later(_FIGURES_S, self._publish_often)
+
+    # -- life -------------------------------------------------------------------------------------------------------------
+
+    def run(self, listeners: list[socket.socket]) -> None:
+        """Serve until SIGTERM. Blocks."""
+        uvloop.run(self._serve(listeners))
+
+    async def _serve(self, listeners: list[socket.socket]) -> None:
+        loop = self.loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        loop.add_signal_handler(signal.SIGUSR1, self._leave)
+        loop.add_reader(self._event, self._woken)
+        self._arm()
+        self._read_page()
+        servers = [await loop.create_server(lambda: Connection(self), sock=one, backlog=2048) for one in listeners]
+        self._look()
+        self._publish_often()
+        gc.collect()
+        gc.freeze()
+        await stop.wait()
+        self._leave()
+        for server in servers:
+            server.close()
+        since = time.monotonic()
+        order: Any = self.connections.order
+        while order and time.monotonic() - since < _LEAVE_S:
+            for connection in list(order):
+                connection.close_if_quiet()
+            await asyncio.sleep(0.02)
+        self._publish()
+        self.owner.close()
+
+    def _leave(self) -> None:
+        self.leaving = True
+
+
+def _scope(head: Head, connection: Connection) -> Mapping[str, Any]:
+    client = (connection.client, 0) if connection.client else None
+    return {"type": "http", "method": head.method, "path": head.path, "client": client, "scheme": "http"}

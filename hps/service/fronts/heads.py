@@ -1,0 +1,152 @@
+"""HTTP/1.1 heads, and bodies of unknown length."""
+
+from functools import lru_cache
+from typing import Final
+from urllib.parse import unquote
+
+import httptools
+
+from hps.errors import InvalidInputError
+
+MAX_HEAD_BYTES: Final = 65_536
+MAX_HEADERS: Final = 128
+_CACHED_BYTES = 2048
+_CACHED_HEADS = 1024
+_MOST_LENGTH_DIGITS = 15
+_MOST_LINE = 4096  # of a chunk's size, or of trailers
+
+
+class MalformedRequestError(InvalidInputError):
+    """What a client sent is not HTTP/1.1; its connection closes after the answer."""
+
+
+class Head:
+    """The head of a request. *Immutable*, and shared by requests with the same bytes.
+
+    Attributes:
+        method, path, target: `path` is decoded and without a query, `target` is as sent.
+        headers: lower-case names; of several with one name, the last.
+        lines: all of them, in order.
+        length: of the body in bytes; -1 if it comes in chunks.
+        keeps_alive: whether the client expects the connection to stay.
+        expects_continue: whether it waits for our word before it sends the body.
+    """
+
+    __slots__ = ("expects_continue", "headers", "keeps_alive", "length", "lines", "method", "path", "target")
+
+    def __init__(self, raw: bytes) -> None:
+        self.target = b""
+        self.lines: list[tuple[bytes, bytes]] = []
+        parser = httptools.HttpRequestParser(self)
+        try:
+            parser.feed_data(raw)
+        except httptools.HttpParserUpgrade:  # we speak nothing else, and may ignore the wish
+            pass
+        except httptools.HttpParserError as error:
+            raise MalformedRequestError(f"reading a request: {error}") from error
+        if len(self.lines) > MAX_HEADERS:
+            raise MalformedRequestError(f"reading a request: got {len(self.lines)} headers, expected at most {MAX_HEADERS}")
+        self.method = parser.get_method().decode("latin-1")
+        if self.method == "CONNECT":
+            raise MalformedRequestError("reading a request: got CONNECT, but this is no proxy")
+        self.headers = headers = dict(self.lines)
+        path, _, _ = self.target.partition(b"?")
+        self.path = unquote(path.decode("latin-1")) if b"%" in path else path.decode("latin-1")
+        self.keeps_alive = parser.should_keep_alive()
+        if (encoding := headers.get(b"transfer-encoding")) is not None:
+            if encoding.strip().lower() != b"chunked" or b"content-length" in headers:
+                raise MalformedRequestError("reading a request: got a Transfer-Encoding other than chunked alone")
+            self.length = -1
+        else:
+            given = headers.get(b"content-length", b"0").strip()
+            if not given.isdigit() or len(given) > _MOST_LENGTH_DIGITS:
+                raise MalformedRequestError(f"reading a request: got Content-Length {given[:40].decode('latin-1')!r}")
+            self.length = int(given)
+        expects = headers.get(b"expect")
+        self.expects_continue = expects is not None and expects.lower() == b"100-continue"
+
+    # Called by httptools.
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.lines.append((name.lower(), value))
+
+
+_cached = lru_cache(_CACHED_HEADS)(Head)
+
+
+def read_head(raw: bytes) -> Head:
+    """Read a head, up to and including its empty line.
+
+    Raises:
+        MalformedRequestError: it is not one of HTTP/1.1.
+    """
+    return _cached(raw) if len(raw) <= _CACHED_BYTES else Head(raw)
+
+
+class Chunks:
+    """Takes a body in chunks apart (RFC 9112, section 7.1). *One request.*
+
+    Attributes:
+        body: what has arrived so far.
+        done: whether it is complete.
+    """
+
+    __slots__ = ("_left", "_line", "_trailers", "body", "done")
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+        self.done = False
+        self._left = 0  # of the chunk, with its line end; 0: a size is next, -1: trailers
+        self._line = bytearray()
+        self._trailers = 0
+
+    def feed(self, data: memoryview) -> int:
+        """Take bytes, and return how many belong to this body.
+
+        Raises:
+            MalformedRequestError: they are not chunks.
+        """
+        at = 0
+        while at < len(data) and not self.done:
+            if self._left > 2:
+                piece = data[at : at + self._left - 2]
+                self.body += piece
+                self._left -= len(piece)
+                at += len(piece)
+            elif self._left > 0:
+                if data[at] != (13 if self._left == 2 else 10):
+                    raise MalformedRequestError("reading a chunked body: a chunk does not end where its size says")
+                self._left -= 1
+                at += 1
+            else:
+                end = bytes(data[at : at + _MOST_LINE]).find(b"\n")
+                stop = len(data) if end < 0 else at + end + 1
+                self._line += data[at:stop]
+                at = stop
+                if len(self._line) > _MOST_LINE:
+                    raise MalformedRequestError("reading a chunked body: a line is too long")
+                if end >= 0:
+                    self._take_line()
+        return at
+
+    def _take_line(self) -> None:
+        line, self._line = bytes(self._line), bytearray()
+        if not line.endswith(b"\r\n"):
+            raise MalformedRequestError("reading a chunked body: a line does not end with CRLF")
+        if self._left < 0:
+            self._trailers += 1
+            if self._trailers > MAX_HEADERS:
+                raise MalformedRequestError("reading a chunked body: too many trailers")
+            self.done = line == b"\r\n"
+            return
+        digits = line[:-2].partition(b";")[0].rstrip(b" \t")
+        try:
+            if not 0 < len(digits) <= _MOST_LENGTH_DIGITS or not digits.isalnum():
+                raise ValueError
+            size = int(digits, 16)
+        except ValueError:
+            raise MalformedRequestError(f"reading a chunked body: got size {digits[:20].decode('latin-1')!r}") from None
+        self._left = size + 2 if size else -1

@@ -1,0 +1,267 @@
+"""Lookups as a front posts them: from a request's bytes to a descriptor, and from vectors to an answer."""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from hps.errors import UnknownDeviceError
+from hps.regions.layout import (
+    HEADER_BYTES,
+    POOLED,
+    SEGMENT_WORDS,
+    TRACED,
+    Memory,
+)
+from hps.service.http_metrics import InferenceCounts
+from hps.service.logs.lookup_report import LookupBreakdown
+from hps.service.protocol.json_lookup import JSONLookup
+from hps.service.protocol.open_inference import AnswerLayout, Inference, Laid, cached_layout
+from hps.service.protocol.open_inference_header import CACHED_BYTES, cached_header
+from hps.service.protocol.request_checks import ModelTables
+from hps.tensors.segments import Segment
+
+HEAD_ROOM: Final = 768
+"""Bytes before the JSON part of an answer, for its HTTP head."""
+ASIDE_ROOM: Final = 2048
+TRACE_ROOM: Final = 65_536
+_VECTORS_ALIGNED = 128
+_CACHED_PLANS = 1024
+_WORDS = struct.Struct("<6q")  # serial, flags, segments, aside, its bytes, device: see `regions/layout.py`
+
+
+@dataclass(eq=False, slots=True)
+class FrontVersion:
+    """A version of a model that the owner answers. *Immutable*, but for the turns and counts.
+
+    Attributes:
+        tables: its tables.
+        serials: by device, what descriptors call it.
+        counts: of Triton's statistics.
+        turn: which device is next.
+    """
+
+    tables: ModelTables
+    serials: dict[int, int]
+    counts: InferenceCounts
+    turn: int = 0
+
+    def serial(self, device: int | None) -> int:
+        """Return the serial of a deployment on a device; None: the next one.
+
+        Raises:
+            UnknownDeviceError: the model is not deployed there.
+        """
+        if device is None:
+            serials = list(self.serials.values())
+            self.turn += 1
+            return serials[self.turn % len(serials)]
+        try:
+            return self.serials[device]
+        except KeyError:
+            raise UnknownDeviceError(
+                f"looking up model {self.tables.name!r}: got device {device!r}, expected one of its deployed_device_list "
+                f"{list(self.serials)}"
+            ) from None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """What all binary requests with the same JSON part have in common. *Immutable.*
+
+    Attributes:
+        descriptor: header and segments; its serial is missing.
+        keys_at, keys_bytes: where the binary part of the request goes.
+        text: JSON part of the answer.
+        vectors_at: of the vectors that follow it.
+        end: of the answer.
+        device: the requested device.
+        keys: number of keys.
+    """
+
+    descriptor: bytes
+    keys_at: int
+    keys_bytes: int
+    text: bytes
+    vectors_at: int
+    end: int
+    device: int | None
+    keys: int
+
+
+def plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
+    """Return the plan of requests with this JSON part; None if what follows the JSON part has to be read as well.
+
+    Raises:
+        HPSError: as `open_inference.decode_request`.
+    """
+    return _plan_of(text, model, max_keys) if len(text) <= CACHED_BYTES else None
+
+
+@lru_cache(_CACHED_PLANS)
+def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
+    header = cached_header(text)
+    if header.numkeys is not None or header.bags or header.report:
+        return None
+    if any(tensor.start < 0 or tensor.dtype.itemsize != 8 for tensor in header.inputs.values()):
+        return None
+    layout = cached_layout(header, None, model, max_keys)
+    if not layout.text or layout.device_place:
+        return None
+    tensors = list(header.inputs.values())
+    keys_at = _up(HEADER_BYTES + 8 * SEGMENT_WORDS * len(layout.ranges) + ASIDE_ROOM, 64)
+    vectors_at = _up(keys_at + header.binary_size + HEAD_ROOM + len(layout.text), _VECTORS_ALIGNED)
+    words, out, mask = [], vectors_at, vectors_at + layout.vectors_size
+    for one in layout.ranges:
+        count = one.stop - one.start
+        words += [one.table, count, keys_at + tensors[one.source].start + 8 * one.start, out, mask if one.masked else 0]
+        out += one.step
+        mask += count if one.masked else 0
+    return Plan(
+        _descriptor(0, len(layout.ranges), ASIDE_ROOM, words),
+        keys_at,
+        header.binary_size,
+        layout.text,
+        vectors_at,
+        vectors_at + layout.size - len(layout.text),
+        header.device_id,
+        sum(one.stop - one.start for one in layout.ranges),
+    )
+
+
+def _descriptor(flags: int, count: int, aside_bytes: int, words: Sequence[int]) -> bytes:
+    aside = HEADER_BYTES + 8 * SEGMENT_WORDS * count
+    head = bytearray(HEADER_BYTES)
+    _WORDS.pack_into(head, 0, 0, flags, count, aside, aside_bytes, -1)
+    return bytes(head) + struct.pack(f"<{len(words)}q", *words)
+
+
+class Placed:
+    """A request that is laid out for a slot, other than by a plan. *One request.*
+
+    Args:
+        request: a decoded lookup or inference whose answer has no memory yet.
+        traced: whether the owner shall trace it.
+
+    Attributes:
+        size: of the slot that it needs.
+        keys: number of keys.
+    """
+
+    def __init__(self, request: "JSONLookup | LaidOut", traced: bool) -> None:
+        self._request = request
+        self._segments = segments = request.segments
+        self._pooled = any(one.pooling is not None for one in segments)
+        self._flags = (POOLED if self._pooled else 0) | (TRACED if traced else 0)
+        count = len(segments)
+        self._bags: list[dict[str, Any] | None] = []
+        self.keys = sum(one.n for one in segments)
+        at = _up(HEADER_BYTES + 8 * SEGMENT_WORDS * count, 64)
+        self._keys_at = []
+        extra: list[tuple[int, np.ndarray]] = []
+        for one in segments:
+            self._keys_at.append(at)
+            at = _up(at + 8 * one.n, 8)
+            self._bags.append(None)
+            if (pooling := one.pooling) is None:
+                continue
+            arrays: dict[str, Any] = {}
+            for name, array in (("offsets", pooling.offsets), ("weights", pooling.weights)):
+                if array is not None:
+                    host = np.ascontiguousarray(array)
+                    extra.append((at, host))
+                    arrays[name] = [at, int(host.size), host.dtype.str]
+                    at = _up(at + host.nbytes, 8)
+            self._bags[-1] = {
+                **arrays,
+                "count": pooling.count,
+                "hotness": pooling.hotness,
+                "combiner": pooling.combiner.name.lower(),
+                "max_norm": pooling.max_norm or None,
+                "padding_key": pooling.padding_key,
+                "strides": None,
+            }
+        self._extra = extra
+        self._aside_at = _up(at, 64)
+        text = orjson.dumps(self._bags) if self._pooled else b""
+        self._aside_room = max(TRACE_ROOM if traced else ASIDE_ROOM, 2 * len(text) + 4096 * self._pooled)
+        self._vectors_at = _up(self._aside_at + self._aside_room + HEAD_ROOM + request.text_bytes, _VECTORS_ALIGNED)
+        self.size = self._vectors_at + request.memory_bytes
+        self.slot = 0
+
+    def write(self, memory: Memory, slot: int, serial: int) -> None:
+        """Write descriptor and keys to a slot, and give the request's answer its memory there."""
+        self.slot = slot
+        request, view = self._request, memory.view
+        start = slot + self._vectors_at - request.text_bytes
+        request.place(memory.bytes[start : start + request.text_bytes + request.memory_bytes])
+        words = []
+        for one, keys_at, bags in zip(request.segments, self._keys_at, self._bags, strict=True):
+            if one.n:
+                memory.bytes[slot + keys_at : slot + keys_at + 8 * one.n] = one.keys.view(np.uint8)
+            out_at = _address(one.out) - memory.address - slot if one.out.size else self._vectors_at
+            found_at = _address(one.found) - memory.address - slot if one.found is not None and one.n else 0
+            if bags is not None and one.out.size and not one.out.flags.c_contiguous:
+                bags["strides"] = list(one.out.strides)
+            words += [one.table, one.n, keys_at, out_at, found_at]
+        for at, array in self._extra:
+            memory.bytes[slot + at : slot + at + array.nbytes] = array.view(np.uint8).reshape(-1)
+        head = bytearray(HEADER_BYTES)
+        _WORDS.pack_into(head, 0, serial, self._flags, len(words) // SEGMENT_WORDS, self._aside_at, self._aside_room, -1)
+        descriptor = bytes(head) + struct.pack(f"<{len(words)}q", *words)
+        view[slot : slot + len(descriptor)] = descriptor
+        if self._pooled:
+            text = orjson.dumps(self._bags)
+            view[slot + self._aside_at : slot + self._aside_at + len(text) + 1] = text + b"\0"
+
+    def encode(self, report: LookupBreakdown | None, device: int) -> tuple[Iterable[bytes], Sequence[memoryview], int | None]:
+        """Encode the answer: text in pieces, memory that follows it, and the length of the JSON part of a binary answer."""
+        return self._request.encoded(report, device)
+
+
+class LaidOut:
+    """An inference request whose answer has no memory yet. *One request.*"""
+
+    def __init__(self, laid: Laid) -> None:
+        self._laid = laid
+        layout: AnswerLayout = laid.layout
+        self.text_bytes = len(layout.text)
+        self.memory_bytes = layout.size - self.text_bytes
+        self.device_id = laid.device_id
+        self.wants_report = layout.wants_report
+        self.held_bytes = layout.held_bytes + layout.scratch_bytes
+        self._inference: Inference | None = None
+        # What `Placed` counts before there is memory: keys and bags.
+        self.segments = [
+            Segment(keys.table, laid.inputs[keys.source][keys.start : keys.stop], np.empty((0, keys.dim), np.float32))
+            for keys in layout.ranges
+        ]
+        for segment, pooling in zip(self.segments, laid.poolings, strict=True):
+            segment.pooling = pooling
+
+    def place(self, memory: np.ndarray) -> None:
+        self._inference = self._laid.inference(lambda size: memory)
+        self.segments = self._inference.segments
+
+    def encoded(self, report: LookupBreakdown | None, device: int) -> tuple[Iterable[bytes], Sequence[memoryview], int | None]:
+        inference = self._inference
+        if inference is None:
+            raise RuntimeError("the answer has no memory")
+        inference.device_id = device
+        if (whole := inference.binary_answer) is not None:
+            return (), whole[:1], whole[1]
+        pieces, binary = inference.encode(report)
+        text = [*pieces]
+        return text, binary, sum(map(len, text)) if binary else None
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data)
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to

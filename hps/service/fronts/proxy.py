@@ -1,0 +1,178 @@
+"""Passes requests other than lookups on to the owner's application, over a socket of its own."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, Protocol, cast
+
+import httptools
+
+from hps.service.fronts.heads import Head
+
+CLIENT: Final = b"hps-client"
+"""Header by which a front tells the owner's application the address of the client."""
+
+_MOST_IDLE = 8
+_CONNECT_S = 1.0
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"keep-alive",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        CLIENT,
+    }
+)
+
+
+class Client(Protocol):
+    """Who gets the answer of a request that was passed on."""
+
+    def relay(self, data: bytes) -> None:
+        """Send bytes of the answer."""
+
+    def relayed(self, keeps_alive: bool) -> None:
+        """The answer is complete."""
+
+    def unrelayed(self, began: bool) -> None:
+        """There is no answer, or no end of it if it `began`."""
+
+
+def forwarded(head: Head, body: bytes | bytearray, client: str) -> bytes:
+    """Return a request as the owner's application gets it."""
+    lines = [b"%s %s HTTP/1.1" % (head.method.encode(), head.target)]
+    lines += [b"%s: %s" % line for line in head.lines if line[0] not in _HOP_BY_HOP]
+    lines += [CLIENT + b": " + client.encode(), b"content-length: %d" % len(body), b"", b""]
+    return b"\r\n".join(lines) + bytes(body)
+
+
+class Upstream(asyncio.Protocol):
+    """A connection to the owner's application. *Used only by its event loop.*"""
+
+    def __init__(self, pool: "OwnerConnections") -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._client: Client | None = None
+        self._head_only = self._began = self._done = False
+        self._parser = httptools.HttpResponseParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._pool.forget(self)
+        client, self._client = self._client, None
+        if client is not None:
+            client.unrelayed(self._began)
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def ask(self, client: Client, request: bytes, *, head_only: bool) -> None:
+        self._client, self._head_only, self._began, self._done = client, head_only, False, False
+        if self._transport is not None:
+            self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        client = self._client
+        if client is None:
+            self.close()
+            return
+        self._began = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+            return
+        client.relay(data)
+        if self._done:
+            keeps_alive = self._parser.should_keep_alive() and not self._head_only
+            self._client = None
+            self._parser = httptools.HttpResponseParser(self)
+            if keeps_alive:
+                self._pool.give_back(self)
+            else:
+                self.close()
+            client.relayed(True)
+
+    def abandon(self) -> None:
+        """Give up the request: its client is gone."""
+        self._client = None
+        self.close()
+
+    def pause(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    # Called by httptools.
+
+    def on_headers_complete(self) -> None:
+        if self._head_only:
+            self._done = True
+
+    def on_message_complete(self) -> None:
+        self._done = True
+
+
+class OwnerConnections:
+    """Connections to the owner's application. *One per event loop.*
+
+    Args:
+        path: of its unix socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._idle: list[Upstream] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def ask(self, client: Client, request: bytes, *, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
+        """Send a request on some connection; `chosen` learns which."""
+        while self._idle:
+            upstream = self._idle.pop()
+            if upstream.is_open:
+                chosen(upstream)
+                upstream.ask(client, request, head_only=head_only)
+                return
+        task = asyncio.get_running_loop().create_task(self._connect(client, request, head_only, chosen))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, client: Client, request: bytes, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, upstream = await loop.create_unix_connection(lambda: Upstream(self), self._path)
+        except (OSError, TimeoutError):
+            client.unrelayed(False)
+            return
+        chosen(upstream)
+        upstream.ask(client, request, head_only=head_only)
+
+    def give_back(self, upstream: Upstream) -> None:
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(upstream)
+        else:
+            upstream.close()
+
+    def forget(self, upstream: Upstream) -> None:
+        if upstream in self._idle:
+            self._idle.remove(upstream)
+
+    def close(self) -> None:
+        for upstream in list(self._idle):
+            upstream.close()

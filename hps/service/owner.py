@@ -1,0 +1,363 @@
+"""The owner's side of the fronts: publishes what there is, and answers what the loops leave to Python."""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+
+from hps.cache.base import BatchDriver
+from hps.errors import DeviceError, DeviceMemoryError, HPSError, InvalidInputError, NotReadyError, WorkspaceTimeoutError
+from hps.ground.numba_kernels import compile_kernels
+from hps.ground.workers import new_thread
+from hps.lookup.session import CachedSession
+from hps.parameter_server import HPS
+from hps.regions import layout
+from hps.regions.board import OWNER_KERNELS, Board, Job
+from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
+from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, TRACED, FrontDescriptors, Memory
+from hps.service.http_answer import status_of
+from hps.service.lifecycle import Lifecycle
+from hps.statistics.tracing import LookupTrace, current, traced
+from hps.tensors.bags import Bags, pooling_of
+from hps.tensors.segments import Segment
+from hps.versions.deployment import Deployment
+
+_log = logging.getLogger(__name__)
+_LOOK_S: Final = 0.1
+_MOST_MESSAGE = 1500
+
+
+class _Served:
+    """A deployment on one device, as fronts name it. *Thread-safe.*"""
+
+    def __init__(
+        self, deployment: Deployment, device: int, boards: Sequence[Board], drivers: Sequence[BatchDriver | None]
+    ) -> None:
+        self.deployment = deployment
+        self.device = device
+        self._boards = boards
+        self._drivers = drivers
+        session = deployment.sessions[device]
+        self._session = session if isinstance(session, CachedSession) else None
+        self._ended = False
+        self._settling = threading.Lock()
+        serials = set()
+        for board, driver in zip(boards, drivers, strict=True):
+            resident = None
+            if self._session is not None and driver is not None:
+                resident = driver.resident(self._session.cache)
+            serials.add(board.add(deployment.tables, device, resident))
+        (self.serial,) = serials
+        if self._session is not None:
+            self._session.before_close.append(self.end)
+
+    def end(self, timeout_s: float) -> bool:
+        """Let no loop answer from it any more; False if one still does."""
+        deadline = time.monotonic() + timeout_s
+        for board in self._boards:
+            board.end(self.serial)
+        while not all(board.is_idle(self.serial) for board in self._boards):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        self.settle()
+        with self._settling:
+            ended, self._ended = self._ended, True
+        if not ended:
+            for driver in self._drivers:
+                if driver is not None and self._session is not None:
+                    driver.leave(self._session.cache)
+            for board in self._boards:
+                board.forget(self.serial)
+        return True
+
+    def settle(self) -> None:
+        """Add what the loops have counted to the counters of the session."""
+        if self._session is None:
+            return
+        with self._settling:
+            if self._ended:
+                return
+            for board in self._boards:
+                tally = board.tally(self.serial)
+                if tally.requests:
+                    self._session.count_answered(tally.tables, tally.ns)
+
+
+class FrontLink:
+    """Ties a parameter server to the fronts. *Thread-safe.*
+
+    Args:
+        descriptors: what both share; this process maps it.
+        lifecycle: of the parameter server.
+        threads: number of threads that answer what the loops leave.
+        device_failed: told of a device that has failed.
+    """
+
+    def __init__(
+        self, descriptors: FrontDescriptors, lifecycle: Lifecycle, threads: int, device_failed: Callable[[DeviceError], None]
+    ) -> None:
+        compile_kernels(*OWNER_KERNELS)
+        self._lifecycle = lifecycle
+        self._device_failed = device_failed
+        self._memories = [Memory(one) for one in descriptors.regions]
+        self._page = Memory(descriptors.page)
+        self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        loops = len(descriptors.loop_events)
+        self._boards = [
+            Board(
+                self._memories[nth::loops],
+                descriptors.events[nth::loops],
+                event,
+                self._jobs_event,
+                descriptors.spin_ns,
+            )
+            for nth, event in enumerate(descriptors.loop_events)
+        ]
+        self._events = descriptors.events
+        self._drivers: list[BatchDriver | None] = [None] * loops
+        self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
+        self._by_serial: dict[int, _Served] = {}
+        self._changing = threading.Lock()
+        self._published: dict[str, Any] = {}
+        self._closing = threading.Event()
+        self._threads = [new_thread(f"miss-{nth}", self._work) for nth in range(threads)]
+        self._loops: list[threading.Thread] = []
+        self._looker = new_thread("page", self._look)
+        for memory in self._memories:
+            memory[layout.OWNER_EPOCH] = 0
+        self.publish()
+        self._looker.start()
+
+    def open(self, server: HPS) -> None:
+        """Begin to answer lookups of a parameter server, whose models are yet to come."""
+        self._server = server
+        for nth, board in enumerate(self._boards):
+            driver = server.cache_class.batches(board)
+            self._drivers[nth] = driver
+            if driver is None:
+                continue
+            driver.prepare()
+            thread = new_thread(f"batches-{nth}", driver.run)
+            self._loops.append(thread)
+        for thread in [*self._loops, *self._threads]:
+            thread.start()
+        server.live.watchers.append(self.publish)
+        server.metrics.settling.add(self.settle)
+        self.publish()
+
+    def settle(self) -> None:
+        for served in list(self._by_serial.values()):
+            served.settle()
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return what each front has counted."""
+        found = [layout.read_text(one, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT) for one in self._memories]
+        return [one[1] for one in found if one is not None]
+
+    def publish(self) -> None:
+        """Write the page: what fronts may name, and what they have to know."""
+        with self._changing:
+            server = self._lifecycle.opened
+            deployments = server.live.all() if server is not None and self._loops else []
+            present = {(id(one), device) for one in deployments for device in self._devices(one)}
+            for one in deployments:
+                for device in self._devices(one):
+                    if (id(one), device) not in self._served:
+                        try:
+                            served = _Served(one, device, self._boards, self._drivers)
+                        except HPSError as error:
+                            _log.error("%s", error)
+                            continue
+                        self._served[id(one), device] = served
+                        self._by_serial[served.serial] = served
+            models: dict[str, dict[str, Any]] = {}
+            for one in deployments:
+                serials = [
+                    (device, self._served[id(one), device].serial)
+                    for device in self._devices(one)
+                    if (id(one), device) in self._served
+                ]
+                models.setdefault(one.config.model, {})[one.version] = {
+                    "tables": [asdict(table) for table in one.tables],
+                    "keys_per_sample": one.keys_per_sample,
+                    "serials": self._serials_of(one, serials),
+                }
+            serving = (
+                {} if server is None else {name: one.version for name, one in server.live.serving.items() if name in models}
+            )
+            page = {
+                "models": models,
+                "serving": serving,
+                "reasons": {
+                    status.name: self._lifecycle.states.reason(status.name)
+                    for status in self._lifecycle.states.models()
+                    if status.name not in serving
+                },
+                "blocked": self._lifecycle.blocked,
+                "settings": self._lifecycle.configuration.service.model_dump(mode="json"),
+            }
+            if page != self._published:
+                layout.write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
+                self._published = page
+            gone = [key for key in self._served if key not in present]
+            ended = [self._served.pop(key) for key in gone]
+            for served in ended:
+                if served._session is None:  # a session that has a cache ends it when it closes
+                    served.end(0.0)
+                self._by_serial.pop(served.serial, None)
+
+    @staticmethod
+    def _devices(deployment: Deployment) -> list[int]:
+        """Return one device of each session."""
+        if deployment.one_device is not None:
+            return [deployment.one_device]
+        return list(deployment.sessions)
+
+    @staticmethod
+    def _serials_of(deployment: Deployment, serials: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return a serial for each device that lookups may name."""
+        if deployment.one_device is None or not serials:
+            return list(serials)
+        return [(device, serials[0][1]) for device in deployment.devices]
+
+    def _look(self) -> None:
+        """Publish reasons and settings that change by themselves."""
+        while not self._closing.wait(_LOOK_S):
+            self.publish()
+            self.settle()
+
+    def close(self, timeout_s: float) -> bool:
+        """Answer nothing more; False if a lookup still runs."""
+        self._closing.set()
+        for board in self._boards:
+            board.stop()
+        os.eventfd_write(self._jobs_event, len(self._threads))
+        deadline = time.monotonic() + timeout_s
+        started = [one for one in (*self._threads, *self._loops, self._looker) if one.ident is not None]
+        for thread in started:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.settle()
+        return not any(thread.is_alive() for thread in started)
+
+    # -- what the loops leave -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            os.eventfd_read(self._jobs_event)
+            for board in self._boards:
+                if (job := board.next_job()) is not None:
+                    self._answer(board, job)
+                    break
+            else:
+                if self._closing.is_set():
+                    return
+
+    def _answer(self, board: Board, job: Job) -> None:
+        memory, at = board.memories[job.place], job.slot >> 3
+        words, began = memory.words, time.perf_counter_ns()
+        status, deferred, aside = job.status, 0, b""
+        try:
+            if status == 0:
+                served = self._by_serial.get(int(job.header[H_SERIAL]))
+                if served is None:
+                    status = RETIRED
+                else:
+                    status, deferred, aside = self._look_up(served, memory, job)
+        except Exception as error:  # noqa: BLE001 - the client gets an answer
+            status, aside = self._failure(error, int(job.header[H_SERIAL]))
+        if status != MALFORMED:
+            room = int(job.header[H_ASIDE_BYTES])
+            if len(aside) > room:
+                aside = b""
+            start = int(job.header[H_ASIDE])
+            if aside:
+                memory.view[start : start + len(aside)] = aside
+            words[at + layout.ASIDE_USED // 8] = len(aside)
+            words[at + layout.DEFERRED // 8] = deferred
+            words[at + layout.BEGAN_NS // 8] = began
+            words[at + layout.ENDED_NS // 8] = time.perf_counter_ns()
+        words[at + layout.STATUS // 8] = status
+        board.complete(job)
+
+    def _look_up(self, served: _Served, memory: Memory, job: Job) -> tuple[int, int, bytes]:
+        deployment, flags = served.deployment, int(job.header[H_FLAGS])
+        bags: list[Any] = [None] * len(job.segments)
+        if flags & POOLED:
+            start, size = int(job.header[H_ASIDE]), int(job.header[H_ASIDE_BYTES])
+            text = bytes(memory.view[start : start + size]).partition(b"\0")[0]
+            bags = json.loads(text)
+            if not isinstance(bags, list) or len(bags) != len(job.segments):
+                raise InvalidInputError("reading bags: got another number of them than of tables")
+        segments = [
+            _segment(deployment, memory, job.slot, words, one) for words, one in zip(job.segments.tolist(), bags, strict=True)
+        ]
+        before = current.deferred
+        trace: LookupTrace | None = None
+        with traced() if flags & TRACED else nullcontext() as trace:
+            self._server.lookup_segments(deployment, segments, served.device)
+        aside = b""
+        if trace is not None:
+            spans = [(one.stage, one.table, one.began_ns, one.ended_ns, one.keys) for one in trace.spans]
+            aside = json.dumps({"tables": {name: asdict(one) for name, one in trace.tables.items()}, "spans": spans}).encode()
+        memory.words[(job.slot + layout.DEVICE) >> 3] = served.device
+        return ANSWERED, current.deferred - before, aside
+
+    def _failure(self, error: Exception, serial: int) -> tuple[int, bytes]:
+        if isinstance(error, NotReadyError):
+            served = self._by_serial.get(serial)
+            server = self._lifecycle.opened
+            if served is None or server is None or served.deployment not in server.live.all():
+                return RETIRED, b""
+        if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError):
+            self._device_failed(error)
+        message = str(error) if isinstance(error, HPSError) else "internal error; the log of the service has the details"
+        if isinstance(error, MemoryError):
+            message = "not enough memory for the answer; send fewer keys at once"
+        elif not isinstance(error, HPSError):
+            _log.error("answering a lookup failed unexpectedly", exc_info=error)
+        reason = "workspaces" if isinstance(error, WorkspaceTimeoutError) else ""
+        found = {"status": status_of(error), "message": message[:_MOST_MESSAGE], "reason": reason}
+        return FAILED, json.dumps(found).encode()
+
+
+def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Segment:
+    """Make a segment over a front's memory. Its descriptor was checked, but for its bags."""
+    table, n, keys_at, out_at, found_at = words
+    dim = deployment.dims[table]
+    keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64)
+    found = memory.bytes[found_at : found_at + n].view(np.bool_) if found_at else None
+    if bags is None:
+        out = memory.bytes[out_at : out_at + 4 * dim * n].view(np.float32).reshape(n, dim)
+        return Segment(table, keys, out, found)
+    name, count = deployment.tables[table].table_name, bags["count"]
+    arrays = {what: _array(memory, slot, *bags[what]) for what in ("offsets", "weights") if what in bags}
+    given = keys if "offsets" in arrays else keys.reshape(count, bags["hotness"])
+    last = "offsets" not in arrays or arrays["offsets"].size == count + 1
+    options = {"combiner": bags["combiner"], "max_norm": bags["max_norm"], "padding_key": bags["padding_key"]}
+    whole = Bags(given, arrays.get("offsets"), arrays.get("weights"), include_last_offset=last, **options)
+    pooling = pooling_of(name, whole, n, given.shape, on_cuda=False)
+    strides = bags["strides"] or [4 * dim, 4]
+    if not (0 < strides[0] <= 1 << 20 and strides[1] == 4 and strides[0] >= 4 * dim):
+        raise InvalidInputError(f"reading bags: got strides {strides}")
+    size = strides[0] * (pooling.count - 1) + 4 * dim if pooling.count else 0
+    if out_at + size > memory.size:
+        raise InvalidInputError("reading bags: their vectors do not fit")
+    pooled = np.ndarray((pooling.count, dim), np.float32, memory.view, out_at, strides)
+    return Segment(table, keys, pooled, pooling=pooling)
+
+
+def _array(memory: Memory, slot: int, at: int, size: int, dtype: str) -> Any:
+    """Copy an array that a front describes."""
+    kind = np.dtype(dtype)
+    start = slot + at
+    if kind.kind not in "if" or not (start >= 0 and 0 <= size <= memory.size and start + size * kind.itemsize <= memory.size):
+        raise InvalidInputError("reading bags: an array does not fit")
+    return memory.bytes[start : start + size * kind.itemsize].view(kind).copy()

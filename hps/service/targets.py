@@ -1,0 +1,29 @@
+"""The lookup routes, by path."""
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from hps.service.protocol.schemas import INFER, INFER_VERSION, LOOKUP
+
+_MOST_TARGETS: Final = 256
+
+
+class LookupTarget(NamedTuple):
+    """The lookup route of a path, and the path's parameters."""
+
+    route: str
+    model_name: str
+    version: str | None = None  # the serving one
+
+
+@lru_cache(_MOST_TARGETS)
+def lookup_target(path: str) -> LookupTarget | None:
+    """Return the lookup route of a path; None for other routes."""
+    match path.split("/"):
+        case ["", "v2", "models", model, "infer"]:
+            return LookupTarget(INFER, model)
+        case ["", "v1", "models", model, "lookup"]:
+            return LookupTarget(LOOKUP, model)
+        case ["", "v2", "models", model, "versions", version, "infer"]:
+            return LookupTarget(INFER_VERSION, model, version)
+    return None

@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_fronts GENERATOR --device cpu --cells 1x1000 --connections 1,16 --fronts 0,2
 
-GENERATOR is a program `PORT NPORTS CONNS THREADS TABLES KEYS ROWS SECONDS CHECK TRUNC MODEL` that prints one JSON object with rps,
-p50_us, p99_us, wrong, errors and checked. Element c of key k of table t is the float32 with the bits t << 23 | k << 5 | c, so every
-vector says whose it is. With --baseline another checkout is measured in the same run, turn about.
+GENERATOR is a program `PORT NPORTS CONNS THREADS TABLES KEYS ROWS SECONDS CHECK TRUNC MODEL` that prints a JSON object:
+rps, p50_us, p99_us, wrong, errors and checked. Element c of key k of table t is the float32 with the bits
+t << 23 | k << 5 | c, so every vector says whose it is. With --baseline another checkout is measured in turn.
 """
 
 import argparse
@@ -75,7 +75,10 @@ class Service:
         if fronts is not None:
             command += ["--fronts", str(fronts)]
         self.log = log
-        environment = {**os.environ, "PYTHONPATH": checkout}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([checkout, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+        }
         self.process = subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, cwd=checkout, env=environment)
         for _ in range(1200):
             if self.process.poll() is not None:
@@ -127,8 +130,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
                                    "connections": connections, **found}  # fmt: skip
                             results.append(row)
                             print(
-                                f"{kind:7} fronts {fronts!s:5} {count:3} x {keys:5} conns {connections:3}: {found['rps']:10.0f} /s "
-                                f"p50 {found['p50_us']:8.0f} p99 {found['p99_us']:8.0f} us, errors {found['errors']}, "
+                                f"{kind:7} fronts {fronts!s:4} {count:2} x {keys:5} on {connections:3}: {found['rps']:8.0f}/s "
+                                f"p50 {found['p50_us']:8.0f} p99 {found['p99_us']:8.0f} us, {found['errors']} errors, "
                                 f"checked {found['checked']}",
                                 flush=True,
                             )
@@ -162,7 +165,9 @@ def main() -> None:
     arguments = parser.parse_args()
     results = measure(arguments)
     if arguments.out:
-        settings = {name: value for name, value in vars(arguments).items() if name not in ("generator", "scratch", "baseline", "out")}
+        settings = {
+            name: value for name, value in vars(arguments).items() if name not in ("generator", "scratch", "baseline", "out")
+        }
         Path(arguments.out).write_text(json.dumps({"settings": settings, "results": results}, indent=1))
 
 

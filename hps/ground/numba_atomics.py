@@ -159,7 +159,7 @@ def _words_at(typing_context: Any, address: Any) -> Any:
 
 
 def _call(arguments: int) -> Any:
-    """Return a call of a C function by its address: integers and pointers in, an int out. Unlike a pointer, that can be cached."""
+    """Return a call of a C function by its address: integers and pointers in, an int out. It can be cached."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         function = _pointer(builder, values[0], ir.FunctionType(_I32, [_I64] * arguments))
@@ -325,7 +325,7 @@ call_1: Callable[[int, int], int] = _call(1)
 call_4: Callable[[int, int, int, int, int], int] = _call(4)
 """Call the C function at an address with that many integers or pointers; return its int."""
 call_launch: Callable[[int, int, int, int, int, int], int] = _call_launch
-"""Call `cuLaunchKernel`, which is at an address: `(function, kernel, blocks, threads, stream, parameters)`, one dimension each."""
+"""Call `cuLaunchKernel`, which is at an address: `(function, kernel, blocks, threads, stream, parameters)`."""
 pointer_to: Callable[[int], Any] = _words_at
 """The address as a pointer that `numba.carray` takes."""
 fence_acquire: Callable[[], None] = _fence("acquire")

@@ -339,7 +339,7 @@ class CachedSession:
         return self._inserts.drain(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        if not all([end(timeout_s) for end in self.before_close]):
+        if not all(end(timeout_s) for end in self.before_close):
             return False
         if not (self._lookups.close(timeout_s) and self._stream_ordered.close()):
             return False

@@ -191,7 +191,7 @@ class Board:
 
     def is_idle(self, serial: int) -> bool:
         """Whether the loop answers nothing of a deployment that has ended. Asked again while it is False."""
-        return self.deployments[serial & (MOST_DEPLOYMENTS - 1), D_IN_FLIGHT] == 0
+        return int(self.deployments[serial & (MOST_DEPLOYMENTS - 1), D_IN_FLIGHT]) == 0
 
     def forget(self, serial: int) -> None:
         """Give the place of a deployment to others, once it is idle."""
@@ -202,9 +202,8 @@ class Board:
         """Return what was answered of a deployment since the last call. One caller at a time."""
         row = serial & (MOST_DEPLOYMENTS - 1)
         tables_of = self._rows[row]
-        counts = []
-        for table in tables_of or ():
-            counts.append(_since(self.tables[table], self._seen[1][table], (T_KEYS, T_HITS, T_LINKED, T_ABSENT)))
+        columns = (T_KEYS, T_HITS, T_LINKED, T_ABSENT)
+        counts = [_since(self.tables[table], self._seen[1][table], columns) for table in tables_of or ()]
         requests, ns = _since(self.deployments[row], self._seen[0][row], (D_REQUESTS, D_NS))
         return Tally(counts, requests, [ns // requests] * requests if requests else [])
 
@@ -239,6 +238,6 @@ class Board:
 def _since(words: IndexArray, seen: IndexArray, columns: Sequence[int]) -> list[int]:
     """Read counters that a loop adds to, and return by how much they have grown since they were seen last."""
     now = words[list(columns)]
-    grown = (now - seen[list(columns)]).tolist()
+    grown: list[int] = (now - seen[list(columns)]).tolist()
     seen[list(columns)] = now
     return grown

@@ -4,7 +4,7 @@
 descriptors may name.
 """
 
-from typing import Final
+from typing import Any, Final
 
 from numba import int64, njit, types, void
 
@@ -72,11 +72,12 @@ MOST_TIMES: Final = 4096
 HEADER_WORDS: Final = 8
 H_SERIAL, H_FLAGS, H_SEGMENTS, H_ASIDE, H_ASIDE_BYTES, H_DEVICE, H_KEYS = range(7)
 
-_I64, _I32 = types.int64, types.int32
-_read = types.ExternalFunction("read", _I64(_I32, _I64, _I64))
-_write = types.ExternalFunction("write", _I64(_I32, _I64, _I64))
-_poll = types.ExternalFunction("poll", _I32(_I64, _I64, _I32))
-_clock = types.ExternalFunction("clock_gettime", _I32(_I32, _I64))
+_I64: Any = types.int64
+_I32: Any = types.int32
+_read: Any = types.ExternalFunction("read", _I64(_I32, _I64, _I64))
+_write: Any = types.ExternalFunction("write", _I64(_I32, _I64, _I64))
+_poll: Any = types.ExternalFunction("poll", _I32(_I64, _I64, _I32))
+_clock: Any = types.ExternalFunction("clock_gettime", _I32(_I32, _I64))
 _MONOTONIC = 1
 _POLLIN = 1
 
@@ -221,13 +222,15 @@ def complete(regions: IndexArray, place: int, slot: int) -> int:
     wakes = load_relaxed(base + FRONT_SLEEPS) == 1 and exchange(base + FRONT_SLEEPS, 0) == 1
     store_release(lock, 0)
     fetch_add(regions[place].ctypes.data + 8 * IN_FLIGHT, -1)
-    return regions[place, EVENT] if wakes else -1
+    event: int = regions[place, EVENT] if wakes else -1
+    return event
 
 
 @kernel(int64, _ROWS, int64, int64)
 def complete_job(regions: IndexArray, place: int, slot: int) -> int:
     """As `complete`, for Python."""
-    return complete(regions, place, slot)
+    event: int = complete(regions, place, slot)
+    return event
 
 
 @njit()
@@ -275,7 +278,7 @@ def available(regions: IndexArray, place: int, scratch: int) -> int:
         return -1
     if epoch == 0:
         return 0
-    count = load_acquire(base + SUBMITTED) - regions[place, TAIL]
+    count: int = load_acquire(base + SUBMITTED) - regions[place, TAIL]
     if count < 0 or count > RING:  # no front counts so
         return 0
     return count

@@ -18,11 +18,11 @@ from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError, 
 from hps.parameter_server import HPS
 from hps.service.answer_memory import AnswerMemory
 from hps.service.authorization import Authorization, is_change
-from hps.service.fronts.proxy import CLIENT
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.history import History
 from hps.service.http_answer import (
     BINARY,
+    CLIENT,
     DEFERRED_KEYS,
     JSON,
     HTTPAnswer,

@@ -28,6 +28,8 @@ from hps.errors import (
 Header = tuple[bytes, bytes]
 JSON: Header = (b"content-type", b"application/json")
 BINARY: Header = (b"content-type", b"application/octet-stream")
+CLIENT = b"hps-client"
+"""Header by which a front tells the owner's application the address of the client."""
 DEFERRED_KEYS = b"x-deferred-keys"
 """Header of an answer in which that many keys got the default vector and are fetched in the background."""
 

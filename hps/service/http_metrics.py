@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -156,8 +156,10 @@ class InferenceCounts:
 
     def plus(self, other: "InferenceCounts") -> "InferenceCounts":
         """Return the sum of both."""
-        sums = [getattr(self, name) + getattr(other, name) for name in self.__slots__[:-1]]
-        return InferenceCounts(*sums, max(self.last_ns, other.last_ns))
+        mine, its = astuple(self), astuple(other)
+        sums = [a + b for a, b in zip(mine, its, strict=True)]
+        sums[-1] = max(mine[-1], its[-1])  # a time
+        return InferenceCounts(*sums)
 
     def succeeded(self, started: int, submitted: int, began: int, ended: int, resumed: int) -> None:
         """Count an answered request, before its answer is written."""

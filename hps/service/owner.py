@@ -300,7 +300,7 @@ class FrontLink:
             _segment(deployment, memory, job.slot, words, one) for words, one in zip(job.segments.tolist(), bags, strict=True)
         ]
         before = current.deferred
-        trace: LookupTrace | None = None
+        trace: LookupTrace | None
         with traced() if flags & TRACED else nullcontext() as trace:
             self._server.lookup_segments(deployment, segments, served.device)
         aside = b""

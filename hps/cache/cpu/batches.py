@@ -1,9 +1,10 @@
 """Answers what fronts post from the NumPy cache, without the interpreter."""
 
-from typing import Final
+from typing import Any, Final, cast
 
+import numba
 import numpy as np
-from numba import boolean, carray, float32, int64, njit, void
+from numba import boolean, float32, int64, njit, void
 
 from hps.cache.base import BatchDriver, EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
@@ -48,6 +49,8 @@ MOST_KEYS: Final = 1 << 16
 
 _WORDS, _ROWS = int64[::1], int64[:, ::1]
 
+_carray = cast(Any, numba).carray  # its types want pointers of ctypes
+
 
 @njit()
 def _answer(base: int, tables: IndexArray, first: int, count: int, segments: IndexArray, missing: IndexArray) -> bool:
@@ -58,12 +61,12 @@ def _answer(base: int, tables: IndexArray, first: int, count: int, segments: Ind
             continue
         words = tables[first + table]
         dim = words[T_DIM]
-        lines = carray(pointer_to(words[T_LINES]), (words[T_SETS], 16), int64)
-        vectors = carray(pointer_to(words[T_VECTORS]), (words[T_ROWS], dim), float32)
-        state = carray(pointer_to(words[T_STATE]), (words[T_STATE_WORDS],), int64)
-        keys = carray(pointer_to(base + keys_at), (n,), int64)
-        out = carray(pointer_to(base + out_at), (n, dim), float32)
-        found = carray(pointer_to(base + found_at), (n if found_at != 0 else 0,), boolean)
+        lines = _carray(pointer_to(words[T_LINES]), (words[T_SETS], 16), int64)
+        vectors = _carray(pointer_to(words[T_VECTORS]), (words[T_ROWS], dim), float32)
+        state = _carray(pointer_to(words[T_STATE]), (words[T_STATE_WORDS],), int64)
+        keys = _carray(pointer_to(base + keys_at), (n,), int64)
+        out = _carray(pointer_to(base + out_at), (n, dim), float32)
+        found = _carray(pointer_to(base + found_at), (n if found_at != 0 else 0,), boolean)
         if query_keys(lines, vectors, state, keys, out, found, missing) != 0:
             return False
     return True

@@ -400,7 +400,7 @@ def _is_resident(deployments: IndexArray, row: int, header: IndexArray, read: In
     if header[H_KEYS] > MOST_KEYS or header[H_SEGMENTS] > BATCH_SEGMENTS:
         return False
     mask = 4 * deployments[row, D_UNIT] - 1
-    for one in range(header[H_SEGMENTS]):
+    for one in range(header[H_SEGMENTS]):  # noqa: SIM110 - numba compiles no generator here
         if read[one, 3] & mask != 0:
             return False
     return True

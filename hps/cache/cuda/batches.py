@@ -71,14 +71,20 @@ class _Lane:
             self._lists, self._counts, self._staged = DeviceBuffer(), DeviceBuffer(), DeviceBuffer()
             done_at, done = self._pinned.take(64)
             flags_at, flags = self._pinned.take(64)
-            counts_at, counts = self._pinned.take(4 * BATCH_SEGMENTS)
+            _, counts = self._pinned.take(4 * BATCH_SEGMENTS)
             reports_at, reports = self._pinned.take(8 * BATCH_SEGMENTS)
             for one in (done, flags, counts, reports):
                 one[:] = 0
             words = 4 * BATCH_SEGMENTS
             start = self._counts.reserve(6 * words + 64)
             runtime.memset(start, 0, 6 * words + 64)
-            missing, left, leaders, tallies, progress = start, start + words, start + 2 * words, start + 3 * words, start + 5 * words
+            missing, left, leaders, tallies, progress = (
+                start,
+                start + words,
+                start + 2 * words,
+                start + 3 * words,
+                start + 5 * words,
+            )
             keys, versions = MOST_KEYS, 8 * kernels.STRIPES * AT_ONCE
             clean = 4 * kernels.MOST_BINS + 8 * keys
             sizes = {
@@ -105,10 +111,18 @@ class _Lane:
         self._query: Any = np.zeros((QUERY_TAIL_AT + kernels.QUERY_TAIL.size) // 8 + 1, np.int64)
         self._answer: Any = np.zeros((ANSWER_TAIL_AT + kernels.ANSWER_TAIL.size) // 8 + 1, np.int64)
         kernels.QUERY_TAIL.pack_into(
-            self._query.view(np.uint8), QUERY_TAIL_AT, places["missing_keys"], places["positions"], missing, flags_at, 0, PER_WARP, 0
+            self._query.data.cast("B"),
+            QUERY_TAIL_AT,
+            places["missing_keys"],
+            places["positions"],
+            missing,
+            flags_at,
+            0,
+            PER_WARP,
+            0,
         )
         kernels.ANSWER_TAIL.pack_into(
-            self._answer.view(np.uint8),
+            self._answer.data.cast("B"),
             ANSWER_TAIL_AT,
             places["missing_keys"],
             places["positions"],

@@ -530,6 +530,6 @@ def header_length(head: Head) -> bytes | None:
 
 def bad_length(value: bytes, size: int) -> InvalidInputError:
     return InvalidInputError(
-        f"reading the request: got Inference-Header-Content-Length {value[:40].decode('latin-1')!r}, expected a number of bytes "
-        f"within the body of {size}"
+        f"reading the request: got Inference-Header-Content-Length {value[:40].decode('latin-1')!r}, expected a number of "
+        f"bytes within the body of {size}"
     )

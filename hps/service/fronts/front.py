@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -125,7 +125,7 @@ class Front:
         self.slots = Slots(region.size)
         self.refusals = Refusals()
         self.memory = HeldMemory(region.size)
-        self.connections = Connections(self.memory, self.refusals, 1, settings.keep_alive_s)  # type: ignore[arg-type]
+        self.connections = Connections(self.memory, self.refusals, 1, settings.keep_alive_s)
         self.authorization = Authorization(settings)
         self.authorization.loopback = loopback
         self.metrics = HTTPMetrics(
@@ -545,7 +545,7 @@ class Front:
             headers.append((b"inference-header-content-length", b"%d" % length))
         if deferred:
             headers.append((DEFERRED_KEYS, b"%d" % deferred))
-        pieces = [*text, *binary]
+        pieces: list[bytes | memoryview] = [*text, *binary]
         lookup.version.counts.output_ns += time.perf_counter_ns() - resumed
         size = sum(map(len, pieces))
         close = connection._closing = connection.closes_after
@@ -764,6 +764,6 @@ class Front:
         self.leaving = True
 
 
-def _scope(head: Head, connection: Connection) -> Mapping[str, Any]:
+def _scope(head: Head, connection: Connection) -> MutableMapping[str, Any]:
     client = (connection.client, 0) if connection.client else None
     return {"type": "http", "method": head.method, "path": head.path, "client": client, "scheme": "http"}

@@ -2,14 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
 from hps.service.fronts.heads import Head
-
-CLIENT: Final = b"hps-client"
-"""Header by which a front tells the owner's application the address of the client."""
+from hps.service.http_answer import CLIENT
 
 _MOST_IDLE = 8
 _CONNECT_S = 1.0

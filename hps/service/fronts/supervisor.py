@@ -93,8 +93,8 @@ class Supervisor:
     def run(self) -> int | None:
         """Serve until a signal stops the service or the owner ends. Returns its exit code; None in the owner's process."""
         compile_kernels(*FRONT_KERNELS)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(one, self._on_signal)
         due: dict[int, float] = dict.fromkeys((-1, *range(self._fronts)), 0.0)
         stop_at = 0.0
         while True:
@@ -111,9 +111,8 @@ class Supervisor:
                         return None
             time.sleep(_TICK_S)
             for number, status in self._ended():
-                at = self._after(number, status)
-                if at is not None:
-                    due[number] = at
+                if (again_at := self._after(number, status)) is not None:
+                    due[number] = again_at
 
     # -- children ---------------------------------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class Supervisor:
             )
             front.run([listener])
             code = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a forked process must not go on in the parent's code
             _log.exception("front %d failed", number)
         finally:
             with suppress(Exception):

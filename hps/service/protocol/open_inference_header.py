@@ -18,7 +18,7 @@ from hps.service.protocol.request_checks import BAG_OPTIONS, check_bag_option, k
 
 MAX_RANK = 8
 _CACHED_HEADERS = 256
-CACHED_BYTES = 2048
+CACHED_BYTES = 8192
 """Maximum length of a cached JSON part."""
 
 _Dtype: TypeAlias = "np.dtype[np.signedinteger[Any] | np.floating[Any]]"

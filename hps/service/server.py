@@ -9,10 +9,10 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -151,18 +151,9 @@ class Server:
     ) -> None:
         self._app = app
         self._listener = listener
-        self._directory = tempfile.TemporaryDirectory(prefix="hps-") if shared is None else None
-        configuration = app.lifecycle.configuration
+        self._shared = shared
+        self.url = url or ("" if listener is None else url_of(listener))
         self.front: Front | None = None
-        if shared is None:
-            directory = cast(tempfile.TemporaryDirectory[str], self._directory).name
-            shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
-        self._path = shared.path
-        app.link.connect(shared)
-        if listener is not None:
-            url = url_of(listener)
-            self.front = Front(0, shared, configuration, spins=False, loopback=is_loopback(urlsplit(url).hostname or ""))
-        self.url = url or ""
         where = urlsplit(self.url)
         app.address = where.hostname or "", where.port or 0
         app.authorization.loopback = is_loopback(app.address[0])
@@ -190,16 +181,22 @@ class Server:
 
     def run(self) -> None:
         """Serve. Blocks until the service has stopped."""
-        with suppress(FileNotFoundError):  # of an owner that has died
-            os.unlink(self._path)
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
-                own.bind(self._path)
-                own.listen(BACKLOG)
-                uvloop.run(self._serve(own))
-        finally:
-            if self._directory is not None:
-                self._directory.cleanup()
+        with ExitStack() as stack:
+            configuration, loopback = self._app.lifecycle.configuration, self._app.authorization.loopback
+            if (shared := self._shared) is None:
+                directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hps-"))
+                shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
+            self._app.link.connect(shared)
+            if self._listener is not None:
+                self.front = Front(0, shared, configuration, spins=False, loopback=loopback)
+            with suppress(FileNotFoundError):  # of an owner that has died
+                os.unlink(shared.path)
+            own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            own.bind(shared.path)
+            own.listen(BACKLOG)
+            uvloop.run(self._serve(own))
+            if self._shared is None and self._app.closed:  # else a thread may still use it
+                shared.close()
 
     def stop(self, why: str = "stopping", *, drain: bool = False, force: bool = False) -> None:
         """Turn not ready, refuse new connections, finish running requests, and stop.
@@ -311,6 +308,7 @@ class Server:
         settings = self._settings
         use(*(None if key in kept else getattr(settings, key) for key in ("log_format", "log_level")))
         self._app.configure(settings)
+        self._app.link.publish()
         for line in changes.made:
             _log.info("changed: %s", line)
         for line in changes.refused:

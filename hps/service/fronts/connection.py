@@ -1,6 +1,7 @@
 """A client's connection to a front: reads requests within limits, and sends answers from the slab."""
 
 import asyncio
+import select
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -150,6 +151,8 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """Keep the connection until the client, which sends nothing more, has its answer."""
         self._eof = True
+        if not self._busy:
+            self._next()
         return self._busy and not self._lingering
 
     def pause_writing(self) -> None:
@@ -323,7 +326,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _inflate(self, head: Head, body: bytearray) -> None:
         most = self.front.most_bytes(head)
-        self.hold(len(body) + inflated_bytes(body, most))
+        self.hold(len(body) + inflated_bytes(body, most), "decompressing the request")
         self._body = bytearray(inflate(head.headers, body, most))
         self.hold(len(self._body))
 
@@ -341,7 +344,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._upstream = upstream
 
-    def hold(self, size: int) -> None:
+    def hold(self, size: int, what: str = "reading the request") -> None:
         """Count a body of this size in the memory that clients hold.
 
         Raises:
@@ -351,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
         memory.held -= self._held
         self._held = 0
         if size:
-            self._held = memory.take(size, "reading the request")
+            self._held = memory.take(size, what)
 
     # -- answering --------------------------------------------------------------------------------------------------------
 
@@ -377,7 +380,8 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def closes_after(self) -> bool:
         """Whether this answer is the connection's last."""
-        return self._eof or self.front.leaving or (self._head is not None and not self._head.keeps_alive)
+        last = (self._eof or self.front.leaving) and self._at == self._have  # what has arrived is answered
+        return last or (self._head is not None and not self._head.keeps_alive)
 
     def refuse(self, error: Exception) -> None:
         """Answer an error. If the request has not been read whole, the connection closes after it."""
@@ -404,6 +408,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self._ended:
             if not self._out and not self._bytes_out:
                 self._unread_since = time.monotonic()
+                if self.closes_after:
+                    data = data.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
             self._bytes_out += len(data)
             self._out.append(data)
             self._pump()
@@ -469,16 +475,19 @@ class Connection(asyncio.BufferedProtocol):
             self.front.loop.call_later(_LINGER_S, self.transport.close)
             if self._eof:
                 self.transport.close()
-        elif self._closing or self._eof:
+        elif self._closing:
             self.transport.close()
         else:
             self._resume_reading()
-            if self._at < self._have:
+            if self._at < self._have or self._eof:
                 self.front.loop.call_soon(self._next)
 
     def _next(self) -> None:
+        """Go on with what has arrived; after the client's last byte, close if that is no complete request."""
         if not (self._ended or self._busy or self._fill):
             self._advance()
+        if self._eof and not self._busy:
+            self.transport.close()
 
     def _finish(self, status: int) -> None:
         head, self._head = self._head, None
@@ -507,7 +516,11 @@ class Connection(asyncio.BufferedProtocol):
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""
         new = time.monotonic() - self.opened < _FIRST_REQUEST_S and not self.completed
-        if self.idle and self._at == self._have and not new and not self.transport.is_closing():
+        if not self.idle or self._at < self._have or new or self.transport.is_closing():
+            return
+        received = select.poll()  # bytes that the event loop has not read: closing now would reset the connection
+        received.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if not received.poll(0):
             self.close()
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:

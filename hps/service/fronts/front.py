@@ -70,6 +70,8 @@ _SPIN_NS: Final = 100_000
 _STOP_S: Final = 10.0
 _STOP_TICK_S: Final = 0.02
 BACKLOG: Final = 2048
+MOST_PENDING: Final = RING // 2
+"""Maximum number of lookups that the owner works on for one front."""
 
 
 @dataclass(slots=True, eq=False)
@@ -236,8 +238,6 @@ class Front:
         Raises:
             NotReadyError, UnknownModelError, UnknownVersionError: nothing does.
         """
-        if self.page[layout.PAGE_VERSION] != self._page_version:
-            self._read_page()
         if self._blocked:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
         name, number = target.model_name, target.version
@@ -280,6 +280,8 @@ class Front:
         Raises:
             RequestError, HPSError: it is refused.
         """
+        if self.page[layout.PAGE_VERSION] != self._page_version:
+            self._read_page()
         target = lookup_target(head.path)
         if head.length > (most := self.most_bytes(head)):
             raise too_large(f"Content-Length is {head.length}", most)
@@ -356,7 +358,9 @@ class Front:
             if lookup.target.route != LOOKUP:
                 header = parse_header_length(header_length(head), len(body))
             if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.connection is not None:
-                lookup.connection.hold(len(body) + parsed_bytes(memoryview(body)[:header], self._max_keys))
+                lookup.connection.hold(
+                    len(body) + parsed_bytes(memoryview(body)[:header], self._max_keys), "parsing the request"
+                )
             if lookup.target.route == LOOKUP:
                 request = decode_lookup(body, version.tables, self._max_keys)
             else:
@@ -370,7 +374,7 @@ class Front:
         lookup.device = request.device_id
         lookup.placed = Placed(request, lookup.traced)
         if lookup.connection is not None:
-            lookup.connection.hold(len(body) + request.held_bytes)
+            lookup.connection.hold(len(body) + request.held_bytes, "answering the request")
 
     def take_slot(self, lookup: Lookup) -> bool:
         """Take a slot, and write the descriptor; False if there is none now: the connection is told when to try again.
@@ -384,7 +388,7 @@ class Front:
             limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
             raise RequestError(413, f"answering the request: it takes {size} bytes of memory, {limit}; send fewer keys at once")
         connection = lookup.connection
-        slot = -1 if len(self._pending) >= RING // 2 else self.slots.take(size)
+        slot = -1 if len(self._pending) >= MOST_PENDING else self.slots.take(size)
         if slot < 0:
             if connection is not None:
                 self._waiting.append((lookup, connection, time.monotonic() + _SLOT_WAIT_S))
@@ -409,7 +413,8 @@ class Front:
             if not self._connected:
                 raise NotReadyError("the parameter server is being started again; send the request again later")
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
-        serial = lookup.serial = lookup.version.serial(lookup.device)
+        lookup.device = lookup.version.device(lookup.device)
+        serial = lookup.serial = lookup.version.serials[lookup.device]
         if plan is not None:
             descriptor = plan.descriptor
             self.region.view[slot : slot + len(descriptor)] = descriptor
@@ -535,7 +540,7 @@ class Front:
         if placed is None:
             return
         at = lookup.slot >> 3
-        device, deferred = int(words[at + layout.DEVICE // 8]), int(words[at + layout.DEFERRED // 8])
+        deferred = int(words[at + layout.DEFERRED // 8])
         report = None
         if lookup.traced and (found := self._aside(lookup)) is not None:
             trace = LookupTrace()
@@ -545,7 +550,7 @@ class Front:
             served.queue_ns, served.infer_ns = began - lookup.posted_ns, ended - began
             if lookup.report:
                 report = report_of(trace, served.queue_ns, served.infer_ns)
-        text, binary, length = placed.encode(report, device)
+        text, binary, length = placed.encode(report, lookup.device or 0)
         headers = [BINARY if binary else JSON]
         if length is not None:
             headers.append((b"inference-header-content-length", b"%d" % length))
@@ -619,6 +624,9 @@ class Front:
                 connection.refuse(self._no_slot())
 
     def _no_slot(self) -> OverloadedError:
+        if (pending := len(self._pending)) >= MOST_PENDING:
+            limit = f"expected at most {MOST_PENDING}; send the request again later"
+            return OverloadedError("threads", f"{pending} lookups are under way, {limit}")
         used = f"other requests hold {self.slots.used} bytes of {self.region.size} (from service.max_held_bytes)"
         return OverloadedError("memory", f"answering the request: {used}; send the request again later")
 

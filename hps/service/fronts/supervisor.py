@@ -70,6 +70,7 @@ class Supervisor:
         self._stopping = ""
         self._told: set[bool] = set()  # whether the fronts (False) and the owner (True) were told to stop
         self._drains = False
+        self._began = 0.0
         self._code = 0
 
     @property
@@ -89,6 +90,7 @@ class Supervisor:
             if stop_at:
                 due.clear()
                 if self._stop_on(stop_at):
+                    _log.info("stopped, %.1f s after %s", time.monotonic() - self._began, self._stopping)
                     return self._code
             for number, at in list(due.items()):
                 if time.monotonic() >= at:
@@ -208,12 +210,15 @@ class Supervisor:
         """Turn not ready; return when the fronts stop listening."""
         self._tell_fronts(signal.SIGUSR1)
         self._tell_owner(signal.SIGUSR1)
-        drain_s = 0.0
+        self._began, drain_s = time.monotonic(), 0.0
         if self._drains and any(one < 0 for one in self._children.values()):
             found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
             page = found[1] if found else {}
             if not page.get("blocked", "starting"):
                 drain_s = page["settings"]["drain_s"]
+        if drain_s:
+            why = self._stopping
+            _log.info("%s: not ready from now on; requests are answered for %g s more (service.drain_s)", why, drain_s)
         return time.monotonic() + drain_s
 
     def _stop_on(self, stop_at: float) -> bool:
@@ -224,9 +229,11 @@ class Supervisor:
         if any(one >= 0 for one in self._children.values()):
             if False not in self._told:
                 self._told.add(False)
+                _log.info("%s: no longer listening, after %.1f s", self._stopping, now - self._began)
                 self._tell_fronts(signal.SIGTERM)
         elif self._children and True not in self._told:
             self._told.add(True)
+            _log.info("requests have ended, after %.1f s", now - self._began)
             self._tell_owner(signal.SIGTERM)
         if now > stop_at + _STOP_S:
             for child in self._children:

@@ -65,8 +65,8 @@ class CallThreads:
         waiting: list[Callable[[], None]] = [partial(_run, call, partial(function, *arguments))]
         self._calls.put(waiting)
         try:
-            done, _ = await asyncio.wait([ended], timeout=self._timeout_s)
-            if not done:
+            _, running = await asyncio.wait([ended], timeout=self._timeout_s)
+            if running:
                 if call.cancel():  # it does not run
                     waiting.clear()
                 raise RequestError(

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ class _Served:
                 return
             for board in self._boards:
                 tally = board.tally(self.serial)
-                if tally.requests:
+                if tally.requests or any(map(any, tally.tables)):  # keys are counted before their request
                     self._session.count_answered(tally.tables, tally.ns)
 
 
@@ -110,7 +111,7 @@ class FrontLink:
         self._memories = [Memory(one) for one in descriptors.regions]
         self._page = Memory(descriptors.page)
         self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-        loops = len(descriptors.loop_events)
+        loops, serials = len(descriptors.loop_events), secrets.randbits(40)
         self._boards = [
             Board(
                 self._memories[nth::loops],
@@ -118,11 +119,13 @@ class FrontLink:
                 event,
                 self._jobs_event,
                 descriptors.spin_ns,
+                serials,
             )
             for nth, event in enumerate(descriptors.loop_events)
         ]
         self._events = descriptors.events
         self._drivers: list[BatchDriver | None] = [None] * loops
+        self._figures: list[dict[str, Any] | None] = [None] * len(self._memories)
         self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
         self._by_serial: dict[int, _Served] = {}
         self._changing = threading.Lock()
@@ -159,8 +162,11 @@ class FrontLink:
 
     def figures(self) -> list[dict[str, Any]]:
         """Return what each front has counted."""
-        found = [layout.read_text(one, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT) for one in self._memories]
-        return [one[1] for one in found if one is not None]
+        for place, memory in enumerate(self._memories):
+            found = layout.read_text(memory, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
+            if found is not None:  # else: it is being written, and what was read last still counts
+                self._figures[place] = found[1]
+        return [one for one in self._figures if one is not None]
 
     def publish(self) -> None:
         """Write the page: what fronts may name, and what they have to know."""
@@ -332,7 +338,7 @@ def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int]
     """Make a segment over a front's memory. Its descriptor was checked, but for its bags."""
     table, n, keys_at, out_at, found_at = words
     dim = deployment.dims[table]
-    keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64)
+    keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64).copy()  # a lookup reads them more than once
     found = memory.bytes[found_at : found_at + n].view(np.bool_) if found_at else None
     if bags is None:
         out = memory.bytes[out_at : out_at + 4 * dim * n].view(np.float32).reshape(n, dim)

@@ -80,6 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         self._fill = _EMPTY  # where the rest of the body goes
         self._body: bytearray | None = None  # a whole body
         self._chunks: Chunks | None = None
+        self._left = 0  # of a body, not taken from the buffer yet; -1 if its length is unknown
         self._held = 0
         self._lookup: Lookup | None = None
         self._upstream: Upstream | None = None
@@ -111,8 +112,7 @@ class Connection(asyncio.BufferedProtocol):
             self._upstream = None
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
-            if not self.front.disown(lookup):  # the owner has it: the slot is free once it is answered
-                pass
+            self.front.disown(lookup)
             self._finish(DISCONNECTED)
         elif self._head is not None and not self._lingering:
             self._finish(DISCONNECTED)
@@ -214,7 +214,9 @@ class Connection(asyncio.BufferedProtocol):
         self._at = end
         self._started = time.perf_counter()
         self._served = self.front.served()
+        self._left = 0
         self._head = head = read_head(raw)
+        self._left = head.length
         self._since = time.monotonic()
         self._watched = self.front.begin(self, head, self._served, self._started)
         self.front.check(self, head, self._served)
@@ -251,6 +253,7 @@ class Connection(asyncio.BufferedProtocol):
             if lookup is not None:
                 self._lookup = lookup
                 self._at += text_bytes
+                self._left -= text_bytes
                 self._receive_keys()
                 return
         size = head.length
@@ -295,7 +298,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _body_arrived(self) -> None:
         self._busy, self.completed, self.used = True, True, True
-        self._since = None
+        self._since, self._left = None, 0
         if self._at == self._have:
             self._at = self._have = 0
         head, served = cast(Head, self._head), self._served
@@ -372,10 +375,10 @@ class Connection(asyncio.BufferedProtocol):
         """Answer an error. If the request has not been read whole, the connection closes after it."""
         if self._ended:
             return
-        unread = not self._busy or bool(self._fill)
-        if unread and self._head is not None and self._body is None and 0 <= self._head.length <= self._have - self._at:
-            self._at += self._head.length  # it has arrived: nothing is in the way of the next request
-            unread = False
+        if not self._fill and 0 < self._left <= self._have - self._at:
+            self._at += self._left  # it has arrived: nothing is in the way of the next request
+            self._left = 0
+        unread = self._left != 0
         if self._served is None or (self._head is None and self._status == 0):
             self._served, self._started = self.front.served(), time.perf_counter()
         lookup, self._lookup = self._lookup, None

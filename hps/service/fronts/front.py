@@ -85,6 +85,7 @@ class Lookup:
     began_ns: int = 0
     posted_ns: int = 0
     due: float = 0.0
+    slot_due: float = 0.0
     posted: bool = False
 
 
@@ -134,7 +135,7 @@ class Front:
         self._requests = RequestLog(settings, None)
         self.owner = OwnerConnections(owner_path)
         self._pending: dict[int, Lookup] = {}
-        self._waiting: deque[tuple[Lookup, Connection, float]] = deque()
+        self._waiting: deque[tuple[Lookup, Connection]] = deque()
         self._counts: dict[tuple[str, str], InferenceCounts] = {}
         self._models: dict[str, dict[str, FrontVersion]] = {}
         self._serving: dict[str, str] = {}
@@ -222,6 +223,8 @@ class Front:
                 counts = self._counts.setdefault((name, number), InferenceCounts())
                 models[name][number] = FrontVersion(ModelTables(name, tables, number, one["keys_per_sample"]), serials, counts)
         self._models = models
+        if not self._blocked:  # a new owner begins without models
+            self._counts = {key: counts for key, counts in self._counts.items() if key[1] in models.get(key[0], ())}
 
     def _version(self, target: LookupTarget) -> FrontVersion:
         """Return what answers a lookup.
@@ -367,11 +370,13 @@ class Front:
         lookup.placed = Placed(request, lookup.traced)
 
     def take_slot(self, lookup: Lookup) -> bool:
-        """Take a slot, and write the descriptor; False if there is none now: the connection is told when to try again.
+        """Take a slot; False if there is none now: the connection is told when to try again.
 
         Raises:
             RequestError: 413, no slot is as large.
+            NotReadyError: the slab is not this front's: an owner may still write answers of the front before it.
         """
+        self._expect_owner()
         plan, placed = lookup.plan, lookup.placed
         size = plan.end if plan is not None else placed.size  # type: ignore[union-attr]
         if size > self.slots.largest:
@@ -381,10 +386,17 @@ class Front:
         slot = -1 if len(self._pending) >= RING // 2 else self.slots.take(size)
         if slot < 0:
             if connection is not None:
-                self._waiting.append((lookup, connection, time.monotonic() + _SLOT_WAIT_S))
+                lookup.slot_due = lookup.slot_due or time.monotonic() + _SLOT_WAIT_S
+                self._waiting.append((lookup, connection))
             return False
-        lookup.slot = slot
+        lookup.slot, lookup.slot_due = slot, 0.0
         return True
+
+    def _expect_owner(self) -> None:
+        if not self._connected:
+            self._look_at_owner()
+            if not self._connected:
+                raise NotReadyError("the parameter server is being started again; send the request again later")
 
     def keys_of(self, lookup: Lookup) -> memoryview:
         """Return where the keys of a planned lookup go."""
@@ -398,10 +410,7 @@ class Front:
         Raises:
             HPSError: it is refused.
         """
-        if not self._connected:
-            self._look_at_owner()
-            if not self._connected:
-                raise NotReadyError("the parameter server is being started again; send the request again later")
+        self._expect_owner()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
         serial = lookup.serial = lookup.version.serial(lookup.device)
         if plan is not None:
@@ -412,7 +421,7 @@ class Front:
             placed.write(self.region, slot, serial)
         now = time.perf_counter_ns()
         lookup.posted_ns = now
-        lookup.due = now * 1e-9 + self.settings.request_timeout_s
+        lookup.due = lookup.due or now * 1e-9 + self.settings.request_timeout_s
         self._pending[slot] = lookup
         self._submit(lookup)
 
@@ -602,15 +611,19 @@ class Front:
 
     def _free(self, slot: int) -> None:
         self.slots.give_back(slot)
+        if self._waiting:
+            self.loop.call_soon(self._serve_next)
+
+    def _serve_next(self) -> None:
+        """Let the first that waits for a slot try again."""
         while self._waiting:
-            lookup, connection, due = self._waiting.popleft()
-            if lookup.connection is connection and due >= time.monotonic():
-                connection.slot_free()
-                if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
-                    self._waiting.rotate(1)
-                return
-            if lookup.connection is connection:
-                connection.refuse(self._no_slot())
+            lookup, connection = self._waiting.popleft()
+            if lookup.connection is not connection:
+                continue
+            connection.slot_free()
+            if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
+                self._waiting.rotate(1)
+            return
 
     def _no_slot(self) -> OverloadedError:
         used = f"other requests hold {self.slots.used} bytes of {self.region.size} (from service.max_held_bytes)"
@@ -696,8 +709,8 @@ class Front:
             if connection is not None:
                 lookup.version.counts.failed(lookup.began_ns)
                 connection.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
-        while self._waiting and self._waiting[0][2] < now:
-            lookup, connection, _ = self._waiting.popleft()
+        while self._waiting and self._waiting[0][0].slot_due < now:
+            lookup, connection = self._waiting.popleft()
             if lookup.connection is connection:
                 connection.refuse(self._no_slot())
         self.loop.call_later(_TICK_S, self._look)

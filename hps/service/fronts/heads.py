@@ -13,6 +13,7 @@ MAX_HEADERS: Final = 128
 _CACHED_BYTES = 2048
 _CACHED_HEADS = 1024
 _MOST_LENGTH_DIGITS = 15
+_HEX_DIGITS = b"0123456789abcdefABCDEF"
 _MOST_LINE = 4096  # of a chunk's size, or of trailers
 
 
@@ -51,10 +52,13 @@ class Head:
             raise MalformedRequestError("reading a request: got CONNECT, but this is no proxy")
         self.headers = headers = dict(self.lines)
         path, _, _ = self.target.partition(b"?")
+        if not path.startswith(b"/") and b"://" in path:  # absolute-form: RFC 9112, section 3.2.2
+            path = b"/" + path.partition(b"://")[2].partition(b"/")[2]
         self.path = unquote(path.decode("latin-1")) if b"%" in path else path.decode("latin-1")
         self.keeps_alive = parser.should_keep_alive()
         if (encoding := headers.get(b"transfer-encoding")) is not None:
-            if encoding.strip().lower() != b"chunked" or b"content-length" in headers:
+            several = [name for name, _ in self.lines].count(b"transfer-encoding") > 1
+            if encoding.strip().lower() != b"chunked" or b"content-length" in headers or several:
                 raise MalformedRequestError("reading a request: got a Transfer-Encoding other than chunked alone")
             self.length = -1
         else:
@@ -144,7 +148,7 @@ class Chunks:
             return
         digits = line[:-2].partition(b";")[0].rstrip(b" \t")
         try:
-            if not 0 < len(digits) <= _MOST_LENGTH_DIGITS or not digits.isalnum():
+            if not 0 < len(digits) <= _MOST_LENGTH_DIGITS or digits.strip(_HEX_DIGITS):
                 raise ValueError
             size = int(digits, 16)
         except ValueError:

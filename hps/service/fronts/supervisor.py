@@ -77,7 +77,6 @@ class Supervisor:
             _SPIN_NS if self._spins else 0,
         )
         self._page = read_only(page)
-        self._words = [Memory(one).words for one in self._descriptors.regions]
         self._children: dict[int, int] = {}  # process: number of the front, -1 for the owner
         self._pauses: dict[int, float] = {}
         self._started: dict[int, float] = {}
@@ -186,8 +185,8 @@ class Supervisor:
         """Decide what follows the end of a process: the time of its next start; None: none."""
         code = os.waitstatus_to_exitcode(status)
         if number < 0:
-            for words in self._words:
-                words[layout.OWNER_EPOCH // 8] = 0
+            for region in self._descriptors.regions:  # not mapped for long: fronts that are forked would have it, too
+                Memory(region)[layout.OWNER_EPOCH] = 0
             for event in self._descriptors.events:
                 os.eventfd_write(event, 1)
         if self._stopping:

@@ -1,4 +1,4 @@
-"""The loop that answers from NumPy caches: whole vectors of the right keys or none, whatever fronts and writers do meanwhile."""
+"""The loop that answers from NumPy caches: vectors of the right keys or none, whatever fronts and writers do meanwhile."""
 
 import os
 import threading

@@ -351,7 +351,7 @@ def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int]
     whole = Bags(given, arrays.get("offsets"), arrays.get("weights"), include_last_offset=last, **options)
     pooling = pooling_of(name, whole, n, given.shape, on_cuda=False)
     strides = bags["strides"] or [4 * dim, 4]
-    if not (0 < strides[0] <= 1 << 20 and strides[1] == 4 and strides[0] >= 4 * dim):
+    if not (0 < strides[0] <= 1 << 20 and strides[0] % 4 == 0 and strides[1] == 4 and strides[0] >= 4 * dim):
         raise InvalidInputError(f"reading bags: got strides {strides}")
     size = strides[0] * (pooling.count - 1) + 4 * dim if pooling.count else 0
     if out_at + size > memory.size:

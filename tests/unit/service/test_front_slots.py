@@ -1,5 +1,7 @@
 """Slots of a slab: no two overlap, none is lost, and the memory of small ones becomes large ones again."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ def assert_apart(taken, end):
     ordered = sorted(taken.items())
     assert all(one >= SLAB and one % LEAST == 0 for one in taken)
     assert all(one + size <= end for one, size in ordered)
-    assert all(one + size <= after for (one, size), (after, _) in zip(ordered, ordered[1:], strict=False))
+    assert all(one + size <= after for (one, size), (after, _) in itertools.pairwise(ordered))
 
 
 @given(

@@ -306,9 +306,9 @@ class EmbeddingCache(ABC):
         return ()
 
     @classmethod
-    def batches(cls, board: Board) -> BatchDriver | None:
-        """Return a driver for what fronts post to a board; None: Python answers it all."""
-        return None
+    def batches(cls, board: Board) -> BatchDriver:
+        """Return a driver that answers what fronts post to a board, and leaves to Python what it cannot answer."""
+        raise NotImplementedError
 
     @classmethod
     def compile_ahead(cls, models: Sequence[tuple[Sequence[int], bool]], architecture: str) -> tuple[int, int]:

@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import reduce
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Final
 
 from prometheus_client import ProcessCollector
 
@@ -25,34 +24,24 @@ class HTTPMetrics:
     The counts are plain integers: a counter and a histogram of prometheus-client take locks, 1.5 us a request together.
 
     Args:
-        pending: returns the number of lookups that run or wait.
-        held_bytes: returns the bytes held for clients.
+        refusals: exposed with the requests.
         ready: returns whether lookups of every model that can be loaded are answered.
         device_failed: returns whether a device has failed.
-        refusals: exposed with the requests.
 
     Attributes:
-        others: returns the figures of front processes, which are added.
+        fronts: returns the figures of all fronts, which are added.
     """
-
-    others: Callable[[], Sequence[Mapping[str, Any]]] = staticmethod(lambda: ())
 
     def __init__(
         self,
-        pending: Callable[[], float],
-        held_bytes: Callable[[], float],
-        ready: Callable[[], float],
-        device_failed: Callable[[], float],
         refusals: Refusals,
+        ready: Callable[[], float] = lambda: False,
+        device_failed: Callable[[], float] = lambda: False,
     ) -> None:
+        self.fronts: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
         self._counts: dict[tuple[str, int], int] = {}
         self._routes: dict[str, Times] = {}
-        self._gauges = (
-            ("hps_http_lookups_pending", "Lookups running or waiting for a thread.", pending),
-            ("hps_http_held_bytes", "Memory held for clients.", held_bytes),
-            ("hps_ready", "1 while lookups are answered, ignoring models that cannot be loaded.", ready),
-            ("hps_device_failed", "1 after a device failure: no lookup is answered until a restart.", device_failed),
-        )
+        self._ready, self._device_failed = ready, device_failed
         self._refusals = refusals
         self._process = ProcessCollector(registry=None)
 
@@ -87,46 +76,50 @@ class HTTPMetrics:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the number of requests by status and their times (`snapshot.Latency`), by route."""
-        if others := self.others():
-            return self._with(others).requests()
-        counts = list(self._counts.items())
+        total = self._with(self.fronts())
         found: dict[str, dict[str, Any]] = {
-            route: {"route": route, "statuses": {}, "latency": times.latency()} for route, times in list(self._routes.items())
+            route: {"route": route, "statuses": {}, "latency": times.latency()} for route, times in total._routes.items()
         }
-        for (route, status), count in counts:
+        for (route, status), count in total._counts.items():
             found[route]["statuses"][str(status)] = count
         return list(found.values())
 
-    def _with(self, others: Sequence[Mapping[str, Any]]) -> "HTTPMetrics":
+    def held(self) -> dict[str, int]:
+        """Return what all fronts hold now: connections, lookups under way, and bytes for clients."""
+        fronts = self.fronts()
+        return {name: sum(one[name] for one in fronts) for name in ("connections", "pending", "held_bytes")}
+
+    def _with(self, fronts: Sequence[Mapping[str, Any]]) -> "HTTPMetrics":
         """Return the sum of these counts and those of fronts."""
-        (_, _, pending), (_, _, held), (_, _, ready), (_, _, failed) = self._gauges
-        both = HTTPMetrics(
-            lambda: pending() + sum(one["pending"] for one in others),
-            lambda: held() + sum(one["held_bytes"] for one in others),
-            ready,
-            failed,
-            Refusals(),
-        )
-        both.add(self.figures())
-        for one in others:
-            both.add(one["http"])
-        return both
+        total = HTTPMetrics(Refusals())
+        for figures in (self.figures(), *(one["http"] for one in fronts)):
+            total.add(figures)
+        return total
 
     def families(self) -> Iterator[Family]:
-        if others := self.others():
-            yield from self._with(others).families()
-            return
-        requests = [
-            (label_text(("route", "status"), (where, str(status))), n) for (where, status), n in list(self._counts.items())
-        ]
+        fronts = self.fronts()
+        total = self._with(fronts)
+        requests = [(label_text(("route", "status"), (where, str(status))), n) for (where, status), n in total._counts.items()]
         yield family("counter", "hps_http_requests", "Requests by route and status.", requests)
-        times = [(label_text(["route"], [route]), one.latency()) for route, one in list(self._routes.items())]
+        times = [(label_text(["route"], [route]), one.latency()) for route, one in total._routes.items()]
         yield histogram("hps_http_request_seconds", "Time from the headers of a request to the end of its answer.", times)
-        for name, text, value in self._gauges:
-            yield family("gauge", name, text, [("", value())])
-        yield from self._refusals.families()
+        for name, text, figure in _OF_FRONTS:
+            values = [(label_text(["front"], [str(nth)]), one[figure]) for nth, one in enumerate(fronts)]
+            yield family("gauge", name, text, values)
+        yield family("gauge", "hps_ready", _READY, [("", self._ready())])
+        yield family("gauge", "hps_device_failed", _DEVICE_FAILED, [("", self._device_failed())])
+        yield from total._refusals.families()
         for one in self._process.collect():
             yield family(one.type, one.name, one.documentation, [("", sample.value) for sample in one.samples])
+
+
+_OF_FRONTS: Final = (
+    ("hps_http_connections", "Open connections.", "connections"),
+    ("hps_http_lookups_pending", "Lookups that were posted and not answered.", "pending"),
+    ("hps_http_held_bytes", "Memory held for clients.", "held_bytes"),
+)
+_READY: Final = "1 while lookups are answered, ignoring models that cannot be loaded."
+_DEVICE_FAILED: Final = "1 after a device failure: no lookup is answered until a restart."
 
 
 @dataclass(slots=True, eq=False)
@@ -177,37 +170,30 @@ class InferenceCounts:
 
 
 class InferenceStatistics:
-    """The counts of every version in service; dropped with the version. *One per event loop*; other threads may read."""
+    """The counts of every version in service, which its fronts keep. *Thread-safe.*
 
-    others: Callable[[], Sequence[Mapping[str, Any]]] = staticmethod(lambda: ())
+    Attributes:
+        fronts: returns the figures of all fronts.
+    """
 
     def __init__(self) -> None:
-        self._counts: WeakKeyDictionary[Deployment, InferenceCounts] = WeakKeyDictionary()
+        self.fronts: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
 
     def of(self, deployment: Deployment) -> InferenceCounts:
-        """Return the counts of a version, including those of front processes; created by its first request."""
-        own = self._own(deployment)
+        """Return the counts of a version."""
         name = f"{deployment.config.model}\0{deployment.version}"
-        others = [InferenceCounts(*one["inference"][name]) for one in self.others() if name in one["inference"]]
-        return reduce(InferenceCounts.plus, others, own) if others else own
-
-    def _own(self, deployment: Deployment) -> InferenceCounts:
-        counts = self._counts.get(deployment)
-        if counts is None:
-            counts = self._counts[deployment] = InferenceCounts()
-        return counts
+        counted = [InferenceCounts(*one["inference"][name]) for one in self.fronts() if name in one["inference"]]
+        return reduce(InferenceCounts.plus, counted, InferenceCounts())
 
     def families(self) -> Iterator[Family]:
         """Return the counts under Triton's names, which lack the `_total` of Prometheus counters."""
-        versions: dict[str, list[InferenceCounts]] = {}
-        for known in self._counts.keyrefs():  # a copy: the loop may add others
-            if (deployment := known()) is not None and self._counts.get(deployment) is not None:
-                counts = self.of(deployment)
-                where = label_text(("model", "version"), (deployment.config.model, deployment.version))
-                versions.setdefault(where, []).append(counts)
+        versions: dict[str, InferenceCounts] = {}
+        for front in self.fronts():
+            for name, counts in front["inference"].items():
+                where = label_text(("model", "version"), name.split("\0"))
+                versions[where] = versions.get(where, InferenceCounts()).plus(InferenceCounts(*counts))
         for name, text, value in _TRITON:
-            sums = [(where, sum(value(one) for one in counts)) for where, counts in versions.items()]
-            yield family("untyped", f"nv_inference_{name}", text, sums)
+            yield family("untyped", f"nv_inference_{name}", text, [(where, value(one)) for where, one in versions.items()])
 
 
 _TRITON: tuple[tuple[str, str, Callable[[InferenceCounts], int]], ...] = (

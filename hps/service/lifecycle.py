@@ -63,9 +63,9 @@ class Lifecycle:
         progress: receives loading progress; by default it is logged.
         force: load the model files even if a database already holds them; online updates are lost.
         first_retry_s: wait before the first retry of a failed model.
-        on_open: receives the new parameter server before any model is loaded; what it raises ends the service.
 
     Attributes:
+        on_open: called with the new parameter server before any model is loaded; what they raise ends the service.
         configuration: replaced when changes of its file are applied.
         live: states of the models; those of the parameter server once it is opened.
         states: a view of them for operators and Prometheus.
@@ -83,7 +83,6 @@ class Lifecycle:
         *,
         force: bool = False,
         first_retry_s: float = FIRST_RETRY_S,
-        on_open: Callable[[HPS], object] = lambda server: None,
     ) -> None:
         self.configuration = configuration
         self._owned = parameter_server is None
@@ -93,7 +92,7 @@ class Lifecycle:
         self._force = force
         self._first_retry_s = first_retry_s
         self._progress = _StoppableProgress(progress or LogProgress(), self._end_when_stopping)
-        self._on_open = on_open
+        self.on_open: list[Callable[[HPS], object]] = []
         self._stopping = threading.Event()
         self.live = LiveModels() if parameter_server is None else parameter_server.live
         self.states = Readiness(lambda: self.live)
@@ -145,7 +144,10 @@ class Lifecycle:
         return server
 
     def start(self) -> None:
-        if self._owned:
+        if self.opened is not None:
+            for tell in self.on_open:
+                tell(self.opened)
+        elif self._owned:
             self._blocked = "opening the databases"
             self._loader = new_thread("load", self._load)
             self._loader.start()
@@ -290,7 +292,8 @@ class Lifecycle:
         """Announce the parameter server, and queue the models that are loaded at the start."""
         server.live.first_retry_s = self._first_retry_s
         try:
-            self._on_open(server)
+            for tell in self.on_open:
+                tell(server)
             for name in server.catalog.names:
                 if self._loads(name):
                     server.live.want(server.catalog.model(name))

@@ -38,9 +38,7 @@ _MOST_MESSAGE = 1500
 class _Served:
     """A deployment on one device, as fronts name it. *Thread-safe.*"""
 
-    def __init__(
-        self, deployment: Deployment, device: int, boards: Sequence[Board], drivers: Sequence[BatchDriver | None]
-    ) -> None:
+    def __init__(self, deployment: Deployment, device: int, boards: Sequence[Board], drivers: Sequence[BatchDriver]) -> None:
         self.deployment = deployment
         self.device = device
         self._boards = boards
@@ -52,7 +50,7 @@ class _Served:
         serials = set()
         for board, driver in zip(boards, drivers, strict=True):
             resident = None
-            if self._session is not None and driver is not None:
+            if self._session is not None:
                 resident = driver.resident(self._session.cache)
             serials.add(board.add(deployment.tables, device, resident))
         (self.serial,) = serials
@@ -73,7 +71,7 @@ class _Served:
             ended, self._ended = self._ended, True
         if not ended:
             for driver in self._drivers:
-                if driver is not None and self._session is not None:
+                if self._session is not None:
                     driver.leave(self._session.cache)
             for board in self._boards:
                 board.forget(self.serial)
@@ -96,18 +94,29 @@ class FrontLink:
     """Ties a parameter server to the fronts. *Thread-safe.*
 
     Args:
-        descriptors: what both share; this process maps it.
         lifecycle: of the parameter server.
-        threads: number of threads that answer what the loops leave.
         device_failed: told of a device that has failed.
     """
 
-    def __init__(
-        self, descriptors: FrontDescriptors, lifecycle: Lifecycle, threads: int, device_failed: Callable[[DeviceError], None]
-    ) -> None:
-        compile_kernels(*OWNER_KERNELS)
+    def __init__(self, lifecycle: Lifecycle, device_failed: Callable[[DeviceError], None]) -> None:
         self._lifecycle = lifecycle
         self._device_failed = device_failed
+        self._memories: list[Memory] = []
+        self._boards: list[Board] = []
+        self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
+        self._by_serial: dict[int, _Served] = {}
+        self._changing = threading.Lock()
+        self._published: dict[str, Any] = {}
+        self._figures: dict[int, dict[str, Any]] = {}
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._loops: list[threading.Thread] = []
+        self._looker = new_thread("page", self._look)
+        lifecycle.on_open.append(self._open)
+
+    def connect(self, descriptors: FrontDescriptors) -> None:
+        """Map what is shared with the fronts, and tell them that nothing is answered yet."""
+        compile_kernels(*OWNER_KERNELS)
         self._memories = [Memory(one) for one in descriptors.regions]
         self._page = Memory(descriptors.page)
         self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
@@ -123,33 +132,20 @@ class FrontLink:
             )
             for nth, event in enumerate(descriptors.loop_events)
         ]
-        self._events = descriptors.events
-        self._drivers: list[BatchDriver | None] = [None] * loops
-        self._figures: list[dict[str, Any] | None] = [None] * len(self._memories)
-        self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
-        self._by_serial: dict[int, _Served] = {}
-        self._changing = threading.Lock()
-        self._published: dict[str, Any] = {}
-        self._closing = threading.Event()
-        self._threads = [new_thread(f"miss-{nth}", self._work) for nth in range(threads)]
-        self._loops: list[threading.Thread] = []
-        self._looker = new_thread("page", self._look)
+        threads = self._lifecycle.configuration.service.lookup_threads
+        self._threads = [new_thread(f"lookup-{nth}", self._work) for nth in range(threads)]
         for memory in self._memories:
             memory[layout.OWNER_EPOCH] = 0
         self.publish()
         self._looker.start()
 
-    def open(self, server: HPS) -> None:
+    def _open(self, server: HPS) -> None:
         """Begin to answer lookups of a parameter server, whose models are yet to come."""
         self._server = server
-        for nth, board in enumerate(self._boards):
-            driver = server.cache_class.batches(board)
-            self._drivers[nth] = driver
-            if driver is None:
-                continue
+        self._drivers = [server.cache_class.batches(board) for board in self._boards]
+        for nth, driver in enumerate(self._drivers):
             driver.prepare()
-            thread = new_thread(f"batches-{nth}", driver.run)
-            self._loops.append(thread)
+            self._loops.append(new_thread(f"batches-{nth}", driver.run))
         for thread in [*self._loops, *self._threads]:
             thread.start()
         server.live.watchers.append(self.publish)
@@ -161,12 +157,12 @@ class FrontLink:
             served.settle()
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return what each front has counted."""
-        for place, memory in enumerate(self._memories):
+        """Return what each front has counted, in the order of the fronts."""
+        for nth, memory in enumerate(self._memories):
             found = layout.read_text(memory, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
-            if found is not None:  # else: it is being written, and what was read last still counts
-                self._figures[place] = found[1]
-        return [one for one in self._figures if one is not None]
+            if found is not None:  # else it is being written
+                self._figures[nth] = found[1]
+        return [self._figures[nth] for nth in sorted(self._figures)]
 
     def publish(self) -> None:
         """Write the page: what fronts may name, and what they have to know."""
@@ -245,7 +241,8 @@ class FrontLink:
         self._closing.set()
         for board in self._boards:
             board.stop()
-        os.eventfd_write(self._jobs_event, len(self._threads))
+        if self._threads:
+            os.eventfd_write(self._jobs_event, len(self._threads))
         deadline = time.monotonic() + timeout_s
         started = [one for one in (*self._threads, *self._loops, self._looker) if one.ident is not None]
         for thread in started:

@@ -1,17 +1,18 @@
-"""Runs the service under uvicorn: binds before loading, drops slow clients, stops gracefully on signals."""
+"""Runs the service: binds before loading, and stops gracefully on signals."""
 
 import asyncio
 import logging
 import os
-import select
 import signal
 import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -26,17 +27,16 @@ from hps.parameter_server import HPS
 from hps.regions.layout import FrontDescriptors
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import is_loopback
-from hps.service.connection import Connection, Connections
+from hps.service.fronts.front import BACKLOG, Front
+from hps.service.fronts.sharing import share
 from hps.service.fronts.supervisor import Supervisor, default_fronts
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import LogFormat, use
-from hps.service.owner import FrontLink
 from hps.service.reload import compare
 
 _log = logging.getLogger(__name__)
-_BACKLOG = 2048
-_TICK_S = 0.5
-_CLOSING_TICK_S = 0.02
+_TICK_S: Final = 0.5
+_OWN_KEEP_ALIVE_S: Final = 3600  # of fronts
 
 logging.getLogger("uvicorn.error").addFilter(OnceAMinute())
 
@@ -81,28 +81,24 @@ def serve(
     use(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
     host = host or configuration.service.host
     port = configuration.service.port if port is None else port
-    fronts = configuration.service.fronts if fronts is None else fronts
-    if fronts is None:
-        fronts = default_fronts()
+    if (count := configuration.service.fronts if fronts is None else fronts) is None:
+        count = default_fronts()
+    given = [key for key, value in (("log_level", log_level), ("log_format", log_format)) if value is not None]
 
-    def own(shared: FrontDescriptors | None, listener: socket.socket, url: str) -> bool:
-        lifecycle = Lifecycle(configuration, progress=progress, force=force, on_open=opened)
+    def own(place: socket.socket | None, shared: FrontDescriptors | None, url: str | None) -> bool:
+        lifecycle = Lifecycle(configuration, progress=progress, force=force)
+        lifecycle.on_open.insert(0, on_open)
         app = Application(lifecycle)
-        server = Server(app, listener, url)
-        if shared is not None:
-            links.append(FrontLink(shared, lifecycle, configuration.service.lookup_threads, app.device_failed))
-            app.serve_fronts(links[0])
+        server = Server(app, place, shared, url)
         actions: dict[int, Callable[[], None]] = {
-            signal.SIGTERM: partial(server.stop, "SIGTERM", drain=shared is None),
+            signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
             signal.SIGINT: partial(server.stop, "SIGINT", force=True),
             signal.SIGUSR1: lifecycle.leave,
         }
         if shared is not None:
             actions[signal.SIGINT] = lambda: None  # the parent says when
-        given = {"log_level": log_level, "log_format": log_format}
         if path is not None:
-            kept = [key for key, value in given.items() if value is not None]
-            actions[signal.SIGHUP] = partial(server.reload, path, kept)
+            actions[signal.SIGHUP] = partial(server.reload, path, given)
         before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
         try:
             server.run()
@@ -113,29 +109,13 @@ def serve(
             raise lifecycle.failure
         return app.closed
 
-    links: list[FrontLink] = []
-
-    def opened(server: HPS) -> None:
-        on_open(server)
-        for link in links:
-            link.open(server)
-
-    if not fronts:
+    if not count:
         with listen(host, port) as listener:
-            return own(None, listener, url_of(listener))
-    result = [False]
-
-    def own_for_fronts(shared: FrontDescriptors, url: str) -> bool:
-        with suppress(FileNotFoundError):
-            os.unlink(shared.path)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(shared.path)
-            listener.listen(_BACKLOG)
-            result[0] = own(shared, listener, url)
-        return result[0]
-
-    code = Supervisor(configuration.service, host, port, fronts, own_for_fronts).run()
-    return result[0] if code is None else code == 0
+            return own(listener, None, None)
+    supervisor = Supervisor(configuration, host, port, count)
+    if (code := supervisor.run()) is not None:
+        return code == 0
+    return own(None, supervisor.shared, supervisor.url)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -147,37 +127,57 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Server:
-    """Runs an application under uvicorn until it is stopped or its loading fails, and drops stalled connections.
+    """Runs an application under uvicorn, on a unix socket that fronts use, until it is stopped or its loading fails.
 
     *One per event loop*; `stop` and `reload` may be called from any thread and from signal handlers.
 
     Args:
-        listener: a listening socket; the server closes it.
-        url: where clients reach it, if that is another address.
+        listener: a listening socket; the server closes it. It serves it by a front on its own event loop. None: the fronts are
+            processes.
+        shared: what it shares with the front processes.
+        url: where clients reach those.
 
     Attributes:
         url: address of the listener.
+        front: the front on this event loop.
     """
 
-    def __init__(self, app: Application, listener: socket.socket, url: str | None = None) -> None:
-        self.url = url or url_of(listener)
-        app.authorization.loopback = is_loopback(urlsplit(self.url).hostname or "")
+    def __init__(
+        self,
+        app: Application,
+        listener: socket.socket | None,
+        shared: FrontDescriptors | None = None,
+        url: str | None = None,
+    ) -> None:
         self._app = app
         self._listener = listener
-        settings = self._settings
-        self._connections = Connections(app.memory, app.refusals, settings.max_connections, settings.keep_alive_s)
+        self._directory = tempfile.TemporaryDirectory(prefix="hps-") if shared is None else None
+        configuration = app.lifecycle.configuration
+        self.front: Front | None = None
+        if shared is None:
+            directory = cast(tempfile.TemporaryDirectory[str], self._directory).name
+            shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
+        self._path = shared.path
+        app.link.connect(shared)
+        if listener is not None:
+            url = url_of(listener)
+            self.front = Front(0, shared, configuration, spins=False, loopback=is_loopback(urlsplit(url).hostname or ""))
+        self.url = url or ""
+        where = urlsplit(self.url)
+        app.address = where.hostname or "", where.port or 0
+        app.authorization.loopback = is_loopback(app.address[0])
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=cast(Any, partial(Connection, self._connections)),  # uvicorn only calls it
+                http="httptools",
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                backlog=_BACKLOG,
+                timeout_keep_alive=_OWN_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,  # after `_stop` has waited
             )
         )
@@ -185,12 +185,21 @@ class Server:
         self._told: deque[Callable[[], None]] = deque()  # requests from other threads and signals to the event loop
         self._serving: asyncio.Task[None]  # while the event loop runs
         self._stopping: asyncio.Task[None] | None = None
-        self._drained = asyncio.Event()
+        self._drained, self._forced = asyncio.Event(), asyncio.Event()
         self._reads = 0
 
     def run(self) -> None:
         """Serve. Blocks until the service has stopped."""
-        uvloop.run(self._serve())
+        with suppress(FileNotFoundError):  # of an owner that has died
+            os.unlink(self._path)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
+                own.bind(self._path)
+                own.listen(BACKLOG)
+                uvloop.run(self._serve(own))
+        finally:
+            if self._directory is not None:
+                self._directory.cleanup()
 
     def stop(self, why: str = "stopping", *, drain: bool = False, force: bool = False) -> None:
         """Turn not ready, refuse new connections, finish running requests, and stop.
@@ -226,10 +235,12 @@ class Server:
         while self._told:
             self._told.popleft()()
 
-    async def _serve(self) -> None:
+    async def _serve(self, own: socket.socket) -> None:
         count = len(self._app.lifecycle.configuration.models)
         _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
-        serving = self._serving = asyncio.create_task(self._uvicorn.serve([self._listener]))
+        serving = self._serving = asyncio.create_task(self._uvicorn.serve([own]))
+        if self.front is not None and self._listener is not None:
+            await self.front.start(self._listener)
         self._loop = asyncio.get_running_loop()
         self._hear()
         announced = False
@@ -240,17 +251,13 @@ class Server:
             elif not announced and self._app.lifecycle.settled:
                 announced = True
                 self._announce()
-            settings = self._settings
-            for connection in self._open():
-                connection.abort_if_stalled(settings.request_timeout_s, settings.answer_timeout_s)
             if self._stopping is not None and self._stopping.done():
                 self._stopping.result()
         serving.result()
         if self._stopping is not None:
             await self._stopping
-
-    def _open(self) -> list[Connection]:
-        return [one for one in self._uvicorn.server_state.connections if isinstance(one, Connection)]
+        if self.front is not None:
+            self.front.close()
 
     def _on_stop(self, why: str, *, drain: bool, force: bool) -> None:
         if self._stopping is None:
@@ -260,41 +267,27 @@ class Server:
             _log.info("%s: the draining ends now", why)
             self._drained.set()
         elif force:
-            self._uvicorn.force_exit = True
+            self._forced.set()
 
     async def _stop(self, why: str, drain_s: float) -> None:
         began = time.monotonic()
         self._app.lifecycle.leave()
-        self._connections.leave()
-        if drain_s:
-            _log.info("%s: not ready from now on; requests are answered for %g s more (service.drain_s)", why, drain_s)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._drained.wait(), drain_s)
-        self._drained.set()
-        await self._stop_listening()
-        since = time.monotonic()
-        _log.info("%s: no longer listening, after %.1f s; connections: %d", why, since - began, len(self._open()))
-        while self._open() and time.monotonic() - since < CLOSE_TIMEOUT_S and not self._uvicorn.force_exit:
-            for connection in self._open():
-                connection.close_if_quiet()
-            await asyncio.sleep(_CLOSING_TICK_S)
-        _log.info("requests have ended, after %.1f s; connections left: %d", time.monotonic() - since, len(self._open()))
+        if (front := self.front) is not None:
+            front.leave()
+            if drain_s:
+                _log.info("%s: not ready from now on; requests are answered for %g s more (service.drain_s)", why, drain_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._drained.wait(), drain_s)
+            self._drained.set()
+            _log.info("%s: no longer listening, after %.1f s", why, time.monotonic() - began)
+            stopping = [asyncio.create_task(one) for one in (front.stop(CLOSE_TIMEOUT_S), self._forced.wait())]
+            await asyncio.wait(stopping, return_when=asyncio.FIRST_COMPLETED)
+            for one in stopping:
+                one.cancel()
+            _log.info("requests have ended; connections left: %d", len(front.connections.order))
         self._uvicorn.should_exit = True
         await asyncio.wait([self._serving])
         _log.info("stopped, %.1f s after %s", time.monotonic() - began, why)
-
-    async def _stop_listening(self) -> None:
-        """Close the listener once its queue is empty; closing resets unaccepted connections."""
-        if not self._uvicorn.started:
-            return
-        queued = select.poll()
-        queued.register(self._listener, select.POLLIN)
-        turns = 0
-        while queued.poll(0) and turns < _BACKLOG:
-            turns += 1
-            await asyncio.sleep(0)  # each turn of the event loop accepts at least one connection
-        for server in self._uvicorn.servers:
-            server.close()
 
     def _on_reload(self, path: str | os.PathLike[str], kept: Collection[str]) -> None:
         self._reads += 1
@@ -318,7 +311,6 @@ class Server:
         settings = self._settings
         use(*(None if key in kept else getattr(settings, key) for key in ("log_format", "log_level")))
         self._app.configure(settings)
-        self._connections.limit_to(settings.max_connections, settings.keep_alive_s)
         for line in changes.made:
             _log.info("changed: %s", line)
         for line in changes.refused:
@@ -356,7 +348,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
         except OSError:
             listener.close()
             raise

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from hps.ground.pacing import paced
-from hps.service.lookup_threads import LookupThreads
+from hps.service.call_threads import CallThreads
 
 
 class SharedText:
@@ -18,7 +18,7 @@ class SharedText:
         fresh_s: how long a text is answered again.
     """
 
-    def __init__(self, write: Callable[[], bytes], threads: LookupThreads, fresh_s: float = 0.0) -> None:
+    def __init__(self, write: Callable[[], bytes], threads: CallThreads, fresh_s: float = 0.0) -> None:
         self._write = write
         self._threads = threads
         self._fresh_s = fresh_s

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from hps.cache.cpu.cache import NumpyCache
 from hps.errors import UnknownModelError, UnknownVersionError
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
@@ -20,10 +21,19 @@ class FakeDeployment:
     devices: tuple[int, ...] = (0,)
     version: str = "1"
     keys_per_sample: int = 1
+    one_device: int | None = None
 
     @property
     def config(self) -> SimpleNamespace:
-        return SimpleNamespace(embedding_table_names=[table.table_name for table in self.tables])
+        return SimpleNamespace(model=self.tables[0].model_name, embedding_table_names=[one.table_name for one in self.tables])
+
+    @property
+    def dims(self) -> list[int]:
+        return [table.dim for table in self.tables]
+
+    @property
+    def sessions(self) -> dict[int, None]:
+        return dict.fromkeys(self.devices)
 
 
 class FakeParameterServer:
@@ -38,6 +48,7 @@ class FakeParameterServer:
 
     def __init__(self, model: str, tables: Sequence[TableSpec]) -> None:
         self.models = (model,)
+        self.cache_class = NumpyCache  # its loop leaves all to Python
         self.metrics = Metrics()
         self.rows: list[dict[int, np.ndarray]] = [{} for _ in tables]
         self.on_lookup: Callable[[], None] = lambda: None

@@ -1,4 +1,4 @@
-"""The service on a free port of this process, by the server that `hps serve` runs."""
+"""The service on a free port of this process, as `hps serve --fronts 0` runs it."""
 
 import socket
 import threading
@@ -17,7 +17,7 @@ START_S = 60
 
 
 class RunningService:
-    """A service under uvicorn in a thread.
+    """A service in a thread.
 
     Attributes:
         app: the ASGI application.
@@ -35,12 +35,12 @@ class RunningService:
     @property
     def connections(self) -> int:
         """How many connections the server has."""
-        return len(self.server._uvicorn.server_state.connections)
+        return len(self.server.front.connections.order)
 
     @property
     def requests(self) -> int:
         """How many requests are being answered."""
-        return len(self.server._uvicorn.server_state.tasks)
+        return len(self.server.front._pending)
 
     def start(self) -> None:
         self._thread.start()  # clients may connect already: it listens

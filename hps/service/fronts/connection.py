@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from hps.errors import HPSError, InvalidInputError
+from hps.errors import HPSError
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
+from hps.service.request_body import inflate, inflated_bytes, too_large
 
 if TYPE_CHECKING:
     from hps.service.fronts.front import Front, Lookup
@@ -119,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._slot >= 0:
             self.front.release(self._slot)
             self._slot = -1
-        self._hold(0)
+        self.hold(0)
         self._out.clear()
 
     def get_buffer(self, hint: int) -> memoryview:
@@ -233,9 +234,10 @@ class Connection(asyncio.BufferedProtocol):
         self._at += chunks.feed(self._view[self._at : self._have])
         if self._at == self._have:
             self._at = self._have = 0
-        self._hold(len(chunks.body))
-        if len(chunks.body) > self.front.max_body_bytes:
-            raise self.front.too_large(f"got {len(chunks.body)} bytes")
+        most = self.front.most_bytes(cast(Head, self._head))
+        if len(chunks.body) > most:
+            raise too_large(f"got {len(chunks.body)} bytes", most)
+        self.hold(len(chunks.body))
         if chunks.done:
             self._chunks, self._body = None, chunks.body
             self._body_arrived()
@@ -257,7 +259,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._receive_keys()
                 return
         size = head.length
-        self._hold(size)
+        self.hold(size)
         self._body = body = bytearray(size)
         there = min(there, size)
         view = memoryview(body)
@@ -305,11 +307,14 @@ class Connection(asyncio.BufferedProtocol):
         try:
             if self._body is not None:
                 served.bytes_in = len(self._body)
+                if b"content-encoding" in head.headers:
+                    self._inflate(head, self._body)
                 if self.front.is_lookup(head):
                     self._lookup = self.front.decoded(self, head, self._body)
                     self._post()
                 else:
                     self._proxied = True
+                    self.front.publish()  # the answer may tell of the requests before
                     request = forwarded(head, self._body, self.client)
                     self._body = None
                     self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
@@ -318,6 +323,12 @@ class Connection(asyncio.BufferedProtocol):
                 self.front.post(cast("Lookup", self._lookup))
         except Exception as error:  # noqa: BLE001 - answered
             self.refuse(error)
+
+    def _inflate(self, head: Head, body: bytearray) -> None:
+        most = self.front.most_bytes(head)
+        self.hold(len(body) + inflated_bytes(body, most))
+        self._body = bytearray(inflate(head.headers, body, most))
+        self.hold(len(self._body))
 
     def _post(self) -> None:
         lookup = cast("Lookup", self._lookup)
@@ -333,17 +344,17 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._upstream = upstream
 
-    def _hold(self, size: int) -> None:
+    def hold(self, size: int) -> None:
         """Count a body of this size in the memory that clients hold.
 
         Raises:
             RequestError, OverloadedError: there is no memory for it.
         """
-        if size > self._held:
-            self.front.memory.take(size - self._held, "reading the request")
-        else:
-            self.front.memory.held -= self._held - size
-        self._held = size
+        memory = self.front.memory
+        memory.held -= self._held
+        self._held = 0
+        if size:
+            self._held = memory.take(size, "reading the request")
 
     # -- answering --------------------------------------------------------------------------------------------------------
 
@@ -386,7 +397,7 @@ class Connection(asyncio.BufferedProtocol):
             self.front.disown(lookup)
         self._fill, self._chunks, self._body = _EMPTY, None, None
         self._since = None
-        self._hold(0)
+        self.hold(0)
         self._busy = True
         self._lingering = unread and not isinstance(error, MalformedRequestError)
         close = unread or isinstance(error, MalformedRequestError)
@@ -449,7 +460,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._slot >= 0:
             slot, self._slot = self._slot, -1
             self.front.release(slot)
-        self._hold(0)
+        self.hold(0)
         status, self._status = self._status, 0
         self._served.bytes_out = self._bytes_out
         self._finish(status)
@@ -489,9 +500,11 @@ class Connection(asyncio.BufferedProtocol):
         """Whether no request is under way."""
         return self.waiting and self._head is None
 
-    def close(self) -> None:
+    def close(self, last: bytes = b"") -> None:
         """Close an idle connection to make room for another."""
         self._ended = True
+        if last:
+            self.transport.write(last)
         self.transport.close()
 
     def close_if_quiet(self) -> None:
@@ -529,10 +542,3 @@ class Connection(asyncio.BufferedProtocol):
 def header_length(head: Head) -> bytes | None:
     value: Any = head.headers.get(b"inference-header-content-length")
     return value if value is None else bytes(value)
-
-
-def bad_length(value: bytes, size: int) -> InvalidInputError:
-    return InvalidInputError(
-        f"reading the request: got Inference-Header-Content-Length {value[:40].decode('latin-1')!r}, expected a number of "
-        f"bytes within the body of {size}"
-    )

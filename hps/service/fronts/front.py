@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import time
@@ -16,17 +17,20 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-from hps.configuration.load import ServiceConfig
+from hps.configuration.load import Configuration, ServiceConfig
 from hps.errors import HPSError, NotReadyError, UnknownModelError, UnknownVersionError
+from hps.ground.numba_kernels import compile_kernels
 from hps.regions import layout
+from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
-from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, Memory
+from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
 from hps.service.authorization import Authorization
-from hps.service.connection import Connections
-from hps.service.fronts.connection import Connection, answer_head, bad_length, header_length
+from hps.service.fronts.connection import Connection, answer_head, header_length
+from hps.service.fronts.connections import TOO_MANY, Connections
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
 from hps.service.fronts.proxy import OwnerConnections
+from hps.service.fronts.sharing import body_bytes
 from hps.service.fronts.slots import Slots
 from hps.service.held_memory import HeldMemory
 from hps.service.http_answer import (
@@ -42,14 +46,16 @@ from hps.service.http_answer import (
 from hps.service.http_metrics import HTTPMetrics, InferenceCounts
 from hps.service.logs.lines import fields
 from hps.service.logs.lookup_report import report_of
-from hps.service.logs.requests import POLLED, RequestLog, Served, made_id, request_id
+from hps.service.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
+from hps.service.logs.spans import spans_of
 from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import lay_out_body, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.protocol.schemas import LOOKUP
 from hps.service.refusals import Refusals
-from hps.service.request_body import Inflater
+from hps.service.request_body import MOST_OBJECT_BYTES, check_encoding, too_large
+from hps.service.routes.rows import row_target
 from hps.service.targets import LookupTarget, lookup_target
 from hps.statistics.tracing import LookupTrace, Span, TableAnswers
 from hps.types import TableSpec
@@ -61,7 +67,9 @@ _FIGURES_S: Final = 0.2
 _SLOT_WAIT_S: Final = 1.0
 _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
-_LEAVE_S: Final = 10.0
+_STOP_S: Final = 10.0
+_STOP_TICK_S: Final = 0.02
+BACKLOG: Final = 2048
 
 
 @dataclass(slots=True, eq=False)
@@ -94,46 +102,45 @@ class Front:
 
     Args:
         number: which of the fronts it is.
-        region: its region.
-        page: of the owner.
-        events: file descriptors: the one that wakes this front, and the one that wakes the owner's loop.
-        owner_path: unix socket of the owner's application.
-        settings: of the service, until the page has others.
-        fronts: how many there are; each has its share of the limits.
+        shared: what all fronts share with the owner; each has its share of the limits.
+        configuration: has the settings of the service until the page has others.
         spins: whether to spin while lookups are under way, rather than sleep.
+        loopback: whether only clients of this machine can connect.
+
+    Attributes:
+        leaving: whether the service is stopping, so that each answer tells its client to reconnect.
     """
 
     def __init__(
         self,
         number: int,
-        region: Memory,
-        page: Memory,
-        events: tuple[int, int],
-        owner_path: str,
-        settings: ServiceConfig,
-        fronts: int,
+        shared: FrontDescriptors,
+        configuration: Configuration,
         *,
         spins: bool,
         loopback: bool,
     ) -> None:
         self.number = number
-        self.region = region
-        self.page = page
-        self._event, self._owner_event = events
-        self._fronts = fronts
+        compile_kernels(*FRONT_KERNELS)
+        self.region = region = Memory(shared.regions[number])
+        self.page = page = Memory(shared.page, writable=False)
+        self._event = shared.events[number]
+        self._owner_event = shared.loop_events[number % len(shared.loop_events)]
+        self._fronts = len(shared.regions)
         self._spins = spins
         self.leaving = False
         self.slots = Slots(region.size)
         self.refusals = Refusals()
-        self.memory = HeldMemory(region.size)
-        self.connections = Connections(self.memory, self.refusals, 1, settings.keep_alive_s)
+        settings = configuration.service
+        self.memory = HeldMemory(settings.max_held_bytes)
+        self.connections = Connections(settings.max_connections)
         self.authorization = Authorization(settings)
         self.authorization.loopback = loopback
-        self.metrics = HTTPMetrics(
-            lambda: len(self._pending), lambda: self.memory.held + self.slots.used, lambda: 1, lambda: 0, self.refusals
-        )
-        self._requests = RequestLog(settings, None)
-        self.owner = OwnerConnections(owner_path)
+        self.metrics = HTTPMetrics(self.refusals)
+        self._spans = spans_of(configuration)
+        self._requests = RequestLog(settings, self._spans)
+        self._new_id = new_ids()
+        self.owner = OwnerConnections(shared.path)
         self._pending: dict[int, Lookup] = {}
         self._waiting: deque[tuple[Lookup, Connection]] = deque()
         self._counts: dict[tuple[str, str], InferenceCounts] = {}
@@ -149,7 +156,7 @@ class Front:
         self._connected = False
         self._spinning = False
         self._spun_ns = 0
-        self.settings = settings
+        self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
         found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
         if found is not None:  # those of the front before it
@@ -164,9 +171,9 @@ class Front:
         self.settings = settings
         self.authorization.configure(settings)
         self._requests.configure(settings)
-        self.max_body_bytes = settings.max_body_bytes
+        self.memory.limit_to(body_bytes(settings, self._fronts))
         self._max_keys = settings.max_keys_per_request
-        self.connections.limit_to(-(-settings.max_connections // self._fronts), settings.keep_alive_s)
+        self.connections.limit_to(-(-settings.max_connections // self._fronts))
 
     # -- the owner --------------------------------------------------------------------------------------------------------
 
@@ -254,7 +261,7 @@ class Front:
 
     def served(self) -> Served:
         served = Served()
-        served.id = made_id()
+        served.id = self._new_id()
         return served
 
     def begin(self, connection: Connection, head: Head, served: Served, started: float) -> bool:
@@ -276,9 +283,11 @@ class Front:
         Raises:
             RequestError, HPSError: it is refused.
         """
-        if head.length > self.max_body_bytes:
-            raise self.too_large(f"Content-Length is {head.length}")
         target = lookup_target(head.path)
+        if head.length > (most := self.most_bytes(head)):
+            raise too_large(f"Content-Length is {head.length}", most)
+        if b"content-encoding" in head.headers:
+            check_encoding(head.headers)
         if target is None:
             return
         if self.authorization.guarded:
@@ -287,13 +296,12 @@ class Front:
             got = f"got {head.method} {head.path[:300]}"
             raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
         self._version(target)
-        if b"content-encoding" in head.headers:
-            Inflater.check_encoding(head.headers)
 
-    def too_large(self, got: str) -> RequestError:
-        return RequestError(
-            413, f"reading the request: {got}, expected at most {self.max_body_bytes} (service.max_body_bytes); send fewer keys"
-        )
+    def most_bytes(self, head: Head) -> int:
+        """Return the limit of a request's body, as sent and decompressed."""
+        most = self.settings.max_body_bytes
+        known = lookup_target(head.path) is not None or row_target(head.path) is not None
+        return most if known else min(most, MOST_OBJECT_BYTES)
 
     def is_lookup(self, head: Head) -> bool:
         return lookup_target(head.path) is not None
@@ -311,9 +319,7 @@ class Front:
         if given is None:
             return -1
         size = parse_header_length(given, head.length)
-        if size is None:
-            raise bad_length(given, head.length)
-        return size if size < SMALL_JSON_BYTES else -1
+        return size if size is not None and size < SMALL_JSON_BYTES else -1
 
     def planned(self, connection: Connection, head: Head, text: bytes) -> Lookup | None:
         """Begin a binary lookup whose JSON part has arrived; None if the rest of its body has to be read first."""
@@ -340,8 +346,6 @@ class Front:
         served, target = connection._served, lookup_target(head.path)
         if target is None:
             raise RequestError(404, "no lookup")
-        if b"content-encoding" in head.headers:
-            body = Inflater(self.max_body_bytes).inflate(head.headers, body)
         version = self._version(target)
         lookup = Lookup(connection, head, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
         self._decode(lookup)
@@ -354,8 +358,8 @@ class Front:
         try:
             if lookup.target.route != LOOKUP:
                 header = parse_header_length(header_length(head), len(body))
-            if (len(body) if header is None else header) > SMALL_JSON_BYTES:
-                parsed_bytes(memoryview(body)[:header], self._max_keys)
+            if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.connection is not None:
+                lookup.connection.hold(len(body) + parsed_bytes(memoryview(body)[:header], self._max_keys))
             if lookup.target.route == LOOKUP:
                 request = decode_lookup(body, version.tables, self._max_keys)
             else:
@@ -368,6 +372,8 @@ class Front:
         lookup.traced = lookup.served.traced or request.wants_report
         lookup.device = request.device_id
         lookup.placed = Placed(request, lookup.traced)
+        if lookup.connection is not None:
+            lookup.connection.hold(len(body) + request.held_bytes)
 
     def take_slot(self, lookup: Lookup) -> bool:
         """Take a slot; False if there is none now: the connection is told when to try again.
@@ -673,22 +679,20 @@ class Front:
     # -- connections ------------------------------------------------------------------------------------------------------
 
     def opened(self, connection: Connection) -> None:
-        connections: Any = self.connections
-        if len(connections.order) >= connections.max_connections:
+        connections = self.connections
+        if len(connections.order) >= connections.most:
+            limit = f"{connections.most} connections (service.max_connections by the fronts, at most half of the open files)"
+            _log.warning("there are %s; closing the longest idle ones for others", limit)
             least_missed = connections.least_missed()
-            limit = f"{connections.max_connections} connections of this front (service.max_connections)"
             if least_missed is None:
                 self.refusals.refuse("connections", limit)
-                connection._ended = True
-                connection.transport.write(connections.too_many)
-                connection.transport.close()
+                connection.close(TOO_MANY)
                 return
             least_missed.close()
         connections.order[connection] = None
 
     def closed(self, connection: Connection) -> None:
-        order: Any = self.connections.order
-        order.pop(connection, None)
+        self.connections.order.pop(connection, None)
 
     def _look(self) -> None:
         """Do what is due twice a second."""
@@ -697,12 +701,9 @@ class Front:
         if self.page[layout.PAGE_VERSION] != self._page_version:
             self._read_page()
         self._look_at_owner()
-        order: Any = self.connections.order
-        for connection in list(order):
-            connection.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
-            if connection.used:
-                connection.used = False
-                order[connection] = order.pop(connection, None)
+        for one in list(self.connections.order):
+            one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
+        self.connections.look()
         clock = time.perf_counter()
         for lookup in [one for one in self._pending.values() if one.due < clock and one.connection is not None]:
             connection, limit = lookup.connection, settings.request_timeout_s
@@ -713,7 +714,7 @@ class Front:
             lookup, connection = self._waiting.popleft()
             if lookup.connection is connection:
                 connection.refuse(self._no_slot())
-        self.loop.call_later(_TICK_S, self._look)
+        self._ticks["look"] = self.loop.call_later(_TICK_S, self._look)
 
     # -- figures ----------------------------------------------------------------------------------------------------------
 
@@ -732,49 +733,77 @@ class Front:
             "held_bytes": self.memory.held + self.slots.used,
         }
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Publish the figures."""
         layout.write_text(self.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.PAGE_TEXT)
 
     def _publish_often(self) -> None:
-        self._publish()
-        self.loop.call_later(_FIGURES_S, self._publish_often)
+        self.publish()
+        self._ticks["publish"] = self.loop.call_later(_FIGURES_S, self._publish_often)
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
-    def run(self, listeners: list[socket.socket]) -> None:
+    def run(self, listener: socket.socket) -> None:
         """Serve until SIGTERM. Blocks."""
-        uvloop.run(self._serve(listeners))
+        uvloop.run(self._run(listener))
 
-    async def _serve(self, listeners: list[socket.socket]) -> None:
+    async def _run(self, listener: socket.socket) -> None:
+        loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, stopping.set)
+        loop.add_signal_handler(signal.SIGUSR1, self.leave)
+        for number in (signal.SIGINT, signal.SIGHUP):  # the parent says what they mean
+            loop.add_signal_handler(number, lambda: None)
+        await self.start(listener)
+        gc.collect()
+        gc.freeze()
+        await stopping.wait()
+        await self.stop(_STOP_S)
+        self.close()
+
+    async def start(self, listener: socket.socket) -> None:
+        """Begin to serve on this event loop."""
         loop = self.loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
-        loop.add_signal_handler(signal.SIGTERM, stop.set)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)
-        loop.add_signal_handler(signal.SIGHUP, lambda: None)
-        loop.add_signal_handler(signal.SIGUSR1, self._leave)
         loop.add_reader(self._event, self._woken)
         self._arm()
         self._read_page()
-        servers = [await loop.create_server(lambda: Connection(self), sock=one, backlog=2048) for one in listeners]
+        self._server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
+        self._listener = listener
         self._look()
         self._publish_often()
-        gc.collect()
-        gc.freeze()
-        await stop.wait()
-        self._leave()
-        for server in servers:
-            server.close()
-        since = time.monotonic()
-        order: Any = self.connections.order
-        while order and time.monotonic() - since < _LEAVE_S:
-            for connection in list(order):
-                connection.close_if_quiet()
-            await asyncio.sleep(0.02)
-        self._publish()
-        self.owner.close()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Let every connection close after its next answer."""
         self.leaving = True
+
+    async def stop(self, timeout_s: float) -> None:
+        """Stop listening once the queue of the listener is empty, since closing it resets unaccepted connections; then wait
+        until the requests that are under way have their answers.
+        """
+        self.leave()
+        queued = select.poll()
+        queued.register(self._listener, select.POLLIN)
+        turns = 0
+        while queued.poll(0) and turns < BACKLOG:
+            turns += 1
+            await asyncio.sleep(0)  # each turn of the event loop accepts at least one connection
+        self._server.close()
+        since = time.monotonic()
+        while self.connections.order and time.monotonic() - since < timeout_s:
+            for connection in list(self.connections.order):
+                connection.close_if_quiet()
+            await asyncio.sleep(_STOP_TICK_S)
+
+    def close(self) -> None:
+        """End what is left, and publish the last figures."""
+        for left in list(self.connections.order):
+            left.transport.abort()
+        for tick in self._ticks.values():
+            tick.cancel()
+        self.loop.remove_reader(self._event)
+        self.owner.close()
+        self.publish()
+        if self._spans is not None:
+            self._spans.close()
 
 
 def _scope(head: Head, connection: Connection) -> MutableMapping[str, Any]:

@@ -236,7 +236,7 @@ class LaidOut:
         self.memory_bytes = layout.size - self.text_bytes
         self.device_id = laid.device_id
         self.wants_report = layout.wants_report
-        self.held_bytes = layout.held_bytes + layout.scratch_bytes
+        self.held_bytes = layout.scratch_bytes + (0 if layout.text else layout.held_bytes)
         self._inference: Inference | None = None
         # What `Placed` counts before there is memory: keys and bags.
         self.segments = [
@@ -247,7 +247,7 @@ class LaidOut:
             segment.pooling = pooling
 
     def place(self, memory: np.ndarray) -> None:
-        self._inference = self._laid.inference(lambda size: memory)
+        self._inference = self._laid.inference(memory)
         self.segments = self._inference.segments
 
     def encoded(self, report: LookupBreakdown | None, device: int) -> tuple[Iterable[bytes], Sequence[memoryview], int | None]:

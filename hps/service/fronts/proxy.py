@@ -14,6 +14,7 @@ _CONNECT_S = 1.0
 _HOP_BY_HOP = frozenset(
     {
         b"connection",
+        b"content-encoding",  # a front has decompressed the body
         b"content-length",
         b"expect",
         b"keep-alive",

@@ -8,26 +8,24 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from hps.configuration.load import ServiceConfig
+from hps.configuration.load import Configuration
 from hps.errors import ConfigError
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.thread_pool import available_threads
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
-from hps.regions.layout import FrontDescriptors, Memory, read_only, shared_memory
+from hps.regions.layout import Memory, read_only
 from hps.service.authorization import is_loopback
 from hps.service.fronts.front import Front
+from hps.service.fronts.sharing import share
 
 _log = logging.getLogger(__name__)
-_PAGE_BYTES: Final = 1 << 24
-_LEAST_REGION_BYTES: Final = 64 << 20
-_MOST_REGION_BYTES: Final = 512 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STOP_S: Final = 60.0
 _TICK_S: Final = 0.1
@@ -45,38 +43,26 @@ class Supervisor:
     """Runs the processes of one service. *One thread*, the main one; nothing else may run in this process.
 
     Args:
+        configuration: of the service.
         fronts: number of front processes.
-        own: runs the owner in a process of its own: called with what it shares with the fronts, and the URL.
+
+    Attributes:
+        shared: what fronts and owner share.
+        url: address of the service.
     """
 
-    def __init__(
-        self,
-        settings: ServiceConfig,
-        host: str,
-        port: int,
-        fronts: int,
-        own: Callable[[FrontDescriptors, str], bool],
-    ) -> None:
-        self._settings = settings
+    def __init__(self, configuration: Configuration, host: str, port: int, fronts: int) -> None:
+        self._configuration = configuration
         self._fronts = fronts
-        self._own = own
         self._place = reserve(host, port)
         self._address = self._place.getsockname()
         name, self._port = self._address[:2]
         self.url = f"http://[{name}]:{self._port}" if ":" in name else f"http://{name}:{self._port}"
         self._loopback = is_loopback(name)
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
-        size = min(_MOST_REGION_BYTES, max(_LEAST_REGION_BYTES, settings.max_held_bytes // fronts))
-        page = shared_memory("hps-page", _PAGE_BYTES)
-        self._descriptors = FrontDescriptors(
-            tuple(shared_memory(f"hps-front-{nth}", size) for nth in range(fronts)),
-            tuple(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(fronts)),
-            page,
-            (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),),
-            str(Path(self._directory.name) / "owner.sock"),
-            _SPIN_NS if self._spins else 0,
-        )
-        self._page = read_only(page)
+        path = str(Path(self._directory.name) / "owner.sock")
+        self.shared = share(configuration.service, fronts, path, _SPIN_NS if self._spins else 0)
+        self._page = Memory(self.shared.page, writable=False)
         self._children: dict[int, int] = {}  # process: number of the front, -1 for the owner
         self._pauses: dict[int, float] = {}
         self._started: dict[int, float] = {}
@@ -133,32 +119,22 @@ class Supervisor:
         if number >= 0:
             self._be_front(number)
         self._place.close()
-        self._code = 0 if self._own(self._descriptors, self.url) else 1
         return True
 
     def _be_front(self, number: int) -> NoReturn:
         code = 1
         try:
-            shared = self._descriptors
+            shared = self.shared
             listener = listen_beside(self._place)
+            self._place.close()
             for nth, (region, event) in enumerate(zip(shared.regions, shared.events, strict=True)):
                 if nth != number:
                     os.close(region)
                     os.close(event)
+            page = read_only(shared.page)
             os.close(shared.page)
-            self._place.close()
-            front = Front(
-                number,
-                Memory(shared.regions[number]),
-                Memory(self._page, writable=False),
-                (shared.events[number], shared.loop_events[number % len(shared.loop_events)]),
-                shared.path,
-                self._settings,
-                self._fronts,
-                spins=self._spins,
-                loopback=self._loopback,
-            )
-            front.run([listener])
+            front = Front(number, replace(shared, page=page), self._configuration, spins=self._spins, loopback=self._loopback)
+            front.run(listener)
             code = 0
         except BaseException:  # noqa: BLE001 - a forked process must not go on in the parent's code
             _log.exception("front %d failed", number)
@@ -185,9 +161,9 @@ class Supervisor:
         """Decide what follows the end of a process: the time of its next start; None: none."""
         code = os.waitstatus_to_exitcode(status)
         if number < 0:
-            for region in self._descriptors.regions:  # not mapped for long: fronts that are forked would have it, too
+            for region in self.shared.regions:  # not mapped for long: fronts that are forked would have it, too
                 Memory(region)[layout.OWNER_EPOCH] = 0
-            for event in self._descriptors.events:
+            for event in self.shared.events:
                 os.eventfd_write(event, 1)
         if self._stopping:
             if number < 0:
@@ -233,7 +209,7 @@ class Supervisor:
         self._tell_owner(signal.SIGUSR1)
         drain_s = 0.0
         if self._drains and any(one < 0 for one in self._children.values()):
-            found = layout.read_text(Memory(self._page, writable=False), 0, layout.MOST_PAGE_BYTES)
+            found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
             page = found[1] if found else {}
             if not page.get("blocked", "starting"):
                 drain_s = page["settings"]["drain_s"]

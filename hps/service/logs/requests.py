@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Final
 
@@ -36,10 +36,10 @@ _TRACEPARENT = re.compile(  # https://www.w3.org/TR/trace-context/#traceparent-h
     rb"(?!ff|00-.{52}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
 ).fullmatch
 
-made_id: Final = map((secrets.token_hex(8).encode() + b"%016x").__mod__, count(secrets.randbits(48))).__next__
-"""Makes a request id if the client sent none: 32 hexadecimal digits, like a trace id; the first half is the same throughout the
-process.
-"""
+
+def new_ids() -> Callable[[], bytes]:
+    """Return a function that makes request ids: 32 hexadecimal digits, like a trace id; the first half is always the same."""
+    return map((secrets.token_hex(8).encode() + b"%016x").__mod__, count(secrets.randbits(48))).__next__
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> bytes | None:

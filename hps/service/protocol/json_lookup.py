@@ -41,12 +41,9 @@ class JSONLookup:
         wants_report: whether the answer includes a report.
 
     Attributes:
-        held_bytes: upper bound on vectors, masks and text of the answer, including `scratch_bytes`.
-        scratch_bytes: upper bound on additional memory of a lookup of bags, until it ends.
-        binary_answer: always None, unlike an inference's.
+        held_bytes: upper bound on vectors, masks and text of the answer, and on additional memory of a lookup of bags.
     """
 
-    binary_answer = None
     text_bytes = 0
 
     def __init__(self, segments: list[Segment], names: list[str], device_id: int | None, *, wants_report: bool) -> None:
@@ -54,8 +51,7 @@ class JSONLookup:
         self.device_id = device_id
         self.wants_report = wants_report
         self._names = names
-        self.scratch_bytes = sum(4 * segment.out.shape[1] * segment.n for segment in segments if segment.pooling)
-        self.held_bytes = self.scratch_bytes
+        self.held_bytes = sum(4 * segment.out.shape[1] * segment.n for segment in segments if segment.pooling)
         for segment in segments:
             self.held_bytes += JSON_VECTOR_SHARE * segment.out.nbytes
             if segment.found is not None:

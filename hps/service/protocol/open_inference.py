@@ -15,7 +15,7 @@ does naming them in `outputs`. `DeviceID` selects the device.
 Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -25,7 +25,6 @@ import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.service.answer_memory import Bytes
 from hps.service.logs.lookup_report import LookupBreakdown, Number
 from hps.service.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
@@ -177,24 +176,17 @@ class Inference:
     Args:
         inputs: arrays that the layout's key ranges refer to.
         device_id: the requested device.
-        allocate: allocates large memory of a size, (size,) uint8.
+        memory: of the answer, (layout.size,) uint8.
 
     Attributes:
         device_id: the requested device; after the lookup, the device that answered.
         segments: keys to look up; the lookup writes into the memory of the answer.
-        held_bytes: upper bound on vectors, masks and text of the answer, including `scratch_bytes`.
-        scratch_bytes: upper bound on additional memory of the lookup, until it ends.
     """
 
-    def __init__(
-        self, layout: AnswerLayout, inputs: Sequence[np.ndarray], device_id: int | None, allocate: Callable[[int], Bytes]
-    ) -> None:
+    def __init__(self, layout: AnswerLayout, inputs: Sequence[np.ndarray], device_id: int | None, memory: np.ndarray) -> None:
         self.device_id = device_id
         self._layout = layout
-        self.wants_report = layout.wants_report
-        self.scratch_bytes = layout.scratch_bytes
-        self.held_bytes = layout.held_bytes + layout.scratch_bytes
-        self._memory = allocate(layout.size)
+        self._memory = memory
         if layout.text:
             self._memory.data[: len(layout.text)] = layout.text
         self.segments: list[Segment] = []
@@ -262,10 +254,6 @@ def parse_header_length(value: bytes | None, body_size: int) -> int | None:
     return int(value)
 
 
-def _allocate(size: int) -> Bytes:
-    return np.empty(size, np.uint8)
-
-
 class Laid(NamedTuple):
     """A decoded request, and the layout of its answer, which has no memory yet; arguments of `Inference`."""
 
@@ -274,23 +262,12 @@ class Laid(NamedTuple):
     device_id: int | None
     poolings: Sequence[Pooling | None]
 
-    def inference(self, allocate: Callable[[int], Bytes] = _allocate) -> Inference:
-        """Allocate the answer."""
-        inference = Inference(self.layout, self.inputs, self.device_id, allocate)
+    def inference(self, memory: np.ndarray) -> Inference:
+        """Give the answer its memory, (layout.size,) uint8."""
+        inference = Inference(self.layout, self.inputs, self.device_id, memory)
         for segment, pooling in zip(inference.segments, self.poolings, strict=True):
             segment.pooling = pooling
         return inference
-
-
-def decode_request(
-    body: bytes | bytearray,
-    header_length: int | None,
-    model: ModelTables,
-    max_keys: int,
-    allocate: Callable[[int], Bytes] = _allocate,
-) -> Inference:
-    """As `lay_out_body`, and allocate the answer by `allocate`, (size,) uint8."""
-    return lay_out_body(body, header_length, model, max_keys).inference(allocate)
 
 
 def lay_out_body(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Laid:

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Query, Request, Response
 from hps.configuration.load import ModelConfig, override_model
 from hps.errors import InvalidInputError, UnknownModelError
 from hps.parameter_server import HPS
+from hps.service.call_threads import CallThreads
 from hps.service.lifecycle import Lifecycle
-from hps.service.lookup_threads import LookupThreads
 from hps.service.model_changes import change_model
 from hps.service.protocol import schemas
 from hps.service.readiness import table_status
@@ -25,7 +25,7 @@ from hps.versions.pins import Pin
 _Wait = Annotated[bool, Query(description="`false` answers 202 at once; poll GET /v1/models for the outcome.")]
 
 
-def admin_routes(lifecycle: Lifecycle, threads: LookupThreads, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
+def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
     """Make the routes.
 
     Args:

@@ -17,10 +17,10 @@ from starlette.types import Scope
 from hps.errors import HPSError, InvalidInputError, NotReadyError, UnknownModelError, UnknownVersionError
 from hps.ground.workers import THREADS
 from hps.parameter_server import HPS
+from hps.service.call_threads import CallThreads
 from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import HTTPMetrics, InferenceStatistics
 from hps.service.lifecycle import STOPPING, Lifecycle
-from hps.service.lookup_threads import LookupThreads
 from hps.service.protocol import schemas
 from hps.service.routes.repository import repository_routes
 from hps.service.routes.statistics import statistics_routes
@@ -86,7 +86,7 @@ def control_app(
     statistics: InferenceStatistics,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     error_answer: Callable[[Exception, Scope], HTTPAnswer],
-    threads: LookupThreads,
+    threads: CallThreads,
     routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
     """Make the FastAPI application of these routes.

@@ -12,18 +12,18 @@ from hps.configuration.load import ServiceConfig
 from hps.errors import InvalidInputError
 from hps.ground.pacing import paced
 from hps.parameter_server import HPS
+from hps.service.call_threads import CallThreads
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import JSON, HTTPAnswer, RequestError
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.changes import WriteLog
-from hps.service.lookup_threads import LookupThreads
 from hps.service.protocol.json_size import parsed_bytes
 from hps.service.protocol.open_inference import parse_header_length
 from hps.service.protocol.row_writes import MAX_JSON_BYTES, check_finite, decode_keys, decode_rows
 from hps.service.protocol.schemas import ROW, ROWS
 from hps.versions.deployment import StoredRow
 
-_WRITE_THREADS = 2
+_THREADS = 2  # for each of reads and writes
 _MOST_WAITING = 64
 
 
@@ -58,29 +58,28 @@ def row_target(path: str) -> RowTarget | None:
 class RowRoutes:
     """Serves the routes of rows. *One per event loop.*
 
-    Writes have their own threads, so that they never take those of lookups.
-
     Args:
         settings: have the limits, until `configure` changes them.
-        memory: counts the decoded bodies.
-        lookups: the threads of lookups, which also read single rows.
+        memory: counts large bodies, and what they are decoded to.
     """
 
-    def __init__(self, lifecycle: Lifecycle, settings: ServiceConfig, memory: HeldMemory, lookups: LookupThreads) -> None:
+    def __init__(self, lifecycle: Lifecycle, settings: ServiceConfig, memory: HeldMemory) -> None:
         self._lifecycle = lifecycle
         self._memory = memory
-        self._lookups = lookups
-        self._writes = LookupThreads(_WRITE_THREADS, settings.request_timeout_s, memory, _MOST_WAITING, "write")
+        self._reads, self._writes = (
+            CallThreads(_THREADS, settings.request_timeout_s, memory, _MOST_WAITING, what) for what in ("read", "write")
+        )
         self._log = WriteLog()
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
         self._max_rows, self._refuse_nan = settings.max_rows_per_write, settings.refuse_nan
-        self._writes.limit_to(settings.request_timeout_s)
+        for threads in (self._reads, self._writes):
+            threads.limit_to(settings.request_timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish running writes; False on timeout. Blocks."""
-        return self._writes.close(timeout_s)
+        """Finish what runs; False on timeout. Blocks."""
+        return self._reads.close(timeout_s) and self._writes.close(timeout_s)
 
     def flush_log(self) -> None:
         self._log.flush()
@@ -111,17 +110,14 @@ class RowRoutes:
         target = request.target
         server = self._lifecycle.server_of(target.model)
         if request.method == "GET":
-            row = await self._lookups.run(_row, server, request)
+            row = await self._reads.run(_row, server, request)
             return HTTPAnswer(200, [JSON], (_row_text(request, row),))
         table = f"{target.model}.{target.table}"
         server.model(target.model, request.version).table_index(target.table)  # names from clients are not logged
         try:
-            held = self._hold(headers, body)
-            try:
-                length = parse_header_length(headers.get(b"inference-header-content-length"), len(body))
-                version, rows = await self._writes.run(self._write, server, request, length, body, held=held + len(body))
-            finally:
-                self._memory.held -= held
+            length = parse_header_length(headers.get(b"inference-header-content-length"), len(body))
+            held = self._hold(length, body)
+            version, rows = await self._writes.run(self._write, server, request, length, body, held=held)
         except BaseException:
             self._log.count(request.who, table, failed=True)
             raise
@@ -130,13 +126,14 @@ class RowRoutes:
         answer = {"model": target.model, "version": version, "table": target.table, "rows": rows}
         return HTTPAnswer(200, [JSON], (orjson.dumps(answer),))
 
-    def _hold(self, headers: Mapping[bytes, bytes], body: bytes | bytearray) -> int:
-        if len(body) <= SMALL_BYTES:
-            return 0
+    def _hold(self, header_length: int | None, body: bytes | bytearray) -> int:
         size = len(body)
-        if b"inference-header-content-length" not in headers and size <= MAX_JSON_BYTES:
-            size = parsed_bytes(memoryview(body), size)  # each value takes at least a byte
-        return self._memory.take(size, "reading the rows")
+        if size <= SMALL_BYTES:
+            return 0
+        decoded = size
+        if header_length is None and size <= MAX_JSON_BYTES:
+            decoded = parsed_bytes(memoryview(body), size)  # each value takes at least a byte
+        return self._memory.take(size + decoded, "reading the rows")
 
     def _write(self, server: HPS, request: RowRequest, length: int | None, body: bytes | bytearray) -> tuple[str, int]:
         """Check a complete body, then write it. Returns the version that has it, and the number of rows."""

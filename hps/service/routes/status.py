@@ -9,11 +9,11 @@ from typing import Any, Final
 import orjson
 from fastapi import APIRouter, Response
 
+from hps.service.call_threads import CallThreads
 from hps.service.history import History
 from hps.service.http_metrics import HTTPMetrics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import RecentProblems
-from hps.service.lookup_threads import LookupThreads
 from hps.service.shared_text import SharedText
 
 _KEPT_S: Final = 0.25  # an answer takes about 1 ms for 26 tables
@@ -37,8 +37,7 @@ def status_routes(
     metrics: HTTPMetrics,
     problems: RecentProblems,
     history: History,
-    service: Callable[[], dict[str, Any]],
-    threads: LookupThreads,
+    threads: CallThreads,
     responses: dict[int | str, dict[str, Any]],
 ) -> APIRouter:
     """Make the routes.
@@ -47,7 +46,6 @@ def status_routes(
         metrics: metrics of requests.
         problems: recent problems.
         history: counts of the past.
-        service: returns what the service itself holds now; called on any thread.
         threads: the thread that writes the data.
         responses: descriptions of errors by status.
     """
@@ -87,7 +85,7 @@ def status_routes(
                 "ready": not lifecycle.not_ready_reason,
                 "reason": lifecycle.not_ready_reason,
                 "requests": metrics.requests(),
-                **service(),
+                **metrics.held(),
             },
             "models": [one.model_dump(exclude_none=True) for one in lifecycle.states.models()],
             "problems": [asdict(one) for one in problems.entries()],

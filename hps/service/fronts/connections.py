@@ -1,0 +1,67 @@
+"""How many connections a front has, and which it closes for another."""
+
+import resource
+import time
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from hps.service.fronts.connection import Connection
+
+_FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
+TOO_MANY: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
+)
+"""Answer to a connection for which there is no room."""
+
+
+class Connections:
+    """The connections of a front. *One per event loop.*
+
+    Args:
+        most: beyond this, a new connection replaces the least missed one.
+
+    Attributes:
+        most: at most half the file descriptors of the process; the others are for databases and model files.
+        order: all connections, the longest without a complete request first, to half a second.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.order: dict[Connection, None] = {}
+        self.limit_to(most)
+
+    def limit_to(self, most: int) -> None:
+        """Change the limit."""
+        self.most = _within_descriptors(most)
+
+    def least_missed(self) -> "Connection | None":
+        """Return the connection to close for a new one; None to refuse the new one.
+
+        Requests that are sent in part never take more than half of the connections from clients that have sent complete ones.
+        Of those without a complete request, ones without the headers of one go first, then the oldest. A new one has a moment.
+        """
+        waiting = [one for one in self.order if one.waiting]
+        known = [one for one in waiting if one.completed]
+        since = time.monotonic() - _FIRST_REQUEST_S
+        unknown = [one for one in waiting if not one.completed and (one.idle or one.opened < since)]
+        if unknown:
+            return min(unknown, key=lambda one: not one.idle)
+        if len(known) < len(waiting) and 2 * len(known) <= self.most:
+            return None
+        return next((one for one in known if not one.used), known[0] if known else None)
+
+    def look(self) -> None:
+        """Put connections with complete requests since the last look behind the others."""
+        for connection in [one for one in self.order if one.used]:
+            connection.used = False
+            self.order[connection] = self.order.pop(connection)
+
+
+def _within_descriptors(connections: int) -> int:
+    """Raise the limit of open files to twice as many connections, if possible. Return how many fit in half of the limit."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections if most == resource.RLIM_INFINITY else min(2 * connections, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        limit = wanted
+    return connections if limit == resource.RLIM_INFINITY else max(1, min(connections, limit // 2))

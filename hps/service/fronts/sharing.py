@@ -1,0 +1,41 @@
+"""How much memory fronts get, and what they share with the owner."""
+
+import os
+from typing import Final
+
+from hps.configuration.load import ServiceConfig
+from hps.regions.layout import MOST_PAGE_BYTES, SLAB, FrontDescriptors, shared_memory
+
+_LEAST_SLAB_BYTES: Final = 64 << 20
+_MOST_SLAB_BYTES: Final = 512 << 20
+
+
+def slab_bytes(settings: ServiceConfig, fronts: int) -> int:
+    """Return the size of each front's slab: half of its share of `max_held_bytes`, but enough for a few large answers."""
+    least = min(_LEAST_SLAB_BYTES, settings.max_held_bytes // 2)
+    return min(_MOST_SLAB_BYTES, max(least, settings.max_held_bytes // fronts // 2)) & -4096
+
+
+def body_bytes(settings: ServiceConfig, fronts: int) -> int:
+    """Return how much of other memory each front may hold for clients: the rest of its share, but enough for a large body."""
+    least = min(2 * settings.max_body_bytes, settings.max_held_bytes // 2)
+    return max(least, settings.max_held_bytes // fronts - slab_bytes(settings, fronts))
+
+
+def share(settings: ServiceConfig, fronts: int, path: str, spin_ns: int) -> FrontDescriptors:
+    """Make what fronts share with the owner.
+
+    Args:
+        path: of the unix socket of the owner's application.
+        spin_ns: how long the owner's loop spins before it sleeps.
+    """
+    size = SLAB + slab_bytes(settings, fronts)
+    flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+    return FrontDescriptors(
+        tuple(shared_memory(f"hps-front-{nth}", size) for nth in range(fronts)),
+        tuple(os.eventfd(0, flags) for _ in range(fronts)),
+        shared_memory("hps-page", MOST_PAGE_BYTES),
+        (os.eventfd(0, flags),),
+        path,
+        spin_ns,
+    )

@@ -24,6 +24,7 @@ from hps.regions.board import OWNER_KERNELS, Board, Job
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
 from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, TRACED, FrontDescriptors, Memory
 from hps.service.http_answer import status_of
+from hps.service.http_metrics import are_figures
 from hps.service.lifecycle import Lifecycle
 from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
@@ -160,7 +161,7 @@ class FrontLink:
         """Return what each front has counted, in the order of the fronts."""
         for nth, memory in enumerate(self._memories):
             found = layout.read_text(memory, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
-            if found is not None:  # else it is being written
+            if found is not None and are_figures(found[1]):  # else it is being written, or garbage
                 self._figures[nth] = found[1]
         return [self._figures[nth] for nth in sorted(self._figures)]
 

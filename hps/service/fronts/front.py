@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import secrets
 import select
 import signal
 import socket
@@ -43,7 +44,7 @@ from hps.service.http_answer import (
     error_answer,
     release_frames,
 )
-from hps.service.http_metrics import HTTPMetrics, InferenceCounts
+from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.service.logs.lines import fields
 from hps.service.logs.lookup_report import report_of
 from hps.service.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
@@ -152,14 +153,14 @@ class Front:
         self._page_word = page.address + layout.PAGE_VERSION
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
-        self._epoch = int(region[layout.FRONT_EPOCH])
+        self._epoch = 0
         self._connected = False
         self._spinning = False
         self._spun_ns = 0
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
         found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
-        if found is not None:  # those of the front before it
+        if found is not None and are_figures(found[1]):  # those of the front before it
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
                 model, _, version = name.partition("\0")
@@ -182,7 +183,7 @@ class Front:
         region = self.region
         self._connected = False
         self._tail = 0
-        self._epoch = max(self._epoch, region[layout.FRONT_EPOCH], region[layout.OWNER_EPOCH]) + 1
+        self._epoch = 1 + secrets.randbits(62)  # the last one may be garbage, if that front was broken into
         store_word(region.address + layout.SUBMITTED, 0)
         store_word(region.address + layout.FRONT_EPOCH, self._epoch)
         self._wake_owner()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from hps.errors import HPSError
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
 from hps.service.fronts.proxy import Upstream, forwarded
-from hps.service.http_answer import HTTPAnswer, RequestError
+from hps.service.http_answer import HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
 from hps.service.request_body import inflate, inflated_bytes, too_large
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _FIRST_BUFFER_BYTES: Final = 8192
 _TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop, so that small answers need not wait for large ones
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
+_MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
 _FIRST_REQUEST_S: Final = 0.5
 _EMPTY: Final = memoryview(b"")
@@ -82,6 +83,7 @@ class Connection(asyncio.BufferedProtocol):
         self._body: bytearray | None = None  # a whole body
         self._chunks: Chunks | None = None
         self._left = 0  # of a body, not taken from the buffer yet; -1 if its length is unknown
+        self._skip = 0  # of the body of a request that was answered without it
         self._held = 0
         self._lookup: Lookup | None = None
         self._upstream: Upstream | None = None
@@ -185,6 +187,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _advance(self) -> None:
         """Read on in the buffer, until a request is complete or more bytes are needed."""
+        if self._skip:
+            here = min(self._skip, self._have - self._at)
+            self._at, self._skip = self._at + here, self._skip - here
+            if not self._skip:
+                self._since = None
         try:
             if self._head is None:
                 self._read_head()
@@ -383,12 +390,17 @@ class Connection(asyncio.BufferedProtocol):
         return self._eof or self.front.leaving or (self._head is not None and not self._head.keeps_alive)
 
     def refuse(self, error: Exception) -> None:
-        """Answer an error. If the request has not been read whole, the connection closes after it."""
+        """Answer an error. The connection closes after it if the body has not arrived, unless the client shall try again."""
         if self._ended:
             return
-        if not self._fill and 0 < self._left <= self._have - self._at:
-            self._at += self._left  # it has arrived: nothing is in the way of the next request
-            self._left = 0
+        if self._fill:
+            self._left = len(self._fill)
+        elif self._left > 0:
+            here = min(self._left, self._have - self._at)
+            self._at, self._left = self._at + here, self._left - here
+        waits = self._head is not None and self._head.expects_continue  # it may send its body, or not
+        if 0 < self._left <= _MOST_SKIPPED_BYTES and status_of(error) == 503 and not (waits or self.closes_after):
+            self._skip, self._left = self._left, 0
         unread = self._left != 0
         if self._served is None or (self._head is None and self._status == 0):
             self._served, self._started = self.front.served(), time.perf_counter()
@@ -475,6 +487,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self._closing or self._eof:
             self.transport.close()
         else:
+            self._since = self._idle_since if self._skip else None
             self._resume_reading()
             if self._at < self._have:
                 self.front.loop.call_soon(self._next)
@@ -510,7 +523,7 @@ class Connection(asyncio.BufferedProtocol):
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""
         new = time.monotonic() - self.opened < _FIRST_REQUEST_S and not self.completed
-        if self.idle and self._at == self._have and not new and not self.transport.is_closing():
+        if self.idle and self._at == self._have and not self._skip and not new and not self.transport.is_closing():
             self.close()
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:

@@ -570,6 +570,7 @@ def test_a_front_that_did_not_notice_the_death_of_an_owner_begins_anew(play):
         threading.Event().wait(0.05)
         assert later.board.next_job() is None
         assert front.region[layout.OWNER_EPOCH] == 0
+        await until(lambda: front.region[layout.OWNER_EPOCH] != 0 and front._connected)
         client.send(*request([99]))
         job = await later.job()
         assert later.keys(job).tolist() == [99]

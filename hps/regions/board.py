@@ -28,6 +28,7 @@ from hps.regions.exchange import (
     LOOP_EVENT,
     MOST_DEPLOYMENTS,
     MOST_TIMES,
+    OLD_EPOCH,
     REGION_COLUMNS,
     SHIFT,
     SPIN_NS,
@@ -49,7 +50,7 @@ from hps.regions.exchange import (
     read_job,
     store_word,
 )
-from hps.regions.layout import MOST_SEGMENTS, RING, SEGMENT_WORDS, Memory
+from hps.regions.layout import BEGUN_EPOCH, MOST_SEGMENTS, RING, SEGMENT_WORDS, Memory
 from hps.types import IndexArray, TableSpec
 
 FRONT_KERNELS: Final = (post, completions, arm, store_word)
@@ -110,13 +111,20 @@ class Board:
         loop_event: the event that wakes the loop.
         jobs_event: a semaphore that the loop raises for each job.
         spin_ns: how long it spins before it sleeps.
+        serials: what the serials count from. Those of another owner must differ: fronts post again what it did not answer.
 
     Attributes:
         regions, deployments, tables, state, jobs, times: see `exchange`.
     """
 
     def __init__(
-        self, memories: Sequence[Memory], events: Sequence[int], loop_event: int, jobs_event: int, spin_ns: int
+        self,
+        memories: Sequence[Memory],
+        events: Sequence[int],
+        loop_event: int,
+        jobs_event: int,
+        spin_ns: int,
+        serials: int = 0,
     ) -> None:
         self.memories = tuple(memories)
         self.regions = np.zeros((len(memories), REGION_COLUMNS), np.int64)
@@ -129,12 +137,12 @@ class Board:
         self.state[SPIN_NS], self.state[JOBS_EVENT], self.state[LOOP_EVENT] = spin_ns, jobs_event, loop_event
         for place, (memory, event) in enumerate(zip(memories, events, strict=True)):
             self.regions[place, LENGTH], self.regions[place, EVENT] = memory.size, event
-            self.regions[place, BASE] = memory.address
+            self.regions[place, BASE], self.regions[place, OLD_EPOCH] = memory.address, memory[BEGUN_EPOCH]
         self._lock = threading.Lock()
         self._rows: list[range | None] = [None] * MOST_DEPLOYMENTS  # of each deployment: its tables
         self._resident = [False] * MOST_DEPLOYMENTS
         self._left_to_python = False
-        self._serials = 0
+        self._serials = serials
         self._taken = 0  # jobs
         self._seen = np.zeros_like(self.deployments), np.zeros_like(self.tables)  # counters, as they were tallied last
 
@@ -168,7 +176,8 @@ class Board:
             self._serials += 1
             serial = self._serials << 8 | row
             deployment = self.deployments[row]
-            deployment[:] = self._seen[0][row] = 0
+            deployment[D_OWN:] = self._seen[0][row] = 0  # D_IN_FLIGHT stays: the loop may be leaving the one before
+            deployment[D_REQUESTS] = deployment[D_NS] = 0
             deployment[D_TABLES], deployment[D_FIRST] = len(tables), first
             self._resident[row] = resident is not None
             deployment[D_RESIDENT] = int(self._resident[row] and not self._left_to_python)

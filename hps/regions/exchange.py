@@ -22,6 +22,7 @@ from hps.regions.layout import (
     ASIDE,
     ASIDE_BYTES,
     BEGAN_NS,
+    BEGUN_EPOCH,
     COMPLETED,
     COMPLETIONS,
     ENDED_NS,
@@ -48,10 +49,11 @@ from hps.regions.layout import (
 from hps.types import IndexArray
 
 # Columns of `regions`.
-BASE, LENGTH, SHIFT, TAIL, HEAD, IN_FLIGHT, EPOCH, EVENT, LOCK, MALFORMED_COUNT = range(10)
+BASE, LENGTH, SHIFT, TAIL, HEAD, IN_FLIGHT, EPOCH, EVENT, LOCK, MALFORMED_COUNT, OLD_EPOCH = range(11)
 REGION_COLUMNS: Final = 16
 """Of a region: its address (0: none), its bytes, what to add for a device's addresses, places taken and completed, slots under
-way, the epoch that is served, the event that wakes its front, the lock of its completions, malformed descriptors so far."""
+way, the epoch that is served, the event that wakes its front, the lock of its completions, malformed descriptors so far, the
+last epoch of an owner before this one."""
 
 # Columns of `deployments`; a serial's lower 8 bits are the row.
 D_SERIAL, D_TABLES, D_FIRST, D_RESIDENT, D_IN_FLIGHT, D_REQUESTS, D_NS, D_OWN = range(8)
@@ -243,17 +245,26 @@ def finish(regions: IndexArray, place: int, slot: int, status: int, began: int, 
 
 
 @njit()
+def _waiting(regions: IndexArray, place: int, epoch: int) -> int:
+    """Return how many slots of a front, which writes this epoch, can be taken now; -1: it begins an epoch."""
+    base = regions[place, BASE]
+    in_flight = load_acquire(regions[place].ctypes.data + 8 * IN_FLIGHT)
+    if epoch != regions[place, EPOCH]:
+        return -1 if in_flight == 0 and epoch != regions[place, OLD_EPOCH] else 0
+    if epoch == 0:
+        return 0
+    count: int = load_acquire(base + SUBMITTED) - regions[place, TAIL]
+    if count < 0 or count > RING:  # no front counts so
+        return 0
+    return min(count, RING - in_flight)  # nor has one more under way, which would overrun the jobs of the others
+
+
+@njit()
 def any_submitted(regions: IndexArray) -> bool:
     """Return whether there is anything to take, or a front that begins an epoch."""
     for place in range(regions.shape[0]):
         base = regions[place, BASE]
-        if base == 0:
-            continue
-        epoch = load_acquire(base + FRONT_EPOCH)
-        if epoch != regions[place, EPOCH]:
-            if regions[place, IN_FLIGHT] == 0:
-                return True
-        elif epoch != 0 and load_acquire(base + SUBMITTED) != regions[place, TAIL]:
+        if base != 0 and _waiting(regions, place, load_acquire(base + FRONT_EPOCH)) != 0:
             return True
     return False
 
@@ -265,21 +276,15 @@ def available(regions: IndexArray, place: int, scratch: int) -> int:
     if base == 0:
         return 0
     epoch = load_acquire(base + FRONT_EPOCH)
-    if epoch != regions[place, EPOCH]:
-        if load_acquire(regions[place].ctypes.data + 8 * IN_FLIGHT) != 0:
-            return 0
+    count: int = _waiting(regions, place, epoch)
+    if count < 0:
         regions[place, TAIL] = regions[place, HEAD] = 0
         store_relaxed(base + COMPLETED, 0)
         store_relaxed(base + TAKEN, 0)
         regions[place, EPOCH] = epoch
+        store_relaxed(base + BEGUN_EPOCH, epoch)
         exchange(base + OWNER_EPOCH, epoch)
         wake(regions[place, EVENT], scratch)
-        return -1
-    if epoch == 0:
-        return 0
-    count: int = load_acquire(base + SUBMITTED) - regions[place, TAIL]
-    if count < 0 or count > RING:  # no front counts so
-        return 0
     return count
 
 

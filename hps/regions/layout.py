@@ -22,7 +22,7 @@ other.
 **Deaths.** A front that starts writes a new `FRONT_EPOCH`. The owner takes nothing more of the old one, waits until what it
 took has been answered, empties both rings, and writes the same number to `OWNER_EPOCH`: the slab is the front's. An owner that
 starts, and whoever sees one die, writes 0 to `OWNER_EPOCH`: the front then begins a new epoch, and posts again what was not
-answered.
+answered. No owner begins an epoch that one before it has begun (`BEGUN_EPOCH`): its front has not noticed the death yet.
 
 The *page* is memory that the owner writes and all fronts read: what the models are, and the settings of the service.
 """
@@ -44,7 +44,7 @@ RING: Final = 2048
 """Places of a ring, a power of two; a front has at most so many slots under way."""
 
 # Byte offsets in a region. Each control word has a cache line of its own.
-SUBMITTED, TAKEN, COMPLETED, FRONT_SLEEPS, OWNER_SLEEPS, FRONT_EPOCH, OWNER_EPOCH = (LINE * i for i in range(7))
+SUBMITTED, TAKEN, COMPLETED, FRONT_SLEEPS, OWNER_SLEEPS, FRONT_EPOCH, OWNER_EPOCH, BEGUN_EPOCH = (LINE * i for i in range(8))
 SUBMISSIONS: Final = 4096
 COMPLETIONS: Final = SUBMISSIONS + 8 * RING
 FIGURES: Final = COMPLETIONS + 8 * RING
@@ -177,6 +177,6 @@ def read_text(memory: Memory, version_at: int, most: int) -> tuple[int, dict[str
         return None
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return (version, found) if isinstance(found, dict) else None

@@ -87,7 +87,7 @@ class HTTPMetrics:
     def held(self) -> dict[str, int]:
         """Return what all fronts hold now: connections, lookups under way, and bytes for clients."""
         fronts = self.fronts()
-        return {name: sum(one[name] for one in fronts) for name in ("connections", "pending", "held_bytes")}
+        return {name: sum(one[name] for one in fronts) for _, _, name in _OF_FRONTS}
 
     def _with(self, fronts: Sequence[Mapping[str, Any]]) -> "HTTPMetrics":
         """Return the sum of these counts and those of fronts."""
@@ -120,6 +120,17 @@ _OF_FRONTS: Final = (
 )
 _READY: Final = "1 while lookups are answered, ignoring models that cannot be loaded."
 _DEVICE_FAILED: Final = "1 after a device failure: no lookup is answered until a restart."
+
+
+def are_figures(found: Mapping[str, Any]) -> bool:
+    """Return whether these are figures of a front, which may write anything once it was broken into."""
+    try:
+        HTTPMetrics(Refusals()).add(found["http"])
+        for one in found["inference"].values():
+            InferenceCounts().plus(InferenceCounts(*one))
+        return all(isinstance(found[name], int) for _, _, name in _OF_FRONTS)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
 
 
 @dataclass(slots=True, eq=False)

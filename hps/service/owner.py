@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from hps.regions.board import OWNER_KERNELS, Board, Job
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
 from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, TRACED, FrontDescriptors, Memory
 from hps.service.http_answer import release_frames, status_of
+from hps.service.http_metrics import are_figures
 from hps.service.lifecycle import Lifecycle
 from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
@@ -85,7 +87,7 @@ class _Served:
                 return
             for board in self._boards:
                 tally = board.tally(self.serial)
-                if tally.requests:
+                if tally.requests or any(map(any, tally.tables)):  # keys are counted before their request
                     self._session.count_answered(tally.tables, tally.ns)
 
 
@@ -120,7 +122,7 @@ class FrontLink:
         self._memories = [Memory(one) for one in descriptors.regions]
         self._page = Memory(descriptors.page)
         self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-        loops = len(descriptors.loop_events)
+        loops, serials = len(descriptors.loop_events), secrets.randbits(40)
         self._boards = [
             Board(
                 self._memories[nth::loops],
@@ -128,6 +130,7 @@ class FrontLink:
                 event,
                 self._jobs_event,
                 descriptors.spin_ns,
+                serials,
             )
             for nth, event in enumerate(descriptors.loop_events)
         ]
@@ -159,7 +162,7 @@ class FrontLink:
         """Return what each front has counted, in the order of the fronts."""
         for nth, memory in enumerate(self._memories):
             found = layout.read_text(memory, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
-            if found is not None:  # else it is being written
+            if found is not None and are_figures(found[1]):  # else it is being written, or garbage
                 self._figures[nth] = found[1]
         return [self._figures[nth] for nth in sorted(self._figures)]
 
@@ -341,7 +344,7 @@ def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int]
     """Make a segment over a front's memory. Its descriptor was checked, but for its bags."""
     table, n, keys_at, out_at, found_at = words
     dim = deployment.dims[table]
-    keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64)
+    keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64).copy()  # a lookup reads them more than once
     found = memory.bytes[found_at : found_at + n].view(np.bool_) if found_at else None
     if bags is None:
         out = memory.bytes[out_at : out_at + 4 * dim * n].view(np.float32).reshape(n, dim)
@@ -354,7 +357,7 @@ def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int]
     whole = Bags(given, arrays.get("offsets"), arrays.get("weights"), include_last_offset=last, **options)
     pooling = pooling_of(name, whole, n, given.shape, on_cuda=False)
     strides = bags["strides"] or [4 * dim, 4]
-    if not (0 < strides[0] <= 1 << 20 and strides[1] == 4 and strides[0] >= 4 * dim):
+    if not (0 < strides[0] <= 1 << 20 and strides[0] % 4 == 0 and strides[1] == 4 and strides[0] >= 4 * dim):
         raise InvalidInputError(f"reading bags: got strides {strides}")
     size = strides[0] * (pooling.count - 1) + 4 * dim if pooling.count else 0
     if out_at + size > memory.size:

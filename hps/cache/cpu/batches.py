@@ -102,17 +102,18 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                 answered = load_acquire(deployments[row].ctypes.data) == header[H_SERIAL]
                 if answered:
                     answered = _answer(regions[place, BASE], tables, first, header[H_SEGMENTS], segments, missing)
-                fetch_add(in_flight, -1)
-                if not answered:
-                    hand_over(state, jobs, place, slot)
-                    continue
-                for s in range(header[H_SEGMENTS]):
-                    tables[first + segments[s, 0], T_KEYS] += segments[s, 1]
-                    tables[first + segments[s, 0], T_HITS] += segments[s, 1]
                 ended = now_ns(scratch)
-                deployments[row, D_REQUESTS] += 1
-                deployments[row, D_NS] += ended - began
-                finish(regions, place, slot, ANSWERED, began, ended, scratch)
+                if answered:
+                    for s in range(header[H_SEGMENTS]):
+                        tables[first + segments[s, 0], T_KEYS] += segments[s, 1]
+                        tables[first + segments[s, 0], T_HITS] += segments[s, 1]
+                    deployments[row, D_REQUESTS] += 1
+                    deployments[row, D_NS] += ended - began
+                fetch_add(in_flight, -1)  # from now on the row may be another deployment's
+                if answered:
+                    finish(regions, place, slot, ANSWERED, began, ended, scratch)
+                else:
+                    hand_over(state, jobs, place, slot)
         idle_since = now_ns(scratch) if busy else rest(regions, state, idle_since)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from hps.errors import HPSError
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
 from hps.service.fronts.proxy import Upstream, forwarded
-from hps.service.http_answer import HTTPAnswer, RequestError
+from hps.service.http_answer import HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
 from hps.service.request_body import inflate, inflated_bytes, too_large
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _FIRST_BUFFER_BYTES: Final = 8192
 _TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop, so that small answers need not wait for large ones
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
+_MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
 _FIRST_REQUEST_S: Final = 0.5
 _EMPTY: Final = memoryview(b"")
@@ -82,6 +83,8 @@ class Connection(asyncio.BufferedProtocol):
         self._fill = _EMPTY  # where the rest of the body goes
         self._body: bytearray | None = None  # a whole body
         self._chunks: Chunks | None = None
+        self._left = 0  # of a body, not taken from the buffer yet; -1 if its length is unknown
+        self._skip = 0  # of the body of a request that was answered without it
         self._held = 0
         self._lookup: Lookup | None = None
         self._upstream: Upstream | None = None
@@ -113,8 +116,7 @@ class Connection(asyncio.BufferedProtocol):
             self._upstream = None
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
-            if not self.front.disown(lookup):  # the owner has it: the slot is free once it is answered
-                pass
+            self.front.disown(lookup)
             self._finish(DISCONNECTED)
         elif self._head is not None and not self._lingering:
             self._finish(DISCONNECTED)
@@ -188,6 +190,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _advance(self) -> None:
         """Read on in the buffer, until a request is complete or more bytes are needed."""
+        if self._skip:
+            here = min(self._skip, self._have - self._at)
+            self._at, self._skip = self._at + here, self._skip - here
+            if not self._skip:
+                self._since = None
         try:
             if self._head is None:
                 self._read_head()
@@ -218,7 +225,9 @@ class Connection(asyncio.BufferedProtocol):
         self._at = end
         self._started = time.perf_counter()
         self._served = self.front.served()
+        self._left = 0
         self._head = head = read_head(raw)
+        self._left = head.length
         self._since = time.monotonic()
         self._watched = self.front.begin(self, head, self._served, self._started)
         self.front.check(self, head, self._served)
@@ -256,6 +265,7 @@ class Connection(asyncio.BufferedProtocol):
             if lookup is not None:
                 self._lookup = lookup
                 self._at += text_bytes
+                self._left -= text_bytes
                 self._receive_keys()
                 return
         size = head.length
@@ -300,7 +310,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _body_arrived(self) -> None:
         self._busy, self.completed, self.used = True, True, True
-        self._since = None
+        self._since, self._left = None, 0
         if self._at == self._have:
             self._at = self._have = 0
         head, served = cast(Head, self._head), self._served
@@ -384,13 +394,18 @@ class Connection(asyncio.BufferedProtocol):
         return last or (self._head is not None and not self._head.keeps_alive)
 
     def refuse(self, error: Exception) -> None:
-        """Answer an error. If the request has not been read whole, the connection closes after it."""
+        """Answer an error. The connection closes after it if the body has not arrived, unless the client shall try again."""
         if self._ended:
             return
-        unread = not self._busy or bool(self._fill)
-        if unread and self._head is not None and self._body is None and 0 <= self._head.length <= self._have - self._at:
-            self._at += self._head.length  # it has arrived: nothing is in the way of the next request
-            unread = False
+        if self._fill:
+            self._left = len(self._fill)
+        elif self._left > 0:
+            here = min(self._left, self._have - self._at)
+            self._at, self._left = self._at + here, self._left - here
+        waits = self._head is not None and self._head.expects_continue  # it may send its body, or not
+        if 0 < self._left <= _MOST_SKIPPED_BYTES and status_of(error) == 503 and not (waits or self.closes_after):
+            self._skip, self._left = self._left, 0
+        unread = self._left != 0
         if self._served is None or (self._head is None and self._status == 0):
             self._served, self._started = self.front.served(), time.perf_counter()
         lookup, self._lookup = self._lookup, None
@@ -478,6 +493,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self._closing:
             self.transport.close()
         else:
+            self._since = self._idle_since if self._skip else None
             self._resume_reading()
             if self._at < self._have or self._eof:
                 self.front.loop.call_soon(self._next)
@@ -516,7 +532,7 @@ class Connection(asyncio.BufferedProtocol):
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""
         new = time.monotonic() - self.opened < _FIRST_REQUEST_S and not self.completed
-        if not self.idle or self._at < self._have or new or self.transport.is_closing():
+        if not self.idle or self._at < self._have or self._skip or new or self.transport.is_closing():
             return
         received = select.poll()  # bytes that the event loop has not read: closing now would reset the connection
         received.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)

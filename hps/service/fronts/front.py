@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import secrets
 import select
 import signal
 import socket
@@ -43,7 +44,7 @@ from hps.service.http_answer import (
     error_answer,
     release_frames,
 )
-from hps.service.http_metrics import HTTPMetrics, InferenceCounts
+from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.service.logs.lines import fields
 from hps.service.logs.lookup_report import report_of
 from hps.service.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
@@ -95,6 +96,7 @@ class Lookup:
     began_ns: int = 0
     posted_ns: int = 0
     due: float = 0.0
+    slot_due: float = 0.0
     posted: bool = False
 
 
@@ -143,7 +145,7 @@ class Front:
         self._new_id = new_ids()
         self.owner = OwnerConnections(shared.path)
         self._pending: dict[int, Lookup] = {}
-        self._waiting: deque[tuple[Lookup, Connection, float]] = deque()
+        self._waiting: deque[tuple[Lookup, Connection]] = deque()
         self._counts: dict[tuple[str, str], InferenceCounts] = {}
         self._models: dict[str, dict[str, FrontVersion]] = {}
         self._serving: dict[str, str] = {}
@@ -153,14 +155,14 @@ class Front:
         self._page_word = page.address + layout.PAGE_VERSION
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
-        self._epoch = int(region[layout.FRONT_EPOCH])
+        self._epoch = 0
         self._connected = False
         self._spinning = False
         self._spun_ns = 0
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
         found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
-        if found is not None:  # those of the front before it
+        if found is not None and are_figures(found[1]):  # those of the front before it
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
                 model, _, version = name.partition("\0")
@@ -183,7 +185,7 @@ class Front:
         region = self.region
         self._connected = False
         self._tail = 0
-        self._epoch = max(self._epoch, region[layout.FRONT_EPOCH], region[layout.OWNER_EPOCH]) + 1
+        self._epoch = 1 + secrets.randbits(62)  # the last one may be garbage, if that front was broken into
         store_word(region.address + layout.SUBMITTED, 0)
         store_word(region.address + layout.FRONT_EPOCH, self._epoch)
         self._wake_owner()
@@ -231,6 +233,8 @@ class Front:
                 counts = self._counts.setdefault((name, number), InferenceCounts())
                 models[name][number] = FrontVersion(ModelTables(name, tables, number, one["keys_per_sample"]), serials, counts)
         self._models = models
+        if not self._blocked:  # a new owner begins without models
+            self._counts = {key: counts for key, counts in self._counts.items() if key[1] in models.get(key[0], ())}
 
     def _version(self, target: LookupTarget) -> FrontVersion:
         """Return what answers a lookup.
@@ -377,11 +381,13 @@ class Front:
             lookup.connection.hold(len(body) + request.held_bytes, "answering the request")
 
     def take_slot(self, lookup: Lookup) -> bool:
-        """Take a slot, and write the descriptor; False if there is none now: the connection is told when to try again.
+        """Take a slot; False if there is none now: the connection is told when to try again.
 
         Raises:
             RequestError: 413, no slot is as large.
+            NotReadyError: the slab is not this front's: an owner may still write answers of the front before it.
         """
+        self._expect_owner()
         plan, placed = lookup.plan, lookup.placed
         size = plan.end if plan is not None else placed.size  # type: ignore[union-attr]
         if size > self.slots.largest:
@@ -391,10 +397,17 @@ class Front:
         slot = -1 if len(self._pending) >= MOST_PENDING else self.slots.take(size)
         if slot < 0:
             if connection is not None:
-                self._waiting.append((lookup, connection, time.monotonic() + _SLOT_WAIT_S))
+                lookup.slot_due = lookup.slot_due or time.monotonic() + _SLOT_WAIT_S
+                self._waiting.append((lookup, connection))
             return False
-        lookup.slot = slot
+        lookup.slot, lookup.slot_due = slot, 0.0
         return True
+
+    def _expect_owner(self) -> None:
+        if not self._connected:
+            self._look_at_owner()
+            if not self._connected:
+                raise NotReadyError("the parameter server is being started again; send the request again later")
 
     def keys_of(self, lookup: Lookup) -> memoryview:
         """Return where the keys of a planned lookup go."""
@@ -408,10 +421,7 @@ class Front:
         Raises:
             HPSError: it is refused.
         """
-        if not self._connected:
-            self._look_at_owner()
-            if not self._connected:
-                raise NotReadyError("the parameter server is being started again; send the request again later")
+        self._expect_owner()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
         lookup.device = lookup.version.device(lookup.device)
         serial = lookup.serial = lookup.version.serials[lookup.device]
@@ -423,7 +433,7 @@ class Front:
             placed.write(self.region, slot, serial)
         now = time.perf_counter_ns()
         lookup.posted_ns = now
-        lookup.due = now * 1e-9 + self.settings.request_timeout_s
+        lookup.due = lookup.due or now * 1e-9 + self.settings.request_timeout_s
         self._pending[slot] = lookup
         self._submit(lookup)
 
@@ -613,15 +623,19 @@ class Front:
 
     def _free(self, slot: int) -> None:
         self.slots.give_back(slot)
+        if self._waiting:
+            self.loop.call_soon(self._serve_next)
+
+    def _serve_next(self) -> None:
+        """Let the first that waits for a slot try again."""
         while self._waiting:
-            lookup, connection, due = self._waiting.popleft()
-            if lookup.connection is connection and due >= time.monotonic():
-                connection.slot_free()
-                if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
-                    self._waiting.rotate(1)
-                return
-            if lookup.connection is connection:
-                connection.refuse(self._no_slot())
+            lookup, connection = self._waiting.popleft()
+            if lookup.connection is not connection:
+                continue
+            connection.slot_free()
+            if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
+                self._waiting.rotate(1)
+            return
 
     def _no_slot(self) -> OverloadedError:
         if (pending := len(self._pending)) >= MOST_PENDING:
@@ -705,8 +719,8 @@ class Front:
             if connection is not None:
                 lookup.version.counts.failed(lookup.began_ns)
                 connection.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
-        while self._waiting and self._waiting[0][2] < now:
-            lookup, connection, _ = self._waiting.popleft()
+        while self._waiting and self._waiting[0][0].slot_due < now:
+            lookup, connection = self._waiting.popleft()
             if lookup.connection is connection:
                 connection.refuse(self._no_slot())
         self._ticks["look"] = self.loop.call_later(_TICK_S, self._look)

@@ -1,5 +1,6 @@
 """HTTP/1.1 heads, and bodies of unknown length."""
 
+import re
 from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
@@ -13,6 +14,8 @@ MAX_HEADERS: Final = 128
 _CACHED_BYTES = 2048
 _CACHED_HEADS = 1024
 _MOST_LENGTH_DIGITS = 19
+_ABSOLUTE_FORM = re.compile(rb"^[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*/?(.*)$", re.DOTALL)  # RFC 9112, section 3.2.2
+_HEX_DIGITS = b"0123456789abcdefABCDEF"
 _MOST_LINE = 4096  # of a chunk's size, or of trailers
 
 
@@ -24,7 +27,7 @@ class Head:
     """The head of a request. *Immutable*, and shared by requests with the same bytes.
 
     Attributes:
-        method, path, target: `path` is decoded and without a query, `target` is as sent.
+        method, path, target: `path` is decoded and without a query; `target` is as sent, but without an authority.
         headers: lower-case names; of several with one name, the last.
         lines: all of them, in order.
         length: of the body in bytes; -1 if it comes in chunks.
@@ -32,29 +35,35 @@ class Head:
         expects_continue: whether it waits for our word before it sends the body.
     """
 
-    __slots__ = ("expects_continue", "headers", "keeps_alive", "length", "lines", "method", "path", "target")
+    __slots__ = ("_parser", "expects_continue", "headers", "keeps_alive", "length", "lines", "method", "path", "target")
 
     def __init__(self, raw: bytes) -> None:
-        self.target = b""
+        self.target, self.keeps_alive = b"", False
         self.lines: list[tuple[bytes, bytes]] = []
-        parser = httptools.HttpRequestParser(self)
+        self._parser = parser = httptools.HttpRequestParser(self)
         try:
             parser.feed_data(raw)
         except httptools.HttpParserUpgrade:  # we speak nothing else, and may ignore the wish
             pass
         except httptools.HttpParserError as error:
             raise MalformedRequestError(f"reading a request: {error}") from error
+        finally:
+            del self._parser
+        if (version := parser.get_http_version()) not in ("1.0", "1.1"):
+            raise MalformedRequestError(f"reading a request: got HTTP/{version}, expected HTTP/1.1")
         if len(self.lines) > MAX_HEADERS:
             raise MalformedRequestError(f"reading a request: got {len(self.lines)} headers, expected at most {MAX_HEADERS}")
         self.method = parser.get_method().decode("latin-1")
         if self.method == "CONNECT":
             raise MalformedRequestError("reading a request: got CONNECT, but this is no proxy")
         self.headers = headers = dict(self.lines)
+        if not self.target.startswith(b"/"):
+            self.target = _ABSOLUTE_FORM.sub(rb"/\1", self.target)
         path, _, _ = self.target.partition(b"?")
         self.path = unquote(path.decode("latin-1")) if b"%" in path else path.decode("latin-1")
-        self.keeps_alive = parser.should_keep_alive()
         if (encoding := headers.get(b"transfer-encoding")) is not None:
-            if encoding.strip().lower() != b"chunked" or b"content-length" in headers:
+            several = [name for name, _ in self.lines].count(b"transfer-encoding") > 1
+            if encoding.strip().lower() != b"chunked" or b"content-length" in headers or several or version == "1.0":
                 raise MalformedRequestError("reading a request: got a Transfer-Encoding other than chunked alone")
             self.length = -1
         else:
@@ -72,6 +81,9 @@ class Head:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.lines.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.keeps_alive = self._parser.should_keep_alive()  # the parser forgets it with the end of the message
 
 
 _cached = lru_cache(_CACHED_HEADS)(Head)
@@ -144,7 +156,7 @@ class Chunks:
             return
         digits = line[:-2].partition(b";")[0].rstrip(b" \t")
         try:
-            if not 0 < len(digits) <= _MOST_LENGTH_DIGITS or not digits.isalnum():
+            if not 0 < len(digits) <= _MOST_LENGTH_DIGITS or digits.strip(_HEX_DIGITS):
                 raise ValueError
             size = int(digits, 16)
         except ValueError:

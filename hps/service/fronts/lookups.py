@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from hps.errors import UnknownDeviceError
+from hps.errors import NotReadyError, UnknownDeviceError
 from hps.regions.layout import (
     HEADER_BYTES,
     POOLED,
@@ -55,7 +55,10 @@ class FrontVersion:
 
         Raises:
             UnknownDeviceError: the model is not deployed there.
+            NotReadyError: the owner has no room for the deployment.
         """
+        if not self.serials:
+            raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
         devices = list(self.serials)
         if device is None:
             self.turn += 1

@@ -63,7 +63,6 @@ class Supervisor:
         path = str(Path(self._directory.name) / "owner.sock")
         self.shared = share(configuration.service, fronts, path, _SPIN_NS if self._spins else 0)
         self._page = Memory(self.shared.page, writable=False)
-        self._words = [Memory(one).words for one in self.shared.regions]
         self._children: dict[int, int] = {}  # process: number of the front, -1 for the owner
         self._pauses: dict[int, float] = {}
         self._started: dict[int, float] = {}
@@ -164,8 +163,8 @@ class Supervisor:
         """Decide what follows the end of a process: the time of its next start; None: none."""
         code = os.waitstatus_to_exitcode(status)
         if number < 0:
-            for words in self._words:
-                words[layout.OWNER_EPOCH // 8] = 0
+            for region in self.shared.regions:  # not mapped for long: fronts that are forked would have it, too
+                Memory(region)[layout.OWNER_EPOCH] = 0
             for event in self.shared.events:
                 os.eventfd_write(event, 1)
         if self._stopping:

@@ -1,0 +1,433 @@
+"""`hps serve` with front processes: which requests a death costs, that no answer is wrong, and how everything ends."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from hps.regions import layout
+from tests.servers.child_processes import ChildProcesses
+from tests.servers.front_service import (
+    DIM,
+    LOOKUP,
+    ROWS,
+    FrontService,
+    Load,
+    binary_request,
+    binary_vectors,
+    has_ipv6,
+    vectors_of,
+)
+from tests.servers.running_service import wait_until
+
+KEYS = [3, 500, ROWS - 1, 3, ROWS + 7]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    children = ChildProcesses()
+    try:
+        running = FrontService(tmp_path_factory.mktemp("fronts"), children)
+        yield running
+        running.close()
+    finally:
+        children.end()
+
+
+@pytest.fixture
+def service(running):
+    """A service that all tests share: each leaves it with all of its processes."""
+    yield running.wait_ready()
+    running.close_connections()
+
+
+@pytest.fixture
+def start(tmp_path, children):
+    """Start a service of this test's own."""
+    started = []
+
+    def begin(**options):
+        started.append(FrontService(tmp_path, children, **options))
+        return started[-1].wait_ready()
+
+    yield begin
+    for one in started:
+        one.close()
+
+
+@contextmanager
+def load(service, threads=4):
+    clients = [Load(service, seed) for seed in range(threads)]
+    for one in clients:
+        one.start()
+    try:
+        for one in clients:
+            one.answers_again()
+        yield clients
+        for one in clients:
+            one.answers_again()
+    finally:
+        for one in clients:
+            one.end()
+
+
+@contextmanager
+def stopped(pid):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "the process stands")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def posted(service):
+    """How many slots the fronts have ever posted in their present epochs, and how many have come back."""
+    regions = [service.region(number) for number in range(service.fronts)]
+    return [one[layout.SUBMITTED] for one in regions], [one[layout.COMPLETED] for one in regions]
+
+
+def test_every_front_answers_each_kind_of_request(service):
+    for connections in service.connections(2).values():
+        for connection in connections:
+            for keys in (KEYS, [], [7], np.arange(ROWS), np.arange(70_000) % ROWS):
+                if len(keys) <= 1000:  # max_batch_size
+                    assert connection.look_up(keys) == 200
+                    assert connection.look_up(keys, binary=False) == 200
+            connection.request("POST", LOOKUP, json.dumps({"tables": {"item": KEYS}, "found": True, "report": True}))
+            answer = json.loads(connection.take_answer()[2])
+            assert answer["found"] == {"item": [True, True, True, True, False]}
+            assert answer["report"]["tables"]["item"]["keys"] == len(KEYS)
+            connection.request("POST", LOOKUP, json.dumps({"bags": {"item": [KEYS[:2], [], [7]]}, "combiner": "sum"}))
+            (rows,) = json.loads(connection.take_answer()[2])["tables"].values()
+            np.testing.assert_allclose(rows, [vectors_of(KEYS[:2]).sum(0), np.zeros(DIM), vectors_of([7])[0]])
+
+
+# -- one connection -----------------------------------------------------------------------------------------------------------
+
+
+def raw_request(keys, *headers):
+    more, body = binary_request(keys)
+    lines = [b"POST /v2/models/m/infer HTTP/1.1", b"Host: h", b"Content-Length: %d" % len(body), *headers]
+    lines += [f"{name}: {value}".encode() for name, value in more.items()]
+    return b"\r\n".join([*lines, b"", body])
+
+
+def take_raw(file):
+    """Read one answer; return its status, and its vectors if it has any."""
+    status = int(file.readline().split()[1])
+    headers = http.client.parse_headers(file)
+    body = file.read(int(headers["content-length"]))
+    return status, binary_vectors(headers, body) if status == 200 else None
+
+
+def test_pipelined_requests_are_answered_in_their_order(service):
+    with socket.create_connection((service.host, service.port), timeout=20) as connection:
+        requests = [list(range(nth, nth + nth % 5)) for nth in range(40)]
+        connection.sendall(b"".join(map(raw_request, requests)))
+        with connection.makefile("rb") as file:
+            for keys in requests:
+                status, vectors = take_raw(file)
+                assert status == 200
+                assert np.array_equal(vectors, vectors_of(keys) if keys else np.empty((0, DIM)))
+
+
+def test_a_request_that_arrives_byte_by_byte_is_answered(service):
+    with socket.create_connection((service.host, service.port), timeout=20) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in raw_request([5, 6]):
+            connection.send(bytes([byte]))
+        with connection.makefile("rb") as file:
+            status, vectors = take_raw(file)
+    assert status == 200
+    assert np.array_equal(vectors, vectors_of([5, 6]))
+
+
+@pytest.mark.parametrize(("size", "status"), [(65_536, 200), (65_537, 400)])
+def test_a_head_has_at_most_so_many_bytes(service, size, status):
+    request = raw_request([5])
+    spare = size - len(request.partition(b"\r\n\r\n")[0]) - 4 - len(b"X: \r\n")
+    with socket.create_connection((service.host, service.port), timeout=20) as connection:
+        connection.sendall(raw_request([5], b"X: " + b"a" * spare))
+        with connection.makefile("rb") as file:
+            assert take_raw(file)[0] == status
+
+
+def test_a_body_whose_end_is_in_doubt_is_refused_and_nothing_after_it_is_answered(service):
+    evil = raw_request([5], b"Transfer-Encoding: chunked") + raw_request([6])
+    with socket.create_connection((service.host, service.port), timeout=20) as connection:
+        connection.sendall(evil)
+        with connection.makefile("rb") as file:
+            assert take_raw(file)[0] == 400
+            assert file.read() == b""
+
+
+def test_a_connection_stays_in_step_after_refusals(service):
+    """What is refused by its head is skipped when it has arrived; the next request is answered."""
+    wrong = raw_request([5]).replace(b"/v2/models/m/", b"/v2/models/x/")
+    with socket.create_connection((service.host, service.port), timeout=20) as connection:
+        connection.sendall(wrong + raw_request([6]) + wrong + raw_request([7]))
+        with connection.makefile("rb") as file:
+            statuses = [take_raw(file)[0] for _ in range(4)]
+    assert statuses == [404, 200, 404, 200]
+
+
+def test_keep_alive_is_as_the_client_says(service):
+    with socket.create_connection((service.host, service.port), timeout=20) as connection:
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        with connection.makefile("rb") as file:
+            assert b"200" in file.readline()
+            assert file.read()  # which ends
+
+
+# -- deaths -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_front_costs_its_own_connections_and_is_replaced(service):
+    connections = service.connections(4)
+    pid = service.kill(0)
+    for one in connections[0]:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            one.look_up(KEYS)
+    for one in connections[1]:
+        assert one.look_up(KEYS) == 200
+    service.wait_replaced(0, pid)
+    for one in service.connections(2)[0]:
+        wait_until(lambda one=one: one.look_up(KEYS) == 200, "the new front answers")
+    for one in connections[1]:
+        assert one.look_up(KEYS) == 200
+
+
+def test_counters_never_go_backwards_while_fronts_die(service):
+    with load(service):
+        seen = [service.answered()]
+        for number in (0, 1):
+            pid = service.kill(number)
+            wait_until(lambda: seen.append(answered_or_last(service, seen)) or len(seen) > 40, "figures were read")
+            service.wait_replaced(number, pid)
+            seen.append(service.answered())
+    assert seen == sorted(seen)
+    assert seen[-1] > seen[0] > 0
+
+
+def answered_or_last(service, seen):
+    try:
+        return service.answered()
+    except httpx.TransportError:  # the connection was the killed front's
+        return seen[-1]
+
+
+def test_a_killed_owner_costs_no_connection_and_no_answer_is_wrong(service):
+    connections = [one for ones in service.connections(3).values() for one in ones]
+    with load(service) as clients:
+        pid = service.kill(-1)
+        for one in connections:
+            assert one.look_up(KEYS) in (200, 503)
+        service.wait_replaced(-1, pid)
+        service.wait_ready()
+        for one in connections:
+            assert one.look_up(KEYS) == 200
+    assert [one.lost for one in clients] == [0] * len(clients)
+
+
+def test_requests_under_way_when_the_owner_dies_are_answered_or_refused(service):
+    connections = [one for ones in service.connections(8).values() for one in ones]
+    with stopped(service.all_processes()[-1]):
+        before = sum(posted(service)[0])
+        for nth, one in enumerate(connections):
+            one.send_lookup([nth, nth + 1], binary=nth % 2 == 0)
+        wait_until(lambda: sum(posted(service)[0]) == before + len(connections), "all are posted")
+        pid = service.kill(-1)
+    for nth, one in enumerate(connections):
+        assert one.checked([nth, nth + 1], binary=nth % 2 == 0) in (200, 503)
+    service.wait_replaced(-1, pid)
+    service.wait_ready()
+    for one in connections:
+        assert one.look_up(KEYS) == 200
+
+
+def test_everything_is_replaced_when_everything_dies_at_once(service):
+    with load(service) as clients:
+        pids = service.all_processes()
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        for number, pid in pids.items():
+            service.wait_replaced(number, pid)
+        service.wait_ready()
+    assert sum(one.lost for one in clients) >= len(clients)
+
+
+# -- processes that stand -----------------------------------------------------------------------------------------------------
+
+
+def test_a_front_that_stands_delays_its_own_clients_alone(service):
+    connections = service.connections(20)
+    keys = {one: [nth, 2 * nth, ROWS - nth] for nth, one in enumerate(connections[0])}
+    for one in connections[0]:
+        one.send_lookup(keys[one])
+    with stopped(service.all_processes()[0]):
+        for one in connections[1]:
+            assert one.look_up(KEYS) == 200
+    for one in connections[0]:
+        assert one.checked(keys[one]) == 200
+
+
+def test_an_owner_that_stands_delays_all_and_costs_nothing(service):
+    connections = [one for ones in service.connections(30).values() for one in ones]
+    with stopped(service.all_processes()[-1]):
+        before = sum(posted(service)[0])
+        for nth, one in enumerate(connections):
+            one.send_lookup([nth, ROWS - nth, nth], binary=nth % 3 > 0)
+        wait_until(lambda: sum(posted(service)[0]) == before + len(connections), "all are posted")
+    for nth, one in enumerate(connections):
+        assert one.checked([nth, ROWS - nth, nth], binary=nth % 3 > 0) == 200
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_clients_that_leave_before_their_answer_leave_no_memory_behind(service, reset):
+    connections = [one for ones in service.connections(20).values() for one in ones]
+    with stopped(service.all_processes()[-1]):
+        before = sum(posted(service)[0])
+        for nth, one in enumerate(connections):
+            one.send_lookup([nth] * 50)
+        wait_until(lambda: sum(posted(service)[0]) == before + len(connections), "all are posted")
+        for one in connections:
+            if reset:
+                one.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.close()
+    wait_until(lambda: posted(service)[0] == posted(service)[1], "all came back")
+    for number in ("0", "1"):
+        wait_until(lambda number=number: service.samples()["hps_http_lookups_pending", number] == 0, "no lookup is under way")
+        wait_until(lambda number=number: service.samples()["hps_http_held_bytes", number] == 0, "no memory is held")
+    for ones in service.connections(2).values():
+        for one in ones:
+            assert one.look_up(KEYS) == 200
+
+
+# -- a front that was broken into ---------------------------------------------------------------------------------------------
+
+
+def test_a_front_that_writes_garbage_harms_only_itself(service):
+    """Its rings, epochs, figures and slots: the other front's clients get their answers, and /metrics goes on."""
+    connections, region, ended = service.connections(4), service.region(0), threading.Event()
+    pid = service.all_processes()[0]
+
+    def scribble():
+        random = np.random.default_rng(5)
+        edges = np.array([0, -1, 1, 3, 64, 256, 1 << 20, 1 << 40, 1 << 62, -(1 << 63), layout.SLAB, region.size], np.int64)
+        figures = [b'{"http": 3}', b"[" * 1000, b'{"http": {"counts": {"x": "y"}}, "inference": {}}', b"{}", b'{"http": {}}']
+        while not ended.is_set():
+            at = layout.SLAB // 8 + 512 * int(random.integers(0, 40))
+            region.words[at : at + 512] = random.choice(edges, 512)
+            region.words[layout.SUBMISSIONS // 8 : layout.COMPLETIONS // 8] = layout.SLAB + 64 * random.integers(-2, 500, 2048)
+            region[layout.SUBMITTED] += int(random.integers(-2, 60))
+            for word in random.choice([layout.FRONT_SLEEPS, layout.OWNER_SLEEPS, layout.COMPLETED, layout.TAKEN], 2):
+                region[int(word)] = int(random.choice(edges))
+            if random.random() < 0.1:
+                region[layout.FRONT_EPOCH] = int(random.choice(edges))
+            text = figures[int(random.integers(len(figures)))]
+            start = layout.FIGURES + layout.PAGE_TEXT
+            region.view[start : start + len(text)] = text
+            region[layout.FIGURES + layout.PAGE_BYTES] = len(text)
+            region[layout.FIGURES] = 2 * int(random.integers(1, 1000))
+
+    with stopped(pid):  # the front itself does nothing meanwhile, so that all that is written stays
+        thread = threading.Thread(target=scribble, daemon=True)
+        thread.start()
+        try:
+            for nth in range(150):
+                for one in connections[1]:
+                    assert one.look_up([nth, 2 * nth, ROWS - 1]) == 200
+                if nth % 10 == 0:
+                    connections[1][0].request("GET", "/metrics")
+                    status, _, body = connections[1][0].take_answer()
+                    assert status == 200, body
+        finally:
+            ended.set()
+            thread.join()
+        os.kill(pid, signal.SIGKILL)
+    service.wait_replaced(0, pid)
+    for one in service.connections(2)[0]:
+        wait_until(lambda one=one: one.look_up(KEYS) == 200, "the new front answers")
+
+
+# -- ends ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_sighup_changes_settings_of_the_fronts(service):
+    connections = service.connections(2)
+    service.configure(max_keys_per_request=3)
+    try:
+        service.process.send_signal(signal.SIGHUP)
+
+        def refused(one):
+            one.send_lookup(KEYS)
+            return one.take_answer()[0] == 413
+
+        for ones in connections.values():
+            for one in ones:
+                wait_until(lambda one=one: refused(one), "the front knows the new limit")
+                assert one.look_up(KEYS[:3]) == 200
+    finally:
+        service.configure()
+        service.process.send_signal(signal.SIGHUP)
+        for ones in connections.values():
+            wait_until(lambda ones=ones: not refused(ones[0]), "the limit is as before")
+
+
+def test_sigterm_answers_what_is_under_way_and_ends(start):
+    service = start()
+    connections = [one for ones in service.connections(10).values() for one in ones]
+    pids = service.all_processes()
+    with stopped(pids[-1]):
+        before = sum(posted(service)[0])
+        for nth, one in enumerate(connections):
+            one.send_lookup([nth, nth])
+        wait_until(lambda: sum(posted(service)[0]) == before + len(connections), "all are posted")
+        service.process.send_signal(signal.SIGTERM)
+    for nth, one in enumerate(connections):
+        assert one.checked([nth, nth]) == 200
+        assert one.sock is None or one.sock.recv(1) == b""  # closed, and nothing else
+    assert service.process.wait(60) == 0
+    assert all(map(is_gone, pids.values()))
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
+def test_an_interrupt_ends_a_long_drain(start, signals):
+    service = start(drain_s=600)
+    pids = service.all_processes()
+    for number in signals:
+        service.process.send_signal(number)
+    assert service.process.wait(60) == 0
+    assert all(map(is_gone, pids.values()))
+
+
+def test_children_end_with_a_killed_parent(start):
+    service = start()
+    pids = service.all_processes()
+    service.process.kill()
+    wait_until(lambda: all(map(is_gone, pids.values())), "the children end")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_fronts_listen_on_ipv6(start):
+    service = start(host="::1")
+    for ones in service.connections(1).values():
+        assert ones[0].look_up(KEYS) == 200
+    assert "listening on http://[::1]:" in service.log

@@ -1,0 +1,440 @@
+"""The loop that answers from NumPy caches: vectors of the right keys or none, whatever fronts and writers do meanwhile."""
+
+import os
+import threading
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+
+from hps.cache.cpu.batches import MOST_KEYS, NumpyBatches
+from hps.cache.cpu.cache import NumpyCache
+from hps.regions import layout
+from hps.regions.board import Board
+from hps.regions.exchange import MALFORMED_COUNT
+from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, MALFORMED, POOLED, RETIRED, SLAB, TRACED
+from tests.fakes.region_front import WAIT_S, RegionFront, tables_of
+
+DIMS = (4, 1, 33)
+ROWS = 500
+
+
+def vectors_of(table, keys, dim, of=1):
+    """The vectors of a deployment's keys: no two agree, and all elements of one do."""
+    numbers = of * (100_000 * (table + 1) + np.asarray(keys, np.float32))
+    return np.repeat(numbers[:, None], dim, axis=1).astype(np.float32)
+
+
+def cache_of(dims=DIMS, of=1, rows=ROWS, capacity=4 * ROWS):
+    """A cache in which the keys below `rows` are resident."""
+    cache = NumpyCache.create(tables_of(*dims), [capacity] * len(dims), 0)
+    keys = np.arange(rows)
+    for table, dim in enumerate(dims):
+        cache.insert(table, keys, vectors_of(table, keys, dim, of))
+    return cache
+
+
+class Loop:
+    """A loop over some fronts in a thread. What it hands over is completed as failed."""
+
+    def __init__(self, fronts):
+        self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._jobs = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        self.board = Board([one.memory for one in fronts], [one.event for one in fronts], self.event, self._jobs, 0)
+        self.driver = NumpyBatches(self.board)
+        self.driver.prepare()
+        self.jobs = []
+        self.caches = []  # as sessions hold them
+        self._threads = [threading.Thread(target=one, daemon=True) for one in (self.driver.run, self._work)]
+
+    def serve(self, cache, dims=DIMS, **options):
+        self.caches.append(cache)
+        return self.board.add(tables_of(*dims, **options), 0, self.driver.resident(cache) if cache is not None else None)
+
+    def start(self):
+        for one in self._threads:
+            one.start()
+
+    def _work(self):
+        while True:
+            os.eventfd_read(self._jobs)
+            if (job := self.board.next_job()) is None:
+                return
+            self.jobs.append(job)
+            self.board.memories[job.place][job.slot + layout.STATUS] = FAILED
+            self.board.complete(job)
+
+    def wake(self):
+        os.eventfd_write(self.event, 1)
+
+    def stop(self):
+        self.board.stop()
+        self._threads[0].join(WAIT_S)
+        assert not self._threads[0].is_alive()
+        os.eventfd_write(self._jobs, 1)
+        self._threads[1].join(WAIT_S)
+        os.close(self.event)
+        os.close(self._jobs)
+
+
+@contextmanager
+def running(*fronts):
+    loop = Loop(fronts)
+    for one in fronts:
+        one.begin()
+    loop.start()
+    try:
+        yield loop
+    finally:
+        loop.stop()
+
+
+@pytest.fixture
+def front():
+    front = RegionFront(8 << 20)
+    yield front
+    front.close()
+
+
+@pytest.fixture
+def loop(front):
+    with running(front) as loop:
+        yield loop
+
+
+def ask(loop, front, *requests):
+    """Post requests and wait until all are completed."""
+    wait_for_epoch(front)
+    if front.post(*[one.slot for one in requests]):
+        loop.wake()
+    assert sorted(front.wait(len(requests))) == sorted(one.slot for one in requests)
+
+
+def wait_for_epoch(front):
+    ended = threading.Event()
+    while front.memory[layout.OWNER_EPOCH] != front.memory[layout.FRONT_EPOCH]:
+        ended.wait(0.001)
+
+
+def check(request, of=1):
+    """An answer has the vectors of its keys, and says that it found them all."""
+    assert request.status == ANSWERED
+    for table, keys, out, found in request.asked:
+        assert np.array_equal(out, vectors_of(table, keys, out.shape[1], of))
+        assert found is None or found.all()
+
+
+def test_resident_keys_are_answered(loop, front):
+    serial = loop.serve(cache_of())
+    request = front.write(SLAB, serial, DIMS, [(2, [7, 0, 7, ROWS - 1], True), (0, range(100), False), (1, [3], True)])
+    ask(loop, front, request)
+    check(request)
+    assert 0 < request.times[0] <= request.times[1]
+    assert loop.jobs == []
+
+
+def test_segments_without_keys_are_answered(loop, front):
+    serial = loop.serve(cache_of())
+    requests = [
+        front.write(SLAB, serial, DIMS, [(0, [], True), (1, [5], True), (2, [], False)]),
+        front.write(SLAB + 4096, serial, DIMS, []),
+        front.write(SLAB + 8192, serial, DIMS, [(0, [], False)]),
+    ]
+    ask(loop, front, *requests)
+    for one in requests:
+        check(one)
+
+
+def test_nothing_beside_vectors_masks_and_status_is_written(loop, front):
+    serial = loop.serve(cache_of())
+    front.memory.bytes[SLAB:] = 0x5A
+    request = front.write(SLAB + 4096, serial, DIMS, [(0, [1, 2, 3], True), (2, [9], False), (1, [4], True)])
+    before = front.memory.bytes.copy()
+    ask(loop, front, request)
+    check(request)
+    for word in (layout.STATUS, layout.BEGAN_NS, layout.ENDED_NS):
+        before[request.slot + word : request.slot + word + 8] = front.memory.bytes[request.slot + word :][:8]
+    for _, _, out, found in request.asked:
+        for array in (out, found):
+            if array is not None:
+                at = array.ctypes.data - front.memory.address
+                before[at : at + array.nbytes] = array.view(np.uint8).reshape(-1)
+    assert np.array_equal(front.memory.bytes[SLAB:], before[SLAB:])
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_request_with_an_absent_key_is_handed_over_whole(loop, front, where):
+    serial = loop.serve(cache_of())
+    segments = [(table, [1, 2, 3], True) for table in range(3)]
+    segments[where] = (where, [1, ROWS, 3], True)
+    resident = front.write(SLAB + 8192, serial, DIMS, [(0, [1], False)])
+    request = front.write(SLAB, serial, DIMS, segments)
+    ask(loop, front, request, resident)
+    check(resident)
+    assert request.status == FAILED
+    assert [(job.slot, job.status) for job in loop.jobs] == [(SLAB, 0)]
+    assert loop.jobs[0].segments[:, :2].tolist() == [[0, 3], [1, 3], [2, 3]]
+    assert loop.board.tally(serial) == ([[1, 1, 0, 0], [0] * 4, [0] * 4], 1, [resident.times[1] - resident.times[0]])
+
+
+@pytest.mark.parametrize("flags", [TRACED, POOLED, TRACED | POOLED, 1 << 40, -1])
+def test_what_needs_python_is_handed_over(loop, front, flags):
+    serial = loop.serve(cache_of())
+    request = front.write(SLAB, serial, DIMS, [(0, [1], False)], flags=flags)
+    ask(loop, front, request)
+    assert request.status == FAILED
+    assert len(loop.jobs) == 1
+
+
+def test_a_deployment_without_a_cache_is_handed_over(loop, front):
+    request = front.write(SLAB, loop.serve(None), DIMS, [(0, [1], False)])
+    ask(loop, front, request)
+    assert request.status == FAILED
+
+
+def test_only_numpy_caches_are_answered_from():
+    assert NumpyBatches.resident(object.__new__(NumpyBatches), object()) is None
+
+
+@pytest.mark.parametrize("n", [MOST_KEYS, MOST_KEYS + 1])
+def test_a_request_of_very_many_keys_is_handed_over(loop, front, n):
+    serial = loop.serve(cache_of(), max_keys=1 << 20)
+    keys = np.arange(n) % ROWS
+    request = front.write(SLAB, serial, DIMS, [(1, keys[: n // 2], False), (1, keys[n // 2 :], True)])
+    ask(loop, front, request)
+    if n == MOST_KEYS:
+        check(request)
+    assert len(loop.jobs) == n - MOST_KEYS
+
+
+def test_malformed_descriptors_are_refused_and_counted(loop, front):
+    serial = loop.serve(cache_of())
+    good = front.write(SLAB, serial, DIMS, [(0, [1, 2], True)])
+    bad = [front.write(SLAB + 4096 * nth, serial, DIMS, [(0, [1, 2], True)]) for nth in range(1, 5)]
+    first_segment = HEADER_BYTES // 8
+    for nth, (word, value) in enumerate([(2, 1 << 40), (first_segment, 3), (first_segment + 1, 1 << 61), (3, 1 << 40)]):
+        front.memory.words[bad[nth].slot // 8 + word] = value
+    ask(loop, front, *bad, good)
+    check(good)
+    for one in bad:
+        assert one.status == MALFORMED
+        assert (one.asked[0][2] == -7.0).all()
+    assert loop.board.regions[0, MALFORMED_COUNT] == 4
+
+
+def test_slots_that_are_none_come_back_and_nothing_is_written_to_them(loop, front):
+    loop.serve(cache_of())
+    wait_for_epoch(front)
+    before = front.memory.bytes.copy()
+    size = front.memory.size
+    slots = [0, -1, -64, SLAB - 64, SLAB + 8, size - 64, size, size + 64, 1 << 62, -(1 << 63), layout.COMPLETED, layout.FIGURES]
+    if front.post(*slots):
+        loop.wake()
+    assert front.wait(len(slots)) == slots
+    assert np.array_equal(front.memory.bytes[layout.FIGURES :], before[layout.FIGURES :])
+    assert loop.board.regions[0, MALFORMED_COUNT] == len(slots)
+
+
+def test_unknown_and_ended_deployments_are_retired(loop, front):
+    serial, other = loop.serve(cache_of()), loop.serve(cache_of())
+    loop.board.end(other)
+    requests = [
+        front.write(SLAB + 4096 * nth, one, DIMS, [(0, [1], False)]) for nth, one in enumerate([other, serial + 256, 0, -5])
+    ]
+    ask(loop, front, *requests)
+    assert [one.status for one in requests] == [RETIRED] * 4
+    assert loop.board.regions[0, MALFORMED_COUNT] == 0
+
+
+def test_each_deployment_has_its_own_vectors(loop, front):
+    serials = [loop.serve(cache_of(of=of)) for of in (1, 3, -2)]
+    requests = [
+        front.write(SLAB + 4096 * nth, one, DIMS, [(2, [5, 6], True), (0, [nth], False)]) for nth, one in enumerate(serials)
+    ]
+    ask(loop, front, *requests)
+    for request, of in zip(requests, (1, 3, -2), strict=True):
+        check(request, of)
+
+
+def test_the_counts_are_those_of_the_answers(loop, front):
+    serial = loop.serve(cache_of())
+    requests = [
+        front.write(SLAB + 16384 * nth, serial, DIMS, [(0, range(nth), False), (2, range(3 * nth), False)]) for nth in range(20)
+    ]
+    ask(loop, front, *requests)
+    tables, count, ns = loop.board.tally(serial)
+    assert tables == [[190, 190, 0, 0], [0, 0, 0, 0], [570, 570, 0, 0]]
+    assert count == len(ns) == 20
+    assert loop.board.is_idle(serial)
+
+
+def test_a_slot_is_used_again_and_again(loop, front):
+    serial = loop.serve(cache_of())
+    random = np.random.default_rng(1)
+    for _ in range(300):
+        request = front.write(SLAB, serial, DIMS, [(table, random.integers(0, ROWS, 7), True) for table in range(3)])
+        ask(loop, front, request)
+        check(request)
+
+
+def client(front, serial_of, rounds, seed, failures, wake, of=lambda serial: {1}):
+    """Post batches of requests for resident keys, and check each answer; `of` says whose vectors there may be."""
+    try:
+        random = np.random.default_rng(seed)
+        wait_for_epoch(front)
+        for _ in range(rounds):
+            serial, requests = serial_of(), []
+            for nth in range(int(random.integers(1, 20))):
+                segments = [(table, random.integers(0, ROWS, int(random.integers(0, 30))), True) for table in range(3)]
+                requests.append(front.write(SLAB + 16384 * nth, serial, DIMS, segments))
+            if front.post(*[one.slot for one in requests]):
+                wake()
+            assert sorted(front.wait(len(requests))) == [one.slot for one in requests]
+            for one in requests:
+                assert one.status in (ANSWERED, RETIRED)
+                if one.status == ANSWERED:
+                    for table, keys, out, found in one.asked:
+                        assert any(np.array_equal(out, vectors_of(table, keys, out.shape[1], own)) for own in of(serial))
+                        assert found.all()
+    except BaseException as error:  # noqa: BLE001 - raised by the test
+        failures.append(error)
+
+
+def run(*clients):
+    for one in clients:
+        one.start()
+    for one in clients:
+        one.join(60)
+        assert not one.is_alive()
+
+
+def test_several_fronts_are_answered_each_for_itself():
+    with ExitStack() as stack:
+        fronts = [RegionFront() for _ in range(3)]
+        for one in fronts:
+            stack.callback(one.close)
+        loop = stack.enter_context(running(*fronts))
+        serial, failures = loop.serve(cache_of()), []
+        run(
+            *[
+                threading.Thread(target=client, args=(one, lambda: serial, 60, nth, failures, loop.wake), daemon=True)
+                for nth, one in enumerate(fronts)
+            ]
+        )
+        assert failures == []
+        assert loop.jobs == []
+
+
+def test_a_front_that_posts_garbage_harms_no_other():
+    with ExitStack() as stack:
+        good, bad = RegionFront(), RegionFront()
+        stack.callback(good.close)
+        stack.callback(bad.close)
+        loop = stack.enter_context(running(good, bad))
+        serial, failures, ended = loop.serve(cache_of()), [], threading.Event()
+
+        def throw():
+            random = np.random.default_rng(3)
+            edges = np.array([0, -1, 1, 64, 128, 1 << 20, 1 << 40, 1 << 62, -(1 << 63), serial, SLAB, bad.memory.size])
+            while not ended.is_set():
+                bad.memory.words[SLAB // 8 : SLAB // 8 + 512] = random.choice(edges, 512)
+                bad.memory.words[SLAB // 8 + random.integers(0, 64) * 8] = serial
+                bad.memory.words[layout.SUBMISSIONS // 8 : layout.COMPLETIONS // 8] = SLAB + 64 * random.integers(-2, 66, 2048)
+                bad.memory[layout.SUBMITTED] += int(random.integers(-5, 60))
+                bad.memory[layout.COMPLETED] = int(random.choice(edges))
+                if random.random() < 0.05:
+                    bad.memory[layout.FRONT_EPOCH] = int(random.choice(edges))
+                if random.random() < 0.05:
+                    bad.begin(int(random.integers(1, 1 << 40)))
+                loop.wake()
+
+        thrower = threading.Thread(target=throw, daemon=True)
+        thrower.start()
+        run(threading.Thread(target=client, args=(good, lambda: serial, 150, 1, failures, loop.wake), daemon=True))
+        ended.set()
+        thrower.join()
+        assert failures == []
+        assert loop.board.regions[1, MALFORMED_COUNT] > 0
+        assert loop.board.regions[0, MALFORMED_COUNT] == 0
+
+
+def test_no_vector_is_torn_while_the_cache_changes(loop, front):
+    """Keys come, go and change all the time: an answer has a vector that the key had, and none of another key."""
+    dim, keys = 16, 40
+    cache = NumpyCache.create(tables_of(dim), [28], 0)
+    serial, ended = loop.serve(cache, (dim,)), threading.Event()
+
+    def change():
+        random, generation = np.random.default_rng(2), 0
+        while not ended.is_set():
+            generation = (generation + 1) % 1000
+            chosen = np.unique(random.integers(0, keys, 12))
+            rows = np.repeat((1000 * chosen + generation).astype(np.float32)[:, None], dim, axis=1)
+            (cache.insert if generation % 3 else cache.update)(0, chosen, rows)
+            if generation % 7 == 0:
+                cache.erase(0, chosen[:3])
+
+    changer = threading.Thread(target=change, daemon=True)
+    changer.start()
+    random, answered = np.random.default_rng(4), 0
+    for _ in range(150):
+        asked = [[(0, random.integers(0, keys, int(random.integers(1, 6))), True)] for _ in range(30)]
+        requests = [front.write(SLAB + 4096 * nth, serial, (dim,), one) for nth, one in enumerate(asked)]
+        ask(loop, front, *requests)
+        for one in requests:
+            if one.status == ANSWERED:
+                answered += 1
+                _, of, out, _ = one.asked[0]
+                assert (out == out[:, :1]).all()
+                assert np.array_equal(out[:, 0] // 1000, of)
+    ended.set()
+    changer.join()
+    assert answered > 0
+
+
+def test_a_deployment_that_ends_under_load_is_never_answered_from_another():
+    """Another deployment takes the row, and other vectors the memory, as soon as the first is idle."""
+    with ExitStack() as stack:
+        front = RegionFront()
+        stack.callback(front.close)
+        loop = stack.enter_context(running(front))
+        served, current, failures = {}, [], []
+
+        def deploy(of):
+            cache = cache_of(of=of)
+            served[loop.serve(cache)] = of
+            current[:] = [max(served)]
+
+        deploy(1)
+        clients = threading.Thread(
+            target=client,
+            args=(front, lambda: current[0], 400, 1, failures, loop.wake, lambda serial: {served[serial]}),
+            daemon=True,
+        )
+        clients.start()
+        of = 1
+        while clients.is_alive():
+            of += 1
+            old = current[0]
+            loop.board.end(old)
+            while not loop.board.is_idle(old):
+                pass
+            for table in loop.caches.pop().open_tables():
+                table.vectors[:] = -1.0  # as if the memory were another's
+            loop.board.forget(old)
+            deploy(of)
+        clients.join()
+        assert failures == []
+        assert of > 2
+        assert len({one & 255 for one in served}) == 1
+
+
+def test_a_loop_takes_a_new_epoch_of_a_front(loop, front):
+    serial = loop.serve(cache_of())
+    for epoch in (1, 2, 9):
+        if epoch > 1:
+            front.begin(epoch)
+            loop.wake()
+        request = front.write(SLAB, serial, DIMS, [(0, [epoch], True)])
+        ask(loop, front, request)
+        check(request)

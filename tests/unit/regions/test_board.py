@@ -1,0 +1,347 @@
+"""What a loop works on: deployments that come and go, exact counts, and jobs for Python in order."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from numba import int64, void
+
+from hps.errors import HPSError
+from hps.ground.numba_atomics import fetch_add
+from hps.ground.numba_kernels import kernel
+from hps.regions.board import Board, Resident
+from hps.regions.exchange import (
+    D_DEVICE,
+    D_FIRST,
+    D_IN_FLIGHT,
+    D_NS,
+    D_OWN,
+    D_REQUESTS,
+    D_RESIDENT,
+    D_SERIAL,
+    D_TABLES,
+    JOBS_HEAD,
+    MOST_DEPLOYMENTS,
+    STOP,
+    T_ABSENT,
+    T_DIM,
+    T_HITS,
+    T_KEYS,
+    T_LINKED,
+    T_MAX_KEYS,
+    T_OWN,
+    hand_over,
+)
+from hps.regions.layout import FRONT_SLEEPS, MALFORMED, RETIRED, RING, SLAB
+from tests.fakes.region_front import RegionFront, tables_of
+
+MOST_TABLES = 1 << 14
+
+
+@kernel(void, int64[::1], int64[:, ::1], int64, int64)
+def _hand_over(state, jobs, place, slot):
+    hand_over(state, jobs, place, slot)
+
+
+@kernel(void, int64, int64)
+def _add_to(address, value):
+    fetch_add(address, value)
+
+
+@pytest.fixture
+def fronts():
+    fronts = [RegionFront(), RegionFront()]
+    yield fronts
+    for one in fronts:
+        one.close()
+
+
+@pytest.fixture
+def jobs_event():
+    event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    yield event
+    os.close(event)
+
+
+@pytest.fixture
+def board(fronts, jobs_event):
+    return Board([one.memory for one in fronts], [one.event for one in fronts], jobs_event, jobs_event, 0)
+
+
+def row_of(serial):
+    return serial & (MOST_DEPLOYMENTS - 1)
+
+
+def leave(board, serial):
+    board.end(serial)
+    assert board.is_idle(serial)
+    board.forget(serial)
+
+
+def test_a_deployment_has_the_words_of_its_tables(board):
+    board.add(tables_of(1), device_id=0, resident=None)
+    serial = board.add(
+        tables_of(3, 8, max_keys=77), device_id=5, resident=Resident([[11, 12], [13, 14, 15]], deployment=[16, 17])
+    )
+    row = board.deployments[row_of(serial)]
+    assert row[[D_SERIAL, D_TABLES, D_RESIDENT, D_DEVICE]].tolist() == [serial, 2, 1, 5]
+    assert row[D_OWN : D_OWN + 3].tolist() == [16, 17, 0]
+    tables = board.tables[row[D_FIRST] : row[D_FIRST] + 2]
+    assert tables[:, [T_DIM, T_MAX_KEYS]].tolist() == [[3, 77], [8, 77]]
+    assert tables[:, T_OWN : T_OWN + 4].tolist() == [[11, 12, 0, 0], [13, 14, 15, 0]]
+    assert row[D_FIRST] == 1
+
+
+def test_a_deployment_that_python_answers_is_not_resident(board):
+    serial = board.add(tables_of(3), device_id=0, resident=None)
+    assert board.deployments[row_of(serial), D_RESIDENT] == 0
+
+
+def test_exactly_so_many_deployments_are_known_and_one_more_when_one_has_left(board):
+    serials = [board.add(tables_of(1), 0, None) for _ in range(MOST_DEPLOYMENTS)]
+    assert len({row_of(one) for one in serials}) == MOST_DEPLOYMENTS
+    assert [board.deployments[row_of(one), D_SERIAL] for one in serials] == serials
+    with pytest.raises(HPSError, match="'m': fronts know at most 256 deployments"):
+        board.add(tables_of(1), 0, None)
+    board.end(serials[77])
+    with pytest.raises(HPSError):  # its last request may still run
+        board.add(tables_of(1), 0, None)
+    board.forget(serials[77])
+    again = board.add(tables_of(1), 0, None)
+    assert row_of(again) == row_of(serials[77])
+    assert again not in serials
+
+
+def test_serials_are_positive_and_never_repeat_on_a_row(board):
+    seen = set()
+    for _ in range(1000):
+        serial = board.add(tables_of(1), 0, None)
+        assert serial > 0
+        assert serial not in seen
+        seen.add(serial)
+        leave(board, serial)
+
+
+def test_boards_of_different_owners_give_different_serials(fronts):
+    boards = [Board([fronts[0].memory], [-1], -1, -1, 0, serials=first) for first in (1 << 39, (1 << 40) - 1)]
+    given = [{board.add(tables_of(1), 0, None) for _ in range(200)} for board in boards]
+    assert not given[0] & given[1]
+    assert all(0 < one < 1 << 53 for one in given[0] | given[1])  # numbers that JSON holds
+
+
+def test_tables_take_the_first_room_that_is_large_enough(board):
+    def first(serial):
+        return int(board.deployments[row_of(serial), D_FIRST])
+
+    three, two, four = (board.add(tables_of(*[1] * n), 0, None) for n in (3, 2, 4))
+    assert [first(three), first(two), first(four)] == [0, 3, 5]
+    leave(board, three)
+    four_more, one = board.add(tables_of(1, 1, 1, 1), 0, None), board.add(tables_of(1), 0, None)
+    assert [first(four_more), first(one)] == [9, 0]
+    leave(board, two)
+    assert first(board.add(tables_of(1, 1, 1, 1), 0, None)) == 1  # beside the one that is left
+    assert first(board.add(tables_of(1), 0, None)) == 13
+
+
+def test_tables_fill_all_rows_and_one_more_is_refused(board):
+    board.add(tables_of(*[1] * (MOST_TABLES - 2)), 0, None)
+    with pytest.raises(HPSError):
+        board.add(tables_of(1, 1, 1), 0, None)
+    serial = board.add(tables_of(1, 7), 0, None)
+    assert board.tables[MOST_TABLES - 1, T_DIM] == 7
+    with pytest.raises(HPSError):
+        board.add(tables_of(1), 0, None)
+    leave(board, serial)
+    board.add(tables_of(1), 0, None)
+
+
+def test_only_the_deployment_of_a_serial_is_ended(board):
+    old = board.add(tables_of(1), 0, None)
+    leave(board, old)
+    new = board.add(tables_of(1), 0, None)
+    assert row_of(new) == row_of(old)
+    board.end(old)
+    assert board.deployments[row_of(new), D_SERIAL] == new
+
+
+def test_a_deployment_is_idle_once_the_loop_has_left_it(board):
+    serial = board.add(tables_of(1), 0, None)
+    board.deployments[row_of(serial), D_IN_FLIGHT] = 2
+    board.end(serial)
+    assert not board.is_idle(serial)
+    board.deployments[row_of(serial), D_IN_FLIGHT] = 0
+    assert board.is_idle(serial)
+
+
+def test_a_row_that_is_given_to_another_keeps_what_the_loop_does_there(board):
+    """A loop that has compared the serial before the end notes itself, looks again, and leaves: whatever came in between."""
+    old = board.add(tables_of(1), 0, None)
+    in_flight = board.deployments[row_of(old)].ctypes.data + 8 * D_IN_FLIGHT
+    leave(board, old)
+    _add_to(in_flight, 1)
+    new = board.add(tables_of(1), 0, None)
+    assert row_of(new) == row_of(old)
+    assert not board.is_idle(new)
+    _add_to(in_flight, -1)
+    assert board.is_idle(new)
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------------
+
+
+def count(board, serial, table, keys, hits, linked, absent, ns):
+    row = board.deployments[row_of(serial)]
+    board.tables[row[D_FIRST] + table, [T_KEYS, T_HITS, T_LINKED, T_ABSENT]] += [keys, hits, linked, absent]
+    row[[D_REQUESTS, D_NS]] += [1, ns]
+
+
+def test_a_tally_holds_what_was_added_since_the_last_one(board):
+    board.add(tables_of(1), 0, None)
+    serial = board.add(tables_of(1, 1), 0, None)
+    assert board.tally(serial) == ([[0] * 4, [0] * 4], 0, [])
+    count(board, serial, 0, 10, 9, 1, 0, ns=100)
+    count(board, serial, 1, 5, 5, 0, 2, ns=201)
+    assert board.tally(serial) == ([[10, 9, 1, 0], [5, 5, 0, 2]], 2, [150, 150])
+    assert board.tally(serial) == ([[0] * 4, [0] * 4], 0, [])
+    count(board, serial, 1, 3, 1, 0, 0, ns=7)
+    assert board.tally(serial) == ([[0] * 4, [3, 1, 0, 0]], 1, [7])
+
+
+def test_a_deployment_does_not_inherit_the_counts_of_the_one_before_it(board):
+    for _ in range(2):
+        serial = board.add(tables_of(1), 0, None)
+        count(board, serial, 0, 10, 9, 1, 0, ns=100)
+        assert board.tally(serial) == ([[10, 9, 1, 0]], 1, [100])
+        count(board, serial, 0, 1, 1, 1, 1, ns=1)  # and nobody asks any more
+        leave(board, serial)
+
+
+def test_deployments_are_tallied_each_for_itself(board):
+    serials = [board.add(tables_of(1), 0, None) for _ in range(3)]
+    for nth, one in enumerate(serials):
+        count(board, one, 0, nth + 1, 0, 0, 0, ns=nth)
+    assert [board.tally(one).tables for one in serials] == [[[1, 0, 0, 0]], [[2, 0, 0, 0]], [[3, 0, 0, 0]]]
+
+
+def test_the_sum_of_all_tallies_is_exact_while_the_loop_counts(board):
+    serial = board.add(tables_of(1), 0, None)
+    rounds, found, requests = 3000, np.zeros(4, np.int64), 0
+
+    def work():
+        for _ in range(rounds):
+            count(board, serial, 0, 4, 3, 2, 1, ns=10)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    while True:
+        ended = not worker.is_alive()
+        tally = board.tally(serial)
+        found += tally.tables[0]
+        requests += tally.requests
+        if ended:
+            break
+    assert found.tolist() == [4 * rounds, 3 * rounds, 2 * rounds, rounds]
+    assert requests == rounds
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------------------
+
+
+def hand(board, place, slot):
+    _hand_over(board.state, board.jobs, place, slot)
+
+
+def test_jobs_are_taken_in_their_order_with_their_descriptors(board, fronts, jobs_event):
+    serial = board.add(tables_of(2, 3), 0, None)
+    for nth, (place, slot) in enumerate([(1, SLAB), (0, SLAB + 4096), (1, SLAB + 8192)]):
+        fronts[place].write(slot, serial, (2, 3), [(0, range(nth), False), (1, range(10 + nth), True)])
+        hand(board, place, slot)
+    for nth, (place, slot) in enumerate([(1, SLAB), (0, SLAB + 4096), (1, SLAB + 8192)]):
+        assert os.eventfd_read(jobs_event) == 1
+        job = board.next_job()
+        assert (job.place, job.slot, job.status) == (place, slot, 0)
+        assert job.segments[:, :2].tolist() == [[0, nth], [1, 10 + nth]]
+        keys_at = job.segments[1, 2]
+        assert fronts[place].memory.words[keys_at // 8 : keys_at // 8 + 10 + nth].tolist() == list(range(10 + nth))
+    assert board.next_job() is None
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(jobs_event)
+
+
+def test_a_job_keeps_its_own_copy_of_its_descriptor(board, fronts):
+    serial = board.add(tables_of(2), 0, None)
+    fronts[0].write(SLAB, serial, (2,), [(0, range(3), False)])
+    hand(board, 0, SLAB)
+    job = board.next_job()
+    before = job.segments.copy(), job.header.copy()
+    fronts[0].memory.words[SLAB // 8 : SLAB // 8 + 64] = -1
+    assert np.array_equal(job.segments, before[0])
+    assert np.array_equal(job.header, before[1])
+
+
+def test_a_descriptor_that_changes_before_its_job_is_taken_is_checked_again(board, fronts):
+    serial = board.add(tables_of(2), 0, None)
+    fronts[0].write(SLAB, serial, (2,), [(0, range(3), False)])
+    hand(board, 0, SLAB)
+    hand(board, 0, SLAB)
+    fronts[0].memory.words[SLAB // 8 + 2] = 1 << 60
+    job = board.next_job()
+    assert (job.status, len(job.segments)) == (MALFORMED, 0)
+    fronts[0].write(SLAB, serial, (2,), [(0, range(3), False)])
+    board.end(serial)
+    job = board.next_job()
+    assert (job.status, len(job.segments)) == (RETIRED, 0)
+
+
+def test_jobs_of_the_full_rings_of_all_fronts_are_kept(board, fronts):
+    """As many as all fronts may have under way; and again, from the middle of the ring of jobs on."""
+    serial = board.add(tables_of(1), 0, None)
+    for one in fronts:
+        for nth in range(RING // 8):
+            one.write(SLAB + 1024 * nth, serial, (1,), [(0, [nth], False)], aside=0)
+    for most in (RING, RING // 2, RING):
+        expected = [(nth % 2, SLAB + 1024 * (nth % (RING // 8))) for nth in range(2 * most)]
+        for place, slot in expected:
+            hand(board, place, slot)
+        found = [board.next_job() for _ in expected]
+        assert [(one.place, one.slot) for one in found] == expected
+        assert board.next_job() is None
+    assert board.state[JOBS_HEAD] == 5 * RING
+
+
+def test_several_threads_take_each_job_once(board, fronts):
+    serial = board.add(tables_of(1), 0, None)
+    for nth in range(200):
+        fronts[0].write(SLAB + 4096 * nth, serial, (1,), [(0, [nth], False)])
+        hand(board, 0, SLAB + 4096 * nth)
+    taken = []
+
+    def work():
+        while (job := board.next_job()) is not None:
+            taken.append(job.slot)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+    assert sorted(taken) == [SLAB + 4096 * nth for nth in range(200)]
+
+
+def test_a_completed_job_wakes_a_front_that_sleeps(board, fronts):
+    serial = board.add(tables_of(1), 0, None)
+    fronts[1].write(SLAB, serial, (1,), [(0, [1], False)])
+    hand(board, 1, SLAB)
+    job = board.next_job()
+    fronts[1].memory[FRONT_SLEEPS] = 1
+    board.complete(job)
+    assert os.eventfd_read(fronts[1].event) == 1
+    assert fronts[1].completed() == [SLAB]
+    assert fronts[0].completed() == []
+
+
+def test_a_board_that_stops_wakes_its_loop(board, jobs_event):
+    board.stop()
+    assert board.state[STOP] == 1
+    assert os.eventfd_read(jobs_event) == 1

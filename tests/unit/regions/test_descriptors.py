@@ -1,0 +1,164 @@
+"""Whatever a front writes as a descriptor, the owner refuses it, or is led to places in that front's slot and nowhere else."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hps.regions.board import Board
+from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_KEYS, H_SEGMENTS, H_SERIAL, HEADER_WORDS, read_job
+from hps.regions.layout import HEADER_BYTES, MALFORMED, MOST_SEGMENTS, POOLED, RETIRED, SEGMENT_WORDS, SLAB
+from tests.fakes.region_front import RegionFront, tables_of
+
+SLAB_BYTES = 1 << 17
+DIMS, MOST_KEYS = (4, 1, 1 << 40), (1000, 1 << 62, 1 << 62)
+FRONT = RegionFront(SLAB_BYTES, guarded=True)  # a read beside the region ends the process
+END = FRONT.memory.size
+BOARD = Board([FRONT.memory], [FRONT.event], -1, -1, 0)
+SERIAL = BOARD.add(
+    [one for dim, most in zip(DIMS, MOST_KEYS, strict=True) for one in tables_of(dim, max_keys=most)],
+    device_id=0,
+    resident=None,
+)
+OTHER = BOARD.add(tables_of(1), device_id=0, resident=None)
+ENDED = BOARD.add(tables_of(1, 1, 1, 1), device_id=0, resident=None)
+BOARD.end(ENDED)
+HEADER, SEGMENTS = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
+
+int64s = st.integers(-(1 << 63), (1 << 63) - 1)
+edges = st.sampled_from([-(1 << 63), -8, -1, 0, 1, 7, 64, HEADER_BYTES, SLAB_BYTES, SLAB, END, 1 << 32, 1 << 61, (1 << 63) - 1])
+numbers = st.one_of(int64s, edges, st.integers(0, SLAB_BYTES))
+slots = st.one_of(numbers, st.integers(0, SLAB_BYTES // 64 + 1).map(lambda nth: SLAB + 64 * nth))
+serials = st.sampled_from([SERIAL, SERIAL, SERIAL, OTHER, ENDED, 0, -1, SERIAL ^ 256, -(1 << 63), -SERIAL])
+counts = st.one_of(st.integers(0, 3), st.integers(MOST_SEGMENTS - 1, MOST_SEGMENTS + 1), int64s)
+
+
+@st.composite
+def segments(draw):
+    """Words of one segment that may be right: a table, some keys, and offsets about the end of the slab."""
+    n = draw(st.integers(0, 40) | numbers)
+    place = st.integers(0, 200).map(lambda nth: 8 * nth) | st.integers(0, SLAB_BYTES) | numbers
+    found = st.just(0) | place
+    return [draw(st.integers(0, 2) | st.integers(-1, 4) | int64s), n, draw(place), draw(place), draw(found)]
+
+
+@st.composite
+def descriptors(draw):
+    """Where a descriptor lies, and its words."""
+    aside = st.just(HEADER_BYTES) | numbers
+    header = [draw(serials), draw(st.sampled_from([0, 0, POOLED, 3]) | int64s), draw(counts), draw(aside), draw(numbers)]
+    rows = draw(st.lists(segments(), max_size=3))
+    return draw(slots), header, rows
+
+
+def expected_of(slot, header, rows):
+    """Return what the descriptor means, by numbers without a limit: a status, or its segments with offsets in the region."""
+    serial, flags, count, aside, aside_bytes = header
+    if not (slot >= SLAB and slot % 64 == 0 and slot + HEADER_BYTES <= END):
+        return MALFORMED
+    room = END - slot
+    if not (0 <= count <= MOST_SEGMENTS and HEADER_BYTES + 40 * count <= room):
+        return MALFORMED
+    if not (aside >= HEADER_BYTES and aside_bytes >= 0 and aside + aside_bytes <= room):
+        return MALFORMED
+    known = {SERIAL: (DIMS, MOST_KEYS), OTHER: ((1,), (1000,))}.get(serial)
+    if known is None:
+        return RETIRED
+    found_segments = []
+    for table, n, keys, out, found in rows:
+        if not (0 <= table < len(known[0]) and 0 <= n <= known[1][table]):
+            return MALFORMED
+        if not (keys >= 0 and keys % 8 == 0 and keys + 8 * n <= room):
+            return MALFORMED
+        if not (0 <= found <= room and (not found or found + n <= room)):
+            return MALFORMED
+        size = 0 if flags & POOLED else 4 * n * known[0][table]
+        if not (0 <= out <= room and out % 4 == 0 and out + size <= room):
+            return MALFORMED
+        found_segments.append([table, n, slot + keys, slot + out, slot + found if found else 0])
+    return found_segments
+
+
+def read(slot):
+    HEADER[:], SEGMENTS[:] = 0, 0
+    return read_job(BOARD.regions, 0, slot, BOARD.deployments, BOARD.tables, HEADER, SEGMENTS)
+
+
+def write(slot, header, rows):
+    """Write as much of a descriptor as lies in the region; return what it then says."""
+    words = FRONT.memory.words
+    words[:] = 0
+    if not (0 <= slot <= END - 8 and slot % 8 == 0):
+        return rows
+    flat = [*header, 0, *[0] * 10, *[word for row in rows for word in row]]
+    room = min(len(flat), (END - slot) // 8)
+    words[slot // 8 : slot // 8 + room] = flat[:room]
+    count = header[2]
+    return rows[:count] + [[0] * 5] * (count - len(rows)) if 0 <= count <= MOST_SEGMENTS else rows
+
+
+@settings(max_examples=800)
+@given(descriptors())
+@example((END - 64, [SERIAL, 0, 0, HEADER_BYTES, 0], []))
+@example((END - 128, [SERIAL, 0, 0, HEADER_BYTES, 0], []))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, SLAB_BYTES - HEADER_BYTES], [[2, 1 << 24, 256, 256, 0]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, (1 << 63) - 1], [[0, 1, 256, 256, 0]]))
+@example((SLAB, [SERIAL, 0, 1, (1 << 63) - 1, (1 << 63) - 1], [[0, 1, 256, 256, 0]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 1 << 61, 256, 256, 0]]))
+@example((SLAB, [SERIAL, POOLED, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES, SLAB_BYTES - 5]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 5]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 32, SLAB_BYTES - 20, SLAB_BYTES - 5]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 16, SLAB_BYTES - 5]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 4]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1001, 256, 8456, 0]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1000, 256, 8456, 0]]))
+def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):
+    slot, header, rows = descriptor
+    rows = write(slot, header, rows)
+    before = FRONT.memory.words.copy()
+    expected = expected_of(slot, header, rows)
+    status = read(slot)
+    assert np.array_equal(FRONT.memory.words, before)  # reading writes nothing
+    if isinstance(expected, int):
+        assert status == expected
+        return
+    assert status == 0
+    assert SEGMENTS[: len(expected)].tolist() == expected
+    assert HEADER[[H_SERIAL, H_FLAGS, H_SEGMENTS]].tolist() == header[:3]
+    assert HEADER[[H_ASIDE, H_ASIDE_BYTES]].tolist() == [slot + header[3], header[4]]
+    assert HEADER[H_KEYS] == sum(one[1] for one in expected)
+
+
+@settings(max_examples=500)
+@given(st.binary(min_size=256, max_size=256), st.sampled_from([SLAB, END - 256, END - HEADER_BYTES]))
+def test_random_bytes_are_no_descriptor_that_leads_elsewhere(content, slot):
+    FRONT.memory.words[:] = 0
+    size = min(256, END - slot)
+    FRONT.memory.bytes[slot : slot + size] = np.frombuffer(content, np.uint8)[:size]
+    FRONT.memory.words[slot // 8] = SERIAL
+    if read(slot) != 0:
+        return
+    for table, n, keys, out, found in SEGMENTS[: HEADER[H_SEGMENTS]].tolist():
+        size = 0 if HEADER[H_FLAGS] & POOLED else 4 * DIMS[table] * n
+        assert slot <= keys <= keys + 8 * n <= END
+        assert slot <= out <= out + size <= END
+        assert found == 0 or slot <= found <= found + n <= END
+
+
+@pytest.mark.parametrize("count", [MOST_SEGMENTS, MOST_SEGMENTS + 1])
+def test_a_descriptor_has_at_most_so_many_segments(count):
+    rows = [[0, 0, 0, 0, 0]] * count
+    write(SLAB, [SERIAL, 0, count, HEADER_BYTES, 0], rows)
+    assert read(SLAB) == (0 if count <= MOST_SEGMENTS else MALFORMED)
+
+
+@pytest.mark.parametrize(("lines", "segments", "status"), [(3, 1, 0), (3, 2, MALFORMED), (4, 3, 0), (4, 4, MALFORMED)])
+def test_segments_may_reach_the_end_of_the_region_and_not_further(lines, segments, status):
+    slot = END - 64 * lines
+    write(slot, [SERIAL, 0, segments, HEADER_BYTES, 0], [[0, 0, 0, 0, 0]] * segments)
+    assert read(slot) == status
+
+
+def test_a_deployment_that_has_ended_is_retired_whatever_follows():
+    write(SLAB, [ENDED, 0, 1, HEADER_BYTES, 0], [[99, -1, -1, -1, -1]])
+    assert read(SLAB) == RETIRED

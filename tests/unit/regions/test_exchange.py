@@ -1,0 +1,371 @@
+"""Rings that count up without end, epochs of fronts and owners that die, and a sleeper that nobody forgets."""
+
+import os
+import select
+import threading
+
+import numpy as np
+import pytest
+from numba import int64, void
+
+from hps.ground.numba_kernels import kernel
+from hps.regions import layout
+from hps.regions.board import Board
+from hps.regions.exchange import (
+    IN_FLIGHT,
+    LOOP_EVENT,
+    SCRATCH,
+    SPIN_NS,
+    STOP,
+    WAKES,
+    any_submitted,
+    arm,
+    available,
+    complete,
+    complete_job,
+    rest,
+    take,
+)
+from hps.regions.layout import RING, SLAB
+from tests.fakes.region_front import RegionFront
+
+_WORDS, _ROWS = int64[::1], int64[:, ::1]
+BEGAN = -1
+FIRST = SLAB  # any number would do: nothing reads what is in a slot here
+
+
+@kernel(int64, _ROWS, int64, _WORDS, _WORDS)
+def _take_all(regions, place, slots, state):
+    """Do what a loop does with one front in one turn; return what `available` says."""
+    count = available(regions, place, state.ctypes.data + 8 * SCRATCH)
+    for nth in range(count):
+        slots[nth] = take(regions, place)
+    return count
+
+
+@kernel(int64, _ROWS, _WORDS, int64)
+def _rest(regions, state, idle_since):
+    return rest(regions, state, idle_since)
+
+
+@kernel(int64, _ROWS)
+def _any_submitted(regions):
+    return 1 if any_submitted(regions) else 0
+
+
+@kernel(void, _ROWS, int64, int64, int64)
+def _complete_many(regions, place, first, count):
+    for nth in range(count):
+        complete(regions, place, first + nth)
+
+
+class Owner:
+    """The owner's side of some fronts, by hand."""
+
+    def __init__(self, *fronts):
+        self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.board = Board([one.memory for one in fronts], [one.event for one in fronts], self.event, -1, 0)
+        self.regions = self.board.regions
+        self._slots = np.zeros(RING, np.int64)
+
+    def take(self, place=0):
+        count = _take_all(self.regions, place, self._slots, self.board.state)
+        return count if count < 0 else self._slots[:count].tolist()
+
+    def complete(self, slots, place=0):
+        """Complete slots; return how often the front had to be woken."""
+        return sum(complete_job(self.regions, place, slot) >= 0 for slot in slots)
+
+    @property
+    def in_flight(self):
+        return int(self.regions[0, IN_FLIGHT])
+
+    def close(self):
+        os.close(self.event)
+
+
+@pytest.fixture
+def front():
+    front = RegionFront()
+    yield front
+    front.close()
+
+
+@pytest.fixture
+def owner(front):
+    owner = Owner(front)
+    yield owner
+    owner.close()
+
+
+@pytest.fixture
+def joined(front, owner):
+    front.begin()
+    assert owner.take() == BEGAN
+    return front, owner
+
+
+def test_slots_are_taken_in_the_order_of_their_posts_and_completed_in_any(joined):
+    front, owner = joined
+    assert front.post(FIRST + 64, FIRST, FIRST + 128) == 0
+    assert owner.take() == [FIRST + 64, FIRST, FIRST + 128]
+    assert owner.take() == []
+    owner.complete([FIRST + 128, FIRST + 64])
+    assert front.completed() == [FIRST + 128, FIRST + 64]
+    owner.complete([FIRST])
+    assert front.completed() == [FIRST]
+    assert front.completed() == []
+    assert owner.in_flight == 0
+
+
+@pytest.mark.parametrize("batch", [RING, RING - 1, 1000, 683])
+def test_rings_go_round_without_losing_or_repeating_a_slot(joined, batch):
+    front, owner = joined
+    posted = 0
+    while posted < 3 * RING + 5:
+        slots = [FIRST + 64 * (posted + nth) for nth in range(batch)]
+        posted += batch
+        front.post(*slots)
+        assert owner.take() == slots
+        owner.complete(slots[::-1])
+        assert front.completed() == slots[::-1]
+    assert owner.in_flight == 0
+    assert front.memory[layout.SUBMITTED] == front.memory[layout.TAKEN] == front.memory[layout.COMPLETED] == posted
+
+
+def test_a_full_ring_is_taken_whole(joined):
+    front, owner = joined
+    slots = [FIRST + 64 * nth for nth in range(RING)]
+    front.post(*slots)
+    assert owner.take() == slots
+    assert owner.in_flight == RING
+
+
+def test_a_front_that_posts_more_than_a_ring_waits_for_its_own_answers(joined):
+    front, owner = joined
+    front.post(*range(RING))
+    owner.take()
+    front.post(7, 8, 9)
+    assert not _any_submitted(owner.regions)
+    assert owner.take() == []
+    owner.complete([0, 1])
+    assert _any_submitted(owner.regions)
+    assert owner.take() == [7, 8]
+    assert owner.in_flight == RING
+
+
+@pytest.mark.parametrize("submitted", [-1, RING + 1, -(1 << 63), (1 << 63) - 1])
+def test_a_count_that_no_front_has_is_not_believed_and_lets_the_owner_sleep(joined, submitted):
+    front, owner = joined
+    front.memory[layout.SUBMITTED] = submitted
+    assert owner.take() == []
+    assert not _any_submitted(owner.regions)
+
+
+@pytest.mark.parametrize("completed", [-1, RING + 1, -(1 << 63), (1 << 63) - 1])
+def test_a_front_reads_no_completions_by_a_count_that_no_owner_has(joined, completed):
+    front, _ = joined
+    front.memory[layout.COMPLETED] = completed
+    assert front.completed() == []
+
+
+def test_an_owner_takes_nothing_of_a_front_that_has_not_begun(front, owner):
+    front.post(FIRST)
+    assert owner.take() == []
+    assert not _any_submitted(owner.regions)
+
+
+def test_an_owner_wakes_the_front_whose_epoch_it_begins(front, owner):
+    front.begin(epoch=5)
+    assert _any_submitted(owner.regions)
+    assert owner.take() == BEGAN
+    assert front.memory[layout.OWNER_EPOCH] == front.memory[layout.BEGUN_EPOCH] == 5
+    assert os.eventfd_read(front.event) == 1
+    assert owner.take() == []
+
+
+def test_a_front_that_restarts_waits_for_what_the_one_before_it_has_under_way(joined):
+    front, owner = joined
+    front.post(FIRST, FIRST + 64, FIRST + 128)
+    assert owner.take() == [FIRST, FIRST + 64, FIRST + 128]
+    owner.complete([FIRST])
+    front.post(FIRST + 192)
+    front.begin(epoch=2)
+    for slot in (FIRST + 64, FIRST + 128):
+        assert owner.take() == []  # also not the last of the old epoch
+        assert not _any_submitted(owner.regions)
+        assert front.memory[layout.OWNER_EPOCH] == 1
+        owner.complete([slot])
+    assert _any_submitted(owner.regions)
+    assert owner.take() == BEGAN
+    assert front.memory[layout.OWNER_EPOCH] == 2
+    assert front.memory[layout.COMPLETED] == front.memory[layout.TAKEN] == 0
+    assert front.completed() == []
+    front.post(FIRST)
+    assert owner.take() == [FIRST]
+    owner.complete([FIRST])
+    assert front.completed() == [FIRST]
+
+
+def test_an_owner_that_restarts_does_not_serve_an_epoch_of_the_one_before_it(front):
+    first = Owner(front)
+    front.begin(epoch=3)
+    first.take()
+    front.post(FIRST, FIRST + 64)
+    first.take()
+    first.complete([FIRST])
+    first.close()
+    front.memory[layout.OWNER_EPOCH] = 0  # as its parent does; the front has not noticed yet
+    second = Owner(front)
+    assert not _any_submitted(second.regions)
+    assert second.take() == []
+    front.post(FIRST + 128)
+    assert second.take() == []
+    assert front.memory[layout.OWNER_EPOCH] == 0
+    front.begin(epoch=4)
+    assert second.take() == BEGAN
+    front.post(FIRST + 64)
+    assert second.take() == [FIRST + 64]
+    second.close()
+
+
+def test_an_owner_that_restarts_serves_an_epoch_that_none_has_begun(front):
+    first = Owner(front)
+    front.begin(epoch=3)
+    first.take()
+    first.close()
+    front.memory[layout.OWNER_EPOCH] = 0
+    front.begin(epoch=4)  # before the next owner is there
+    second = Owner(front)
+    assert second.take() == BEGAN
+    assert front.memory[layout.OWNER_EPOCH] == 4
+    second.close()
+
+
+def test_fronts_have_rings_of_their_own():
+    fronts = [RegionFront(), RegionFront()]
+    owner = Owner(*fronts)
+    for one in fronts:
+        one.begin()
+    assert owner.take(0) == owner.take(1) == BEGAN
+    fronts[0].post(FIRST)
+    fronts[1].post(FIRST + 64, FIRST + 128)
+    assert owner.take(1) == [FIRST + 64, FIRST + 128]
+    assert owner.take(0) == [FIRST]
+    owner.complete([FIRST + 128], 1)
+    assert fronts[0].completed() == []
+    assert fronts[1].completed() == [FIRST + 128]
+    owner.close()
+    for one in fronts:
+        one.close()
+
+
+# -- sleep ----------------------------------------------------------------------------------------------------------------
+
+
+def test_one_post_wakes_a_sleeping_owner(joined):
+    front, _ = joined
+    front.memory[layout.OWNER_SLEEPS] = 1
+    assert front.post(FIRST) == 1
+    assert front.memory[layout.OWNER_SLEEPS] == 0
+    assert front.post(FIRST + 64) == 0
+
+
+def test_one_completion_wakes_a_sleeping_front(joined):
+    front, owner = joined
+    front.post(FIRST, FIRST + 64)
+    owner.take()
+    assert arm(front.memory.address) == 0
+    assert owner.complete([FIRST, FIRST + 64]) == 1
+    assert front.memory[layout.FRONT_SLEEPS] == 0
+
+
+def test_a_front_that_goes_to_sleep_sees_what_was_completed_before(joined):
+    front, owner = joined
+    front.post(FIRST)
+    owner.take()
+    assert owner.complete([FIRST]) == 0  # nobody slept: nothing will come
+    assert arm(front.memory.address) == 1
+
+
+def test_an_owner_does_not_sleep_when_a_front_has_posted(joined):
+    front, owner = joined
+    front.post(FIRST)
+    _rest(owner.regions, owner.board.state, 0)
+    assert owner.board.state[WAKES] == 0
+    assert front.memory[layout.OWNER_SLEEPS] == 0
+
+
+def test_an_owner_does_not_sleep_when_it_shall_stop(joined):
+    _, owner = joined
+    owner.board.state[STOP] = 1
+    _rest(owner.regions, owner.board.state, 0)
+    assert owner.board.state[WAKES] == 0
+
+
+def test_an_owner_that_has_just_been_busy_spins(joined):
+    _, owner = joined
+    owner.board.state[SPIN_NS] = 1 << 62
+    assert _rest(owner.regions, owner.board.state, 5) == 5
+    assert owner.board.state[WAKES] == 0
+
+
+def test_a_woken_owner_takes_its_event_and_its_flag_back(joined):
+    front, owner = joined
+    os.eventfd_write(owner.event, 3)
+    _rest(owner.regions, owner.board.state, 0)
+    assert owner.board.state[WAKES] == 1
+    assert not select.select([owner.event], [], [], 0)[0]
+    assert front.memory[layout.OWNER_SLEEPS] == 0
+
+
+def test_no_completion_is_lost_between_a_front_that_falls_asleep_and_owners_that_complete(joined):
+    """A front that misses a wake-up waits for ever: nothing else wakes it. Several threads complete, as the owner's do."""
+    front, owner = joined
+    rounds, threads, each = 60, 3, 20
+    barrier = threading.Barrier(threads + 1)
+
+    def finish(first):
+        for _ in range(rounds):
+            barrier.wait()
+            for nth in range(each):
+                if complete_job(owner.regions, 0, first + nth) >= 0:
+                    os.eventfd_write(front.event, 1)
+
+    workers = [threading.Thread(target=finish, args=(1000 * nth,), daemon=True) for nth in range(threads)]
+    for one in workers:
+        one.start()
+    for _ in range(rounds):
+        expected = [1000 * nth + one for nth in range(threads) for one in range(each)]
+        front.post(*expected)
+        assert owner.take() == expected
+        barrier.wait()
+        assert sorted(front.wait(threads * each)) == expected
+    for one in workers:
+        one.join()
+    assert owner.in_flight == 0
+
+
+def test_threads_that_complete_at_once_do_not_overwrite_each_other(joined):
+    front, owner = joined
+    front.post(*range(RING))
+    owner.take()
+    each = RING // 4
+    workers = [threading.Thread(target=_complete_many, args=(owner.regions, 0, nth * each, each)) for nth in range(4)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+    assert sorted(front.completed()) == list(range(RING))
+    assert owner.in_flight == 0
+
+
+def test_an_owner_sleeps_until_its_event_even_if_another_front_is_gone(joined):
+    _, owner = joined
+    assert owner.board.state[LOOP_EVENT] == owner.event
+    owner.board.regions[0, 0] = 0  # no region at this place
+    assert owner.take() == []
+    assert not _any_submitted(owner.regions)
+    os.eventfd_write(owner.event, 1)
+    _rest(owner.regions, owner.board.state, 0)
+    assert owner.board.state[WAKES] == 1

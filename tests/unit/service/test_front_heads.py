@@ -1,0 +1,272 @@
+"""Heads and chunked bodies at the fronts: what two readers of HTTP could read differently is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hps.service.fronts.heads import MAX_HEADERS, Chunks, MalformedRequestError, read_head
+
+
+def head_of(*lines, request=b"POST /v2/models/m/infer HTTP/1.1"):
+    return read_head(b"\r\n".join([request, *lines, b"", b""]))
+
+
+def test_a_head_is_read():
+    head = head_of(b"Host: h", b"Content-Length: 12", b"X-A: b", request=b"POST /v2/models/m/infer?x=%20 HTTP/1.1")
+    assert (head.method, head.path, head.target) == ("POST", "/v2/models/m/infer", b"/v2/models/m/infer?x=%20")
+    assert head.headers == {b"host": b"h", b"content-length": b"12", b"x-a": b"b"}
+    assert head.lines == [(b"host", b"h"), (b"content-length", b"12"), (b"x-a", b"b")]
+    assert head.length == 12
+    assert head.keeps_alive
+    assert not head.expects_continue
+
+
+def test_heads_with_the_same_bytes_are_read_once():
+    assert head_of(b"X: same") is head_of(b"X: same")
+    assert head_of(b"X: same") is not head_of(b"X: other")
+    long = b"X: " + b"a" * 3000
+    assert head_of(long).lines == head_of(long).lines
+
+
+@pytest.mark.parametrize(
+    ("sent", "target", "path"),
+    [
+        (b"/v2/models/a%20b/infer", b"/v2/models/a%20b/infer", "/v2/models/a b/infer"),
+        (b"/v2/%6dodels", b"/v2/%6dodels", "/v2/models"),
+        (b"/%C3%A9", b"/%C3%A9", "/\u00e9"),
+        (b"/a?b=/c", b"/a?b=/c", "/a"),
+        (b"/a?", b"/a?", "/a"),
+        (b"http://h:80/v2/models/m/infer?a=b", b"/v2/models/m/infer?a=b", "/v2/models/m/infer"),
+        (b"HTTPS://h/", b"/", "/"),
+        (b"http://h", b"/", "/"),
+        (b"http://h?a", b"/?a", "/"),
+        (b"/http://h/a", b"/http://h/a", "/http://h/a"),
+        (b"*", b"*", "*"),
+    ],
+)
+def test_targets_in_all_forms_name_their_path(sent, target, path):
+    head = head_of(request=b"OPTIONS %s HTTP/1.1" % sent)
+    assert (head.target, head.path) == (target, path)
+
+
+@pytest.mark.parametrize(
+    ("version", "lines", "keeps"),
+    [
+        (b"1.1", [], True),
+        (b"1.1", [b"Connection: close"], False),
+        (b"1.1", [b"Connection: x, Close"], False),
+        (b"1.0", [], False),
+        (b"1.0", [b"Connection: keep-alive"], True),
+    ],
+)
+@pytest.mark.parametrize("body", [[], [b"Content-Length: 0"], [b"Content-Length: 3"]])
+@pytest.mark.parametrize("method", [b"GET", b"POST"])
+def test_a_client_says_whether_its_connection_stays(version, lines, keeps, body, method):
+    assert head_of(*lines, *body, request=b"%s / HTTP/%s" % (method, version)).keeps_alive is keeps
+
+
+@pytest.mark.parametrize(
+    ("lines", "length"),
+    [
+        ([], 0),
+        ([b"Content-Length: 0"], 0),
+        ([b"content-LENGTH:5"], 5),
+        ([b"Content-Length: \t5 "], 5),
+        ([b"Content-Length: 005"], 5),
+        ([b"Content-Length: " + b"9" * 15], 10**15 - 1),
+        ([b"Transfer-Encoding: chunked"], -1),
+        ([b"transfer-encoding:  Chunked "], -1),
+        ([b"Connection: upgrade", b"Upgrade: h2c", b"Content-Length: 5"], 5),
+    ],
+)
+def test_the_length_of_a_body_is_known_from_its_head(lines, length):
+    assert head_of(*lines).length == length
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [b"Content-Length: 5", b"Transfer-Encoding: chunked"],
+        [b"Transfer-Encoding: chunked", b"Content-Length: 5"],
+        [b"Content-Length: 5", b"Content-Length: 5"],
+        [b"Content-Length: 5", b"Content-Length: 6"],
+        [b"Content-Length: 5, 5"],
+        [b"Content-Length: -5"],
+        [b"Content-Length: +5"],
+        [b"Content-Length: 5 6"],
+        [b"Content-Length: 0x5"],
+        [b"Content-Length: 5.0"],
+        [b"Content-Length: "],
+        [b"Content-Length: " + b"9" * 16],
+        [b"Content-Length: " + b"9" * 40],
+        [b"Content-Length : 5"],
+        [b"Content-Length\t: 5"],
+        [b"Transfer-Encoding: gzip"],
+        [b"Transfer-Encoding: identity"],
+        [b"Transfer-Encoding: gzip, chunked"],
+        [b"Transfer-Encoding: chunked, gzip"],
+        [b"Transfer-Encoding: chunked, chunked"],
+        [b"Transfer-Encoding: gzip", b"Transfer-Encoding: chunked"],
+        [b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked"],
+        [b"Transfer-Encoding: xchunked"],
+        [b"Transfer-Encoding: \x0bchunked"],
+        [b"Transfer-Encoding: "],
+        [b"Transfer-Encoding:", b" chunked"],
+        [b"Connection: upgrade", b"Upgrade: h2c", b"Content-Length: 5", b"Content-Length: 5"],
+    ],
+)
+def test_a_body_whose_end_is_in_doubt_is_refused(lines):
+    with pytest.raises(MalformedRequestError):
+        head_of(*lines)
+
+
+def test_chunks_of_http_1_0_are_refused():
+    with pytest.raises(MalformedRequestError, match="Transfer-Encoding"):
+        head_of(b"Transfer-Encoding: chunked", b"Connection: keep-alive", request=b"POST / HTTP/1.0")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"POST /x HTTP/1.1\r\nA: b\r\n c\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nA: b\x00c\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nA\x00: b\r\n\r\n",
+        b"POST /x\x00 HTTP/1.1\r\nA: b\r\n\r\n",
+        b"POST /x HTTP/1.1\nA: b\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nA: b\nB: c\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nA: b\n\nGET /evil HTTP/1.1\r\nB: c\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nA: b\r\n\nGET /evil HTTP/1.1\r\nB: c\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nA: b\n\r\nGET /evil HTTP/1.1\r\nB: c\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nA: b\rB: c\r\n\r\n",
+        b"POST /x HTTP/1.1\r\n: b\r\n\r\n",
+        b"POST /x HTTP/1.1\r\n A: b\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nA b\r\n\r\n",
+        b"POST /x y HTTP/1.1\r\n\r\n",
+        b"POST /x HTTP/1.1 \r\n\r\n",
+        b"POST /x\r\n\r\n",
+        b"POST /x HTTP/1.2\r\n\r\n",
+        b"POST /x HTTP/2.0\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\n",
+        b"CONNECT a:80 HTTP/1.1\r\n\r\n",
+        b"BREW /x HTTP/1.1\r\n\r\n",
+        b"post /x HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_1_1_is_refused(raw):
+    with pytest.raises(MalformedRequestError):
+        read_head(raw)
+
+
+@pytest.mark.parametrize("count", [MAX_HEADERS, MAX_HEADERS + 1])
+def test_a_head_has_at_most_so_many_headers(count):
+    lines = [b"a%d: b" % nth for nth in range(count)]
+    if count <= MAX_HEADERS:
+        assert len(head_of(*lines).lines) == count
+    else:
+        with pytest.raises(MalformedRequestError, match="got 129 headers, expected at most 128"):
+            head_of(*lines)
+
+
+@pytest.mark.parametrize(("value", "waits"), [(b"100-continue", True), (b"100-Continue", True), (b"200-ok", False)])
+def test_a_client_may_wait_before_it_sends_its_body(value, waits):
+    assert head_of(b"Expect: " + value).expects_continue is waits
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_head_or_are_refused(content):
+    try:
+        head = read_head(b"POST /x HTTP/1.1\r\n" + content + b"\r\n\r\n")
+    except MalformedRequestError:
+        return
+    assert head.length >= -1
+    assert (head.method, head.target) == ("POST", b"/x")
+
+
+# -- bodies in chunks -------------------------------------------------------------------------------------------------------
+
+
+def feed(raw, cuts=()):
+    """Feed bytes in pieces; return the body taker and what was left."""
+    chunks, at = Chunks(), 0
+    for cut in [*sorted(cuts), len(raw)]:
+        while at < cut and not chunks.done:
+            used = chunks.feed(memoryview(raw)[at:cut])
+            assert used > 0
+            at += used
+    return chunks, raw[at:]
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=40), max_size=6),
+    st.lists(st.sampled_from([b"", b";a", b' ; a="b;c"', b"\t"]), min_size=7, max_size=7),
+    st.booleans(),
+    st.lists(st.sampled_from([b"a: b\r\n", b"x:\r\n"]), max_size=3),
+    st.lists(st.integers(0, 400), max_size=12),
+)
+def test_a_body_is_the_same_however_it_arrives(pieces, extensions, upper, trailers, cuts):
+    raw = b""
+    for piece, extension in zip(pieces, extensions, strict=False):
+        size = b"%X" % len(piece) if upper else b"00%x" % len(piece)
+        raw += size + extension + b"\r\n" + piece + b"\r\n"
+    raw += b"0" + extensions[-1] + b"\r\n" + b"".join(trailers) + b"\r\n"
+    following = b"GET / HTTP/1.1\r\n\r\n"
+    for positions in ((), cuts, range(len(raw))):
+        chunks, left = feed(raw + following, [cut for cut in positions if cut < len(raw)])
+        assert chunks.done
+        assert bytes(chunks.body) == b"".join(pieces)
+        assert left == following
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\r\n",
+        b"g\r\n",
+        b"-1\r\n",
+        b"+1\r\na\r\n",
+        b"0x1\r\na\r\n",
+        b"0X1\r\na\r\n",
+        b"1_0\r\n",
+        b" 1\r\na\r\n",
+        b"1 1\r\na\r\n",
+        b"1\x00\r\na\r\n",
+        b"1\x0b\r\na\r\n",
+        b"1\na\r\n",
+        b"1\r\r\na\r\n",
+        b"1\r\nab",
+        b"1\r\na\n",
+        b"1\r\na\rb",
+        b"1\r\na0\r\n\r\n",
+        b";a\r\n",
+        b"f" * 16 + b"\r\n",
+        b"0\r\n\n",
+        b"0\r\na: b\n",
+        b"0;" + b"a" * 5000,
+        b"0\r\n" + b"a" * 5000,
+        b"0\r\n" + b"a: b\r\n" * (MAX_HEADERS + 1),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_no_chunk_is_refused(raw, at_once):
+    with pytest.raises(MalformedRequestError):
+        feed(raw, () if at_once else range(len(raw)))
+
+
+def test_a_chunk_of_the_largest_size_is_waited_for():
+    chunks, _ = feed(b"f" * 15 + b"\r\nabc")
+    assert not chunks.done
+    assert bytes(chunks.body) == b"abc"
+
+
+@given(st.binary(max_size=120), st.lists(st.integers(0, 120), max_size=8))
+def test_random_bytes_are_refused_or_waited_for_alike_however_they_arrive(raw, cuts):
+    results = []
+    for positions in ((), [cut for cut in cuts if cut < len(raw)]):
+        try:
+            chunks, left = feed(raw, positions)
+        except MalformedRequestError:
+            results.append("refused")
+        else:
+            results.append((chunks.done, bytes(chunks.body), left))
+    assert results[0] == results[1]

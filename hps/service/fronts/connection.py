@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from hps.errors import HPSError
+from hps.service.fronts.connections import TOO_MANY
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
 from hps.service.fronts.lookups import Plan
 from hps.service.fronts.proxy import Upstream, forwarded
@@ -231,7 +232,7 @@ class Connection(asyncio.BufferedProtocol):
         self._head = head = read_head(raw)
         self._left = head.length
         self._since = time.monotonic()
-        self._watched = self.front.begin(self.client, head, self._served, self._started)
+        self._watched = self.front.begin(self.client, head, lookup_target(head.path), self._served, self._started)
         self.front.check(head)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
@@ -331,7 +332,7 @@ class Connection(asyncio.BufferedProtocol):
                 else:
                     self._proxied = True
                     self.front.publish()  # the answer may tell of the requests before
-                    request = forwarded(head, self._body, self.client)
+                    request = forwarded(head.method, head.target, head.lines, self._body, self.client)
                     self._body = None
                     self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
             else:
@@ -547,8 +548,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def _finish(self, status: int) -> None:
         head, self._head = self._head, None
-        if status:
-            self.front.end(self.client, head, self._served, status, self._started, self._watched)
+        target = None if head is None else lookup_target(head.path)
+        if status and (head is None or target is not None or status != DISCONNECTED):
+            route = "unknown" if target is None else target.route
+            self.front.end(self.client, head, route, self._served, status, self._started, watched=self._watched)
 
     # -- limits -----------------------------------------------------------------------------------------------------------
 
@@ -562,11 +565,15 @@ class Connection(asyncio.BufferedProtocol):
         """Whether no request is under way."""
         return self.waiting and self._head is None
 
-    def close(self, last: bytes = b"") -> None:
+    def refuse_connection(self) -> None:
+        """Close a connection for which there is no room."""
+        self._ended = True
+        self.transport.write(TOO_MANY)
+        self.transport.close()
+
+    def close(self) -> None:
         """Close an idle connection to make room for another."""
         self._ended = True
-        if last:
-            self.transport.write(last)
         self.transport.close()
 
     def close_if_quiet(self) -> None:

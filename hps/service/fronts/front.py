@@ -11,9 +11,9 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import uvloop
@@ -27,7 +27,7 @@ from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
 from hps.service.authorization import Authorization
 from hps.service.fronts.connection import Connection
-from hps.service.fronts.connections import TOO_MANY, Connections
+from hps.service.fronts.connections import Connections
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
 from hps.service.fronts.proxy import OwnerConnections
@@ -59,6 +59,9 @@ from hps.service.targets import LookupTarget, lookup_target
 from hps.statistics.tracing import LookupTrace, Span, TableAnswers
 from hps.types import TableSpec
 
+if TYPE_CHECKING:
+    from hps.service.fronts.http2 import HTTP2Connection
+
 _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.5
@@ -71,6 +74,17 @@ _STOP_TICK_S: Final = 0.02
 BACKLOG: Final = 2048
 MOST_PENDING: Final = RING // 2
 """Maximum number of lookups that the owner works on for one front."""
+
+
+class RequestHead(Protocol):
+    """What is known of a request before its body."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
 
 
 class Requester(Protocol):
@@ -303,12 +317,11 @@ class Front:
         served.id = self._new_id()
         return served
 
-    def begin(self, client: str, head: Head, served: Served, started: float) -> bool:
+    def begin(self, client: str, head: RequestHead, target: LookupTarget | None, served: Served, started: float) -> bool:
         """Note a request's id, and decide what to log of it; return whether `end` has to be told."""
         headers = head.headers
         if (b"x-request-id" in headers or b"traceparent" in headers) and (named := request_id(headers)):
             served.id = named
-        target = lookup_target(head.path)
         if target is None:
             return False
         served.model, served.version = target.model_name, target.version
@@ -680,6 +693,13 @@ class Front:
         raise NotReadyError("the parameter server is being started again; send the request again later")
 
     def error_answer(self, error: Exception, client: str, head: Head | None, served: Served) -> HTTPAnswer:
+        self.note_error(error, client, head, served)
+        answer = error_answer(error, served.id.decode())
+        release_frames(error)
+        return answer
+
+    def note_error(self, error: Exception, client: str, head: RequestHead | None, served: Served) -> None:
+        """Count and log an error with which a request ends."""
         served.failed(error)
         identity = served.id.decode()
         line = f"{head.method} {head.path[:300]}" if head is not None else "a request"
@@ -689,16 +709,11 @@ class Front:
             self.refusals.deny(error.status, client or "an unknown address", f"{line}: {error}", identity)
         if not isinstance(error, HPSError | MemoryError):
             _log.error("serving %s failed unexpectedly", line, exc_info=error, extra=fields(request_id=identity))
-        answer = error_answer(error, identity)
-        release_frames(error)
-        return answer
 
-    def end(self, client: str, head: Head | None, served: Served, status: int, started: float, watched: bool) -> None:
+    def end(
+        self, client: str, head: RequestHead | None, route: str, served: Served, status: int, started: float, *, watched: bool
+    ) -> None:
         """Count and log a request that has ended."""
-        target = None if head is None else lookup_target(head.path)
-        if head is not None and target is None and status == 499:
-            return
-        route = "unknown" if target is None else target.route
         seconds = time.perf_counter() - started
         self.metrics.count(route, status, seconds)
         if head is not None and (watched or served.error is not None):
@@ -708,7 +723,7 @@ class Front:
 
     # -- connections ------------------------------------------------------------------------------------------------------
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: "Connection | HTTP2Connection") -> None:
         connections = self.connections
         if len(connections.order) >= connections.most:
             limit = f"{connections.most} connections (service.max_connections by the fronts, at most half of the open files)"
@@ -716,12 +731,12 @@ class Front:
             least_missed = connections.least_missed()
             if least_missed is None:
                 self.refusals.refuse("connections", limit)
-                connection.close(TOO_MANY)
+                connection.refuse_connection()
                 return
             least_missed.close()
         connections.order[connection] = None
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: "Connection | HTTP2Connection") -> None:
         self.connections.order.pop(connection, None)
 
     def _look(self) -> None:
@@ -773,31 +788,35 @@ class Front:
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
-    def run(self, listener: socket.socket) -> None:
+    def run(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
         """Serve until SIGTERM. Blocks."""
-        uvloop.run(self._run(listener))
+        uvloop.run(self._run(listener, grpc_listener))
 
-    async def _run(self, listener: socket.socket) -> None:
+    async def _run(self, listener: socket.socket, grpc_listener: socket.socket | None) -> None:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, stopping.set)
         loop.add_signal_handler(signal.SIGUSR1, self.leave)
         for number in (signal.SIGINT, signal.SIGHUP):  # the parent says what they mean
             loop.add_signal_handler(number, lambda: None)
-        await self.start(listener)
+        await self.start(listener, grpc_listener)
         gc.collect()
         gc.freeze()
         await stopping.wait()
         await self.stop(_STOP_S)
         self.close()
 
-    async def start(self, listener: socket.socket) -> None:
-        """Begin to serve on this event loop."""
+    async def start(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
+        """Begin to serve HTTP, and gRPC if it has a listener, on this event loop."""
         loop = self.loop = asyncio.get_running_loop()
         loop.add_reader(self._event, self._woken)
         self._arm()
         self._read_page()
-        self._server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
-        self._listener = listener
+        self._servers = [(listener, await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG))]
+        if grpc_listener is not None:
+            from hps.service.fronts.grpc_calls import grpc_connection  # of an extra
+
+            server = await loop.create_server(lambda: grpc_connection(self), sock=grpc_listener, backlog=BACKLOG)
+            self._servers.append((grpc_listener, server))
         self._look()
         self._publish_often()
 
@@ -806,17 +825,19 @@ class Front:
         self.leaving = True
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop listening once the queue of the listener is empty, since closing it resets unaccepted connections; then wait
+        """Stop listening once the queues of the listeners are empty, since closing resets unaccepted connections; then wait
         until the requests that are under way have their answers.
         """
         self.leave()
         queued = select.poll()
-        queued.register(self._listener, select.POLLIN)
+        for listener, _ in self._servers:
+            queued.register(listener, select.POLLIN)
         turns = 0
         while queued.poll(0) and turns < BACKLOG:
             turns += 1
             await asyncio.sleep(0)  # each turn of the event loop accepts at least one connection
-        self._server.close()
+        for _, server in self._servers:
+            server.close()
         since = time.monotonic()
         while self.connections.order and time.monotonic() - since < timeout_s:
             for connection in list(self.connections.order):
@@ -836,7 +857,7 @@ class Front:
             self._spans.close()
 
 
-def _scope(head: Head, client: str) -> MutableMapping[str, Any]:
+def _scope(head: RequestHead, client: str) -> MutableMapping[str, Any]:
     return {
         "type": "http",
         "method": head.method,

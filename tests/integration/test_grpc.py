@@ -194,7 +194,8 @@ class TestControl:
         assert [one.name for one in client.get_model_repository_index().models] == ["m"]
 
     def test_unknown_models_are_not_found(self, client: triton.InferenceServerClient) -> None:
-        for ask in (client.is_model_ready, client.get_model_metadata, client.get_model_config):
+        assert not client.is_model_ready("none")
+        for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
             with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model"):
                 ask("none")
 

@@ -3,6 +3,7 @@
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -238,6 +239,31 @@ def test_answers_that_are_not_read_are_given_up(service: FrontedService) -> None
         time.sleep(4)
         peer.socket.setblocking(True)
         assert peer.next() is None
+
+
+def test_a_stream_of_answers_that_is_not_read_waits(service: FrontedService) -> None:
+    reflect = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    request = message(b"\x22\x1einference.GRPCInferenceService")  # 36 bytes, for an answer of some kilobytes
+    front = service.children()[1]
+    before = resident_bytes(front)
+    with Peer(service.port, PREFACE + settings(window=0)) as peer:
+        peer.send(frame(HEADERS, 4, 1, call_headers(reflect)))
+        for _ in range(60):
+            peer.send(frame(DATA, 0, 1, 440 * request))
+        peer.send(frame(DATA, 1, 1))
+        time.sleep(0.3)
+        assert resident_bytes(front) - before < 20 << 20
+        peer.send(frame(WINDOW, 0, 1, struct.pack(">I", 200_000)))
+        got = b""
+        while len(got) < 65_000:
+            got += peer.next(DATA).payload
+        size = int.from_bytes(got[1:5], "big")
+        assert got[size + 5 : 2 * size + 10] == got[: size + 5]
+        peer.send(frame(RESET, 0, 1, struct.pack(">I", 8)))
+
+
+def resident_bytes(process: int) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096
 
 
 def test_the_server_itself_ends_calls_at_their_deadlines(service: FrontedService) -> None:

@@ -7,6 +7,7 @@ Source: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 
 import asyncio
 import time
+from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -591,9 +592,9 @@ async def _model_ready(call: Call, request: Any) -> AsyncIterator[Any]:
     try:
         await call.json("GET", _model_path(request, "/ready"))
     except RequestError as error:
-        if error.status != 503:
+        if error.status not in (404, 503):
             raise
-        yield message("inference.ModelReadyResponse")(ready=False)
+        yield message("inference.ModelReadyResponse")(ready=False)  # as Triton, also for a model that it does not know
     else:
         yield message("inference.ModelReadyResponse")(ready=True)
 
@@ -621,9 +622,10 @@ async def _repository_index(call: Call, request: Any) -> AsyncIterator[Any]:
 
 
 async def _load(call: Call, request: Any) -> AsyncIterator[Any]:
-    parameters = {
-        name: getattr(value, value.WhichOneof("parameter_choice") or "") for name, value in request.parameters.items()
-    }
+    parameters = {}
+    for name, value in request.parameters.items():
+        given = getattr(value, value.WhichOneof("parameter_choice") or "string_param")
+        parameters[name] = b64encode(given).decode() if isinstance(given, bytes) else given
     path = f"/v2/repository{_repository(request)}/models/{quote(request.model_name, safe='')}/load"
     await call.json("POST", path, {"parameters": parameters})
     yield message("inference.RepositoryModelLoadResponse")()

@@ -78,6 +78,7 @@ class ServiceConfig(Section):
     host: Annotated[str, Field(min_length=1), AfterValidator(check_host)] = "127.0.0.1"
     port: Annotated[Whole, Field(ge=0, le=65535)] = 8000
     fronts: Annotated[Whole, Field(ge=0, le=256)] | None = None
+    grpc_port: Annotated[Whole, Field(ge=0, le=65535)] | None = None
     bearer_token: Token = ""
     admin_token: Token = ""
     max_body_bytes: Bytes = 64 << 20

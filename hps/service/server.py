@@ -19,7 +19,7 @@ import uvicorn
 import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig, load_configuration
-from hps.errors import ConfigError
+from hps.errors import ConfigError, MissingDependencyError
 from hps.ground.log_limits import OnceAMinute
 from hps.ground.progress import Progress
 from hps.ground.workers import new_thread
@@ -53,6 +53,7 @@ def serve(
     log_format: LogFormat | None = None,
     on_open: Callable[[HPS], object] = lambda server: None,
     fronts: int | None = None,
+    grpc_port: int | None = None,
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread of a process without others.
 
@@ -68,13 +69,15 @@ def serve(
         log_format: overrides the configured format, if the lines are written by the handlers of `hps serve`.
         on_open: receives the parameter server before any model is loaded; what it raises ends the service.
         fronts: overrides the configured number of front processes; 0: this process does all.
+        grpc_port: overrides the configured port for gRPC; 0 picks a free one, which is logged.
 
     Returns:
         Whether everything was closed. If not, a thread waits for an unresponsive source or database, and would keep the
         interpreter from exiting.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: an address cannot be bound.
+        MissingDependencyError: what gRPC needs is not installed.
         HPSError: the databases could not be opened, or no model could be loaded.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -85,11 +88,16 @@ def serve(
         count = default_fronts()
     given = [key for key, value in (("log_level", log_level), ("log_format", log_format)) if value is not None]
 
-    def own(place: socket.socket | None, shared: FrontDescriptors | None, url: str | None) -> bool:
+    def own(
+        place: socket.socket | None,
+        grpc_place: socket.socket | None = None,
+        shared: FrontDescriptors | None = None,
+        url: str | None = None,
+    ) -> bool:
         lifecycle = Lifecycle(configuration, progress=progress, force=force)
         lifecycle.on_open.insert(0, on_open)
         app = Application(lifecycle)
-        server = Server(app, place, shared, url)
+        server = Server(app, place, shared, url, grpc_place)
         actions: dict[int, Callable[[], None]] = {
             signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
             signal.SIGINT: partial(server.stop, "SIGINT", force=True),
@@ -109,13 +117,25 @@ def serve(
             raise lifecycle.failure
         return app.closed
 
+    if (grpc_port := configuration.service.grpc_port if grpc_port is None else grpc_port) is not None:
+        _check_grpc()
     if not count:
         with listen(host, port) as listener:
-            return own(listener, None, None)
-    supervisor = Supervisor(configuration, host, port, count)
+            if grpc_port is None:
+                return own(listener)
+            with listen(host, grpc_port, "grpc_port") as grpc_listener:
+                return own(listener, grpc_listener)
+    supervisor = Supervisor(configuration, host, port, count, grpc_port)
     if (code := supervisor.run()) is not None:
         return code == 0
-    return own(None, supervisor.shared, supervisor.url)
+    return own(None, None, supervisor.shared, supervisor.url)
+
+
+def _check_grpc() -> None:
+    try:
+        import hps.service.fronts.grpc_calls  # noqa: F401 - by the fronts
+    except ImportError as error:
+        raise MissingDependencyError(f"serving gRPC: {error}; pip install 'hps-server[grpc]'") from error
 
 
 class _Uvicorn(uvicorn.Server):
@@ -136,6 +156,7 @@ class Server:
             processes.
         shared: what it shares with the front processes.
         url: where clients reach those.
+        grpc_listener: a listening socket for gRPC, beside the other.
 
     Attributes:
         url: address of the listener.
@@ -148,9 +169,10 @@ class Server:
         listener: socket.socket | None,
         shared: FrontDescriptors | None = None,
         url: str | None = None,
+        grpc_listener: socket.socket | None = None,
     ) -> None:
         self._app = app
-        self._listener = listener
+        self._listener, self._grpc_listener = listener, grpc_listener
         self._shared = shared
         self.url = url or ("" if listener is None else url_of(listener))
         self.front: Front | None = None
@@ -237,7 +259,9 @@ class Server:
         _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
         serving = self._serving = asyncio.create_task(self._uvicorn.serve([own]))
         if self.front is not None and self._listener is not None:
-            await self.front.start(self._listener)
+            await self.front.start(self._listener, self._grpc_listener)
+            if self._grpc_listener is not None:
+                _log.info("listening for gRPC on %s:%d", *self._grpc_listener.getsockname()[:2])
         self._loop = asyncio.get_running_loop()
         self._hear()
         announced = False
@@ -334,8 +358,11 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, key: str = "port") -> socket.socket:
     """Bind and listen; port 0 picks a free one.
+
+    Args:
+        key: of the port in the configuration, for errors.
 
     Raises:
         ConfigError: the address cannot be bound; the message says why.
@@ -353,6 +380,6 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             "service",
-            [f"host, port: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
+            [f"host, {key}: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
         ) from error
     return listener

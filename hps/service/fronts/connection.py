@@ -5,15 +5,18 @@ import select
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from hps.errors import HPSError
+from hps.service.fronts.connections import TOO_MANY
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
+from hps.service.fronts.lookups import Plan
 from hps.service.fronts.proxy import Upstream, forwarded
-from hps.service.http_answer import HTTPAnswer, RequestError, status_of
+from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
 from hps.service.request_body import inflate, inflated_bytes, too_large
+from hps.service.targets import LookupTarget, lookup_target
 
 if TYPE_CHECKING:
     from hps.service.fronts.front import Front, Lookup
@@ -229,8 +232,8 @@ class Connection(asyncio.BufferedProtocol):
         self._head = head = read_head(raw)
         self._left = head.length
         self._since = time.monotonic()
-        self._watched = self.front.begin(self, head, self._served, self._started)
-        self.front.check(self, head, self._served)
+        self._watched = self.front.begin(self.client, head, lookup_target(head.path), self._served, self._started)
+        self.front.check(head)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
         if head.length < 0:
@@ -261,7 +264,8 @@ class Connection(asyncio.BufferedProtocol):
             if there < text_bytes:
                 return
             text = bytes(self._view[self._at : self._at + text_bytes])
-            lookup = self.front.planned(self, head, text)
+            target = cast(LookupTarget, lookup_target(head.path))
+            lookup = self.front.planned(self, target, self._served, text, head.length)
             if lookup is not None:
                 self._lookup = lookup
                 self._at += text_bytes
@@ -296,8 +300,10 @@ class Connection(asyncio.BufferedProtocol):
         if not self._fill:
             self._body_arrived()
 
+    def wait_with(self, body: bytes | bytearray) -> None:
+        self._body = bytearray(body)
+
     def slot_free(self) -> None:
-        """Try again: there may be a slot now."""
         self._busy = False
         try:
             if self._body is not None:
@@ -319,13 +325,14 @@ class Connection(asyncio.BufferedProtocol):
                 served.bytes_in = len(self._body)
                 if b"content-encoding" in head.headers:
                     self._inflate(head, self._body)
-                if self.front.is_lookup(head):
-                    self._lookup = self.front.decoded(self, head, self._body)
+                if target := lookup_target(head.path):
+                    length = head.headers.get(b"inference-header-content-length")
+                    self._lookup = self.front.decoded(self, target, served, self._body, length)
                     self._post()
                 else:
                     self._proxied = True
                     self.front.publish()  # the answer may tell of the requests before
-                    request = forwarded(head, self._body, self.client)
+                    request = forwarded(head.method, head.target, head.lines, self._body, self.client)
                     self._body = None
                     self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
             else:
@@ -387,6 +394,40 @@ class Connection(asyncio.BufferedProtocol):
         chunks = () if self._head is not None and self._head.method == "HEAD" else answer.chunks
         self.send(answer.status, [head, *chunks])
 
+    def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
+        """Send the answer of a planned lookup from its slot, with one write."""
+        plan, view = cast(Plan, lookup.plan), self.front.region.view
+        headers = [BINARY, (b"inference-header-content-length", b"%d" % len(plan.text))]
+        if deferred:
+            headers.append((DEFERRED_KEYS, b"%d" % deferred))
+        size = len(plan.text) + plan.end - plan.vectors_at
+        close = self._closing = self.closes_after
+        head = answer_head(200, headers, size, self._served.id, close=close) + plan.text
+        start = slot + plan.vectors_at - len(head)
+        view[start : slot + plan.vectors_at] = head
+        self._served.bytes_out = size
+        self.send(200, (view[start : slot + plan.end],), slot)
+
+    def encoded(
+        self,
+        lookup: "Lookup",
+        slot: int,
+        deferred: int,
+        text: Sequence[bytes],
+        binary: Sequence[memoryview],
+        length: int | None,
+    ) -> None:
+        headers = [BINARY if binary else JSON]
+        if length is not None:
+            headers.append((b"inference-header-content-length", b"%d" % length))
+        if deferred:
+            headers.append((DEFERRED_KEYS, b"%d" % deferred))
+        pieces: list[bytes | memoryview] = [*text, *binary]
+        size = sum(map(len, pieces))
+        close = self._closing = self.closes_after
+        self._served.bytes_out = size
+        self.send(200, [answer_head(200, headers, size, self._served.id, close=close), *pieces], slot)
+
     @property
     def closes_after(self) -> bool:
         """Whether this answer is the connection's last."""
@@ -417,7 +458,7 @@ class Connection(asyncio.BufferedProtocol):
         self._busy = True
         self._lingering = unread and not isinstance(error, MalformedRequestError)
         close = unread or isinstance(error, MalformedRequestError)
-        self.answer(self.front.error_answer(error, self, self._head, self._served), close=close)
+        self.answer(self.front.error_answer(error, self.client, self._head, self._served), close=close)
 
     def relay(self, data: bytes) -> None:
         if not self._ended:
@@ -448,7 +489,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             answer = self.front.without_owner(self._head)
         except HPSError as error:
-            answer = self.front.error_answer(error, self, self._head, self._served)
+            answer = self.front.error_answer(error, self.client, self._head, self._served)
         self.answer(answer)
 
     def _pump(self) -> None:
@@ -507,8 +548,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def _finish(self, status: int) -> None:
         head, self._head = self._head, None
-        if status:
-            self.front.end(self, head, self._served, status, self._started, self._watched)
+        target = None if head is None else lookup_target(head.path)
+        if status and (head is None or target is not None or status != DISCONNECTED):
+            route = "unknown" if target is None else target.route
+            self.front.end(self.client, head, route, self._served, status, self._started, watched=self._watched)
 
     # -- limits -----------------------------------------------------------------------------------------------------------
 
@@ -522,11 +565,15 @@ class Connection(asyncio.BufferedProtocol):
         """Whether no request is under way."""
         return self.waiting and self._head is None
 
-    def close(self, last: bytes = b"") -> None:
+    def refuse_connection(self) -> None:
+        """Close a connection for which there is no room."""
+        self._ended = True
+        self.transport.write(TOO_MANY)
+        self.transport.close()
+
+    def close(self) -> None:
         """Close an idle connection to make room for another."""
         self._ended = True
-        if last:
-            self.transport.write(last)
         self.transport.close()
 
     def close_if_quiet(self) -> None:
@@ -563,8 +610,3 @@ class Connection(asyncio.BufferedProtocol):
     def _abort(self, reason: str, what: str) -> None:
         self.front.refusals.abort(reason, self.client or "an unknown address", what)
         self.transport.abort()
-
-
-def header_length(head: Head) -> bytes | None:
-    value: Any = head.headers.get(b"inference-header-content-length")
-    return value if value is None else bytes(value)

@@ -11,9 +11,9 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import uvloop
@@ -26,8 +26,8 @@ from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
 from hps.service.authorization import Authorization
-from hps.service.fronts.connection import Connection, answer_head, header_length
-from hps.service.fronts.connections import TOO_MANY, Connections
+from hps.service.fronts.connection import Connection
+from hps.service.fronts.connections import Connections
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
 from hps.service.fronts.proxy import OwnerConnections
@@ -35,8 +35,6 @@ from hps.service.fronts.sharing import body_bytes
 from hps.service.fronts.slots import Slots
 from hps.service.held_memory import HeldMemory
 from hps.service.http_answer import (
-    BINARY,
-    DEFERRED_KEYS,
     JSON,
     HTTPAnswer,
     OverloadedError,
@@ -61,6 +59,9 @@ from hps.service.targets import LookupTarget, lookup_target
 from hps.statistics.tracing import LookupTrace, Span, TableAnswers
 from hps.types import TableSpec
 
+if TYPE_CHECKING:
+    from hps.service.fronts.http2 import HTTP2Connection
+
 _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.5
@@ -75,12 +76,62 @@ MOST_PENDING: Final = RING // 2
 """Maximum number of lookups that the owner works on for one front."""
 
 
+class RequestHead(Protocol):
+    """What is known of a request before its body."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
+
+
+class Requester(Protocol):
+    """Who asked for a lookup. A front calls exactly one of the three that end it."""
+
+    def slot_free(self) -> None:
+        """There may be a slot now: call `Front.take_slot` again."""
+
+    def hold(self, size: int, what: str) -> None:
+        """Hold so many bytes for the lookup in the memory of the front, instead of what was held before.
+
+        Raises:
+            RequestError, OverloadedError: there is no memory for it.
+        """
+
+    def wait_with(self, body: bytes | bytearray) -> None:
+        """The lookup starts again with this body, once there is a slot."""
+
+    def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
+        """The lookup ends: the vectors of its plan are in this slot, which the requester has to release."""
+
+    def encoded(
+        self,
+        lookup: "Lookup",
+        slot: int,
+        deferred: int,
+        text: Sequence[bytes],
+        binary: Sequence[memoryview],
+        length: int | None,
+    ) -> None:
+        """The lookup ends: the answer is this text, of a `length` if `binary` data follows it, which is in this slot."""
+
+    def refuse(self, error: Exception) -> None:
+        """The lookup ends with an error."""
+
+
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """A lookup from its head to its answer. *One event loop.*"""
+    """A lookup from its head to its answer. *One event loop.*
 
-    connection: Connection | None
-    head: Head
+    Attributes:
+        requester: None once it is gone.
+        text: JSON part of a planned lookup.
+        body, json_bytes: body of every other, and the length of its JSON part; None if all of it is JSON.
+    """
+
+    requester: Requester | None
     target: LookupTarget
     served: Served
     version: FrontVersion
@@ -88,6 +139,7 @@ class Lookup:
     plan: Plan | None = None
     placed: Placed | None = None
     body: bytes | bytearray = b""
+    json_bytes: int | None = None
     traced: bool = False
     report: bool = False
     slot: int = -1
@@ -145,7 +197,7 @@ class Front:
         self._new_id = new_ids()
         self.owner = OwnerConnections(shared.path)
         self._pending: dict[int, Lookup] = {}
-        self._waiting: deque[tuple[Lookup, Connection]] = deque()
+        self._waiting: deque[tuple[Lookup, Requester]] = deque()
         self._counts: dict[tuple[str, str], InferenceCounts] = {}
         self._models: dict[str, dict[str, FrontVersion]] = {}
         self._serving: dict[str, str] = {}
@@ -205,7 +257,7 @@ class Front:
         elif epoch == self._epoch:
             self._connected = True
             for lookup in list(self._pending.values()):
-                if lookup.connection is None:
+                if lookup.requester is None:
                     del self._pending[lookup.slot]
                     self._free(lookup.slot)
                 else:
@@ -265,20 +317,19 @@ class Front:
         served.id = self._new_id()
         return served
 
-    def begin(self, connection: Connection, head: Head, served: Served, started: float) -> bool:
+    def begin(self, client: str, head: RequestHead, target: LookupTarget | None, served: Served, started: float) -> bool:
         """Note a request's id, and decide what to log of it; return whether `end` has to be told."""
         headers = head.headers
         if (b"x-request-id" in headers or b"traceparent" in headers) and (named := request_id(headers)):
             served.id = named
-        target = lookup_target(head.path)
         if target is None:
             return False
         served.model, served.version = target.model_name, target.version
         if watched := started >= self._requests.quiet_until:
-            self._requests.begin(served, _scope(head, connection), headers)
+            self._requests.begin(served, _scope(head, client), headers)
         return watched
 
-    def check(self, connection: Connection, head: Head, served: Served) -> None:
+    def check(self, head: Head) -> None:
         """Refuse a request by its head alone.
 
         Raises:
@@ -306,9 +357,6 @@ class Front:
         known = lookup_target(head.path) is not None or row_target(head.path) is not None
         return most if known else min(most, MOST_OBJECT_BYTES)
 
-    def is_lookup(self, head: Head) -> bool:
-        return lookup_target(head.path) is not None
-
     def text_bytes(self, head: Head) -> int:
         """Return the length of the JSON part of a binary lookup; -1 for every other request.
 
@@ -318,51 +366,61 @@ class Front:
         target = lookup_target(head.path)
         if target is None or target.route == LOOKUP or b"content-encoding" in head.headers:
             return -1
-        given = header_length(head)
-        if given is None:
-            return -1
-        size = parse_header_length(given, head.length)
+        size = parse_header_length(head.headers.get(b"inference-header-content-length"), head.length)
         return size if size is not None and size < SMALL_JSON_BYTES else -1
 
-    def planned(self, connection: Connection, head: Head, text: bytes) -> Lookup | None:
-        """Begin a binary lookup whose JSON part has arrived; None if the rest of its body has to be read first."""
-        served, target = connection._served, lookup_target(head.path)
-        if target is None or served.traced:
+    def planned(self, requester: Requester, target: LookupTarget, served: Served, text: bytes, size: int) -> Lookup | None:
+        """Begin a binary lookup whose JSON part has arrived; None if the rest of its body has to be read first.
+
+        Args:
+            size: of the body.
+        """
+        if served.traced:
             return None
         version = self._version(target)
         began = time.perf_counter_ns()
         plan = plan_of(text, version.tables, self._max_keys)
         if plan is None:
             return None
-        if head.length != len(text) + plan.keys_bytes:
+        if size != len(text) + plan.keys_bytes:
             return None  # the generic path says what is wrong with it
-        lookup = Lookup(connection, head, target, served, version, text, plan, device=plan.device, began_ns=began)
+        lookup = Lookup(requester, target, served, version, text, plan, device=plan.device, began_ns=began)
         served.version = version.tables.version
         return lookup
 
-    def decoded(self, connection: Connection, head: Head, body: bytes | bytearray) -> Lookup:
+    def decoded(
+        self,
+        requester: Requester,
+        target: LookupTarget,
+        served: Served,
+        body: bytes | bytearray,
+        length: bytes | None,
+    ) -> Lookup:
         """Decode a lookup whose body has arrived.
+
+        Args:
+            length: of its JSON part, as written; None if all of it is JSON.
 
         Raises:
             HPSError: it is refused.
         """
-        served, target = connection._served, lookup_target(head.path)
-        if target is None:
-            raise RequestError(404, "no lookup")
         version = self._version(target)
-        lookup = Lookup(connection, head, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
+        lookup = Lookup(requester, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
+        try:
+            if target.route != LOOKUP:
+                lookup.json_bytes = parse_header_length(length, len(body))
+        except HPSError:
+            version.counts.failed(lookup.began_ns)
+            raise
         self._decode(lookup)
         return lookup
 
     def _decode(self, lookup: Lookup) -> None:
-        version, body, head = lookup.version, lookup.body, lookup.head
-        header = None
+        version, body, header = lookup.version, lookup.body, lookup.json_bytes
         request: Any
         try:
-            if lookup.target.route != LOOKUP:
-                header = parse_header_length(header_length(head), len(body))
-            if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.connection is not None:
-                lookup.connection.hold(
+            if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.requester is not None:
+                lookup.requester.hold(
                     len(body) + parsed_bytes(memoryview(body)[:header], self._max_keys), "parsing the request"
                 )
             if lookup.target.route == LOOKUP:
@@ -377,11 +435,11 @@ class Front:
         lookup.traced = lookup.served.traced or request.wants_report
         lookup.device = request.device_id
         lookup.placed = Placed(request, lookup.traced)
-        if lookup.connection is not None:
-            lookup.connection.hold(len(body) + request.held_bytes, "answering the request")
+        if lookup.requester is not None:
+            lookup.requester.hold(len(body) + request.held_bytes, "answering the request")
 
     def take_slot(self, lookup: Lookup) -> bool:
-        """Take a slot; False if there is none now: the connection is told when to try again.
+        """Take a slot; False if there is none now: the requester is told when to try again.
 
         Raises:
             RequestError: 413, no slot is as large.
@@ -393,12 +451,12 @@ class Front:
         if size > self.slots.largest:
             limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
             raise RequestError(413, f"answering the request: it takes {size} bytes of memory, {limit}; send fewer keys at once")
-        connection = lookup.connection
+        requester = lookup.requester
         slot = -1 if len(self._pending) >= MOST_PENDING else self.slots.take(size)
         if slot < 0:
-            if connection is not None:
+            if requester is not None:
                 lookup.slot_due = lookup.slot_due or time.monotonic() + _SLOT_WAIT_S
-                self._waiting.append((lookup, connection))
+                self._waiting.append((lookup, requester))
             return False
         lookup.slot, lookup.slot_due = slot, 0.0
         return True
@@ -479,18 +537,18 @@ class Front:
             lookup = self._pending.pop(slot, None)
             if lookup is None:
                 continue
-            if lookup.connection is None:
+            if lookup.requester is None:
                 self._free(slot)
                 continue
             try:
                 self._answer(lookup)
             except Exception as error:  # noqa: BLE001 - the client gets an answer
-                if lookup.connection is not None:
-                    lookup.connection.refuse(error)
+                if lookup.requester is not None:
+                    lookup.requester.refuse(error)
 
     def _answer(self, lookup: Lookup) -> None:
-        connection, slot, words = lookup.connection, lookup.slot, self.region.words
-        if connection is None:
+        requester, slot, words = lookup.requester, lookup.slot, self.region.words
+        if requester is None:
             return
         at = slot >> 3
         status = int(words[at + layout.STATUS // 8])
@@ -498,24 +556,12 @@ class Front:
             resumed = time.perf_counter_ns()
             began, ended = int(words[at + layout.BEGAN_NS // 8]), int(words[at + layout.ENDED_NS // 8])
             lookup.version.counts.succeeded(lookup.began_ns, lookup.posted_ns, began, ended, resumed)
-            plan = lookup.plan
-            if plan is None:
-                self._answer_placed(lookup, connection, began, ended, resumed)
+            if lookup.plan is None:
+                self._answer_placed(lookup, requester, began, ended, resumed)
                 return
-            served, text = lookup.served, plan.text
-            body = len(text) + plan.end - plan.vectors_at
             deferred = int(words[at + layout.DEFERRED // 8])
-            headers = [BINARY, (b"inference-header-content-length", b"%d" % len(text))]
-            if deferred:
-                headers.append((DEFERRED_KEYS, b"%d" % deferred))
-            close = connection._closing = connection.closes_after
-            head = answer_head(200, headers, body, served.id, close=close) + text
-            start = slot + plan.vectors_at - len(head)
-            view = self.region.view
-            view[start : slot + plan.vectors_at] = head
-            served.bytes_out = body
             lookup.slot = -1
-            connection.send(200, (view[start : slot + plan.end],), slot)
+            requester.answered(lookup, slot, deferred)
             return
         if status == RETIRED:
             self._again(lookup)
@@ -545,7 +591,7 @@ class Front:
             return error
         return RequestError(status, message)
 
-    def _answer_placed(self, lookup: Lookup, connection: Connection, began: int, ended: int, resumed: int) -> None:
+    def _answer_placed(self, lookup: Lookup, requester: Requester, began: int, ended: int, resumed: int) -> None:
         placed, served, words = lookup.placed, lookup.served, self.region.words
         if placed is None:
             return
@@ -561,56 +607,46 @@ class Front:
             if lookup.report:
                 report = report_of(trace, served.queue_ns, served.infer_ns)
         text, binary, length = placed.encode(report, lookup.device or 0)
-        headers = [BINARY if binary else JSON]
-        if length is not None:
-            headers.append((b"inference-header-content-length", b"%d" % length))
-        if deferred:
-            headers.append((DEFERRED_KEYS, b"%d" % deferred))
-        pieces: list[bytes | memoryview] = [*text, *binary]
+        pieces = [*text]
         lookup.version.counts.output_ns += time.perf_counter_ns() - resumed
-        size = sum(map(len, pieces))
-        close = connection._closing = connection.closes_after
-        head = answer_head(200, headers, size, served.id, close=close)
         slot, lookup.slot = lookup.slot, -1
-        served.bytes_out = size
-        connection.send(200, [head, *pieces], slot)
+        requester.encoded(lookup, slot, deferred, pieces, binary, length)
 
     def _again(self, lookup: Lookup) -> None:
         """Look up again what a retired deployment did not answer: another version may have taken over."""
         before, slot = lookup.version, lookup.slot
-        body = lookup.body
+        body, json_bytes = lookup.body, lookup.json_bytes
         if lookup.plan is not None:
-            body = lookup.text + bytes(self.keys_of(lookup))
+            body, json_bytes = lookup.text + bytes(self.keys_of(lookup)), len(lookup.text)
         lookup.slot = -1
         self._free(slot)
-        connection = lookup.connection
+        lookup.plan, lookup.body, lookup.json_bytes = None, body, json_bytes
         self._read_page()
         version = self._version(lookup.target)
         if version is before and time.perf_counter() < lookup.due:
-            self.loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup, body)
+            self.loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup)
             return
-        if version is before or connection is None:
+        if version is before:
             raise NotReadyError(f"model {lookup.target.model_name!r} is not ready: it was undeployed")
-        self._retry(lookup, body)
+        self._retry(lookup)
 
-    def _retry(self, lookup: Lookup, body: bytes | bytearray) -> None:
-        connection = lookup.connection
-        if connection is None:
+    def _retry(self, lookup: Lookup) -> None:
+        requester = lookup.requester
+        if requester is None:
             return
         try:
             lookup.version = self._version(lookup.target)
-            lookup.plan, lookup.body = None, body
             self._decode(lookup)
             if self.take_slot(lookup):
                 self.post(lookup)
             else:
-                connection._body = bytearray(body)
+                requester.wait_with(lookup.body)
         except Exception as error:  # noqa: BLE001 - the client gets an answer
-            connection.refuse(error)
+            requester.refuse(error)
 
     def disown(self, lookup: Lookup) -> bool:
-        """Forget the connection of a lookup; return whether its slot is free. One that was posted is the owner's until then."""
-        lookup.connection = None
+        """Forget the requester of a lookup; return whether its slot is free. One that was posted is the owner's until then."""
+        lookup.requester = None
         if lookup.slot in self._pending and self._pending[lookup.slot] is lookup:
             return False
         if lookup.slot >= 0:
@@ -629,10 +665,10 @@ class Front:
     def _serve_next(self) -> None:
         """Let the first that waits for a slot try again."""
         while self._waiting:
-            lookup, connection = self._waiting.popleft()
-            if lookup.connection is not connection:
+            lookup, requester = self._waiting.popleft()
+            if lookup.requester is not requester:
                 continue
-            connection.slot_free()
+            requester.slot_free()
             if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
                 self._waiting.rotate(1)
             return
@@ -656,38 +692,38 @@ class Front:
             return HTTPAnswer(200, [JSON], (b'{"live":true}',))
         raise NotReadyError("the parameter server is being started again; send the request again later")
 
-    def error_answer(self, error: Exception, connection: Connection, head: Head | None, served: Served) -> HTTPAnswer:
+    def error_answer(self, error: Exception, client: str, head: Head | None, served: Served) -> HTTPAnswer:
+        self.note_error(error, client, head, served)
+        answer = error_answer(error, served.id.decode())
+        release_frames(error)
+        return answer
+
+    def note_error(self, error: Exception, client: str, head: RequestHead | None, served: Served) -> None:
+        """Count and log an error with which a request ends."""
         served.failed(error)
         identity = served.id.decode()
         line = f"{head.method} {head.path[:300]}" if head is not None else "a request"
         if isinstance(error, OverloadedError):
             self.refusals.refuse(error.reason, error, identity)
         elif isinstance(error, RequestError) and error.status in (401, 403):
-            self.refusals.deny(error.status, connection.client or "an unknown address", f"{line}: {error}", identity)
+            self.refusals.deny(error.status, client or "an unknown address", f"{line}: {error}", identity)
         if not isinstance(error, HPSError | MemoryError):
             _log.error("serving %s failed unexpectedly", line, exc_info=error, extra=fields(request_id=identity))
-        answer = error_answer(error, identity)
-        release_frames(error)
-        return answer
 
     def end(
-        self, connection: Connection, head: Head | None, served: Served, status: int, started: float, watched: bool
+        self, client: str, head: RequestHead | None, route: str, served: Served, status: int, started: float, *, watched: bool
     ) -> None:
         """Count and log a request that has ended."""
-        target = None if head is None else lookup_target(head.path)
-        if head is not None and target is None and status == 499:
-            return
-        route = "unknown" if target is None else target.route
         seconds = time.perf_counter() - started
         self.metrics.count(route, status, seconds)
         if head is not None and (watched or served.error is not None):
-            self._requests.end(served, _scope(head, connection), route, status, seconds)
+            self._requests.end(served, _scope(head, client), route, status, seconds)
         elif head is None or head.path not in POLLED:
             self._requests.left_out += 1
 
     # -- connections ------------------------------------------------------------------------------------------------------
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: "Connection | HTTP2Connection") -> None:
         connections = self.connections
         if len(connections.order) >= connections.most:
             limit = f"{connections.most} connections (service.max_connections by the fronts, at most half of the open files)"
@@ -695,12 +731,12 @@ class Front:
             least_missed = connections.least_missed()
             if least_missed is None:
                 self.refusals.refuse("connections", limit)
-                connection.close(TOO_MANY)
+                connection.refuse_connection()
                 return
             least_missed.close()
         connections.order[connection] = None
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: "Connection | HTTP2Connection") -> None:
         self.connections.order.pop(connection, None)
 
     def _look(self) -> None:
@@ -714,15 +750,15 @@ class Front:
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
         self.connections.look()
         clock = time.perf_counter()
-        for lookup in [one for one in self._pending.values() if one.due < clock and one.connection is not None]:
-            connection, limit = lookup.connection, settings.request_timeout_s
-            if connection is not None:
+        for lookup in [one for one in self._pending.values() if one.due < clock and one.requester is not None]:
+            requester, limit = lookup.requester, settings.request_timeout_s
+            if requester is not None:
                 lookup.version.counts.failed(lookup.began_ns)
-                connection.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
+                requester.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
         while self._waiting and self._waiting[0][0].slot_due < now:
-            lookup, connection = self._waiting.popleft()
-            if lookup.connection is connection:
-                connection.refuse(self._no_slot())
+            lookup, requester = self._waiting.popleft()
+            if lookup.requester is requester:
+                requester.refuse(self._no_slot())
         self._ticks["look"] = self.loop.call_later(_TICK_S, self._look)
 
     # -- figures ----------------------------------------------------------------------------------------------------------
@@ -752,31 +788,35 @@ class Front:
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
-    def run(self, listener: socket.socket) -> None:
+    def run(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
         """Serve until SIGTERM. Blocks."""
-        uvloop.run(self._run(listener))
+        uvloop.run(self._run(listener, grpc_listener))
 
-    async def _run(self, listener: socket.socket) -> None:
+    async def _run(self, listener: socket.socket, grpc_listener: socket.socket | None) -> None:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, stopping.set)
         loop.add_signal_handler(signal.SIGUSR1, self.leave)
         for number in (signal.SIGINT, signal.SIGHUP):  # the parent says what they mean
             loop.add_signal_handler(number, lambda: None)
-        await self.start(listener)
+        await self.start(listener, grpc_listener)
         gc.collect()
         gc.freeze()
         await stopping.wait()
         await self.stop(_STOP_S)
         self.close()
 
-    async def start(self, listener: socket.socket) -> None:
-        """Begin to serve on this event loop."""
+    async def start(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
+        """Begin to serve HTTP, and gRPC if it has a listener, on this event loop."""
         loop = self.loop = asyncio.get_running_loop()
         loop.add_reader(self._event, self._woken)
         self._arm()
         self._read_page()
-        self._server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
-        self._listener = listener
+        self._servers = [(listener, await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG))]
+        if grpc_listener is not None:
+            from hps.service.fronts.grpc_calls import grpc_connection  # of an extra
+
+            server = await loop.create_server(lambda: grpc_connection(self), sock=grpc_listener, backlog=BACKLOG)
+            self._servers.append((grpc_listener, server))
         self._look()
         self._publish_often()
 
@@ -785,17 +825,19 @@ class Front:
         self.leaving = True
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop listening once the queue of the listener is empty, since closing it resets unaccepted connections; then wait
+        """Stop listening once the queues of the listeners are empty, since closing resets unaccepted connections; then wait
         until the requests that are under way have their answers.
         """
         self.leave()
         queued = select.poll()
-        queued.register(self._listener, select.POLLIN)
+        for listener, _ in self._servers:
+            queued.register(listener, select.POLLIN)
         turns = 0
         while queued.poll(0) and turns < BACKLOG:
             turns += 1
             await asyncio.sleep(0)  # each turn of the event loop accepts at least one connection
-        self._server.close()
+        for _, server in self._servers:
+            server.close()
         since = time.monotonic()
         while self.connections.order and time.monotonic() - since < timeout_s:
             for connection in list(self.connections.order):
@@ -815,6 +857,11 @@ class Front:
             self._spans.close()
 
 
-def _scope(head: Head, connection: Connection) -> MutableMapping[str, Any]:
-    client = (connection.client, 0) if connection.client else None
-    return {"type": "http", "method": head.method, "path": head.path, "client": client, "scheme": "http"}
+def _scope(head: RequestHead, client: str) -> MutableMapping[str, Any]:
+    return {
+        "type": "http",
+        "method": head.method,
+        "path": head.path,
+        "client": (client, 0) if client else None,
+        "scheme": "http",
+    }

@@ -45,20 +45,24 @@ class Supervisor:
     Args:
         configuration: of the service.
         fronts: number of front processes.
+        grpc_port: port for gRPC; None: none.
 
     Attributes:
         shared: what fronts and owner share.
         url: address of the service.
     """
 
-    def __init__(self, configuration: Configuration, host: str, port: int, fronts: int) -> None:
+    def __init__(self, configuration: Configuration, host: str, port: int, fronts: int, grpc_port: int | None = None) -> None:
         self._configuration = configuration
         self._fronts = fronts
         self._place = reserve(host, port)
+        self._grpc_place = None if grpc_port is None else reserve(host, grpc_port, "grpc_port")
         self._address = self._place.getsockname()
         name, self._port = self._address[:2]
         self.url = f"http://[{name}]:{self._port}" if ":" in name else f"http://{name}:{self._port}"
         self._loopback = is_loopback(name)
+        if self._grpc_place is not None:
+            _log.info("listening for gRPC on %s:%d", *self._grpc_place.getsockname()[:2])
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
         path = str(Path(self._directory.name) / "owner.sock")
         self.shared = share(configuration.service, fronts, path, _SPIN_NS if self._spins else 0)
@@ -120,7 +124,7 @@ class Supervisor:
             os._exit(0)
         if number >= 0:
             self._be_front(number)
-        self._place.close()
+        self._close_places()
         return True
 
     def _be_front(self, number: int) -> NoReturn:
@@ -128,7 +132,8 @@ class Supervisor:
         try:
             shared = self.shared
             listener = listen_beside(self._place)
-            self._place.close()
+            grpc_listener = None if self._grpc_place is None else listen_beside(self._grpc_place)
+            self._close_places()
             for nth, (region, event) in enumerate(zip(shared.regions, shared.events, strict=True)):
                 if nth != number:
                     os.close(region)
@@ -136,7 +141,7 @@ class Supervisor:
             page = read_only(shared.page)
             os.close(shared.page)
             front = Front(number, replace(shared, page=page), self._configuration, spins=self._spins, loopback=self._loopback)
-            front.run(listener)
+            front.run(listener, grpc_listener)
             code = 0
         except BaseException:  # noqa: BLE001 - a forked process must not go on in the parent's code
             _log.exception("front %d failed", number)
@@ -145,6 +150,11 @@ class Supervisor:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+    def _close_places(self) -> None:
+        self._place.close()
+        if self._grpc_place is not None:
+            self._grpc_place.close()
 
     def _ended(self) -> list[tuple[int, int]]:
         found = []
@@ -241,8 +251,11 @@ class Supervisor:
         return not self._children
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int, key: str = "port") -> socket.socket:
     """Bind an address for fronts to listen on; port 0 picks a free one.
+
+    Args:
+        key: of the port in the configuration, for errors.
 
     Raises:
         ConfigError: it cannot be bound, or another process listens there.
@@ -264,7 +277,7 @@ def reserve(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             "service",
-            [f"host, port: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
+            [f"host, {key}: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
         ) from error
     return place
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from hps.errors import HPSError
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
 from hps.service.fronts.proxy import Upstream, forwarded
+from hps.service.fronts.tls import names_in
 from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
@@ -63,6 +64,7 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         completed, used: a request has arrived completely: ever, and since the last look.
         opened: when it was.
+        certificate: names in the client's certificate.
     """
 
     def __init__(self, front: "Front") -> None:
@@ -71,6 +73,7 @@ class Connection(asyncio.BufferedProtocol):
         self.opened = time.monotonic()
         self.completed = self.used = False
         self.client = ""
+        self.certificate: tuple[str, ...] = ()
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._at = self._have = 0  # what of the buffer is unread
@@ -99,10 +102,24 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if isinstance(peer, tuple) else ""
         self.front.opened(self)
+        if self.front.tls is None:
+            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+        elif not self._ended:
+            self.front.tls.begin(self, self.front.settings.request_timeout_s)
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
+        self.certificate = names_in(transport.get_extra_info("peercert"))
+
+    def not_secured(self, why: str) -> None:
+        if why:
+            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
+        self.transport.abort()
+        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
@@ -150,7 +167,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """Keep the connection until the client, which sends nothing more, has its answer."""
         self._eof = True
-        return self._busy and not self._lingering
+        return self._busy and not self._lingering and self.front.tls is None  # TLS has no connections that are half open
 
     def pause_writing(self) -> None:
         self._stalled = True
@@ -312,7 +329,7 @@ class Connection(asyncio.BufferedProtocol):
                 else:
                     self._proxied = True
                     self.front.publish()  # the answer may tell of the requests before
-                    request = forwarded(head, self._body, self.client)
+                    request = forwarded(head, self._body, self.client, self.certificate)
                     self._body = None
                     self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
             else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from hps.configuration.load import Configuration
+from hps.configuration.load import Configuration, ServiceConfig
 from hps.errors import ConfigError
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.thread_pool import available_threads
@@ -57,7 +57,7 @@ class Supervisor:
         self._place = reserve(host, port)
         self._address = self._place.getsockname()
         name, self._port = self._address[:2]
-        self.url = f"http://[{name}]:{self._port}" if ":" in name else f"http://{name}:{self._port}"
+        self.url = url_of(self._place, configuration.service)
         self._loopback = is_loopback(name)
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
         path = str(Path(self._directory.name) / "owner.sock")
@@ -271,3 +271,10 @@ def listen_beside(place: socket.socket) -> socket.socket:
     listener.bind(place.getsockname())
     listener.listen(2048)
     return listener
+
+
+def url_of(bound: socket.socket, settings: ServiceConfig) -> str:
+    """Return the URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    scheme = "https" if settings.tls_certificate_path else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

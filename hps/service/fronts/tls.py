@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import ssl
-from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Awaitable, Coroutine, Generator, Mapping
+from types import coroutine
+from typing import Any, Final, Protocol, TypeVar
 
 from hps.configuration.load import ServiceConfig
 from hps.errors import ConfigError
 from hps.ground.small_files import FileMarks
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _IDENTIFYING: Final = ("DNS", "URI", "email")
 
 
@@ -59,34 +61,45 @@ class TLS:
             _log.log(self._level or logging.INFO, "new connections use the certificate in %s as it is now", path)
 
     def begin(self, connection: Handshaking, timeout_s: float) -> None:
-        """Begin the handshake of a connection, whose transport is not read from before."""
-        connection.transport.pause_reading()
-        task = asyncio.get_running_loop().create_task(self._handshake(connection, timeout_s))
+        """Begin the handshake of a connection. Call this from its `connection_made`."""
+        loop = asyncio.get_running_loop()
+        handshake = loop.start_tls(
+            connection.transport,
+            connection,  # type: ignore[arg-type]  # asyncio's stubs know no other kinds
+            self._context,
+            server_side=True,
+            ssl_handshake_timeout=timeout_s,
+            ssl_shutdown_timeout=timeout_s,
+        )
+        # Its first step gives the transport to TLS. It is taken now, since the transport is read from as soon as
+        # `connection_made` returns; from Python 3.12 on that would be an eager task.
+        done = handshake.send(None)
+        task = loop.create_task(self._end(_resumed(handshake, done), connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _handshake(self, connection: Handshaking, timeout_s: float) -> None:
-        transport, why = connection.transport, ""
-        if transport.is_closing():
-            return
+    @staticmethod
+    async def _end(handshake: Awaitable[asyncio.Transport | None], connection: Handshaking) -> None:
+        why = ""
         try:
-            secure = await asyncio.get_running_loop().start_tls(
-                transport,
-                connection,  # type: ignore[arg-type]
-                self._context,
-                server_side=True,
-                ssl_handshake_timeout=timeout_s,
-                ssl_shutdown_timeout=timeout_s,
-            )
+            secure = await handshake
         except ssl.SSLError as error:
             why = str(getattr(error, "verify_message", "") or error.reason or error)
-        except OSError:  # it has gone, or takes too long
+        except OSError:  # the client has gone, or takes too long
             pass
         else:
             if secure is not None and not secure.is_closing():
                 connection.secured(secure)
                 return
         connection.not_secured(why)
+
+
+@coroutine
+def _resumed(begun: Coroutine[Any, Any, _T], waits_for: Any) -> Generator[Any, Any, _T]:
+    """Go on with a coroutine whose first step has yielded something to wait for."""
+    yield waits_for
+    ended: _T = yield from begun
+    return ended
 
 
 def context_of(settings: ServiceConfig) -> ssl.SSLContext:

@@ -1,6 +1,5 @@
 """Who may look up, and who may change: every combination of tokens, addresses and headers."""
 
-import hmac
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hps.service.authorization import Authorization, is_change, is_loopback
 from hps.service.http_answer import RequestError
 from tests.servers.running_service import document_of, model_of
 
-SCOPE = {"client": ("10.0.0.7", 1234), "server": ("127.0.0.1", 8000)}
+SCOPE = {"method": "POST", "path": "/v1/models/m/deploy", "client": ("10.0.0.7", 1234), "server": ("127.0.0.1", 8000)}
 BEARER, ADMIN, WRONG, BASIC, NONE = (b"Bearer t-look", b"Bearer t-change", b"Bearer other", b"Basic t-change", b"")
 
 
@@ -90,20 +89,6 @@ def test_the_admin_token_allows_lookups_too(admin: str, sent: bytes) -> None:
 def test_loopback_trusts_neither_pages_of_others_nor_proxies(headers: dict[str, bytes], allowed: bool) -> None:
     assert outcome(authorization(), NONE, **headers) == (BY_ADDRESS if allowed else 403)
     assert outcome(authorization(admin_token="t-change"), ADMIN, **headers) == BY_TOKEN, "no browser sends that by itself"
-
-
-def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared, original = [], hmac.compare_digest
-
-    def compare(one: bytes, other: bytes) -> bool:
-        compared.append((one, other))
-        return original(one, other)
-
-    monkeypatch.setattr("hps.service.authorization.hmac.compare_digest", compare, raising=True)
-    checked = authorization(bearer_token="t-look", admin_token="t-change")
-    with pytest.raises(RequestError):
-        checked.check_lookup({b"authorization": WRONG})
-    assert compared == [(b"other", b"t-look"), (b"other", b"t-change")]
 
 
 def test_tokens_change_with_the_settings() -> None:

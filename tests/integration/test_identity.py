@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import ssl
 import threading
@@ -222,7 +223,7 @@ def test_every_right_opens_its_routes_and_no_other(
 ) -> None:
     tokens = tmp_path / "tokens.json"
     named = {right: entry(right, right) for right in ("lookup", "write", "admin")}
-    write_tokens(tokens, *named.values(), entry("both", "lookup", "write"), entry("none"))
+    write_tokens(tokens, *named.values(), entry("both", "lookup", "write", certificate="both.example"), entry("none"))
     document["service"]["tokens_path"] = str(tokens)
     service = Served(children, tmp_path, document, "--fronts", fronts)
     senders = {name: SECRETS.get(name, name) for name in ("lookup", "write", "admin", "both", "none")}
@@ -232,6 +233,10 @@ def test_every_right_opens_its_routes_and_no_other(
             status = service.ask(method, path, token, body)[0]
             expected = {200} if who in allowed.split() else {401} if who in ("unknown", "nothing") else {403}
             assert {status} == expected, (method, path, who)
+    connection = service.connect()  # a certificate that is only claimed
+    connection.request("POST", ROWS, ROW_BODY, {"hps-client-certificate": '["both.example"]'})
+    assert connection.getresponse().status == 401
+    connection.close()
     text = service.text
     assert "by 127.0.0.1 (token admin): done" in text
     assert "by 127.0.0.1 (token write): 1 requests" in text
@@ -326,19 +331,51 @@ def test_handshakes_that_do_not_end_leave_room_for_others(
             one.close()
 
 
+def test_slow_clients_and_idle_ones_do_not_hold_tls_connections(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    authority = Authority(tmp_path)
+    document["service"] |= {"tls_certificate_path": str(authority.sign("server").both), "answer_timeout_s": 1}
+    document["models"][0]["max_batch_size"] = 1_000_000
+    service = Served(children, tmp_path, document, "--fronts", 0)
+    idle = [service.connect(trusting(authority)) for _ in range(5)]
+    for one in idle:
+        assert ask_on(one, "POST", LOOKUP, "", BODY)[0] == 200
+    with socket.socket() as raw:  # reads nothing of an answer of 12 MB
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        raw.connect(("127.0.0.1", service.port))
+        slow = trusting(authority).wrap_socket(raw, server_hostname="127.0.0.1")
+        slow.sendall(binary_request(np.zeros(1_000_000, np.int64)))
+        wait_until(lambda: "which does not read its answer" in service.text, "it is given up")
+        slow.close()
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(60) == 0
+    assert "requests have ended; connections left: 0" in service.text, (
+        "idle clients are not waited for, though none says goodbye"
+    )
+    for one in idle:
+        one.close()
+
+
+def binary_request(keys: np.ndarray) -> bytes:
+    shape = {"shape": [len(keys)], "datatype": "INT64", "parameters": {"binary_data_size": keys.nbytes}}
+    text = json.dumps({"inputs": [{"name": "item", **shape}], "parameters": {"binary_data_output": True}}).encode()
+    lines = (f"Inference-Header-Content-Length: {len(text)}", f"Content-Length: {len(text) + keys.nbytes}", "", "")
+    return "\r\n".join(("POST /v2/models/m/infer HTTP/1.1", "Host: x", *lines)).encode() + text + keys.tobytes()
+
+
 def test_large_requests_and_answers_pass_tls_whole(children: ChildProcesses, tmp_path: Path, document: dict[str, Any]) -> None:
     authority = Authority(tmp_path)
     document["service"]["tls_certificate_path"] = str(authority.sign("server").both)
     document["models"][0]["max_batch_size"] = 1_000_000
     service = Served(children, tmp_path, document, "--fronts", 1)
     keys = np.arange(1_000_000, dtype=np.int64) % 10
-    shape = {"shape": [len(keys)], "datatype": "INT64", "parameters": {"binary_data_size": keys.nbytes}}
-    text = json.dumps({"inputs": [{"name": "item", **shape}], "parameters": {"binary_data_output": True}}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(text))}
     connection = service.connect(trusting(authority))
+    connection.connect()
     for _ in range(3):
-        connection.request("POST", "/v2/models/m/infer", text + keys.tobytes(), headers)
-        answer = connection.getresponse()
+        connection.sock.sendall(binary_request(keys))
+        answer = http.client.HTTPResponse(connection.sock, method="POST")
+        answer.begin()
         assert answer.status == 200
         time.sleep(0.3)  # a client that does not read at once
         body = answer.read()

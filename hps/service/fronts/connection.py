@@ -22,6 +22,7 @@ _FIRST_BUFFER_BYTES: Final = 8192
 _TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop, so that small answers need not wait for large ones
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
+_GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -74,6 +75,7 @@ class Connection(asyncio.BufferedProtocol):
         self.completed = self.used = False
         self.client = ""
         self.certificate: tuple[str, ...] = ()
+        self._socket: asyncio.Transport | None = None  # below TLS
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._at = self._have = 0  # what of the buffer is unread
@@ -108,10 +110,10 @@ class Connection(asyncio.BufferedProtocol):
         if self.front.tls is None:
             self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
         elif not self._ended:
-            self.front.tls.begin(self, self.front.settings.request_timeout_s)
+            self.front.tls.begin(self, self.front.settings)
 
     def secured(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
+        self.transport, self._socket = transport, self.transport
         self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
         self.certificate = names_in(transport.get_extra_info("peercert"))
 
@@ -483,11 +485,11 @@ class Connection(asyncio.BufferedProtocol):
         if self._lingering:
             self._since = None
             self._resume_reading()
-            self.front.loop.call_later(_LINGER_S, self.transport.close)
+            self.front.loop.call_later(_LINGER_S, self._close)
             if self._eof:
-                self.transport.close()
+                self._close()
         elif self._closing or self._eof:
-            self.transport.close()
+            self._close()
         else:
             self._resume_reading()
             if self._at < self._have:
@@ -519,7 +521,13 @@ class Connection(asyncio.BufferedProtocol):
         self._ended = True
         if last:
             self.transport.write(last)
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection. A client that has been sent everything is not waited for: TLS would, to say goodbye."""
         self.transport.close()
+        if self._socket is not None and not self._socket.get_write_buffer_size():
+            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""

@@ -60,16 +60,16 @@ class TLS:
             path = self._settings.tls_certificate_path
             _log.log(self._level or logging.INFO, "new connections use the certificate in %s as it is now", path)
 
-    def begin(self, connection: Handshaking, timeout_s: float) -> None:
-        """Begin the handshake of a connection. Call this from its `connection_made`."""
+    def begin(self, connection: Handshaking, settings: ServiceConfig) -> None:
+        """Begin the handshake of a connection. Call this from its `connection_made`; the settings have the timeouts."""
         loop = asyncio.get_running_loop()
         handshake = loop.start_tls(
             connection.transport,
             connection,  # type: ignore[arg-type]  # asyncio's stubs know no other kinds
             self._context,
             server_side=True,
-            ssl_handshake_timeout=timeout_s,
-            ssl_shutdown_timeout=timeout_s,
+            ssl_handshake_timeout=settings.request_timeout_s,
+            ssl_shutdown_timeout=settings.answer_timeout_s,
         )
         # Its first step gives the transport to TLS. It is taken now, since the transport is read from as soon as
         # `connection_made` returns; from Python 3.12 on that would be an eager task.

@@ -111,6 +111,11 @@ class ServiceConfig(Section):
     repository_poll_s: Timeout = 15.0
     triton_metrics: Flag = False
 
+    @property
+    def scheme(self) -> str:
+        """Scheme of the service's URLs."""
+        return "https" if self.tls_certificate_path else "http"
+
     @field_validator("admin_token")
     @classmethod
     def _check_admin(cls, value: str, info: ValidationInfo) -> str:

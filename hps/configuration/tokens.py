@@ -128,27 +128,28 @@ class WatchedTokens:
         path: of the file.
 
     Attributes:
-        entries: as last read; a wrong file changes nothing.
-
-    Raises:
-        ConfigError: it cannot be read, or is wrong.
+        entries: as last read; a wrong file changes nothing, and there are none if it was wrong from the beginning.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.entries: tuple[TokenConfig, ...] = ()
         self._marks = FileMarks(path)
-        self.entries = load_tokens(path)
+        self._read()
 
     def look(self) -> bool:
         """Read the file again if it has changed; return whether that worked. Call this twice a second."""
-        if not self._marks.changed():
+        if not self._marks.changed() or not self._read():
             return False
+        _log.info("the tokens were read again: %d names in %s", len(self.entries), self.path)
+        return True
+
+    def _read(self) -> bool:
         try:
             self.entries = load_tokens(self.path)
         except ConfigError as error:
             _log.error("the tokens stay as they are: %s", error)
             return False
-        _log.info("the tokens were read again: %d names in %s", len(self.entries), self.path)
         return True
 
 

@@ -97,11 +97,7 @@ class Application:
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
-        """Apply the tokens and limits of these settings to new requests.
-
-        Raises:
-            ConfigError: the file of tokens is another one, and is wrong. Nothing has changed.
-        """
+        """Apply the tokens and limits of these settings to new requests."""
         if settings.tokens_path != (self._tokens.path if self._tokens is not None else ""):
             self._tokens = WatchedTokens(settings.tokens_path) if settings.tokens_path else None
         self._use_tokens(settings)

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import pytest
 import hps
 from hps.configuration.tokens import digest_of
 from tests.servers.certificates import Authority, Pair
-from tests.servers.child_processes import ChildProcesses
+from tests.servers.child_processes import ROOT, ChildProcesses
 from tests.servers.running_service import document_of, model_of, wait_until
 
 LOOKUP, ROWS, DEPLOY = "/v1/models/m/lookup", "/v1/models/m/tables/item/rows", "/v1/models/m/refresh"
@@ -290,6 +291,18 @@ def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights
             return True
         return False
 
+    probe = authority.sign("probe")
+    clients = {"SSL_CERT_FILE": str(authority.path), "HPS_CLIENT_CERTIFICATE": str(probe.both)}
+    command = children.hps(
+        "models", f"https://127.0.0.1:{service.port}", "--token", SECRETS["admin"], env={**os.environ, **clients}
+    )
+    assert "serving" in command.communicate(timeout=60)[0]
+    for certificate, code in ((probe, 0), (None, 1)):
+        url = {"HPS_HEALTH_URL": f"https://127.0.0.1:{service.port}/v2/health/ready"}
+        given = {"HPS_HEALTH_CERTIFICATE": str(certificate.both)} if certificate else {}
+        health = children.start(*health_check(), env={**os.environ, **url, **given})
+        health.communicate(timeout=60)
+        assert health.returncode == code
     expired = authority.sign("ranker.example", "expired", days=-1)
     for pair in (None, stranger.sign("ranker.example", "strange"), expired):
         assert refused(trusting(authority, pair))
@@ -309,6 +322,12 @@ def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights
     assert service.ask("POST", LOOKUP, "", BODY, ranker)[0] == 200
     found = service.ask("GET", "/metrics", "", None, ranker)[2].decode()
     assert re.search(r'^hps_http_aborted_connections_total\{reason="handshake"\} [1-9]', found, re.MULTILINE)
+
+
+def health_check() -> list[str]:
+    """The health check of the image, by this Python."""
+    line = next(one for one in (ROOT / "deploy/Dockerfile").read_text().splitlines() if "urlopen" in one)
+    return [sys.executable, *json.loads(line.strip().removeprefix("CMD "))[1:]]
 
 
 def test_handshakes_that_do_not_end_leave_room_for_others(
@@ -402,6 +421,32 @@ def test_a_token_that_asks_too_often_is_told_when_to_come_back(
     assert {service.ask("POST", LOOKUP, "free", BODY)[0] for _ in range(20)} == {200}
     found = service.ask("GET", "/metrics", "free")[2].decode()
     assert 'hps_http_token_requests_total{status="429",who="often"} 2' in found
+
+
+def test_a_file_of_tokens_can_be_added_and_removed_by_a_signal(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    service = Served(children, tmp_path, document, "--fronts", 1)
+
+    def reload(says: str, **settings: str) -> None:
+        (tmp_path / "ps.json").write_text(json.dumps(document | {"service": document["service"] | settings}))
+        service.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: says in service.text, "it has read the configuration")
+
+    def status(token: str) -> int:
+        return service.ask("POST", LOOKUP, token, BODY)[0]
+
+    assert status("") == 200
+    tokens.write_text("wrong")
+    reload("nothing changes", tokens_path=str(tokens))
+    assert status("") == 200
+    write_tokens(tokens, entry("ranker", "lookup"))
+    reload("service.tokens_path is", tokens_path=str(tokens))
+    wait_until(lambda: status("") == 401, "the front has heard of it")
+    assert status("ranker") == 200
+    reload(f"service.tokens_path is , was {tokens}")
+    wait_until(lambda: status("") == 200, "the front has heard of it")
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -276,5 +276,4 @@ def listen_beside(place: socket.socket) -> socket.socket:
 def url_of(bound: socket.socket, settings: ServiceConfig) -> str:
     """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
-    scheme = "https" if settings.tls_certificate_path else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{settings.scheme}://[{host}]:{port}" if ":" in host else f"{settings.scheme}://{host}:{port}"

@@ -121,6 +121,14 @@ def test_a_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path, ca
     assert [one.name for one in watched.entries] == ["a", "b"]
 
 
+def test_a_file_that_is_wrong_from_the_beginning_lets_nobody_in_until_it_is_right(tmp_path: Path) -> None:
+    watched = WatchedTokens(str(tmp_path / "tokens.json"))
+    assert watched.entries == ()
+    write(tmp_path / "tokens.json", GOOD)
+    assert [watched.look() for _ in range(3)] == [False, True, False]
+    assert [one.name for one in watched.entries] == ["a"]
+
+
 def test_a_key_or_an_authority_alone_has_no_effect() -> None:
     def load(**service: str) -> Any:
         return load_configuration(document_of(model_of("m", ["x"], {"t": 1}), service=service))

@@ -97,11 +97,15 @@ class FrontLink:
     Args:
         lifecycle: of the parameter server.
         device_failed: told of a device that has failed.
+
+    Attributes:
+        tokens: entries of the file of tokens, for the page.
     """
 
     def __init__(self, lifecycle: Lifecycle, device_failed: Callable[[DeviceError], None]) -> None:
         self._lifecycle = lifecycle
         self._device_failed = device_failed
+        self.tokens: list[dict[str, Any]] = []
         self._memories: list[Memory] = []
         self._boards: list[Board] = []
         self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
@@ -208,6 +212,7 @@ class FrontLink:
                     if status.name not in serving
                 },
                 "blocked": self._lifecycle.blocked,
+                "tokens": self.tokens,
                 "settings": self._lifecycle.configuration.service.model_dump(mode="json"),
             }
             if page != self._published and self._memories:

@@ -19,6 +19,7 @@ import uvicorn
 import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig, load_configuration
+from hps.configuration.tokens import load_tokens
 from hps.errors import ConfigError, MissingDependencyError
 from hps.ground.log_limits import OnceAMinute
 from hps.ground.progress import Progress
@@ -26,10 +27,11 @@ from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.regions.layout import FrontDescriptors
 from hps.service.app import CLOSE_TIMEOUT_S, Application
-from hps.service.authorization import is_loopback
+from hps.service.authorization import exposures, is_loopback
 from hps.service.fronts.front import BACKLOG, Front
 from hps.service.fronts.sharing import share
-from hps.service.fronts.supervisor import Supervisor, default_fronts
+from hps.service.fronts.supervisor import Supervisor, default_fronts, url_of
+from hps.service.fronts.tls import context_of
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import LogFormat, use
 from hps.service.reload import compare
@@ -76,7 +78,7 @@ def serve(
         interpreter from exiting.
 
     Raises:
-        ConfigError: an address cannot be bound.
+        ConfigError: an address cannot be bound, or the certificate or the file of tokens cannot be used.
         MissingDependencyError: what gRPC needs is not installed.
         HPSError: the databases could not be opened, or no model could be loaded.
     """
@@ -86,6 +88,10 @@ def serve(
     port = configuration.service.port if port is None else port
     if (count := configuration.service.fronts if fronts is None else fronts) is None:
         count = default_fronts()
+    if configuration.service.tokens_path:
+        load_tokens(configuration.service.tokens_path)
+    if configuration.service.tls_certificate_path:
+        context_of(configuration.service)
     given = [key for key, value in (("log_level", log_level), ("log_format", log_format)) if value is not None]
 
     def own(
@@ -174,7 +180,7 @@ class Server:
         self._app = app
         self._listener, self._grpc_listener = listener, grpc_listener
         self._shared = shared
-        self.url = url or ("" if listener is None else url_of(listener))
+        self.url = url or ("" if listener is None else url_of(listener, app.lifecycle.configuration.service))
         self.front: Front | None = None
         where = urlsplit(self.url)
         app.address = where.hostname or "", where.port or 0
@@ -257,6 +263,8 @@ class Server:
     async def _serve(self, own: socket.socket) -> None:
         count = len(self._app.lifecycle.configuration.models)
         _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
+        for warning in exposures(self._settings, self._app.address[0]):
+            _log.warning("%s", warning)
         serving = self._serving = asyncio.create_task(self._uvicorn.serve([own]))
         if self.front is not None and self._listener is not None:
             await self.front.start(self._listener, self._grpc_listener)
@@ -267,6 +275,7 @@ class Server:
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
+            self._app.look_at_tokens()
             if self._app.lifecycle.failure is not None and self._stopping is None:
                 self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled:
@@ -317,6 +326,8 @@ class Server:
     def _read_again(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
         try:
             wanted = load_configuration(path)
+            if wanted.service.tokens_path:
+                load_tokens(wanted.service.tokens_path)
         except ConfigError as error:
             _log.error("nothing changes: %s", error)
         else:
@@ -347,15 +358,12 @@ class Server:
         models = self._app.lifecycle.configuration.models
         model = next((one for one in models if server and one.model in server.models), None)
         if model is not None:
-            token = " -H 'Authorization: Bearer <token>'" if self._settings.bearer_token else ""
+            settings = self._settings
+            options = " --cacert <ca.pem>" if settings.tls_certificate_path else ""
+            options += " --cert <client.pem>" if settings.tls_client_ca_path else ""
+            options += " -H 'Authorization: Bearer <token>'" if settings.bearer_token or settings.tokens_path else ""
             url, table = f"{self.url}/v1/models/{model.model}/lookup", model.embedding_table_names[0]
-            _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", token, url, table)
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", options, url, table)
 
 
 def listen(host: str, port: int, key: str = "port") -> socket.socket:

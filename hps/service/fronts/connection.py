@@ -12,6 +12,7 @@ from hps.service.fronts.connections import TOO_MANY
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
 from hps.service.fronts.lookups import Plan
 from hps.service.fronts.proxy import Upstream, forwarded
+from hps.service.fronts.tls import names_in
 from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
@@ -26,6 +27,7 @@ _TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop, so that smal
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
 _MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
+_GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -68,6 +70,7 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         completed, used: a request has arrived completely: ever, and since the last look.
         opened: when it was.
+        certificate: names in the client's certificate.
     """
 
     def __init__(self, front: "Front") -> None:
@@ -76,6 +79,8 @@ class Connection(asyncio.BufferedProtocol):
         self.opened = time.monotonic()
         self.completed = self.used = False
         self.client = ""
+        self.certificate: tuple[str, ...] = ()
+        self._socket: asyncio.Transport | None = None  # below TLS
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._at = self._have = 0  # what of the buffer is unread
@@ -106,10 +111,24 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if isinstance(peer, tuple) else ""
         self.front.opened(self)
+        if self.front.tls is None:
+            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+        elif not self._ended:
+            self.front.tls.begin(self, self.front.settings)
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        self.transport, self._socket = transport, self.transport
+        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
+        self.certificate = names_in(transport.get_extra_info("peercert"))
+
+    def not_secured(self, why: str) -> None:
+        if why:
+            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
+        self.transport.abort()
+        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
@@ -158,7 +177,7 @@ class Connection(asyncio.BufferedProtocol):
         self._eof = True
         if not self._busy:
             self._next()
-        return self._busy and not self._lingering
+        return self._busy and not self._lingering and self.front.tls is None  # TLS has no half-open connections
 
     def pause_writing(self) -> None:
         self._stalled = True
@@ -233,7 +252,7 @@ class Connection(asyncio.BufferedProtocol):
         self._left = head.length
         self._since = time.monotonic()
         self._watched = self.front.begin(self.client, head, lookup_target(head.path), self._served, self._started)
-        self.front.check(head)
+        self.front.check(head, self._served, self.certificate)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
         if head.length < 0:
@@ -332,7 +351,7 @@ class Connection(asyncio.BufferedProtocol):
                 else:
                     self._proxied = True
                     self.front.publish()  # the answer may tell of the requests before
-                    request = forwarded(head.method, head.target, head.lines, self._body, self.client)
+                    request = forwarded(head.method, head.target, head.lines, self._body, self.client, self.certificate)
                     self._body = None
                     self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
             else:
@@ -528,11 +547,11 @@ class Connection(asyncio.BufferedProtocol):
         if self._lingering:
             self._since = None
             self._resume_reading()
-            self.front.loop.call_later(_LINGER_S, self.transport.close)
+            self.front.loop.call_later(_LINGER_S, self._close)
             if self._eof:
-                self.transport.close()
+                self._close()
         elif self._closing:
-            self.transport.close()
+            self._close()
         else:
             self._since = self._idle_since if self._skip else None
             self._resume_reading()
@@ -568,13 +587,20 @@ class Connection(asyncio.BufferedProtocol):
     def refuse_connection(self) -> None:
         """Close a connection for which there is no room."""
         self._ended = True
-        self.transport.write(TOO_MANY)
+        if self.front.tls is None:
+            self.transport.write(TOO_MANY)
         self.transport.close()
 
     def close(self) -> None:
         """Close an idle connection to make room for another."""
         self._ended = True
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection. A client that has been sent everything is not waited for: TLS would, to say goodbye."""
         self.transport.close()
+        if self._socket is not None and not self._socket.get_write_buffer_size():
+            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""

@@ -19,6 +19,7 @@ import numpy as np
 import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig
+from hps.configuration.tokens import TokenConfig
 from hps.errors import HPSError, NotReadyError, UnknownModelError, UnknownVersionError
 from hps.ground.numba_kernels import compile_kernels
 from hps.regions import layout
@@ -33,6 +34,7 @@ from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan
 from hps.service.fronts.proxy import OwnerConnections
 from hps.service.fronts.sharing import body_bytes
 from hps.service.fronts.slots import Slots
+from hps.service.fronts.tls import TLS
 from hps.service.held_memory import HeldMemory
 from hps.service.http_answer import (
     JSON,
@@ -189,8 +191,10 @@ class Front:
         settings = configuration.service
         self.memory = HeldMemory(settings.max_held_bytes)
         self.connections = Connections(settings.max_connections)
-        self.authorization = Authorization(settings)
+        self.authorization = Authorization(settings, share=1 / self._fronts)
         self.authorization.loopback = loopback
+        self.tls = TLS(settings, logging.DEBUG if number else None) if settings.tls_certificate_path else None
+        self._tokens: list[dict[str, Any]] = []
         self.metrics = HTTPMetrics(self.refusals)
         self._spans = spans_of(configuration)
         self._requests = RequestLog(settings, self._spans)
@@ -224,7 +228,7 @@ class Front:
 
     def _configure(self, settings: ServiceConfig) -> None:
         self.settings = settings
-        self.authorization.configure(settings)
+        self.authorization.configure(settings, [TokenConfig.model_validate(one) for one in self._tokens])
         self._requests.configure(settings)
         self.memory.limit_to(body_bytes(settings, self._fronts))
         self._max_keys = settings.max_keys_per_request
@@ -270,7 +274,8 @@ class Front:
         self._page_version, page = found
         self._serving, self._reasons, self._blocked = page["serving"], page["reasons"], page["blocked"]
         settings = ServiceConfig.model_validate(page["settings"])
-        if settings != self.settings:
+        if settings != self.settings or page["tokens"] != self._tokens:
+            self._tokens = page["tokens"]
             self._configure(settings)
         models: dict[str, dict[str, FrontVersion]] = {}
         for name, versions in page["models"].items():
@@ -326,11 +331,11 @@ class Front:
             return False
         served.model, served.version = target.model_name, target.version
         if watched := started >= self._requests.quiet_until:
-            self._requests.begin(served, _scope(head, client), headers)
+            self._requests.begin(served, self._scope(head, client), headers)
         return watched
 
-    def check(self, head: Head) -> None:
-        """Refuse a request by its head alone.
+    def check(self, head: Head, served: Served, certificate: Sequence[str]) -> None:
+        """Refuse a request by its head, or the names in its client's certificate, alone.
 
         Raises:
             RequestError, HPSError: it is refused.
@@ -342,14 +347,31 @@ class Front:
             raise too_large(f"Content-Length is {head.length}", most)
         if b"content-encoding" in head.headers:
             check_encoding(head.headers)
+        if self.authorization.asks or certificate:
+            self.authorize(head.headers, certificate, served, target)
         if target is None:
             return
-        if self.authorization.guarded:
-            self.authorization.check_lookup(head.headers)
         if head.method != "POST":
             got = f"got {head.method} {head.path[:300]}"
             raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
         self._version(target)
+
+    def authorize(
+        self, headers: Mapping[bytes, bytes], certificate: Sequence[str], served: Served, target: LookupTarget | None
+    ) -> None:
+        """Note who sent a request, check the rights of a lookup, and the limits of every request.
+
+        Raises:
+            RequestError: it is refused.
+            NotReadyError: the owner has not said yet which tokens there are.
+        """
+        identity = served.identity = self.authorization.find(headers, certificate)
+        if target is None:
+            self.authorization.count(identity)  # its rights are checked by the owner
+            return
+        if self._page_version < 0:
+            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
+        self.authorization.admit(identity, "lookup", headers, certificate)
 
     def most_bytes(self, head: Head) -> int:
         """Return the limit of a request's body, as sent and decompressed."""
@@ -386,6 +408,7 @@ class Front:
             return None  # the generic path says what is wrong with it
         lookup = Lookup(requester, target, served, version, text, plan, device=plan.device, began_ns=began)
         served.version = version.tables.version
+        self.authorization.take_keys(served.identity, plan.keys_bytes // 8)
         return lookup
 
     def decoded(
@@ -413,6 +436,7 @@ class Front:
             version.counts.failed(lookup.began_ns)
             raise
         self._decode(lookup)
+        self.authorization.take_keys(served.identity, lookup.placed.keys if lookup.placed is not None else 0)
         return lookup
 
     def _decode(self, lookup: Lookup) -> None:
@@ -715,11 +739,20 @@ class Front:
     ) -> None:
         """Count and log a request that has ended."""
         seconds = time.perf_counter() - started
-        self.metrics.count(route, status, seconds)
+        self.metrics.count(route, status, seconds, self.authorization.counted(served.identity))
         if head is not None and (watched or served.error is not None):
-            self._requests.end(served, _scope(head, client), route, status, seconds)
+            self._requests.end(served, self._scope(head, client), route, status, seconds)
         elif head is None or head.path not in POLLED:
             self._requests.left_out += 1
+
+    def _scope(self, head: RequestHead, client: str) -> MutableMapping[str, Any]:
+        return {
+            "type": "http",
+            "method": head.method,
+            "path": head.path,
+            "client": (client, 0) if client else None,
+            "scheme": "http" if self.tls is None else "https",
+        }
 
     # -- connections ------------------------------------------------------------------------------------------------------
 
@@ -746,6 +779,8 @@ class Front:
         if self.page[layout.PAGE_VERSION] != self._page_version:
             self._read_page()
         self._look_at_owner()
+        if self.tls is not None:
+            self.tls.look()
         for one in list(self.connections.order):
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
         self.connections.look()
@@ -855,13 +890,3 @@ class Front:
         self.publish()
         if self._spans is not None:
             self._spans.close()
-
-
-def _scope(head: RequestHead, client: str) -> MutableMapping[str, Any]:
-    return {
-        "type": "http",
-        "method": head.method,
-        "path": head.path,
-        "client": (client, 0) if client else None,
-        "scheme": "http",
-    }

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from hps.configuration.load import Configuration
+from hps.configuration.load import Configuration, ServiceConfig
 from hps.errors import ConfigError
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.thread_pool import available_threads
@@ -59,7 +59,7 @@ class Supervisor:
         self._grpc_place = None if grpc_port is None else reserve(host, grpc_port, "grpc_port")
         self._address = self._place.getsockname()
         name, self._port = self._address[:2]
-        self.url = f"http://[{name}]:{self._port}" if ":" in name else f"http://{name}:{self._port}"
+        self.url = url_of(self._place, configuration.service)
         self._loopback = is_loopback(name)
         if self._grpc_place is not None:
             _log.info("listening for gRPC on %s:%d", *self._grpc_place.getsockname()[:2])
@@ -290,3 +290,9 @@ def listen_beside(place: socket.socket) -> socket.socket:
     listener.bind(place.getsockname())
     listener.listen(2048)
     return listener
+
+
+def url_of(bound: socket.socket, settings: ServiceConfig) -> str:
+    """Return the URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"{settings.scheme}://[{host}]:{port}" if ":" in host else f"{settings.scheme}://{host}:{port}"

@@ -119,6 +119,7 @@ class FrontLink:
         self._looker = new_thread("page", self._look)
         lifecycle.on_open.append(self._open)
         lifecycle.on_block.append(self.publish)
+        lifecycle.unpublished = self._unpublished
 
     def connect(self, descriptors: FrontDescriptors) -> None:
         """Map what is shared with the fronts, and tell them that nothing is answered yet."""
@@ -157,6 +158,13 @@ class FrontLink:
         server.live.watchers.append(self.publish)
         server.metrics.settling.add(self.settle)
         self.publish()
+
+    def _unpublished(self) -> str:
+        server, known = self._lifecycle.opened, self._published.get("serving", {})
+        for name, one in server.live.serving.items() if server is not None else ():
+            if known.get(name) != one.version:
+                return f"model {name!r} is being made known to the fronts"
+        return ""
 
     def settle(self) -> None:
         for served in list(self._by_serial.values()):

@@ -70,8 +70,8 @@ def configuration(files: list[str], arguments: argparse.Namespace, most: int) ->
 class Service:
     """A running `hps serve`."""
 
-    def __init__(self, checkout: str, config: Path, fronts: int | None, port: int, log: Path) -> None:
-        command = [sys.executable, "-m", "hps", "serve", str(config), "--port", str(port)]
+    def __init__(self, checkout: str, config: Path, fronts: int | None, port: int, log: Path, *more: str) -> None:
+        command = [sys.executable, "-m", "hps", "serve", str(config), "--port", str(port), *more]
         if fronts is not None:
             command += ["--fronts", str(fronts)]
         self.log = log

@@ -480,6 +480,11 @@ class HPS:
         if self._recorder is not None:
             self._recorder.record(deployment.tables, segments)
 
+    @property
+    def records(self) -> bool:
+        """Whether requested keys are recorded."""
+        return self._recorder is not None
+
     def record_trace(
         self,
         path: str | os.PathLike[str],

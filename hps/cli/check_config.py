@@ -14,7 +14,7 @@ from hps import errors
 from hps.cli import console
 
 if TYPE_CHECKING:
-    from hps.configuration.load import Configuration, ModelConfig
+    from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
     from hps.configuration.usable_part import UsablePart
     from hps.models.deltas import TableSource
     from hps.models.sources import ModelSources
@@ -104,6 +104,7 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
         report.findings += [
             CheckResult("warning", where, f"{path}: {where}: {text}") for where, text in _doubts(report.whole).items()
         ]
+        report.findings += _identity_problems(report.whole.service)
     except errors.ConfigError as error:
         split = (problem.partition(": ") for problem in error.problems)
         report.findings += [CheckResult("wrong", where, text) for where, _, text in split]
@@ -128,6 +129,27 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
         tables = {row.table: (row.rows or 0, row.size_bytes) for row in report.rows}
         report.reached = preflight(part.configuration, tables, sources, reach_s)
     return report
+
+
+def _identity_problems(service: "ServiceConfig") -> list["CheckResult"]:
+    """Check the file of tokens, the certificate and the authorities of clients, where they are configured."""
+    from hps.configuration.tokens import load_tokens
+    from hps.service.fronts.tls import context_of
+    from hps.types import CheckResult
+
+    found = []
+    if service.tokens_path:
+        try:
+            load_tokens(service.tokens_path)
+        except errors.ConfigError as error:
+            found += [CheckResult("wrong", "service.tokens_path", f"{error.source}: {one}") for one in error.problems]
+    if service.tls_certificate_path:
+        try:
+            context_of(service)
+        except errors.ConfigError as error:
+            split = (problem.partition(": ") for problem in error.problems)
+            found += [CheckResult("wrong", f"service.{where}", text) for where, _, text in split]
+    return found
 
 
 def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -> None:
@@ -262,7 +284,7 @@ def _print_summary(configuration: "Configuration", report: _Report) -> None:
     )
     if report.updates:
         typer.echo(report.updates)
-    typer.echo(f"serves on http://{service.host}:{service.port}")
+    typer.echo(f"serves on {service.scheme}://{service.host}:{service.port}")
 
 
 def _as_json(path: Path, report: _Report, code: int) -> dict[str, Any]:

@@ -2,14 +2,28 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hps import errors
 from hps.cli import console
-from hps.cli.running_server import LOCAL, Model, NoWait, ServerUrl, Token, TokenFile, Url, change_model, running_server
+from hps.cli.running_server import (
+    LOCAL,
+    Certificate,
+    Model,
+    NoWait,
+    ServerUrl,
+    Token,
+    TokenFile,
+    Url,
+    change_model,
+    running_server,
+)
 from hps.ground.progress import count_text, size_text
+
+if TYPE_CHECKING:
+    from hps.ground.server_client import RunningServer
 
 EXAMPLES = {
     "models": "Example: `hps models http://127.0.0.1:8000`",
@@ -28,13 +42,14 @@ def models_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
     token: Token = "",
     token_file: TokenFile = None,
+    cert: Certificate = None,
 ) -> None:
     """Print the models of a running server: their versions, states, rows, memory and hit rates.
 
     Sizes are of vectors, by tier. The hit rate is that of the embedding cache over all versions of a model.
     """
     with console.reported():
-        answer = running_server(url, token, token_file).ask("/v1/models")
+        answer = running_server(url, token, token_file, cert).ask("/v1/models")
     if as_json:
         typer.echo(json.dumps(answer))
         return
@@ -64,6 +79,7 @@ def deploy_command(
     url: Url = LOCAL,
     token: Token = "",
     token_file: TokenFile = None,
+    cert: Certificate = None,
 ) -> None:
     """Load a version of MODEL into a running server beside the serving version, then switch to it.
 
@@ -77,7 +93,7 @@ def deploy_command(
             body["version"] = version
         if config is not None:
             body["config"] = _entry(config, model)
-        _change(model, "deploy", body, no_wait, url, token, token_file)
+        _change(model, "deploy", body, no_wait, running_server(url, token, token_file, cert))
 
 
 def undeploy_command(
@@ -87,34 +103,52 @@ def undeploy_command(
     url: Url = LOCAL,
     token: Token = "",
     token_file: TokenFile = None,
+    cert: Certificate = None,
 ) -> None:
     """Take MODEL, or one of its versions, out of service in a running server. Redis and RocksDB keep its rows."""
     with console.reported():
-        _change(model, "undeploy", {"version": version} if version else {}, no_wait, url, token, token_file)
+        _change(
+            model, "undeploy", {"version": version} if version else {}, no_wait, running_server(url, token, token_file, cert)
+        )
 
 
 def rollback_command(
-    model: Model, no_wait: NoWait = False, url: Url = LOCAL, token: Token = "", token_file: TokenFile = None
+    model: Model,
+    no_wait: NoWait = False,
+    url: Url = LOCAL,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
 ) -> None:
     """Roll MODEL back to its previous version, and pin it there: neither polling nor a restart takes a newer one."""
     with console.reported():
-        _change(model, "rollback", {}, no_wait, url, token, token_file)
+        _change(model, "rollback", {}, no_wait, running_server(url, token, token_file, cert))
 
 
 def unpin_command(
-    model: Model, no_wait: NoWait = False, url: Url = LOCAL, token: Token = "", token_file: TokenFile = None
+    model: Model,
+    no_wait: NoWait = False,
+    url: Url = LOCAL,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
 ) -> None:
     """End the pin of MODEL to a version, and deploy what its version_policy chooses."""
     with console.reported():
-        _change(model, "unpin", {}, no_wait, url, token, token_file)
+        _change(model, "unpin", {}, no_wait, running_server(url, token, token_file, cert))
 
 
 def refresh_command(
-    model: Model, no_wait: NoWait = False, url: Url = LOCAL, token: Token = "", token_file: TokenFile = None
+    model: Model,
+    no_wait: NoWait = False,
+    url: Url = LOCAL,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
 ) -> None:
     """Refresh the vectors in MODEL's embedding caches from the databases, on every device."""
     with console.reported():
-        _change(model, "refresh", {}, no_wait, url, token, token_file)
+        _change(model, "refresh", {}, no_wait, running_server(url, token, token_file, cert))
 
 
 def updates_status_command(
@@ -122,6 +156,7 @@ def updates_status_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
     token: Token = "",
     token_file: TokenFile = None,
+    cert: Certificate = None,
 ) -> None:
     """Print how far the tables of a running server have followed their log of updates.
 
@@ -129,7 +164,7 @@ def updates_status_command(
     older than the stored ones; `dead letters` are messages that could not be applied.
     """
     with console.reported():
-        answer = running_server(url, token, token_file).ask("/v1/updates")
+        answer = running_server(url, token, token_file, cert).ask("/v1/updates")
     if as_json:
         typer.echo(json.dumps(answer))
         return
@@ -154,8 +189,8 @@ def updates_status_command(
             typer.echo(f"{where}: {one['future_times']} messages claimed a time in the future; check the producers' clocks")
 
 
-def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, url: str, token: str, token_file: Path | None) -> None:
-    change = change_model(running_server(url, token, token_file), model, verb, body, wait=not no_wait)
+def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, server: "RunningServer") -> None:
+    change = change_model(server, model, verb, body, wait=not no_wait)
     if "status" not in change:
         typer.echo(f"{model}: in progress; `hps models` shows its state")
         return

@@ -54,7 +54,8 @@ def lookup_command(
                         pooled = {combiner: server.lookup_pooled(bags, model)[name][0]}
             except errors.DatabaseLockedError as error:
                 body = shlex.quote(json.dumps({"tables": {name: asked}}))
-                url = f"http://{configuration.service.host}:{configuration.service.port}/v1/models/{model}/lookup"
+                service = configuration.service
+                url = f"{service.scheme}://{service.host}:{service.port}/v1/models/{model}/lookup"
                 raise errors.DatabaseLockedError(f"{error}\nIf it is a server, ask that: curl -s {url} -d {body}") from error
         _print_vectors(model, name, asked, vectors, found.tolist(), pooled, as_json)
 

@@ -29,6 +29,15 @@ Token: TypeAlias = Annotated[
 TokenFile: TypeAlias = Annotated[
     Path | None, typer.Option("--token-file", show_default=False, help="A file with the token, instead of --token.")
 ]
+Certificate: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--cert",
+        envvar="HPS_CLIENT_CERTIFICATE",
+        show_default=False,
+        help="A PEM file with the certificate and key of this client. SSL_CERT_FILE names the authorities to trust.",
+    ),
+]
 NoWait: TypeAlias = Annotated[bool, typer.Option("--no-wait", help="Return at once; `hps models` shows the progress.")]
 Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", show_default=False)]
 LOCAL = "http://127.0.0.1:8000"
@@ -37,11 +46,11 @@ _PAUSE_S = 0.3
 _TOKEN_BYTES = 1 << 16
 
 
-def running_server(url: str, token: str, token_file: Path | None) -> "RunningServer":
+def running_server(url: str, token: str, token_file: Path | None, certificate: Path | None) -> "RunningServer":
     """Return the server of these options.
 
     Raises:
-        InvalidInputError: the URL is invalid, or the file cannot be read.
+        InvalidInputError: the URL is invalid, or a file cannot be read.
     """
     from hps.ground.server_client import RunningServer
     from hps.ground.small_files import read_small
@@ -51,7 +60,7 @@ def running_server(url: str, token: str, token_file: Path | None) -> "RunningSer
             token = read_small(token_file, _TOKEN_BYTES).decode().strip()
         except (OSError, ValueError) as error:
             raise errors.InvalidInputError(f"reading --token-file {token_file}: {error}") from error
-    return RunningServer(url, token)
+    return RunningServer(url, token, certificate)
 
 
 def change_model(server: "RunningServer", model: str, verb: str, body: Mapping[str, Any], *, wait: bool) -> dict[str, Any]:

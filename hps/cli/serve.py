@@ -18,6 +18,9 @@ def serve_command(
         int | None,
         typer.Option(min=0, max=256, help="Number of front processes, instead of CONFIG's; 0: one process does all."),
     ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port for gRPC, instead of CONFIG's; 0 takes any; by default none.")
+    ] = None,
     log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug"] | None,
         typer.Option(case_sensitive=False, help="Minimum level to log, instead of CONFIG's."),
@@ -68,6 +71,7 @@ def serve_command(
                 log_format=log_format,
                 on_open=record,
                 fronts=fronts,
+                grpc_port=grpc_port,
             )
         if not closed:
             console.leave(1)

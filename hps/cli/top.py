@@ -9,7 +9,7 @@ import typer
 
 from hps import errors
 from hps.cli import console
-from hps.cli.running_server import LOCAL, ServerUrl, Token, TokenFile, running_server
+from hps.cli.running_server import LOCAL, Certificate, ServerUrl, Token, TokenFile, running_server
 from hps.ground.progress import count_text, size_text, time_text
 from hps.statistics.snapshot import Latency
 
@@ -32,6 +32,7 @@ def top_command(
     once: Annotated[bool, typer.Option("--once", help="Take two samples, print, and exit. The default in a pipe.")] = False,
     token: Token = "",
     token_file: TokenFile = None,
+    cert: Certificate = None,
 ) -> None:
     """Show the throughput, latencies, hit rates, memory and problems of a running server until Ctrl-C.
 
@@ -40,7 +41,7 @@ def top_command(
     from rich.live import Live
 
     with console.reported():
-        server = running_server(url, token, token_file)
+        server = running_server(url, token, token_file, cert)
         screen = console.screen()
         before, at = server.ask("/v1/stats"), time.monotonic()
         if once or not screen.is_terminal:

@@ -19,7 +19,7 @@ from hps.ground.small_files import read_small
 
 Location: TypeAlias = tuple[str | int, ...]
 
-_SECRETS = frozenset({"password", "bearer_token", "admin_token"})
+_SECRETS = frozenset({"password", "bearer_token", "admin_token", "token", "sha256"})
 _KINDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -77,12 +77,13 @@ class _Object(dict[str, Any]):
         self.repeated = [key for key, count in counts.items() if count > 1]
 
 
-def read_json(path: str, name: str) -> Any:
+def read_json(path: str, name: str, what: str = "a ps.json") -> Any:
     """Read a JSON file.
 
     Args:
         path: path of the file.
         name: name of the file in reports.
+        what: kind of the file in reports.
 
     Raises:
         ConfigError: the file cannot be read or is not JSON; the message says where and why.
@@ -91,7 +92,7 @@ def read_json(path: str, name: str) -> Any:
         raw = read_small(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(name, [f"file: cannot be read ({reason}); expected the path of a ps.json"]) from error
+        raise ConfigError(name, [f"file: cannot be read ({reason}); expected the path of {what}"]) from error
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_Object)
     except UnicodeDecodeError as error:
@@ -165,7 +166,7 @@ def problems_of(
         if kind == "default_factory_not_called":  # another detail has the cause
             continue
         context = detail.get("ctx", {})
-        got = "a value that is not shown" if location and location[-1] in _SECRETS else shown(value)
+        got = "a value that is not shown" if _SECRETS.intersection(location) else shown(value)
         if kind == "problem":
             text = context["text"]
         elif kind == "extra_forbidden":

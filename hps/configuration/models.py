@@ -70,6 +70,12 @@ LogLevel: TypeAlias = Annotated[
 LogFormat: TypeAlias = Annotated[Literal["text", "json"], choice("text", "json")]
 
 
+def _with_certificate(value: str, info: ValidationInfo) -> str:
+    if value and not info.data.get("tls_certificate_path", "wrong"):
+        raise problem("it has no effect alone, expected tls_certificate_path, too")
+    return value
+
+
 class ServiceConfig(Section):
     """`service`: the HTTP server. HugeCTR has no such object."""
 
@@ -78,8 +84,13 @@ class ServiceConfig(Section):
     host: Annotated[str, Field(min_length=1), AfterValidator(check_host)] = "127.0.0.1"
     port: Annotated[Whole, Field(ge=0, le=65535)] = 8000
     fronts: Annotated[Whole, Field(ge=0, le=256)] | None = None
+    grpc_port: Annotated[Whole, Field(ge=0, le=65535)] | None = None
     bearer_token: Token = ""
     admin_token: Token = ""
+    tokens_path: str = ""
+    tls_certificate_path: str = ""
+    tls_key_path: Annotated[str, AfterValidator(_with_certificate)] = ""
+    tls_client_ca_path: Annotated[str, AfterValidator(_with_certificate)] = ""
     max_body_bytes: Bytes = 64 << 20
     max_keys_per_request: Positive = 1_000_000
     max_rows_per_write: Positive = 1_000_000
@@ -100,6 +111,11 @@ class ServiceConfig(Section):
     load_models: ListOf[Annotated[str, Field(min_length=1)]] = ()
     repository_poll_s: Timeout = 15.0
     triton_metrics: Flag = False
+
+    @property
+    def scheme(self) -> str:
+        """Scheme of the service's URLs."""
+        return "https" if self.tls_certificate_path else "http"
 
     @field_validator("admin_token")
     @classmethod

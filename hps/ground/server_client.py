@@ -1,6 +1,8 @@
 """A client of a running server, for commands that ask, change or measure it."""
 
 import json
+import os
+import ssl
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,13 +20,14 @@ class RunningServer:
 
     Args:
         url: address of the server or its proxy.
-        token: admin token, or bearer token for requests that need no more; empty for none.
+        token: token with the rights that the requests need; empty for none.
+        certificate: PEM file of a client certificate and its key.
 
     Raises:
-        InvalidInputError: the URL is invalid.
+        InvalidInputError: the URL is invalid, or the certificate cannot be used.
     """
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, certificate: str | os.PathLike[str] | None = None) -> None:
         try:
             self.address = urlsplit(url)
             known = self.address.scheme in ("http", "https") and self.address.hostname and self.address.port != 0
@@ -40,7 +43,14 @@ class RunningServer:
             raise InvalidInputError(f"reading the token of a server: {error.reason} at character {error.start}") from None
         self._url = url.rstrip("/")
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = urllib3.PoolManager(retries=False, timeout=_ANSWER_S)
+        context = ssl.create_default_context()
+        if certificate is not None:
+            try:
+                context.load_cert_chain(certificate, password=lambda: "")  # or the terminal would be asked for one
+            except OSError as error:
+                reason = error.strerror or error
+                raise InvalidInputError(f"reading the certificate {os.fsdecode(certificate)}: {reason}") from error
+        self._http = urllib3.PoolManager(retries=False, timeout=_ANSWER_S, ssl_context=context)
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None

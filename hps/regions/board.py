@@ -11,7 +11,6 @@ import numpy as np
 from hps.errors import HPSError
 from hps.regions.exchange import (
     BASE,
-    D_DEVICE,
     D_FIRST,
     D_IN_FLIGHT,
     D_NS,
@@ -141,6 +140,8 @@ class Board:
             self.regions[place, BASE], self.regions[place, OLD_EPOCH] = memory.address, memory[BEGUN_EPOCH]
         self._lock = threading.Lock()
         self._rows: list[range | None] = [None] * MOST_DEPLOYMENTS  # of each deployment: its tables
+        self._resident = [False] * MOST_DEPLOYMENTS
+        self._left_to_python = False
         self._serials = serials
         self._taken = 0  # jobs
         self._seen = np.zeros_like(self.deployments), np.zeros_like(self.tables)  # counters, as they were tallied last
@@ -149,8 +150,8 @@ class Board:
         """Tell the loop where a device has a region: at its address plus `by`."""
         self.regions[place, SHIFT] = by
 
-    def add(self, tables: Sequence[TableSpec], device_id: int, resident: Resident | None) -> int:
-        """Let fronts name a deployment on one device, and return its serial.
+    def add(self, tables: Sequence[TableSpec], resident: Resident | None) -> int:
+        """Let fronts name a deployment, and return its serial.
 
         Args:
             resident: what the driver of the cache knows of it, for requests that it answers without Python; None: Python
@@ -178,7 +179,8 @@ class Board:
             deployment[D_OWN:] = self._seen[0][row] = 0  # D_IN_FLIGHT stays: the loop may be leaving the one before
             deployment[D_REQUESTS] = deployment[D_NS] = 0
             deployment[D_TABLES], deployment[D_FIRST] = len(tables), first
-            deployment[D_RESIDENT], deployment[D_DEVICE] = int(resident is not None), device_id
+            self._resident[row] = resident is not None
+            deployment[D_RESIDENT] = int(self._resident[row] and not self._left_to_python)
             if resident is not None:
                 deployment[D_OWN : D_OWN + len(resident.deployment)] = resident.deployment
             store_word(deployment.ctypes.data + 8 * D_SERIAL, serial)
@@ -191,6 +193,12 @@ class Board:
                 return start
             start = taken.stop
         return start if start + tables <= _MOST_TABLES else -1
+
+    def leave_all(self, to_python: bool) -> None:
+        """Leave all requests to Python from now on, or only those that the driver's loop cannot answer."""
+        with self._lock:
+            self._left_to_python = to_python
+            self.deployments[:, D_RESIDENT] = np.array(self._resident) & (not to_python)
 
     def end(self, serial: int) -> None:
         """Refuse requests of a deployment from now on; those that were taken are answered."""

@@ -25,7 +25,6 @@ from hps.regions.layout import (
     BEGUN_EPOCH,
     COMPLETED,
     COMPLETIONS,
-    DEVICE,
     ENDED_NS,
     FLAGS,
     FRONT_EPOCH,
@@ -57,7 +56,7 @@ way, the epoch that is served, the event that wakes its front, the lock of its c
 last epoch of an owner before this one."""
 
 # Columns of `deployments`; a serial's lower 8 bits are the row.
-D_SERIAL, D_TABLES, D_FIRST, D_RESIDENT, D_DEVICE, D_IN_FLIGHT, D_REQUESTS, D_NS, D_OWN = range(9)
+D_SERIAL, D_TABLES, D_FIRST, D_RESIDENT, D_IN_FLIGHT, D_REQUESTS, D_NS, D_OWN = range(8)
 DEPLOYMENT_COLUMNS: Final = 24
 MOST_DEPLOYMENTS: Final = 256
 
@@ -72,7 +71,7 @@ SCRATCH: Final = 48
 MOST_TIMES: Final = 4096
 
 HEADER_WORDS: Final = 8
-H_SERIAL, H_FLAGS, H_SEGMENTS, H_ASIDE, H_ASIDE_BYTES, H_DEVICE, H_KEYS = range(7)
+H_SERIAL, H_FLAGS, H_SEGMENTS, H_ASIDE, H_ASIDE_BYTES, H_KEYS = range(6)
 
 _I64: Any = types.int64
 _I32: Any = types.int32
@@ -165,7 +164,7 @@ def read_descriptor(
     if aside < HEADER_BYTES or aside_bytes < 0 or aside > room or aside_bytes > room - aside:
         return MALFORMED
     header[H_SERIAL], header[H_FLAGS], header[H_SEGMENTS] = serial, flags, count
-    header[H_ASIDE], header[H_ASIDE_BYTES], header[H_DEVICE] = slot + aside, aside_bytes, load_relaxed(at + DEVICE)
+    header[H_ASIDE], header[H_ASIDE_BYTES] = slot + aside, aside_bytes
     row = serial & (MOST_DEPLOYMENTS - 1)
     if serial <= 0 or deployments[row, D_SERIAL] != serial:
         return RETIRED

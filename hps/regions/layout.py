@@ -51,8 +51,8 @@ FIGURES: Final = COMPLETIONS + 8 * RING
 FIGURES_BYTES: Final = 1 << 17
 SLAB: Final = 1 << 18
 
-# Byte offsets in a slot. The front writes the first nine words; the owner writes the others before it completes the slot.
-SERIAL, FLAGS, SEGMENTS, ASIDE, ASIDE_BYTES, DEVICE = (8 * i for i in range(6))
+# Byte offsets in a slot. The front writes the first five words; the owner writes the others before it completes the slot.
+SERIAL, FLAGS, SEGMENTS, ASIDE, ASIDE_BYTES = (8 * i for i in range(5))
 STATUS, BEGAN_NS, ENDED_NS, DEFERRED, ASIDE_USED = (LINE + 8 * i for i in range(5))
 HEADER_BYTES: Final = 2 * LINE
 SEGMENT_WORDS: Final = 5
@@ -93,6 +93,11 @@ class FrontDescriptors:
     loop_events: tuple[int, ...]
     path: str
     spin_ns: int
+
+    def close(self) -> None:
+        """Close the descriptors. What is mapped stays mapped."""
+        for one in (*self.regions, *self.events, self.page, *self.loop_events):
+            os.close(one)
 
 
 class Memory:

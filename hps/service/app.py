@@ -7,17 +7,27 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from hps.configuration.load import ServiceConfig
+from hps.configuration.tokens import WatchedTokens, published
 from hps.errors import DeviceError, DeviceMemoryError, HPSError
-from hps.service.authorization import Authorization, is_change
+from hps.service.authorization import CERTIFICATE, Authorization
 from hps.service.call_threads import CallThreads
 from hps.service.held_memory import HeldMemory
 from hps.service.history import History
-from hps.service.http_answer import CLIENT, HTTPAnswer, OverloadedError, RequestError, error_answer, release_frames
+from hps.service.http_answer import (
+    CLIENT,
+    CLIENT_CERTIFICATE,
+    HTTPAnswer,
+    OverloadedError,
+    RequestError,
+    error_answer,
+    release_frames,
+)
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.changes import log_change, request_line
@@ -61,6 +71,7 @@ class Application:
         self.address = ("", 0)
         self._history = History(lambda: opened.metrics if (opened := lifecycle.opened) is not None else None)
         self.authorization = Authorization(settings)
+        self._tokens: WatchedTokens | None = None
         self._statistics = InferenceStatistics()
         self._memory = memory = HeldMemory(settings.max_held_bytes)
         self._refusals = Refusals()
@@ -87,12 +98,24 @@ class Application:
 
     def configure(self, settings: ServiceConfig) -> None:
         """Apply the tokens and limits of these settings to new requests."""
-        self.authorization.configure(settings)
+        if settings.tokens_path != (self._tokens.path if self._tokens is not None else ""):
+            self._tokens = WatchedTokens(settings.tokens_path) if settings.tokens_path else None
+        self._use_tokens(settings)
         self._requests.configure(settings)
         self._memory.limit_to(settings.max_held_bytes)
         self._reports.limit_to(settings.request_timeout_s)
         self._texts.limit_to(settings.request_timeout_s)
         self._rows.configure(settings)
+
+    def look_at_tokens(self) -> None:
+        """Read the file of tokens again if it has changed. Call this twice a second."""
+        if self._tokens is not None and self._tokens.look():
+            self._use_tokens(self.lifecycle.configuration.service)
+
+    def _use_tokens(self, settings: ServiceConfig) -> None:
+        entries = () if self._tokens is None else self._tokens.entries
+        self.authorization.configure(settings, entries)
+        self.link.tokens = published(entries)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,6 +123,7 @@ class Application:
             return
         started = time.perf_counter()
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        scope[CERTIFICATE] = orjson.loads(headers.pop(CLIENT_CERTIFICATE, b"[]"))
         scope["client"], scope["server"] = (headers.pop(CLIENT, b"").decode("latin-1"), 0), self.address
         served = scope[SERVED] = Served()
         served.id = request_id(headers) or self._new_id()
@@ -112,7 +136,7 @@ class Application:
             target = row_target(scope["path"])
             route = getattr(scope.get("route"), "path", "unknown") if target is None else target.route
             seconds = time.perf_counter() - started
-            self._metrics.count(route, status, seconds)
+            self._metrics.count(route, status, seconds, self.authorization.counted(served.identity))
             if watched or served.error is not None:
                 requests.end(served, scope, route, status, seconds)
             elif scope["path"] not in POLLED:
@@ -130,7 +154,7 @@ class Application:
     async def _serve(self, scope: Scope, headers: Mapping[bytes, bytes], served: Served, receive: Receive, send: Send) -> int:
         """Serve rows, or a request for FastAPI. Returns the status of the answer."""
         try:
-            who = self._admit(scope, headers)
+            who = self._admit(scope, headers, served)
             if (target := row_target(scope["path"])) is None:
                 return await self._serve_control(scope, who, served, receive, send)
             rows = self._rows.read(target, scope, who)
@@ -168,13 +192,10 @@ class Application:
                 )
         return status
 
-    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
+    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes], served: Served) -> str:
         """Authorize a request other than a lookup. Returns who makes a change by it; empty if it changes nothing."""
-        if is_change(scope["method"], scope["path"]):
-            return self.authorization.check_change(scope, headers)
-        if scope["path"] not in _OPEN_PATHS:
-            self.authorization.check_lookup(headers)
-        return ""
+        served.identity = self.authorization.find(headers, scope[CERTIFICATE])
+        return "" if scope["path"] in _OPEN_PATHS else self.authorization.check(scope, headers, served.identity)
 
     def _error_answer(self, error: Exception, scope: Scope) -> HTTPAnswer:
         served: Served = scope[SERVED]

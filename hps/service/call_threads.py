@@ -36,7 +36,7 @@ class CallThreads:
         self._limit = threads + max_waiting
         self.limit_to(timeout_s)
         self.pending = 0
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[list[Callable[[], None]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = [new_thread(f"{what}-{place}", self._work) for place in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -62,17 +62,19 @@ class CallThreads:
         ended = asyncio.wrap_future(call)
         ended.add_done_callback(partial(self._count_ended, held))
         self.pending += 1
-        self._calls.put((call, partial(function, *arguments)))
+        waiting: list[Callable[[], None]] = [partial(_run, call, partial(function, *arguments))]
+        self._calls.put(waiting)
         try:
-            done, _ = await asyncio.wait([ended], timeout=self._timeout_s)
-            if not done:
-                call.cancel()  # unless it runs
+            _, running = await asyncio.wait([ended], timeout=self._timeout_s)
+            if running:
+                if call.cancel():  # it does not run
+                    waiting.clear()
                 raise RequestError(
                     504, f"the {self._what} did not end within {self._timeout_s:g} s (service.request_timeout_s)"
                 )
             return ended.result()
         finally:
-            del call, ended  # they hold the error, whose traceback refers to this frame
+            del call, ended, waiting  # they hold the error, whose traceback refers to this frame
 
     def close(self, timeout_s: float) -> bool:
         """Finish all calls, then end the threads; False on timeout. Blocks."""
@@ -91,10 +93,22 @@ class CallThreads:
 
     def _work(self) -> None:
         while (waiting := self._calls.get()) is not None:
-            call, run = waiting
-            if call.set_running_or_notify_cancel():
-                try:
-                    call.set_result(run())
-                except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
-                    call.set_exception(error)
-            del waiting, call, run  # they hold buffers
+            for run in list(waiting):
+                run()
+                del run  # it holds buffers
+            del waiting
+
+
+def _run(call: "Future[Any]", function: Callable[[], Any]) -> None:
+    if not call.set_running_or_notify_cancel():
+        return
+    try:
+        call.set_result(function())
+    except StopIteration as error:  # no future takes it
+        failure = RuntimeError("a call raised StopIteration")
+        failure.__cause__ = error
+        call.set_exception(failure)
+    except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
+        call.set_exception(error)
+    finally:
+        del call, function  # the traceback of an error refers to this frame

@@ -30,6 +30,8 @@ JSON: Header = (b"content-type", b"application/json")
 BINARY: Header = (b"content-type", b"application/octet-stream")
 CLIENT = b"hps-client"
 """Header by which a front tells the owner's application the address of the client."""
+CLIENT_CERTIFICATE = b"hps-client-certificate"
+"""Header by which a front tells the owner's application the names in the client's certificate, a JSON list."""
 DEFERRED_KEYS = b"x-deferred-keys"
 """Header of an answer in which that many keys got the default vector and are fetched in the background."""
 
@@ -110,10 +112,13 @@ def error_answer(error: BaseException, request_id: str) -> HTTPAnswer:
         headers += error.headers
     if status == 503:
         headers.append((b"retry-after", b"1"))
+    return HTTPAnswer(status, headers, (orjson.dumps({"error": message_of(error), "request_id": request_id}),))
+
+
+def message_of(error: BaseException) -> str:
+    """Return what a client is told of an error."""
     if isinstance(error, HPSError):
-        message = str(error)
-    elif isinstance(error, MemoryError):
-        message = "not enough memory for the answer; send fewer keys at once"
-    else:
-        message = "internal error; the log of the service has the details"
-    return HTTPAnswer(status, headers, (orjson.dumps({"error": message, "request_id": request_id}),))
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "not enough memory for the answer; send fewer keys at once"
+    return "internal error; the log of the service has the details"

@@ -41,23 +41,32 @@ class HTTPMetrics:
         self.fronts: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
         self._counts: dict[tuple[str, int], int] = {}
         self._routes: dict[str, Times] = {}
+        self._who: dict[tuple[str, int], int] = {}
         self._ready, self._device_failed = ready, device_failed
         self._refusals = refusals
         self._process = ProcessCollector(registry=None)
 
-    def count(self, route: str, status: int, seconds: float) -> None:
-        """Count one request. `route` is a template, not the path, to keep the number of labels small."""
+    def count(self, route: str, status: int, seconds: float, who: str = "") -> None:
+        """Count one request.
+
+        Args:
+            route: a template, not the path, to keep the number of labels small.
+            who: name of its token, if tokens are asked for.
+        """
         times = self._routes.get(route)  # before its count: readers find the times of each count
         if times is None:
             times = self._routes[route] = Times(_BUCKETS)
         times.add(round(1e9 * seconds))
         key = (route, status)
         self._counts[key] = self._counts.get(key, 0) + 1
+        if who:
+            self._who[who, status] = self._who.get((who, status), 0) + 1
 
     def figures(self) -> dict[str, Any]:
         """Return all counts as JSON can hold them, for `add`."""
         return {
             "counts": {f"{status} {route}": count for (route, status), count in self._counts.items()},
+            "who": {f"{status} {who}": count for (who, status), count in self._who.items()},
             "times": {route: [times.total_ns, *times.buckets] for route, times in self._routes.items()},
             "refused": dict(self._refusals.refused),
             "aborted": dict(self._refusals.aborted),
@@ -65,9 +74,10 @@ class HTTPMetrics:
 
     def add(self, figures: Mapping[str, Any]) -> None:
         """Add the counts that another one returned as `figures`."""
-        for name, count in figures["counts"].items():
-            status, _, route = name.partition(" ")
-            self._counts[route, int(status)] = self._counts.get((route, int(status)), 0) + count
+        for counts, more in ((self._counts, figures["counts"]), (self._who, figures["who"])):
+            for text, count in more.items():
+                status, _, name = text.partition(" ")
+                counts[name, int(status)] = counts.get((name, int(status)), 0) + count
         for route, (total_ns, *buckets) in figures["times"].items():
             self._routes.setdefault(route, Times(_BUCKETS)).add_buckets(buckets, total_ns)
         for have, more in ((self._refusals.refused, figures["refused"]), (self._refusals.aborted, figures["aborted"])):
@@ -101,6 +111,8 @@ class HTTPMetrics:
         total = self._with(fronts)
         requests = [(label_text(("route", "status"), (where, str(status))), n) for (where, status), n in total._counts.items()]
         yield family("counter", "hps_http_requests", "Requests by route and status.", requests)
+        named = [(label_text(("who", "status"), (who, str(status))), n) for (who, status), n in total._who.items()]
+        yield family("counter", "hps_http_token_requests", "Requests by name of their token and status.", named)
         times = [(label_text(["route"], [route]), one.latency()) for route, one in total._routes.items()]
         yield histogram("hps_http_request_seconds", "Time from the headers of a request to the end of its answer.", times)
         for name, text, figure in _OF_FRONTS:

@@ -66,6 +66,7 @@ class Lifecycle:
 
     Attributes:
         on_open: called with the new parameter server before any model is loaded; what they raise ends the service.
+        on_block: called when `blocked` has changed.
         configuration: replaced when changes of its file are applied.
         live: states of the models; those of the parameter server once it is opened.
         states: a view of them for operators and Prometheus.
@@ -93,13 +94,14 @@ class Lifecycle:
         self._first_retry_s = first_retry_s
         self._progress = _StoppableProgress(progress or LogProgress(), self._end_when_stopping)
         self.on_open: list[Callable[[HPS], object]] = []
+        self.on_block: list[Callable[[], object]] = []
         self._stopping = threading.Event()
         self.live = LiveModels() if parameter_server is None else parameter_server.live
         self.states = Readiness(lambda: self.live)
         for model in configuration.models if self._owned else ():
             if self._loads(model.model):
                 self.live.want(model)
-        self._blocked = "not started" if self._owned else ""  # why no request at all is answered
+        self._blocked = "not started"  # why no request at all is answered
         self._all_tried = not self._owned
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
@@ -147,8 +149,9 @@ class Lifecycle:
         if self.opened is not None:
             for tell in self.on_open:
                 tell(self.opened)
+            self._block("")
         elif self._owned:
-            self._blocked = "opening the databases"
+            self._block("opening the databases")
             self._loader = new_thread("load", self._load)
             self._loader.start()
 
@@ -156,6 +159,12 @@ class Lifecycle:
         """Stop answering for good, for a reason that only a restart removes."""
         with self._changing:
             self._blocked, self.serving = reason, None
+        self._block(reason)
+
+    def _block(self, reason: str) -> None:
+        self._blocked = reason
+        for tell in self.on_block:
+            tell()
 
     def change(self, deploy: Iterable[ModelConfig], undeploy: Iterable[str]) -> None:
         """Queue models to load and to undeploy, behind the current loading.
@@ -215,10 +224,11 @@ class Lifecycle:
         with self._changing:
             stopped = self._stopping.is_set()
             if not stopped:
-                self.live, self.opened, self._blocked = server.live, server, ""
+                self.live, self.opened = server.live, server
         if stopped:
             server.close()
             return
+        self._block("")
         outcomes = {name: self._deploy(server, name) for name in server.live.due()}
         errors = {name: failed for name, failed in outcomes.items() if failed is not None}
         if self._stopping.is_set():

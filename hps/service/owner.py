@@ -23,7 +23,7 @@ from hps.regions import layout
 from hps.regions.board import OWNER_KERNELS, Board, Job
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
 from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, TRACED, FrontDescriptors, Memory
-from hps.service.http_answer import status_of
+from hps.service.http_answer import release_frames, status_of
 from hps.service.http_metrics import are_figures
 from hps.service.lifecycle import Lifecycle
 from hps.statistics.tracing import LookupTrace, current, traced
@@ -56,7 +56,7 @@ class _Served:
             resident = None
             if self._session is not None:
                 resident = driver.resident(self._session.cache)
-            serials.add(board.add(deployment.tables, device, resident))
+            serials.add(board.add(deployment.tables, resident))
         (self.serial,) = serials
         with self._settling:
             ended, self._ended = self._ended, False
@@ -106,11 +106,15 @@ class FrontLink:
     Args:
         lifecycle: of the parameter server.
         device_failed: told of a device that has failed.
+
+    Attributes:
+        tokens: entries of the file of tokens, for the page.
     """
 
     def __init__(self, lifecycle: Lifecycle, device_failed: Callable[[DeviceError], None]) -> None:
         self._lifecycle = lifecycle
         self._device_failed = device_failed
+        self.tokens: list[dict[str, Any]] = []
         self._memories: list[Memory] = []
         self._boards: list[Board] = []
         self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
@@ -123,6 +127,7 @@ class FrontLink:
         self._loops: list[threading.Thread] = []
         self._looker = new_thread("page", self._look)
         lifecycle.on_open.append(self._open)
+        lifecycle.on_block.append(self.publish)
 
     def connect(self, descriptors: FrontDescriptors) -> None:
         """Map what is shared with the fronts, and tell them that nothing is answered yet."""
@@ -179,6 +184,8 @@ class FrontLink:
         with self._changing:
             server = self._lifecycle.opened
             deployments = server.live.all() if server is not None and self._loops else []
+            for board in self._boards:
+                board.leave_all(server is not None and server.records)
             present = {(id(one), device) for one in deployments for device in self._devices(one)}
             for one in deployments:
                 for device in self._devices(one):
@@ -214,9 +221,10 @@ class FrontLink:
                     if status.name not in serving
                 },
                 "blocked": self._lifecycle.blocked,
+                "tokens": self.tokens,
                 "settings": self._lifecycle.configuration.service.model_dump(mode="json"),
             }
-            if page != self._published:
+            if page != self._published and self._memories:
                 layout.write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
                 self._published = page
             gone = [key for key in self._served if key not in present]
@@ -258,7 +266,10 @@ class FrontLink:
         for thread in started:
             thread.join(max(0.0, deadline - time.monotonic()))
         self.settle()
-        return not any(thread.is_alive() for thread in started)
+        if ended := not any(thread.is_alive() for thread in started):
+            self._memories = []
+            os.close(self._jobs_event)
+        return ended
 
     # -- what the loops leave -----------------------------------------------------------------------------------------------
 
@@ -286,6 +297,7 @@ class FrontLink:
                     status, deferred, aside = self._look_up(served, memory, job)
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             status, aside = self._failure(error, int(job.header[H_SERIAL]))
+            release_frames(error)
         if status != MALFORMED:
             room = int(job.header[H_ASIDE_BYTES])
             if len(aside) > room:
@@ -320,7 +332,6 @@ class FrontLink:
         if trace is not None:
             spans = [(one.stage, one.table, one.began_ns, one.ended_ns, one.keys) for one in trace.spans]
             aside = json.dumps({"tables": {name: asdict(one) for name, one in trace.tables.items()}, "spans": spans}).encode()
-        memory.words[(job.slot + layout.DEVICE) >> 3] = served.device
         return ANSWERED, current.deferred - before, aside
 
     def _failure(self, error: Exception, serial: int) -> tuple[int, bytes]:
@@ -331,10 +342,12 @@ class FrontLink:
                 return RETIRED, b""
         if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError):
             self._device_failed(error)
-        message = str(error) if isinstance(error, HPSError) else "internal error; the log of the service has the details"
-        if isinstance(error, MemoryError):
+        if isinstance(error, HPSError):
+            message = str(error)
+        elif isinstance(error, MemoryError):
             message = "not enough memory for the answer; send fewer keys at once"
-        elif not isinstance(error, HPSError):
+        else:
+            message = "internal error; the log of the service has the details"
             _log.error("answering a lookup failed unexpectedly", exc_info=error)
         reason = "workspaces" if isinstance(error, WorkspaceTimeoutError) else ""
         found = {"status": status_of(error), "message": message[:_MOST_MESSAGE], "reason": reason}

@@ -21,6 +21,7 @@ REFUSED = {
 
 ABORTED = {
     "answer": "closing the connection of %s, which does not read its answer: %s",
+    "handshake": "closing the connection of %s, whose TLS handshake failed: %s",
     "headers": "closing the connection of %s, which does not end the headers of a request: %s",
     "memory": "closing the connection of %s, for whose request there is no memory: %s",
 }

@@ -25,6 +25,7 @@ CHANGEABLE = frozenset(
         "repository_poll_s",
         "request_timeout_s",
         "slow_lookup_ms",
+        "tokens_path",
         "triton_metrics",
     }
 )

@@ -9,27 +9,29 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig, load_configuration
-from hps.errors import ConfigError
+from hps.configuration.tokens import load_tokens
+from hps.errors import ConfigError, MissingDependencyError
 from hps.ground.log_limits import OnceAMinute
 from hps.ground.progress import Progress
 from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.regions.layout import FrontDescriptors
 from hps.service.app import CLOSE_TIMEOUT_S, Application
-from hps.service.authorization import is_loopback
+from hps.service.authorization import exposures, is_loopback
 from hps.service.fronts.front import BACKLOG, Front
 from hps.service.fronts.sharing import share
-from hps.service.fronts.supervisor import Supervisor, default_fronts
+from hps.service.fronts.supervisor import Supervisor, default_fronts, url_of
+from hps.service.fronts.tls import context_of
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import LogFormat, use
 from hps.service.reload import compare
@@ -53,6 +55,7 @@ def serve(
     log_format: LogFormat | None = None,
     on_open: Callable[[HPS], object] = lambda server: None,
     fronts: int | None = None,
+    grpc_port: int | None = None,
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread of a process without others.
 
@@ -68,13 +71,15 @@ def serve(
         log_format: overrides the configured format, if the lines are written by the handlers of `hps serve`.
         on_open: receives the parameter server before any model is loaded; what it raises ends the service.
         fronts: overrides the configured number of front processes; 0: this process does all.
+        grpc_port: overrides the configured port for gRPC; 0 picks a free one, which is logged.
 
     Returns:
         Whether everything was closed. If not, a thread waits for an unresponsive source or database, and would keep the
         interpreter from exiting.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: an address cannot be bound, or the certificate or the file of tokens cannot be used.
+        MissingDependencyError: what gRPC needs is not installed.
         HPSError: the databases could not be opened, or no model could be loaded.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -83,13 +88,22 @@ def serve(
     port = configuration.service.port if port is None else port
     if (count := configuration.service.fronts if fronts is None else fronts) is None:
         count = default_fronts()
+    if configuration.service.tokens_path:
+        load_tokens(configuration.service.tokens_path)
+    if configuration.service.tls_certificate_path:
+        context_of(configuration.service)
     given = [key for key, value in (("log_level", log_level), ("log_format", log_format)) if value is not None]
 
-    def own(place: socket.socket | None, shared: FrontDescriptors | None, url: str | None) -> bool:
+    def own(
+        place: socket.socket | None,
+        grpc_place: socket.socket | None = None,
+        shared: FrontDescriptors | None = None,
+        url: str | None = None,
+    ) -> bool:
         lifecycle = Lifecycle(configuration, progress=progress, force=force)
         lifecycle.on_open.insert(0, on_open)
         app = Application(lifecycle)
-        server = Server(app, place, shared, url)
+        server = Server(app, place, shared, url, grpc_place)
         actions: dict[int, Callable[[], None]] = {
             signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
             signal.SIGINT: partial(server.stop, "SIGINT", force=True),
@@ -109,13 +123,25 @@ def serve(
             raise lifecycle.failure
         return app.closed
 
+    if (grpc_port := configuration.service.grpc_port if grpc_port is None else grpc_port) is not None:
+        _check_grpc()
     if not count:
         with listen(host, port) as listener:
-            return own(listener, None, None)
-    supervisor = Supervisor(configuration, host, port, count)
+            if grpc_port is None:
+                return own(listener)
+            with listen(host, grpc_port, "grpc_port") as grpc_listener:
+                return own(listener, grpc_listener)
+    supervisor = Supervisor(configuration, host, port, count, grpc_port)
     if (code := supervisor.run()) is not None:
         return code == 0
-    return own(None, supervisor.shared, supervisor.url)
+    return own(None, None, supervisor.shared, supervisor.url)
+
+
+def _check_grpc() -> None:
+    try:
+        import hps.service.fronts.grpc_calls  # noqa: F401 - by the fronts
+    except ImportError as error:
+        raise MissingDependencyError(f"serving gRPC: {error}; pip install 'hps-server[grpc]'") from error
 
 
 class _Uvicorn(uvicorn.Server):
@@ -136,6 +162,7 @@ class Server:
             processes.
         shared: what it shares with the front processes.
         url: where clients reach those.
+        grpc_listener: a listening socket for gRPC, beside the other.
 
     Attributes:
         url: address of the listener.
@@ -148,21 +175,13 @@ class Server:
         listener: socket.socket | None,
         shared: FrontDescriptors | None = None,
         url: str | None = None,
+        grpc_listener: socket.socket | None = None,
     ) -> None:
         self._app = app
-        self._listener = listener
-        self._directory = tempfile.TemporaryDirectory(prefix="hps-") if shared is None else None
-        configuration = app.lifecycle.configuration
+        self._listener, self._grpc_listener = listener, grpc_listener
+        self._shared = shared
+        self.url = url or ("" if listener is None else url_of(listener, app.lifecycle.configuration.service))
         self.front: Front | None = None
-        if shared is None:
-            directory = cast(tempfile.TemporaryDirectory[str], self._directory).name
-            shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
-        self._path = shared.path
-        app.link.connect(shared)
-        if listener is not None:
-            url = url_of(listener)
-            self.front = Front(0, shared, configuration, spins=False, loopback=is_loopback(urlsplit(url).hostname or ""))
-        self.url = url or ""
         where = urlsplit(self.url)
         app.address = where.hostname or "", where.port or 0
         app.authorization.loopback = is_loopback(app.address[0])
@@ -190,16 +209,22 @@ class Server:
 
     def run(self) -> None:
         """Serve. Blocks until the service has stopped."""
-        with suppress(FileNotFoundError):  # of an owner that has died
-            os.unlink(self._path)
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
-                own.bind(self._path)
-                own.listen(BACKLOG)
-                uvloop.run(self._serve(own))
-        finally:
-            if self._directory is not None:
-                self._directory.cleanup()
+        with ExitStack() as stack:
+            configuration, loopback = self._app.lifecycle.configuration, self._app.authorization.loopback
+            if (shared := self._shared) is None:
+                directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hps-"))
+                shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
+            self._app.link.connect(shared)
+            if self._listener is not None:
+                self.front = Front(0, shared, configuration, spins=False, loopback=loopback)
+            with suppress(FileNotFoundError):  # of an owner that has died
+                os.unlink(shared.path)
+            own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            own.bind(shared.path)
+            own.listen(BACKLOG)
+            uvloop.run(self._serve(own))
+            if self._shared is None and self._app.closed:  # else a thread may still use it
+                shared.close()
 
     def stop(self, why: str = "stopping", *, drain: bool = False, force: bool = False) -> None:
         """Turn not ready, refuse new connections, finish running requests, and stop.
@@ -238,14 +263,19 @@ class Server:
     async def _serve(self, own: socket.socket) -> None:
         count = len(self._app.lifecycle.configuration.models)
         _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
+        for warning in exposures(self._settings, self._app.address[0]):
+            _log.warning("%s", warning)
         serving = self._serving = asyncio.create_task(self._uvicorn.serve([own]))
         if self.front is not None and self._listener is not None:
-            await self.front.start(self._listener)
+            await self.front.start(self._listener, self._grpc_listener)
+            if self._grpc_listener is not None:
+                _log.info("listening for gRPC on %s:%d", *self._grpc_listener.getsockname()[:2])
         self._loop = asyncio.get_running_loop()
         self._hear()
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
+            self._app.look_at_tokens()
             if self._app.lifecycle.failure is not None and self._stopping is None:
                 self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled:
@@ -296,6 +326,8 @@ class Server:
     def _read_again(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
         try:
             wanted = load_configuration(path)
+            if wanted.service.tokens_path:
+                load_tokens(wanted.service.tokens_path)
         except ConfigError as error:
             _log.error("nothing changes: %s", error)
         else:
@@ -311,6 +343,7 @@ class Server:
         settings = self._settings
         use(*(None if key in kept else getattr(settings, key) for key in ("log_format", "log_level")))
         self._app.configure(settings)
+        self._app.link.publish()
         for line in changes.made:
             _log.info("changed: %s", line)
         for line in changes.refused:
@@ -325,19 +358,19 @@ class Server:
         models = self._app.lifecycle.configuration.models
         model = next((one for one in models if server and one.model in server.models), None)
         if model is not None:
-            token = " -H 'Authorization: Bearer <token>'" if self._settings.bearer_token else ""
+            settings = self._settings
+            options = " --cacert <ca.pem>" if settings.tls_certificate_path else ""
+            options += " --cert <client.pem>" if settings.tls_client_ca_path else ""
+            options += " -H 'Authorization: Bearer <token>'" if settings.bearer_token or settings.tokens_path else ""
             url, table = f"{self.url}/v1/models/{model.model}/lookup", model.embedding_table_names[0]
-            _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", token, url, table)
+            _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", options, url, table)
 
 
-def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, key: str = "port") -> socket.socket:
     """Bind and listen; port 0 picks a free one.
+
+    Args:
+        key: of the port in the configuration, for errors.
 
     Raises:
         ConfigError: the address cannot be bound; the message says why.
@@ -355,6 +388,6 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             "service",
-            [f"host, port: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
+            [f"host, {key}: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
         ) from error
     return listener

@@ -52,6 +52,7 @@ class FakeParameterServer:
         self.metrics = Metrics()
         self.rows: list[dict[int, np.ndarray]] = [{} for _ in tables]
         self.on_lookup: Callable[[], None] = lambda: None
+        self.records = False
         self.lookups = 0
         self.closed = False
         self._deployment = FakeDeployment(tuple(tables))

@@ -58,9 +58,8 @@ def held(document):
 
 
 def test_where_a_recording_cannot_begin_the_databases_are_closed(document, tmp_path):
-    lifecycle = Lifecycle(
-        hps.load_configuration(document), on_open=lambda server: server.record_trace(tmp_path / "no" / "directory")
-    )
+    lifecycle = Lifecycle(hps.load_configuration(document))
+    lifecycle.on_open.append(lambda server: server.record_trace(tmp_path / "no" / "directory"))
     lifecycle.start()
     wait_until(lambda: lifecycle.failure, "it has failed", EXIT_S)
     assert isinstance(lifecycle.failure, hps.ModelFileError)
@@ -76,6 +75,8 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     assert ready.json()["reason"] == "loading m.item: 0 % (0 B of 2.0 kB, starting); 0 of 1 tables"
     assert client.get("/v2").json()["models"] == []
     assert samples(service)["hps_ready",] == 0
+    loading = "model 'm' is not ready: loading m.item: 0 % (0 B of 2.0 kB, starting)"
+    wait_until(lambda: loading in client.post("/v1/models/m/lookup", content=b"{}").text, "the front knows it")
     for response in (
         client.get("/v2/models/m"),
         client.get("/v2/models/m/ready"),
@@ -84,7 +85,7 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     ):
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
-        assert "model 'm' is not ready: loading m.item: 0 % (0 B of 2.0 kB, starting)" in response.json()["error"]
+        assert loading in response.json()["error"]
     assert client.post("/v1/models/other/lookup", json={"tables": {"item": [1]}}).status_code == 404
     progress.release.set()
     wait_until(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")

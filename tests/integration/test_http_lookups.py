@@ -14,7 +14,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import hps
-from hps.versions.deployment import Deployment
+from hps.versions.live_models import LiveModels
 from tests.servers.running_service import document_of, model_of, running_service, samples
 
 ROWS = 500
@@ -358,27 +358,18 @@ def test_one_input_a_table_and_the_found_mask_in_the_form_each_asks_for(triton_c
     np.testing.assert_array_equal(answer.as_numpy("item.found"), [[True, False], [True, True]])
 
 
-class TwoDevices(hps.HPS):
-    """Stands for a server with two devices: the vectors in the cache of the second differ from those in the first's by 1000."""
-
-    pretended: Deployment | None = None
-
-    def model(self, name, version=None):
-        if self.pretended is None:
-            deployment = super().model(name, version)
-            sessions = {0: deployment.session(0), 1: deployment.renew(deployment.config, deployment.tables)[0]}
-            self.pretended = dataclasses.replace(deployment, sessions=sessions)
-            for device, session in sessions.items():
-                for index, dim in enumerate(DIMS.values()):
-                    session.cache.insert(index, np.arange(3), vectors_of(np.arange(3), dim) + 1000 * device)
-        return self.pretended
-
-
 @pytest.fixture(scope="module")
 def two_devices(directory, tmp_path_factory):
+    """Stands for a server with two devices: the vectors in the cache of the second differ from those in the first's by 1000."""
     document = configuration(directory)
     document["persistent_db"]["path"] = str(tmp_path_factory.mktemp("two") / "rocksdb")
-    server = TwoDevices(document)
+    server = hps.HPS(document)
+    one = server.model("ranker")
+    sessions = {0: one.session(0), 1: one.renew(one.config, one.tables)[0]}
+    for device, session in sessions.items():
+        for index, dim in enumerate(DIMS.values()):
+            session.cache.insert(index, np.arange(3), vectors_of(np.arange(3), dim) + 1000 * device)
+    server.live = LiveModels({"ranker": dataclasses.replace(one, sessions=sessions)})
     with running_service(document, server) as service:
         yield service
     server.close()

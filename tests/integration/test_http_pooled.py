@@ -9,7 +9,6 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import hps
-from hps.service.protocol.open_inference import Inference
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
 
 ROWS, MOST = 400, 1000
@@ -237,7 +236,7 @@ def test_wrong_bags_are_refused_and_the_service_goes_on(service, client, inputs,
         7,
     )
     # The rest of a body that is too large may still arrive, and is thrown away.
-    wait_until(lambda: service.app.memory.held == 0, "nothing is held any more")
+    wait_until(lambda: service.held == 0, "nothing is held any more")
 
 
 @pytest.mark.parametrize("empty", [{"shape": [10**15, 0], "data": []}, {"shape": [1, 10**15], "data": [1]}])
@@ -245,32 +244,15 @@ def test_numbers_in_a_shape_reserve_no_memory(service, empty):
     inputs = [{"name": "item", "datatype": "INT64", **empty}]
     response = service.client.post(INFER, json={"inputs": inputs, "parameters": {"combiner": "sum"}})
     assert response.status_code in (400, 413)
-    assert service.app.memory.held == 0
+    assert service.held == 0
 
 
 def test_the_vectors_of_all_keys_are_held_while_bags_are_looked_up(service, client, monkeypatch):
     """A fourth of the limit is for small requests; keys whose rows do not fit are refused before they are looked up."""
     keys = np.zeros((1, 5 * MOST), np.int64)
     assert client.infer("ranker", [tensor("word", keys)], parameters={"combiner": "sum"}).as_numpy("word").shape == (1, 128)
-    monkeypatch.setattr(service.app.memory, "large_limit", 4 * 128 * keys.size)
+    monkeypatch.setattr(service.front.memory, "large_limit", 4 * 128 * keys.size)
     with pytest.raises(InferenceServerException, match="answering the request: it takes up to") as caught:
         client.infer("ranker", [tensor("word", keys)], parameters={"combiner": "sum"})
     assert caught.value.status() == "413"
-    assert service.app.memory.held == 0
-
-
-def test_a_client_that_reads_slowly_holds_its_answer_alone(service, monkeypatch):
-    held = []
-    encode = Inference.encode
-
-    def noted(self, *arguments):
-        held.append((service.app.memory.held, self))
-        return encode(self, *arguments)
-
-    monkeypatch.setattr(Inference, "encode", noted)
-    inputs = [{"name": "word", "datatype": "INT64", "shape": [1, 100], "data": [1] * 100}]
-    body = {"inputs": inputs, "parameters": {"combiner": "sum"}}
-    assert service.client.post(INFER, json=body).status_code == 200
-    (seen, inference) = held[0]
-    assert inference.scratch_bytes == 4 * 128 * 100
-    assert seen < inference.scratch_bytes
+    assert service.held == 0

@@ -386,7 +386,7 @@ def test_compressed_and_large_bodies_are_written(service: RunningService) -> Non
         request["content"] = gzip.compress(request["content"].encode() if form is as_json else request["content"])
         assert service.client.post(ROUTE, **request).status_code == 200
         np.testing.assert_array_equal(in_process(service, keys), vectors_of(keys, generation))
-    assert service.app.memory.held == 0
+    assert service.held == 0
 
 
 # -- the log ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hps.service import connection as connections
+from hps.service.fronts import connection as connections
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
@@ -161,7 +161,7 @@ def test_a_connection_is_not_closed_over_bytes_that_have_arrived(service):
     with service.connect() as connection:
         connection.sendall(WHOLE)
         answer_on(connection)
-        (other_end,) = service.server._uvicorn.server_state.connections
+        (other_end,) = service.front.connections.order
 
         def send_and_close():
             connection.sendall(WHOLE)
@@ -200,8 +200,8 @@ def test_connections_are_kept_for_longer_than_load_balancers_do(fake):
     with running_service(document(), fake) as service, service.connect() as connection:
         connection.sendall(WHOLE)
         answer_on(connection)
-        (other_end,) = service.server._uvicorn.server_state.connections
-        assert other_end.timeout_keep_alive == 75 > 60
+        (other_end,) = service.front.connections.order
+        assert other_end.front.settings.keep_alive_s == 75 > 60
 
 
 def test_connections_are_closed_after_the_keep_alive_timeout(fake):

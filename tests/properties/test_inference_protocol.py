@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from hps.errors import HPSError, InvalidInputError
 from hps.service.protocol.json_lookup import decode_lookup
-from hps.service.protocol.open_inference import decode_request, parse_header_length
+from hps.service.protocol.open_inference import parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
+from tests.fakes.inferences import decode_request
 
 MAX_KEYS = 64
 MODEL = ModelTables("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))

@@ -20,7 +20,8 @@ OWNERS = {
     "boto3": "hps/filesystems/s3",
     "botocore": "hps/filesystems/s3",
     "hdfs_native": "hps/filesystems/hdfs",
-    "google": "hps/filesystems/gcs",
+    "google": ("hps/filesystems/gcs", "hps/service/protocol/grpc_messages", "hps/service/fronts/grpc_calls"),  # protobuf
+    "hpack": "hps/service/fronts/http2",
     "torch": ("hps/models/formats/torch_", "hps/torch/"),
     "pyarrow": "hps/models/formats/parquet",
     "safetensors": "hps/models/formats/safetensors_",

@@ -33,6 +33,20 @@ class RunningService:
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     @property
+    def front(self):
+        return self.server.front
+
+    @property
+    def held(self) -> int:
+        """Bytes held for clients."""
+        return self.front.memory.held + self.front.slots.used
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of any request is left: no lookup, no body, no answer."""
+        return not self.requests and not self.held
+
+    @property
     def connections(self) -> int:
         """How many connections the server has."""
         return len(self.server.front.connections.order)

@@ -1,18 +1,23 @@
 """A client's connection to a front: reads requests within limits, and sends answers from the slab."""
 
 import asyncio
+import select
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from hps.errors import HPSError
+from hps.service.fronts.connections import TOO_MANY
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
+from hps.service.fronts.lookups import Plan
 from hps.service.fronts.proxy import Upstream, forwarded
-from hps.service.http_answer import HTTPAnswer, RequestError, status_of
+from hps.service.fronts.tls import names_in
+from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
 from hps.service.request_body import inflate, inflated_bytes, too_large
+from hps.service.targets import LookupTarget, lookup_target
 
 if TYPE_CHECKING:
     from hps.service.fronts.front import Front, Lookup
@@ -22,6 +27,7 @@ _TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop, so that smal
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
 _MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
+_GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -64,6 +70,7 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         completed, used: a request has arrived completely: ever, and since the last look.
         opened: when it was.
+        certificate: names in the client's certificate.
     """
 
     def __init__(self, front: "Front") -> None:
@@ -72,6 +79,8 @@ class Connection(asyncio.BufferedProtocol):
         self.opened = time.monotonic()
         self.completed = self.used = False
         self.client = ""
+        self.certificate: tuple[str, ...] = ()
+        self._socket: asyncio.Transport | None = None  # below TLS
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._at = self._have = 0  # what of the buffer is unread
@@ -102,10 +111,24 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if isinstance(peer, tuple) else ""
         self.front.opened(self)
+        if self.front.tls is None:
+            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+        elif not self._ended:
+            self.front.tls.begin(self, self.front.settings)
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        self.transport, self._socket = transport, self.transport
+        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
+        self.certificate = names_in(transport.get_extra_info("peercert"))
+
+    def not_secured(self, why: str) -> None:
+        if why:
+            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
+        self.transport.abort()
+        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
@@ -152,7 +175,9 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """Keep the connection until the client, which sends nothing more, has its answer."""
         self._eof = True
-        return self._busy and not self._lingering
+        if not self._busy:
+            self._next()
+        return self._busy and not self._lingering and self.front.tls is None  # TLS has no half-open connections
 
     def pause_writing(self) -> None:
         self._stalled = True
@@ -226,8 +251,8 @@ class Connection(asyncio.BufferedProtocol):
         self._head = head = read_head(raw)
         self._left = head.length
         self._since = time.monotonic()
-        self._watched = self.front.begin(self, head, self._served, self._started)
-        self.front.check(self, head, self._served)
+        self._watched = self.front.begin(self.client, head, lookup_target(head.path), self._served, self._started)
+        self.front.check(head, self._served, self.certificate)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
         if head.length < 0:
@@ -258,7 +283,8 @@ class Connection(asyncio.BufferedProtocol):
             if there < text_bytes:
                 return
             text = bytes(self._view[self._at : self._at + text_bytes])
-            lookup = self.front.planned(self, head, text)
+            target = cast(LookupTarget, lookup_target(head.path))
+            lookup = self.front.planned(self, target, self._served, text, head.length)
             if lookup is not None:
                 self._lookup = lookup
                 self._at += text_bytes
@@ -293,8 +319,10 @@ class Connection(asyncio.BufferedProtocol):
         if not self._fill:
             self._body_arrived()
 
+    def wait_with(self, body: bytes | bytearray) -> None:
+        self._body = bytearray(body)
+
     def slot_free(self) -> None:
-        """Try again: there may be a slot now."""
         self._busy = False
         try:
             if self._body is not None:
@@ -316,13 +344,14 @@ class Connection(asyncio.BufferedProtocol):
                 served.bytes_in = len(self._body)
                 if b"content-encoding" in head.headers:
                     self._inflate(head, self._body)
-                if self.front.is_lookup(head):
-                    self._lookup = self.front.decoded(self, head, self._body)
+                if target := lookup_target(head.path):
+                    length = head.headers.get(b"inference-header-content-length")
+                    self._lookup = self.front.decoded(self, target, served, self._body, length)
                     self._post()
                 else:
                     self._proxied = True
                     self.front.publish()  # the answer may tell of the requests before
-                    request = forwarded(head, self._body, self.client)
+                    request = forwarded(head.method, head.target, head.lines, self._body, self.client, self.certificate)
                     self._body = None
                     self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
             else:
@@ -333,7 +362,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _inflate(self, head: Head, body: bytearray) -> None:
         most = self.front.most_bytes(head)
-        self.hold(len(body) + inflated_bytes(body, most))
+        self.hold(len(body) + inflated_bytes(body, most), "decompressing the request")
         self._body = bytearray(inflate(head.headers, body, most))
         self.hold(len(self._body))
 
@@ -351,7 +380,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._upstream = upstream
 
-    def hold(self, size: int) -> None:
+    def hold(self, size: int, what: str = "reading the request") -> None:
         """Count a body of this size in the memory that clients hold.
 
         Raises:
@@ -361,7 +390,7 @@ class Connection(asyncio.BufferedProtocol):
         memory.held -= self._held
         self._held = 0
         if size:
-            self._held = memory.take(size, "reading the request")
+            self._held = memory.take(size, what)
 
     # -- answering --------------------------------------------------------------------------------------------------------
 
@@ -384,10 +413,45 @@ class Connection(asyncio.BufferedProtocol):
         chunks = () if self._head is not None and self._head.method == "HEAD" else answer.chunks
         self.send(answer.status, [head, *chunks])
 
+    def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
+        """Send the answer of a planned lookup from its slot, with one write."""
+        plan, view = cast(Plan, lookup.plan), self.front.region.view
+        headers = [BINARY, (b"inference-header-content-length", b"%d" % len(plan.text))]
+        if deferred:
+            headers.append((DEFERRED_KEYS, b"%d" % deferred))
+        size = len(plan.text) + plan.end - plan.vectors_at
+        close = self._closing = self.closes_after
+        head = answer_head(200, headers, size, self._served.id, close=close) + plan.text
+        start = slot + plan.vectors_at - len(head)
+        view[start : slot + plan.vectors_at] = head
+        self._served.bytes_out = size
+        self.send(200, (view[start : slot + plan.end],), slot)
+
+    def encoded(
+        self,
+        lookup: "Lookup",
+        slot: int,
+        deferred: int,
+        text: Sequence[bytes],
+        binary: Sequence[memoryview],
+        length: int | None,
+    ) -> None:
+        headers = [BINARY if binary else JSON]
+        if length is not None:
+            headers.append((b"inference-header-content-length", b"%d" % length))
+        if deferred:
+            headers.append((DEFERRED_KEYS, b"%d" % deferred))
+        pieces: list[bytes | memoryview] = [*text, *binary]
+        size = sum(map(len, pieces))
+        close = self._closing = self.closes_after
+        self._served.bytes_out = size
+        self.send(200, [answer_head(200, headers, size, self._served.id, close=close), *pieces], slot)
+
     @property
     def closes_after(self) -> bool:
         """Whether this answer is the connection's last."""
-        return self._eof or self.front.leaving or (self._head is not None and not self._head.keeps_alive)
+        last = (self._eof or self.front.leaving) and self._at == self._have  # what has arrived is answered
+        return last or (self._head is not None and not self._head.keeps_alive)
 
     def refuse(self, error: Exception) -> None:
         """Answer an error. The connection closes after it if the body has not arrived, unless the client shall try again."""
@@ -413,12 +477,14 @@ class Connection(asyncio.BufferedProtocol):
         self._busy = True
         self._lingering = unread and not isinstance(error, MalformedRequestError)
         close = unread or isinstance(error, MalformedRequestError)
-        self.answer(self.front.error_answer(error, self, self._head, self._served), close=close)
+        self.answer(self.front.error_answer(error, self.client, self._head, self._served), close=close)
 
     def relay(self, data: bytes) -> None:
         if not self._ended:
             if not self._out and not self._bytes_out:
                 self._unread_since = time.monotonic()
+                if self.closes_after:
+                    data = data.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
             self._bytes_out += len(data)
             self._out.append(data)
             self._pump()
@@ -442,7 +508,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             answer = self.front.without_owner(self._head)
         except HPSError as error:
-            answer = self.front.error_answer(error, self, self._head, self._served)
+            answer = self.front.error_answer(error, self.client, self._head, self._served)
         self.answer(answer)
 
     def _pump(self) -> None:
@@ -481,25 +547,30 @@ class Connection(asyncio.BufferedProtocol):
         if self._lingering:
             self._since = None
             self._resume_reading()
-            self.front.loop.call_later(_LINGER_S, self.transport.close)
+            self.front.loop.call_later(_LINGER_S, self._close)
             if self._eof:
-                self.transport.close()
-        elif self._closing or self._eof:
-            self.transport.close()
+                self._close()
+        elif self._closing:
+            self._close()
         else:
             self._since = self._idle_since if self._skip else None
             self._resume_reading()
-            if self._at < self._have:
+            if self._at < self._have or self._eof:
                 self.front.loop.call_soon(self._next)
 
     def _next(self) -> None:
+        """Go on with what has arrived; after the client's last byte, close if that is no complete request."""
         if not (self._ended or self._busy or self._fill):
             self._advance()
+        if self._eof and not self._busy:
+            self.transport.close()
 
     def _finish(self, status: int) -> None:
         head, self._head = self._head, None
-        if status:
-            self.front.end(self, head, self._served, status, self._started, self._watched)
+        target = None if head is None else lookup_target(head.path)
+        if status and (head is None or target is not None or status != DISCONNECTED):
+            route = "unknown" if target is None else target.route
+            self.front.end(self.client, head, route, self._served, status, self._started, watched=self._watched)
 
     # -- limits -----------------------------------------------------------------------------------------------------------
 
@@ -513,17 +584,32 @@ class Connection(asyncio.BufferedProtocol):
         """Whether no request is under way."""
         return self.waiting and self._head is None
 
-    def close(self, last: bytes = b"") -> None:
+    def refuse_connection(self) -> None:
+        """Close a connection for which there is no room."""
+        self._ended = True
+        if self.front.tls is None:
+            self.transport.write(TOO_MANY)
+        self.transport.close()
+
+    def close(self) -> None:
         """Close an idle connection to make room for another."""
         self._ended = True
-        if last:
-            self.transport.write(last)
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection. A client that has been sent everything is not waited for: TLS would, to say goodbye."""
         self.transport.close()
+        if self._socket is not None and not self._socket.get_write_buffer_size():
+            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""
         new = time.monotonic() - self.opened < _FIRST_REQUEST_S and not self.completed
-        if self.idle and self._at == self._have and not self._skip and not new and not self.transport.is_closing():
+        if not self.idle or self._at < self._have or self._skip or new or self.transport.is_closing():
+            return
+        received = select.poll()  # bytes that the event loop has not read: closing now would reset the connection
+        received.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if not received.poll(0):
             self.close()
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
@@ -550,8 +636,3 @@ class Connection(asyncio.BufferedProtocol):
     def _abort(self, reason: str, what: str) -> None:
         self.front.refusals.abort(reason, self.client or "an unknown address", what)
         self.transport.abort()
-
-
-def header_length(head: Head) -> bytes | None:
-    value: Any = head.headers.get(b"inference-header-content-length")
-    return value if value is None else bytes(value)

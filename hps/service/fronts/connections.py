@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from hps.service.fronts.connection import Connection
+    from hps.service.fronts.http2 import HTTP2Connection
 
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
 TOO_MANY: Final = (
@@ -27,14 +28,14 @@ class Connections:
     """
 
     def __init__(self, most: int) -> None:
-        self.order: dict[Connection, None] = {}
+        self.order: dict[Connection | HTTP2Connection, None] = {}
         self.limit_to(most)
 
     def limit_to(self, most: int) -> None:
         """Change the limit."""
         self.most = _within_descriptors(most)
 
-    def least_missed(self) -> "Connection | None":
+    def least_missed(self) -> "Connection | HTTP2Connection | None":
         """Return the connection to close for a new one; None to refuse the new one.
 
         Requests that are sent in part never take more than half of the connections from clients that have sent complete ones.

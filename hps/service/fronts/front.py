@@ -11,14 +11,15 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig
+from hps.configuration.tokens import TokenConfig
 from hps.errors import HPSError, NotReadyError, UnknownModelError, UnknownVersionError
 from hps.ground.numba_kernels import compile_kernels
 from hps.regions import layout
@@ -26,17 +27,16 @@ from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
 from hps.service.authorization import Authorization
-from hps.service.fronts.connection import Connection, answer_head, header_length
-from hps.service.fronts.connections import TOO_MANY, Connections
+from hps.service.fronts.connection import Connection
+from hps.service.fronts.connections import Connections
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
 from hps.service.fronts.proxy import OwnerConnections
 from hps.service.fronts.sharing import body_bytes
 from hps.service.fronts.slots import Slots
+from hps.service.fronts.tls import TLS
 from hps.service.held_memory import HeldMemory
 from hps.service.http_answer import (
-    BINARY,
-    DEFERRED_KEYS,
     JSON,
     HTTPAnswer,
     OverloadedError,
@@ -61,6 +61,9 @@ from hps.service.targets import LookupTarget, lookup_target
 from hps.statistics.tracing import LookupTrace, Span, TableAnswers
 from hps.types import TableSpec
 
+if TYPE_CHECKING:
+    from hps.service.fronts.http2 import HTTP2Connection
+
 _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.5
@@ -71,14 +74,66 @@ _SPIN_NS: Final = 100_000
 _STOP_S: Final = 10.0
 _STOP_TICK_S: Final = 0.02
 BACKLOG: Final = 2048
+MOST_PENDING: Final = RING // 2
+"""Maximum number of lookups that the owner works on for one front."""
+
+
+class RequestHead(Protocol):
+    """What is known of a request before its body."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
+
+
+class Requester(Protocol):
+    """Who asked for a lookup. A front calls exactly one of the three that end it."""
+
+    def slot_free(self) -> None:
+        """There may be a slot now: call `Front.take_slot` again."""
+
+    def hold(self, size: int, what: str) -> None:
+        """Hold so many bytes for the lookup in the memory of the front, instead of what was held before.
+
+        Raises:
+            RequestError, OverloadedError: there is no memory for it.
+        """
+
+    def wait_with(self, body: bytes | bytearray) -> None:
+        """The lookup starts again with this body, once there is a slot."""
+
+    def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
+        """The lookup ends: the vectors of its plan are in this slot, which the requester has to release."""
+
+    def encoded(
+        self,
+        lookup: "Lookup",
+        slot: int,
+        deferred: int,
+        text: Sequence[bytes],
+        binary: Sequence[memoryview],
+        length: int | None,
+    ) -> None:
+        """The lookup ends: the answer is this text, of a `length` if `binary` data follows it, which is in this slot."""
+
+    def refuse(self, error: Exception) -> None:
+        """The lookup ends with an error."""
 
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """A lookup from its head to its answer. *One event loop.*"""
+    """A lookup from its head to its answer. *One event loop.*
 
-    connection: Connection | None
-    head: Head
+    Attributes:
+        requester: None once it is gone.
+        text: JSON part of a planned lookup.
+        body, json_bytes: body of every other, and the length of its JSON part; None if all of it is JSON.
+    """
+
+    requester: Requester | None
     target: LookupTarget
     served: Served
     version: FrontVersion
@@ -86,6 +141,7 @@ class Lookup:
     plan: Plan | None = None
     placed: Placed | None = None
     body: bytes | bytearray = b""
+    json_bytes: int | None = None
     traced: bool = False
     report: bool = False
     slot: int = -1
@@ -135,15 +191,17 @@ class Front:
         settings = configuration.service
         self.memory = HeldMemory(settings.max_held_bytes)
         self.connections = Connections(settings.max_connections)
-        self.authorization = Authorization(settings)
+        self.authorization = Authorization(settings, share=1 / self._fronts)
         self.authorization.loopback = loopback
+        self.tls = TLS(settings, logging.DEBUG if number else None) if settings.tls_certificate_path else None
+        self._tokens: list[dict[str, Any]] = []
         self.metrics = HTTPMetrics(self.refusals)
         self._spans = spans_of(configuration)
         self._requests = RequestLog(settings, self._spans)
         self._new_id = new_ids()
         self.owner = OwnerConnections(shared.path)
         self._pending: dict[int, Lookup] = {}
-        self._waiting: deque[tuple[Lookup, Connection]] = deque()
+        self._waiting: deque[tuple[Lookup, Requester]] = deque()
         self._counts: dict[tuple[str, str], InferenceCounts] = {}
         self._models: dict[str, dict[str, FrontVersion]] = {}
         self._serving: dict[str, str] = {}
@@ -170,7 +228,7 @@ class Front:
 
     def _configure(self, settings: ServiceConfig) -> None:
         self.settings = settings
-        self.authorization.configure(settings)
+        self.authorization.configure(settings, [TokenConfig.model_validate(one) for one in self._tokens])
         self._requests.configure(settings)
         self.memory.limit_to(body_bytes(settings, self._fronts))
         self._max_keys = settings.max_keys_per_request
@@ -203,7 +261,7 @@ class Front:
         elif epoch == self._epoch:
             self._connected = True
             for lookup in list(self._pending.values()):
-                if lookup.connection is None:
+                if lookup.requester is None:
                     del self._pending[lookup.slot]
                     self._free(lookup.slot)
                 else:
@@ -216,7 +274,8 @@ class Front:
         self._page_version, page = found
         self._serving, self._reasons, self._blocked = page["serving"], page["reasons"], page["blocked"]
         settings = ServiceConfig.model_validate(page["settings"])
-        if settings != self.settings:
+        if settings != self.settings or page["tokens"] != self._tokens:
+            self._tokens = page["tokens"]
             self._configure(settings)
         models: dict[str, dict[str, FrontVersion]] = {}
         for name, versions in page["models"].items():
@@ -240,8 +299,6 @@ class Front:
         Raises:
             NotReadyError, UnknownModelError, UnknownVersionError: nothing does.
         """
-        if self.page[layout.PAGE_VERSION] != self._page_version:
-            self._read_page()
         if self._blocked:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
         name, number = target.model_name, target.version
@@ -265,47 +322,62 @@ class Front:
         served.id = self._new_id()
         return served
 
-    def begin(self, connection: Connection, head: Head, served: Served, started: float) -> bool:
+    def begin(self, client: str, head: RequestHead, target: LookupTarget | None, served: Served, started: float) -> bool:
         """Note a request's id, and decide what to log of it; return whether `end` has to be told."""
         headers = head.headers
         if (b"x-request-id" in headers or b"traceparent" in headers) and (named := request_id(headers)):
             served.id = named
-        target = lookup_target(head.path)
         if target is None:
             return False
         served.model, served.version = target.model_name, target.version
         if watched := started >= self._requests.quiet_until:
-            self._requests.begin(served, _scope(head, connection), headers)
+            self._requests.begin(served, self._scope(head, client), headers)
         return watched
 
-    def check(self, connection: Connection, head: Head, served: Served) -> None:
-        """Refuse a request by its head alone.
+    def check(self, head: Head, served: Served, certificate: Sequence[str]) -> None:
+        """Refuse a request by its head, or the names in its client's certificate, alone.
 
         Raises:
             RequestError, HPSError: it is refused.
         """
+        if self.page[layout.PAGE_VERSION] != self._page_version:
+            self._read_page()
         target = lookup_target(head.path)
         if head.length > (most := self.most_bytes(head)):
             raise too_large(f"Content-Length is {head.length}", most)
         if b"content-encoding" in head.headers:
             check_encoding(head.headers)
+        if self.authorization.asks or certificate:
+            self.authorize(head.headers, certificate, served, target)
         if target is None:
             return
-        if self.authorization.guarded:
-            self.authorization.check_lookup(head.headers)
         if head.method != "POST":
             got = f"got {head.method} {head.path[:300]}"
             raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
         self._version(target)
+
+    def authorize(
+        self, headers: Mapping[bytes, bytes], certificate: Sequence[str], served: Served, target: LookupTarget | None
+    ) -> None:
+        """Note who sent a request, check the rights of a lookup, and the limits of every request.
+
+        Raises:
+            RequestError: it is refused.
+            NotReadyError: the owner has not said yet which tokens there are.
+        """
+        identity = served.identity = self.authorization.find(headers, certificate)
+        if target is None:
+            self.authorization.count(identity)  # its rights are checked by the owner
+            return
+        if self._page_version < 0:
+            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
+        self.authorization.admit(identity, "lookup", headers, certificate)
 
     def most_bytes(self, head: Head) -> int:
         """Return the limit of a request's body, as sent and decompressed."""
         most = self.settings.max_body_bytes
         known = lookup_target(head.path) is not None or row_target(head.path) is not None
         return most if known else min(most, MOST_OBJECT_BYTES)
-
-    def is_lookup(self, head: Head) -> bool:
-        return lookup_target(head.path) is not None
 
     def text_bytes(self, head: Head) -> int:
         """Return the length of the JSON part of a binary lookup; -1 for every other request.
@@ -316,51 +388,65 @@ class Front:
         target = lookup_target(head.path)
         if target is None or target.route == LOOKUP or b"content-encoding" in head.headers:
             return -1
-        given = header_length(head)
-        if given is None:
-            return -1
-        size = parse_header_length(given, head.length)
+        size = parse_header_length(head.headers.get(b"inference-header-content-length"), head.length)
         return size if size is not None and size < SMALL_JSON_BYTES else -1
 
-    def planned(self, connection: Connection, head: Head, text: bytes) -> Lookup | None:
-        """Begin a binary lookup whose JSON part has arrived; None if the rest of its body has to be read first."""
-        served, target = connection._served, lookup_target(head.path)
-        if target is None or served.traced:
+    def planned(self, requester: Requester, target: LookupTarget, served: Served, text: bytes, size: int) -> Lookup | None:
+        """Begin a binary lookup whose JSON part has arrived; None if the rest of its body has to be read first.
+
+        Args:
+            size: of the body.
+        """
+        if served.traced:
             return None
         version = self._version(target)
         began = time.perf_counter_ns()
         plan = plan_of(text, version.tables, self._max_keys)
         if plan is None:
             return None
-        if head.length != len(text) + plan.keys_bytes:
+        if size != len(text) + plan.keys_bytes:
             return None  # the generic path says what is wrong with it
-        lookup = Lookup(connection, head, target, served, version, text, plan, device=plan.device, began_ns=began)
+        lookup = Lookup(requester, target, served, version, text, plan, device=plan.device, began_ns=began)
         served.version = version.tables.version
+        self.authorization.take_keys(served.identity, plan.keys_bytes // 8)
         return lookup
 
-    def decoded(self, connection: Connection, head: Head, body: bytes | bytearray) -> Lookup:
+    def decoded(
+        self,
+        requester: Requester,
+        target: LookupTarget,
+        served: Served,
+        body: bytes | bytearray,
+        length: bytes | None,
+    ) -> Lookup:
         """Decode a lookup whose body has arrived.
+
+        Args:
+            length: of its JSON part, as written; None if all of it is JSON.
 
         Raises:
             HPSError: it is refused.
         """
-        served, target = connection._served, lookup_target(head.path)
-        if target is None:
-            raise RequestError(404, "no lookup")
         version = self._version(target)
-        lookup = Lookup(connection, head, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
+        lookup = Lookup(requester, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
+        try:
+            if target.route != LOOKUP:
+                lookup.json_bytes = parse_header_length(length, len(body))
+        except HPSError:
+            version.counts.failed(lookup.began_ns)
+            raise
         self._decode(lookup)
+        self.authorization.take_keys(served.identity, lookup.placed.keys if lookup.placed is not None else 0)
         return lookup
 
     def _decode(self, lookup: Lookup) -> None:
-        version, body, head = lookup.version, lookup.body, lookup.head
-        header = None
+        version, body, header = lookup.version, lookup.body, lookup.json_bytes
         request: Any
         try:
-            if lookup.target.route != LOOKUP:
-                header = parse_header_length(header_length(head), len(body))
-            if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.connection is not None:
-                lookup.connection.hold(len(body) + parsed_bytes(memoryview(body)[:header], self._max_keys))
+            if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.requester is not None:
+                lookup.requester.hold(
+                    len(body) + parsed_bytes(memoryview(body)[:header], self._max_keys), "parsing the request"
+                )
             if lookup.target.route == LOOKUP:
                 request = decode_lookup(body, version.tables, self._max_keys)
             else:
@@ -373,11 +459,11 @@ class Front:
         lookup.traced = lookup.served.traced or request.wants_report
         lookup.device = request.device_id
         lookup.placed = Placed(request, lookup.traced)
-        if lookup.connection is not None:
-            lookup.connection.hold(len(body) + request.held_bytes)
+        if lookup.requester is not None:
+            lookup.requester.hold(len(body) + request.held_bytes, "answering the request")
 
     def take_slot(self, lookup: Lookup) -> bool:
-        """Take a slot; False if there is none now: the connection is told when to try again.
+        """Take a slot; False if there is none now: the requester is told when to try again.
 
         Raises:
             RequestError: 413, no slot is as large.
@@ -389,12 +475,12 @@ class Front:
         if size > self.slots.largest:
             limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
             raise RequestError(413, f"answering the request: it takes {size} bytes of memory, {limit}; send fewer keys at once")
-        connection = lookup.connection
-        slot = -1 if len(self._pending) >= RING // 2 else self.slots.take(size)
+        requester = lookup.requester
+        slot = -1 if len(self._pending) >= MOST_PENDING else self.slots.take(size)
         if slot < 0:
-            if connection is not None:
+            if requester is not None:
                 lookup.slot_due = lookup.slot_due or time.monotonic() + _SLOT_WAIT_S
-                self._waiting.append((lookup, connection))
+                self._waiting.append((lookup, requester))
             return False
         lookup.slot, lookup.slot_due = slot, 0.0
         return True
@@ -419,7 +505,8 @@ class Front:
         """
         self._expect_owner()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
-        serial = lookup.serial = lookup.version.serial(lookup.device)
+        lookup.device = lookup.version.device(lookup.device)
+        serial = lookup.serial = lookup.version.serials[lookup.device]
         if plan is not None:
             descriptor = plan.descriptor
             self.region.view[slot : slot + len(descriptor)] = descriptor
@@ -474,18 +561,18 @@ class Front:
             lookup = self._pending.pop(slot, None)
             if lookup is None:
                 continue
-            if lookup.connection is None:
+            if lookup.requester is None:
                 self._free(slot)
                 continue
             try:
                 self._answer(lookup)
             except Exception as error:  # noqa: BLE001 - the client gets an answer
-                if lookup.connection is not None:
-                    lookup.connection.refuse(error)
+                if lookup.requester is not None:
+                    lookup.requester.refuse(error)
 
     def _answer(self, lookup: Lookup) -> None:
-        connection, slot, words = lookup.connection, lookup.slot, self.region.words
-        if connection is None:
+        requester, slot, words = lookup.requester, lookup.slot, self.region.words
+        if requester is None:
             return
         at = slot >> 3
         status = int(words[at + layout.STATUS // 8])
@@ -493,24 +580,12 @@ class Front:
             resumed = time.perf_counter_ns()
             began, ended = int(words[at + layout.BEGAN_NS // 8]), int(words[at + layout.ENDED_NS // 8])
             lookup.version.counts.succeeded(lookup.began_ns, lookup.posted_ns, began, ended, resumed)
-            plan = lookup.plan
-            if plan is None:
-                self._answer_placed(lookup, connection, began, ended, resumed)
+            if lookup.plan is None:
+                self._answer_placed(lookup, requester, began, ended, resumed)
                 return
-            served, text = lookup.served, plan.text
-            body = len(text) + plan.end - plan.vectors_at
             deferred = int(words[at + layout.DEFERRED // 8])
-            headers = [BINARY, (b"inference-header-content-length", b"%d" % len(text))]
-            if deferred:
-                headers.append((DEFERRED_KEYS, b"%d" % deferred))
-            close = connection._closing = connection.closes_after
-            head = answer_head(200, headers, body, served.id, close=close) + text
-            start = slot + plan.vectors_at - len(head)
-            view = self.region.view
-            view[start : slot + plan.vectors_at] = head
-            served.bytes_out = body
             lookup.slot = -1
-            connection.send(200, (view[start : slot + plan.end],), slot)
+            requester.answered(lookup, slot, deferred)
             return
         if status == RETIRED:
             self._again(lookup)
@@ -540,12 +615,12 @@ class Front:
             return error
         return RequestError(status, message)
 
-    def _answer_placed(self, lookup: Lookup, connection: Connection, began: int, ended: int, resumed: int) -> None:
+    def _answer_placed(self, lookup: Lookup, requester: Requester, began: int, ended: int, resumed: int) -> None:
         placed, served, words = lookup.placed, lookup.served, self.region.words
         if placed is None:
             return
         at = lookup.slot >> 3
-        device, deferred = int(words[at + layout.DEVICE // 8]), int(words[at + layout.DEFERRED // 8])
+        deferred = int(words[at + layout.DEFERRED // 8])
         report = None
         if lookup.traced and (found := self._aside(lookup)) is not None:
             trace = LookupTrace()
@@ -555,57 +630,47 @@ class Front:
             served.queue_ns, served.infer_ns = began - lookup.posted_ns, ended - began
             if lookup.report:
                 report = report_of(trace, served.queue_ns, served.infer_ns)
-        text, binary, length = placed.encode(report, device)
-        headers = [BINARY if binary else JSON]
-        if length is not None:
-            headers.append((b"inference-header-content-length", b"%d" % length))
-        if deferred:
-            headers.append((DEFERRED_KEYS, b"%d" % deferred))
-        pieces: list[bytes | memoryview] = [*text, *binary]
+        text, binary, length = placed.encode(report, lookup.device or 0)
+        pieces = [*text]
         lookup.version.counts.output_ns += time.perf_counter_ns() - resumed
-        size = sum(map(len, pieces))
-        close = connection._closing = connection.closes_after
-        head = answer_head(200, headers, size, served.id, close=close)
         slot, lookup.slot = lookup.slot, -1
-        served.bytes_out = size
-        connection.send(200, [head, *pieces], slot)
+        requester.encoded(lookup, slot, deferred, pieces, binary, length)
 
     def _again(self, lookup: Lookup) -> None:
         """Look up again what a retired deployment did not answer: another version may have taken over."""
         before, slot = lookup.version, lookup.slot
-        body = lookup.body
+        body, json_bytes = lookup.body, lookup.json_bytes
         if lookup.plan is not None:
-            body = lookup.text + bytes(self.keys_of(lookup))
+            body, json_bytes = lookup.text + bytes(self.keys_of(lookup)), len(lookup.text)
         lookup.slot = -1
         self._free(slot)
-        connection = lookup.connection
+        lookup.plan, lookup.body, lookup.json_bytes = None, body, json_bytes
         self._read_page()
         version = self._version(lookup.target)
         if version is before and time.perf_counter() < lookup.due:
-            self.loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup, body)
+            self.loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup)
             return
-        if version is before or connection is None:
+        if version is before:
             raise NotReadyError(f"model {lookup.target.model_name!r} is not ready: it was undeployed")
-        self._retry(lookup, body)
+        self._retry(lookup)
 
-    def _retry(self, lookup: Lookup, body: bytes | bytearray) -> None:
-        connection = lookup.connection
-        if connection is None:
+    def _retry(self, lookup: Lookup) -> None:
+        requester = lookup.requester
+        if requester is None:
             return
         try:
             lookup.version = self._version(lookup.target)
-            lookup.plan, lookup.body = None, body
             self._decode(lookup)
             if self.take_slot(lookup):
                 self.post(lookup)
             else:
-                connection._body = bytearray(body)
+                requester.wait_with(lookup.body)
         except Exception as error:  # noqa: BLE001 - the client gets an answer
-            connection.refuse(error)
+            requester.refuse(error)
 
     def disown(self, lookup: Lookup) -> bool:
-        """Forget the connection of a lookup; return whether its slot is free. One that was posted is the owner's until then."""
-        lookup.connection = None
+        """Forget the requester of a lookup; return whether its slot is free. One that was posted is the owner's until then."""
+        lookup.requester = None
         if lookup.slot in self._pending and self._pending[lookup.slot] is lookup:
             return False
         if lookup.slot >= 0:
@@ -624,15 +689,18 @@ class Front:
     def _serve_next(self) -> None:
         """Let the first that waits for a slot try again."""
         while self._waiting:
-            lookup, connection = self._waiting.popleft()
-            if lookup.connection is not connection:
+            lookup, requester = self._waiting.popleft()
+            if lookup.requester is not requester:
                 continue
-            connection.slot_free()
+            requester.slot_free()
             if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
                 self._waiting.rotate(1)
             return
 
     def _no_slot(self) -> OverloadedError:
+        if (pending := len(self._pending)) >= MOST_PENDING:
+            limit = f"expected at most {MOST_PENDING}; send the request again later"
+            return OverloadedError("threads", f"{pending} lookups are under way, {limit}")
         used = f"other requests hold {self.slots.used} bytes of {self.region.size} (from service.max_held_bytes)"
         return OverloadedError("memory", f"answering the request: {used}; send the request again later")
 
@@ -648,38 +716,47 @@ class Front:
             return HTTPAnswer(200, [JSON], (b'{"live":true}',))
         raise NotReadyError("the parameter server is being started again; send the request again later")
 
-    def error_answer(self, error: Exception, connection: Connection, head: Head | None, served: Served) -> HTTPAnswer:
+    def error_answer(self, error: Exception, client: str, head: Head | None, served: Served) -> HTTPAnswer:
+        self.note_error(error, client, head, served)
+        answer = error_answer(error, served.id.decode())
+        release_frames(error)
+        return answer
+
+    def note_error(self, error: Exception, client: str, head: RequestHead | None, served: Served) -> None:
+        """Count and log an error with which a request ends."""
         served.failed(error)
         identity = served.id.decode()
         line = f"{head.method} {head.path[:300]}" if head is not None else "a request"
         if isinstance(error, OverloadedError):
             self.refusals.refuse(error.reason, error, identity)
         elif isinstance(error, RequestError) and error.status in (401, 403):
-            self.refusals.deny(error.status, connection.client or "an unknown address", f"{line}: {error}", identity)
+            self.refusals.deny(error.status, client or "an unknown address", f"{line}: {error}", identity)
         if not isinstance(error, HPSError | MemoryError):
             _log.error("serving %s failed unexpectedly", line, exc_info=error, extra=fields(request_id=identity))
-        answer = error_answer(error, identity)
-        release_frames(error)
-        return answer
 
     def end(
-        self, connection: Connection, head: Head | None, served: Served, status: int, started: float, watched: bool
+        self, client: str, head: RequestHead | None, route: str, served: Served, status: int, started: float, *, watched: bool
     ) -> None:
         """Count and log a request that has ended."""
-        target = None if head is None else lookup_target(head.path)
-        if head is not None and target is None and status == 499:
-            return
-        route = "unknown" if target is None else target.route
         seconds = time.perf_counter() - started
-        self.metrics.count(route, status, seconds)
+        self.metrics.count(route, status, seconds, self.authorization.counted(served.identity))
         if head is not None and (watched or served.error is not None):
-            self._requests.end(served, _scope(head, connection), route, status, seconds)
+            self._requests.end(served, self._scope(head, client), route, status, seconds)
         elif head is None or head.path not in POLLED:
             self._requests.left_out += 1
 
+    def _scope(self, head: RequestHead, client: str) -> MutableMapping[str, Any]:
+        return {
+            "type": "http",
+            "method": head.method,
+            "path": head.path,
+            "client": (client, 0) if client else None,
+            "scheme": "http" if self.tls is None else "https",
+        }
+
     # -- connections ------------------------------------------------------------------------------------------------------
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: "Connection | HTTP2Connection") -> None:
         connections = self.connections
         if len(connections.order) >= connections.most:
             limit = f"{connections.most} connections (service.max_connections by the fronts, at most half of the open files)"
@@ -687,12 +764,12 @@ class Front:
             least_missed = connections.least_missed()
             if least_missed is None:
                 self.refusals.refuse("connections", limit)
-                connection.close(TOO_MANY)
+                connection.refuse_connection()
                 return
             least_missed.close()
         connections.order[connection] = None
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: "Connection | HTTP2Connection") -> None:
         self.connections.order.pop(connection, None)
 
     def _look(self) -> None:
@@ -702,19 +779,21 @@ class Front:
         if self.page[layout.PAGE_VERSION] != self._page_version:
             self._read_page()
         self._look_at_owner()
+        if self.tls is not None:
+            self.tls.look()
         for one in list(self.connections.order):
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
         self.connections.look()
         clock = time.perf_counter()
-        for lookup in [one for one in self._pending.values() if one.due < clock and one.connection is not None]:
-            connection, limit = lookup.connection, settings.request_timeout_s
-            if connection is not None:
+        for lookup in [one for one in self._pending.values() if one.due < clock and one.requester is not None]:
+            requester, limit = lookup.requester, settings.request_timeout_s
+            if requester is not None:
                 lookup.version.counts.failed(lookup.began_ns)
-                connection.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
+                requester.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
         while self._waiting and self._waiting[0][0].slot_due < now:
-            lookup, connection = self._waiting.popleft()
-            if lookup.connection is connection:
-                connection.refuse(self._no_slot())
+            lookup, requester = self._waiting.popleft()
+            if lookup.requester is requester:
+                requester.refuse(self._no_slot())
         self._ticks["look"] = self.loop.call_later(_TICK_S, self._look)
 
     # -- figures ----------------------------------------------------------------------------------------------------------
@@ -744,31 +823,35 @@ class Front:
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
-    def run(self, listener: socket.socket) -> None:
+    def run(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
         """Serve until SIGTERM. Blocks."""
-        uvloop.run(self._run(listener))
+        uvloop.run(self._run(listener, grpc_listener))
 
-    async def _run(self, listener: socket.socket) -> None:
+    async def _run(self, listener: socket.socket, grpc_listener: socket.socket | None) -> None:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, stopping.set)
         loop.add_signal_handler(signal.SIGUSR1, self.leave)
         for number in (signal.SIGINT, signal.SIGHUP):  # the parent says what they mean
             loop.add_signal_handler(number, lambda: None)
-        await self.start(listener)
+        await self.start(listener, grpc_listener)
         gc.collect()
         gc.freeze()
         await stopping.wait()
         await self.stop(_STOP_S)
         self.close()
 
-    async def start(self, listener: socket.socket) -> None:
-        """Begin to serve on this event loop."""
+    async def start(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
+        """Begin to serve HTTP, and gRPC if it has a listener, on this event loop."""
         loop = self.loop = asyncio.get_running_loop()
         loop.add_reader(self._event, self._woken)
         self._arm()
         self._read_page()
-        self._server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
-        self._listener = listener
+        self._servers = [(listener, await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG))]
+        if grpc_listener is not None:
+            from hps.service.fronts.grpc_calls import grpc_connection  # of an extra
+
+            server = await loop.create_server(lambda: grpc_connection(self), sock=grpc_listener, backlog=BACKLOG)
+            self._servers.append((grpc_listener, server))
         self._look()
         self._publish_often()
 
@@ -777,17 +860,19 @@ class Front:
         self.leaving = True
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop listening once the queue of the listener is empty, since closing it resets unaccepted connections; then wait
+        """Stop listening once the queues of the listeners are empty, since closing resets unaccepted connections; then wait
         until the requests that are under way have their answers.
         """
         self.leave()
         queued = select.poll()
-        queued.register(self._listener, select.POLLIN)
+        for listener, _ in self._servers:
+            queued.register(listener, select.POLLIN)
         turns = 0
         while queued.poll(0) and turns < BACKLOG:
             turns += 1
             await asyncio.sleep(0)  # each turn of the event loop accepts at least one connection
-        self._server.close()
+        for _, server in self._servers:
+            server.close()
         since = time.monotonic()
         while self.connections.order and time.monotonic() - since < timeout_s:
             for connection in list(self.connections.order):
@@ -805,8 +890,3 @@ class Front:
         self.publish()
         if self._spans is not None:
             self._spans.close()
-
-
-def _scope(head: Head, connection: Connection) -> MutableMapping[str, Any]:
-    client = (connection.client, 0) if connection.client else None
-    return {"type": "http", "method": head.method, "path": head.path, "client": client, "scheme": "http"}

@@ -13,7 +13,8 @@ MAX_HEAD_BYTES: Final = 65_536
 MAX_HEADERS: Final = 128
 _CACHED_BYTES = 2048
 _CACHED_HEADS = 1024
-_MOST_LENGTH_DIGITS = 15
+_MOST_LENGTH_DIGITS = 19
+_MOST_SIZE_DIGITS = 15  # hexadecimal, of a chunk
 _ABSOLUTE_FORM = re.compile(rb"^[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*/?(.*)$", re.DOTALL)  # RFC 9112, section 3.2.2
 _HEX_DIGITS = b"0123456789abcdefABCDEF"
 _MOST_LINE = 4096  # of a chunk's size, or of trailers
@@ -156,7 +157,7 @@ class Chunks:
             return
         digits = line[:-2].partition(b";")[0].rstrip(b" \t")
         try:
-            if not 0 < len(digits) <= _MOST_LENGTH_DIGITS or digits.strip(_HEX_DIGITS):
+            if not 0 < len(digits) <= _MOST_SIZE_DIGITS or digits.strip(_HEX_DIGITS):
                 raise ValueError
             size = int(digits, 16)
         except ValueError:

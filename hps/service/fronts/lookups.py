@@ -31,7 +31,7 @@ ASIDE_ROOM: Final = 2048
 TRACE_ROOM: Final = 65_536
 _VECTORS_ALIGNED = 128
 _CACHED_PLANS = 1024
-_WORDS = struct.Struct("<6q")  # serial, flags, segments, aside, its bytes, device: see `regions/layout.py`
+_WORDS = struct.Struct("<5q")  # serial, flags, segments, aside, its bytes: see `regions/layout.py`
 
 
 @dataclass(eq=False, slots=True)
@@ -50,8 +50,8 @@ class FrontVersion:
     counts: InferenceCounts
     turn: int = 0
 
-    def serial(self, device: int | None) -> int:
-        """Return the serial of a deployment on a device; None: the next one.
+    def device(self, device: int | None) -> int:
+        """Return the device that answers; None: the next one.
 
         Raises:
             UnknownDeviceError: the model is not deployed there.
@@ -59,17 +59,14 @@ class FrontVersion:
         """
         if not self.serials:
             raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
+        devices = list(self.serials)
         if device is None:
-            serials = list(self.serials.values())
             self.turn += 1
-            return serials[self.turn % len(serials)]
-        try:
-            return self.serials[device]
-        except KeyError:
-            raise UnknownDeviceError(
-                f"looking up model {self.tables.name!r}: got device {device!r}, expected one of its deployed_device_list "
-                f"{list(self.serials)}"
-            ) from None
+            return devices[self.turn % len(devices)]
+        if device not in self.serials:
+            got = f"got device {device!r}, expected one of its deployed_device_list {devices}"
+            raise UnknownDeviceError(f"looking up model {self.tables.name!r}: {got}")
+        return device
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -139,7 +136,7 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
 def _descriptor(flags: int, count: int, aside_bytes: int, words: Sequence[int]) -> bytes:
     aside = HEADER_BYTES + 8 * SEGMENT_WORDS * count
     head = bytearray(HEADER_BYTES)
-    _WORDS.pack_into(head, 0, 0, flags, count, aside, aside_bytes, -1)
+    _WORDS.pack_into(head, 0, 0, flags, count, aside, aside_bytes)
     return bytes(head) + struct.pack(f"<{len(words)}q", *words)
 
 
@@ -214,7 +211,7 @@ class Placed:
         for at, array in self._extra:
             memory.bytes[slot + at : slot + at + array.nbytes] = array.view(np.uint8).reshape(-1)
         head = bytearray(HEADER_BYTES)
-        _WORDS.pack_into(head, 0, serial, self._flags, len(words) // SEGMENT_WORDS, self._aside_at, self._aside_room, -1)
+        _WORDS.pack_into(head, 0, serial, self._flags, len(words) // SEGMENT_WORDS, self._aside_at, self._aside_room)
         descriptor = bytes(head) + struct.pack(f"<{len(words)}q", *words)
         view[slot : slot + len(descriptor)] = descriptor
         if self._pooled:

@@ -1,13 +1,13 @@
 """Passes requests other than lookups on to the owner's application, over a socket of its own."""
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import httptools
 
-from hps.service.fronts.heads import Head
-from hps.service.http_answer import CLIENT
+from hps.service.http_answer import CLIENT, CLIENT_CERTIFICATE
 
 _MOST_IDLE = 8
 _CONNECT_S = 1.0
@@ -24,6 +24,7 @@ _HOP_BY_HOP = frozenset(
         b"transfer-encoding",
         b"upgrade",
         CLIENT,
+        CLIENT_CERTIFICATE,
     }
 )
 
@@ -41,10 +42,19 @@ class Client(Protocol):
         """There is no answer, or no end of it if it `began`."""
 
 
-def forwarded(head: Head, body: bytes | bytearray, client: str) -> bytes:
+def forwarded(
+    method: str,
+    target: bytes,
+    headers: Iterable[tuple[bytes, bytes]],
+    body: bytes | bytearray,
+    client: str,
+    certificate: Sequence[str] = (),
+) -> bytes:
     """Return a request as the owner's application gets it."""
-    lines = [b"%s %s HTTP/1.1" % (head.method.encode(), head.target)]
-    lines += [b"%s: %s" % line for line in head.lines if line[0] not in _HOP_BY_HOP]
+    lines = [b"%s %s HTTP/1.1" % (method.encode(), target)]
+    lines += [b"%s: %s" % line for line in headers if line[0] not in _HOP_BY_HOP]
+    if certificate:
+        lines.append(CLIENT_CERTIFICATE + b": " + json.dumps(certificate).encode())
     lines += [CLIENT + b": " + client.encode(), b"content-length: %d" % len(body), b"", b""]
     return b"\r\n".join(lines) + bytes(body)
 

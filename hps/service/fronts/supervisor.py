@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from hps.configuration.load import Configuration
+from hps.configuration.load import Configuration, ServiceConfig
 from hps.errors import ConfigError
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.thread_pool import available_threads
@@ -45,20 +45,24 @@ class Supervisor:
     Args:
         configuration: of the service.
         fronts: number of front processes.
+        grpc_port: port for gRPC; None: none.
 
     Attributes:
         shared: what fronts and owner share.
         url: address of the service.
     """
 
-    def __init__(self, configuration: Configuration, host: str, port: int, fronts: int) -> None:
+    def __init__(self, configuration: Configuration, host: str, port: int, fronts: int, grpc_port: int | None = None) -> None:
         self._configuration = configuration
         self._fronts = fronts
         self._place = reserve(host, port)
+        self._grpc_place = None if grpc_port is None else reserve(host, grpc_port, "grpc_port")
         self._address = self._place.getsockname()
         name, self._port = self._address[:2]
-        self.url = f"http://[{name}]:{self._port}" if ":" in name else f"http://{name}:{self._port}"
+        self.url = url_of(self._place, configuration.service)
         self._loopback = is_loopback(name)
+        if self._grpc_place is not None:
+            _log.info("listening for gRPC on %s:%d", *self._grpc_place.getsockname()[:2])
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
         path = str(Path(self._directory.name) / "owner.sock")
         self.shared = share(configuration.service, fronts, path, _SPIN_NS if self._spins else 0)
@@ -69,6 +73,7 @@ class Supervisor:
         self._stopping = ""
         self._told: set[bool] = set()  # whether the fronts (False) and the owner (True) were told to stop
         self._drains = False
+        self._began = 0.0
         self._code = 0
 
     @property
@@ -88,6 +93,7 @@ class Supervisor:
             if stop_at:
                 due.clear()
                 if self._stop_on(stop_at):
+                    _log.info("stopped, %.1f s after %s", time.monotonic() - self._began, self._stopping)
                     return self._code
             for number, at in list(due.items()):
                 if time.monotonic() >= at:
@@ -118,7 +124,7 @@ class Supervisor:
             os._exit(0)
         if number >= 0:
             self._be_front(number)
-        self._place.close()
+        self._close_places()
         return True
 
     def _be_front(self, number: int) -> NoReturn:
@@ -126,7 +132,8 @@ class Supervisor:
         try:
             shared = self.shared
             listener = listen_beside(self._place)
-            self._place.close()
+            grpc_listener = None if self._grpc_place is None else listen_beside(self._grpc_place)
+            self._close_places()
             for nth, (region, event) in enumerate(zip(shared.regions, shared.events, strict=True)):
                 if nth != number:
                     os.close(region)
@@ -134,7 +141,7 @@ class Supervisor:
             page = read_only(shared.page)
             os.close(shared.page)
             front = Front(number, replace(shared, page=page), self._configuration, spins=self._spins, loopback=self._loopback)
-            front.run(listener)
+            front.run(listener, grpc_listener)
             code = 0
         except BaseException:  # noqa: BLE001 - a forked process must not go on in the parent's code
             _log.exception("front %d failed", number)
@@ -143,6 +150,11 @@ class Supervisor:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+    def _close_places(self) -> None:
+        self._place.close()
+        if self._grpc_place is not None:
+            self._grpc_place.close()
 
     def _ended(self) -> list[tuple[int, int]]:
         found = []
@@ -207,12 +219,15 @@ class Supervisor:
         """Turn not ready; return when the fronts stop listening."""
         self._tell_fronts(signal.SIGUSR1)
         self._tell_owner(signal.SIGUSR1)
-        drain_s = 0.0
+        self._began, drain_s = time.monotonic(), 0.0
         if self._drains and any(one < 0 for one in self._children.values()):
             found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
             page = found[1] if found else {}
             if not page.get("blocked", "starting"):
                 drain_s = page["settings"]["drain_s"]
+        if drain_s:
+            why = self._stopping
+            _log.info("%s: not ready from now on; requests are answered for %g s more (service.drain_s)", why, drain_s)
         return time.monotonic() + drain_s
 
     def _stop_on(self, stop_at: float) -> bool:
@@ -223,9 +238,11 @@ class Supervisor:
         if any(one >= 0 for one in self._children.values()):
             if False not in self._told:
                 self._told.add(False)
+                _log.info("%s: no longer listening, after %.1f s", self._stopping, now - self._began)
                 self._tell_fronts(signal.SIGTERM)
         elif self._children and True not in self._told:
             self._told.add(True)
+            _log.info("requests have ended, after %.1f s", now - self._began)
             self._tell_owner(signal.SIGTERM)
         if now > stop_at + _STOP_S:
             for child in self._children:
@@ -234,8 +251,11 @@ class Supervisor:
         return not self._children
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int, key: str = "port") -> socket.socket:
     """Bind an address for fronts to listen on; port 0 picks a free one.
+
+    Args:
+        key: of the port in the configuration, for errors.
 
     Raises:
         ConfigError: it cannot be bound, or another process listens there.
@@ -257,7 +277,7 @@ def reserve(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             "service",
-            [f"host, port: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
+            [f"host, {key}: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
         ) from error
     return place
 
@@ -270,3 +290,9 @@ def listen_beside(place: socket.socket) -> socket.socket:
     listener.bind(place.getsockname())
     listener.listen(2048)
     return listener
+
+
+def url_of(bound: socket.socket, settings: ServiceConfig) -> str:
+    """Return the URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"{settings.scheme}://[{host}]:{port}" if ":" in host else f"{settings.scheme}://{host}:{port}"

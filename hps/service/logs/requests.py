@@ -73,6 +73,7 @@ class Served:
         queue_ns, infer_ns: wait for a thread, and duration of the lookup.
         error: text of the error in the answer. The error itself would keep the body through its traceback.
         who: client that requests a change, and its authorization; empty if it changes nothing.
+        identity: named token or certificate of the client, which has a `name`; None if there is none.
         outlived: whether it began a change that continues without it and logs its own line.
         unsaid: whether its failed lookup is not logged elsewhere.
     """
@@ -80,6 +81,7 @@ class Served:
     bytes_in = bytes_out = lookup_ns = queue_ns = infer_ns = 0  # on the class: a request only pays for those it sets
     logged = traced = unsaid = outlived = False
     who = ""
+    identity: Any = None
     span: RequestSpan | None = None
     model: str | None = None
     version: str | None = None
@@ -172,6 +174,7 @@ class RequestLog:
             keys=served.keys,
             hit_rate=report and report.hit_rate,
             client=client and client[0],
+            who=served.identity and served.identity.name,
             error=served.error and served.error[:_MOST_TEXT],
             left_out=left_out or None,
         )

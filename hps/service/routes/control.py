@@ -34,13 +34,14 @@ ERRORS: _Responses = {
     status: {"model": schemas.ErrorAnswer, "description": text}
     for status, text in {
         400: "The request is wrong.",
-        401: "The bearer token, or the admin token, is missing or wrong.",
-        403: "Changes are off, or what the request has does not allow them; the message says why.",
+        401: "The token is missing or wrong.",
+        403: "The token or certificate lacks the right, or changes are off; the message says why.",
         404: "There is no such model, version or table.",
         408: "The body did not arrive in time.",
         409: "The state of the model does not allow the change, or another one is under way; or the database is read-only.",
         413: "The body is too large, or has too many keys.",
         415: "The body is compressed with something other than gzip or deflate.",
+        429: "More than the token's limit allows. Retry-After says when to try again.",
         500: "A bug; the log has the details.",
         503: "Loading, stopping or overloaded, or a database failed. Retry-After says when to try again.",
         504: "The lookup did not end in time.",
@@ -60,7 +61,7 @@ _EXTENSIONS = [
 _NOT_LIVE = {"model": schemas.Live, "description": "A thread has ended unexpectedly; only a restart helps."}
 _NOT_READY = {"model": schemas.ServerReady, "description": "Not ready; `reason` and `models` say why."}
 
-_LOOKUP_ERRORS = {status: ERRORS[status] for status in ERRORS if status not in (403, 409, 507)}
+_LOOKUP_ERRORS = {status: ERRORS[status] for status in ERRORS if status not in (409, 507)}
 _ROW_ERRORS = {status: ERRORS[status] for status in ERRORS if status != 507}
 
 lookups = APIRouter()

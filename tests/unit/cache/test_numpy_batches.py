@@ -49,7 +49,7 @@ class Loop:
 
     def serve(self, cache, dims=DIMS, **options):
         self.caches.append(cache)
-        return self.board.add(tables_of(*dims, **options), 0, self.driver.resident(cache) if cache is not None else None)
+        return self.board.add(tables_of(*dims, **options), self.driver.resident(cache) if cache is not None else None)
 
     def start(self):
         for one in self._threads:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from hps.cli.app import app
 from hps.models.writer import write_sparse_model
+from tests.servers.certificates import Authority
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisClusterServers, RedisServer, free_ports
 from tests.servers.running_service import document_of, model_of, wait_until
@@ -94,6 +95,24 @@ def test_a_repository_that_is_not_there_hides_nothing(tmp_path: Path, content: d
     (tmp_path / "item" / "key").unlink()
     code, found = findings(written(tmp_path, content | {"model_repository": str(tmp_path / "gone"), "device": "gpu"}))
     assert (code, set(found)) == (2, {"device", "model_repository", "models[0].sparse_files[1]"})
+
+
+def test_files_of_tokens_and_certificates_are_checked(tmp_path: Path, content: dict[str, Any]) -> None:
+    tokens, wrong = tmp_path / "tokens.json", tmp_path / "wrong"
+    tokens.write_text('{"tokens": [{"name": "a", "rights": ["read"], "token": "s3cret"}, {"name": "b", "rights": []}]}')
+    wrong.write_text("s3cret")
+    content["service"] |= {"tokens_path": str(tokens), "tls_certificate_path": str(wrong)}
+    code, found = findings(written(tmp_path, content))
+    assert (code, set(found)) == (2, {"service.tokens_path", "service.tls_certificate_path"})
+    assert [text.partition(": ")[2].partition(":")[0] for _, text in found["service.tokens_path"]] == [
+        "tokens[0].rights[0]",
+        "tokens[1].certificate",
+    ]
+    pair = Authority(tmp_path).sign("server")
+    tokens.write_text('{"tokens": [{"name": "a", "rights": ["lookup"], "token": "s3cret"}]}')
+    content["service"]["tls_certificate_path"] = str(pair.both)
+    assert findings(written(tmp_path, content)) == (0, {})
+    assert "serves on https://127.0.0.1" in run(written(tmp_path, content)).stdout
 
 
 def test_too_few_widths_are_read_from_the_files(tmp_path: Path, content: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from hps.ground.numba_atomics import fetch_add
 from hps.ground.numba_kernels import kernel
 from hps.regions.board import Board, Resident
 from hps.regions.exchange import (
-    D_DEVICE,
     D_FIRST,
     D_IN_FLIGHT,
     D_NS,
@@ -80,12 +79,12 @@ def leave(board, serial):
 
 
 def test_a_deployment_has_the_words_of_its_tables(board):
-    board.add(tables_of(1), device_id=0, resident=None)
+    board.add(tables_of(1), resident=None)
     serial = board.add(
-        tables_of(3, 8, max_keys=77), device_id=5, resident=Resident([[11, 12], [13, 14, 15]], deployment=[16, 17])
+        tables_of(3, 8, max_keys=77), resident=Resident([[11, 12], [13, 14, 15]], deployment=[16, 17])
     )
     row = board.deployments[row_of(serial)]
-    assert row[[D_SERIAL, D_TABLES, D_RESIDENT, D_DEVICE]].tolist() == [serial, 2, 1, 5]
+    assert row[[D_SERIAL, D_TABLES, D_RESIDENT]].tolist() == [serial, 2, 1]
     assert row[D_OWN : D_OWN + 3].tolist() == [16, 17, 0]
     tables = board.tables[row[D_FIRST] : row[D_FIRST] + 2]
     assert tables[:, [T_DIM, T_MAX_KEYS]].tolist() == [[3, 77], [8, 77]]
@@ -94,21 +93,21 @@ def test_a_deployment_has_the_words_of_its_tables(board):
 
 
 def test_a_deployment_that_python_answers_is_not_resident(board):
-    serial = board.add(tables_of(3), device_id=0, resident=None)
+    serial = board.add(tables_of(3), resident=None)
     assert board.deployments[row_of(serial), D_RESIDENT] == 0
 
 
 def test_exactly_so_many_deployments_are_known_and_one_more_when_one_has_left(board):
-    serials = [board.add(tables_of(1), 0, None) for _ in range(MOST_DEPLOYMENTS)]
+    serials = [board.add(tables_of(1), None) for _ in range(MOST_DEPLOYMENTS)]
     assert len({row_of(one) for one in serials}) == MOST_DEPLOYMENTS
     assert [board.deployments[row_of(one), D_SERIAL] for one in serials] == serials
     with pytest.raises(HPSError, match="'m': fronts know at most 256 deployments"):
-        board.add(tables_of(1), 0, None)
+        board.add(tables_of(1), None)
     board.end(serials[77])
     with pytest.raises(HPSError):  # its last request may still run
-        board.add(tables_of(1), 0, None)
+        board.add(tables_of(1), None)
     board.forget(serials[77])
-    again = board.add(tables_of(1), 0, None)
+    again = board.add(tables_of(1), None)
     assert row_of(again) == row_of(serials[77])
     assert again not in serials
 
@@ -116,7 +115,7 @@ def test_exactly_so_many_deployments_are_known_and_one_more_when_one_has_left(bo
 def test_serials_are_positive_and_never_repeat_on_a_row(board):
     seen = set()
     for _ in range(1000):
-        serial = board.add(tables_of(1), 0, None)
+        serial = board.add(tables_of(1), None)
         assert serial > 0
         assert serial not in seen
         seen.add(serial)
@@ -125,7 +124,7 @@ def test_serials_are_positive_and_never_repeat_on_a_row(board):
 
 def test_boards_of_different_owners_give_different_serials(fronts):
     boards = [Board([fronts[0].memory], [-1], -1, -1, 0, serials=first) for first in (1 << 39, (1 << 40) - 1)]
-    given = [{board.add(tables_of(1), 0, None) for _ in range(200)} for board in boards]
+    given = [{board.add(tables_of(1), None) for _ in range(200)} for board in boards]
     assert not given[0] & given[1]
     assert all(0 < one < 1 << 53 for one in given[0] | given[1])  # numbers that JSON holds
 
@@ -134,39 +133,39 @@ def test_tables_take_the_first_room_that_is_large_enough(board):
     def first(serial):
         return int(board.deployments[row_of(serial), D_FIRST])
 
-    three, two, four = (board.add(tables_of(*[1] * n), 0, None) for n in (3, 2, 4))
+    three, two, four = (board.add(tables_of(*[1] * n), None) for n in (3, 2, 4))
     assert [first(three), first(two), first(four)] == [0, 3, 5]
     leave(board, three)
-    four_more, one = board.add(tables_of(1, 1, 1, 1), 0, None), board.add(tables_of(1), 0, None)
+    four_more, one = board.add(tables_of(1, 1, 1, 1), None), board.add(tables_of(1), None)
     assert [first(four_more), first(one)] == [9, 0]
     leave(board, two)
-    assert first(board.add(tables_of(1, 1, 1, 1), 0, None)) == 1  # beside the one that is left
-    assert first(board.add(tables_of(1), 0, None)) == 13
+    assert first(board.add(tables_of(1, 1, 1, 1), None)) == 1  # beside the one that is left
+    assert first(board.add(tables_of(1), None)) == 13
 
 
 def test_tables_fill_all_rows_and_one_more_is_refused(board):
-    board.add(tables_of(*[1] * (MOST_TABLES - 2)), 0, None)
+    board.add(tables_of(*[1] * (MOST_TABLES - 2)), None)
     with pytest.raises(HPSError):
-        board.add(tables_of(1, 1, 1), 0, None)
-    serial = board.add(tables_of(1, 7), 0, None)
+        board.add(tables_of(1, 1, 1), None)
+    serial = board.add(tables_of(1, 7), None)
     assert board.tables[MOST_TABLES - 1, T_DIM] == 7
     with pytest.raises(HPSError):
-        board.add(tables_of(1), 0, None)
+        board.add(tables_of(1), None)
     leave(board, serial)
-    board.add(tables_of(1), 0, None)
+    board.add(tables_of(1), None)
 
 
 def test_only_the_deployment_of_a_serial_is_ended(board):
-    old = board.add(tables_of(1), 0, None)
+    old = board.add(tables_of(1), None)
     leave(board, old)
-    new = board.add(tables_of(1), 0, None)
+    new = board.add(tables_of(1), None)
     assert row_of(new) == row_of(old)
     board.end(old)
     assert board.deployments[row_of(new), D_SERIAL] == new
 
 
 def test_a_deployment_is_idle_once_the_loop_has_left_it(board):
-    serial = board.add(tables_of(1), 0, None)
+    serial = board.add(tables_of(1), None)
     board.deployments[row_of(serial), D_IN_FLIGHT] = 2
     board.end(serial)
     assert not board.is_idle(serial)
@@ -176,11 +175,11 @@ def test_a_deployment_is_idle_once_the_loop_has_left_it(board):
 
 def test_a_row_that_is_given_to_another_keeps_what_the_loop_does_there(board):
     """A loop that has compared the serial before the end notes itself, looks again, and leaves: whatever came in between."""
-    old = board.add(tables_of(1), 0, None)
+    old = board.add(tables_of(1), None)
     in_flight = board.deployments[row_of(old)].ctypes.data + 8 * D_IN_FLIGHT
     leave(board, old)
     _add_to(in_flight, 1)
-    new = board.add(tables_of(1), 0, None)
+    new = board.add(tables_of(1), None)
     assert row_of(new) == row_of(old)
     assert not board.is_idle(new)
     _add_to(in_flight, -1)
@@ -197,8 +196,8 @@ def count(board, serial, table, keys, hits, linked, absent, ns):
 
 
 def test_a_tally_holds_what_was_added_since_the_last_one(board):
-    board.add(tables_of(1), 0, None)
-    serial = board.add(tables_of(1, 1), 0, None)
+    board.add(tables_of(1), None)
+    serial = board.add(tables_of(1, 1), None)
     assert board.tally(serial) == ([[0] * 4, [0] * 4], 0, [])
     count(board, serial, 0, 10, 9, 1, 0, ns=100)
     count(board, serial, 1, 5, 5, 0, 2, ns=201)
@@ -210,7 +209,7 @@ def test_a_tally_holds_what_was_added_since_the_last_one(board):
 
 def test_a_deployment_does_not_inherit_the_counts_of_the_one_before_it(board):
     for _ in range(2):
-        serial = board.add(tables_of(1), 0, None)
+        serial = board.add(tables_of(1), None)
         count(board, serial, 0, 10, 9, 1, 0, ns=100)
         assert board.tally(serial) == ([[10, 9, 1, 0]], 1, [100])
         count(board, serial, 0, 1, 1, 1, 1, ns=1)  # and nobody asks any more
@@ -218,14 +217,14 @@ def test_a_deployment_does_not_inherit_the_counts_of_the_one_before_it(board):
 
 
 def test_deployments_are_tallied_each_for_itself(board):
-    serials = [board.add(tables_of(1), 0, None) for _ in range(3)]
+    serials = [board.add(tables_of(1), None) for _ in range(3)]
     for nth, one in enumerate(serials):
         count(board, one, 0, nth + 1, 0, 0, 0, ns=nth)
     assert [board.tally(one).tables for one in serials] == [[[1, 0, 0, 0]], [[2, 0, 0, 0]], [[3, 0, 0, 0]]]
 
 
 def test_the_sum_of_all_tallies_is_exact_while_the_loop_counts(board):
-    serial = board.add(tables_of(1), 0, None)
+    serial = board.add(tables_of(1), None)
     rounds, found, requests = 3000, np.zeros(4, np.int64), 0
 
     def work():
@@ -253,7 +252,7 @@ def hand(board, place, slot):
 
 
 def test_jobs_are_taken_in_their_order_with_their_descriptors(board, fronts, jobs_event):
-    serial = board.add(tables_of(2, 3), 0, None)
+    serial = board.add(tables_of(2, 3), None)
     for nth, (place, slot) in enumerate([(1, SLAB), (0, SLAB + 4096), (1, SLAB + 8192)]):
         fronts[place].write(slot, serial, (2, 3), [(0, range(nth), False), (1, range(10 + nth), True)])
         hand(board, place, slot)
@@ -270,7 +269,7 @@ def test_jobs_are_taken_in_their_order_with_their_descriptors(board, fronts, job
 
 
 def test_a_job_keeps_its_own_copy_of_its_descriptor(board, fronts):
-    serial = board.add(tables_of(2), 0, None)
+    serial = board.add(tables_of(2), None)
     fronts[0].write(SLAB, serial, (2,), [(0, range(3), False)])
     hand(board, 0, SLAB)
     job = board.next_job()
@@ -281,7 +280,7 @@ def test_a_job_keeps_its_own_copy_of_its_descriptor(board, fronts):
 
 
 def test_a_descriptor_that_changes_before_its_job_is_taken_is_checked_again(board, fronts):
-    serial = board.add(tables_of(2), 0, None)
+    serial = board.add(tables_of(2), None)
     fronts[0].write(SLAB, serial, (2,), [(0, range(3), False)])
     hand(board, 0, SLAB)
     hand(board, 0, SLAB)
@@ -296,7 +295,7 @@ def test_a_descriptor_that_changes_before_its_job_is_taken_is_checked_again(boar
 
 def test_jobs_of_the_full_rings_of_all_fronts_are_kept(board, fronts):
     """As many as all fronts may have under way; and again, from the middle of the ring of jobs on."""
-    serial = board.add(tables_of(1), 0, None)
+    serial = board.add(tables_of(1), None)
     for one in fronts:
         for nth in range(RING // 8):
             one.write(SLAB + 1024 * nth, serial, (1,), [(0, [nth], False)], aside=0)
@@ -311,7 +310,7 @@ def test_jobs_of_the_full_rings_of_all_fronts_are_kept(board, fronts):
 
 
 def test_several_threads_take_each_job_once(board, fronts):
-    serial = board.add(tables_of(1), 0, None)
+    serial = board.add(tables_of(1), None)
     for nth in range(200):
         fronts[0].write(SLAB + 4096 * nth, serial, (1,), [(0, [nth], False)])
         hand(board, 0, SLAB + 4096 * nth)
@@ -330,7 +329,7 @@ def test_several_threads_take_each_job_once(board, fronts):
 
 
 def test_a_completed_job_wakes_a_front_that_sleeps(board, fronts):
-    serial = board.add(tables_of(1), 0, None)
+    serial = board.add(tables_of(1), None)
     fronts[1].write(SLAB, serial, (1,), [(0, [1], False)])
     hand(board, 1, SLAB)
     job = board.next_job()

@@ -17,11 +17,10 @@ END = FRONT.memory.size
 BOARD = Board([FRONT.memory], [FRONT.event], -1, -1, 0)
 SERIAL = BOARD.add(
     [one for dim, most in zip(DIMS, MOST_KEYS, strict=True) for one in tables_of(dim, max_keys=most)],
-    device_id=0,
     resident=None,
 )
-OTHER = BOARD.add(tables_of(1), device_id=0, resident=None)
-ENDED = BOARD.add(tables_of(1, 1, 1, 1), device_id=0, resident=None)
+OTHER = BOARD.add(tables_of(1), resident=None)
+ENDED = BOARD.add(tables_of(1, 1, 1, 1), resident=None)
 BOARD.end(ENDED)
 HEADER, SEGMENTS = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
 

@@ -1,17 +1,18 @@
-"""Who may look up, and who may change: every combination of tokens, addresses and headers."""
+"""Who may look up, who may change, and how often: every combination of tokens, addresses and headers."""
 
-import hmac
 from typing import Any
 
 import pytest
 
 from hps.configuration.load import load_configuration
+from hps.configuration.tokens import TokenConfig, digest_of
 from hps.errors import ConfigError
-from hps.service.authorization import Authorization, is_change, is_loopback
+from hps.service.authorization import CERTIFICATE, Authorization, exposures, is_change, is_loopback
 from hps.service.http_answer import RequestError
+from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of
 
-SCOPE = {"client": ("10.0.0.7", 1234), "server": ("127.0.0.1", 8000)}
+SCOPE = {"method": "POST", "path": "/v1/models/m/deploy", "client": ("10.0.0.7", 1234), "server": ("127.0.0.1", 8000)}
 BEARER, ADMIN, WRONG, BASIC, NONE = (b"Bearer t-look", b"Bearer t-change", b"Bearer other", b"Basic t-change", b"")
 
 
@@ -92,20 +93,6 @@ def test_loopback_trusts_neither_pages_of_others_nor_proxies(headers: dict[str, 
     assert outcome(authorization(admin_token="t-change"), ADMIN, **headers) == BY_TOKEN, "no browser sends that by itself"
 
 
-def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared, original = [], hmac.compare_digest
-
-    def compare(one: bytes, other: bytes) -> bool:
-        compared.append((one, other))
-        return original(one, other)
-
-    monkeypatch.setattr("hps.service.authorization.hmac.compare_digest", compare, raising=True)
-    checked = authorization(bearer_token="t-look", admin_token="t-change")
-    with pytest.raises(RequestError):
-        checked.check_lookup({b"authorization": WRONG})
-    assert compared == [(b"other", b"t-look"), (b"other", b"t-change")]
-
-
 def test_tokens_change_with_the_settings() -> None:
     checked = authorization(admin_token="t-change")
     checked.configure(load_configuration(document_of(model_of("m", ["x"], {"t": 1}), service={"admin_token": "new"})).service)
@@ -155,3 +142,142 @@ def test_loopback_is_of_the_bound_address(host: str, loopback: bool) -> None:
 )
 def test_what_is_a_change(method: str, path: str, changes: bool) -> None:
     assert is_change(method, path) == changes
+
+
+def entry(name: str, *rights: str, **more: Any) -> TokenConfig:
+    return TokenConfig.model_validate({"name": name, "rights": rights, "sha256": digest_of(f"t-{name}"), **more})
+
+
+def named(*entries: TokenConfig, share: float = 0.0, clock: Any = Clock(), **tokens: str) -> Authorization:  # noqa: B008
+    document = document_of(model_of("m", ["nowhere"], {"item": 3}), service={"tokens_path": "somewhere", **tokens})
+    settings = load_configuration(document).service
+    checked = Authorization(settings, share, clock)
+    checked.configure(settings, entries)
+    return checked
+
+
+def status(checked: Authorization, what: str, sent: bytes, certificate: tuple[str, ...] = ()) -> Any:
+    """What becomes of a lookup, a read of rows or of metadata, a write or a change of a model."""
+    method, path = {
+        "read": ("GET", "/v1/models"),
+        "row": ("GET", "/v1/models/m/tables/t/rows/5"),
+        "write": ("POST", "/v1/models/m/tables/t/rows"),
+        "delete": ("DELETE", "/v1/models/m/tables/t/rows/5"),
+        "admin": ("POST", "/v1/models/m/deploy"),
+        "load": ("POST", "/v2/repository/models/m/load"),
+        "lookup": ("", ""),
+    }[what]
+    headers = {b"authorization": sent} if sent else {}
+    try:
+        if what == "lookup":
+            checked.check_lookup(headers, certificate)
+            return 200
+        scope = {**SCOPE, "method": method, "path": path, CERTIFICATE: certificate}
+        return checked.check(scope, headers, checked.find(headers, certificate)) or 200
+    except RequestError as error:
+        return "a token is shown" if "t-" in str(error) else error.status
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+@pytest.mark.parametrize(
+    ("rights", "allowed"),
+    [
+        ((), {"read"}),
+        (("lookup",), {"read", "lookup", "row"}),
+        (("write",), {"read", "write", "delete"}),
+        (("admin",), {"read", "admin", "load"}),
+        (("lookup", "write", "admin"), {"read", "lookup", "row", "write", "delete", "admin", "load"}),
+    ],
+)
+def test_each_right_allows_its_routes_by_token_or_by_certificate(rights: Any, allowed: set[str], loopback: bool) -> None:
+    checked = named(entry("some", *rights, certificate=["some.example", "spiffe://x/some"]), entry("other"))
+    checked.loopback = loopback
+    for what in ("read", "lookup", "row", "write", "delete", "admin", "load"):
+        changes = what in ("write", "delete", "admin", "load")
+        yes: Any = "10.0.0.7 (token some)" if changes else 200
+        assert status(checked, what, b"Bearer t-some") == (yes if what in allowed else 403), what
+        assert status(checked, what, b"", ("x", "spiffe://x/some")) == (yes if what in allowed else 403), what
+        assert status(checked, what, b"Bearer t-none") == 401
+        assert status(checked, what, b"Bearer t-none", ("some.example",)) == 401, "a wrong token is not forgiven"
+        assert status(checked, what, b"") == 401
+        assert status(checked, what, b"", ("x",)) == 403
+
+
+def test_tokens_of_the_settings_work_beside_those_of_the_file() -> None:
+    checked = named(entry("some", "lookup"), bearer_token="t-look", admin_token="t-change")
+    found = [
+        [status(checked, what, sent) for what in ("lookup", "write", "admin")] for sent in (BEARER, ADMIN, b"Bearer t-some")
+    ]
+    assert found == [[200, 403, 403], [200, BY_TOKEN, BY_TOKEN], [200, 403, 403]]
+
+
+def test_during_a_rotation_both_tokens_are_of_one_name_and_share_its_limit() -> None:
+    clock = Clock()
+    both = [digest_of("t-old"), digest_of("t-new")]
+    checked = named(entry("some", "lookup", sha256=both, requests_per_s=1, burst=2), share=1.0, clock=clock)
+    assert [status(checked, "lookup", sent) for sent in (b"Bearer t-old", b"Bearer t-new", b"Bearer t-old")] == [200, 200, 429]
+    checked.configure(checked_settings(), [entry("some", "lookup", sha256=both[1], requests_per_s=1, burst=2)])
+    assert [status(checked, "lookup", sent) for sent in (b"Bearer t-old", b"Bearer t-new")] == [401, 429], "its limit goes on"
+    clock.now += 1.0
+    assert status(checked, "lookup", b"Bearer t-new") == 200
+
+
+def checked_settings() -> Any:
+    return load_configuration(document_of(model_of("m", ["x"], {"t": 1}), service={"tokens_path": "somewhere"})).service
+
+
+def test_a_limit_is_shared_by_the_fronts_and_says_when_to_come_back() -> None:
+    clock = Clock()
+    checked = named(entry("some", "lookup", requests_per_s=1, burst=8), share=0.5, clock=clock)
+    assert [status(checked, "lookup", b"Bearer t-some") for _ in range(5)] == [200] * 4 + [429]
+    with pytest.raises(RequestError, match="token some: got more than its requests_per_s allows") as refused:
+        checked.check_lookup({b"authorization": b"Bearer t-some"})
+    assert refused.value.headers == ((b"retry-after", b"2"),)
+    clock.now += 1.9
+    assert status(checked, "lookup", b"Bearer t-some") == 429
+    clock.now += 0.1
+    assert [status(checked, "lookup", b"Bearer t-some") for _ in range(2)] == [200, 429]
+    clock.now += 1000
+    assert [status(checked, "lookup", b"Bearer t-some") for _ in range(5)] == [200] * 4 + [429], "no more than the burst"
+    assert status(named(entry("some", "lookup", requests_per_s=1)), "lookup", b"Bearer t-some") == 200, (
+        "the owner has no limits"
+    )
+
+
+def test_keys_are_paid_for_after_a_lookup_of_any_size() -> None:
+    clock = Clock()
+    checked = named(entry("some", "lookup", keys_per_s=100), share=1.0, clock=clock)
+    identity = checked.check_lookup({b"authorization": b"Bearer t-some"})
+    checked.take_keys(identity, 1000)
+    assert status(checked, "lookup", b"Bearer t-some") == 429
+    clock.now += 8.9
+    assert status(checked, "read", b"Bearer t-some") == 429
+    clock.now += 0.2
+    assert status(checked, "lookup", b"Bearer t-some") == 200
+
+
+def test_a_valid_certificate_is_named_where_no_token_is_asked_for() -> None:
+    checked = authorization()
+    identity = checked.find({}, ("some.example",))
+    assert identity is not None
+    assert (identity.name, checked.counted(identity)) == ("some.example", "")
+    assert status(checked, "lookup", b"", ("some.example",)) == 200
+    assert status(checked, "admin", b"", ("some.example",)) == BY_ADDRESS
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "warnings"),
+    [
+        ("127.0.0.1", {}, 0),
+        ("0.0.0.0", {}, 2),
+        ("0.0.0.0", {"bearer_token": "x"}, 1),
+        ("10.0.0.1", {"tokens_path": "x"}, 1),
+        ("::", {"tls_certificate_path": "x"}, 1),
+        ("::", {"tls_certificate_path": "x", "tls_client_ca_path": "x"}, 0),
+        ("::", {"tls_certificate_path": "x", "bearer_token": "x"}, 0),
+        ("0.0.0.0", {"admin_token": "x"}, 2),  # lookups need none
+    ],
+)
+def test_addresses_that_others_reach_are_warned_of(host: str, settings: dict[str, str], warnings: int) -> None:
+    document = document_of(model_of("m", ["x"], {"t": 1}), service=settings)
+    assert len(exposures(load_configuration(document).service, host)) == warnings

@@ -1,25 +1,38 @@
-import asyncio
 import tracemalloc
 import zlib
 
 import pytest
 
-from hps.service.held_memory import HeldMemory
+from hps.errors import InvalidInputError
 from hps.service.http_answer import RequestError
-from hps.service.lookup_threads import LookupThreads
-from hps.service.request_body import BodyReader
+from hps.service.request_body import inflate, inflated_bytes
+
+DEFLATE = {b"content-encoding": b"deflate"}
 
 
 def test_no_more_than_the_limit_is_decompressed():
     body = zlib.compress(bytes(64 << 20))
-    memory = HeldMemory(1 << 20)
-    threads = LookupThreads(1, 10, memory)
-    reader = BodyReader(100_000, 10, threads, memory)
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match="decompresses to more"):
-            asyncio.run(reader.decompress({b"content-encoding": b"deflate"}, body))
+            inflate(DEFLATE, body, 100_000)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-        threads.close(10)
+
+
+@pytest.mark.parametrize("size", [0, 1, 99_999, 100_000])
+def test_a_body_up_to_the_limit_is_decompressed_into_the_memory_that_was_held(size):
+    body = zlib.compress(bytes(size))
+    assert inflate(DEFLATE, body, 100_000) == bytes(size)
+    assert size <= inflated_bytes(body, 100_000) <= 100_000
+
+
+@pytest.mark.parametrize("change", [lambda body: body[:-1], lambda body: body + b"x", lambda body: b"\xff" + body])
+def test_what_is_no_complete_stream_is_refused(change):
+    with pytest.raises(InvalidInputError, match="decompressing the request"):
+        inflate(DEFLATE, change(zlib.compress(b"some body")), 100_000)
+
+
+def test_identity_is_no_compression():
+    assert inflate({b"content-encoding": b" Identity "}, b"body", 1) == b"body"

@@ -56,7 +56,7 @@ class Owner:
 
     def deploy(self, name="m", dims=(DIM,)):
         tables = [TableSpec(name, "item", dim, 0.0, 10_000) for dim in dims]
-        return self.board.add(tables, 0, None), tables
+        return self.board.add(tables, None), tables
 
     def publish(self, *, blocked="", settings=SETTINGS, **models):
         """Write the page: of each model its (serial, tables)."""

@@ -30,7 +30,7 @@ TABLES = tuple(TableSpec("m", name, dim, 0.0, MOST_KEYS) for name, dim in zip(NA
 MODEL = ModelTables("m", TABLES)
 FRONT = RegionFront(4 << 20)
 BOARD = Board([FRONT.memory], [FRONT.event], -1, -1, 0)
-SERIAL = BOARD.add(TABLES, 0, None)
+SERIAL = BOARD.add(TABLES, None)
 DEPLOYMENT = SimpleNamespace(dims=DIMS, tables=TABLES)
 SLOT = SLAB + 8192
 
@@ -392,19 +392,19 @@ def version_of(serials):
 
 def test_devices_take_turns_unless_one_is_named():
     version = version_of({0: 256, 3: 513})
-    assert sorted(version.serial(None) for _ in range(10)) == [256] * 5 + [513] * 5
-    assert [version.serial(device) for device in (3, 0, 3)] == [513, 256, 513]
+    assert sorted(version.device(None) for _ in range(10)) == [0] * 5 + [3] * 5
+    assert [version.device(device) for device in (3, 0, 3)] == [3, 0, 3]
 
 
 def test_a_device_without_the_model_is_refused():
     with pytest.raises(UnknownDeviceError, match=r"model 'm': got device 7, expected one of its deployed_device_list \[0, 3\]"):
-        version_of({0: 256, 3: 513}).serial(7)
+        version_of({0: 256, 3: 513}).device(7)
 
 
 def test_a_version_that_the_owner_has_no_room_for_is_not_ready():
     for device in (None, 0):
         with pytest.raises(NotReadyError, match="model 'm' is not ready"):
-            version_of({}).serial(device)
+            version_of({}).device(device)
 
 
 def test_the_words_of_a_header_are_those_that_the_owner_reads():
@@ -412,4 +412,3 @@ def test_the_words_of_a_header_are_those_that_the_owner_reads():
     placed.write(FRONT.memory, SLOT, SERIAL)
     assert FRONT.memory[SLOT + layout.SERIAL] == SERIAL
     assert FRONT.memory[SLOT + layout.SEGMENTS] == 2
-    assert FRONT.memory[SLOT + layout.DEVICE] == -1

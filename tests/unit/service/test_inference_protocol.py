@@ -9,9 +9,10 @@ import pytest
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
 from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.json_size import json_pieces, parsed_bytes
-from hps.service.protocol.open_inference import decode_request, parse_header_length
+from hps.service.protocol.open_inference import parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
+from tests.fakes.inferences import decode_request
 
 MODEL = ModelTables("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1]

@@ -1,0 +1,404 @@
+"""gRPC as clients use it: Triton's library, stubs, grpcio's health and reflection; every vector is checked."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+import tritonclient.http as triton_http
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc as pb_grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.servers.child_processes import ChildProcesses
+from tests.servers.fronted_service import DIMS, ROWS, FrontedService, vectors_of, write_tables
+from tests.servers.running_service import document_of, model_of, wait_until
+
+SERVICE = "inference.GRPCInferenceService"
+METHOD = f"/{SERVICE}/ModelInfer"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontedService]:
+    children = ChildProcesses()
+    place = tmp_path_factory.mktemp("grpc")
+    try:
+        yield FrontedService(children, place, max_body_bytes=1_000_000, max_keys_per_request=20_000, triton_metrics=True)
+    finally:
+        children.end()
+
+
+@pytest.fixture
+def channel(service: FrontedService) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(service.grpc, options=[("grpc.max_receive_message_length", -1)]) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.Channel) -> pb_grpc.GRPCInferenceServiceStub:
+    return pb_grpc.GRPCInferenceServiceStub(channel)
+
+
+@pytest.fixture
+def client(service: FrontedService) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(service.grpc) as client:
+        yield client
+
+
+def tensor(name: str, values: np.ndarray, kind: object = triton) -> object:
+    found = kind.InferInput(
+        name, list(values.shape), {"int64": "INT64", "int32": "INT32", "float32": "FP32"}[str(values.dtype)]
+    )
+    found.set_data_from_numpy(values)
+    return found
+
+
+def request_of(keys: np.ndarray, name: str = "t0", **more: object) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[np.asarray(keys, "<i8").tobytes()], **more)
+    request.inputs.add(name=name, datatype="INT64", shape=[len(keys)])
+    return request
+
+
+def first_vectors(response: pb.ModelInferResponse) -> np.ndarray:
+    return np.frombuffer(response.raw_output_contents[0], "<f4").reshape(response.outputs[0].shape)
+
+
+def code_of(call: object, *arguments: object, **more: object) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as raised:
+        call(*arguments, **more)
+    return raised.value.code(), raised.value.details()
+
+
+class TestLookups:
+    @pytest.mark.parametrize(
+        "keys", [np.arange(0), np.arange(1), np.arange(3000), np.arange(6).reshape(2, 3), np.arange(5, dtype=np.int32)]
+    )
+    def test_raw_keys_are_answered_with_their_vectors(self, client: triton.InferenceServerClient, keys: np.ndarray) -> None:
+        answer = client.infer("m", [tensor("t0", keys)], model_version="1", request_id="one")
+        np.testing.assert_array_equal(answer.as_numpy("t0").reshape(*keys.shape, 32), vectors_of(0, keys))
+        assert answer.get_response().id == "one"
+        assert (answer.get_response().model_name, answer.get_response().model_version) == ("m", "1")
+
+    def test_several_tables_and_found_masks(self, client: triton.InferenceServerClient) -> None:
+        keys, others = np.array([1, ROWS + 7, 2]), np.arange(100, 140)
+        answer = client.infer("m", [tensor("t0", keys), tensor("t1", others)], parameters={"found": True})
+        np.testing.assert_array_equal(answer.as_numpy("t0")[[0, 2]], vectors_of(0, keys[[0, 2]]))
+        assert not answer.as_numpy("t0")[1].any()
+        np.testing.assert_array_equal(answer.as_numpy("t1"), vectors_of(1, others))
+        assert answer.as_numpy("t0.found").tolist() == [True, False, True]
+        assert answer.as_numpy("t1.found").all()
+
+    def test_requested_outputs_alone_are_sent(self, client: triton.InferenceServerClient) -> None:
+        inputs = [tensor("t0", np.arange(3)), tensor("t1", np.arange(4))]
+        answer = client.infer("m", inputs, outputs=[triton.InferRequestedOutput("t1")])
+        assert [output.name for output in answer.get_response().outputs] == ["t1"]
+        np.testing.assert_array_equal(answer.as_numpy("t1"), vectors_of(1, np.arange(4)))
+
+    def test_keys_and_numkeys_as_tritons_backend(self, client: triton.InferenceServerClient) -> None:
+        answer = client.infer("m", [tensor("KEYS", np.array([[5, 6, 7]])), tensor("NUMKEYS", np.array([[1, 2]], np.int32))])
+        wanted = np.concatenate([vectors_of(0, [5]).ravel(), vectors_of(1, [6, 7]).ravel()])
+        np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), wanted)
+        assert answer.get_response().parameters["DeviceID"].int64_param == 0
+
+    def test_typed_contents_are_answered_as_raw_ones(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
+        keys = [3, 1, 2, 2**62]
+        request = pb.ModelInferRequest(model_name="m")
+        request.inputs.add(name="t0", datatype="INT64", shape=[4]).contents.int64_contents.extend(keys)
+        small = request.inputs.add(name="t1", datatype="INT32", shape=[2])
+        small.contents.int_contents.extend([8, 9])
+        response = stub.ModelInfer(request)
+        np.testing.assert_array_equal(first_vectors(response)[:3], vectors_of(0, keys[:3]))
+        np.testing.assert_array_equal(
+            np.frombuffer(response.raw_output_contents[1], "<f4").reshape(2, 8), vectors_of(1, [8, 9])
+        )
+
+    def test_bags_are_pooled_as_over_http(self, service: FrontedService, client: triton.InferenceServerClient) -> None:
+        keys, offsets, weights = np.arange(6), np.array([0, 2, 2, 6]), np.linspace(1, 2, 6, dtype=np.float32)
+        arrays = {"t0": keys, "t0.offsets": offsets, "t0.weights": weights}
+        mine = client.infer("m", [tensor(name, one) for name, one in arrays.items()], parameters={"combiner": "sum"})
+        with triton_http.InferenceServerClient(service.url.removeprefix("http://")) as other:
+            inputs = [tensor(name, one, triton_http) for name, one in arrays.items()]
+            theirs = other.infer("m", inputs, parameters={"combiner": "sum"})
+        assert mine.as_numpy("t0").shape == (3, 32)
+        np.testing.assert_array_equal(mine.as_numpy("t0"), theirs.as_numpy("t0"))
+
+    def test_a_report_is_in_the_parameters(self, client: triton.InferenceServerClient) -> None:
+        answer = client.infer("m", [tensor("t0", np.arange(10))], parameters={"report": True})
+        assert answer.get_response().parameters["t0.keys"].int64_param == 10
+        np.testing.assert_array_equal(answer.as_numpy("t0"), vectors_of(0, np.arange(10)))
+
+    @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+    def test_compressed_messages_are_read(self, client: triton.InferenceServerClient, algorithm: str) -> None:
+        answer = client.infer("m", [tensor("t0", np.arange(2000))], compression_algorithm=algorithm)
+        np.testing.assert_array_equal(answer.as_numpy("t0"), vectors_of(0, np.arange(2000)))
+
+    def test_request_ids_come_back(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
+        _, call = stub.ModelInfer.with_call(request_of([1]), metadata=[("x-request-id", "mine-1")])
+        assert dict(call.initial_metadata())["x-request-id"] == "mine-1"
+        _, call = stub.ModelInfer.with_call(request_of([1]))
+        assert len(dict(call.initial_metadata())["x-request-id"]) == 32
+
+    def test_many_calls_on_one_connection_do_not_mix(self, service: FrontedService) -> None:
+        async def run() -> None:
+            async with triton_aio.InferenceServerClient(service.grpc) as client:
+
+                async def one(seed: int) -> None:
+                    random = np.random.default_rng(seed)
+                    for _ in range(10):
+                        keys = random.integers(0, ROWS, random.integers(1, 3000))
+                        answer = await client.infer("m", [tensor("t0", keys), tensor("t1", keys[:5])])
+                        np.testing.assert_array_equal(answer.as_numpy("t0"), vectors_of(0, keys))
+                        np.testing.assert_array_equal(answer.as_numpy("t1"), vectors_of(1, keys[:5]))
+
+                await asyncio.gather(*map(one, range(40)))
+
+        asyncio.run(run())
+
+    def test_streams_are_answered_in_order(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
+        requests = [request_of(np.arange(n, 3 * n), id=str(n)) for n in range(1, 300)]
+        requests[10].model_name = "none"
+        answers = [*stub.ModelStreamInfer(iter(requests))]
+        assert len(answers) == len(requests)
+        assert "'none'" in answers[10].error_message
+        for n, answer in enumerate(answers, 1):
+            if n != 11:
+                assert answer.infer_response.id == str(n)
+                np.testing.assert_array_equal(first_vectors(answer.infer_response), vectors_of(0, np.arange(n, 3 * n)))
+
+
+class TestControl:
+    def test_triton_clients_ask_about_server_and_model(self, client: triton.InferenceServerClient) -> None:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("m")
+        assert client.is_model_ready("m", "1")
+        assert client.get_server_metadata().name == "triton"
+        metadata = client.get_model_metadata("m")
+        assert [one.name for one in metadata.inputs] == ["KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"]
+        assert [*metadata.versions] == ["1"]
+        config = client.get_model_config("m").config
+        assert (config.name, config.backend) == ("m", "hps")
+        assert config.input[0].data_type == 9  # TYPE_INT64
+        assert [one.name for one in client.get_model_repository_index().models] == ["m"]
+
+    def test_unknown_models_are_not_found(self, client: triton.InferenceServerClient) -> None:
+        assert not client.is_model_ready("none")
+        for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
+            with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model"):
+                ask("none")
+
+    def test_lookups_count_in_tritons_statistics_and_metrics(
+        self, service: FrontedService, client: triton.InferenceServerClient
+    ) -> None:
+        before = client.get_inference_statistics("m").model_stats[0].inference_count
+        for _ in range(5):
+            client.infer("m", [tensor("t0", np.arange(4))])
+        wait_until(lambda: client.get_inference_statistics("m").model_stats[0].inference_count >= before + 5, "the counts")
+        assert f'hps_http_requests_total{{route="{METHOD}",status="200"}}' in httpx.get(f"{service.url}/metrics").text
+
+    def test_models_are_not_loaded_unless_control_is_explicit(self, client: triton.InferenceServerClient) -> None:
+        with pytest.raises(InferenceServerException, match="explicit model load"):
+            client.load_model("m")
+
+    def test_health_is_checked_and_watched(self, channel: grpc.Channel) -> None:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == 1
+        assert code_of(health.Check, health_pb2.HealthCheckRequest(service="none"))[0] is grpc.StatusCode.NOT_FOUND
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == 1
+        watch.cancel()
+        assert next(health.Watch(health_pb2.HealthCheckRequest(service="none"))).status == 3
+
+    def test_reflection_describes_every_service(self, channel: grpc.Channel) -> None:
+        reflected = ProtoReflectionDescriptorDatabase(channel)
+        assert {SERVICE, "grpc.health.v1.Health"} <= set(reflected.get_services())
+        file = reflected.FindFileContainingSymbol(f"{SERVICE}.ModelInfer")
+        assert "ModelInferRequest" in [one.name for one in file.message_type]
+        assert reflected.FindFileByName(file.name) == file
+        with pytest.raises(KeyError):
+            reflected.FindFileContainingSymbol("none.Of")
+
+
+class TestErrors:
+    def test_errors_have_their_codes(self, channel: grpc.Channel, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
+        code = grpc.StatusCode
+        other = request_of([1])
+        other.model_name = "none"
+        old = request_of([1], model_version="7")
+        floats = request_of([1])
+        floats.inputs[0].datatype = "FP32"
+        short = request_of([1, 2])
+        short.inputs[0].shape[0] = 3
+        more = request_of([1])
+        more.raw_input_contents.append(b"")
+        both = request_of([1])
+        both.inputs[0].contents.int64_contents.append(1)
+        wrong = pb.ModelInferRequest(model_name="m")
+        wrong.inputs.add(name="t0", datatype="INT64", shape=[1]).contents.int_contents.append(1)
+        nothing = pb.ModelInferRequest(model_name="m")
+        shared = request_of([1])
+        shared.inputs[0].parameters["shared_memory_region"].string_param = "x"
+        for request, wanted, text in (
+            (other, code.NOT_FOUND, "not deployed"),
+            (old, code.NOT_FOUND, "version"),
+            (request_of([1], "t9"), code.NOT_FOUND, "t9"),
+            (floats, code.INVALID_ARGUMENT, "FP32"),
+            (short, code.INVALID_ARGUMENT, "expected 24"),
+            (more, code.INVALID_ARGUMENT, "raw_input_contents"),
+            (both, code.INVALID_ARGUMENT, "one of them"),
+            (wrong, code.INVALID_ARGUMENT, "int64_contents"),
+            (nothing, code.INVALID_ARGUMENT, "inputs"),
+            (shared, code.INVALID_ARGUMENT, "shared memory"),
+            (request_of(np.arange(20_001)), code.RESOURCE_EXHAUSTED, "max_keys_per_request"),
+            (request_of(np.arange(200_000)), code.RESOURCE_EXHAUSTED, "max_body_bytes"),
+        ):
+            got, details = code_of(stub.ModelInfer, request)
+            assert (got, text in details) == (wanted, True), (got, details)
+        for data in (b"\x0a", b"\x0a\x05m", b"\xff" * 40, b"\x3a\xff\xff\xff\xff\xff\xff", b"\x0a\x02\xff\xff"):
+            raw = channel.unary_unary(METHOD)
+            assert code_of(raw, data)[0] is code.INVALID_ARGUMENT
+        assert code_of(channel.unary_unary(f"/{SERVICE}/None"), b"")[0] is code.UNIMPLEMENTED
+        assert code_of(channel.unary_unary("/none"), b"")[0] is code.UNIMPLEMENTED
+
+    def test_bodies_that_inflate_to_too_much_are_refused(self, service: FrontedService) -> None:
+        with grpc.insecure_channel(service.grpc, compression=grpc.Compression.Gzip) as channel:
+            stub = pb_grpc.GRPCInferenceServiceStub(channel)
+            assert code_of(stub.ModelInfer, request_of(np.zeros(200_000)))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def test_a_deadline_ends_the_call_and_its_slot_is_free_afterwards(
+        self, service: FrontedService, stub: pb_grpc.GRPCInferenceServiceStub
+    ) -> None:
+        stub.ModelInfer(request_of([1]))
+        held = service.figure("hps_http_held_bytes")  # by the request for it
+        with service.paused_owner():
+            calls = [stub.ModelInfer.future(request_of([1]), timeout=0.3) for _ in range(20)]
+            assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([4]))), vectors_of(0, [4]))
+        wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free", 5)
+
+    def test_cancelled_calls_release_their_slots(self, service: FrontedService, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
+        stub.ModelInfer(request_of([1]))
+        held = service.figure("hps_http_held_bytes")
+        with service.paused_owner():
+            calls = [stub.ModelInfer.future(request_of(np.arange(2000))) for _ in range(50)]
+            time.sleep(0.3)
+            for call in calls:
+                call.cancel()
+            time.sleep(0.2)
+        np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([4]))), vectors_of(0, [4]))
+        wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free", 5)
+
+
+def test_tokens_are_asked_for_and_short_times_kept(children: ChildProcesses, tmp_path) -> None:
+    service = FrontedService(children, tmp_path / "s", bearer_token="secret", admin_token="other", request_timeout_s=0.5)
+    with grpc.insecure_channel(service.grpc) as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        unauthenticated = grpc.StatusCode.UNAUTHENTICATED
+        metadata = pb.ModelMetadataRequest(name="m")
+        for given in ((), [("authorization", "Bearer wrong")], [("authorization", "secret")]):
+            assert code_of(stub.ModelInfer, request_of([1]), metadata=given)[0] is unauthenticated
+            assert code_of(stub.ModelMetadata, metadata, metadata=given)[0] is unauthenticated
+            assert code_of(next, stub.ModelStreamInfer(iter([request_of([1])]), metadata=given))[0] is unauthenticated
+            assert stub.ServerReady(pb.ServerReadyRequest(), metadata=given).ready
+        for token in ("secret", "other"):
+            given = [("authorization", f"Bearer {token}")]
+            np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3]), metadata=given)), vectors_of(0, [3]))
+            assert stub.ModelMetadata(metadata, metadata=given).name == "m"
+        load = pb.RepositoryModelLoadRequest(model_name="m")
+        given = [("authorization", "Bearer secret")]
+        assert code_of(stub.RepositoryModelLoad, load, metadata=given)[0] is grpc.StatusCode.PERMISSION_DENIED
+        with service.paused_owner():
+            code, details = code_of(stub.ModelInfer, request_of([1]), metadata=given)
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "request_timeout_s" in details
+    assert "secret" not in service.log.read_text()
+
+
+def test_killed_fronts_and_owners_are_replaced(children: ChildProcesses, tmp_path) -> None:
+    service = FrontedService(children, tmp_path / "s", fronts=1)
+    with grpc.insecure_channel(service.grpc, options=[("grpc.initial_reconnect_backoff_ms", 100)]) as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+
+        def answers() -> bool:
+            try:
+                response = stub.ModelInfer(request_of([3, 5]), timeout=5)
+            except grpc.RpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise
+                return False
+            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
+            return True
+
+        assert answers()
+        owner, front = service.children()
+        os.kill(front, signal.SIGKILL)
+        wait_until(answers, "another front answers")
+        os.kill(owner, signal.SIGKILL)
+        wait_until(lambda: owner not in service.children(), "the owner is gone")
+        wait_until(answers, "another owner answers")
+    service.stop()
+
+
+def test_a_stop_fails_no_call(children: ChildProcesses, tmp_path) -> None:
+    service = FrontedService(children, tmp_path / "s", fronts=2, drain_s=1)
+    answered, failures, stopping = [], [], threading.Event()
+
+    def ask() -> None:
+        with grpc.insecure_channel(service.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub = pb_grpc.GRPCInferenceServiceStub(channel)
+            while not stopping.is_set():
+                try:
+                    response = stub.ModelInfer(request_of(np.arange(500)), timeout=10)
+                    np.testing.assert_array_equal(first_vectors(response), vectors_of(0, np.arange(500)))
+                    answered.append(time.monotonic())
+                except grpc.RpcError as error:
+                    failures.append((time.monotonic(), error.code(), error.details()))
+                    return
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    service.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    time.sleep(0.8)
+    assert [one for one in failures if one[0] < began + 0.8] == []
+    assert max(answered) > began + 0.7  # the drain
+    assert service.process.wait(30) == 0
+    stopping.set()
+    for thread in threads:
+        thread.join()
+    # A client that asks on without a pause finds nobody at last; no call that reached the service is lost.
+    assert {code for _, code, _ in failures} <= {grpc.StatusCode.UNAVAILABLE}
+    assert all("onnect" in details or "GOAWAY" in details or "refused" in details for _, _, details in failures), failures
+
+
+def test_one_process_serves_grpc_too(children: ChildProcesses, tmp_path) -> None:
+    service = FrontedService(children, tmp_path / "s", fronts=0)
+    with grpc.insecure_channel(service.grpc) as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3, 5]))), vectors_of(0, [3, 5]))
+        assert stub.ServerReady(pb.ServerReadyRequest()).ready
+    service.stop()
+
+
+def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
+    (tmp_path / "ps.json").write_text(json.dumps(document_of(model_of("m", write_tables(tmp_path), DIMS))))
+    code = "import sys; sys.modules['hpack'] = None; from hps.cli.app import main; main()"
+    process = children.start(sys.executable, "-c", code, "serve", tmp_path / "ps.json", "--port", 0, "--grpc-port", 0)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode
+    assert "pip install 'hps-server[grpc]'" in text

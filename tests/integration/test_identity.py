@@ -1,0 +1,544 @@
+"""TLS, client certificates and named tokens of `hps serve`: who gets in, to what, and while both rotate under load."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.configuration.tokens import digest_of
+from tests.servers.certificates import Authority, Pair
+from tests.servers.child_processes import ROOT, ChildProcesses
+from tests.servers.running_service import document_of, model_of, wait_until
+
+LOOKUP, ROWS, DEPLOY = "/v1/models/m/lookup", "/v1/models/m/tables/item/rows", "/v1/models/m/refresh"
+BODY = json.dumps({"tables": {"item": [1, 2]}}).encode()
+ROW_BODY = json.dumps({"keys": [1], "vectors": [[1, 1, 1]]}).encode()
+SECRETS = {right: f"s3cret-{right}-{'x' * 30}" for right in ("lookup", "write", "admin", "bearer", "other", "none")}
+
+
+class Served:
+    """`hps serve` in processes of its own. *For one test.*"""
+
+    def __init__(
+        self, children: ChildProcesses, directory: Path, document: dict[str, Any], *arguments: Any, **more: str
+    ) -> None:
+        self.directory = directory
+        self.log = directory / "log"
+        (directory / "ps.json").write_text(json.dumps(document))
+        command = ("serve", directory / "ps.json", "--port", 0, *arguments)
+        with self.log.open("w") as log:
+            self.process = children.hps(*command, stderr=log, env={**os.environ, **more})
+        wait_until(lambda: "ready; try" in self.text or self.process.poll() is not None, "it is ready")
+        found = re.search(r"listening on (https?)://[0-9.]+:(\d+)", self.text)
+        assert found is not None, self.text
+        assert "ready; try" in self.text, self.text
+        self.scheme, self.port = found[1], int(found[2])
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def connect(self, context: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
+        if self.scheme == "http":
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=30, context=context)
+
+    def ask(
+        self, method: str, path: str, token: str = "", body: bytes | None = None, context: ssl.SSLContext | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send one request on a new connection. Returns status, headers and body."""
+        connection = self.connect(context)
+        try:
+            return ask_on(connection, method, path, token, body)
+        finally:
+            connection.close()
+
+
+def ask_on(
+    connection: http.client.HTTPConnection, method: str, path: str, token: str = "", body: bytes | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    connection.request(method, path, body, {"Authorization": f"Bearer {token}"} if token else {})
+    answer = connection.getresponse()
+    return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+
+def trusting(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority.path))
+    if pair is not None:
+        context.load_cert_chain(pair.certificate, pair.key)
+    return context
+
+
+@pytest.fixture
+def children() -> Iterator[ChildProcesses]:
+    started = ChildProcesses()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    keys = np.arange(10, dtype=np.int64)
+    hps.write_sparse_model(tmp_path / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], 3, axis=1)))
+    return document_of(model_of("m", [tmp_path / "item.model"], {"item": 3}), service={"drain_s": 0})
+
+
+def write_tokens(path: Path, *entries: dict[str, Any]) -> None:
+    """Replace a file of tokens as a whole."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"tokens": entries}))
+    new.replace(path)
+
+
+def entry(name: str, *rights: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "rights": list(rights), "sha256": digest_of(SECRETS.get(name, name)), **more}
+
+
+class Load:
+    """Looks up without a pause on new and kept connections; whatever goes wrong is kept. *For one test.*"""
+
+    def __init__(self, service: Served, token: Callable[[], str], context: Callable[[], ssl.SSLContext | None]) -> None:
+        self.answers, self.failures = 0, []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(service, token, context, requests)) for requests in (1, 7, 10**9)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, service: Served, token: Any, context: Any, requests: int) -> None:
+        while not self._stop.is_set():
+            connection = service.connect(context())
+            try:
+                for _ in range(requests):
+                    if self._stop.is_set():
+                        break
+                    status, _, body = ask_on(connection, "POST", LOOKUP, token(), BODY)
+                    self.answers += 1
+                    if status != 200 or json.loads(body) != {"tables": {"item": [[1, 1, 1], [2, 2, 2]]}}:
+                        self.failures.append((status, body))
+            except Exception as error:  # noqa: BLE001 - they are compared in the end
+                self.failures.append(repr(error))
+                time.sleep(0.05)
+            finally:
+                connection.close()
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+def test_certificates_and_tokens_rotate_under_load_without_a_failed_request(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("first", "server")
+    tokens = tmp_path / "tokens.json"
+    write_tokens(tokens, entry("ranker", "lookup", sha256=[digest_of("token-0")]))
+    document["service"] |= {
+        "tls_certificate_path": str(pair.certificate),
+        "tls_key_path": str(pair.key),
+        "tokens_path": str(tokens),
+    }
+    service = Served(children, tmp_path, document, "--fronts", 2)
+    assert service.scheme == "https"
+    assert "--cacert <ca.pem> -H 'Authorization: Bearer <token>' https://127.0.0.1" in service.text
+    context = trusting(authority)
+    current = ["token-0"]
+    load = Load(service, lambda: current[0], lambda: context)
+
+    def names() -> set[str]:
+        found = set()
+        for _ in range(8):  # both fronts
+            connection = service.connect(context)
+            connection.connect()
+            found.add(dict(part[0] for part in connection.sock.getpeercert()["subject"])["commonName"])
+            connection.close()
+        return found
+
+    def status(token: str) -> set[int]:
+        return {service.ask("POST", LOOKUP, token, BODY, context)[0] for _ in range(8)}
+
+    try:
+        for turn, name in enumerate(("second", "third", "fourth"), start=1):
+            new = f"token-{turn}"
+            write_tokens(tokens, entry("ranker", "lookup", sha256=[digest_of(current[0]), digest_of(new)]))
+            authority.sign(name, "server")  # the certificate first, then its key
+            wait_until(lambda name=name: names() == {name}, "new connections see the new certificate")
+            wait_until(lambda new=new: status(new) == {200}, "the new token is known")
+            before, current[0] = current[0], new
+            write_tokens(tokens, entry("ranker", "lookup", sha256=[digest_of(new)]))
+            if turn == 3:
+                time.sleep(0.5)  # requests with the token before have been sent
+            wait_until(lambda before=before: status(before) == {401}, "the former token is unknown")
+    finally:
+        load.end()
+    assert load.failures == []
+    assert load.answers > 100
+    # What is wrong changes nothing, and is said once.
+    pair.key.write_text("not a key")
+    tokens.write_text('{"tokens": [')
+    wait_until(lambda: "the tokens stay as they are" in service.text, "it says so")
+    wait_until(lambda: "new connections go on with the certificate as it was" in service.text, "it says so")
+    time.sleep(1.2)
+    assert service.text.count("the tokens stay as they are") == 1
+    assert service.text.count("new connections go on with") == 1
+    assert names() == {"fourth"}
+    assert status(current[0]) == {200}
+    found = service.ask("GET", "/metrics", current[0], None, context)[2].decode()
+    assert re.search(r'^hps_http_token_requests_total\{status="200",who="ranker"\} [1-9]', found, re.MULTILINE)
+
+
+MATRIX = [
+    ("GET", "/v2/health/ready", None, "lookup write admin both none unknown nothing"),
+    ("POST", LOOKUP, BODY, "lookup both"),
+    ("GET", f"{ROWS}/1", None, "lookup both"),
+    ("GET", "/metrics", None, "lookup write admin both none"),
+    ("GET", "/v2/models/m/config", None, "lookup write admin both none"),
+    ("GET", "/v1/stats", None, "lookup write admin both none"),
+    ("POST", "/v2/repository/index", b"{}", "lookup write admin both none"),
+    ("POST", ROWS, ROW_BODY, "write both"),
+    ("DELETE", f"{ROWS}/9", None, "write both"),
+    ("POST", DEPLOY, b"{}", "admin"),
+]
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_every_right_opens_its_routes_and_no_other(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any], fronts: int
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    named = {right: entry(right, right) for right in ("lookup", "write", "admin")}
+    write_tokens(tokens, *named.values(), entry("both", "lookup", "write", certificate="both.example"), entry("none"))
+    document["service"]["tokens_path"] = str(tokens)
+    service = Served(children, tmp_path, document, "--fronts", fronts)
+    senders = {name: SECRETS.get(name, name) for name in ("lookup", "write", "admin", "both", "none")}
+    senders |= {"unknown": "guess", "nothing": ""}
+    for method, path, body, allowed in MATRIX:
+        for who, token in senders.items():
+            status = service.ask(method, path, token, body)[0]
+            expected = {200} if who in allowed.split() else {401} if who in ("unknown", "nothing") else {403}
+            assert {status} == expected, (method, path, who)
+    connection = service.connect()  # a certificate that is only claimed
+    connection.request("POST", ROWS, ROW_BODY, {"hps-client-certificate": '["both.example"]'})
+    assert connection.getresponse().status == 401
+    connection.close()
+    text = service.text
+    assert "by 127.0.0.1 (token admin): done" in text
+    assert "by 127.0.0.1 (token write): 1 requests" in text
+
+
+def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights_of_its_entry(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    server, tokens = authority.sign("server"), tmp_path / "tokens.json"
+    by_uri = "spiffe://example/trainer"
+    write_tokens(
+        tokens,
+        {"name": "ranker", "rights": ["lookup"], "certificate": "ranker.example"},
+        {"name": "trainer", "rights": ["write"], "certificate": by_uri},
+        entry("admin", "admin"),
+    )
+    document["service"] |= {
+        "tls_certificate_path": str(server.both),
+        "tls_client_ca_path": str(authority.path),
+        "tokens_path": str(tokens),
+        "access_log_per_s": 1000,
+        "log_format": "json",
+        "request_timeout_s": 2,
+    }
+    service = Served(children, tmp_path, document, "--fronts", 1)
+    assert "--cert <client.pem>" in service.text
+    ranker = trusting(authority, authority.sign("ranker.example"))
+    trainer = trusting(authority, authority.sign("other.example", also=(by_uri,)))
+    nobody = trusting(authority, authority.sign("nobody.example"))
+    for context, lookup, write in ((ranker, 200, 403), (trainer, 403, 200), (nobody, 403, 403)):
+        assert service.ask("POST", LOOKUP, "", BODY, context)[0] == lookup
+        assert service.ask("POST", ROWS, "", ROW_BODY, context)[0] == write
+    assert service.ask("POST", DEPLOY, SECRETS["admin"], b"{}", ranker)[0] == 200, "a token stands above the certificate"
+    assert service.ask("POST", LOOKUP, "guess", BODY, ranker)[0] == 401
+    connection = service.connect(nobody)  # it cannot say that it is another one
+    headers = {"hps-client-certificate": '["spiffe://example/trainer"]', "hps-client": "1.2.3.4"}
+    connection.request("POST", ROWS, ROW_BODY, headers)
+    assert connection.getresponse().status == 403
+    connection.close()
+    lines = [json.loads(line) for line in service.text.splitlines() if line.startswith("{")]
+    access = [(one["who"], one["status"]) for one in lines if one["logger"] == "hps.access" and "who" in one]
+    assert ("ranker", 200) in access
+    assert ("ranker", 403) in access
+    assert ("trainer", 200) in access
+
+    def refused(context: ssl.SSLContext) -> bool:
+        try:
+            service.ask("POST", LOOKUP, "", BODY, context)
+        except (OSError, http.client.HTTPException):
+            return True
+        return False
+
+    probe = authority.sign("probe")
+    clients = {"SSL_CERT_FILE": str(authority.path), "HPS_CLIENT_CERTIFICATE": str(probe.both)}
+    command = children.hps(
+        "models", f"https://127.0.0.1:{service.port}", "--token", SECRETS["admin"], env={**os.environ, **clients}
+    )
+    assert "serving" in command.communicate(timeout=60)[0]
+    for certificate, code in ((probe, 0), (None, 1)):
+        url = {"HPS_HEALTH_URL": f"https://127.0.0.1:{service.port}/v2/health/ready"}
+        given = {"HPS_HEALTH_CERTIFICATE": str(certificate.both)} if certificate else {}
+        health = children.start(*health_check(), env={**os.environ, **url, **given})
+        health.communicate(timeout=60)
+        assert health.returncode == code
+    expired = authority.sign("ranker.example", "expired", days=-1)
+    for pair in (None, stranger.sign("ranker.example", "strange"), expired):
+        assert refused(trusting(authority, pair))
+    assert refused(trusting(stranger))
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as plain:
+        plain.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert not plain.recv(100).startswith(b"HTTP/1.1 200")
+    silent = socket.create_connection(("127.0.0.1", service.port), timeout=30)
+    with silent, suppress(ConnectionResetError):
+        assert silent.recv(100) == b"", "a handshake takes no longer than request_timeout_s"
+    old = trusting(authority, authority.sign("ranker.example"))
+    with pytest.warns(DeprecationWarning, match="TLSv1"):
+        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    old.set_ciphers("ALL:@SECLEVEL=0")
+    assert refused(old)
+    assert service.ask("POST", LOOKUP, "", BODY, ranker)[0] == 200
+    found = service.ask("GET", "/metrics", "", None, ranker)[2].decode()
+    assert re.search(r'^hps_http_aborted_connections_total\{reason="handshake"\} [1-9]', found, re.MULTILINE)
+
+
+def health_check() -> list[str]:
+    """The health check of the image, by this Python."""
+    line = next(one for one in (ROOT / "deploy/Dockerfile").read_text().splitlines() if "urlopen" in one)
+    return [sys.executable, *json.loads(line.strip().removeprefix("CMD "))[1:]]
+
+
+def test_handshakes_that_do_not_end_leave_room_for_others(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    authority = Authority(tmp_path)
+    document["service"] |= {"tls_certificate_path": str(authority.sign("server").both), "max_connections": 20}
+    service = Served(children, tmp_path, document, "--fronts", 1)
+    silent = [socket.create_connection(("127.0.0.1", service.port), timeout=30) for _ in range(60)]
+    try:
+        assert service.ask("POST", LOOKUP, "", BODY, trusting(authority))[0] == 200
+        ended = 0
+        for one in silent:
+            one.setblocking(False)
+            with suppress(BlockingIOError, ConnectionResetError):
+                ended += one.recv(1) == b""
+        assert ended >= 30
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_slow_clients_and_idle_ones_do_not_hold_tls_connections(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    authority = Authority(tmp_path)
+    document["service"] |= {"tls_certificate_path": str(authority.sign("server").both), "answer_timeout_s": 1}
+    document["models"][0]["max_batch_size"] = 1_000_000
+    service = Served(children, tmp_path, document, "--fronts", 0)
+    idle = [service.connect(trusting(authority)) for _ in range(5)]
+    for one in idle:
+        assert ask_on(one, "POST", LOOKUP, "", BODY)[0] == 200
+    with socket.socket() as raw:  # reads nothing of an answer of 12 MB
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        raw.connect(("127.0.0.1", service.port))
+        slow = trusting(authority).wrap_socket(raw, server_hostname="127.0.0.1")
+        slow.sendall(binary_request(np.zeros(1_000_000, np.int64)))
+        wait_until(lambda: "which does not read its answer" in service.text, "it is given up")
+        slow.close()
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(60) == 0
+    assert "requests have ended; connections left: 0" in service.text, (
+        "idle clients are not waited for, though none says goodbye"
+    )
+    for one in idle:
+        one.close()
+
+
+def binary_request(keys: np.ndarray) -> bytes:
+    shape = {"shape": [len(keys)], "datatype": "INT64", "parameters": {"binary_data_size": keys.nbytes}}
+    text = json.dumps({"inputs": [{"name": "item", **shape}], "parameters": {"binary_data_output": True}}).encode()
+    lines = (f"Inference-Header-Content-Length: {len(text)}", f"Content-Length: {len(text) + keys.nbytes}", "", "")
+    return "\r\n".join(("POST /v2/models/m/infer HTTP/1.1", "Host: x", *lines)).encode() + text + keys.tobytes()
+
+
+def test_large_requests_and_answers_pass_tls_whole(children: ChildProcesses, tmp_path: Path, document: dict[str, Any]) -> None:
+    authority = Authority(tmp_path)
+    document["service"]["tls_certificate_path"] = str(authority.sign("server").both)
+    document["models"][0]["max_batch_size"] = 1_000_000
+    service = Served(children, tmp_path, document, "--fronts", 1)
+    keys = np.arange(1_000_000, dtype=np.int64) % 10
+    connection = service.connect(trusting(authority))
+    connection.connect()
+    for _ in range(3):
+        connection.sock.sendall(binary_request(keys))
+        answer = http.client.HTTPResponse(connection.sock, method="POST")
+        answer.begin()
+        assert answer.status == 200
+        time.sleep(0.3)  # a client that does not read at once
+        body = answer.read()
+        vectors = np.frombuffer(body[int(answer.headers["inference-header-content-length"]) :], np.float32).reshape(-1, 3)
+        assert (vectors == keys[:, None]).all()
+    connection.close()
+
+
+def test_a_token_that_asks_too_often_is_told_when_to_come_back(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    often = entry("often", "lookup", requests_per_s=0.02, burst=3)
+    write_tokens(tokens, often, entry("large", "lookup", keys_per_s=0.1), entry("free", "lookup"))
+    document["service"]["tokens_path"] = str(tokens)
+    service = Served(children, tmp_path, document, "--fronts", 1)
+    answers = [service.ask("POST", LOOKUP, "often", BODY) for _ in range(4)]
+    assert [status for status, _, _ in answers] == [200, 200, 200, 429]
+    assert 1 <= int(answers[-1][1]["retry-after"]) <= 50
+    assert "token often: got more than its requests_per_s allows" in json.loads(answers[-1][2])["error"]
+    assert service.ask("GET", "/v2/models/m", "often")[0] == 429, "all requests count"
+    assert service.ask("GET", "/v2/health/live")[0] == 200
+    assert [service.ask("POST", LOOKUP, "large", BODY)[0] for _ in range(2)] == [200, 429]
+    assert {service.ask("POST", LOOKUP, "free", BODY)[0] for _ in range(20)} == {200}
+    found = service.ask("GET", "/metrics", "free")[2].decode()
+    assert 'hps_http_token_requests_total{status="429",who="often"} 2' in found
+
+
+def test_a_file_of_tokens_can_be_added_and_removed_by_a_signal(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    service = Served(children, tmp_path, document, "--fronts", 1)
+
+    def reload(says: str, **settings: str) -> None:
+        (tmp_path / "ps.json").write_text(json.dumps(document | {"service": document["service"] | settings}))
+        service.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: says in service.text, "it has read the configuration")
+
+    def status(token: str) -> int:
+        return service.ask("POST", LOOKUP, token, BODY)[0]
+
+    assert status("") == 200
+    tokens.write_text("wrong")
+    reload("nothing changes", tokens_path=str(tokens))
+    assert status("") == 200
+    write_tokens(tokens, entry("ranker", "lookup"))
+    reload("service.tokens_path is", tokens_path=str(tokens))
+    wait_until(lambda: status("") == 401, "the front has heard of it")
+    assert status("ranker") == 200
+    reload(f"service.tokens_path is , was {tokens}")
+    wait_until(lambda: status("") == 200, "the front has heard of it")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_no_secret_is_in_logs_metrics_errors_or_process_lists(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any], log_format: str
+) -> None:
+    authority, tokens = Authority(tmp_path), tmp_path / "tokens.json"
+    pair = authority.sign("server")
+    entries = [entry("lookup", "lookup"), {"name": "other", "rights": ["admin"], "token": SECRETS["other"]}]
+    write_tokens(tokens, *entries)
+    document["service"] |= {
+        "tls_certificate_path": str(pair.certificate),
+        "tls_key_path": str(pair.key),
+        "tokens_path": str(tokens),
+        "bearer_token": SECRETS["bearer"],
+        "log_level": "debug",
+        "log_format": log_format,
+        "access_log_per_s": 1000,
+        "slow_lookup_ms": 0.000001,
+    }
+    service = Served(children, tmp_path, document, "--fronts", 2, HPS_ADMIN_TOKEN=SECRETS["admin"])
+    context = trusting(authority)
+    seen = []
+    for secret in SECRETS.values():
+        for method, path, body in (
+            ("POST", LOOKUP, BODY),
+            ("POST", LOOKUP, b"{"),
+            ("POST", "/v2/models/m/infer", b"{}"),
+            ("GET", f"{ROWS}/1", None),
+            ("POST", ROWS, b"{"),
+            ("POST", DEPLOY, b"{}"),
+            ("POST", "/v1/models/m/deploy", b'{"version": 7}'),
+            ("GET", "/metrics", None),
+            ("GET", "/v1/stats", None),
+            ("GET", "/v1/models", None),
+            ("GET", "/v2/models/m/config", None),
+            ("GET", "/v2/models/m/stats", None),
+            ("GET", "/openapi.json", None),
+            ("GET", "/", None),
+        ):
+            seen.append(service.ask(method, path, secret, body, context))
+    connection = service.connect(context)
+    connection.request("POST", LOOKUP, BODY, {"Authorization": f"Basic {SECRETS['none']}"})
+    answer = connection.getresponse()
+    seen.append((answer.status, dict(answer.getheaders()), answer.read()))
+    connection.close()
+    write_tokens(
+        tokens, *entries, {"name": "bad", "rights": ["lookup"], "sha256": SECRETS["none"], "token": [SECRETS["write"], 5]}
+    )
+    wait_until(lambda: "the tokens stay as they are" in service.text, "it has read the file")
+    pair.key.write_text(SECRETS["none"])
+    wait_until(lambda: "new connections go on with" in service.text, "it has read the key")
+    for token in (SECRETS["lookup"], SECRETS["other"]):
+        seen += [service.ask("GET", path, token, None, context) for path in ("/metrics", "/v1/stats")]
+    assert {status for status, _, _ in seen} >= {200, 400, 401, 403}
+    titles = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getpgid(int(one.name)) == service.process.pid:
+                titles.append((one / "cmdline").read_bytes().decode() + (one / "comm").read_text())
+    assert len(titles) == 4
+    material = [line for line in pair.key.read_text().splitlines() if line]
+    everything = [service.text, *titles, *(repr(one) for one in seen)]
+    for secret in [*SECRETS.values(), *material, digest_of(SECRETS["lookup"]), digest_of(SECRETS["other"])]:
+        assert not [text[max(0, text.find(secret) - 200) :][:400] for text in everything if secret in text], secret
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"tokens_path": "nowhere.json"},
+            "file: cannot be read (No such file or directory); expected the path of a file of tokens",
+        ),
+        ({"tls_certificate_path": "nowhere.pem"}, "tls_certificate_path: cannot use nowhere.pem: No such file or directory"),
+        ({"tls_key_path": "key.pem"}, "tls_key_path: it has no effect alone, expected tls_certificate_path, too"),
+    ],
+)
+def test_what_cannot_be_used_ends_the_start(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any], settings: dict[str, str], says: str
+) -> None:
+    document["service"] |= settings
+    (tmp_path / "ps.json").write_text(json.dumps(document))
+    process = children.hps("serve", tmp_path / "ps.json", "--port", 0, "--fronts", 1)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert says in " ".join(text.split())
+
+
+def test_a_public_address_without_tokens_or_tls_is_warned_of(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    text = Served(children, tmp_path, document, "--host", "0.0.0.0", "--fronts", 1).text
+    assert "everyone who reaches 0.0.0.0 may look up, and read metrics, without a token" in text
+    assert "tokens, keys and vectors are sent to and from 0.0.0.0 unencrypted" in text

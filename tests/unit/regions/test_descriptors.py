@@ -113,6 +113,7 @@ def write(slot, header, rows):
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 4]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1, 4, 256, 0]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[3, 1, 256, 264, 0]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 5, 256, SLAB_BYTES - 76, 0]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1001, 256, 8456, 0]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1000, 256, 8456, 0]]))
 def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):

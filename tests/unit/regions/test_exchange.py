@@ -348,7 +348,8 @@ def test_no_completion_is_lost_between_a_front_that_falls_asleep_and_owners_that
 
 def test_threads_that_complete_at_once_do_not_overwrite_each_other(joined):
     front, owner = joined
-    each, threads = 300_000, 4
+    each, threads = 1_000_000, 4
+    _complete_many(owner.regions, 0, 0, 0)  # compiles
     workers = [threading.Thread(target=_complete_many, args=(owner.regions, 0, 0, each)) for _ in range(threads)]
     for one in workers:
         one.start()

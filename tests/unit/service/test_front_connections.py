@@ -339,7 +339,7 @@ def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(play):
             jobs.append(await owner.job())
         assert await statuses == 503
 
-    play(script, slot_wait_s=0.1)
+    play(script, slot_wait_s=0.5)
 
 
 def test_a_request_that_no_slot_holds_is_refused_and_the_next_is_answered(play):

@@ -461,8 +461,8 @@ def test_a_retired_lookup_is_posted_again_for_the_version_that_took_over(play, a
 
 def test_a_lookup_is_not_retired_for_ever(play):
     async def script(scene, front, owner):
-        owner.publish(settings={"request_timeout_s": 0.2}, m=owner.deploy())
-        await until(lambda: front.settings.request_timeout_s == 0.2)
+        owner.publish(settings={"request_timeout_s": 0.7}, m=owner.deploy())
+        await until(lambda: front.settings.request_timeout_s == 0.7)
         client = await scene.connect()
         client.send(*request([8]))
         answer = asyncio.ensure_future(client.status())

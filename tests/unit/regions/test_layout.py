@@ -79,8 +79,10 @@ def test_a_read_only_descriptor_can_not_be_mapped_for_writing(descriptor, memory
         seen = Memory(other, writable=False)
         memory[128] = 3
         assert seen[128] == 3
-        with pytest.raises(ValueError):
+        with pytest.raises(TypeError):
             seen[128] = 4
+        with pytest.raises(ValueError):
+            seen.words[16] = 4
         with pytest.raises(TypeError):
             seen.view[128] = 4
         with pytest.raises(PermissionError):

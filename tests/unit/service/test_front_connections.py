@@ -273,14 +273,19 @@ def test_a_lookup_is_posted_and_answered(play):
 
 
 @pytest.mark.parametrize("arrived", [0, 40, 8 * LARGE])
-def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(play, arrived):
+@pytest.mark.parametrize("again", [False, True])  # a connection remembers how its last request began
+def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(play, arrived, again):
     """Keys may spell a request: a client that is refused must not have it answered."""
     evil = (b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 0\r\n\r\n" * 20)[: 8 * LARGE]
     keys = np.frombuffer(evil, np.int64)
 
     async def script(scene, front, owner):
-        jobs, clients = await fill(scene, owner)
         client = await scene.connect()
+        if again:
+            client.send(*request(range(LARGE)))
+            owner.complete(await owner.job())
+            await client.checked(range(LARGE))
+        jobs, clients = await fill(scene, owner)
         head, body = request(keys)
         text = len(body) - 8 * LARGE
         client.send(head, body[: text + arrived])
@@ -290,9 +295,10 @@ def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(p
         for job, one in zip(jobs, clients, strict=True):
             owner.complete(job)
             await one.checked(owner.keys(job))
-        client.send(*request([7]))
-        owner.complete(await owner.job())
-        await client.checked([7])
+        for wanted in (range(7, 7 + LARGE), [7]):
+            client.send(*request(wanted))
+            owner.complete(await owner.job())
+            await client.checked(wanted)
         assert front.slots.used == 0
 
     play(script, slot_wait_s=0.05)

@@ -48,6 +48,9 @@ class _Served:
         self._session = session if isinstance(session, CachedSession) else None
         self._ended = False
         self._settling = threading.Lock()
+        self.serial = 0
+        if self._session is not None:
+            self._session.before_close.append(self.end)
         serials = set()
         for board, driver in zip(boards, drivers, strict=True):
             resident = None
@@ -55,11 +58,17 @@ class _Served:
                 resident = driver.resident(self._session.cache)
             serials.add(board.add(deployment.tables, resident))
         (self.serial,) = serials
-        if self._session is not None:
-            self._session.before_close.append(self.end)
+        with self._settling:
+            ended, self._ended = self._ended, False
+        if ended:  # the session has closed meanwhile, and its cache may be gone; no front knows the serial yet
+            self.end(0.0)
+            raise NotReadyError(f"serving model {deployment.config.model!r}: it was undeployed")
 
     def end(self, timeout_s: float) -> bool:
         """Let no loop answer from it any more; False if one still does."""
+        if not self.serial:
+            self._ended = True
+            return True
         deadline = time.monotonic() + timeout_s
         for board in self._boards:
             board.end(self.serial)

@@ -52,6 +52,7 @@ class FrontedService:
         model = model_of("m", sources, DIMS, maxnum_catfeature_query_per_table_per_sample=most, hit_rate_threshold=1.1)
         document = document_of(model, service={"drain_s": 0, **service})
         (place / "ps.json").write_text(json.dumps(document))
+        self.token = service.get("bearer_token")
         self.log = place / "log"
         command = ("serve", place / "ps.json", "--port", 0, "--grpc-port", 0, "--fronts", fronts, *arguments)
         with self.log.open("w") as log:
@@ -71,7 +72,9 @@ class FrontedService:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/v2/health/ready", timeout=5).status_code == 200
+            given = {"authorization": f"Bearer {self.token}"} if self.token else {}
+            asked = httpx.post(f"{self.url}/v1/models/m/lookup", json={"tables": {"t0": [1]}}, headers=given, timeout=5)
+            return asked.status_code == 200 and httpx.get(f"{self.url}/v2/health/ready", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 

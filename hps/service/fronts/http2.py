@@ -36,7 +36,7 @@ _MOST_SENT_FRAME: Final = 1 << 18
 _MOST_WINDOW: Final = 2**31 - 1
 _GIVEN_WINDOW: Final = 1 << 20  # of a stream; that of the connection does not limit
 _TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop
-_SHARE_BYTES: Final = 1 << 16  # of one stream before it is another's turn
+_SHARE_BYTES: Final = 1 << 17  # of one stream before it is another's turn
 _MOST_CONTROL: Final = 1024  # frames that wait while the client does not read
 _FREE_RESETS: Final = 256  # of a connection that has no answers
 _LEAST_PROGRESS_BYTES: Final = 65_536
@@ -501,26 +501,23 @@ class HTTP2Connection(asyncio.BufferedProtocol):
 
     def _send_share(self, stream: Stream, lines: list[bytes | memoryview]) -> int:
         """Append frames of data within all limits; return how many bytes they have."""
-        out, sent = stream._out, 0
-        while out and sent < _SHARE_BYTES:
-            size = left = min(stream.unsent, stream.window, self._window, self._most_frame)
-            if size <= 0:
-                break
+        out, most = stream._out, self._most_frame
+        sent = left = max(0, min(stream.unsent, stream.window, self._window, _SHARE_BYTES))
+        while left:
+            size = min(left, most)
             lines.append(_FRAME.pack(size << 8 | _DATA, 0, stream.id))
-            while left:
-                piece = out[0]
-                if len(piece) <= left:
-                    lines.append(out.popleft())
-                    left -= len(piece)
-                else:
-                    rest = memoryview(piece)
-                    lines.append(rest[:left])
-                    out[0] = rest[left:]
-                    left = 0
-            stream.window -= size
-            self._window -= size
-            stream.unsent -= size
-            sent += size
+            left -= size
+            while size:
+                piece = out.popleft()
+                if len(piece) > size:
+                    whole = memoryview(piece)
+                    piece = whole[:size]
+                    out.appendleft(whole[size:])
+                lines.append(piece)
+                size -= len(piece)
+        stream.window -= sent
+        self._window -= sent
+        stream.unsent -= sent
         return sent
 
     # -- limits -----------------------------------------------------------------------------------------------------------

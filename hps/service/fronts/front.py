@@ -195,6 +195,7 @@ class Front:
         self.authorization = Authorization(settings, share=1 / self._fronts)
         self.authorization.loopback = loopback
         self.tls = TLS(settings, logging.DEBUG if number else None) if settings.tls_certificate_path else None
+        self.grpc_tls: TLS | None = None
         self._tokens: list[dict[str, Any]] = []
         self.metrics = HTTPMetrics(self.refusals)
         self._spans = spans_of(configuration)
@@ -267,6 +268,10 @@ class Front:
                     self._free(lookup.slot)
                 else:
                     self._submit(lookup)
+
+    def read_page_if_changed(self) -> None:
+        if self.page[layout.PAGE_VERSION] != self._page_version:
+            self._read_page()
 
     def _read_page(self) -> None:
         found = layout.read_text(self.page, 0, layout.MOST_PAGE_BYTES)
@@ -341,8 +346,7 @@ class Front:
         Raises:
             RequestError, HPSError: it is refused.
         """
-        if self.page[layout.PAGE_VERSION] != self._page_version:
-            self._read_page()
+        self.read_page_if_changed()
         target = lookup_target(head.path)
         if head.length > (most := self.most_bytes(head)):
             raise too_large(f"Content-Length is {head.length}", most)
@@ -794,11 +798,11 @@ class Front:
         """Do what is due twice a second."""
         now = time.monotonic()
         settings = self.settings
-        if self.page[layout.PAGE_VERSION] != self._page_version:
-            self._read_page()
+        self.read_page_if_changed()
         self._look_at_owner()
-        if self.tls is not None:
-            self.tls.look()
+        for tls in (self.tls, self.grpc_tls):
+            if tls is not None:
+                tls.look()
         for one in list(self.connections.order):
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
         self.connections.look()
@@ -868,6 +872,8 @@ class Front:
         if grpc_listener is not None:
             from hps.service.fronts.grpc_calls import grpc_connection  # of an extra
 
+            if self.tls is not None:
+                self.grpc_tls = TLS(self.settings, logging.DEBUG, "h2")
             server = await loop.create_server(lambda: grpc_connection(self), sock=grpc_listener, backlog=BACKLOG)
             self._servers.append((grpc_listener, server))
         self._look()

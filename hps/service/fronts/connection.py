@@ -362,7 +362,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._inflate(head, self._body)
                 if target := lookup_target(head.path):
                     length = head.headers.get(b"inference-header-content-length")
-                    self._lookup = self.front.decoded(self, target, served, self._body, length)
+                    shared = self.front.shared_tensors(target, self._body, length, self.client, head.headers)
+                    self._lookup = self.front.decoded(self, target, served, self._body, length, shared)
                     self._post()
                 else:
                     self._proxied = True

@@ -20,7 +20,7 @@ from hps.service.request_body import inflate, inflated_bytes, too_large
 from hps.service.targets import LookupTarget, lookup_target
 
 if TYPE_CHECKING:
-    from hps.service.fronts.front import Front, Lookup
+    from hps.service.fronts.front import Front, Lookup, RequestHead
 
 _FIRST_BUFFER_BYTES: Final = 8192
 _TURN_BYTES: Final = 1 << 20  # sent in one turn of the event loop, so that small answers need not wait for large ones
@@ -42,7 +42,7 @@ class Beginning(NamedTuple):
     """
 
     prefix: bytes
-    head: Head
+    head: "RequestHead"
     target: LookupTarget
     version: FrontVersion
     text: bytes
@@ -288,7 +288,7 @@ class Connection(asyncio.BufferedProtocol):
             lookup = self.front.planned(self, target, self._served, text, head.length)
             if lookup is not None and lookup.plan is not None:
                 self._lookup, self._last = lookup, None
-                if not self.certificate and (page := self.front.page_if_same(head)) >= 0:
+                if not (self.certificate or head.expects_continue) and (page := self.front.page_if_same(head.headers)) >= 0:
                     self._last = Beginning(self._raw + text, head, target, lookup.version, text, lookup.plan, page)
                 self._at += text_bytes
                 self._left -= text_bytes
@@ -310,7 +310,7 @@ class Connection(asyncio.BufferedProtocol):
         self._started = started
         self._served = served = self.front.served()
         served.model, served.version = last.target.model_name, last.version.tables.version
-        self._head, self._target, self._watched = last.head, last.target, False
+        self._head, self._target, self._watched = cast(Head, last.head), last.target, False
         self._at += len(last.prefix)
         self._left = last.plan.keys_bytes
         self._lookup = self.front.again(self, last, served)

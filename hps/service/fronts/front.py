@@ -382,10 +382,10 @@ class Front:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
         self.authorization.admit(identity, "lookup", headers, certificate)
 
-    def page_if_same(self, head: Head) -> int:
-        """Return the version of the page if all that follows from a head follows from the same head again; else -1."""
-        same = not (self.authorization.asks or head.expects_continue or b"x-request-id" in head.headers)
-        return self._page_version if same and b"traceparent" not in head.headers else -1
+    def page_if_same(self, headers: Mapping[bytes, bytes]) -> int:
+        """Return the version of the page if all that follows from headers follows from the same ones again; else -1."""
+        same = not (self.authorization.asks or b"x-request-id" in headers or b"traceparent" in headers)
+        return self._page_version if same else -1
 
     def holds(self, last: Beginning, started: float) -> bool:
         """Whether a request that begins like another one may be begun `again`."""

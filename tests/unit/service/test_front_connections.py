@@ -335,8 +335,9 @@ def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(play):
         large = await scene.connect()
         large.send(*request(range(400)))  # half of the slab
         await until(lambda: len(front._waiting) == 1)
-        statuses = asyncio.ensure_future(large.status())
+        statuses, dues = asyncio.ensure_future(large.status()), set()
         while not statuses.done():  # others come and go all the time
+            dues |= {lookup.slot_due for lookup, _ in front._waiting}
             job, client = jobs.pop(0), clients.pop(0)
             owner.complete(job)
             await client.checked(owner.keys(job))
@@ -344,8 +345,9 @@ def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(play):
             clients.append(client)
             jobs.append(await owner.job())
         assert await statuses == 503
+        assert len(dues) == 1
 
-    play(script, slot_wait_s=0.5)
+    play(script, slot_wait_s=0.1)
 
 
 def test_a_request_that_no_slot_holds_is_refused_and_the_next_is_answered(play):
@@ -467,16 +469,18 @@ def test_a_retired_lookup_is_posted_again_for_the_version_that_took_over(play, a
 
 def test_a_lookup_is_not_retired_for_ever(play):
     async def script(scene, front, owner):
-        owner.publish(settings={"request_timeout_s": 0.7}, m=owner.deploy())
-        await until(lambda: front.settings.request_timeout_s == 0.7)
+        owner.publish(settings={"request_timeout_s": 0.3}, m=owner.deploy())
+        await until(lambda: front.settings.request_timeout_s == 0.3)
         client = await scene.connect()
         client.send(*request([8]))
-        answer = asyncio.ensure_future(client.status())
+        answer, dues = asyncio.ensure_future(client.status()), set()
         while not answer.done():
+            dues |= {lookup.due for lookup in front._pending.values()}
             if (job := owner.board.next_job()) is not None:
                 owner.complete(job, RETIRED)
             await asyncio.sleep(0.001)
         assert await answer in (503, 504)
+        assert len(dues) == 1
         assert front.slots.used == 0
 
     play(script)

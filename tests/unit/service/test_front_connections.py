@@ -149,8 +149,8 @@ def request(keys, *lines, model="m"):
     return "\r\n".join([*all_lines, "", ""]).encode(), body
 
 
-def json_request(keys):
-    body = json.dumps({"tables": {"item": keys}}).encode()
+def json_request(keys, spaces=0):
+    body = json.dumps({"tables": {"item": keys}}).encode() + b" " * spaces
     return b"POST /v1/models/m/lookup HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
@@ -394,6 +394,27 @@ def test_a_client_that_leaves_does_not_free_the_slot_that_the_owner_has(play, re
         assert front.slots.used == 8192
         owner.complete(job)
         await until(lambda: front.slots.used == 0 and not front.connections.order)
+
+    play(script)
+
+
+def test_a_buffer_that_is_full_behind_a_request_is_read_on_after_it(play):
+    """What is pipelined fills the buffer while the owner is asked: nothing more is read until there is room again."""
+
+    async def script(scene, front, owner):
+        for _ in range(10):
+            client = await scene.connect()
+            client.send(*[json_request([nth]) for nth in range(3)], json_request([3], spaces=500_000))
+            for nth in range(4):
+                job = await owner.job()
+                if nth == 0:
+                    (connection,) = front.connections.order
+                    await until(lambda connection=connection: connection._reading_paused)
+                assert owner.keys(job).tolist() == [nth]
+                owner.complete(job)
+                assert await client.status() == 200
+            client.writer.close()
+            await until(lambda: not front.connections.order)
 
     play(script)
 

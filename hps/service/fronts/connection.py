@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hps.service.fronts.front import Front, Lookup
 
 _FIRST_BUFFER_BYTES: Final = 8192
-_TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop, so that small answers need not wait for large ones
+_TURN_BYTES: Final = 1 << 20  # sent in one turn of the event loop, so that small answers need not wait for large ones
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
 _MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
@@ -362,7 +362,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._inflate(head, self._body)
                 if target := lookup_target(head.path):
                     length = head.headers.get(b"inference-header-content-length")
-                    self._lookup = self.front.decoded(self, target, served, self._body, length)
+                    shared = self.front.shared_tensors(target, self._body, length, self.client, head.headers)
+                    self._lookup = self.front.decoded(self, target, served, self._body, length, shared)
                     self._post()
                 else:
                     self._proxied = True

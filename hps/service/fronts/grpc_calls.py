@@ -21,6 +21,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from hps.errors import InvalidInputError
+from hps.service.authorization import Identity
 from hps.service.fronts.http2 import HTTP2Connection, Stream, literal
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import DEFERRED_KEYS, RequestError, message_of, status_of
@@ -109,6 +110,7 @@ class Call:
 
     Attributes:
         head, client: of it.
+        identity: who sent it, if known.
     """
 
     def __init__(self, connection: HTTP2Connection, stream: Stream, headers: dict[bytes, bytes]) -> None:
@@ -126,6 +128,7 @@ class Call:
         self._inference: Inference | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.identity: Identity | None = None
         self._started = self._ended = False  # sent headers; sent trailers, or lost
         self._since = time.monotonic()
         self._slot = -1
@@ -141,12 +144,21 @@ class Call:
             return
         if self._method is _UNKNOWN:
             raise RequestError(405, f"got {self.head.path[:300]!r}, which is not served; reflection lists the services")
-        if self._method.guarded and self.front.authorization.guarded:
-            self.front.authorization.check_lookup(headers)
+        front, certificate = self.front, self._connection.certificate
+        front.read_page_if_changed()
+        if front.authorization.asks or certificate:
+            served = front.served()
+            front.authorize(headers, certificate, served, LookupTarget(self.head.path, "") if self._method.guarded else None)
+            self.identity = served.identity
         if (timeout := headers.get(b"grpc-timeout")) is not None:
             seconds = _seconds(timeout)
             if seconds < self.front.settings.request_timeout_s or self._method.streams:
                 self._timer = self.front.loop.call_later(seconds, self._expire)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client sends several messages."""
+        return self._method.streams
 
     def _expire(self) -> None:
         if self._ended:
@@ -338,6 +350,7 @@ class Call:
         if self._ended:
             return
         served, now = self.front.served(), time.perf_counter()
+        served.identity = self.identity
         self.front.note_error(error, self.client, self.head, served)
         if self._method.infers or self._method is _UNKNOWN:  # others are counted by the owner's application
             self.front.end(self.client, self.head, self._method.path or "unknown", served, status_of(error), now, watched=False)
@@ -383,7 +396,8 @@ class Call:
         """
         own = (b":", b"grpc-", b"content-type", b"host")
         lines = [(name, value) for name, value in self.head.headers.items() if not name.startswith(own)]
-        request = forwarded(method, path.encode(), [(b"host", b"hps"), *lines], body, self.client)
+        headers = [(b"host", b"hps"), *lines]
+        request = forwarded(method, path.encode(), headers, body, self.client, self._connection.certificate)
         answer = _OwnerAnswer()
         self.front.owner.ask(answer, request, head_only=False, chosen=answer.chosen)
         try:
@@ -412,6 +426,7 @@ class Inference:
         self._call = call
         self._front = front = call.front
         self._served = front.served()
+        self._served.identity = call.identity
         self._began = time.perf_counter()
         self._watched = self._finished = False
         self._held = 0
@@ -423,6 +438,8 @@ class Inference:
         front, served, head = self._front, self._served, self._call.head
         served.bytes_in = self.message_bytes = len(data)
         try:
+            if self._call.streams:
+                front.authorization.count(self._call.identity)
             request = read_infer_request(data)
             target = LookupTarget(head.path, request.model_name, request.version or None)
             self._watched = front.begin(self._call.client, head, target, served, self._began)
@@ -557,7 +574,7 @@ class Method(NamedTuple):
         each: answers one message of a stream of them.
         infers: whether its messages are lookups.
         streams: whether clients send several messages.
-        guarded: whether it needs a token.
+        guarded: whether it takes the right to look up; the owner's application knows what others take.
     """
 
     path: str
@@ -566,7 +583,7 @@ class Method(NamedTuple):
     each: Callable[[Any], Any] = cast(Any, None)
     infers: bool = False
     streams: bool = False
-    guarded: bool = True
+    guarded: bool = False
 
 
 async def _live(call: Call, request: Any) -> AsyncIterator[Any]:
@@ -704,7 +721,6 @@ _ANSWERS: Final[dict[str, Callable[[Call, Any], AsyncIterator[Any]]]] = {
     "Check": _check,
     "Watch": _watch,
 }
-_OPEN: Final = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
 _UNKNOWN: Final = Method("")
 
 
@@ -721,7 +737,7 @@ def _methods() -> dict[str, Method]:
                     partial(_reflect, file.package),
                     method.name in ("ModelInfer", "ModelStreamInfer"),
                     method.client_streaming,
-                    method.name not in _OPEN,
+                    method.name not in _ANSWERS,
                 )
     return found
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
+from hps.service.fronts.tls import names_in
+
 if TYPE_CHECKING:
     from hps.service.fronts.front import Front
 
@@ -36,11 +38,12 @@ _MOST_SENT_FRAME: Final = 1 << 18
 _MOST_WINDOW: Final = 2**31 - 1
 _GIVEN_WINDOW: Final = 1 << 20  # of a stream; that of the connection does not limit
 _TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop
-_SHARE_BYTES: Final = 1 << 16  # of one stream before it is another's turn
+_SHARE_BYTES: Final = 1 << 17  # of one stream before it is another's turn
 _MOST_CONTROL: Final = 1024  # frames that wait while the client does not read
 _FREE_RESETS: Final = 256  # of a connection that has no answers
 _LEAST_PROGRESS_BYTES: Final = 65_536
 _KNOWN_BLOCKS: Final = 64
+_GOODBYE_S: Final = 0.5
 _NAME: Final = re.compile(rb":?[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _ILLEGAL: Final = re.compile(rb"[\r\n\0]").search
 
@@ -138,6 +141,7 @@ class HTTP2Connection(asyncio.BufferedProtocol):
     Attributes:
         completed, used: a request has arrived completely: ever, and since the last look.
         opened: when it was.
+        certificate: names in the client's certificate.
     """
 
     def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, dict[bytes, bytes]], Request]) -> None:
@@ -146,11 +150,14 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         self.opened = self._idle_since = time.monotonic()
         self.completed = self.used = False
         self.client = ""
+        self.certificate: tuple[str, ...] = ()
         self._begin = begin
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._have = 0
-        self._greeted = self._gone = self._reading = self._stalled = self._scheduled = False
+        self._greeted = self._gone = self._reading = self._scheduled = False
+        self._stalled = front.grpc_tls is not None  # until the handshake is done
+        self._socket: asyncio.Transport | None = None  # beneath TLS
         self._leaving = self._said_goodbye = self._ends = (
             False  # told the client to leave; refuse streams; close after the last one
         )
@@ -173,14 +180,30 @@ class HTTP2Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if isinstance(peer, tuple) else ""
         settings = ((3, _MOST_STREAMS), (4, _GIVEN_WINDOW), (6, _MOST_HEADERS))
         self._control.append(_frame(_SETTINGS, 0, 0, b"".join(struct.pack(">HI", *one) for one in settings)))
         self._control.append(_frame(_WINDOW, 0, 0, struct.pack(">I", _MOST_WINDOW - self._window)))
         self.front.opened(self)
+        if self.front.grpc_tls is None:
+            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+            self._pump()
+        elif not self._ends:
+            self.front.grpc_tls.begin(self, self.front.settings)
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        self.transport, self._socket = transport, self.transport
+        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
+        self.certificate = names_in(transport.get_extra_info("peercert"))
+        self._stalled = False
         self._pump()
+
+    def not_secured(self, why: str) -> None:
+        if why:
+            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
+        self.transport.abort()
+        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gone = True
@@ -501,26 +524,23 @@ class HTTP2Connection(asyncio.BufferedProtocol):
 
     def _send_share(self, stream: Stream, lines: list[bytes | memoryview]) -> int:
         """Append frames of data within all limits; return how many bytes they have."""
-        out, sent = stream._out, 0
-        while out and sent < _SHARE_BYTES:
-            size = left = min(stream.unsent, stream.window, self._window, self._most_frame)
-            if size <= 0:
-                break
+        out, most = stream._out, self._most_frame
+        sent = left = max(0, min(stream.unsent, stream.window, self._window, _SHARE_BYTES))
+        while left:
+            size = min(left, most)
             lines.append(_FRAME.pack(size << 8 | _DATA, 0, stream.id))
-            while left:
-                piece = out[0]
-                if len(piece) <= left:
-                    lines.append(out.popleft())
-                    left -= len(piece)
-                else:
-                    rest = memoryview(piece)
-                    lines.append(rest[:left])
-                    out[0] = rest[left:]
-                    left = 0
-            stream.window -= size
-            self._window -= size
-            stream.unsent -= size
-            sent += size
+            left -= size
+            while size:
+                piece = out.popleft()
+                if len(piece) > size:
+                    whole = memoryview(piece)
+                    piece = whole[:size]
+                    out.appendleft(whole[size:])
+                lines.append(piece)
+                size -= len(piece)
+        stream.window -= sent
+        self._window -= sent
+        stream.unsent -= sent
         return sent
 
     # -- limits -----------------------------------------------------------------------------------------------------------
@@ -570,6 +590,8 @@ class HTTP2Connection(asyncio.BufferedProtocol):
             lines, self._control = self._control, []
             self.transport.writelines(lines)
         self.transport.close()
+        if self._socket is not None and not self._socket.get_write_buffer_size():
+            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)  # TLS would wait for the client to say goodbye
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
         """Refuse or abort what takes too long. Called twice a second."""

@@ -71,6 +71,7 @@ class Owner:
             "blocked": blocked,
             "settings": configuration.service.model_dump(mode="json"),
             "tokens": [],
+            "shared_memory": {},
         }
         write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
 

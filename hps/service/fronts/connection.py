@@ -581,15 +581,17 @@ class Connection(asyncio.BufferedProtocol):
             self._close()
         else:
             self._since = self._idle_since if self._skip else None
-            if self._reading_paused:
-                self._resume_reading()
             if self._at < self._have or self._eof:
-                self.front.loop.call_soon(self._next)
+                self.front.loop.call_soon(self._next)  # which makes room in the buffer before more is read
+            elif self._reading_paused:
+                self._resume_reading()
 
     def _next(self) -> None:
         """Go on with what has arrived; after the client's last byte, close if that is no complete request."""
         if not (self._ended or self._busy or self._fill):
             self._advance()
+        if self._reading_paused and not (self._ended or self._busy):
+            self._resume_reading()
         if self._eof and not self._busy:
             self.transport.close()
 

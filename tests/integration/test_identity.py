@@ -234,6 +234,11 @@ def test_every_right_opens_its_routes_and_no_other(
             status = service.ask(method, path, token, body)[0]
             expected = {200} if who in allowed.split() else {401} if who in ("unknown", "nothing") else {403}
             assert {status} == expected, (method, path, who)
+    for token, status in (("guess", 401), (SECRETS["lookup"], 403)):  # no memory is held for the bodies of strangers
+        with socket.create_connection(("127.0.0.1", service.port), timeout=30) as raw:
+            lines = (f"POST {ROWS} HTTP/1.1", "Host: x", f"Authorization: Bearer {token}", "Content-Length: 10000000", "", "")
+            raw.sendall("\r\n".join(lines).encode())
+            assert raw.recv(100).startswith(f"HTTP/1.1 {status}".encode())
     connection = service.connect()  # a certificate that is only claimed
     connection.request("POST", ROWS, ROW_BODY, {"hps-client-certificate": '["both.example"]'})
     assert connection.getresponse().status == 401

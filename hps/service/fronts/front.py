@@ -19,14 +19,14 @@ import numpy as np
 import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig
-from hps.configuration.tokens import TokenConfig
+from hps.configuration.tokens import Right, TokenConfig
 from hps.errors import HPSError, NotReadyError, UnknownModelError, UnknownVersionError
 from hps.ground.numba_kernels import compile_kernels
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
-from hps.service.authorization import CERTIFICATE, Authorization
+from hps.service.authorization import CERTIFICATE, Authorization, Identity
 from hps.service.fronts.connection import Connection
 from hps.service.fronts.connections import Connections
 from hps.service.fronts.heads import Head
@@ -351,7 +351,11 @@ class Front:
         if b"content-encoding" in head.headers:
             check_encoding(head.headers)
         if self.authorization.asks or certificate:
-            self.authorize(head.headers, certificate, served, target)
+            served.identity = self.authorization.find(head.headers, certificate)
+            if target is not None:
+                self.admit(served.identity, "lookup", head.headers, certificate)
+            else:
+                self.authorization.count(served.identity)
         if target is None:
             if not 0 <= head.length <= SMALL_BYTES:  # the owner checks rights, but no memory is held for strangers before
                 scope = {**self._scope(head, client), "server": server, CERTIFICATE: certificate}
@@ -362,22 +366,18 @@ class Front:
             raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
         self._version(target)
 
-    def authorize(
-        self, headers: Mapping[bytes, bytes], certificate: Sequence[str], served: Served, target: LookupTarget | None
+    def admit(
+        self, identity: Identity | None, right: Right | None, headers: Mapping[bytes, bytes], certificate: Sequence[str]
     ) -> None:
-        """Note who sent a request, check the rights of a lookup, and the limits of every request.
+        """Check a request as `Authorization.admit`.
 
         Raises:
             RequestError: it is refused.
             NotReadyError: the owner has not said yet which tokens there are.
         """
-        identity = served.identity = self.authorization.find(headers, certificate)
-        if target is None:
-            self.authorization.count(identity)  # its rights are checked by the owner
-            return
         if self._page_version < 0:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
-        self.authorization.admit(identity, "lookup", headers, certificate)
+        self.authorization.admit(identity, right, headers, certificate)
 
     def most_bytes(self, head: Head) -> int:
         """Return the limit of a request's body, as sent and decompressed."""

@@ -21,6 +21,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from hps.errors import InvalidInputError
+from hps.service.authorization import Identity
 from hps.service.fronts.http2 import HTTP2Connection, Stream, literal
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import DEFERRED_KEYS, RequestError, message_of, status_of
@@ -109,11 +110,13 @@ class Call:
 
     Attributes:
         head, client: of it.
+        identity: who sent it, if known.
     """
 
     def __init__(self, connection: HTTP2Connection, stream: Stream, headers: dict[bytes, bytes]) -> None:
         self.front: Front = connection.front
         self.client = connection.client
+        self.identity: Identity | None = None
         self._connection, self._stream = connection, stream
         path = headers.get(b":path", b"").decode("latin-1")
         self.head = CallHead(path, headers)
@@ -141,8 +144,10 @@ class Call:
             return
         if self._method is _UNKNOWN:
             raise RequestError(405, f"got {self.head.path[:300]!r}, which is not served; reflection lists the services")
-        if self._method.guarded and self.front.authorization.guarded:
-            self.front.authorization.check_lookup(headers)
+        certificate = self._connection.certificate
+        if self._method.guarded and (self.front.authorization.asks or certificate):
+            self.identity = self.front.authorization.find(headers, certificate)
+            self.front.admit(self.identity, "lookup" if self._method.infers else None, headers, certificate)
         if (timeout := headers.get(b"grpc-timeout")) is not None:
             seconds = _seconds(timeout)
             if seconds < self.front.settings.request_timeout_s or self._method.streams:
@@ -338,6 +343,7 @@ class Call:
         if self._ended:
             return
         served, now = self.front.served(), time.perf_counter()
+        served.identity = self.identity
         self.front.note_error(error, self.client, self.head, served)
         if self._method.infers or self._method is _UNKNOWN:  # others are counted by the owner's application
             self.front.end(self.client, self.head, self._method.path or "unknown", served, status_of(error), now, watched=False)
@@ -383,7 +389,7 @@ class Call:
         """
         own = (b":", b"grpc-", b"content-type", b"host")
         lines = [(name, value) for name, value in self.head.headers.items() if not name.startswith(own)]
-        request = forwarded(method, path.encode(), [(b"host", b"hps"), *lines], body, self.client)
+        request = forwarded(method, path.encode(), [(b"host", b"hps"), *lines], body, self.client, self._connection.certificate)
         answer = _OwnerAnswer()
         self.front.owner.ask(answer, request, head_only=False, chosen=answer.chosen)
         try:
@@ -412,6 +418,7 @@ class Inference:
         self._call = call
         self._front = front = call.front
         self._served = front.served()
+        self._served.identity = call.identity
         self._began = time.perf_counter()
         self._watched = self._finished = False
         self._held = 0
@@ -423,6 +430,8 @@ class Inference:
         front, served, head = self._front, self._served, self._call.head
         served.bytes_in = self.message_bytes = len(data)
         try:
+            if self._call._method.streams:  # each message is a request, as far as limits go
+                front.authorization.count(self._call.identity)
             request = read_infer_request(data)
             target = LookupTarget(head.path, request.model_name, request.version or None)
             self._watched = front.begin(self._call.client, head, target, served, self._began)

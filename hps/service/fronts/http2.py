@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
+from hps.service.fronts.tls import HTTP2, close, names_in
+
 if TYPE_CHECKING:
     from hps.service.fronts.front import Front
 
@@ -138,6 +140,7 @@ class HTTP2Connection(asyncio.BufferedProtocol):
     Attributes:
         completed, used: a request has arrived completely: ever, and since the last look.
         opened: when it was.
+        certificate: names in the client's certificate.
     """
 
     def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, dict[bytes, bytes]], Request]) -> None:
@@ -146,6 +149,8 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         self.opened = self._idle_since = time.monotonic()
         self.completed = self.used = False
         self.client = ""
+        self.certificate: tuple[str, ...] = ()
+        self._socket: asyncio.Transport | None = None  # below TLS
         self._begin = begin
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -173,14 +178,31 @@ class HTTP2Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if isinstance(peer, tuple) else ""
         settings = ((3, _MOST_STREAMS), (4, _GIVEN_WINDOW), (6, _MOST_HEADERS))
         self._control.append(_frame(_SETTINGS, 0, 0, b"".join(struct.pack(">HI", *one) for one in settings)))
         self._control.append(_frame(_WINDOW, 0, 0, struct.pack(">I", _MOST_WINDOW - self._window)))
         self.front.opened(self)
+        if self.front.tls is None:
+            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+            self._pump()
+        elif not self.transport.is_closing():
+            self._stalled = True  # until the handshake is done
+            self.front.tls.begin(self, HTTP2, self.front.settings)
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        self.transport, self._socket = transport, self.transport
+        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
+        self.certificate = names_in(transport.get_extra_info("peercert"))
+        self._stalled = False
         self._pump()
+
+    def not_secured(self, why: str) -> None:
+        if why:
+            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
+        self.transport.abort()
+        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gone = True
@@ -569,7 +591,7 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         if not self._stalled and self._control and not self._gone:
             lines, self._control = self._control, []
             self.transport.writelines(lines)
-        self.transport.close()
+        close(self.transport, self._socket)
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
         """Refuse or abort what takes too long. Called twice a second."""

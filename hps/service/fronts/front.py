@@ -323,7 +323,13 @@ class Front:
         return served
 
     def begin(self, client: str, head: RequestHead, target: LookupTarget | None, served: Served, started: float) -> bool:
-        """Note a request's id, and decide what to log of it; return whether `end` has to be told."""
+        """Read the page if it is a new one, note the request's id, and decide what to log of it.
+
+        Returns:
+            Whether `end` has to be told.
+        """
+        if self.page[layout.PAGE_VERSION] != self._page_version:
+            self._read_page()
         headers = head.headers
         if (b"x-request-id" in headers or b"traceparent" in headers) and (named := request_id(headers)):
             served.id = named
@@ -343,8 +349,6 @@ class Front:
         Raises:
             RequestError, HPSError: it is refused.
         """
-        if self.page[layout.PAGE_VERSION] != self._page_version:
-            self._read_page()
         target = lookup_target(head.path)
         if head.length > (most := self.most_bytes(head)):
             raise too_large(f"Content-Length is {head.length}", most)

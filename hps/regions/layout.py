@@ -109,7 +109,7 @@ class Memory:
 
     Attributes:
         bytes, words: all of it, as (size,) uint8 and (size / 8,) int64.
-        view: the same as a memoryview.
+        view, longs: the same as memoryviews, whose elements are read and written in a third of the time.
         address: where this process has it.
     """
 
@@ -120,13 +120,14 @@ class Memory:
         self.view = memoryview(self._map)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.words: npt.NDArray[np.int64] = self.bytes.view(np.int64)
+        self.longs = self.view.cast("q")
         self.address = self.bytes.ctypes.data
 
     def __getitem__(self, offset: int) -> int:
-        return int(self.words[offset // 8])
+        return self.longs[offset >> 3]
 
     def __setitem__(self, offset: int, value: int) -> None:
-        self.words[offset // 8] = value
+        self.longs[offset >> 3] = value
 
 
 def shared_memory(name: str, size: int) -> int:

@@ -5,9 +5,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hps.ground.workers import new_thread
 from hps.service.held_memory import HeldMemory
@@ -36,7 +36,7 @@ class CallThreads:
         self._limit = threads + max_waiting
         self.limit_to(timeout_s)
         self.pending = 0
-        self._calls: queue.SimpleQueue[list[Callable[[], None]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = [new_thread(f"{what}-{place}", self._work) for place in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -58,23 +58,21 @@ class CallThreads:
             self._memory.held -= held
             limit = f"expected at most {self._limit}; send the request again later"
             raise OverloadedError("threads", f"{self.pending} {self._what}s run or wait, {limit}")
-        call: Future[_T] = Future()
-        ended = asyncio.wrap_future(call)
-        ended.add_done_callback(partial(self._count_ended, held))
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[_T] = loop.create_future()
+        call = _Call([partial(function, *arguments)], loop, ended, held)
         self.pending += 1
-        waiting: list[Callable[[], None]] = [partial(_run, call, partial(function, *arguments))]
-        self._calls.put(waiting)
+        self._calls.put(call)
         try:
-            _, running = await asyncio.wait([ended], timeout=self._timeout_s)
-            if running:
-                if call.cancel():  # it does not run
-                    waiting.clear()
+            if not (await asyncio.wait([ended], timeout=self._timeout_s))[0]:
+                if call.take() is not None:  # it has not begun
+                    self._end(call, None, None)
                 raise RequestError(
                     504, f"the {self._what} did not end within {self._timeout_s:g} s (service.request_timeout_s)"
                 )
             return ended.result()
         finally:
-            del call, ended, waiting  # they hold the error, whose traceback refers to this frame
+            del call, ended  # they hold the error, whose traceback refers to this frame
 
     def close(self, timeout_s: float) -> bool:
         """Finish all calls, then end the threads; False on timeout. Blocks."""
@@ -85,30 +83,44 @@ class CallThreads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _count_ended(self, held: int, ended: "asyncio.Future[Any]") -> None:
+    def _end(self, call: "_Call", result: Any, error: BaseException | None) -> None:
         self.pending -= 1
-        self._memory.held -= held
-        if not ended.cancelled():
-            ended.exception()  # nobody may wait for it any more
+        self._memory.held -= call.held
+        if call.ended.done():  # its request was cancelled
+            return
+        if error is None:
+            call.ended.set_result(result)
+        else:
+            call.ended.set_exception(error)
+            call.ended.exception()  # nobody may wait for it any more
 
     def _work(self) -> None:
-        while (waiting := self._calls.get()) is not None:
-            for run in list(waiting):
-                run()
-                del run  # it holds buffers
-            del waiting
+        while (call := self._calls.get()) is not None:
+            if (run := call.take()) is not None:
+                result: Any = None
+                error: BaseException | None = None
+                try:
+                    result = run()
+                except StopIteration as stop:  # no future takes it
+                    error = RuntimeError("a call raised StopIteration")
+                    error.__cause__ = stop
+                except BaseException as raised:  # noqa: BLE001 - it is raised where the call is awaited
+                    error = raised
+                with suppress(RuntimeError):  # the event loop is closed: no request waits
+                    call.loop.call_soon_threadsafe(self._end, call, result, error)
+                del result, error
+            del call, run  # they hold buffers
 
 
-def _run(call: "Future[Any]", function: Callable[[], Any]) -> None:
-    if not call.set_running_or_notify_cancel():
-        return
-    try:
-        call.set_result(function())
-    except StopIteration as error:  # no future takes it
-        failure = RuntimeError("a call raised StopIteration")
-        failure.__cause__ = error
-        call.set_exception(failure)
-    except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
-        call.set_exception(error)
-    finally:
-        del call, function  # the traceback of an error refers to this frame
+class _Call(NamedTuple):
+    waiting: list[Callable[[], Any]]
+    loop: asyncio.AbstractEventLoop
+    ended: "asyncio.Future[Any]"
+    held: int
+
+    def take(self) -> Callable[[], Any] | None:
+        """Return what it has to run, once."""
+        try:
+            return self.waiting.pop()
+        except IndexError:
+            return None

@@ -31,6 +31,7 @@ class GuardedMemory(Memory):
         self.view = memoryview(self._map)[_PAGE : _PAGE + size]
         self.bytes = np.frombuffer(self.view, np.uint8)
         self.words = self.bytes.view(np.int64)
+        self.longs = self.view.cast("q")
         self.address = self.bytes.ctypes.data
 
 

@@ -4,13 +4,13 @@ import asyncio
 import select
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from hps.errors import HPSError
 from hps.service.fronts.connections import TOO_MANY
-from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, read_head
-from hps.service.fronts.lookups import Plan
+from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, answer_head, read_head
+from hps.service.fronts.lookups import FrontVersion, Plan
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.fronts.tls import HTTP1, close, names_in
 from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
@@ -30,34 +30,23 @@ _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unrea
 _FIRST_REQUEST_S: Final = 0.5
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_REASONS: Final = {
-    200: b"OK",
-    400: b"Bad Request",
-    401: b"Unauthorized",
-    403: b"Forbidden",
-    404: b"Not Found",
-    405: b"Method Not Allowed",
-    408: b"Request Timeout",
-    413: b"Content Too Large",
-    415: b"Unsupported Media Type",
-    429: b"Too Many Requests",
-    431: b"Request Header Fields Too Large",
-    500: b"Internal Server Error",
-    503: b"Service Unavailable",
-    504: b"Gateway Timeout",
-    507: b"Insufficient Storage",
-}
 
 
-def answer_head(status: int, headers: Iterable[tuple[bytes, bytes]], size: int, request_id: bytes, *, close: bool) -> bytes:
-    """Return the head of an answer of `size` bytes."""
-    lines = [b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b"Error"))]
-    lines += [b"%s: %s" % header for header in headers]
-    lines += [b"content-length: %d" % size, b"x-request-id: " + request_id]
-    if close:
-        lines.append(b"connection: close")
-    lines += [b"", b""]
-    return b"\r\n".join(lines)
+class Beginning(NamedTuple):
+    """What a planned lookup began with, and what follows from it: most clients send the same again.
+
+    Attributes:
+        prefix: head and JSON part.
+        page: version of the owner's page of which this is true.
+    """
+
+    prefix: bytes
+    head: Head
+    target: LookupTarget
+    version: FrontVersion
+    text: bytes
+    plan: Plan
+    page: int
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -83,7 +72,10 @@ class Connection(asyncio.BufferedProtocol):
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._at = self._have = 0  # what of the buffer is unread
+        self._last: Beginning | None = None
         self._head: Head | None = None
+        self._target: LookupTarget | None = None
+        self._raw = b""
         self._served: Served = cast(Served, None)
         self._started = 0.0
         self._watched = False
@@ -180,6 +172,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._stalled = True
+        self._unread, self._unread_since = 0, time.monotonic()
 
     def resume_writing(self) -> None:
         self._stalled = False
@@ -228,6 +221,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def _read_head(self) -> None:
         buffer = self._buffer
+        if (last := self._last) is not None:
+            there = self._have - self._at
+            if there >= len(last.prefix) and buffer.startswith(last.prefix, self._at):
+                started = time.perf_counter()
+                if self.front.holds(last, started):
+                    self._begin_again(last, started)
+                    return
         while self._at < self._have and buffer[self._at] in b"\r\n":  # RFC 9112, section 2.2
             self._at += 1
         if self._at == self._have:
@@ -242,7 +242,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if end - self._at > MAX_HEAD_BYTES:
             raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")
-        raw = bytes(self._view[self._at : end])
+        self._raw = raw = bytes(self._view[self._at : end])
         self._at = end
         self._started = time.perf_counter()
         self._served = self.front.served()
@@ -250,7 +250,8 @@ class Connection(asyncio.BufferedProtocol):
         self._head = head = read_head(raw)
         self._left = head.length
         self._since = time.monotonic()
-        self._watched = self.front.begin(self.client, head, lookup_target(head.path), self._served, self._started)
+        self._target = target = lookup_target(head.path)
+        self._watched = self.front.begin(self.client, head, target, self._served, self._started)
         self.front.check(head, self._served, self.client, self.transport.get_extra_info("sockname"), self.certificate)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
@@ -282,10 +283,12 @@ class Connection(asyncio.BufferedProtocol):
             if there < text_bytes:
                 return
             text = bytes(self._view[self._at : self._at + text_bytes])
-            target = cast(LookupTarget, lookup_target(head.path))
+            target = cast(LookupTarget, self._target)
             lookup = self.front.planned(self, target, self._served, text, head.length)
-            if lookup is not None:
-                self._lookup = lookup
+            if lookup is not None and lookup.plan is not None:
+                self._lookup, self._last = lookup, None
+                if not self.certificate and (page := self.front.page_if_same(head)) >= 0:
+                    self._last = Beginning(self._raw + text, head, target, lookup.version, text, lookup.plan, page)
                 self._at += text_bytes
                 self._left -= text_bytes
                 self._receive_keys()
@@ -301,6 +304,17 @@ class Connection(asyncio.BufferedProtocol):
         if not self._fill:
             self._body_arrived()
 
+    def _begin_again(self, last: Beginning, started: float) -> None:
+        """Begin a lookup like the last one."""
+        self._started = started
+        self._served = served = self.front.served()
+        served.model, served.version = last.target.model_name, last.version.tables.version
+        self._head, self._target, self._watched = last.head, last.target, False
+        self._at += len(last.prefix)
+        self._left = last.plan.keys_bytes
+        self._lookup = self.front.again(self, last, served)
+        self._receive_keys()
+
     def _receive_keys(self) -> None:
         """Take the slot of a planned lookup, and what has arrived of its keys; wait if there is no slot."""
         lookup = cast("Lookup", self._lookup)
@@ -308,15 +322,17 @@ class Connection(asyncio.BufferedProtocol):
             self._busy = True
             self._pause_reading()
             return
-        keys = self.front.keys_of(lookup)
-        there = min(self._have - self._at, len(keys))
-        keys[:there] = self._view[self._at : self._at + there]
-        self._at += there
-        self._fill = keys[there:]
-        if self._at == self._have:
-            self._at = self._have = 0
-        if not self._fill:
+        keys, at = self.front.keys_of(lookup), self._at
+        there = self._have - at
+        if there >= len(keys):
+            self._at = end = at + len(keys)
+            keys[:] = self._view[at:end]
             self._body_arrived()
+            return
+        keys[:there] = self._view[at : self._have]
+        self._at = self._have = 0
+        self._fill = keys[there:]
+        self._since = self._since or time.monotonic()
 
     def wait_with(self, body: bytes | bytearray) -> None:
         self._body = bytearray(body)
@@ -415,16 +431,25 @@ class Connection(asyncio.BufferedProtocol):
     def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
         """Send the answer of a planned lookup from its slot, with one write."""
         plan, view = cast(Plan, lookup.plan), self.front.region.view
-        headers = [BINARY, (b"inference-header-content-length", b"%d" % len(plan.text))]
-        if deferred:
-            headers.append((DEFERRED_KEYS, b"%d" % deferred))
         size = len(plan.text) + plan.end - plan.vectors_at
         close = self._closing = self.closes_after
-        head = answer_head(200, headers, size, self._served.id, close=close) + plan.text
+        if deferred or close:
+            headers = [BINARY, (b"inference-header-content-length", b"%d" % len(plan.text))]
+            if deferred:
+                headers.append((DEFERRED_KEYS, b"%d" % deferred))
+            head = answer_head(200, headers, size, self._served.id, close=close) + plan.text
+        else:
+            head = b"%b%b\r\n\r\n%b" % (plan.answer, self._served.id, plan.text)
         start = slot + plan.vectors_at - len(head)
         view[start : slot + plan.vectors_at] = head
         self._served.bytes_out = size
-        self.send(200, (view[start : slot + plan.end],), slot)
+        if self._stalled or plan.end - plan.vectors_at > _TURN_BYTES // 2:
+            self.send(200, (view[start : slot + plan.end],), slot)
+            return
+        self._lookup, self._slot, self._status, self._bytes_out = None, slot, 200, size
+        self.transport.write(view[start : slot + plan.end])
+        if not (self._stalled or self._ended):
+            self._sent()
 
     def encoded(
         self,
@@ -537,7 +562,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._slot >= 0:
             slot, self._slot = self._slot, -1
             self.front.release(slot)
-        self.hold(0)
+        if self._held:
+            self.hold(0)
         status, self._status = self._status, 0
         self._served.bytes_out = self._bytes_out
         self._finish(status)
@@ -553,7 +579,8 @@ class Connection(asyncio.BufferedProtocol):
             self._close()
         else:
             self._since = self._idle_since if self._skip else None
-            self._resume_reading()
+            if self._reading_paused:
+                self._resume_reading()
             if self._at < self._have or self._eof:
                 self.front.loop.call_soon(self._next)
 
@@ -566,7 +593,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _finish(self, status: int) -> None:
         head, self._head = self._head, None
-        target = None if head is None else lookup_target(head.path)
+        target = None if head is None else self._target
         if status and (head is None or target is not None or status != DISCONNECTED):
             route = "unknown" if target is None else target.route
             self.front.end(self.client, head, route, self._served, status, self._started, watched=self._watched)

@@ -27,7 +27,7 @@ from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
 from hps.service.authorization import CERTIFICATE, Authorization, Identity
-from hps.service.fronts.connection import Connection
+from hps.service.fronts.connection import Beginning, Connection
 from hps.service.fronts.connections import Connections
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
@@ -73,6 +73,7 @@ _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
 _STOP_S: Final = 10.0
 _STOP_TICK_S: Final = 0.02
+_PAGE_WORD: Final = layout.PAGE_VERSION // 8
 BACKLOG: Final = 2048
 MOST_PENDING: Final = RING // 2
 """Maximum number of lookups that the owner works on for one front."""
@@ -383,6 +384,21 @@ class Front:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
         self.authorization.admit(identity, right, headers, certificate)
 
+    def page_if_same(self, head: Head) -> int:
+        """Return the version of the page if all that follows from a head follows from the same head again; else -1."""
+        same = not (self.authorization.asks or head.expects_continue or b"x-request-id" in head.headers)
+        return self._page_version if same and b"traceparent" not in head.headers else -1
+
+    def holds(self, last: Beginning, started: float) -> bool:
+        """Whether a request that begins like another one may be begun `again`."""
+        page = self._page_version
+        return last.page == page and self.page.longs[_PAGE_WORD] == page and started < self._requests.quiet_until
+
+    def again(self, requester: Requester, last: Beginning, served: Served) -> Lookup:
+        """Begin a planned lookup like another one."""
+        began, plan = time.perf_counter_ns(), last.plan
+        return Lookup(requester, last.target, served, last.version, last.text, plan, device=plan.device, began_ns=began)
+
     def most_bytes(self, head: Head) -> int:
         """Return the limit of a request's body, as sent and decompressed."""
         most = self.settings.max_body_bytes
@@ -479,7 +495,8 @@ class Front:
             RequestError: 413, no slot is as large.
             NotReadyError: the slab is not this front's: an owner may still write answers of the front before it.
         """
-        self._expect_owner()
+        if not self._connected:
+            self._expect_owner()
         plan, placed = lookup.plan, lookup.placed
         size = plan.end if plan is not None else placed.size  # type: ignore[union-attr]
         if size > self.slots.largest:
@@ -496,10 +513,9 @@ class Front:
         return True
 
     def _expect_owner(self) -> None:
+        self._look_at_owner()
         if not self._connected:
-            self._look_at_owner()
-            if not self._connected:
-                raise NotReadyError("the parameter server is being started again; send the request again later")
+            raise NotReadyError("the parameter server is being started again; send the request again later")
 
     def keys_of(self, lookup: Lookup) -> memoryview:
         """Return where the keys of a planned lookup go."""
@@ -513,14 +529,15 @@ class Front:
         Raises:
             HPSError: it is refused.
         """
-        self._expect_owner()
+        if not self._connected:
+            self._expect_owner()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
         lookup.device = lookup.version.device(lookup.device)
         serial = lookup.serial = lookup.version.serials[lookup.device]
         if plan is not None:
             descriptor = plan.descriptor
             self.region.view[slot : slot + len(descriptor)] = descriptor
-            self.region.words[slot >> 3] = serial
+            self.region.longs[slot >> 3] = serial
         elif placed is not None:
             placed.write(self.region, slot, serial)
         now = time.perf_counter_ns()
@@ -581,19 +598,19 @@ class Front:
                     lookup.requester.refuse(error)
 
     def _answer(self, lookup: Lookup) -> None:
-        requester, slot, words = lookup.requester, lookup.slot, self.region.words
+        requester, slot, longs = lookup.requester, lookup.slot, self.region.longs
         if requester is None:
             return
         at = slot >> 3
-        status = int(words[at + layout.STATUS // 8])
+        status = longs[at + layout.STATUS // 8]
         if status == ANSWERED:
             resumed = time.perf_counter_ns()
-            began, ended = int(words[at + layout.BEGAN_NS // 8]), int(words[at + layout.ENDED_NS // 8])
+            began, ended = longs[at + layout.BEGAN_NS // 8], longs[at + layout.ENDED_NS // 8]
             lookup.version.counts.succeeded(lookup.began_ns, lookup.posted_ns, began, ended, resumed)
             if lookup.plan is None:
                 self._answer_placed(lookup, requester, began, ended, resumed)
                 return
-            deferred = int(words[at + layout.DEFERRED // 8])
+            deferred = longs[at + layout.DEFERRED // 8]
             lookup.slot = -1
             requester.answered(lookup, slot, deferred)
             return
@@ -749,7 +766,8 @@ class Front:
     ) -> None:
         """Count and log a request that has ended."""
         seconds = time.perf_counter() - started
-        self.metrics.count(route, status, seconds, self.authorization.counted(served.identity))
+        who = "" if served.identity is None else self.authorization.counted(served.identity)
+        self.metrics.count(route, status, seconds, who)
         if head is not None and (watched or served.error is not None):
             self._requests.end(served, self._scope(head, client), route, status, seconds)
         elif head is None or head.path not in POLLED:

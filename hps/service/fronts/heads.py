@@ -1,6 +1,7 @@
-"""HTTP/1.1 heads, and bodies of unknown length."""
+"""HTTP/1.1 heads of requests and answers, and bodies of unknown length."""
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
@@ -18,6 +19,24 @@ _MOST_SIZE_DIGITS = 15  # hexadecimal, of a chunk
 _ABSOLUTE_FORM = re.compile(rb"^[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*/?(.*)$", re.DOTALL)  # RFC 9112, section 3.2.2
 _HEX_DIGITS = b"0123456789abcdefABCDEF"
 _MOST_LINE = 4096  # of a chunk's size, or of trailers
+
+_REASONS: Final = {
+    200: b"OK",
+    400: b"Bad Request",
+    401: b"Unauthorized",
+    403: b"Forbidden",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    413: b"Content Too Large",
+    415: b"Unsupported Media Type",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    503: b"Service Unavailable",
+    504: b"Gateway Timeout",
+    507: b"Insufficient Storage",
+}
 
 
 class MalformedRequestError(InvalidInputError):
@@ -97,6 +116,17 @@ def read_head(raw: bytes) -> Head:
         MalformedRequestError: it is not one of HTTP/1.1.
     """
     return _cached(raw) if len(raw) <= _CACHED_BYTES else Head(raw)
+
+
+def answer_head(status: int, headers: Iterable[tuple[bytes, bytes]], size: int, request_id: bytes, *, close: bool) -> bytes:
+    """Return the head of an answer of `size` bytes."""
+    lines = [b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b"Error"))]
+    lines += [b"%s: %s" % header for header in headers]
+    lines += [b"content-length: %d" % size, b"x-request-id: " + request_id]
+    if close:
+        lines.append(b"connection: close")
+    lines += [b"", b""]
+    return b"\r\n".join(lines)
 
 
 class Chunks:

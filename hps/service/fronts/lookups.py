@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
@@ -17,6 +17,8 @@ from hps.regions.layout import (
     TRACED,
     Memory,
 )
+from hps.service.fronts.heads import answer_head
+from hps.service.http_answer import BINARY
 from hps.service.http_metrics import InferenceCounts
 from hps.service.logs.lookup_report import LookupBreakdown
 from hps.service.protocol.json_lookup import JSONLookup
@@ -43,12 +45,17 @@ class FrontVersion:
         serials: by device, what descriptors call it.
         counts: of Triton's statistics.
         turn: which device is next.
+        devices: those of the serials.
     """
 
     tables: ModelTables
     serials: dict[int, int]
     counts: InferenceCounts
     turn: int = 0
+    devices: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.devices = tuple(self.serials)
 
     def device(self, device: int | None) -> int:
         """Return the device that answers; None: the next one.
@@ -57,14 +64,14 @@ class FrontVersion:
             UnknownDeviceError: the model is not deployed there.
             NotReadyError: the owner has no room for the deployment.
         """
-        if not self.serials:
-            raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
-        devices = list(self.serials)
-        if device is None:
+        devices = self.devices
+        if device is None and devices:
             self.turn += 1
             return devices[self.turn % len(devices)]
+        if not devices:
+            raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
         if device not in self.serials:
-            got = f"got device {device!r}, expected one of its deployed_device_list {devices}"
+            got = f"got device {device!r}, expected one of its deployed_device_list {list(devices)}"
             raise UnknownDeviceError(f"looking up model {self.tables.name!r}: {got}")
         return device
 
@@ -80,7 +87,7 @@ class Plan:
         vectors_at: of the vectors that follow it.
         end: of the answer.
         device: the requested device.
-        keys: number of keys.
+        answer: head of the answer over HTTP, up to the request's id.
     """
 
     descriptor: bytes
@@ -90,7 +97,7 @@ class Plan:
     vectors_at: int
     end: int
     device: int | None
-    keys: int
+    answer: bytes
 
 
 def plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
@@ -121,6 +128,9 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
         words += [one.table, count, keys_at + tensors[one.source].start + 8 * one.start, out, mask if one.masked else 0]
         out += one.step
         mask += count if one.masked else 0
+    size = layout.size
+    headers = BINARY, (b"inference-header-content-length", b"%d" % len(layout.text))
+    answer = answer_head(200, headers, size, b"", close=False).removesuffix(b"\r\n\r\n")
     return Plan(
         _descriptor(0, len(layout.ranges), ASIDE_ROOM, words),
         keys_at,
@@ -129,7 +139,7 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
         vectors_at,
         vectors_at + layout.size - len(layout.text),
         header.device_id,
-        sum(one.stop - one.start for one in layout.ranges),
+        answer,
     )
 
 

@@ -80,9 +80,7 @@ def leave(board, serial):
 
 def test_a_deployment_has_the_words_of_its_tables(board):
     board.add(tables_of(1), resident=None)
-    serial = board.add(
-        tables_of(3, 8, max_keys=77), resident=Resident([[11, 12], [13, 14, 15]], deployment=[16, 17])
-    )
+    serial = board.add(tables_of(3, 8, max_keys=77), resident=Resident([[11, 12], [13, 14, 15]], deployment=[16, 17]))
     row = board.deployments[row_of(serial)]
     assert row[[D_SERIAL, D_TABLES, D_RESIDENT]].tolist() == [serial, 2, 1]
     assert row[D_OWN : D_OWN + 3].tolist() == [16, 17, 0]

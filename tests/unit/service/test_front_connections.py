@@ -70,6 +70,7 @@ class Owner:
             "reasons": {},
             "blocked": blocked,
             "settings": configuration.service.model_dump(mode="json"),
+            "tokens": [],
         }
         write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
 

@@ -17,6 +17,7 @@ CASES = {  # name: what is measured, and beside what
     "large_load": "a load of 10 GB, its memory, and starts that need not load",
     "sources": "reading from disk, HDFS, S3 and GCS, beside their own clients",
     "http": "the HTTP service, beside a raw ASGI echo and a bare orjson route",
+    "client": "hps.connect beside a raw socket, urllib3, httpx and tritonclient; sockets beside shared memory",
     "writes": "lookups beside online writes over HTTP",
     "updates": "updates from Kafka and Redis Streams: delay, rate, lookups beside them",
     "swaps": "swaps of a version under 64 clients",

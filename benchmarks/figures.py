@@ -612,7 +612,18 @@ def cold_start_baseline() -> list[str]:
     return _table(("kernel", "this processor", "baseline", "speed of the baseline (five pairs of processes)"), *rows)
 
 
+def clients() -> list[str]:
+    """What a call takes by each client, and the caller's processor time in it."""
+    rows = []
+    for name in dict.fromkeys(row["axes"]["client"] for row in result_rows("client")):
+        found = [figures("client", client=name, tables=tables) for tables in (1, 26)]
+        took = [f"{_round(one['p50_us'])} us ({_round(one['relative'])} x)" for one in found]
+        rows.append((name, *took, _each(f"{_round(one['cpu_us'])} us" for one in found)))
+    return _table(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "clients": clients,
     "machines": machines,
     "readme": readme,
     "measured-gpu": measured_gpu,

@@ -74,11 +74,17 @@ def _heading(level: str, name: str, thing: Any) -> list[str]:
     return [f"{level} `{name}`", "\n".join(["```python", f"{name}(", *(f"    {one}," for one in shown), ")", "```"])]
 
 
+def _exported() -> list[Any]:
+    return [getattr(hps, name) for name in hps.__all__]
+
+
 def _members(cls: type) -> list[tuple[str, Any]]:
-    """The public methods and properties that a class defines itself, in the order of its source."""
+    """The public methods and properties of a class and of its bases that are not on the page, in the order of the source."""
+    owners = [one for one in cls.__mro__ if one is cls or (one.__module__.startswith("hps.client") and one not in _exported())]
     return [
         (name, member)
-        for name, member in vars(cls).items()
+        for owner in owners
+        for name, member in vars(owner).items()
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)) and member.__doc__
     ]
 

@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 from hps.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from hps.client.async_client import AsyncClient as AsyncClient
+    from hps.client.async_client import connect_async as connect_async
+    from hps.client.client import Client as Client
+    from hps.client.client import connect as connect
     from hps.configuration.hugectr_structs import DatabaseOverflowPolicy_t as DatabaseOverflowPolicy_t
     from hps.configuration.hugectr_structs import DatabaseType_t as DatabaseType_t
     from hps.configuration.hugectr_structs import EmbeddingCacheType_t as EmbeddingCacheType_t
@@ -72,6 +76,10 @@ _ERRORS = (
     "TableWidthError",
     "UpdateLogError",
     "UpdateFormatError",
+    "RemoteError",
+    "RemoteConnectionError",
+    "RemoteTimeoutError",
+    "UnauthorizedError",
     "DeviceError",
     "DeviceMemoryError",
 )
@@ -86,6 +94,10 @@ _STATISTICS = (
 _HOME = {
     "HPS": "hps.parameter_server",
     "Bags": "hps.tensors.bags",
+    "connect": "hps.client.client",
+    "Client": "hps.client.client",
+    "connect_async": "hps.client.async_client",
+    "AsyncClient": "hps.client.async_client",
     "CapturedLookup": "hps.versions.fixed_lookups",
     "PreparedLookup": "hps.versions.fixed_lookups",
     "Configuration": "hps.configuration.load",

@@ -29,6 +29,10 @@
     │   └── TableWidthError      (ValueError)         a table holds vectors of another width
     ├── UpdateLogError           (RuntimeError)       a log of online updates failed, or cannot be reached
     ├── UpdateFormatError        (ValueError)         a message of a log of online updates cannot be read
+    ├── RemoteError              (RuntimeError)       a remote server failed, or did not answer the request
+    │   ├── RemoteConnectionError (ConnectionError)   it cannot be reached, or disconnected
+    │   ├── RemoteTimeoutError   (TimeoutError)
+    │   └── UnauthorizedError    (PermissionError)    it refused the token
     └── DeviceError              (RuntimeError)       CUDA failed
         └── DeviceMemoryError    (MemoryError)        a cache does not fit into the device's memory
 
@@ -165,6 +169,22 @@ class UpdateFormatError(HPSError, ValueError):
         super().__init__(message)
         self.reason = reason
         """The reason, as a label of the metric `hps_update_dead_letters_total`."""
+
+
+class RemoteError(HPSError, RuntimeError):
+    """A remote server failed, or its answer does not answer the request."""
+
+
+class RemoteConnectionError(RemoteError, ConnectionError):
+    """A remote server cannot be reached, or disconnected before its answer was complete."""
+
+
+class RemoteTimeoutError(RemoteError, TimeoutError):
+    """A remote server did not answer within the timeout of the call."""
+
+
+class UnauthorizedError(RemoteError, PermissionError):
+    """A remote server refused the token, or requires one."""
 
 
 class DeviceError(HPSError, RuntimeError):

@@ -36,6 +36,7 @@ _WRONG_INPUT = (
     errors.UnknownModelError,
     errors.UnknownTableError,
     errors.UnknownDeviceError,
+    errors.UnauthorizedError,
 )
 
 

@@ -23,7 +23,7 @@ from hps.cli.running_server import (
 from hps.ground.progress import count_text, size_text
 
 if TYPE_CHECKING:
-    from hps.ground.server_client import RunningServer
+    from hps.client.client import Client
 
 EXAMPLES = {
     "models": "Example: `hps models http://127.0.0.1:8000`",
@@ -189,7 +189,7 @@ def updates_status_command(
             typer.echo(f"{where}: {one['future_times']} messages claimed a time in the future; check the producers' clocks")
 
 
-def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, server: "RunningServer") -> None:
+def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, server: "Client") -> None:
     change = change_model(server, model, verb, body, wait=not no_wait)
     if "status" not in change:
         typer.echo(f"{model}: in progress; `hps models` shows its state")

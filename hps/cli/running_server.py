@@ -12,8 +12,8 @@ from hps import errors
 from hps.cli import console
 
 if TYPE_CHECKING:
+    from hps.client.client import Client
     from hps.ground.progress import Progress
-    from hps.ground.server_client import RunningServer
 
 Url: TypeAlias = Annotated[str, typer.Option("--url", envvar="HPS_URL", help="URL of the server.")]
 ServerUrl: TypeAlias = Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="URL of the server.")]
@@ -43,16 +43,17 @@ Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", show_default=F
 LOCAL = "http://127.0.0.1:8000"
 
 _PAUSE_S = 0.3
+_ANSWER_S = 30.0
 _TOKEN_BYTES = 1 << 16
 
 
-def running_server(url: str, token: str, token_file: Path | None, certificate: Path | None) -> "RunningServer":
+def running_server(url: str, token: str, token_file: Path | None, certificate: Path | None) -> "Client":
     """Return the server of these options.
 
     Raises:
         InvalidInputError: the URL is invalid, or a file cannot be read.
     """
-    from hps.ground.server_client import RunningServer
+    from hps.client.client import connect
     from hps.ground.small_files import read_small
 
     if token_file is not None:
@@ -60,10 +61,10 @@ def running_server(url: str, token: str, token_file: Path | None, certificate: P
             token = read_small(token_file, _TOKEN_BYTES).decode().strip()
         except (OSError, ValueError) as error:
             raise errors.InvalidInputError(f"reading --token-file {token_file}: {error}") from error
-    return RunningServer(url, token, certificate)
+    return connect(url, token=token, certificate=certificate, timeout_s=_ANSWER_S)
 
 
-def change_model(server: "RunningServer", model: str, verb: str, body: Mapping[str, Any], *, wait: bool) -> dict[str, Any]:
+def change_model(server: "Client", model: str, verb: str, body: Mapping[str, Any], *, wait: bool) -> dict[str, Any]:
     """Begin a change of a model; with `wait`, show its progress until it ends.
 
     Returns:
@@ -72,15 +73,17 @@ def change_model(server: "RunningServer", model: str, verb: str, body: Mapping[s
     Raises:
         InvalidInputError, HPSError: the server refused the change, or it failed; with the server's message.
     """
-    change = server.ask(f"/v1/models/{quote(model, safe='', errors='surrogateescape')}/{verb}?wait=false", "POST", body)
+    change: dict[str, Any] = server.ask(
+        f"/v1/models/{quote(model, safe='', errors='surrogateescape')}/{verb}?wait=false", "POST", body
+    )
     if wait:
         with console.progress() as progress:
             change = _follow(server, change, progress)
     return change
 
 
-def _follow(server: "RunningServer", change: dict[str, Any], progress: "Progress") -> dict[str, Any]:
-    from hps.ground.server_client import refusal
+def _follow(server: "Client", change: dict[str, Any], progress: "Progress") -> dict[str, Any]:
+    from hps.client.answers import error_of
 
     number, name = change["number"], change["model"]
     tag, rows, rows_done = "", 0, 0
@@ -102,5 +105,5 @@ def _follow(server: "RunningServer", change: dict[str, Any], progress: "Progress
             progress.advance(tag, table["rows_done"] - rows_done)
             rows_done = table["rows_done"]
     if change["status"] >= 400:
-        raise refusal(change["status"], change["error"])
+        raise error_of(change["status"], change["error"])
     return change

@@ -21,6 +21,7 @@ EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
 _TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
 _ANY_WIDTH = 10_000  # of a pipe
 _PROBLEMS = 8
+_GONE = (errors.NotReadyError, errors.RemoteConnectionError, errors.RemoteTimeoutError)  # it restarts, or the network is down
 _LOST_S = 60.0  # patience with a server that does not answer
 
 _Answer = Mapping[str, Any]
@@ -54,7 +55,7 @@ def top_command(
                 time.sleep(interval)
                 try:
                     now = server.ask("/v1/stats")
-                except errors.NotReadyError as error:  # it is being restarted, or the network is down
+                except _GONE as error:
                     if time.monotonic() - at > _LOST_S:
                         raise
                     live.update(f"{error}\nthe last answer is {time.monotonic() - at:.0f} s old", refresh=True)

@@ -111,6 +111,7 @@ class ServiceConfig(Section):
     load_models: ListOf[Annotated[str, Field(min_length=1)]] = ()
     repository_poll_s: Timeout = 15.0
     triton_metrics: Flag = False
+    shared_memory_bytes: Annotated[Whole, Field(ge=0)] = 0
 
     @property
     def scheme(self) -> str:

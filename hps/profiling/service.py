@@ -1,6 +1,5 @@
 """Profiles a running service through the Open Inference Protocol with binary tensors."""
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,14 +13,20 @@ from urllib.parse import quote
 import numpy as np
 
 from hps import errors
-from hps.ground.server_client import RunningServer, refusal
+from hps.client.addresses import read_addresses
+from hps.client.client import connect
+from hps.client.requests import Encoder, Input
 from hps.profiling.counters import Counters
 from hps.profiling.http_load import HttpLoad, LoadResult, Parts, number_of
 from hps.profiling.keys import KeyPool
 from hps.profiling.profile import Row, compare
+from hps.tensors.bags import Bags
 from hps.types import KeyArray
 
 _START_S = 60.0
+_ANSWER_S = 30.0
+_GONE = (errors.NotReadyError, errors.RemoteConnectionError, errors.RemoteTimeoutError)
+_REFUSED = (errors.InvalidInputError, errors.UnknownModelError, errors.UnknownTableError, errors.UnauthorizedError)
 _STATS_KEPT_S = 0.3  # a server may repeat an answer of GET /v1/stats for so long
 _barrier: Any = None  # in a client process
 
@@ -32,22 +37,21 @@ class Requests:
 
     Attributes:
         address: host and port of the server.
-        head, text: HTTP head with its empty line, and JSON part, the same in all requests.
+        start: HTTP head and JSON part, the same in all requests.
         keys: (n,) int64 by table.
         batch: keys of each table.
         answer_bytes: length of an answer's binary part.
     """
 
     address: tuple[str, int]
-    head: bytes
-    text: bytes
+    start: bytes
     keys: dict[str, KeyArray]
     batch: int
     answer_bytes: int
 
     def pool(self) -> Callable[[int], Parts]:
         """Return a function that makes a request from its number."""
-        pool, start = KeyPool(self.keys, self.batch), self.head + self.text
+        pool, start = KeyPool(self.keys, self.batch), self.start
         return lambda number: (start, *(memoryview(some.data).cast("B") for some in pool.take(number).values()))
 
     def check(self, number: int, head: bytes, body: memoryview) -> str:
@@ -69,19 +73,18 @@ class Service:
     Raises:
         InvalidInputError: the URL or the token is wrong, or the model has no such table.
         UnknownModelError: the server has no such model, or several and none was named.
-        NotReadyError: the server does not answer.
+        RemoteConnectionError, RemoteTimeoutError: the server does not answer.
     """
 
     def __init__(
         self, url: str, token: str = "", model: str = "", tables: Sequence[str] = (), hotness: int = 0, processes: int = 1
     ) -> None:
-        self._server = RunningServer(url, token)
-        parts = self._server.address
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+        (self._address,) = read_addresses(url, None, None)
+        if self._address.tls is not None or self._address.path or self._address.prefix:
             raise errors.InvalidInputError(
                 f"profiling a server: got {url!r}, expected http://host:port; if a proxy adds TLS, profile the server itself"
             )
-        self._address = (parts.hostname, parts.port or 80)
+        self._server, self._encoder = connect(url, token=token, timeout_s=_ANSWER_S), Encoder(token)
         self._hotness, self._processes = hotness, processes
         self.model = model or self._only_model()
         dims = {one["name"]: one["dim"] for one in self._server.ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]}
@@ -110,15 +113,20 @@ class Service:
 
         Raises:
             InvalidInputError: the server rejects these lookups.
-            NotReadyError: the server stopped answering before the load began.
+            RemoteConnectionError, RemoteTimeoutError: the server stopped answering before the load began.
         """
         requests = self._requests(keys, batch)
-        self._lookup(requests, KeyPool(keys, batch).take(0), refused_only=True)
+        try:
+            self._lookup(KeyPool(keys, batch).take(0))
+        except (*_REFUSED, errors.RemoteConnectionError):
+            raise
+        except errors.HPSError:
+            pass  # the failures of the load show it
         if warm_up_s:
             self._run(requests, connections, warm_up_s, rate)
         after = before = self._counters()
         result = self._run(requests, connections, seconds, rate)
-        with suppress(errors.NotReadyError):  # the server has gone away; the failures show it
+        with suppress(*_GONE):  # the failures show it
             after = self._counters()
         return Row.of(
             result,
@@ -133,44 +141,25 @@ class Service:
 
     def check(self, keys: dict[str, KeyArray], batch: int) -> None:
         """Compare vectors of the same keys, as `compare`."""
-        requests = self._requests(keys, batch)
-        compare(lambda asked: self._lookup(requests, asked), KeyPool(keys, batch), self._hotness)
+        compare(self._lookup, KeyPool(keys, batch), self._hotness)
 
     def _requests(self, keys: dict[str, KeyArray], batch: int) -> Requests:
-        shape = [batch // self._hotness, self._hotness] if self._hotness else [batch]
-        size = {"binary_data_size": 8 * batch}
-        inputs = [{"name": name, "shape": shape, "datatype": "INT64", "parameters": size} for name in self.tables]
-        parameters = {"binary_data_output": True, **({"combiner": "sum"} if self._hotness else {})}
-        text = json.dumps({"inputs": inputs, "parameters": parameters}, separators=(",", ":")).encode()
-        lines = [
-            f"POST /v2/models/{quote(self.model, safe='')}/infer HTTP/1.1",
-            f"Host: {self._address[0]}:{self._address[1]}",
-            f"Inference-Header-Content-Length: {len(text)}",
-            f"Content-Length: {len(text) + 8 * batch * len(self.tables)}",
-            *(f"{name}: {value}" for name, value in self._server.headers.items()),
-        ]
+        shape = (batch // self._hotness, self._hotness) if self._hotness else (batch,)
+        inputs = [Input(table, np.empty(shape, np.int64)) for table in self.tables]
+        rows = dict.fromkeys(self.tables, shape[:1])
+        parameters = {"combiner": "sum"} if self._hotness else {}
+        call = self._encoder.lookup(self.model, None, inputs, rows, None, lambda answer: None, parameters=parameters)
+        start, *_ = self._encoder.parts(call, self._address)
         answer_bytes = 4 * shape[0] * sum(self._dims[table] for table in self.tables)
         pools = {table: keys[table] for table in self.tables}
-        return Requests(self._address, ("\r\n".join(lines) + "\r\n\r\n").encode(), text, pools, batch, answer_bytes)
+        return Requests((self._address.host, self._address.port), start, pools, batch, answer_bytes)
 
-    def _lookup(self, requests: Requests, asked: dict[str, KeyArray], refused_only: bool = False) -> dict[str, Any]:
+    def _lookup(self, asked: dict[str, KeyArray]) -> dict[str, Any]:
         """Look up once; returns the vectors, (rows, dim) float32 by table."""
-        body = requests.text + b"".join(some.tobytes() for some in asked.values())
-        headers = {"Inference-Header-Content-Length": str(len(requests.text))}
-        answer = self._server.request("POST", f"/v2/models/{quote(self.model, safe='')}/infer", body, headers)
-        if answer.status != 200:
-            error = refusal(answer.status, _message(answer.data))
-            if isinstance(error, errors.InvalidInputError) or not refused_only:
-                raise error
-        if refused_only:
-            return {}
-        values = np.frombuffer(answer.data[int(answer.headers["Inference-Header-Content-Length"]) :], np.float32)
-        dims = [self._dims[table] for table in self.tables]
-        ends = values.size // sum(dims) * np.cumsum(dims)
-        return {
-            table: vectors.reshape(-1, dim)
-            for table, dim, vectors in zip(self.tables, dims, np.split(values, ends[:-1]), strict=True)
-        }
+        if self._hotness:
+            bags = {table: Bags(keys.reshape(-1, self._hotness)) for table, keys in asked.items()}
+            return dict(self._server.lookup_pooled(bags, self.model))
+        return dict(self._server.lookup_tables(asked, self.model))
 
     def _run(self, requests: Requests, connections: int, seconds: float, rate: float | None) -> LoadResult:
         if self._processes == 1:
@@ -200,8 +189,8 @@ class Service:
 
     def _stats(self) -> dict[str, Any]:
         try:
-            return self._server.ask("/v1/stats")
-        except errors.NotReadyError:
+            return dict(self._server.ask("/v1/stats"))
+        except _GONE:
             raise
         except errors.HPSError:  # other servers of the same protocol may lack them
             return {}
@@ -221,10 +210,3 @@ def _load(requests: Requests, connections: int, seconds: float, rate: float | No
         except BrokenBarrierError as error:
             raise errors.HPSError(f"loading a server: not all processes were ready within {_START_S:g} s") from error
     return load.run(seconds, rate, first)
-
-
-def _message(data: bytes) -> str:
-    try:
-        return str(json.loads(data)["error"])
-    except (ValueError, TypeError, KeyError):
-        return data[:300].decode(errors="replace")

@@ -39,6 +39,7 @@ from hps.service.refusals import Refusals
 from hps.service.routes.administration import admin_routes
 from hps.service.routes.control import ERRORS, control_app
 from hps.service.routes.rows import RowRoutes, row_target
+from hps.service.routes.shared_memory import shared_memory_routes
 from hps.service.routes.status import OPEN_PATHS, status_routes
 
 _log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Application:
         routers = [
             admin_routes(lifecycle, self._reports, ERRORS),
             status_routes(lifecycle, self._metrics, self.problems, self._history, self._texts, ERRORS),
+            shared_memory_routes(self.link.shared_memory, ERRORS),
         ]
         self._control = control_app(
             lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer, self._texts, routers

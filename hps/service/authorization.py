@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 from starlette.types import Scope
@@ -21,7 +22,9 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CHANGEABLE = ("/v1/models/", "/v2/repository/")
 _INDEX = re.compile(r"/v2/repository/([^/]+/)?index")  # in Triton a POST, but it only reads
 _ROWS = re.compile(r"/v1/models/[^/]*/tables/[^/]*/rows(/[^/]*)?")
-_FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
+FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
+"""Headers of requests that came through a proxy."""
+
 _CURE = "set service.admin_token or HPS_ADMIN_TOKEN, and send 'Authorization: Bearer <admin token>'"
 
 
@@ -30,6 +33,7 @@ def is_change(method: str, path: str) -> bool:
     return method not in _READS and path.startswith(_CHANGEABLE) and not _INDEX.fullmatch(path)
 
 
+@lru_cache(256)
 def is_loopback(host: str) -> bool:
     """Whether a bound address can be reached only from this machine."""
     try:
@@ -251,7 +255,7 @@ class Authorization:
         if not self.loopback:
             raise _forbidden(f"changes are off: the server does not listen on loopback alone and has no admin token; {_CURE}")
         self.check_lookup(headers, certificate)
-        if forwarded := next((name for name in _FORWARDED if name in headers), None):
+        if forwarded := next((name for name in FORWARDED if name in headers), None):
             raise _forbidden(f"got the header {forwarded.decode()!r}: without an admin token, proxies change nothing; {_CURE}")
         if (origin := headers.get(b"origin")) is not None and origin.lower() not in _own_origins(scope):
             raise _forbidden(f"got Origin {origin[:120].decode('latin-1')!r}: pages of other origins change nothing; {_CURE}")

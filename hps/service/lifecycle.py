@@ -67,6 +67,7 @@ class Lifecycle:
     Attributes:
         on_open: called with the new parameter server before any model is loaded; what they raise ends the service.
         on_block: called when `blocked` has changed.
+        unpublished: returns which model in service the fronts do not know yet; empty if they know all.
         configuration: replaced when changes of its file are applied.
         live: states of the models; those of the parameter server once it is opened.
         states: a view of them for operators and Prometheus.
@@ -95,6 +96,7 @@ class Lifecycle:
         self._progress = _StoppableProgress(progress or LogProgress(), self._end_when_stopping)
         self.on_open: list[Callable[[HPS], object]] = []
         self.on_block: list[Callable[[], object]] = []
+        self.unpublished: Callable[[], str] = lambda: ""
         self._stopping = threading.Event()
         self.live = LiveModels() if parameter_server is None else parameter_server.live
         self.states = Readiness(lambda: self.live)
@@ -110,7 +112,8 @@ class Lifecycle:
     @property
     def settled(self) -> bool:
         """Whether lookups are answered for every model that has not failed."""
-        return not (self.leaving or self._blocked) and (self._all_tried or not self.states.summary())
+        blocked = self.leaving or self._blocked or self.unpublished()
+        return not blocked and (self._all_tried or not self.states.summary())
 
     @property
     def blocked(self) -> str:
@@ -120,7 +123,8 @@ class Lifecycle:
     @property
     def not_ready_reason(self) -> str:
         """Why lookups of some models are not answered, or soon will not be; empty if all are."""
-        return self._blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
+        reason = self._blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
+        return reason or self.unpublished()
 
     @property
     def server(self) -> HPS:

@@ -26,6 +26,7 @@ from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, TRA
 from hps.service.http_answer import release_frames, status_of
 from hps.service.http_metrics import are_figures
 from hps.service.lifecycle import Lifecycle
+from hps.service.shared_memory import SharedMemoryRegistry
 from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
 from hps.tensors.segments import Segment
@@ -48,6 +49,9 @@ class _Served:
         self._session = session if isinstance(session, CachedSession) else None
         self._ended = False
         self._settling = threading.Lock()
+        self.serial = 0
+        if self._session is not None:
+            self._session.before_close.append(self.end)
         serials = set()
         for board, driver in zip(boards, drivers, strict=True):
             resident = None
@@ -55,11 +59,17 @@ class _Served:
                 resident = driver.resident(self._session.cache)
             serials.add(board.add(deployment.tables, resident))
         (self.serial,) = serials
-        if self._session is not None:
-            self._session.before_close.append(self.end)
+        with self._settling:
+            ended, self._ended = self._ended, False
+        if ended:  # the session has closed meanwhile, and its cache may be gone; no front knows the serial yet
+            self.end(0.0)
+            raise NotReadyError(f"serving model {deployment.config.model!r}: it was undeployed")
 
     def end(self, timeout_s: float) -> bool:
         """Let no loop answer from it any more; False if one still does."""
+        if not self.serial:
+            self._ended = True
+            return True
         deadline = time.monotonic() + timeout_s
         for board in self._boards:
             board.end(self.serial)
@@ -99,6 +109,7 @@ class FrontLink:
         device_failed: told of a device that has failed.
 
     Attributes:
+        shared_memory: regions that clients have registered.
         tokens: entries of the file of tokens, for the page.
     """
 
@@ -117,8 +128,12 @@ class FrontLink:
         self._threads: list[threading.Thread] = []
         self._loops: list[threading.Thread] = []
         self._looker = new_thread("page", self._look)
+        self.shared_memory = SharedMemoryRegistry(
+            lambda: lifecycle.configuration.service.shared_memory_bytes, changed=self.publish
+        )
         lifecycle.on_open.append(self._open)
         lifecycle.on_block.append(self.publish)
+        lifecycle.unpublished = self._unpublished
 
     def connect(self, descriptors: FrontDescriptors) -> None:
         """Map what is shared with the fronts, and tell them that nothing is answered yet."""
@@ -157,6 +172,13 @@ class FrontLink:
         server.live.watchers.append(self.publish)
         server.metrics.settling.add(self.settle)
         self.publish()
+
+    def _unpublished(self) -> str:
+        server, known = self._lifecycle.opened, self._published.get("serving", {})
+        for name, one in server.live.serving.items() if server is not None else ():
+            if known.get(name) != one.version:
+                return f"model {name!r} is being made known to the fronts"
+        return ""
 
     def settle(self) -> None:
         for served in list(self._by_serial.values()):
@@ -214,6 +236,7 @@ class FrontLink:
                 "blocked": self._lifecycle.blocked,
                 "tokens": self.tokens,
                 "settings": self._lifecycle.configuration.service.model_dump(mode="json"),
+                "shared_memory": self.shared_memory.published(),
             }
             if page != self._published and self._memories:
                 layout.write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)

@@ -24,6 +24,7 @@ CHANGEABLE = frozenset(
         "refuse_nan",
         "repository_poll_s",
         "request_timeout_s",
+        "shared_memory_bytes",
         "slow_lookup_ms",
         "tokens_path",
         "triton_metrics",

@@ -119,6 +119,13 @@ def test_every_front_answers_each_kind_of_request(service):
             np.testing.assert_allclose(rows, [vectors_of(KEYS[:2]).sum(0), np.zeros(DIM), vectors_of([7])[0]])
 
 
+def test_a_front_can_write_to_its_own_region_alone(service):
+    for number, pid in service.all_processes().items():
+        shared = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:hps-" in line]
+        writable = {words[5].partition(":")[2] for words in shared if "w" in words[1]}
+        assert writable == ({f"hps-front-{number}"} if number >= 0 else {"hps-front-0", "hps-front-1", "hps-page"})
+
+
 # -- one connection -----------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 from tritonclient.utils import InferenceServerException
 
+from tests.servers.certificates import Authority, Pair
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.fronted_service import DIMS, ROWS, FrontedService, vectors_of, write_tables
 from tests.servers.running_service import document_of, model_of, wait_until
@@ -325,6 +327,49 @@ def test_tokens_are_asked_for_and_short_times_kept(children: ChildProcesses, tmp
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "request_timeout_s" in details
     assert "secret" not in service.log.read_text()
+
+
+def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_path) -> None:
+    authority = Authority(tmp_path)
+    pair, ranker, other = authority.sign("server"), authority.sign("ranker"), authority.sign("other")
+    entries = [
+        {"name": "ranker", "rights": ["lookup"], "certificate": "ranker"},
+        {"name": "limited", "rights": ["lookup"], "token": "t1", "requests_per_s": 0.01, "burst": 2},
+        {"name": "figures", "rights": [], "token": "t2"},
+    ]
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": entries}))
+    context = ssl.create_default_context(cafile=authority.path)
+    context.load_cert_chain(ranker.certificate, ranker.key)
+    paths = {"tls_certificate_path": pair.both, "tls_client_ca_path": authority.path, "tokens_path": tmp_path / "tokens.json"}
+    service = FrontedService(children, tmp_path / "s", tls=context, **{name: str(path) for name, path in paths.items()})
+    code, metadata = grpc.StatusCode, pb.ModelMetadataRequest(name="m")
+
+    def stub_of(one: Pair) -> pb_grpc.GRPCInferenceServiceStub:
+        content = [path.read_bytes() for path in (authority.path, one.key, one.certificate)]
+        channel = grpc.secure_channel(service.grpc, grpc.ssl_channel_credentials(*content))
+        return pb_grpc.GRPCInferenceServiceStub(channel)
+
+    stub = stub_of(ranker)
+    calls = [(keys, stub.ModelInfer.future(request_of(keys))) for keys in np.arange(64_000).reshape(64, 1000) % ROWS]
+    for keys, call in calls:
+        np.testing.assert_array_equal(first_vectors(call.result()), vectors_of(0, keys))
+    assert stub.ModelMetadata(metadata).name == "m"
+    assert code_of(stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="m"))[0] is code.PERMISSION_DENIED
+    stub = stub_of(other)
+    assert stub.ServerReady(pb.ServerReadyRequest()).ready
+    for ask, request in ((stub.ModelInfer, request_of([1])), (stub.ModelMetadata, metadata)):
+        assert code_of(ask, request)[0] is code.PERMISSION_DENIED
+    given = {"metadata": [("authorization", "Bearer t2")]}
+    assert stub.ModelMetadata(metadata, **given).name == "m"
+    assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.PERMISSION_DENIED
+    given = {"metadata": [("authorization", "Bearer t1")]}
+    assert stub.ModelInfer(request_of([1]), **given)
+    answers = stub.ModelStreamInfer(iter([request_of([1]), request_of([1])]), **given)
+    assert ["requests_per_s" in one.error_message for one in answers] == [True, True]
+    assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.RESOURCE_EXHAUSTED
+    with grpc.insecure_channel(service.grpc) as channel:
+        assert code_of(pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer, request_of([1]))[0] is code.UNAVAILABLE
+    service.stop()
 
 
 def test_killed_fronts_and_owners_are_replaced(children: ChildProcesses, tmp_path) -> None:

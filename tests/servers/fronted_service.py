@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import time
 from pathlib import Path
 
@@ -45,20 +46,30 @@ class FrontedService:
         grpc: address of gRPC.
     """
 
-    def __init__(self, children: ChildProcesses, place: Path, *arguments: object, fronts: int = 1, **service: object) -> None:
+    def __init__(
+        self,
+        children: ChildProcesses,
+        place: Path,
+        *arguments: object,
+        fronts: int = 1,
+        tls: ssl.SSLContext | None = None,
+        **service: object,
+    ) -> None:
         place.mkdir(exist_ok=True)
         most = [1000] * len(DIMS)
         sources = write_tables(place / "tables")
         model = model_of("m", sources, DIMS, maxnum_catfeature_query_per_table_per_sample=most, hit_rate_threshold=1.1)
         document = document_of(model, service={"drain_s": 0, **service})
         (place / "ps.json").write_text(json.dumps(document))
+        headers = {"authorization": f"Bearer {service['bearer_token']}"} if "bearer_token" in service else {}
+        self._asks = {"timeout": 5, "headers": headers, "verify": True if tls is None else tls}
         self.log = place / "log"
         command = ("serve", place / "ps.json", "--port", 0, "--grpc-port", 0, "--fronts", fronts, *arguments)
         with self.log.open("w") as log:
             self.process = children.hps(*command, stdout=log, stderr=log)
         wait_until(lambda: "listening on" in self._text() or self.process.poll() is not None, "the service listens")
         assert self.process.poll() is None, self._text()
-        self.url = re.search(r"listening on (http://[\w.:]+)", self._text())[1]
+        self.url = re.search(r"listening on (https?://[\w.:]+)", self._text())[1]
         self.grpc = re.search(r"listening for gRPC on ([\w.:]+)", self._text())[1]
         self.wait_until_ready()
 
@@ -71,7 +82,8 @@ class FrontedService:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/v2/health/ready", timeout=5).status_code == 200
+            asked = httpx.post(f"{self.url}/v1/models/m/lookup", json={"tables": {"t0": [1]}}, **self._asks)
+            return asked.status_code == 200 and httpx.get(f"{self.url}/v2/health/ready", **self._asks).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -84,7 +96,7 @@ class FrontedService:
 
     def figure(self, name: str) -> float:
         """The sum of a figure of /metrics over all fronts."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", **self._asks).text
         return sum(map(float, re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)))
 
     def stop(self) -> None:

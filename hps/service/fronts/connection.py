@@ -12,7 +12,7 @@ from hps.service.fronts.connections import TOO_MANY
 from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, answer_head, read_head
 from hps.service.fronts.lookups import FrontVersion, Plan
 from hps.service.fronts.proxy import Upstream, forwarded
-from hps.service.fronts.tls import HTTP1, close, names_in
+from hps.service.fronts.tls import names_in
 from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from hps.service.fronts.front import Front, Lookup
 
 _FIRST_BUFFER_BYTES: Final = 8192
-_TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop, so that small answers need not wait for large ones
+_TURN_BYTES: Final = 1 << 20  # sent in one turn of the event loop, so that small answers need not wait for large ones
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
 _MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
+_GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -108,7 +109,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.front.tls is None:
             self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
         elif not self._ended:
-            self.front.tls.begin(self, HTTP1, self.front.settings)
+            self.front.tls.begin(self, self.front.settings)
 
     def secured(self, transport: asyncio.Transport) -> None:
         self.transport, self._socket = transport, self.transport
@@ -361,7 +362,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._inflate(head, self._body)
                 if target := lookup_target(head.path):
                     length = head.headers.get(b"inference-header-content-length")
-                    self._lookup = self.front.decoded(self, target, served, self._body, length)
+                    shared = self.front.shared_tensors(target, self._body, length, self.client, head.headers)
+                    self._lookup = self.front.decoded(self, target, served, self._body, length, shared)
                     self._post()
                 else:
                     self._proxied = True
@@ -623,7 +625,10 @@ class Connection(asyncio.BufferedProtocol):
         self._close()
 
     def _close(self) -> None:
-        close(self.transport, self._socket)
+        """Close the connection. A client that has been sent everything is not waited for: TLS would, to say goodbye."""
+        self.transport.close()
+        if self._socket is not None and not self._socket.get_write_buffer_size():
+            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""

@@ -19,19 +19,20 @@ import numpy as np
 import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig
-from hps.configuration.tokens import Right, TokenConfig
+from hps.configuration.tokens import TokenConfig
 from hps.errors import HPSError, NotReadyError, UnknownModelError, UnknownVersionError
 from hps.ground.numba_kernels import compile_kernels
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
-from hps.service.authorization import CERTIFICATE, Authorization, Identity
+from hps.service.authorization import CERTIFICATE, Authorization
 from hps.service.fronts.connection import Beginning, Connection
 from hps.service.fronts.connections import Connections
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
 from hps.service.fronts.proxy import OwnerConnections
+from hps.service.fronts.shared_memory import MARK, Segments, SharedTensors, shared_tensors
 from hps.service.fronts.sharing import body_bytes
 from hps.service.fronts.slots import Slots
 from hps.service.fronts.tls import TLS
@@ -153,6 +154,7 @@ class Lookup:
     due: float = 0.0
     slot_due: float = 0.0
     posted: bool = False
+    shared: SharedTensors | None = None
 
 
 class Front:
@@ -195,12 +197,14 @@ class Front:
         self.authorization = Authorization(settings, share=1 / self._fronts)
         self.authorization.loopback = loopback
         self.tls = TLS(settings, logging.DEBUG if number else None) if settings.tls_certificate_path else None
+        self.grpc_tls: TLS | None = None
         self._tokens: list[dict[str, Any]] = []
         self.metrics = HTTPMetrics(self.refusals)
         self._spans = spans_of(configuration)
         self._requests = RequestLog(settings, self._spans)
         self._new_id = new_ids()
         self.owner = OwnerConnections(shared.path)
+        self.segments = Segments()
         self._pending: dict[int, Lookup] = {}
         self._waiting: deque[tuple[Lookup, Requester]] = deque()
         self._counts: dict[tuple[str, str], InferenceCounts] = {}
@@ -268,6 +272,10 @@ class Front:
                 else:
                     self._submit(lookup)
 
+    def read_page_if_changed(self) -> None:
+        if self.page[layout.PAGE_VERSION] != self._page_version:
+            self._read_page()
+
     def _read_page(self) -> None:
         found = layout.read_text(self.page, 0, layout.MOST_PAGE_BYTES)
         if found is None or found[0] == self._page_version:
@@ -278,6 +286,7 @@ class Front:
         if settings != self.settings or page["tokens"] != self._tokens:
             self._tokens = page["tokens"]
             self._configure(settings)
+        self.segments.follow(page["shared_memory"])
         models: dict[str, dict[str, FrontVersion]] = {}
         for name, versions in page["models"].items():
             models[name] = {}
@@ -324,13 +333,7 @@ class Front:
         return served
 
     def begin(self, client: str, head: RequestHead, target: LookupTarget | None, served: Served, started: float) -> bool:
-        """Read the page if it is a new one, note the request's id, and decide what to log of it.
-
-        Returns:
-            Whether `end` has to be told.
-        """
-        if self.page[layout.PAGE_VERSION] != self._page_version:
-            self._read_page()
+        """Note a request's id, and decide what to log of it; return whether `end` has to be told."""
         headers = head.headers
         if (b"x-request-id" in headers or b"traceparent" in headers) and (named := request_id(headers)):
             served.id = named
@@ -350,17 +353,14 @@ class Front:
         Raises:
             RequestError, HPSError: it is refused.
         """
+        self.read_page_if_changed()
         target = lookup_target(head.path)
         if head.length > (most := self.most_bytes(head)):
             raise too_large(f"Content-Length is {head.length}", most)
         if b"content-encoding" in head.headers:
             check_encoding(head.headers)
         if self.authorization.asks or certificate:
-            served.identity = self.authorization.find(head.headers, certificate)
-            if target is not None:
-                self.admit(served.identity, "lookup", head.headers, certificate)
-            else:
-                self.authorization.count(served.identity)
+            self.authorize(head.headers, certificate, served, target)
         if target is None:
             if not 0 <= head.length <= SMALL_BYTES:  # the owner checks rights, but no memory is held for strangers before
                 scope = {**self._scope(head, client), "server": server, CERTIFICATE: certificate}
@@ -371,18 +371,22 @@ class Front:
             raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
         self._version(target)
 
-    def admit(
-        self, identity: Identity | None, right: Right | None, headers: Mapping[bytes, bytes], certificate: Sequence[str]
+    def authorize(
+        self, headers: Mapping[bytes, bytes], certificate: Sequence[str], served: Served, target: LookupTarget | None
     ) -> None:
-        """Check a request as `Authorization.admit`.
+        """Note who sent a request, check the rights of a lookup, and the limits of every request.
 
         Raises:
             RequestError: it is refused.
             NotReadyError: the owner has not said yet which tokens there are.
         """
+        identity = served.identity = self.authorization.find(headers, certificate)
+        if target is None:
+            self.authorization.count(identity)  # its rights are checked by the owner
+            return
         if self._page_version < 0:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
-        self.authorization.admit(identity, right, headers, certificate)
+        self.authorization.admit(identity, "lookup", headers, certificate)
 
     def page_if_same(self, head: Head) -> int:
         """Return the version of the page if all that follows from a head follows from the same head again; else -1."""
@@ -423,7 +427,7 @@ class Front:
         Args:
             size: of the body.
         """
-        if served.traced:
+        if served.traced or (self.settings.shared_memory_bytes and MARK in text):
             return None
         version = self._version(target)
         began = time.perf_counter_ns()
@@ -444,35 +448,55 @@ class Front:
         served: Served,
         body: bytes | bytearray,
         length: bytes | None,
+        shared: SharedTensors | None = None,
     ) -> Lookup:
         """Decode a lookup whose body has arrived.
 
         Args:
             length: of its JSON part, as written; None if all of it is JSON.
+            shared: its tensors in shared memory.
 
         Raises:
             HPSError: it is refused.
         """
         version = self._version(target)
         lookup = Lookup(requester, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
-        try:
-            if target.route != LOOKUP:
+        if shared is not None:
+            lookup.shared, lookup.text, lookup.json_bytes = shared, shared.text, len(shared.text)
+            lookup.plan = None if served.traced else plan_of(shared.text, version.tables, self._max_keys)
+            if lookup.plan is not None:
+                served.version, lookup.device = version.tables.version, lookup.plan.device
+                self.authorization.take_keys(served.identity, lookup.plan.keys_bytes // 8)
+                return lookup
+            if shared.size_bytes > (most := self.settings.max_body_bytes):
+                raise too_large(f"its tensors in shared memory have {shared.size_bytes} bytes", most)
+            requester.hold(len(body) + shared.size_bytes, "reading the request")
+            lookup.body = self.segments.body_of(shared)
+        elif target.route != LOOKUP:
+            try:
                 lookup.json_bytes = parse_header_length(length, len(body))
-        except HPSError:
-            version.counts.failed(lookup.began_ns)
-            raise
+            except HPSError:
+                version.counts.failed(lookup.began_ns)
+                raise
         self._decode(lookup)
         self.authorization.take_keys(served.identity, lookup.placed.keys if lookup.placed is not None else 0)
         return lookup
+
+    def shared_tensors(
+        self, target: LookupTarget, body: bytes | bytearray, length: bytes | None, client: str, headers: Mapping[bytes, bytes]
+    ) -> SharedTensors | None:
+        """Find the tensors in shared memory of a request; None if there are none, or if it is off."""
+        if not self.settings.shared_memory_bytes or target.route == LOOKUP:
+            return None
+        return shared_tensors(body, parse_header_length(length, len(body)), client, headers)
 
     def _decode(self, lookup: Lookup) -> None:
         version, body, header = lookup.version, lookup.body, lookup.json_bytes
         request: Any
         try:
             if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.requester is not None:
-                lookup.requester.hold(
-                    len(body) + parsed_bytes(memoryview(body)[:header], self._max_keys), "parsing the request"
-                )
+                size = len(body) + parsed_bytes(memoryview(body)[:header], self._max_keys)
+                lookup.requester.hold(size, "parsing the request")
             if lookup.target.route == LOOKUP:
                 request = decode_lookup(body, version.tables, self._max_keys)
             else:
@@ -538,6 +562,8 @@ class Front:
             descriptor = plan.descriptor
             self.region.view[slot : slot + len(descriptor)] = descriptor
             self.region.longs[slot >> 3] = serial
+            if lookup.shared is not None:
+                self.segments.read(lookup.shared, self.keys_of(lookup))
         elif placed is not None:
             placed.write(self.region, slot, serial)
         now = time.perf_counter_ns()
@@ -607,7 +633,7 @@ class Front:
             resumed = time.perf_counter_ns()
             began, ended = longs[at + layout.BEGAN_NS // 8], longs[at + layout.ENDED_NS // 8]
             lookup.version.counts.succeeded(lookup.began_ns, lookup.posted_ns, began, ended, resumed)
-            if lookup.plan is None:
+            if lookup.plan is None or lookup.shared is not None:
                 self._answer_placed(lookup, requester, began, ended, resumed)
                 return
             deferred = longs[at + layout.DEFERRED // 8]
@@ -644,12 +670,10 @@ class Front:
 
     def _answer_placed(self, lookup: Lookup, requester: Requester, began: int, ended: int, resumed: int) -> None:
         placed, served, words = lookup.placed, lookup.served, self.region.words
-        if placed is None:
-            return
         at = lookup.slot >> 3
         deferred = int(words[at + layout.DEFERRED // 8])
         report = None
-        if lookup.traced and (found := self._aside(lookup)) is not None:
+        if placed is not None and lookup.traced and (found := self._aside(lookup)) is not None:
             trace = LookupTrace()
             trace.tables.update({name: TableAnswers(**counts) for name, counts in found["tables"].items()})
             trace.spans += [Span(*span) for span in found["spans"]]
@@ -657,11 +681,20 @@ class Front:
             served.queue_ns, served.infer_ns = began - lookup.posted_ns, ended - began
             if lookup.report:
                 report = report_of(trace, served.queue_ns, served.infer_ns)
-        text, binary, length = placed.encode(report, lookup.device or 0)
-        pieces = [*text]
+        text: Sequence[bytes] = ()
+        binary: Sequence[memoryview] = ()
+        length: int | None = None
+        if placed is not None:
+            pieces, binary, length = placed.encode(report, lookup.device or 0)
+            text = [*pieces]
+        elif (plan := lookup.plan) is not None:
+            view = self.region.view[lookup.slot + plan.vectors_at : lookup.slot + plan.end]
+            text, binary, length = (plan.text,), (view,), len(plan.text)
+        if lookup.shared is not None and length is not None:
+            text, binary, length = self.segments.answer(lookup.shared, text, binary, length)
         lookup.version.counts.output_ns += time.perf_counter_ns() - resumed
         slot, lookup.slot = lookup.slot, -1
-        requester.encoded(lookup, slot, deferred, pieces, binary, length)
+        requester.encoded(lookup, slot, deferred, text, binary, length)
 
     def _again(self, lookup: Lookup) -> None:
         """Look up again what a retired deployment did not answer: another version may have taken over."""
@@ -804,11 +837,11 @@ class Front:
         """Do what is due twice a second."""
         now = time.monotonic()
         settings = self.settings
-        if self.page[layout.PAGE_VERSION] != self._page_version:
-            self._read_page()
+        self.read_page_if_changed()
         self._look_at_owner()
-        if self.tls is not None:
-            self.tls.look()
+        for tls in (self.tls, self.grpc_tls):
+            if tls is not None:
+                tls.look()
         for one in list(self.connections.order):
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
         self.connections.look()
@@ -878,6 +911,8 @@ class Front:
         if grpc_listener is not None:
             from hps.service.fronts.grpc_calls import grpc_connection  # of an extra
 
+            if self.tls is not None:
+                self.grpc_tls = TLS(self.settings, logging.DEBUG, "h2")
             server = await loop.create_server(lambda: grpc_connection(self), sock=grpc_listener, backlog=BACKLOG)
             self._servers.append((grpc_listener, server))
         self._look()

@@ -116,7 +116,6 @@ class Call:
     def __init__(self, connection: HTTP2Connection, stream: Stream, headers: dict[bytes, bytes]) -> None:
         self.front: Front = connection.front
         self.client = connection.client
-        self.identity: Identity | None = None
         self._connection, self._stream = connection, stream
         path = headers.get(b":path", b"").decode("latin-1")
         self.head = CallHead(path, headers)
@@ -129,6 +128,7 @@ class Call:
         self._inference: Inference | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.identity: Identity | None = None
         self._started = self._ended = False  # sent headers; sent trailers, or lost
         self._since = time.monotonic()
         self._slot = -1
@@ -144,14 +144,25 @@ class Call:
             return
         if self._method is _UNKNOWN:
             raise RequestError(405, f"got {self.head.path[:300]!r}, which is not served; reflection lists the services")
-        certificate = self._connection.certificate
-        if self._method.guarded and (self.front.authorization.asks or certificate):
-            self.identity = self.front.authorization.find(headers, certificate)
-            self.front.admit(self.identity, "lookup" if self._method.infers else None, headers, certificate)
+        front, certificate = self.front, self._connection.certificate
+        front.read_page_if_changed()
+        if front.authorization.asks or certificate:
+            served = front.served()
+            try:
+                front.authorize(headers, certificate, served, LookupTarget(self.head.path, "") if self._method.infers else None)
+            finally:
+                self.identity = served.identity
+            if self._method.guarded and served.identity is None:  # the owner checks rights of all that are no lookups
+                front.authorization.admit(None, None, headers, certificate)
         if (timeout := headers.get(b"grpc-timeout")) is not None:
             seconds = _seconds(timeout)
             if seconds < self.front.settings.request_timeout_s or self._method.streams:
                 self._timer = self.front.loop.call_later(seconds, self._expire)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client sends several messages."""
+        return self._method.streams
 
     def _expire(self) -> None:
         if self._ended:
@@ -389,7 +400,8 @@ class Call:
         """
         own = (b":", b"grpc-", b"content-type", b"host")
         lines = [(name, value) for name, value in self.head.headers.items() if not name.startswith(own)]
-        request = forwarded(method, path.encode(), [(b"host", b"hps"), *lines], body, self.client, self._connection.certificate)
+        headers = [(b"host", b"hps"), *lines]
+        request = forwarded(method, path.encode(), headers, body, self.client, self._connection.certificate)
         answer = _OwnerAnswer()
         self.front.owner.ask(answer, request, head_only=False, chosen=answer.chosen)
         try:
@@ -430,7 +442,7 @@ class Inference:
         front, served, head = self._front, self._served, self._call.head
         served.bytes_in = self.message_bytes = len(data)
         try:
-            if self._call._method.streams:  # each message is a request, as far as limits go
+            if self._call.streams:
                 front.authorization.count(self._call.identity)
             request = read_infer_request(data)
             target = LookupTarget(head.path, request.model_name, request.version or None)
@@ -566,7 +578,7 @@ class Method(NamedTuple):
         each: answers one message of a stream of them.
         infers: whether its messages are lookups.
         streams: whether clients send several messages.
-        guarded: whether it needs a token.
+        guarded: whether it takes the right to look up; the owner's application knows what others take.
     """
 
     path: str
@@ -575,7 +587,7 @@ class Method(NamedTuple):
     each: Callable[[Any], Any] = cast(Any, None)
     infers: bool = False
     streams: bool = False
-    guarded: bool = True
+    guarded: bool = False
 
 
 async def _live(call: Call, request: Any) -> AsyncIterator[Any]:
@@ -713,7 +725,6 @@ _ANSWERS: Final[dict[str, Callable[[Call, Any], AsyncIterator[Any]]]] = {
     "Check": _check,
     "Watch": _watch,
 }
-_OPEN: Final = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
 _UNKNOWN: Final = Method("")
 
 
@@ -730,7 +741,7 @@ def _methods() -> dict[str, Method]:
                     partial(_reflect, file.package),
                     method.name in ("ModelInfer", "ModelStreamInfer"),
                     method.client_streaming,
-                    method.name not in _OPEN,
+                    method.name not in _ANSWERS,
                 )
     return found
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
-from hps.service.fronts.tls import HTTP2, close, names_in
+from hps.service.fronts.tls import names_in
 
 if TYPE_CHECKING:
     from hps.service.fronts.front import Front
@@ -38,11 +38,12 @@ _MOST_SENT_FRAME: Final = 1 << 18
 _MOST_WINDOW: Final = 2**31 - 1
 _GIVEN_WINDOW: Final = 1 << 20  # of a stream; that of the connection does not limit
 _TURN_BYTES: Final = 1 << 18  # sent in one turn of the event loop
-_SHARE_BYTES: Final = 1 << 16  # of one stream before it is another's turn
+_SHARE_BYTES: Final = 1 << 17  # of one stream before it is another's turn
 _MOST_CONTROL: Final = 1024  # frames that wait while the client does not read
 _FREE_RESETS: Final = 256  # of a connection that has no answers
 _LEAST_PROGRESS_BYTES: Final = 65_536
 _KNOWN_BLOCKS: Final = 64
+_GOODBYE_S: Final = 0.5
 _NAME: Final = re.compile(rb":?[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _ILLEGAL: Final = re.compile(rb"[\r\n\0]").search
 
@@ -150,12 +151,13 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         self.completed = self.used = False
         self.client = ""
         self.certificate: tuple[str, ...] = ()
-        self._socket: asyncio.Transport | None = None  # below TLS
         self._begin = begin
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._have = 0
-        self._greeted = self._gone = self._reading = self._stalled = self._scheduled = False
+        self._greeted = self._gone = self._reading = self._scheduled = False
+        self._stalled = front.grpc_tls is not None  # until the handshake is done
+        self._socket: asyncio.Transport | None = None  # beneath TLS
         self._leaving = self._said_goodbye = self._ends = (
             False  # told the client to leave; refuse streams; close after the last one
         )
@@ -184,12 +186,11 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         self._control.append(_frame(_SETTINGS, 0, 0, b"".join(struct.pack(">HI", *one) for one in settings)))
         self._control.append(_frame(_WINDOW, 0, 0, struct.pack(">I", _MOST_WINDOW - self._window)))
         self.front.opened(self)
-        if self.front.tls is None:
+        if self.front.grpc_tls is None:
             self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
             self._pump()
-        elif not self.transport.is_closing():
-            self._stalled = True  # until the handshake is done
-            self.front.tls.begin(self, HTTP2, self.front.settings)
+        elif not self._ends:
+            self.front.grpc_tls.begin(self, self.front.settings)
 
     def secured(self, transport: asyncio.Transport) -> None:
         self.transport, self._socket = transport, self.transport
@@ -523,26 +524,23 @@ class HTTP2Connection(asyncio.BufferedProtocol):
 
     def _send_share(self, stream: Stream, lines: list[bytes | memoryview]) -> int:
         """Append frames of data within all limits; return how many bytes they have."""
-        out, sent = stream._out, 0
-        while out and sent < _SHARE_BYTES:
-            size = left = min(stream.unsent, stream.window, self._window, self._most_frame)
-            if size <= 0:
-                break
+        out, most = stream._out, self._most_frame
+        sent = left = max(0, min(stream.unsent, stream.window, self._window, _SHARE_BYTES))
+        while left:
+            size = min(left, most)
             lines.append(_FRAME.pack(size << 8 | _DATA, 0, stream.id))
-            while left:
-                piece = out[0]
-                if len(piece) <= left:
-                    lines.append(out.popleft())
-                    left -= len(piece)
-                else:
-                    rest = memoryview(piece)
-                    lines.append(rest[:left])
-                    out[0] = rest[left:]
-                    left = 0
-            stream.window -= size
-            self._window -= size
-            stream.unsent -= size
-            sent += size
+            left -= size
+            while size:
+                piece = out.popleft()
+                if len(piece) > size:
+                    whole = memoryview(piece)
+                    piece = whole[:size]
+                    out.appendleft(whole[size:])
+                lines.append(piece)
+                size -= len(piece)
+        stream.window -= sent
+        self._window -= sent
+        stream.unsent -= sent
         return sent
 
     # -- limits -----------------------------------------------------------------------------------------------------------
@@ -591,7 +589,9 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         if not self._stalled and self._control and not self._gone:
             lines, self._control = self._control, []
             self.transport.writelines(lines)
-        close(self.transport, self._socket)
+        self.transport.close()
+        if self._socket is not None and not self._socket.get_write_buffer_size():
+            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)  # TLS would wait for the client to say goodbye
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
         """Refuse or abort what takes too long. Called twice a second."""

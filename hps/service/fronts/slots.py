@@ -10,7 +10,8 @@ _LEAST: Final = 12  # 4 KB
 class Slots:
     """Slots of powers of two bytes in one slab. *One per event loop.*
 
-    Buddies are joined only when there is no room otherwise: most requests are as large as others before them.
+    Buddies are joined only when there is no room otherwise: most requests are as large as others before them. The slot that
+    was given back last is taken first, since the processor's caches still hold it, where a device writes, too.
 
     Args:
         size: of the region.
@@ -21,12 +22,12 @@ class Slots:
     """
 
     def __init__(self, size: int) -> None:
-        self._free: list[set[int]] = [set() for _ in range(64)]
+        self._free: list[list[int]] = [[] for _ in range(64)]
         self._order: dict[int, int] = {}  # of taken slots
         start, left = 0, size - SLAB
         while left >= 1 << _LEAST:
             order = left.bit_length() - 1
-            self._free[order].add(start)
+            self._free[order].append(start)
             start += 1 << order
             left -= 1 << order
         self._most = max((order for order, free in enumerate(self._free) if free), default=0)
@@ -50,7 +51,7 @@ class Slots:
         place = slot - SLAB
         order = self._order.pop(place)
         self.used -= 1 << order
-        self._free[order].add(place)
+        self._free[order].append(place)
 
     def _split(self, order: int) -> bool:
         larger = next((one for one in range(order + 1, self._most + 1) if self._free[one]), 0)
@@ -58,20 +59,18 @@ class Slots:
             return False
         place = self._free[larger].pop()
         for half in range(larger - 1, order - 1, -1):
-            self._free[half].add(place + (1 << half))
-        self._free[order].add(place)
+            self._free[half].append(place + (1 << half))
+        self._free[order].append(place)
         return True
 
     def _join(self) -> bool:
         """Join free buddies; return whether any were."""
         joined = False
         for order in range(_LEAST, self._most):
-            free, larger = self._free[order], self._free[order + 1]
-            for place in list(free):
-                buddy = place ^ (1 << order)
-                if place < buddy and place in free and buddy in free:
-                    free.discard(place)
-                    free.discard(buddy)
-                    larger.add(place)
-                    joined = True
+            free = set(self._free[order])
+            pairs = [place for place in free if not place >> order & 1 and place | 1 << order in free]
+            if pairs:
+                self._free[order] = sorted(free.difference(pairs, [place | 1 << order for place in pairs]))
+                self._free[order + 1] += pairs
+                joined = True
         return joined

@@ -13,9 +13,6 @@ from hps.ground.small_files import FileMarks
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_GOODBYE_S: Final = 0.5
-HTTP1, HTTP2 = "http/1.1", "h2"
-"""Protocols, as TLS names them (ALPN)."""
 _IDENTIFYING: Final = ("DNS", "URI", "email")
 
 
@@ -39,16 +36,17 @@ class TLS:
     Args:
         settings: name the files.
         log_level: of the line about a new certificate; another front says the same.
+        protocol: that is spoken, as ALPN names it.
 
     Raises:
         ConfigError: the files cannot be used.
     """
 
-    def __init__(self, settings: ServiceConfig, log_level: int | None = None) -> None:
-        self._settings = settings
+    def __init__(self, settings: ServiceConfig, log_level: int | None = None, protocol: str = "http/1.1") -> None:
+        self._settings, self._protocol = settings, protocol
         self._level = log_level
         self._marks = FileMarks(settings.tls_certificate_path, settings.tls_key_path, settings.tls_client_ca_path)
-        self._contexts = self._read()
+        self._context = context_of(settings, protocol)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def look(self) -> None:
@@ -56,23 +54,20 @@ class TLS:
         if not self._marks.changed():
             return
         try:
-            self._contexts = self._read()
+            self._context = context_of(self._settings, self._protocol)
         except ConfigError as error:
             _log.log(self._level or logging.ERROR, "new connections go on with the certificate as it was: %s", error)
         else:
             path = self._settings.tls_certificate_path
             _log.log(self._level or logging.INFO, "new connections use the certificate in %s as it is now", path)
 
-    def _read(self) -> dict[str, ssl.SSLContext]:
-        return {protocol: context_of(self._settings, protocol) for protocol in (HTTP1, HTTP2)}
-
-    def begin(self, connection: Handshaking, protocol: str, settings: ServiceConfig) -> None:
+    def begin(self, connection: Handshaking, settings: ServiceConfig) -> None:
         """Begin the handshake of a connection. Call this from its `connection_made`; the settings have the timeouts."""
         loop = asyncio.get_running_loop()
         handshake = loop.start_tls(
             connection.transport,
             connection,  # type: ignore[arg-type]  # asyncio's stubs know no other kinds
-            self._contexts[protocol],
+            self._context,
             server_side=True,
             ssl_handshake_timeout=settings.request_timeout_s,
             ssl_shutdown_timeout=settings.answer_timeout_s,
@@ -108,8 +103,8 @@ def _resumed(begun: Coroutine[Any, Any, _T], waits_for: Any) -> Generator[Any, A
     return ended
 
 
-def context_of(settings: ServiceConfig, protocol: str = HTTP1) -> ssl.SSLContext:
-    """Make a context of the configured files, for connections that speak this protocol.
+def context_of(settings: ServiceConfig, protocol: str = "http/1.1") -> ssl.SSLContext:
+    """Make a context of the configured files.
 
     Raises:
         ConfigError: they cannot be used; the message says which and why.
@@ -131,17 +126,6 @@ def context_of(settings: ServiceConfig, protocol: str = HTTP1) -> ssl.SSLContext
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         raise ConfigError("service", [f"{what}: cannot use {paths}: {reason}; expected PEM files"]) from error
     return context
-
-
-def close(transport: asyncio.Transport, below: asyncio.Transport | None) -> None:
-    """Close a connection. A client that has been sent everything is not waited for: TLS would, to say goodbye.
-
-    Args:
-        below: transport of the encrypted bytes; None without TLS.
-    """
-    transport.close()
-    if below is not None and not below.get_write_buffer_size():
-        asyncio.get_running_loop().call_later(_GOODBYE_S, transport.abort)
 
 
 def names_in(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:

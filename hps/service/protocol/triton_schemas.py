@@ -1,11 +1,12 @@
-"""Schemas of Triton's model repository and statistics extensions.
+"""Schemas of Triton's model repository, statistics and system shared memory extensions.
 
-Source: docs/protocol/extension_model_repository.md and extension_statistics.md of triton-inference-server/server.
+Source: docs/protocol/extension_model_repository.md, extension_statistics.md and extension_shared_memory.md of
+triton-inference-server/server.
 """
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 IndexState = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 MemoryType = Literal["CPU", "GPU"]
@@ -113,3 +114,22 @@ class StatisticsAnswer(BaseModel):
     """Statistics of versions in service."""
 
     model_stats: list[VersionStatistics]
+
+
+class RegisterRequest(BaseModel):
+    """A part of a segment of /dev/shm."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"key": "/input", "offset": 0, "byte_size": 8192}})
+
+    key: StrictStr = Field(description="Name of the segment, as for shm_open.")
+    offset: StrictInt = 0
+    byte_size: StrictInt
+
+
+class RegionStatus(BaseModel):
+    """A registered region."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int

@@ -158,7 +158,9 @@ def control_app(
         server = lifecycle.opened
         models = [] if server is None else list(server.models)
         # Triton's own example client accepts no other name.
-        return schemas.ServerMetadata(name="triton", version=__version__, extensions=_EXTENSIONS, models=models)
+        shared = ["system_shared_memory"] if lifecycle.configuration.service.shared_memory_bytes else []
+        extensions = [*_EXTENSIONS, *shared]
+        return schemas.ServerMetadata(name="triton", version=__version__, extensions=extensions, models=models)
 
     app.include_router(repository_routes(lifecycle, _OF_CHANGES))
     app.include_router(statistics_routes(lifecycle, statistics, _OF_MODELS))

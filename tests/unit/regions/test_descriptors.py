@@ -26,28 +26,30 @@ HEADER, SEGMENTS = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SE
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 edges = st.sampled_from([-(1 << 63), -8, -1, 0, 1, 7, 64, HEADER_BYTES, SLAB_BYTES, SLAB, END, 1 << 32, 1 << 61, (1 << 63) - 1])
-numbers = st.one_of(int64s, edges, st.integers(0, SLAB_BYTES))
-slots = st.one_of(numbers, st.integers(0, SLAB_BYTES // 64 + 1).map(lambda nth: SLAB + 64 * nth))
-serials = st.sampled_from([SERIAL, SERIAL, SERIAL, OTHER, ENDED, 0, -1, SERIAL ^ 256, -(1 << 63), -SERIAL])
-counts = st.one_of(st.integers(0, 3), st.integers(MOST_SEGMENTS - 1, MOST_SEGMENTS + 1), int64s)
-
-
-@st.composite
-def segments(draw):
-    """Words of one segment that may be right: a table, some keys, and offsets about the end of the slab."""
-    n = draw(st.integers(0, 40) | numbers)
-    place = st.integers(0, 200).map(lambda nth: 8 * nth) | st.integers(0, SLAB_BYTES) | numbers
-    found = st.just(0) | place
-    return [draw(st.integers(0, 2) | st.integers(-1, 4) | int64s), n, draw(place), draw(place), draw(found)]
+numbers = st.one_of(int64s, edges, st.integers(0, SLAB_BYTES), st.integers(-9, 9))
+SLOTS = [SLAB, SLAB + SLAB_BYTES - 4096, END - 1024]
 
 
 @st.composite
 def descriptors(draw):
-    """Where a descriptor lies, and its words."""
-    aside = st.just(HEADER_BYTES) | numbers
-    header = [draw(serials), draw(st.sampled_from([0, 0, POOLED, 3]) | int64s), draw(counts), draw(aside), draw(numbers)]
-    rows = draw(st.lists(segments(), max_size=3))
-    return draw(slots), header, rows
+    """Where a descriptor lies, and its words: right ones that end with the region, but for some fields."""
+    slot = draw(st.sampled_from(SLOTS))
+    room, rows = END - slot, []
+    for _ in range(draw(st.integers(0, 3))):
+        table, n = draw(st.integers(0, 1)), draw(st.integers(0, 12))
+        places = [room - 8 * n, room - 4 * n * DIMS[table], draw(st.sampled_from([0, room - n]))]
+        rows.append([table, n, *places])
+    aside = draw(st.integers(HEADER_BYTES, 400))
+    header = [draw(serials), draw(st.sampled_from([0, 0, POOLED, 3])), len(rows), aside, room - aside]
+    for _ in range(draw(st.integers(0, 2))):
+        fields = draw(st.sampled_from([header, *rows]))
+        field = draw(st.integers(0, len(fields) - 1))
+        near = min(max(fields[field], 8 - (1 << 63)), (1 << 63) - 9) + draw(st.sampled_from([-8, -4, -1, 1, 4, 8]))
+        fields[field] = draw(st.just(near) | numbers)
+    return draw(st.just(slot) | numbers) if draw(st.integers(0, 9)) == 0 else slot, header, rows
+
+
+serials = st.sampled_from([*[SERIAL] * 8, OTHER, ENDED, 0, -1, SERIAL ^ 256, -(1 << 63), -SERIAL])
 
 
 def expected_of(slot, header, rows):
@@ -86,7 +88,7 @@ def read(slot):
 def write(slot, header, rows):
     """Write as much of a descriptor as lies in the region; return what it then says."""
     words = FRONT.memory.words
-    words[:] = 0
+    words[SLAB // 8 :] = 0
     if not (0 <= slot <= END - 8 and slot % 8 == 0):
         return rows
     flat = [*header, 0, *[0] * 10, *[word for row in rows for word in row]]
@@ -109,6 +111,9 @@ def write(slot, header, rows):
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 32, SLAB_BYTES - 20, SLAB_BYTES - 5]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 16, SLAB_BYTES - 5]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 4]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1, 4, 256, 0]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[3, 1, 256, 264, 0]]))
+@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 5, 256, SLAB_BYTES - 76, 0]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1001, 256, 8456, 0]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1000, 256, 8456, 0]]))
 def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):

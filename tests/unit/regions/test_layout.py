@@ -79,8 +79,10 @@ def test_a_read_only_descriptor_can_not_be_mapped_for_writing(descriptor, memory
         seen = Memory(other, writable=False)
         memory[128] = 3
         assert seen[128] == 3
-        with pytest.raises(ValueError):
+        with pytest.raises(TypeError):
             seen[128] = 4
+        with pytest.raises(ValueError):
+            seen.words[16] = 4
         with pytest.raises(TypeError):
             seen.view[128] = 4
         with pytest.raises(PermissionError):
@@ -113,7 +115,6 @@ def test_text_of_exactly_the_room_is_written_and_one_byte_more_is_refused(memory
 def test_text_of_a_writer_that_stopped_half_way_is_not_read(memory):
     write_text(memory, 0, {"a": 1}, MOST)
     memory[0] += 1  # a writer begins
-    memory.view[layout.PAGE_TEXT] = ord("[")
     assert read_text(memory, 0, MOST) is None
     write_text(memory, 0, {"b": 2}, MOST)  # the writer after it
     version, found = read_text(memory, 0, MOST)
@@ -135,6 +136,12 @@ class _Changing:
 def test_text_that_changes_while_it_is_read_is_not_returned(memory):
     write_text(memory, 0, {"a": 1}, MOST)
     assert read_text(_Changing(memory), 0, MOST) is None
+
+
+def test_text_that_is_longer_than_its_reader_allows_is_not_read(memory):
+    write_text(memory, 0, {"a": "x" * 100}, MOST)
+    assert read_text(memory, 0, 108) is None
+    assert read_text(memory, 0, 109) is not None
 
 
 @pytest.mark.parametrize("size", [-1, MOST + 1, 1 << 40, -(1 << 63), (1 << 63) - 1])

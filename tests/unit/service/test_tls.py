@@ -60,7 +60,7 @@ def test_a_new_pair_is_taken_over_and_a_wrong_one_is_not(tmp_path: Path, caplog:
     authority = Authority(tmp_path)
     pair = authority.sign("server")
     tls = TLS(settings(pair.certificate, pair.key))
-    first = tls._contexts
+    first = tls._context
     with caplog.at_level(logging.INFO):
         for key in (authority.sign("other").key.read_text(), None):
             if key is None:
@@ -69,7 +69,7 @@ def test_a_new_pair_is_taken_over_and_a_wrong_one_is_not(tmp_path: Path, caplog:
                 pair.key.write_text(key)
             for _ in range(3):
                 tls.look()
-            assert (tls._contexts is first) == (key is not None)
+            assert (tls._context is first) == (key is not None)
     levels = [(one.levelname, one.message.partition(" in ")[0].partition(":")[0]) for one in caplog.records]
     assert levels == [
         ("ERROR", "new connections go on with the certificate as it was"),

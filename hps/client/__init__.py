@@ -1,0 +1,1 @@
+"""Clients of a remote server: `hps.connect` and `hps.connect_async`."""

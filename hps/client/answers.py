@@ -1,0 +1,311 @@
+"""Reads answers as their bytes arrive, without I/O: both clients use it.
+
+The vectors of a lookup are received where they stay: in the caller's `out`, or in one new array per answer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import orjson
+
+from hps.errors import (
+    CapacityError,
+    ConflictError,
+    HPSError,
+    InvalidInputError,
+    NotReadyError,
+    RemoteError,
+    RemoteTimeoutError,
+    TooManyKeysError,
+    UnauthorizedError,
+    UnknownDeviceError,
+    UnknownModelError,
+    UnknownTableError,
+    UnknownVersionError,
+)
+from hps.types import BoolArray, FloatArray
+
+_FIRST_BYTES: Final = 2048
+_MOST_HEAD_BYTES: Final = 65_536
+_MOST_TEXT_BYTES: Final = 64 << 20
+_MOST_LAYOUTS: Final = 16
+_ERRORS: Final[dict[int, type[HPSError]]] = {
+    400: InvalidInputError,
+    401: UnauthorizedError,
+    403: UnauthorizedError,
+    404: UnknownModelError,
+    409: ConflictError,
+    413: TooManyKeysError,
+    429: NotReadyError,
+    503: NotReadyError,
+    504: RemoteTimeoutError,
+    507: CapacityError,
+}
+_UNKNOWN: Final = (("got table", UnknownTableError), ("got version", UnknownVersionError), ("got device", UnknownDeviceError))
+
+
+def error_of(status: int, message: str) -> HPSError:
+    """Make the error that a server's status and message stand for."""
+    kind = _ERRORS.get(status, RemoteError)
+    if kind is UnknownModelError:
+        kind = next((one for words, one in _UNKNOWN if words in message), kind)
+    return kind(f"{message} (status {status})")
+
+
+class Tensor(NamedTuple):
+    """An output in an answer: its bytes begin at `start` of the binary part; -1: they are in shared memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The JSON part of a correct answer. *Immutable.*
+
+    Attributes:
+        size: of the binary part in bytes.
+        parameters: of the answer.
+    """
+
+    tensors: tuple[Tensor, ...]
+    size: int
+    parameters: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Expected:
+    """What answers to requests of one form must have. *Thread-safe*: what it remembers may be lost, and is read again.
+
+    Attributes:
+        vectors: by output, the shape of its keys or bags.
+        masks: likewise, for found-masks.
+        version: the requested version; None for any.
+        shared: outputs that are to be in shared memory.
+        first_bytes: length of head and JSON part of the last answer.
+    """
+
+    vectors: Mapping[str, tuple[int, ...]]
+    masks: Mapping[str, tuple[int, ...]]
+    version: str | None
+    shared: frozenset[str] = frozenset()
+    first_bytes: int = _FIRST_BYTES
+    _layouts: dict[bytes, Layout] = field(default_factory=dict)
+
+    def layout(self, text: bytes, body_bytes: int) -> Layout:
+        """Read the JSON part of an answer.
+
+        Raises:
+            RemoteError: it does not answer this request.
+        """
+        layout = self._layouts.get(text)
+        if layout is None:
+            layout = self._read(text)
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[text] = layout
+        if layout.size != body_bytes:
+            raise RemoteError(f"reading an answer: got {body_bytes} bytes of tensors, expected {layout.size}")
+        return layout
+
+    def _read(self, text: bytes) -> Layout:
+        tensors, start = [], 0
+        try:
+            answer = orjson.loads(text)
+            if self.version is not None and answer["model_version"] != self.version:
+                raise RemoteError(f"reading an answer: got version {answer['model_version']!r:.40}, expected {self.version!r}")
+            for output in answer["outputs"]:
+                name, shape, parameters = output["name"], tuple(output["shape"]), output["parameters"]
+                keys = self.vectors.get(name)
+                if keys is not None:
+                    good = output["datatype"] == "FP32" and shape[:-1] == keys and type(shape[-1]) is int and shape[-1] > 0
+                else:
+                    keys = self.masks[name]
+                    good = output["datatype"] == "BOOL" and shape == keys
+                size = prod(shape) * (4 if name in self.vectors else 1)
+                shared = name in self.shared
+                told = parameters["shared_memory_byte_size" if shared else "binary_data_size"]
+                if not good or told != size:
+                    raise RemoteError(
+                        f"reading an answer: got {output['datatype']!r:.20} {shape!r:.80} of {told!r:.20} bytes for "
+                        f"{name!r:.120}, expected one for each of {keys} keys"
+                    )
+                tensors.append(Tensor(name, shape, -1 if shared else start, size))
+                start += 0 if shared else size
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise RemoteError(f"reading an answer: got {text[:200]!r}, expected the outputs of this request") from error
+        if sorted(one.name for one in tensors) != sorted((*self.vectors, *self.masks)):
+            got = [one.name for one in tensors]
+            raise RemoteError(f"reading an answer: got outputs {got!r:.200}, expected {[*self.vectors, *self.masks]!r:.200}")
+        return Layout(tuple(tensors), start, answer.get("parameters") or {})
+
+
+class Answer:
+    """One answer, from its first byte to its last. *One exchange.*
+
+    Give the bytes that arrive to `buffer()`, and tell `received` how many they were.
+
+    Args:
+        expected: of a lookup; None: the answer is JSON.
+        out: returns the array that takes the vectors of an output, from its name and shape; None: new arrays.
+
+    Attributes:
+        begun: whether a byte has arrived.
+        status, head: of the answer.
+        keeps_alive: whether the connection may be used again.
+        text: body of an answer without vectors.
+        layout: of an answer with vectors.
+    """
+
+    def __init__(
+        self, expected: Expected | None = None, out: Callable[[str, tuple[int, ...]], FloatArray] | None = None
+    ) -> None:
+        self._expected = expected
+        self._out = out
+        self._first = bytearray(_FIRST_BYTES if expected is None else expected.first_bytes)
+        self._have = 0
+        self._head_bytes = 0  # known when the head is complete
+        self._body_bytes = 0
+        self._text_bytes = 0
+        self._targets: list[memoryview] = []  # the last one is next
+        self._placed = False
+        self._arrays: dict[str, Any] = {}
+        self.begun = False
+        self.status = 0
+        self.head: dict[bytes, bytes] = {}
+        self.keeps_alive = False
+        self.text = b""
+        self.layout: Layout | None = None
+
+    def buffer(self) -> memoryview:
+        """Return where the next bytes go; never empty before the answer is complete."""
+        if self._placed:
+            return self._targets[-1]
+        return memoryview(self._first)[self._have :]
+
+    def received(self, count: int) -> bool:
+        """Read on after the arrival of bytes. Returns whether the answer is complete.
+
+        Raises:
+            RemoteError: it is no answer to this request.
+        """
+        self.begun = True
+        if self._placed:
+            target = self._targets[-1]
+            if count < len(target):
+                self._targets[-1] = target[count:]
+                return False
+            self._targets.pop()
+            return not self._targets
+        self._have += count
+        if not self._head_bytes and not self._read_head():
+            return False
+        needed = self._head_bytes + self._text_bytes
+        if self._have < needed:
+            self._grow(needed)
+            return False
+        return self._place(needed)
+
+    @property
+    def vectors(self) -> dict[str, FloatArray]:
+        """The vectors by output, once the answer is complete."""
+        return {name: self._arrays[name] for name in self._expected.vectors} if self._expected else {}
+
+    @property
+    def found(self) -> dict[str, BoolArray]:
+        """The found-masks by output, likewise."""
+        return {name: self._arrays[name] for name in self._expected.masks} if self._expected else {}
+
+    def error(self) -> HPSError | None:
+        """Make the error that the complete answer stands for; None if it is a success."""
+        if self.status == 200 or (self._expected is None and 200 < self.status < 300):
+            return None
+        try:
+            message = str(orjson.loads(self.text)["error"])
+        except (ValueError, KeyError, TypeError):
+            message = f"asking a server: got {self.text[:200]!r}, which is no answer of hps serve"
+        return error_of(self.status, message)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds after which an overloaded server asks to try again; None if it does not ask."""
+        value = self.head.get(b"retry-after", b"") if self.status in (429, 503) else b""
+        return float(value) if value.isdigit() else None
+
+    def _grow(self, size: int) -> None:
+        if size > len(self._first):  # another one: the caller may still have a view of it
+            larger = bytearray(size)
+            larger[: self._have] = memoryview(self._first)[: self._have]
+            self._first = larger
+
+    def _read_head(self) -> bool:
+        end = self._first.find(b"\r\n\r\n", 0, self._have) + 4
+        if end < 4:
+            if self._have > _MOST_HEAD_BYTES:
+                raise RemoteError("reading an answer: its head is too long")
+            if self._have == len(self._first):
+                self._grow(2 * self._have)
+            return False
+        line, *lines = bytes(self._first[: end - 4]).split(b"\r\n")
+        head = self.head
+        for one in lines:
+            name, _, value = one.partition(b":")
+            head[name.lower()] = value.strip()
+        protocol, _, rest = line.partition(b" ")
+        length = head.get(b"content-length", b"")
+        if not protocol.startswith(b"HTTP/1.") or not rest[:3].isdigit() or not length.isdigit() or len(length) > 15:
+            raise RemoteError(f"reading an answer: got {line[:80]!r}, expected HTTP/1.1 with a Content-Length; is it hps?")
+        self.status, self._head_bytes, self._body_bytes = int(rest[:3]), end, int(length)
+        self.keeps_alive = protocol == b"HTTP/1.1" and head.get(b"connection", b"").lower() != b"close"
+        text = head.get(b"inference-header-content-length", length)
+        if self._expected is None or self.status != 200:
+            text = length
+        if not text.isdigit() or int(text) > min(self._body_bytes, _MOST_TEXT_BYTES):
+            raise RemoteError(f"reading an answer: got a JSON part of {text[:40]!r} bytes in a body of {length!r}")
+        self._text_bytes = int(text)
+        return True
+
+    def _place(self, needed: int) -> bool:
+        """Find where the tensors go, and move there what has arrived of them."""
+        text = bytes(self._first[self._head_bytes : needed])
+        surplus = memoryview(self._first)[needed : self._have]
+        left = self._body_bytes - self._text_bytes
+        self.keeps_alive = self.keeps_alive and len(surplus) <= left
+        if self._expected is None or self.status != 200:
+            self.text = text
+            return True
+        self._expected.first_bytes = needed
+        self.layout = layout = self._expected.layout(text, left)
+        targets = self._allocate(layout)
+        for place, target in enumerate(targets):
+            count = min(len(surplus), len(target))
+            target[:count] = surplus[:count]
+            surplus = surplus[count:]
+            if count < len(target):
+                self._targets = [target[count:], *targets[place + 1 :]][::-1]
+                self._placed = True
+                return False
+        return True
+
+    def _allocate(self, layout: Layout) -> list[memoryview]:
+        """Make the arrays of an answer; return the memory of those that arrive, in order."""
+        vectors = () if self._expected is None else self._expected.vectors
+        if self._out is None:
+            body = np.empty(layout.size, np.uint8)
+            for tensor in layout.tensors:
+                kind = np.float32 if tensor.name in vectors else np.bool_
+                self._arrays[tensor.name] = np.ndarray(tensor.shape, kind, body, tensor.start)
+            return [body.data] if layout.size else []
+        targets = []
+        for tensor in layout.tensors:
+            is_vectors = tensor.name in vectors
+            array = self._out(tensor.name, tensor.shape) if is_vectors else np.empty(tensor.shape, np.bool_)
+            self._arrays[tensor.name] = array
+            if tensor.start >= 0 and tensor.size:
+                targets.append(array.reshape(-1).view(np.uint8).data)
+        return targets

@@ -1,0 +1,214 @@
+"""The client for asyncio."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, cast
+
+from hps.client.addresses import Address, read_addresses
+from hps.client.answers import Answer
+from hps.client.calls import Calls
+from hps.client.requests import RemoteCall
+from hps.client.retries import Attempts
+from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
+
+
+def connect_async(
+    address: str | Sequence[str],
+    *,
+    token: str = "",
+    tls: ssl.SSLContext | None = None,
+    ca_file: str | os.PathLike[str] | None = None,
+    certificate: str | os.PathLike[str] | None = None,
+    timeout_s: float = 10.0,
+    connections: int = 16,
+) -> "AsyncClient":
+    """Make a client for asyncio. As `connect`; its calls are awaited.
+
+        async with hps.connect_async("http://127.0.0.1:8000") as client:
+            vectors = await client.lookup([17, 42], "sample", "item")  # (2, dim) float32
+
+    Raises:
+        InvalidInputError: as `connect`.
+    """
+    return AsyncClient(read_addresses(address, tls, ca_file, certificate), token, timeout_s, connections)
+
+
+class AsyncClient(Calls):
+    """A client of a remote server for asyncio, made by `connect_async`. *One per event loop.* An async context manager.
+
+    Its calls are those of `Client`, and return awaitables. A cancelled call closes its connection.
+    """
+
+    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int) -> None:
+        super().__init__(token, timeout_s)
+        if connections < 1:
+            raise InvalidInputError(f"connecting to a server: got connections {connections!r}, expected at least 1")
+        self._addresses = addresses
+        self._current = 0
+        self._closed = False
+        self._idle: list[_Connection] = []
+        self._free = asyncio.Semaphore(connections)
+
+    async def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
+        attempts = Attempts(call, self._timeout_s if timeout_s is None else timeout_s)
+        try:
+            async with asyncio.timeout(attempts.left()), self._free:
+                while True:
+                    connection = await self._take(attempts)
+                    try:
+                        answer = await self._exchange(connection, call)
+                    except RemoteConnectionError as error:
+                        pause = attempts.pause_after_loss(error)
+                    else:
+                        refusal = answer.error()
+                        if refusal is None or call.takes_refusals:
+                            return call.result(answer)
+                        pause = attempts.pause_after(answer, refusal)
+                    await asyncio.sleep(pause)
+        except TimeoutError as error:
+            if type(error) is TimeoutError:
+                raise attempts.timeout() from None
+            raise
+
+    async def _exchange(self, connection: "_Connection", call: RemoteCall) -> Answer:
+        answer = call.answer()
+        try:
+            await connection.exchange(self._encoder.parts(call, connection.address), answer)
+        except BaseException:
+            connection.close()
+            raise
+        if answer.keeps_alive and not self._closed:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    async def _take(self, attempts: Attempts) -> "_Connection":
+        if self._closed:
+            raise NotReadyError("using a client: it is closed; connect again")
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        loop, errors = asyncio.get_running_loop(), []
+        first, count = self._current, len(self._addresses)
+        for nth in range(count):
+            place = (first + nth) % count
+            one = self._addresses[place]
+            connection = _Connection(one)
+            made = partial(_same, connection)
+            try:
+                async with asyncio.timeout(attempts.left() / (count - nth)):
+                    if one.path:
+                        await loop.create_unix_connection(made, one.path)
+                    else:
+                        await loop.create_connection(made, one.host, one.port, ssl=one.tls)
+            except OSError as error:
+                errors.append(f"{one.text}: {error}")
+            else:
+                self._current = place
+                return connection
+        attempts.left()
+        raise RemoteConnectionError(f"connecting to {'; '.join(errors)}; is the server running there?")
+
+    async def close(self) -> None:
+        """Close the connections; calls under way go on."""
+        self._closed = True
+        self._remove_memories()
+        closing = [one.closed() for one in self._idle]
+        self._idle.clear()
+        await asyncio.gather(*closing)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<hps.AsyncClient of {', '.join(one.text for one in self._addresses)}>"
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """An open connection with at most one request under way. *Used only by its event loop.*"""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._transport: asyncio.Transport | None = None
+        self._answer: Answer | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._nobodys = memoryview(bytearray(1))
+        self._lost = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def exchange(self, parts: list[Any], answer: Answer) -> None:
+        """Send a request and receive the answer.
+
+        Raises:
+            RemoteConnectionError: the connection was lost.
+        """
+        if self._transport is None or self._transport.is_closing():
+            raise self._loss("it closed the connection")
+        self._answer = answer
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.writelines(parts)
+        try:
+            await self._done
+        finally:
+            self._answer = self._done = None
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def closed(self) -> None:
+        """Close the connection, and wait until it is closed."""
+        self.close()
+        await self._lost.wait()
+
+    # -- the protocol -----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, hint: int) -> memoryview:
+        return self._nobodys if self._answer is None else self._answer.buffer()
+
+    def buffer_updated(self, count: int) -> None:
+        answer, done = self._answer, self._done
+        if answer is None or done is None:  # bytes that nobody asked for
+            self.close()
+            return
+        try:
+            complete = answer.received(count)
+        except Exception as error:  # noqa: BLE001 - raised by the call
+            self._answer = None
+            if not done.done():
+                done.set_exception(error)
+            return
+        if complete:
+            self._answer = None
+            if not done.done():
+                done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._lost.set()
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(self._loss(error or "it closed the connection"))
+
+    def _loss(self, why: object) -> RemoteConnectionError:
+        return RemoteConnectionError(f"asking {self.address.text}: the connection was lost: {why}")
+
+
+def _same(connection: _Connection) -> _Connection:
+    return connection

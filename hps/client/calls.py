@@ -1,0 +1,266 @@
+"""The calls of a server, defined once for both clients."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from hps.client.answers import Answer
+from hps.client.requests import Encoder, Input, RemoteCall, bag_inputs, json_call, rows_call, rows_path
+from hps.client.shared_memory import SharedMemory
+from hps.errors import InvalidInputError
+from hps.tensors.bags import Bags
+from hps.tensors.segments import as_host_keys
+
+
+class Calls:
+    """What a client can ask a server. *Thread-safe.* `Client` returns the results, `AsyncClient` awaitables of them."""
+
+    def __init__(self, token: str, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise InvalidInputError(f"connecting to a server: got timeout_s {timeout_s!r}, expected a number above 0")
+        self._encoder = Encoder(token)
+        self._timeout_s = timeout_s
+
+    def _remove_memories(self) -> None:
+        for one in self._encoder.memories:
+            one.close()
+
+    def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
+        raise NotImplementedError
+
+    def lookup(
+        self,
+        keys: Any,
+        model_name: str,
+        table: str,
+        *,
+        version: str | None = None,
+        device_id: int | None = None,
+        out: Any = None,
+        return_found: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Look up the vectors of keys in one table.
+
+        Args:
+            keys: (n,) integers: a sequence or an array of int64, int32 or uint64 (reinterpreted bit for bit); duplicates
+                allowed.
+            out: receives the vectors in its first n x dim elements: float32 in host memory, C-contiguous, writable. After an
+                error its content is unspecified.
+
+        Returns:
+            (n, dim) float32, or `out`. With `return_found` also (n,) bool: True for keys that a tier has.
+        """
+        flat = as_host_keys(keys)
+
+        def result(answer: Answer) -> Any:
+            vectors = answer.vectors[table] if out is None else out
+            return (vectors, answer.found[f"{table}.found"]) if return_found else vectors
+
+        outputs = None if out is None else {table: out}
+        inputs, rows = [Input(table, flat)], {table: (flat.size,)}
+        parameters = {} if device_id is None else {"DeviceID": device_id}
+        call = self._encoder.lookup(
+            model_name, version, inputs, rows, outputs, result, found=return_found, parameters=parameters
+        )
+        return self._ask(call, timeout_s)
+
+    def lookup_tables(
+        self,
+        tables: Mapping[str, Any],
+        model_name: str,
+        *,
+        version: str | None = None,
+        device_id: int | None = None,
+        out: Mapping[str, Any] | None = None,
+        return_found: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Look up several tables of a model at once, in one version.
+
+        Args:
+            tables: keys by table, as for `lookup`.
+            out: by table, as for `lookup`.
+
+        Returns:
+            {table: (n, dim) float32}, or `out`; views of one array. With `return_found` also {table: (n,) bool}.
+        """
+        inputs = [Input(name, as_host_keys(keys)) for name, keys in tables.items()]
+        _check_outputs(tables, out)
+
+        def result(answer: Answer) -> Any:
+            vectors = answer.vectors if out is None else dict(out)
+            if not return_found:
+                return vectors
+            masks = answer.found
+            return vectors, {one.name: masks[f"{one.name}.found"] for one in inputs}
+
+        rows = {one.name: (one.array.size,) for one in inputs}
+        parameters = {} if device_id is None else {"DeviceID": device_id}
+        call = self._encoder.lookup(model_name, version, inputs, rows, out, result, found=return_found, parameters=parameters)
+        return self._ask(call, timeout_s)
+
+    def lookup_pooled(
+        self,
+        tables: Mapping[str, Bags],
+        model_name: str,
+        *,
+        version: str | None = None,
+        device_id: int | None = None,
+        out: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Look up bags of keys in several tables at once; the server combines the vectors of each bag into one.
+
+        Args:
+            tables: bags by table, in host memory.
+            out: by table, as for `lookup`.
+
+        Returns:
+            {table: (bags, dim) float32}, or `out`; views of one array.
+        """
+        inputs: list[Input] = []
+        rows: dict[str, tuple[int, ...]] = {}
+        parameters: dict[str, Any] = {} if device_id is None else {"DeviceID": device_id}
+        for name, bags in tables.items():
+            of_table, count, options = bag_inputs(name, bags)
+            inputs += of_table
+            rows[name] = (count,)
+            parameters |= options
+        _check_outputs(tables, out)
+        call = self._encoder.lookup(
+            model_name,
+            version,
+            inputs,
+            rows,
+            out,
+            lambda answer: answer.vectors if out is None else dict(out),
+            parameters=parameters,
+        )
+        return self._ask(call, timeout_s)
+
+    def report(
+        self, tables: Mapping[str, Any], model_name: str, *, version: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """Look up several tables, and return where the keys were found and what took how long, by name of the figure."""
+        inputs = [Input(name, as_host_keys(keys)) for name, keys in tables.items()]
+        rows = {one.name: (one.array.size,) for one in inputs}
+
+        def result(answer: Answer) -> dict[str, Any]:
+            return {} if answer.layout is None else dict(answer.layout.parameters)
+
+        call = self._encoder.lookup(model_name, version, inputs, rows, None, result, parameters={"report": True})
+        return self._ask(call, timeout_s)
+
+    def insert(
+        self,
+        keys: Any,
+        vectors: Any,
+        model_name: str,
+        table: str,
+        *,
+        version: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Add or replace vectors in every tier, online. Needs the admin token. Sent at most once.
+
+        Args:
+            keys: (n,) integers. The last of equal keys counts.
+            vectors: (n, dim) float32, or anything NumPy converts to real numbers.
+
+        Returns:
+            The modified version. After `RemoteConnectionError` and `RemoteTimeoutError` each key has its old or its new vector.
+        """
+        return self._ask(rows_call("POST", model_name, table, version, keys, vectors), timeout_s)
+
+    def delete(
+        self, keys: Any, model_name: str, table: str, *, version: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """Remove keys from every tier, online. Needs the admin token. Sent at most once.
+
+        Returns:
+            The modified version, as for `insert`.
+        """
+        return self._ask(rows_call("DELETE", model_name, table, version, keys), timeout_s)
+
+    def row(self, key: int, model_name: str, table: str, *, version: str | None = None, timeout_s: float | None = None) -> Any:
+        """Return the stored row of a key: `vector`, `found`, `tier`, `written_at_us`, `version` and others. For debugging."""
+
+        def result(row: dict[str, Any]) -> dict[str, Any]:
+            return row | {"vector": np.array(row["vector"], np.float32)}
+
+        return self._ask(json_call("GET", rows_path(model_name, table, version, key), result), timeout_s)
+
+    def models(self, *, timeout_s: float | None = None) -> Any:
+        """Return the names of the deployed models, a tuple."""
+        return self._ask(json_call("GET", "/v2", lambda found: tuple(found["models"])), timeout_s)
+
+    def tables(self, model_name: str, *, version: str | None = None, timeout_s: float | None = None) -> Any:
+        """Return the tables of a model: {name: dim}."""
+        of_version = "" if version is None else f"/versions/{quote(version, safe='')}"
+        path = f"/v2/models/{quote(model_name, safe='')}{of_version}"
+        return self._ask(json_call("GET", path, lambda found: {one["name"]: one["dim"] for one in found["tables"]}), timeout_s)
+
+    def ready(self, *, timeout_s: float | None = None) -> Any:
+        """Return whether lookups of every model are answered.
+
+        Raises:
+            RemoteConnectionError, RemoteTimeoutError: the server does not answer.
+        """
+        call = json_call(
+            "GET", "/v2/health/ready", lambda found: bool(found["ready"]), repeatable=False, refused=lambda answer: False
+        )
+        return self._ask(call, timeout_s)
+
+    def ask(
+        self, path: str, method: str = "GET", body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> Any:
+        """Ask any other route: send and receive a JSON object. Sent at most once.
+
+        Args:
+            path: escaped, with the query.
+        """
+        return self._ask(json_call(method, path, dict, body, repeatable=False), timeout_s)
+
+    def shared_memory(self, size_bytes: int, *, timeout_s: float | None = None) -> Any:
+        """Share memory with a server on the same machine, for arrays that then do not pass through the socket.
+
+            memory = client.shared_memory(1 << 20)
+            keys, vectors = memory.empty(1000, np.int64), memory.empty((1000, 32), np.float32)
+            client.lookup(keys, "sample", "item", out=vectors)
+
+        Returns:
+            A `SharedMemory`. Keys and outputs of lookups that lie in it are sent as references.
+
+        Raises:
+            UnauthorizedError: the server does not share memory (service.shared_memory_bytes), or not with this client.
+            CapacityError: no room in /dev/shm, or within the server's limit.
+        """
+        memory = SharedMemory(size_bytes)
+
+        def refused(answer: Answer) -> Any:
+            memory.close()
+            raise answer.error() or InvalidInputError("sharing memory: refused")
+
+        def result(_: Any) -> SharedMemory:
+            self._encoder.memories = [*self._encoder.memories, memory]
+            return memory
+
+        path = f"/v2/systemsharedmemory/region/{memory.name}/register"
+        body = {"key": f"/{memory.name}", "offset": 0, "byte_size": size_bytes}
+        return self._ask(json_call("POST", path, result, body, repeatable=False, refused=refused), timeout_s)
+
+    def release(self, memory: SharedMemory, *, timeout_s: float | None = None) -> Any:
+        """Share memory no more. Its arrays stay valid; lookups send them through the socket again."""
+        self._encoder.memories = [one for one in self._encoder.memories if one is not memory]
+        memory.close()
+        path = f"/v2/systemsharedmemory/region/{memory.name}/unregister"
+        return self._ask(json_call("POST", path, lambda found: None), timeout_s)
+
+
+def _check_outputs(tables: Mapping[str, Any], out: Mapping[str, Any] | None) -> None:
+    missing: Sequence[str] = [] if out is None else [name for name in tables if name not in out]
+    if missing:
+        raise InvalidInputError(f"looking up tables: out has no entry for {missing[0]!r}; name an output for every table")

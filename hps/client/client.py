@@ -1,0 +1,232 @@
+"""The client for threads: plain sockets, kept open between calls."""
+
+import os
+import select
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, Self
+
+from hps.client.addresses import Address, read_addresses
+from hps.client.answers import Answer
+from hps.client.calls import Calls
+from hps.client.requests import RemoteCall
+from hps.client.retries import Attempts
+from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
+
+_MOST_PARTS: Final = 1000  # of one sendmsg
+_TOLERANCE_S: Final = 0.005
+
+
+def connect(
+    address: str | Sequence[str],
+    *,
+    token: str = "",
+    tls: ssl.SSLContext | None = None,
+    ca_file: str | os.PathLike[str] | None = None,
+    certificate: str | os.PathLike[str] | None = None,
+    timeout_s: float = 10.0,
+    connections: int = 16,
+) -> "Client":
+    """Make a client of a running server. It connects with the first call.
+
+        with hps.connect("http://127.0.0.1:8000") as client:
+            vectors = client.lookup([17, 42], "sample", "item")  # (2, dim) float32
+
+    Args:
+        address: `http://host:port`, `https://host:port` or `unix:///path`; or several of servers with the same models: a
+            client stays with one until it cannot connect to it.
+        token: bearer token, or admin token for writes.
+        tls: context of `https://` addresses, instead of what follows.
+        ca_file: PEM file of certificate authorities; default: the system's.
+        certificate: PEM file with the certificate and key of this client.
+        timeout_s: of each call, with all its attempts.
+        connections: maximum number of open connections, hence of calls under way; more calls wait.
+
+    Raises:
+        InvalidInputError: the address, the token, a number or a file is wrong.
+    """
+    return Client(read_addresses(address, tls, ca_file, certificate), token, timeout_s, connections)
+
+
+class Client(Calls):
+    """A client of a remote server, made by `connect`. *Thread-safe.* A context manager; `close` closes its connections, as does
+    the end of the object.
+
+    Tables are named as in `embedding_table_names`. `version` is the serving version by default, and `timeout_s` that of
+    `connect`. All calls raise the errors of `HPS`, and `RemoteError`, `RemoteConnectionError`, `RemoteTimeoutError`,
+    `UnauthorizedError` and `NotReadyError` ([clients](client.md) says when).
+
+    A forked child may go on using it: it opens its own connections.
+    """
+
+    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int) -> None:
+        super().__init__(token, timeout_s)
+        if connections < 1:
+            raise InvalidInputError(f"connecting to a server: got connections {connections!r}, expected at least 1")
+        self._addresses = addresses
+        self._current = 0
+        self._most = connections
+        self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._idle: list[_Connection] = []
+        weakref.finalize(self, _close_all, self._idle)
+        self._free = threading.Semaphore(self._most)
+
+    def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
+        attempts = Attempts(call, self._timeout_s if timeout_s is None else timeout_s)
+        if self._process != os.getpid():
+            _close_all(self._idle)
+            self._begin()
+        free = self._free
+        if not free.acquire(timeout=attempts.left()):
+            raise attempts.timeout()
+        try:
+            while True:
+                connection = self._take(attempts)
+                try:
+                    answer = self._exchange(connection, call, attempts)
+                except RemoteConnectionError as error:
+                    pause = attempts.pause_after_loss(error)
+                except TimeoutError:
+                    raise attempts.timeout() from None
+                else:
+                    refusal = answer.error()
+                    if refusal is None or call.takes_refusals:
+                        return call.result(answer)
+                    pause = attempts.pause_after(answer, refusal)
+                time.sleep(pause)
+        finally:
+            free.release()
+
+    def _exchange(self, connection: "_Connection", call: RemoteCall, attempts: Attempts) -> Answer:
+        """Send a request, and receive its answer.
+
+        Raises:
+            RemoteConnectionError: the connection was lost before the answer was complete.
+            TimeoutError: there is no time left.
+        """
+        answer = call.answer()
+        try:
+            connection.exchange(self._encoder.parts(call, connection.address), answer, attempts)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError | RemoteConnectionError):
+                raise connection.lost(error) from error
+            raise
+        if answer.keeps_alive and not self._closed:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    def _take(self, attempts: Attempts) -> "_Connection":
+        """Return an idle connection, or a new one.
+
+        Raises:
+            RemoteConnectionError: no server can be reached.
+        """
+        if self._closed:
+            raise NotReadyError("using a client: it is closed; connect again")
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:  # another thread was faster
+                break
+            if connection.is_quiet():
+                return connection
+            connection.close()
+        errors = []
+        first, count = self._current, len(self._addresses)
+        for nth in range(count):
+            place = (first + nth) % count
+            try:
+                connection = _Connection(self._addresses[place], attempts.left() / (count - nth))
+            except OSError as error:
+                errors.append(f"{self._addresses[place].text}: {error}")
+            else:
+                self._current = place
+                return connection
+        attempts.left()
+        raise RemoteConnectionError(f"connecting to {'; '.join(errors)}; is the server running there?")
+
+    def close(self) -> None:
+        """Close the connections; calls under way go on."""
+        self._closed = True
+        self._remove_memories()
+        _close_all(self._idle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<hps.Client of {', '.join(one.text for one in self._addresses)}>"
+
+
+def _close_all(connections: "list[_Connection]") -> None:
+    while connections:
+        connections.pop().close()
+
+
+class _Connection:
+    """An open connection with at most one request under way. *One thread at a time.*"""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self.address = address
+        self._socket = address.open(timeout_s)
+        self._limit_s = timeout_s
+        self._tls = address.tls is not None
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
+
+    def is_quiet(self) -> bool:
+        """Whether the server has neither closed the connection nor sent anything that nobody asked for."""
+        return not self._readable.poll(0)
+
+    def exchange(self, parts: list[Any], answer: Answer, attempts: Attempts) -> None:
+        """Send a request and receive the answer.
+
+        Raises:
+            OSError: the connection was lost, or there is no time left.
+        """
+        self._limit(attempts)
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may have refused the request already: reading shows
+            self._send(parts)
+        buffer, receive, received = answer.buffer, self._socket.recv_into, answer.received
+        while True:
+            self._limit(attempts)
+            count = receive(buffer())
+            if not count:
+                raise self.lost("it closed the connection")
+            if received(count):
+                return
+
+    def lost(self, why: object) -> RemoteConnectionError:
+        return RemoteConnectionError(f"asking {self.address.text}: the connection was lost: {why}")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, parts: list[Any]) -> None:
+        if self._tls:
+            self._socket.sendall(b"".join(parts))
+            return
+        left = sum(map(len, parts)) - self._socket.sendmsg(parts[:_MOST_PARTS])
+        if left:
+            self._socket.sendall(memoryview(b"".join(parts))[-left:])
+
+    def _limit(self, attempts: Attempts) -> None:
+        left = attempts.left()
+        if not left <= self._limit_s <= left + _TOLERANCE_S:
+            self._limit_s = left
+            self._socket.settimeout(left)

@@ -1,0 +1,259 @@
+"""Requests, without I/O: what a client sends, and what the answer means.
+
+Requests with the same tables and numbers of keys have the same head and JSON part, which is made once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote, urlencode
+
+import numpy as np
+import orjson
+
+from hps.client.addresses import Address
+from hps.client.answers import Answer, Expected
+from hps.client.shared_memory import Reference, SharedMemory
+from hps.errors import InvalidInputError, RemoteError
+from hps.tensors.array_checks import as_output
+from hps.tensors.bags import Bags, pooling_of
+from hps.tensors.segments import as_host_array, as_host_keys, as_host_vectors
+from hps.types import FloatArray
+
+_MOST_FORMS: Final = 256
+_DATATYPES: Final = {"<i8": "INT64", "<f4": "FP32"}
+
+
+class RemoteCall(NamedTuple):
+    """A request and how to read its answer. *Immutable.*
+
+    Attributes:
+        start: of its head, the rest of the head and the JSON part; the address and token go in between.
+        arrays: of its binary part.
+        answer: makes a reader of the answer.
+        result: makes the result of the call from a complete answer.
+        repeatable: whether it may be sent again after it may have been executed.
+        takes_refusals: whether `result` takes answers with any status.
+    """
+
+    start: bytes
+    rest: bytes
+    arrays: Sequence[np.ndarray]
+    answer: Callable[[], Answer]
+    result: Callable[[Answer], Any]
+    repeatable: bool = True
+    takes_refusals: bool = False
+
+
+class Input(NamedTuple):
+    """An input of a request."""
+
+    name: str
+    array: np.ndarray
+
+
+class _Form(NamedTuple):
+    start: bytes
+    rest: bytes
+    expected: Expected
+
+
+class Encoder:
+    """Encodes requests. *Thread-safe.*
+
+    Args:
+        token: bearer or admin token; empty for none.
+
+    Raises:
+        InvalidInputError: the token cannot be sent.
+    """
+
+    def __init__(self, token: str) -> None:
+        if not token.isascii() or not token.isprintable():
+            raise InvalidInputError("connecting to a server: the token has characters other than printable ASCII")
+        self._token = f"Authorization: Bearer {token}\r\n".encode() if token else b""
+        self._forms: dict[Any, _Form] = {}
+        self._heads: dict[tuple[bytes, Address], bytes] = {}
+        self.memories: list[SharedMemory] = []
+
+    def parts(self, call: RemoteCall, address: Address) -> list[Any]:
+        """Return the bytes of a request to an address."""
+        head = self._heads.get(key := (call.start, address))
+        if head is None:
+            method, path = call.start.split(b" ", 1)
+            host = f" HTTP/1.1\r\nHost: {address.authority}\r\n".encode()
+            if len(self._heads) >= _MOST_FORMS:
+                self._heads.clear()
+            head = self._heads[key] = method + b" " + address.prefix.encode() + path + host + self._token
+        return [head + call.rest, *(array.data.cast("B") for array in call.arrays if array.size)]
+
+    def lookup(
+        self,
+        model: str,
+        version: str | None,
+        inputs: Sequence[Input],
+        rows: Mapping[str, tuple[int, ...]],
+        out: Mapping[str, Any] | None,
+        result: Callable[[Answer], Any],
+        *,
+        found: bool = False,
+        parameters: Mapping[str, Any],
+    ) -> RemoteCall:
+        """Encode a lookup.
+
+        Args:
+            inputs: C-contiguous arrays of int64 or float32.
+            rows: by output, the shape of its keys or bags.
+            out: arrays that take the vectors.
+            found: whether the answer has masks.
+            parameters: of the request.
+        """
+        arrays = [one.array for one in inputs]
+        places: list[Reference | None] = []
+        targets: dict[str, Reference | None] = {}
+        if memories := self.memories:
+            places = [_place(array, memories) for array in arrays]
+            targets = {} if out is None else {name: _place(out[name], memories) for name in rows}
+            arrays = [array for array, place in zip(arrays, places, strict=True) if place is None]
+        shapes = tuple((one.name, one.array.shape, one.array.dtype.str) for one in inputs)
+        key = (model, version, shapes, tuple(rows.items()), found, tuple(parameters.items()), *places, *targets.items())
+        form = self._forms.get(key)
+        if form is None:
+            form = self._form(model, version, inputs, rows, found, parameters, places, targets)
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            self._forms[key] = form
+        taken = None if out is None else lambda name, shape: _output(out[name], shape)
+        expected = form.expected
+        return RemoteCall(form.start, form.rest, arrays, lambda: Answer(expected, taken), result)
+
+    def _form(
+        self,
+        model: str,
+        version: str | None,
+        inputs: Sequence[Input],
+        rows: Mapping[str, tuple[int, ...]],
+        found: bool,
+        parameters: Mapping[str, Any],
+        places: Sequence[Reference | None],
+        targets: Mapping[str, Reference | None],
+    ) -> _Form:
+        tensors, size = [], 0
+        for nth, one in enumerate(inputs):
+            place = places[nth] if places else None
+            tensor = {"name": one.name, "datatype": _DATATYPES[one.array.dtype.str], "shape": one.array.shape}
+            tensors.append(tensor | {"parameters": place.parameters if place else {"binary_data_size": one.array.nbytes}})
+            size += 0 if place else one.array.nbytes
+        masks = {f"{name}.found": shape for name, shape in rows.items()} if found else {}
+        document: dict[str, Any] = {"inputs": tensors, "parameters": {**parameters, "binary_data_output": True}}
+        shared = frozenset(name for name, place in targets.items() if place is not None)
+        if shared:
+            names = [*rows, *masks]
+            document["outputs"] = [
+                {"name": name, "parameters": place.parameters if (place := targets.get(name)) else {"binary_data": True}}
+                for name in names
+            ]
+        elif found:
+            document["parameters"]["found"] = True
+        text = orjson.dumps(document)
+        of_version = "" if version is None else f"/versions/{quote(version, safe='')}"
+        start = f"POST /v2/models/{quote(model, safe='')}{of_version}/infer".encode()
+        rest = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%s" % (len(text), len(text) + size, text)
+        return _Form(start, rest, Expected(dict(rows), masks, version, shared))
+
+
+def json_call(
+    method: str,
+    path: str,
+    result: Callable[[Any], Any],
+    body: Any = None,
+    *,
+    repeatable: bool = True,
+    refused: Callable[[Answer], Any] | None = None,
+) -> RemoteCall:
+    """Make a request with a JSON object, answered by JSON.
+
+    Args:
+        refused: makes the result of an answer whose status is not 200, which otherwise raises an error.
+    """
+    text = b"" if body is None else orjson.dumps(body)
+
+    def read(answer: Answer) -> Any:
+        if answer.status != 200 and refused is not None:
+            return refused(answer)
+        try:
+            return result(orjson.loads(answer.text))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RemoteError(f"reading an answer: got {answer.text[:200]!r}, which is no answer of hps serve") from error
+
+    rest = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)
+    return RemoteCall(f"{method} {path}".encode(), rest, (), Answer, read, repeatable, refused is not None)
+
+
+def rows_call(method: str, model: str, table: str, version: str | None, keys: Any, vectors: Any = None) -> RemoteCall:
+    """Make a request that writes or deletes rows."""
+    flat = as_host_keys(keys)
+    inputs = [Input("KEYS", flat)]
+    if vectors is not None:
+        inputs.append(Input("VECTORS", as_host_vectors(vectors)))
+    tensors = [
+        {
+            "name": one.name,
+            "datatype": _DATATYPES[one.array.dtype.str],
+            "shape": one.array.shape,
+            "parameters": {"binary_data_size": one.array.nbytes},
+        }
+        for one in inputs
+    ]
+    text = orjson.dumps({"inputs": tensors})
+    size = len(text) + sum(one.array.nbytes for one in inputs)
+    rest = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%s" % (len(text), size, text)
+    path = rows_path(model, table, version)
+    return RemoteCall(
+        f"{method} {path}".encode(),
+        rest,
+        [one.array for one in inputs],
+        Answer,
+        lambda answer: str(orjson.loads(answer.text)["version"]),
+        repeatable=False,
+    )
+
+
+def rows_path(model: str, table: str, version: str | None, key: int | None = None) -> str:
+    """Return the path of a table's rows, or of one."""
+    of_key = "" if key is None else f"/{int(key)}"
+    of_version = "" if version is None else "?" + urlencode({"version": version})
+    return f"/v1/models/{quote(model, safe='')}/tables/{quote(table, safe='')}/rows{of_key}{of_version}"
+
+
+def bag_inputs(name: str, bags: Bags) -> tuple[list[Input], int, dict[str, Any]]:
+    """Return the inputs of a table's bags, the number of bags, and the parameters of the request.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: they are not as `hps.Bags` requires.
+    """
+    given = as_host_array(bags.keys, "keys", "integers, or as many of them for every bag")
+    flat = as_host_keys(given.reshape(-1))
+    pooling = pooling_of(name, bags, flat.size, given.shape, on_cuda=False)
+    parameters: dict[str, Any] = {f"{name}.combiner": pooling.combiner.name.lower()}
+    if pooling.max_norm:
+        parameters[f"{name}.max_norm"] = pooling.max_norm
+    if pooling.padding_key is not None:
+        parameters[f"{name}.padding_key"] = pooling.padding_key
+    if pooling.offsets is None:
+        inputs = [Input(name, flat.reshape(pooling.count, pooling.hotness))]
+    else:
+        offsets = np.append(pooling.offsets[: pooling.count], flat.size).astype(np.int64)
+        inputs = [Input(name, flat), Input(f"{name}.offsets", offsets)]
+    if pooling.weights is not None:
+        inputs.append(Input(f"{name}.weights", pooling.weights))
+    return inputs, pooling.count, parameters
+
+
+def _place(array: Any, memories: Sequence[SharedMemory]) -> Reference | None:
+    return next((place for one in memories if (place := one.place(array)) is not None), None)
+
+
+def _output(out: Any, shape: tuple[int, ...]) -> FloatArray:
+    rows, dim = shape
+    taken: FloatArray = as_output(out, rows, dim)
+    return taken

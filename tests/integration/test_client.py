@@ -1,0 +1,224 @@
+"""`hps.connect` and `hps.connect_async` with a real `hps serve`."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.configuration.tokens import digest_of
+from tests.servers.certificates import Authority
+from tests.servers.running_service import document_of, model_of
+from tests.servers.served_process import ServedProcess
+
+DIMS = {"item": 4, "user": 16}
+ROWS = 500
+TOKEN, ADMIN = "reader-token", "admin-token"
+
+
+def vectors_of(name: str, keys: Any) -> np.ndarray:
+    return (np.asarray(keys, np.float32)[:, None] * len(name) + np.arange(DIMS[name]) / 64).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    directory = tmp_path_factory.mktemp("client")
+    for name in DIMS:
+        keys = np.arange(ROWS)
+        hps.write_sparse_model(directory / f"{name}.model", (keys, vectors_of(name, keys)))
+    options = {"default_value_for_each_table": [0.25, 0.5], "hit_rate_threshold": 1.1}  # every answer is complete
+    model = model_of("m", [directory / f"{name}.model" for name in DIMS], DIMS, **options)
+    tokens = {"bearer_token": TOKEN, "admin_token": ADMIN}
+    with ServedProcess(document_of(model, service=tokens), directory) as served:
+        yield served
+
+
+@pytest.fixture
+def client(service: ServedProcess) -> Iterator[hps.Client]:
+    with hps.connect(service.url, token=ADMIN) as made:
+        yield made
+
+
+def test_it_looks_up_as_the_server_in_process_does(client: hps.Client) -> None:
+    keys = np.array([3, 499, 3, -1, 10**12])
+    expected = vectors_of("item", keys)
+    expected[3:] = 0.25
+    assert (client.lookup(keys, "m", "item") == expected).all()
+    vectors, found = client.lookup(list(keys), "m", "item", return_found=True, version="1", device_id=0)
+    assert (vectors == expected).all()
+    assert found.tolist() == [True, True, True, False, False]
+    tables = {"user": keys[:2].astype(np.int32), "item": keys}
+    both, masks = client.lookup_tables(tables, "m", return_found=True)
+    assert list(both) == list(masks) == ["user", "item"]
+    assert (both["item"] == expected).all()
+    assert (both["user"] == vectors_of("user", keys[:2])).all()
+    assert masks["item"].tolist() == found.tolist()
+    out = {"user": np.empty((2, 16), np.float32), "item": np.empty((5, 4), np.float32)}
+    assert client.lookup_tables(tables, "m", out=out)["item"] is out["item"]
+    assert (out["item"] == expected).all()
+    assert client.lookup([], "m", "item").shape == (0, 4)
+    assert vectors.flags.aligned
+    assert vectors.flags.writeable
+
+
+def test_it_pools_bags(client: hps.Client) -> None:
+    bags = hps.Bags([1, 2, 3], [0, 2, 2, 3], [1.0, 3.0, 2.0], combiner="mean")
+    fixed = hps.Bags(np.array([[1, 2], [3, 4]]))
+    pooled = client.lookup_pooled({"item": bags, "user": fixed}, "m")
+    weighted = (vectors_of("item", [1]) + 3 * vectors_of("item", [2])) / 4
+    assert np.allclose(pooled["item"], np.concatenate([weighted, np.zeros((1, 4)), vectors_of("item", [3])]))
+    assert np.allclose(pooled["user"][0], vectors_of("user", [1, 2]).sum(0))
+    out = {"item": np.empty((3, 4), np.float32)}
+    assert (client.lookup_pooled({"item": bags}, "m", out=out)["item"] == pooled["item"]).all()
+
+
+def test_it_writes_reads_and_deletes_rows(client: hps.Client) -> None:
+    for value in (1.0, 2.0):
+        assert client.insert([10**6, 10**6 + 1], np.full((2, 4), value), "m", "item") == "1"
+        assert (client.lookup([10**6], "m", "item") == value).all()
+        row = client.row(10**6, "m", "item")
+        assert row["found"]
+        assert (row["vector"] == value).all()
+        client.delete([10**6], "m", "item")
+        assert not client.lookup([10**6, 10**6 + 1], "m", "item", return_found=True)[1][0]
+    assert not client.row(10**6, "m", "item")["found"]
+
+
+def test_it_describes_the_server(client: hps.Client) -> None:
+    assert client.ready()
+    assert client.models() == ("m",)
+    assert client.tables("m") == client.tables("m", version="1") == DIMS
+    report = client.report({"item": [1, 10**9]}, "m")
+    assert report["item.keys"] == 2
+    assert report["item.defaults"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (hps.UnknownModelError, lambda client: client.lookup([1], "x", "item")),
+        (hps.UnknownVersionError, lambda client: client.lookup([1], "m", "item", version="7")),
+        (hps.UnknownTableError, lambda client: client.lookup([1], "m", "x")),
+        (hps.UnknownDeviceError, lambda client: client.lookup([1], "m", "item", device_id=9)),
+        (hps.TooManyKeysError, lambda client: client.lookup(np.zeros(100_000, np.int64), "m", "item")),
+        (hps.InvalidDtypeError, lambda client: client.lookup([1.5], "m", "item")),
+        (hps.InvalidInputError, lambda client: client.insert([1], [[1.0]], "m", "item")),
+        (hps.UnknownTableError, lambda client: client.row(1, "m", "x")),
+        (hps.InvalidInputError, lambda client: client.lookup_pooled({"item": hps.Bags([1], [0, 2])}, "m")),
+    ],
+)
+def test_it_raises_the_errors_of_the_server_in_process(client: hps.Client, error: type[Exception], call: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            call(client)
+        assert type(caught.value) is error
+    assert client.lookup([1], "m", "item").shape == (1, 4)
+
+
+def test_tokens_are_checked(service: ServedProcess) -> None:
+    with hps.connect(service.url, token=TOKEN) as reader, hps.connect(service.url, token="wr0ng") as stranger:
+        assert reader.lookup([1], "m", "item").shape == (1, 4)
+        with pytest.raises(hps.UnauthorizedError, match="403"):
+            reader.insert([1], np.zeros((1, 4)), "m", "item")
+        with pytest.raises(hps.UnauthorizedError, match="401") as caught:
+            stranger.lookup([1], "m", "item")
+        assert "wr0ng" not in str(caught.value)
+    assert TOKEN not in service.log()
+    assert ADMIN not in service.log()
+
+
+def test_the_asynchronous_client_answers_the_same(service: ServedProcess, client: hps.Client) -> None:
+    async def main() -> None:
+        async with hps.connect_async(service.url, token=TOKEN, connections=4) as remote:
+            for _ in range(2):
+                keys = [np.arange(nth, nth + 50) for nth in range(40)]
+                answers = await asyncio.gather(*(remote.lookup(one, "m", "user") for one in keys))
+                assert all((got == vectors_of("user", one)).all() for got, one in zip(answers, keys, strict=True))
+                with pytest.raises(hps.UnknownTableError):
+                    await remote.lookup([1], "m", "x")
+            both = await remote.lookup_tables({"item": [1], "user": [2]}, "m")
+            assert (both["user"] == vectors_of("user", [2])).all()
+            assert await remote.models() == ("m",)
+
+    asyncio.run(main())
+
+
+def test_threads_and_a_child_share_a_client(service: ServedProcess, client: hps.Client) -> None:
+    wrong: list[int] = []
+
+    def work(first: int) -> None:
+        for nth in range(50):
+            keys = np.arange(first, first + nth)
+            if not (client.lookup(keys, "m", "item") == vectors_of("item", keys)).all():
+                wrong.append(nth)
+
+    threads = [threading.Thread(target=work, args=(10 * nth,)) for nth in range(6)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not wrong
+    child = os.fork()
+    if not child:
+        work(7)
+        os._exit(len(wrong))
+    assert os.waitpid(child, 0)[1] == 0
+    work(3)
+    assert not wrong
+
+
+def test_a_server_that_is_restarted_is_asked_again(service: ServedProcess, client: hps.Client) -> None:
+    for _ in range(2):
+        assert (client.lookup([1, 2], "m", "item") == vectors_of("item", [1, 2])).all()
+        service.stop()
+        with pytest.raises(hps.RemoteConnectionError):
+            client.lookup([1, 2], "m", "item")
+        service.start()
+        assert (client.lookup([1, 2], "m", "item") == vectors_of("item", [1, 2])).all()
+
+
+def test_it_speaks_tls_and_waits_out_a_limit_of_requests(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair, own = authority.sign("localhost"), authority.sign("someone")
+    token = {"name": "slow", "rights": ["lookup"], "sha256": digest_of(TOKEN), "requests_per_s": 4}
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": [token]}))
+    hps.write_sparse_model(tmp_path / "item.model", (np.arange(ROWS), vectors_of("item", np.arange(ROWS))))
+    settings = {
+        "tls_certificate_path": str(pair.certificate),
+        "tls_key_path": str(pair.key),
+        "tls_client_ca_path": str(authority.path),
+        "tokens_path": str(tmp_path / "tokens.json"),
+    }
+    document = document_of(model_of("m", [tmp_path / "item.model"], {"item": DIMS["item"]}), service=settings)
+    with ServedProcess(document, tmp_path) as served:
+        options = {"token": TOKEN, "ca_file": authority.path, "certificate": own.both}
+        with hps.connect(served.url, **options) as client:
+            for first in range(9):
+                assert (client.lookup([first, 2], "m", "item") == vectors_of("item", [first, 2])).all()
+            with pytest.raises(hps.UnauthorizedError):
+                client.insert([1], np.zeros((1, 4)), "m", "item")
+
+        async def main() -> None:
+            async with hps.connect_async(served.url, **options) as remote:
+                answers = await asyncio.gather(*(remote.lookup([first], "m", "item") for first in range(9)))
+                assert all((got == vectors_of("item", [first])).all() for first, got in enumerate(answers))
+
+        asyncio.run(main())
+        with pytest.raises(hps.RemoteConnectionError), hps.connect(served.url, token=TOKEN, ca_file=authority.path) as nobody:
+            nobody.lookup([1], "m", "item")
+
+
+def test_it_needs_no_tier() -> None:
+    heavy = ["numba", "rocksdict", "redis", "boto3", "cupy", "fastapi", "uvicorn", "torch", "pydantic", "httpx"]
+    code = f"import sys, hps; hps.connect; hps.connect_async; print(sorted(set({heavy}) & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout == "[]\n"
+    assert Path(hps.__file__).exists()

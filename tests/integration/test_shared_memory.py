@@ -1,0 +1,364 @@
+"""Triton's system shared memory extension, asked with Triton's own client and with ours."""
+
+import asyncio
+import gc
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+from tritonclient.utils import shared_memory as regions
+
+import hps
+from tests.servers.running_service import RunningService, document_of, model_of, running_service
+from tests.servers.served_process import ServedProcess
+
+DIM, ROWS, LIMIT = 4, 500, 1 << 20
+SHM = Path("/dev/shm")
+
+
+def vectors_of(keys: Any) -> np.ndarray:
+    return (np.asarray(keys, np.float32)[:, None] + np.arange(DIM) / 8).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    directory = tmp_path_factory.mktemp("shared")
+    hps.write_sparse_model(directory / "item.model", (np.arange(ROWS), vectors_of(np.arange(ROWS))))
+    hps.write_sparse_model(directory / "user.model", (np.arange(ROWS), vectors_of(np.arange(ROWS))))
+    files = [directory / "item.model", directory / "user.model"]
+    model = model_of("m", files, {"item": DIM, "user": DIM}, hit_rate_threshold=1.1)
+    with ServedProcess(document_of(model, service={"shared_memory_bytes": LIMIT}), directory, fronts=2) as served:
+        yield served
+
+
+@pytest.fixture
+def client(service: ServedProcess) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(service.url.removeprefix("http://")) as made:
+        made.unregister_system_shared_memory()
+        yield made
+        made.unregister_system_shared_memory()
+
+
+@contextmanager
+def segment(name: str, size: int) -> Iterator[Any]:
+    handle = regions.create_shared_memory_region(name, f"/{name}", size)
+    try:
+        yield handle
+    finally:
+        with suppress(FileNotFoundError):
+            regions.destroy_shared_memory_region(handle)
+
+
+@pytest.fixture
+def pair(client: triton.InferenceServerClient) -> Iterator[tuple[Any, Any]]:
+    with segment("hps-test-keys", 4096) as keys, segment("hps-test-vectors", 65536) as vectors:
+        for name, size in (("hps-test-keys", 4096), ("hps-test-vectors", 65536)):
+            client.register_system_shared_memory(name, f"/{name}", size)
+        yield keys, vectors
+
+
+def in_region(name: str, shape: list[int], offset: int = 0) -> triton.InferInput:
+    tensor = triton.InferInput("item", shape, "INT64")
+    tensor.set_shared_memory("hps-test-keys", 8 * int(np.prod(shape)), offset)
+    return tensor
+
+
+def to_region(name: str, size: int, offset: int = 0) -> triton.InferRequestedOutput:
+    output = triton.InferRequestedOutput(name)
+    output.set_shared_memory("hps-test-vectors", size, offset)
+    return output
+
+
+def test_tensors_of_tritons_client_stay_in_its_segments(
+    client: triton.InferenceServerClient, pair: tuple[Any, Any], service: ServedProcess
+) -> None:
+    keys, vectors = pair
+    assert "system_shared_memory" in client.get_server_metadata()["extensions"]
+    for turn in range(6):  # of either front
+        asked = np.arange(turn, turn + 20)
+        regions.set_shared_memory_region(keys, [asked], 8 * turn)
+        with triton.InferenceServerClient(service.url.removeprefix("http://")) as another:
+            found = another.infer("m", [in_region("item", [20], 8 * turn)], outputs=[to_region("item", 4096, 64 * turn)])
+            assert found.get_output("item")["shape"] == [20, DIM]
+            got = regions.get_contents_as_numpy(vectors, np.float32, [20, DIM], 64 * turn).copy()
+            assert (got == vectors_of(asked)).all()
+            answered = another.infer("m", [in_region("item", [20], 8 * turn)]).as_numpy("item")
+            assert (answered == vectors_of(asked)).all()
+
+
+def test_shared_and_sent_tensors_mix(client: triton.InferenceServerClient, pair: tuple[Any, Any]) -> None:
+    keys, vectors = pair
+    regions.set_shared_memory_region(keys, [np.array([7, 8])])
+    user = triton.InferInput("user", [3], "INT64")
+    user.set_data_from_numpy(np.array([1, 2, 3]))
+    mask = triton.InferRequestedOutput("item.found", binary_data=False)
+    for _ in range(2):
+        outputs = [to_region("item", 32), triton.InferRequestedOutput("user"), mask]
+        found = client.infer("m", [in_region("item", [2]), user], outputs=outputs)
+        assert (found.as_numpy("user") == vectors_of([1, 2, 3])).all()
+        assert found.as_numpy("item.found").tolist() == [True, True]
+        assert (regions.get_contents_as_numpy(vectors, np.float32, [2, DIM]) == vectors_of([7, 8])).all()
+
+
+def test_bags_and_reports_take_keys_from_segments(client: triton.InferenceServerClient, pair: tuple[Any, Any]) -> None:
+    keys, vectors = pair
+    regions.set_shared_memory_region(keys, [np.array([1, 2, 3, 4])])
+    parameters = {"combiner": "sum"}
+    client.infer("m", [in_region("item", [2, 2])], outputs=[to_region("item", 32)], parameters=parameters)
+    expected = [vectors_of([1, 2]).sum(0), vectors_of([3, 4]).sum(0)]
+    assert (regions.get_contents_as_numpy(vectors, np.float32, [2, DIM]) == expected).all()
+    report = client.infer("m", [in_region("item", [4])], outputs=[to_region("item", 64)], parameters={"report": True})
+    assert report.get_response()["parameters"]["item.keys"] == 4
+
+
+def test_regions_are_listed_and_forgotten(client: triton.InferenceServerClient, pair: tuple[Any, Any]) -> None:
+    for _ in range(2):
+        listed = client.get_system_shared_memory_status()
+        assert [one["name"] for one in listed] == ["hps-test-keys", "hps-test-vectors"]
+        (one,) = client.get_system_shared_memory_status("hps-test-keys")
+        assert one == {"name": "hps-test-keys", "key": "/hps-test-keys", "offset": 0, "byte_size": 4096}
+        with pytest.raises(InferenceServerException, match="already in manager"):
+            client.register_system_shared_memory("hps-test-keys", "/hps-test-keys", 4096)
+        client.unregister_system_shared_memory("hps-test-keys")
+        client.unregister_system_shared_memory("never-registered")
+        with pytest.raises(InferenceServerException, match="Unable to find"):
+            client.get_system_shared_memory_status("hps-test-keys")
+        with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'hps-test-keys'"):
+            client.infer("m", [in_region("item", [2])])
+        client.unregister_system_shared_memory()
+        assert client.get_system_shared_memory_status() == []
+        for name, size in (("hps-test-keys", 4096), ("hps-test-vectors", 65536)):
+            client.register_system_shared_memory(name, f"/{name}", size)
+
+
+def infer_with(
+    service: ServedProcess | RunningService, tensor: dict[str, Any], output: dict[str, Any] | None = None
+) -> httpx.Response:
+    given = {"name": "item", "datatype": "INT64", "shape": [2], "parameters": tensor}
+    outputs = {} if output is None else {"outputs": [{"name": "item", "parameters": output}]}
+    return httpx.post(f"{service.url}/v2/models/m/infer", content=json.dumps({"inputs": [given], **outputs}))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ({"shared_memory_region": 3, "shared_memory_byte_size": 16}, "an integer"),
+        ({"shared_memory_region": "hps-test-keys"}, "null"),
+        ({"shared_memory_region": "hps-test-keys", "shared_memory_byte_size": -1}, "-1"),
+        ({"shared_memory_region": "hps-test-keys", "shared_memory_byte_size": 8}, "16 bytes"),
+        (
+            {"shared_memory_region": "hps-test-keys", "shared_memory_byte_size": 16, "shared_memory_offset": 4090},
+            "Invalid offset",
+        ),
+        (
+            {"shared_memory_region": "hps-test-keys", "shared_memory_byte_size": 16, "shared_memory_offset": 2**62},
+            "Invalid offset",
+        ),
+        ({"shared_memory_region": "other", "shared_memory_byte_size": 16}, "Unable to find"),
+        ({"shared_memory_region": "hps-test-keys", "shared_memory_byte_size": 16, "shared_memory_offset": "0"}, "a string"),
+    ],
+)
+def test_wrong_parameters_are_refused(
+    service: ServedProcess, client: triton.InferenceServerClient, pair: tuple[Any, Any], tensor: dict[str, Any], message: str
+) -> None:
+    for _ in range(2):
+        answer = infer_with(service, tensor)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]
+    good = {"shared_memory_region": "hps-test-keys", "shared_memory_byte_size": 16}
+    if "16 bytes" not in message:
+        answer = infer_with(service, good, tensor)
+        assert answer.status_code == 400, answer.text
+    assert infer_with(service, good).status_code == 200
+
+
+def test_an_output_that_does_not_fit_is_refused(
+    client: triton.InferenceServerClient, pair: tuple[Any, Any], service: ServedProcess
+) -> None:
+    with pytest.raises(InferenceServerException, match="should be at least 32 bytes"):
+        client.infer("m", [in_region("item", [2])], outputs=[to_region("item", 31)])
+
+
+def test_a_segment_that_shrinks_is_an_error_and_kills_nothing(
+    client: triton.InferenceServerClient, pair: tuple[Any, Any], service: ServedProcess
+) -> None:
+    client.infer("m", [in_region("item", [20])], outputs=[to_region("item", 4096)])
+    for name in ("hps-test-keys", "hps-test-vectors"):
+        os.truncate(SHM / name, 0)
+    for _ in range(4):
+        with pytest.raises(InferenceServerException, match="shorter"):
+            client.infer("m", [in_region("item", [20])])
+    os.truncate(SHM / "hps-test-keys", 4096)
+    with pytest.raises(InferenceServerException, match="shorter"):
+        client.infer("m", [in_region("item", [20])], outputs=[to_region("item", 4096)])
+    os.truncate(SHM / "hps-test-vectors", 65536)
+    assert client.infer("m", [in_region("item", [20])], outputs=[to_region("item", 4096)])
+    assert "died" not in service.log()
+
+
+def test_a_segment_that_was_replaced_is_not_opened(service: ServedProcess, client: triton.InferenceServerClient) -> None:
+    (SHM / "hps-test-keys").write_bytes(bytes(4096))
+    try:
+        client.register_system_shared_memory("hps-test-keys", "/hps-test-keys", 4096)
+        (SHM / "hps-test-new").write_bytes(bytes(4096))
+        (SHM / "hps-test-new").rename(SHM / "hps-test-keys")
+        with pytest.raises(InferenceServerException, match="replaced"):
+            client.infer("m", [in_region("item", [2])])
+    finally:
+        (SHM / "hps-test-keys").unlink()
+
+
+@pytest.fixture
+def odd_files(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Names in /dev/shm that are no segments of the service's user."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(4096))
+    (SHM / "hps-test-link").symlink_to(secret)
+    (SHM / "hps-test-folder").mkdir()
+    os.mkfifo(SHM / "hps-test-pipe")
+    (SHM / "hps-test-foreign").write_bytes(bytes(4096))
+    if os.geteuid() == 0:
+        os.chown(SHM / "hps-test-foreign", 12345, 12345)
+    yield {"link": "/hps-test-link", "folder": "/hps-test-folder", "pipe": "/hps-test-pipe", "foreign": "/hps-test-foreign"}
+    for name in ("link", "pipe", "foreign"):
+        (SHM / f"hps-test-{name}").unlink()
+    (SHM / "hps-test-folder").rmdir()
+
+
+def test_only_files_of_its_user_in_dev_shm_are_opened(
+    service: ServedProcess, client: triton.InferenceServerClient, odd_files: dict[str, str]
+) -> None:
+    wrong = ["/hps-test-nowhere", "", "/", "..", "/../etc/passwd", "/.hidden", "a/b", "a\0b", "x" * 300, *odd_files.values()]
+    if os.geteuid():
+        wrong.remove(odd_files["foreign"])
+    for key in wrong:
+        with pytest.raises(InferenceServerException, match="sharing memory"):
+            client.register_system_shared_memory("r", key, 16)
+    if os.geteuid() == 0:
+        os.chmod(SHM / "hps-test-foreign", 0o666)
+        client.register_system_shared_memory("r", odd_files["foreign"], 16)
+    for _ in range(2):  # Triton's client sends such values, too
+        for offset, size in ((0, 0), (-1, 8), (0, 2**62), (4090, 16)):
+            with pytest.raises(InferenceServerException):
+                client.register_system_shared_memory("s", "/hps-test-foreign", size, offset)
+
+
+def test_regions_are_bounded(client: triton.InferenceServerClient) -> None:
+    with segment("hps-test-large", LIMIT + 1):
+        with pytest.raises(InferenceServerException, match="at most 1048576"):
+            client.register_system_shared_memory("large", "/hps-test-large", LIMIT + 1)
+        for _ in range(2):
+            client.register_system_shared_memory("half", "/hps-test-large", LIMIT // 2)
+            client.register_system_shared_memory("rest", "/hps-test-large", LIMIT // 2, LIMIT // 2)
+            with pytest.raises(InferenceServerException, match="at most"):
+                client.register_system_shared_memory("more", "/hps-test-large", 1)
+            client.unregister_system_shared_memory()
+        for nth in range(64):
+            client.register_system_shared_memory(f"r{nth}", "/hps-test-large", 8)
+        with pytest.raises(InferenceServerException, match="in 64"):
+            client.register_system_shared_memory("r64", "/hps-test-large", 8)
+    with segment("hps-test-large", LIMIT):  # those whose segment is gone make room
+        client.register_system_shared_memory("r64", "/hps-test-large", LIMIT)
+        assert len(client.get_system_shared_memory_status()) == 1
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via", "Origin"])
+def test_clients_behind_a_proxy_are_refused(
+    service: ServedProcess, client: triton.InferenceServerClient, pair: tuple[Any, Any], header: str
+) -> None:
+    body = {"key": "/hps-test-keys", "byte_size": 8}
+    place = f"{service.url}/v2/systemsharedmemory/region/x/register"
+    assert httpx.post(place, json=body, headers={header: "10.0.0.1"}).status_code == 403
+    with pytest.raises(InferenceServerException, match="without a proxy"):
+        client.infer("m", [in_region("item", [2])], headers={header: "10.0.0.1"})
+
+
+def test_arrays_of_our_client_do_not_pass_through_the_socket(service: ServedProcess) -> None:
+    with hps.connect(service.url) as client:
+        for _ in range(2):
+            memory = client.shared_memory(1 << 16)
+            keys, out = memory.empty(100, np.int64), memory.empty((100, DIM), np.float32)
+            users, more = memory.empty((5, 2), np.int64), memory.empty((5, DIM), np.float32)
+            for first in (0, 300):
+                keys[:] = np.arange(first, first + 100)
+                users[:] = np.arange(10).reshape(5, 2) + first
+                assert client.lookup(keys, "m", "item", out=out) is out
+                assert (out == vectors_of(keys)).all()
+                _, found = client.lookup(keys[:3], "m", "item", out=out[:3], return_found=True)
+                assert found.tolist() == [True] * 3
+                assert (client.lookup(keys, "m", "item") == vectors_of(keys)).all()
+                tables = client.lookup_tables({"item": keys, "user": [1]}, "m", out={"item": out, "user": more[:1]})
+                assert (tables["user"] == vectors_of([1])).all()
+                client.lookup_pooled({"user": hps.Bags(users)}, "m", out={"user": more})
+                assert (more == [vectors_of(one).sum(0) for one in users]).all()
+            assert memory.name in str(httpx.get(f"{service.url}/v2/systemsharedmemory/status").json())
+            client.release(memory)
+            assert (client.lookup(keys, "m", "item", out=out) == vectors_of(keys)).all()
+            assert httpx.get(f"{service.url}/v2/systemsharedmemory/status").json() == []
+            assert not list(SHM.glob("hps-client-*"))
+        with pytest.raises(hps.CapacityError):
+            client.shared_memory(LIMIT + 1)
+        with pytest.raises(hps.CapacityError):
+            client.shared_memory(1 << 50)
+    with hps.connect("http://127.0.0.1:1") as nowhere, pytest.raises(hps.RemoteConnectionError):
+        nowhere.shared_memory(4096)
+    gc.collect()
+    assert not list(SHM.glob("hps-client-*"))
+    with hps.connect(service.url) as client:
+        client.shared_memory(4096)  # removed with the client
+    assert not list(SHM.glob("hps-client-*"))
+
+
+def test_arrays_of_our_asynchronous_client_neither(service: ServedProcess) -> None:
+    async def main() -> None:
+        async with hps.connect_async(service.url) as client:
+            memory = await client.shared_memory(1 << 16)
+            keys, out = memory.empty(100, np.int64), memory.empty((100, DIM), np.float32)
+            keys[:] = np.arange(100)
+            await client.lookup(keys, "m", "item", out=out)
+            assert (out == vectors_of(keys)).all()
+            await client.release(memory)
+
+    asyncio.run(main())
+
+
+def test_a_restarted_server_knows_no_regions(service: ServedProcess, client: triton.InferenceServerClient) -> None:
+    with hps.connect(service.url) as ours:
+        for _ in range(2):
+            memory = ours.shared_memory(1 << 16)
+            keys = memory.empty(2, np.int64)
+            assert (ours.lookup(keys, "m", "item") == vectors_of([0, 0])).all()
+            service.stop()
+            service.start()
+            with pytest.raises(hps.InvalidInputError, match="register it"):
+                ours.lookup(keys, "m", "item")
+            ours.release(memory)
+            assert (ours.lookup(keys, "m", "item") == vectors_of([0, 0])).all()
+
+
+def test_one_process_serves_it_too_and_it_is_off_by_default(tmp_path: Path) -> None:
+    hps.write_sparse_model(tmp_path / "item.model", (np.arange(ROWS), vectors_of(np.arange(ROWS))))
+    model = model_of("m", [tmp_path / "item.model"], {"item": DIM}, hit_rate_threshold=1.1)
+    with running_service(document_of(model)) as served, hps.connect(served.url) as client:
+        with pytest.raises(hps.InvalidInputError, match="set service"):
+            client.shared_memory(4096)
+        answer = infer_with(served, {"shared_memory_region": "x", "shared_memory_byte_size": 16})
+        assert "not supported" in answer.json()["error"]
+        assert (client.lookup([1], "m", "item") == vectors_of([1])).all()
+    document = document_of(model, service={"shared_memory_bytes": LIMIT})
+    with running_service(document) as served, hps.connect(served.url) as client:
+        memory = client.shared_memory(4096)
+        keys, out = memory.empty(20, np.int64), memory.empty((20, DIM), np.float32)
+        for first in (0, 100):
+            keys[:] = np.arange(first, first + 20)
+            client.lookup(keys, "m", "item", out=out)
+            assert (out == vectors_of(keys)).all()
+        client.release(memory)

@@ -1,0 +1,157 @@
+"""The owner's side of the fronts: what it does with deployments that come and go, and with figures of fronts."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from hps.cache.cpu.batches import NumpyBatches
+from hps.cache.cpu.cache import NumpyCache
+from hps.errors import NotReadyError
+from hps.lookup.session import CachedSession
+from hps.regions.board import Board
+from hps.regions.exchange import D_IN_FLIGHT, D_REQUESTS, D_SERIAL, MOST_DEPLOYMENTS, T_HITS, T_KEYS
+from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures
+from hps.service.owner import _Served
+from hps.service.refusals import Refusals
+from tests.fakes.region_front import RegionFront, tables_of
+
+TABLES = tables_of(4, 8)
+
+
+class Session(CachedSession):
+    """A session of which only what the owner needs exists."""
+
+    def __init__(self):
+        self.cache = NumpyCache.create(TABLES, [100, 100], 0)
+        self.before_close = []
+        self.counted = []
+
+    def count_answered(self, tables, ns):
+        self.counted.append((tables, ns))
+
+    def close(self, timeout_s=0.0):
+        if not all(end(timeout_s) for end in self.before_close):
+            return False
+        self.cache.close()
+        return True
+
+
+@pytest.fixture
+def board():
+    front = RegionFront()
+    yield Board([front.memory], [front.event], -1, -1, 0)
+    front.close()
+
+
+def deployment_of(session):
+    return SimpleNamespace(tables=TABLES, sessions={0: session}, config=SimpleNamespace(model="m"))
+
+
+def serve(board, session, driver=None):
+    return _Served(deployment_of(session), 0, [board], [driver or NumpyBatches(board)])
+
+
+def row_of(board, served):
+    return board.deployments[served.serial % MOST_DEPLOYMENTS]
+
+
+def test_a_session_that_closes_ends_what_the_loop_answers_from_it(board):
+    session = Session()
+    served = serve(board, session)
+    assert row_of(board, served)[D_SERIAL] == served.serial
+    assert session.close()
+    assert row_of(board, served)[D_SERIAL] == 0
+    assert serve(board, Session()).serial % MOST_DEPLOYMENTS == served.serial % MOST_DEPLOYMENTS
+
+
+def test_a_session_keeps_its_cache_while_the_loop_reads_it(board):
+    session = Session()
+    served = serve(board, session)
+    row_of(board, served)[D_IN_FLIGHT] = 1
+    assert not session.close()
+    assert row_of(board, served)[D_SERIAL] == 0  # no other request begins
+    assert session.cache.open_tables()
+    row_of(board, served)[D_IN_FLIGHT] = 0
+    assert session.close()
+
+
+def test_a_session_that_closes_while_it_is_made_known_is_not_served(board):
+    """The loop would read the memory of a cache that is gone."""
+    session = Session()
+
+    class Driver(NumpyBatches):
+        def resident(self, cache):
+            found = super().resident(cache)
+            closer = threading.Thread(target=session.close)
+            closer.start()
+            closer.join()
+            return found
+
+    with pytest.raises(NotReadyError):
+        serve(board, session, Driver(board))
+    assert not board.deployments[:, D_SERIAL].any()
+    assert len({serve(board, Session()).serial % MOST_DEPLOYMENTS for _ in range(MOST_DEPLOYMENTS)}) == MOST_DEPLOYMENTS
+
+
+def test_what_the_loop_has_counted_reaches_the_session_even_before_its_request_is(board):
+    session = Session()
+    served = serve(board, session)
+    served.settle()
+    assert session.counted == []
+    board.tables[0, [T_KEYS, T_HITS]] += 5
+    served.settle()
+    row_of(board, served)[D_REQUESTS] += 1
+    served.settle()
+    tables = [sum(tables[0][0] for tables, _ in session.counted), sum(len(ns) for _, ns in session.counted)]
+    assert tables == [5, 1]
+
+
+def test_the_last_counts_of_a_deployment_are_not_lost(board):
+    session = Session()
+    served = serve(board, session)
+    board.tables[1, [T_KEYS, T_HITS]] += 7
+    row_of(board, served)[D_REQUESTS] += 1
+    session.close()
+    assert session.counted == [([[0, 0, 0, 0], [7, 7, 0, 0]], [0])]
+    served.settle()
+    assert len(session.counted) == 1
+
+
+def figures():
+    metrics = HTTPMetrics(Refusals())
+    metrics.count("/a", 200, 0.5)
+    inference = {"m\0001": [1] * 8}
+    return {"http": metrics.figures(), "inference": inference, "connections": 1, "pending": 0, "held_bytes": 5}
+
+
+def test_figures_of_a_front_are_recognised():
+    assert are_figures(figures())
+    assert InferenceCounts(*figures()["inference"]["m\0001"]).successes == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"http": 3},
+        {"http": {}},
+        {"http": {**figures()["http"], "counts": {"x": 1}}},
+        {"http": {**figures()["http"], "counts": {"200 /a": "x"}}},
+        {"http": {**figures()["http"], "counts": [1]}},
+        {"http": {**figures()["http"], "times": {"/a": [1]}}},
+        {"http": {**figures()["http"], "times": {"/a": []}}},
+        {"http": {**figures()["http"], "refused": {"nonsense": 1}}},
+        {"inference": [1]},
+        {"inference": {"m\0001": [1] * 9}},
+        {"inference": {"m\0001": ["x"] * 8}},
+        {"connections": "x"},
+        {"pending": None},
+        {"held_bytes": [1]},
+    ],
+)
+def test_what_is_no_figures_is_left_out(change):
+    assert not are_figures(figures() | change)
+
+
+def test_no_figures_at_all_are_left_out():
+    assert not are_figures({})

@@ -1,0 +1,142 @@
+"""Registered segments of shared memory, and requests whose tensors lie there."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hps.errors import CapacityError, HPSError, InvalidInputError
+from hps.service.fronts.shared_memory import Segments, shared_tensors, translate
+from hps.service.http_answer import RequestError
+from hps.service.shared_memory import SharedMemoryRegistry, check_local
+
+NAME = f"hps-unit-{os.getpid()}"
+SEGMENT = Path("/dev/shm") / NAME
+SIZE = 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _segment() -> Iterator[None]:
+    SEGMENT.write_bytes(np.arange(SIZE // 8).tobytes())
+    yield
+    SEGMENT.unlink()
+
+
+@pytest.mark.parametrize("client", ["", "127.0.0.1", "127.8.9.10", "::1"])
+def test_clients_on_this_machine_may_share_memory(client: str) -> None:
+    check_local(client, {b"host": b"x"})
+
+
+@pytest.mark.parametrize(
+    ("client", "headers"),
+    [
+        ("10.0.0.5", {}),
+        ("fe80::1", {}),
+        ("somewhere", {}),
+        ("127.0.0.1", {b"x-forwarded-for": b"10.0.0.5"}),
+        ("", {b"via": b""}),
+        ("::1", {b"origin": b"http://x"}),
+    ],
+)
+def test_others_may_not(client: str, headers: dict[bytes, bytes]) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_local(client, headers)
+    assert caught.value.status == 403
+    body = json.dumps({"inputs": [], "x": {"shared_memory_region": "r"}}).encode()
+    with pytest.raises(RequestError):
+        shared_tensors(body, None, client, headers)
+
+
+def test_a_limit_that_is_lowered_holds_for_the_next_region() -> None:
+    limits = [SIZE]
+    changes: list[int] = []
+    registry = SharedMemoryRegistry(lambda: limits[0], lambda: changes.append(1))
+    registry.register("a", NAME, 0, SIZE)
+    with pytest.raises(CapacityError):
+        registry.register("b", f"/{NAME}", 0, 8)
+    registry.unregister("a")
+    limits[0] = 8
+    with pytest.raises(CapacityError):
+        registry.register("a", NAME, 0, 16)
+    registry.register("a", NAME, 0, 8)
+    limits[0] = 0
+    with pytest.raises(InvalidInputError, match="off"):
+        registry.register("c", NAME, 0, 8)
+    assert len(changes) == 3
+
+
+INPUTS = st.lists(
+    st.tuples(st.integers(0, 5), st.none() | st.tuples(st.sampled_from(["first", "second"]), st.integers(0, SIZE // 16))),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(INPUTS)
+def test_a_translated_request_has_the_bytes_of_its_places(inputs: list[tuple[int, tuple[str, int] | None]]) -> None:
+    registry, segments = SharedMemoryRegistry(lambda: 1 << 20, lambda: None), Segments()
+    registry.register("first", NAME, 0, SIZE)
+    registry.register("second", NAME, SIZE // 2, SIZE // 2)
+    segments.follow(registry.published())
+    tensors, sent, expected = [], b"", b""
+    for nth, (count, place) in enumerate(inputs):
+        tensor: dict[str, Any] = {"name": f"t{nth}", "datatype": "INT64", "shape": [count]}
+        if place is None:
+            keys = np.full(count, -nth).tobytes()
+            sent += keys
+            tensor["parameters"] = {"binary_data_size": len(keys)}
+        else:
+            region, offset = place
+            start = offset + (SIZE // 2 if region == "second" else 0)
+            keys = SEGMENT.read_bytes()[start : start + 8 * count]
+            parameters = {"shared_memory_region": region, "shared_memory_byte_size": 8 * count}
+            tensor["parameters"] = parameters | ({"shared_memory_offset": offset} if offset else {})
+        expected += keys
+        tensors.append(tensor)
+    text = json.dumps({"inputs": tensors}, separators=(",", ":")).encode()
+    shared = shared_tensors(text + sent, len(text), "", {})
+    if all(place is None for _, place in inputs):
+        assert shared is None
+        return
+    assert shared is not None
+    assert bytes(segments.body_of(shared)) == shared.text + expected
+    sizes = [one["parameters"]["binary_data_size"] for one in json.loads(shared.text)["inputs"]]
+    assert sizes == [8 * count for count, _ in inputs]
+    segments.follow([])
+    with pytest.raises(InvalidInputError, match="Unable to find"):
+        segments.body_of(shared)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+PARAMETERS = st.fixed_dictionaries(
+    {"shared_memory_region": VALUES | st.just("r"), "shared_memory_byte_size": VALUES | st.just(1 << 62)},
+    optional={"shared_memory_offset": VALUES, "binary_data_size": VALUES},
+)
+TENSORS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": VALUES,
+        "datatype": VALUES | st.just("INT64"),
+        "shape": VALUES | st.just([2]),
+        "parameters": PARAMETERS | VALUES,
+    },
+)
+
+
+@given(
+    st.fixed_dictionaries({}, optional={"inputs": st.lists(TENSORS | VALUES) | VALUES, "outputs": st.lists(TENSORS) | VALUES})
+)
+def test_any_json_is_translated_or_refused(document: dict[str, Any]) -> None:
+    with suppress(HPSError):
+        translate(json.dumps(document).encode())

@@ -253,7 +253,7 @@ class Connection(asyncio.BufferedProtocol):
         self._since = time.monotonic()
         self._target = target = lookup_target(head.path)
         self._watched = self.front.begin(self.client, head, target, self._served, self._started)
-        self.front.check(head, self._served, self.certificate)
+        self.front.check(head, self._served, self.client, self.transport.get_extra_info("sockname"), self.certificate)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
         if head.length < 0:

@@ -149,8 +149,12 @@ class Call:
         front.read_page_if_changed()
         if front.authorization.asks or certificate:
             served = front.served()
-            front.authorize(headers, certificate, served, LookupTarget(self.head.path, "") if self._method.guarded else None)
-            self.identity = served.identity
+            try:
+                front.authorize(headers, certificate, served, LookupTarget(self.head.path, "") if self._method.infers else None)
+            finally:
+                self.identity = served.identity
+            if self._method.guarded and served.identity is None:  # the owner checks rights of all that are no lookups
+                front.authorization.admit(None, None, headers, certificate)
         if (timeout := headers.get(b"grpc-timeout")) is not None:
             seconds = _seconds(timeout)
             if seconds < self.front.settings.request_timeout_s or self._method.streams:

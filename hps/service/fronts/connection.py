@@ -368,7 +368,8 @@ class Connection(asyncio.BufferedProtocol):
                 else:
                     self._proxied = True
                     self.front.publish()  # the answer may tell of the requests before
-                    request = forwarded(head.method, head.target, head.lines, self._body, self.client, self.certificate)
+                    lines = [*head.lines, (b"x-request-id", served.id)]  # of several, the last counts
+                    request = forwarded(head.method, head.target, lines, self._body, self.client, self.certificate)
                     self._body = None
                     self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
             else:

@@ -665,6 +665,9 @@ class Front:
             found.get("message", "internal error; the log of the service has the details"),
             found.get("status", 500),
         )
+        if status == 500:  # a bug
+            identity = lookup.served.id.decode()
+            _log.error("a lookup failed unexpectedly; the owner has logged why", extra=fields(request_id=identity))
         if found.get("reason"):
             error = OverloadedError(found["reason"], message)
             error.status = status

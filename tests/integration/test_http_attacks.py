@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import socket
 import sys
 import threading
@@ -57,8 +58,9 @@ class Server:
 
     @property
     def rss(self):
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        shares = [Path(f"/proc/{one}/smaps_rollup").read_text() for one in (self._process.pid, *children)]
+        return sum(int(share.partition("\nPss:")[2].split()[0]) for share in shares) * 1024
 
 
 class Victim:
@@ -106,7 +108,7 @@ class Victim:
     @property
     def held(self):
         text = self.client.get("/metrics", headers=dict([TOKEN.split(": ")])).text
-        return float(text.partition("\nhps_http_held_bytes ")[2].split()[0])
+        return sum(map(float, re.findall(r"^hps_http_held_bytes\{.*\} (\S+)$", text, re.MULTILINE)))
 
     def stop(self):
         """End the probes."""

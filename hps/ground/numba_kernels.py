@@ -17,7 +17,6 @@ Any other kernel is compiled by its first call, so rare paths need no preparatio
 else for `machine_code.BASELINE`, any recent processor: `hps compile --baseline` compiles that ahead.
 """
 
-import contextlib
 import logging
 import math
 import pickle
@@ -47,7 +46,6 @@ _MOST_PROCESSES: Final = 8
 _PROCESS_WORTH_S: Final = 1.5
 """Work that pays for the start of another process."""
 _PROCESS_BYTES: Final = 400 << 20
-_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _START_S: Final = 1.0
 _NEWS_S: Final = 5.0
 _PARSINGS_A_BYTE: Final = 4500
@@ -214,11 +212,7 @@ def _compile(missing: "Sequence[_Kernel]") -> None:
 
 def _most_processes() -> int:
     """Return how many processes the processors and the memory of this process suffice for."""
-    most = available_threads()
-    with contextlib.suppress(OSError, ValueError):  # no control group, or `max`
-        quota, period = _QUOTA.read_text().split()
-        most = min(most, math.ceil(int(quota) / int(period)))
-    return min(most, available_memory()[0] // _PROCESS_BYTES)
+    return min(available_threads(), available_memory()[0] // _PROCESS_BYTES)
 
 
 class _Work:

@@ -6,6 +6,7 @@ and RocksDB's multi-gets do; otherwise threads gain nothing.
 """
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from hps.ground.lifetimes import close_at_exit, disown_in_children
@@ -20,6 +22,7 @@ from hps.ground.workers import new_thread
 
 _log = logging.getLogger(__name__)
 _MOST_THREADS: Final = 16
+_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _MOST_ROWS: Final = 16_384  # target per piece: finished pieces are copied to a device while others run
 _PIECES_A_THREAD: Final = 4
 _IDLE_S: Final = 10.0  # idle time after which a thread ends
@@ -27,8 +30,11 @@ _LOOK_S: Final = 10.0
 
 
 def available_threads() -> int:
-    """Return the number of processors of this process, at most 16."""
+    """Return the number of processors of this process, by its affinity and the limit of its container; at most 16."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no control group, or `max`
+        quota, period = _QUOTA.read_text().split()
+        count = min(count, math.ceil(int(quota) / int(period)))
     return min(count, _MOST_THREADS)
 
 

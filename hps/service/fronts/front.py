@@ -863,6 +863,7 @@ class Front:
         return {
             "http": self.metrics.figures(),
             "inference": inference,
+            "cpu_ns": time.process_time_ns(),
             "connections": len(self.connections.order),
             "pending": len(self._pending),
             "held_bytes": self.memory.held + self.slots.used,

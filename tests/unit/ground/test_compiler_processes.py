@@ -84,13 +84,11 @@ def test_no_more_processes_than_processors(installation):
 
 
 @pytest.mark.parametrize(
-    ("quota", "memory", "expected"),
-    [("max 100000", 64, 8), ("150000 100000", 64, 2), ("50000 100000", 64, 1), ("max 100000", 1, 2)],
+    ("processors", "memory", "expected"),
+    [(8, 64, 8), (1, 64, 1), (8, 1, 2)],
 )
-def test_processes_are_bounded_by_the_processors_and_memory_of_a_container(tmp_path, monkeypatch, quota, memory, expected):
-    (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(numba_kernels, "_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(numba_kernels, "available_threads", lambda: 8)
+def test_processes_are_bounded_by_the_processors_and_memory_of_a_container(monkeypatch, processors, memory, expected):
+    monkeypatch.setattr(numba_kernels, "available_threads", lambda: processors)
     monkeypatch.setattr(numba_kernels, "available_memory", lambda: (memory << 30, ""))
     assert numba_kernels._most_processes() == expected
 

@@ -81,6 +81,7 @@ def serve(
         ConfigError: an address cannot be bound, or the certificate or the file of tokens cannot be used.
         MissingDependencyError: what gRPC needs is not installed.
         HPSError: the databases could not be opened, or no model could be loaded.
+        SystemExit: the same in the process of the owner, which has reported it.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     use(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
@@ -133,6 +134,8 @@ def serve(
                 return own(listener, grpc_listener)
     supervisor = Supervisor(configuration, host, port, count, grpc_port)
     if (code := supervisor.run()) is not None:
+        if code > 1:  # of an error, which the owner has reported
+            raise SystemExit(code)
         return code == 0
     return own(None, None, supervisor.shared, supervisor.url)
 

@@ -568,8 +568,11 @@ class Front:
 
     def _submit(self, lookup: Lookup) -> None:
         lookup.posted = True
-        if post(self.region.address, lookup.slot):
-            self._wake_owner()
+        if post(self.region.address, lookup.slot):  # the owner sleeps, and nobody else wakes it
+            if self._spins or len(self._pending) == 1:
+                self._wake_owner()
+            else:
+                self.loop.call_soon(self._wake_owner)  # for all that this turn of the event loop posts
         if self._spins:
             self._spun_ns = time.perf_counter_ns()
             if not self._spinning:

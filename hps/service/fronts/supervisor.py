@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 from hps.configuration.load import Configuration, ServiceConfig
 from hps.errors import ConfigError
 from hps.ground.numba_kernels import compile_kernels
-from hps.ground.thread_pool import available_threads
+from hps.ground.thread_pool import available_processors
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
@@ -36,7 +36,7 @@ _CORES_TO_SPIN: Final = 6
 
 def default_fronts() -> int:
     """Return the number of fronts of a machine: its cores less two, for the owner; at least 1."""
-    return max(1, available_threads() - 2)
+    return max(1, available_processors() - 2)
 
 
 class Supervisor:
@@ -78,7 +78,7 @@ class Supervisor:
 
     @property
     def _spins(self) -> bool:
-        return available_threads() >= _CORES_TO_SPIN
+        return available_processors() >= _CORES_TO_SPIN
 
     def run(self) -> int | None:
         """Serve until a signal stops the service or the owner ends. Returns its exit code; None in the owner's process."""

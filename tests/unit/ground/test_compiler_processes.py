@@ -1,12 +1,13 @@
 """Kernels that several processes compile: all of them are there afterwards, whatever happens to the processes."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from hps.ground import compiler_processes, numba_kernels
+from hps.ground import compiler_processes, numba_kernels, thread_pool
 from hps.ground.compiler_processes import CompilerProcesses
 from tests.fakes.installation import Installation
 from tests.servers.running_service import wait_until
@@ -16,7 +17,7 @@ KERNELS = [f"hps.statistics.key_traces:{name}" for name in NAMES]
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level=logging.INFO)
-from hps.ground import compiler_processes, numba_kernels
+from hps.ground import compiler_processes, numba_kernels, thread_pool
 from hps.ground.compilations import COMPILATIONS
 from hps.statistics import key_traces
 numba_kernels._PROCESS_WORTH_S = 0.01  # two kernels are worth two processes
@@ -84,11 +85,13 @@ def test_no_more_processes_than_processors(installation):
 
 
 @pytest.mark.parametrize(
-    ("processors", "memory", "expected"),
-    [(8, 64, 8), (1, 64, 1), (8, 1, 2)],
+    ("quota", "memory", "expected"),
+    [("max 100000", 64, 8), ("150000 100000", 64, 2), ("50000 100000", 64, 1), ("max 100000", 1, 2)],
 )
-def test_processes_are_bounded_by_the_processors_and_memory_of_a_container(monkeypatch, processors, memory, expected):
-    monkeypatch.setattr(numba_kernels, "available_threads", lambda: processors)
+def test_processes_are_bounded_by_the_processors_and_memory_of_a_container(tmp_path, monkeypatch, quota, memory, expected):
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(thread_pool, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(numba_kernels, "available_memory", lambda: (memory << 30, ""))
     assert numba_kernels._most_processes() == expected
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseError
-from hps.ground import thread_pool
 from hps.ground.thread_pool import ThreadPool, available_threads
 from tests.servers.running_service import wait_until
 
@@ -201,15 +200,3 @@ for child in (True, False):
 def test_default_is_a_thread_a_processor(pool):
     pool.limit_to(0)
     assert pool.limit == available_threads() >= 1
-
-
-@pytest.mark.parametrize(
-    ("processors", "quota", "expected"),
-    [(8, "max 100000", 8), (8, "150000 100000", 2), (8, "50000 100000", 1), (1, "400000 100000", 1), (64, "", 16)],
-)
-def test_processors_are_those_of_the_affinity_and_the_container(tmp_path, monkeypatch, processors, quota, expected):
-    if quota:
-        (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(thread_pool, "_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
-    assert available_threads() == expected

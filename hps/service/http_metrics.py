@@ -124,7 +124,7 @@ class HTTPMetrics:
         yield family("counter", "hps_front_cpu_seconds", "Processor time of each front.", times_used)
         loops = self.loops()
         for name, text in _OF_LOOPS.items():
-            yield family("counter", f"hps_owner_{name}", text, [("", loops.get(name, 0))])
+            yield family("counter", name, text, [("", loops.get(name.removeprefix("hps_owner_"), 0))])
         yield family("gauge", "hps_ready", _READY, [("", self._ready())])
         yield family("gauge", "hps_device_failed", _DEVICE_FAILED, [("", self._device_failed())])
         yield from total._refusals.families()
@@ -138,10 +138,10 @@ _OF_FRONTS: Final = (
     ("hps_http_held_bytes", "Memory held for clients.", "held_bytes"),
 )
 _OF_LOOPS: Final = {
-    "batches": "Batches that the owner's loop answered.",
-    "handed_over": "Lookups that the loop left to service.lookup_threads.",
-    "malformed": "Lookups of fronts that were refused because their descriptor was malformed.",
-    "wakes": "How often the loop woke from sleep.",
+    "hps_owner_batches": "Batches that the owner's loop answered.",
+    "hps_owner_handed_over": "Lookups that the loop left to service.lookup_threads.",
+    "hps_owner_malformed": "Lookups of fronts that were refused because their descriptor was malformed.",
+    "hps_owner_wakes": "How often the loop woke from sleep.",
 }
 _READY: Final = "1 while lookups are answered, ignoring models that cannot be loaded."
 _DEVICE_FAILED: Final = "1 after a device failure: no lookup is answered until a restart."

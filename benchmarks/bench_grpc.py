@@ -3,12 +3,15 @@
     python -m benchmarks.bench_grpc --device cpu --keys 1000 --connections 1,16 --fronts 1,2
 
 The generator speaks both protocols from raw sockets, in processes of its own, so that it takes as little as it can of the
-machine. Both get the same keys; the two are measured in turn. Element c of key k is the float32 with the bits k << 5 | c.
+machine. Both get the same keys; the two are measured in turn, and the medians of all turns are compared. `cpu_us` is the CPU
+time of the fronts for a request, which says more where the machine has other work. Element c of key k is the float32 with the
+bits k << 5 | c.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import selectors
 import socket
 import struct
@@ -166,10 +169,18 @@ def generate(
     return {"requests": done, "seconds": seconds, "latencies": latencies, "wrong": wrong, "checked": checked}
 
 
-def measure(kind: str, port: int, connections: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def cpu_s(parent: int) -> float:
+    """CPU time of all fronts of a service, which are the children of its first process after the owner."""
+    fronts = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[1:]
+    ticks = [Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[11:13] for one in fronts]
+    return sum(int(tick) for one in ticks for tick in one) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(kind: str, port: int, connections: int, parent: int, arguments: argparse.Namespace) -> dict[str, Any]:
     processes = min(arguments.processes, connections)
     shares = [connections // processes + (nth < connections % processes) for nth in range(processes)]
     common = (arguments.keys, arguments.rows, arguments.seconds, arguments.check)
+    before = cpu_s(parent)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         found = pool.starmap(generate, [(kind, port, share, *common, nth) for nth, share in enumerate(shares)])
     latencies = np.sort(np.concatenate([one["latencies"] for one in found]))
@@ -182,6 +193,7 @@ def measure(kind: str, port: int, connections: int, arguments: argparse.Namespac
         "rps": round(sum(one["requests"] / one["seconds"] for one in found)),
         "p50_us": round(float(latencies[latencies.size // 2]) * 1e6),
         "p99_us": round(float(latencies[latencies.size * 99 // 100]) * 1e6),
+        "cpu_us": round((cpu_s(parent) - before) * 1e6 / latencies.size, 1),
         "checked": sum(one["checked"] for one in found),
     }
 
@@ -195,14 +207,15 @@ def main() -> None:
     parser.add_argument("--connections", default="1,16")
     parser.add_argument("--fronts", default="1,2")
     parser.add_argument("--processes", type=int, default=1, help="of the generator")
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--check", type=int, default=10, help="every how many answers")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--port", type=int, default=8220, help="of HTTP; gRPC has the next")
     parser.add_argument("--out", default="")
     arguments = parser.parse_args()
     given = {"cache_type": "", "cached": 1.0, "rocks_db": "", "rocks_db_alone": False}
     results: list[dict[str, Any]] = []
+    medians: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         files = write_model(Path(scratch), 1, arguments.rows)
         config = Path(scratch) / "ps.json"
@@ -210,23 +223,26 @@ def main() -> None:
         config.write_text(json.dumps(document))
         here = str(Path(__file__).resolve().parents[1])
         for fronts in map(int, arguments.fronts.split(",")):
-            grpc = ("--grpc-port", str(arguments.port + 1))
-            service = Service(here, config, fronts, arguments.port, Path(scratch) / "log", *grpc)
+            more = ("--grpc-port", str(arguments.port + 1))
+            service = Service(here, config, fronts, arguments.port, Path(scratch) / "log", *more)
             try:
                 for connections in map(int, arguments.connections.split(",")):
+                    here_found: dict[str, list[dict[str, Any]]] = {"http": [], "grpc": []}
                     for turn in range(arguments.turns):
-                        rates = {}
-                        for kind, port in (("http", arguments.port), ("grpc", arguments.port + 1)):
-                            row = {"fronts": fronts, "turn": turn, **measure(kind, port, connections, arguments)}
-                            rates[kind] = row["rps"]
-                            results.append(row)
-                            print(row, flush=True)
-                        print(f"gRPC / HTTP: {rates['grpc'] / rates['http']:.2f}", flush=True)
+                        for nth, kind in enumerate(here_found):
+                            row = measure(kind, arguments.port + nth, connections, service.process.pid, arguments)
+                            here_found[kind].append(row)
+                            results.append({"fronts": fronts, "turn": turn, **row})
+                    for figure in ("rps", "p50_us", "p99_us", "cpu_us"):
+                        http, grpc = (float(np.median([one[figure] for one in rows])) for rows in here_found.values())
+                        ratio = grpc / http
+                        print(f"fronts {fronts}, connections {connections}: {figure} {http:g} and {grpc:g}, ratio {ratio:.2f}")
+                        medians.append([fronts, connections, figure, http, grpc, round(ratio, 3)])
             finally:
                 service.stop()
     if arguments.out:
         settings = {name: value for name, value in vars(arguments).items() if name != "out"}
-        document = {"machine": machine(), "settings": settings, "results": results}
+        document = {"machine": machine(), "settings": settings, "medians": medians, "results": results}
         Path(arguments.out).write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -113,7 +113,10 @@ def kernel_sources() -> list[Path]:
     return [
         path
         for path in sorted(_PACKAGE.rglob("*.py"))
-        if path.name.startswith("numba_") or path == Path(__file__) or _DEFINES_KERNELS.search(path.read_bytes())
+        if path.name.startswith("numba_")
+        or path.name == "layout.py"  # constants of kernels
+        or path == Path(__file__)
+        or _DEFINES_KERNELS.search(path.read_bytes())
     ]
 
 

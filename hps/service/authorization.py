@@ -22,6 +22,7 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CHANGEABLE = ("/v1/models/", "/v2/repository/")
 _INDEX = re.compile(r"/v2/repository/([^/]+/)?index")  # in Triton a POST, but it only reads
 _ROWS = re.compile(r"/v1/models/[^/]*/tables/[^/]*/rows(/[^/]*)?")
+_SHARED = "/v2/systemsharedmemory/"  # of tensors of lookups
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
 """Headers of requests that came through a proxy."""
 
@@ -234,7 +235,8 @@ class Authorization:
         """
         if is_change(scope["method"], scope["path"]):
             return self.check_change(scope, headers)
-        self.admit(identity, "lookup" if _ROWS.fullmatch(scope["path"]) else None, headers, scope.get(CERTIFICATE, ()))
+        looks_up = _ROWS.fullmatch(scope["path"]) or scope["path"].startswith(_SHARED)
+        self.admit(identity, "lookup" if looks_up else None, headers, scope.get(CERTIFICATE, ()))
         return ""
 
     def check_change(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:

@@ -283,6 +283,7 @@ class Server:
                 self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled:
                 announced = True
+                self._app.link.publish()  # fronts know before anybody who reads the log
                 self._announce()
             if self._stopping is not None and self._stopping.done():
                 self._stopping.result()

@@ -152,6 +152,19 @@ class TestLookups:
         _, call = stub.ModelInfer.with_call(request_of([1]))
         assert len(dict(call.initial_metadata())["x-request-id"]) == 32
 
+    def test_calls_that_begin_alike_get_their_own_vectors(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
+        random = np.random.default_rng(7)
+        for nth in range(60):
+            keys = random.integers(0, ROWS, 50)
+            more = {"id": str(nth)} if nth % 20 == 10 else {}
+            metadata = [("x-request-id", "mine")] if nth % 20 == 15 else []
+            response, call = stub.ModelInfer.with_call(request_of(keys, **more), metadata=metadata)
+            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, keys))
+            assert response.id == more.get("id", "")
+            assert (dict(call.initial_metadata())["x-request-id"] == "mine") == bool(metadata)
+            if nth % 20 == 5:
+                assert code_of(stub.ModelInfer, request_of(keys, "t9"))[0] is grpc.StatusCode.NOT_FOUND
+
     def test_many_calls_on_one_connection_do_not_mix(self, service: FrontedService) -> None:
         async def run() -> None:
             async with triton_aio.InferenceServerClient(service.grpc) as client:

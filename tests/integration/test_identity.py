@@ -15,8 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 import hps
 from hps.configuration.tokens import digest_of
@@ -234,6 +237,11 @@ def test_every_right_opens_its_routes_and_no_other(
             status = service.ask(method, path, token, body)[0]
             expected = {200} if who in allowed.split() else {401} if who in ("unknown", "nothing") else {403}
             assert {status} == expected, (method, path, who)
+    for token, status in (("guess", 401), (SECRETS["lookup"], 403)):  # no memory is held for the bodies of strangers
+        with socket.create_connection(("127.0.0.1", service.port), timeout=30) as raw:
+            lines = (f"POST {ROWS} HTTP/1.1", "Host: x", f"Authorization: Bearer {token}", "Content-Length: 10000000", "", "")
+            raw.sendall("\r\n".join(lines).encode())
+            assert raw.recv(100).startswith(f"HTTP/1.1 {status}".encode())
     connection = service.connect()  # a certificate that is only claimed
     connection.request("POST", ROWS, ROW_BODY, {"hps-client-certificate": '["both.example"]'})
     assert connection.getresponse().status == 401
@@ -421,6 +429,78 @@ def test_a_token_that_asks_too_often_is_told_when_to_come_back(
     assert {service.ask("POST", LOOKUP, "free", BODY)[0] for _ in range(20)} == {200}
     found = service.ask("GET", "/metrics", "free")[2].decode()
     assert 'hps_http_token_requests_total{status="429",who="often"} 2' in found
+
+
+def test_calls_of_grpc_speak_tls_and_have_the_same_rights_and_limits(
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    authority, tokens = Authority(tmp_path), tmp_path / "tokens.json"
+    server = authority.sign("localhost", "server")
+    clients = {name: authority.sign(name) for name in ("ranker", "trainer", "nobody")}
+    write_tokens(
+        tokens,
+        {"name": "ranker", "rights": ["lookup"], "certificate": "ranker", "requests_per_s": 0.01, "burst": 4},
+        {"name": "trainer", "rights": ["write"], "certificate": "trainer"},
+        entry("lookup", "lookup"),
+        entry("admin", "admin"),
+    )
+    document["service"] |= {
+        "tls_certificate_path": str(server.certificate),
+        "tls_key_path": str(server.key),
+        "tls_client_ca_path": str(authority.path),
+        "tokens_path": str(tokens),
+    }
+    service = Served(children, tmp_path, document, "--fronts", 1, "--grpc-port", 0)
+    found = re.search(r"listening for gRPC on .*:(\d+)", service.text)
+    assert found is not None
+    tensor = pb.ModelInferRequest.InferInputTensor(name="item", datatype="INT64", shape=[2])
+    request = pb.ModelInferRequest(model_name="m", inputs=[tensor], raw_input_contents=[np.array([1, 2]).tobytes()])
+
+    said: list[str] = []
+
+    def code_of(call: Any, *arguments: Any, token: str = "") -> Any:
+        try:
+            answer = call(*arguments, metadata=[("authorization", f"Bearer {token}")] if token else None, timeout=30)
+            return [one.error_message for one in answer] if hasattr(answer, "__next__") else "OK"
+        except grpc.RpcError as error:
+            said.append(error.details())
+            return error.code().name
+
+    def stub_of(pair: Pair | None) -> tuple[grpc.Channel, Any]:
+        own = (pair.key.read_bytes(), pair.certificate.read_bytes()) if pair else ()
+        channel = grpc.secure_channel(f"127.0.0.1:{found[1]}", grpc.ssl_channel_credentials(authority.path.read_bytes(), *own))
+        return channel, pb_grpc.GRPCInferenceServiceStub(channel)
+
+    metadata, load = pb.ModelMetadataRequest(name="m"), pb.RepositoryModelLoadRequest(model_name="m")
+    channel, stub = stub_of(clients["trainer"])
+    with channel:
+        assert code_of(stub.ModelInfer, request) == "PERMISSION_DENIED"
+        assert code_of(stub.ModelMetadata, metadata) == "OK"
+        assert code_of(stub.RepositoryModelLoad, load) == "PERMISSION_DENIED"
+        assert code_of(stub.ModelInfer, request, token=SECRETS["lookup"]) == "OK", said[-1]
+        assert code_of(stub.ModelInfer, request, token="guess") == "UNAUTHENTICATED"
+        assert code_of(stub.RepositoryModelLoad, load, token=SECRETS["admin"]) != "PERMISSION_DENIED"
+    channel, stub = stub_of(clients["nobody"])
+    with channel:
+        assert code_of(stub.ModelInfer, request) == code_of(stub.ModelMetadata, metadata) == "PERMISSION_DENIED"
+        assert code_of(stub.ServerReady, pb.ServerReadyRequest()) == "OK"
+    channel, stub = stub_of(clients["ranker"])
+    with channel:
+        assert code_of(stub.ModelInfer, request) == "OK"
+        first, second, third = code_of(stub.ModelStreamInfer, iter([request] * 3))
+        assert (first, second) == ("", "")
+        assert "token ranker: got more than its requests_per_s allows" in third
+        assert code_of(stub.ModelInfer, request) == "RESOURCE_EXHAUSTED"
+    channel, stub = stub_of(None)
+    with channel:
+        assert code_of(stub.ModelInfer, request) == "UNAVAILABLE"
+    with grpc.insecure_channel(f"127.0.0.1:{found[1]}") as channel:
+        assert code_of(pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer, request) == "UNAVAILABLE"
+    authority.sign("localhost", "server")
+    wait_until(lambda: "new connections use the certificate" in service.text, "it has read the new certificate")
+    channel, stub = stub_of(clients["trainer"])
+    with channel:
+        assert code_of(stub.ModelInfer, request, token=SECRETS["lookup"]) == "OK", said[-1]
 
 
 def test_a_file_of_tokens_can_be_added_and_removed_by_a_signal(

@@ -111,7 +111,8 @@ def test_a_lookup_over_http_crosses_few_files(files: Path, called: Called) -> No
         called.on = False
     assert response.content.endswith(np.arange(10).repeat(DIM).astype(np.float32).tobytes())
     called = min(runs[2:], key=len)  # what runs in the background falls into some of them only
-    assert "parameter_server.py" in called  # the profile reaches the threads
+    assert "regions/exchange.py" in called  # the profile reaches the thread of the front
+    assert "parameter_server.py" not in called  # resident keys need nothing of the owner's Python
     service_files = {path for path in called if path.startswith("service/")}
     assert len(service_files) <= MOST_FILES_OF_THE_SERVICE, sorted(service_files)
     assert len(called) <= MOST_FILES_OVER_HTTP, sorted(called)

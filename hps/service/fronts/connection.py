@@ -20,7 +20,7 @@ from hps.service.request_body import inflate, inflated_bytes, too_large
 from hps.service.targets import LookupTarget, lookup_target
 
 if TYPE_CHECKING:
-    from hps.service.fronts.front import Front, Lookup
+    from hps.service.fronts.front import Front, Lookup, RequestHead
 
 _FIRST_BUFFER_BYTES: Final = 8192
 _TURN_BYTES: Final = 1 << 20  # sent in one turn of the event loop, so that small answers need not wait for large ones
@@ -42,7 +42,7 @@ class Beginning(NamedTuple):
     """
 
     prefix: bytes
-    head: Head
+    head: "RequestHead"
     target: LookupTarget
     version: FrontVersion
     text: bytes
@@ -253,7 +253,7 @@ class Connection(asyncio.BufferedProtocol):
         self._since = time.monotonic()
         self._target = target = lookup_target(head.path)
         self._watched = self.front.begin(self.client, head, target, self._served, self._started)
-        self.front.check(head, self._served, self.certificate)
+        self.front.check(head, self._served, self.client, self.transport.get_extra_info("sockname"), self.certificate)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
         if head.length < 0:
@@ -288,7 +288,7 @@ class Connection(asyncio.BufferedProtocol):
             lookup = self.front.planned(self, target, self._served, text, head.length)
             if lookup is not None and lookup.plan is not None:
                 self._lookup, self._last = lookup, None
-                if not self.certificate and (page := self.front.page_if_same(head)) >= 0:
+                if not (self.certificate or head.expects_continue) and (page := self.front.page_if_same(head.headers)) >= 0:
                     self._last = Beginning(self._raw + text, head, target, lookup.version, text, lookup.plan, page)
                 self._at += text_bytes
                 self._left -= text_bytes
@@ -310,7 +310,7 @@ class Connection(asyncio.BufferedProtocol):
         self._started = started
         self._served = served = self.front.served()
         served.model, served.version = last.target.model_name, last.version.tables.version
-        self._head, self._target, self._watched = last.head, last.target, False
+        self._head, self._target, self._watched = cast(Head, last.head), last.target, False
         self._at += len(last.prefix)
         self._left = last.plan.keys_bytes
         self._lookup = self.front.again(self, last, served)
@@ -581,15 +581,17 @@ class Connection(asyncio.BufferedProtocol):
             self._close()
         else:
             self._since = self._idle_since if self._skip else None
-            if self._reading_paused:
-                self._resume_reading()
             if self._at < self._have or self._eof:
-                self.front.loop.call_soon(self._next)
+                self.front.loop.call_soon(self._next)  # which makes room in the buffer before more is read
+            elif self._reading_paused:
+                self._resume_reading()
 
     def _next(self) -> None:
         """Go on with what has arrived; after the client's last byte, close if that is no complete request."""
         if not (self._ended or self._busy or self._fill):
             self._advance()
+        if self._reading_paused and not (self._ended or self._busy):
+            self._resume_reading()
         if self._eof and not self._busy:
             self.transport.close()
 

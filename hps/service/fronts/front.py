@@ -26,7 +26,7 @@ from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
-from hps.service.authorization import Authorization
+from hps.service.authorization import CERTIFICATE, Authorization
 from hps.service.fronts.connection import Beginning, Connection
 from hps.service.fronts.connections import Connections
 from hps.service.fronts.heads import Head
@@ -36,7 +36,7 @@ from hps.service.fronts.shared_memory import MARK, Segments, SharedTensors, shar
 from hps.service.fronts.sharing import body_bytes
 from hps.service.fronts.slots import Slots
 from hps.service.fronts.tls import TLS
-from hps.service.held_memory import HeldMemory
+from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import (
     JSON,
     HTTPAnswer,
@@ -344,8 +344,11 @@ class Front:
             self._requests.begin(served, self._scope(head, client), headers)
         return watched
 
-    def check(self, head: Head, served: Served, certificate: Sequence[str]) -> None:
+    def check(self, head: Head, served: Served, client: str, server: Any, certificate: Sequence[str]) -> None:
         """Refuse a request by its head, or the names in its client's certificate, alone.
+
+        Args:
+            server: the address that the client has connected to.
 
         Raises:
             RequestError, HPSError: it is refused.
@@ -359,6 +362,9 @@ class Front:
         if self.authorization.asks or certificate:
             self.authorize(head.headers, certificate, served, target)
         if target is None:
+            if not 0 <= head.length <= SMALL_BYTES:  # the owner checks rights, but no memory is held for strangers before
+                scope = {**self._scope(head, client), "server": server, CERTIFICATE: certificate}
+                self.authorization.check(scope, head.headers, served.identity)
             return
         if head.method != "POST":
             got = f"got {head.method} {head.path[:300]}"
@@ -382,10 +388,10 @@ class Front:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
         self.authorization.admit(identity, "lookup", headers, certificate)
 
-    def page_if_same(self, head: Head) -> int:
-        """Return the version of the page if all that follows from a head follows from the same head again; else -1."""
-        same = not (self.authorization.asks or head.expects_continue or b"x-request-id" in head.headers)
-        return self._page_version if same and b"traceparent" not in head.headers else -1
+    def page_if_same(self, headers: Mapping[bytes, bytes]) -> int:
+        """Return the version of the page if all that follows from headers follows from the same ones again; else -1."""
+        same = not (self.authorization.asks or b"x-request-id" in headers or b"traceparent" in headers)
+        return self._page_version if same else -1
 
     def holds(self, last: Beginning, started: float) -> bool:
         """Whether a request that begins like another one may be begun `again`."""

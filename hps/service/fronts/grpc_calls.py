@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from hps.errors import InvalidInputError
 from hps.service.authorization import Identity
+from hps.service.fronts.connection import Beginning
 from hps.service.fronts.http2 import HTTP2Connection, Stream, literal
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import DEFERRED_KEYS, RequestError, message_of, status_of
@@ -109,29 +110,29 @@ class Call:
     """One call: what its stream is for. *One event loop.*
 
     Attributes:
-        head, client: of it.
+        connection, head, client: of it.
         identity: who sent it, if known.
     """
+
+    identity: Identity | None = None  # on the class: a call pays only for those it sets
+    _message: bytearray | None = None  # one that is not complete
+    _missing = _held = 0
+    _compressed = False
+    _inference: "Inference | None" = None
+    _task: asyncio.Task[None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _started = _ended = False  # sent headers; sent trailers, or lost
+    _slot = -1
 
     def __init__(self, connection: HTTP2Connection, stream: Stream, headers: dict[bytes, bytes]) -> None:
         self.front: Front = connection.front
         self.client = connection.client
-        self._connection, self._stream = connection, stream
+        self.connection, self._stream = connection, stream
         path = headers.get(b":path", b"").decode("latin-1")
         self.head = CallHead(path, headers)
         self._prefix = bytearray()
-        self._message: bytearray | None = None  # one that is not complete
-        self._missing = 0
-        self._compressed = False
         self._messages: deque[bytes | bytearray] = deque()
-        self._held = 0
-        self._inference: Inference | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self.identity: Identity | None = None
-        self._started = self._ended = False  # sent headers; sent trailers, or lost
         self._since = time.monotonic()
-        self._slot = -1
         self._method = _METHODS.get(path, _UNKNOWN)
         try:
             self._admit(headers)
@@ -144,12 +145,16 @@ class Call:
             return
         if self._method is _UNKNOWN:
             raise RequestError(405, f"got {self.head.path[:300]!r}, which is not served; reflection lists the services")
-        front, certificate = self.front, self._connection.certificate
+        front, certificate = self.front, self.connection.certificate
         front.read_page_if_changed()
         if front.authorization.asks or certificate:
             served = front.served()
-            front.authorize(headers, certificate, served, LookupTarget(self.head.path, "") if self._method.guarded else None)
-            self.identity = served.identity
+            try:
+                front.authorize(headers, certificate, served, LookupTarget(self.head.path, "") if self._method.infers else None)
+            finally:
+                self.identity = served.identity
+            if self._method.guarded and served.identity is None:  # the owner checks rights of all that are no lookups
+                front.authorization.admit(None, None, headers, certificate)
         if (timeout := headers.get(b"grpc-timeout")) is not None:
             seconds = _seconds(timeout)
             if seconds < self.front.settings.request_timeout_s or self._method.streams:
@@ -185,7 +190,7 @@ class Call:
             self.fail(error)
             return
         if not self._messages:  # otherwise a client that streams has to wait
-            self._connection.grant(self._stream)
+            self.connection.grant(self._stream)
 
     def _take(self, data: memoryview) -> memoryview:
         """Take what belongs to one message; return the rest."""
@@ -258,12 +263,12 @@ class Call:
         """Answer the next message, unless one is being answered or the client does not read; end the call after the last."""
         method = self._method
         while not self._ended and self._inference is None and self._task is None:
-            if method.streams and not self._connection.is_clear(self._stream):
+            if method.streams and not self.connection.is_clear(self._stream):
                 return
             if not self._messages:
                 if self._stream.ended and method.streams:
                     self._end(_DONE if self._started else _HEAD + _DONE)
-                self._connection.grant(self._stream)
+                self.connection.grant(self._stream)
                 return
             data = self._messages.popleft()
             if method.infers:
@@ -308,13 +313,13 @@ class Call:
     def _send(self, pieces: Sequence[bytes | memoryview], head: bytes = _HEAD, tail: bytes = b"") -> None:
         if not self._ended:
             self._ended = bool(tail)
-            self._connection.send(self._stream, b"" if self._started else head, pieces, tail)
+            self.connection.send(self._stream, b"" if self._started else head, pieces, tail)
             self._started = True
 
     def _end(self, tail: bytes) -> None:
         if not self._ended:
             self._ended = True
-            self._connection.send(self._stream, tail=tail)
+            self.connection.send(self._stream, tail=tail)
 
     def answered(self, answer: InferAnswer, tensors: Sequence[memoryview], slot: int, more: bytes) -> None:
         """Send the answer of a lookup. Its tensors are in a slot, which is released afterwards."""
@@ -397,7 +402,7 @@ class Call:
         own = (b":", b"grpc-", b"content-type", b"host")
         lines = [(name, value) for name, value in self.head.headers.items() if not name.startswith(own)]
         headers = [(b"host", b"hps"), *lines]
-        request = forwarded(method, path.encode(), headers, body, self.client, self._connection.certificate)
+        request = forwarded(method, path.encode(), headers, body, self.client, self.connection.certificate)
         answer = _OwnerAnswer()
         self.front.owner.ask(answer, request, head_only=False, chosen=answer.chosen)
         try:
@@ -422,17 +427,17 @@ class Call:
 class Inference:
     """A lookup by `ModelInfer`. *One event loop.*"""
 
+    message_bytes = _held = 0
+    _watched = _finished = False
+    _lookup: "Lookup | None" = None
+    _keys: Sequence[bytes | memoryview] = ()
+
     def __init__(self, call: Call) -> None:
         self._call = call
         self._front = front = call.front
         self._served = front.served()
         self._served.identity = call.identity
         self._began = time.perf_counter()
-        self._watched = self._finished = False
-        self._held = 0
-        self.message_bytes = 0
-        self._lookup: Lookup | None = None
-        self._keys: Sequence[bytes | memoryview] = ()
 
     def start(self, data: bytes | bytearray) -> None:
         front, served, head = self._front, self._served, self._call.head
@@ -440,6 +445,11 @@ class Inference:
         try:
             if self._call.streams:
                 front.authorization.count(self._call.identity)
+            if (last := self._call.connection.last) is not None and self._begins_like(last, data):
+                served.model, served.version = last.target.model_name, last.version.tables.version
+                self._lookup, self._keys = front.again(self, last, served), (memoryview(data)[len(last.prefix) :],)
+                self.slot_free()
+                return
             request = read_infer_request(data)
             target = LookupTarget(head.path, request.model_name, request.version or None)
             self._watched = front.begin(self._call.client, head, target, served, self._began)
@@ -448,10 +458,18 @@ class Inference:
             if lookup is None:
                 length = b"%d" % len(request.text)
                 lookup = front.decoded(self, target, served, b"".join((request.text, *request.binary)), length)
+            elif lookup.plan is not None and request.prefix and (page := front.page_if_same(head.headers)) >= 0:
+                prefix, connection = bytes(data[: request.prefix]), self._call.connection
+                connection.last = Beginning(prefix, head, target, lookup.version, lookup.text, lookup.plan, page)
             self._lookup, self._keys = lookup, request.binary
             self.slot_free()
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             self.refuse(error)
+
+    def _begins_like(self, last: Beginning, data: bytes | bytearray) -> bool:
+        """Whether a message with the same headers differs from the last one by its keys alone."""
+        same = last.head.headers is self._call.head.headers and len(data) == len(last.prefix) + last.plan.keys_bytes
+        return same and data.startswith(last.prefix) and self._front.holds(last, self._began)
 
     def slot_free(self) -> None:
         front, lookup = self._front, self._lookup

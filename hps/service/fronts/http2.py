@@ -19,6 +19,7 @@ from hpack.exceptions import HPACKError
 from hps.service.fronts.tls import names_in
 
 if TYPE_CHECKING:
+    from hps.service.fronts.connection import Beginning
     from hps.service.fronts.front import Front
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -142,6 +143,7 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         completed, used: a request has arrived completely: ever, and since the last look.
         opened: when it was.
         certificate: names in the client's certificate.
+        last: what the last lookup began with.
     """
 
     def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, dict[bytes, bytes]], Request]) -> None:
@@ -151,6 +153,7 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         self.completed = self.used = False
         self.client = ""
         self.certificate: tuple[str, ...] = ()
+        self.last: Beginning | None = None
         self._begin = begin
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)

@@ -70,7 +70,7 @@ class Slots:
             free = set(self._free[order])
             pairs = [place for place in free if not place >> order & 1 and place | 1 << order in free]
             if pairs:
-                self._free[order] = sorted(free.difference(pairs, [place | 1 << order for place in pairs]))
+                self._free[order][:] = sorted(free.difference(pairs, [place | 1 << order for place in pairs]))  # `take` has it
                 self._free[order + 1] += pairs
                 joined = True
         return joined

@@ -36,6 +36,7 @@ class InferRequest(NamedTuple):
         text: JSON part.
         binary: the binary part, in pieces.
         size: of the binary part.
+        prefix: bytes before the binary part, if it is of one piece and ends the message; else 0.
     """
 
     model_name: str
@@ -43,6 +44,7 @@ class InferRequest(NamedTuple):
     text: bytes
     binary: Sequence[bytes | memoryview]
     size: int
+    prefix: int = 0
 
 
 def read_infer_request(data: bytes | bytearray) -> InferRequest:
@@ -86,7 +88,10 @@ def read_infer_request(data: bytes | bytearray) -> InferRequest:
     sizes = tuple(map(len, raw))
     read = _read_repeated_head if len(head) <= CACHED_BYTES else _read_head
     name, version, text, typed = read(head, sizes)
-    return InferRequest(name, version, text, typed or raw, sum(map(len, typed)) if typed else sum(sizes))
+    if typed:
+        return InferRequest(name, version, text, typed, sum(map(len, typed)))
+    prefix = end - sizes[0] if len(raw) == 1 and since == end else 0
+    return InferRequest(name, version, text, raw, sum(sizes), prefix)
 
 
 def _no_message() -> InvalidInputError:

@@ -161,6 +161,7 @@ def status(checked: Authorization, what: str, sent: bytes, certificate: tuple[st
     method, path = {
         "read": ("GET", "/v1/models"),
         "row": ("GET", "/v1/models/m/tables/t/rows/5"),
+        "region": ("POST", "/v2/systemsharedmemory/region/x/register"),
         "write": ("POST", "/v1/models/m/tables/t/rows"),
         "delete": ("DELETE", "/v1/models/m/tables/t/rows/5"),
         "admin": ("POST", "/v1/models/m/deploy"),
@@ -183,16 +184,16 @@ def status(checked: Authorization, what: str, sent: bytes, certificate: tuple[st
     ("rights", "allowed"),
     [
         ((), {"read"}),
-        (("lookup",), {"read", "lookup", "row"}),
+        (("lookup",), {"read", "lookup", "row", "region"}),
         (("write",), {"read", "write", "delete"}),
         (("admin",), {"read", "admin", "load"}),
-        (("lookup", "write", "admin"), {"read", "lookup", "row", "write", "delete", "admin", "load"}),
+        (("lookup", "write", "admin"), {"read", "lookup", "row", "region", "write", "delete", "admin", "load"}),
     ],
 )
 def test_each_right_allows_its_routes_by_token_or_by_certificate(rights: Any, allowed: set[str], loopback: bool) -> None:
     checked = named(entry("some", *rights, certificate=["some.example", "spiffe://x/some"]), entry("other"))
     checked.loopback = loopback
-    for what in ("read", "lookup", "row", "write", "delete", "admin", "load"):
+    for what in ("read", "lookup", "row", "region", "write", "delete", "admin", "load"):
         changes = what in ("write", "delete", "admin", "load")
         yes: Any = "10.0.0.7 (token some)" if changes else 200
         assert status(checked, what, b"Bearer t-some") == (yes if what in allowed else 403), what

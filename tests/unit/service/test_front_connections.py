@@ -71,6 +71,7 @@ class Owner:
             "blocked": blocked,
             "settings": configuration.service.model_dump(mode="json"),
             "tokens": [],
+            "shared_memory": {},
         }
         write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
 
@@ -149,8 +150,8 @@ def request(keys, *lines, model="m"):
     return "\r\n".join([*all_lines, "", ""]).encode(), body
 
 
-def json_request(keys):
-    body = json.dumps({"tables": {"item": keys}}).encode()
+def json_request(keys, spaces=0):
+    body = json.dumps({"tables": {"item": keys}}).encode() + b" " * spaces
     return b"POST /v1/models/m/lookup HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
@@ -335,8 +336,9 @@ def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(play):
         large = await scene.connect()
         large.send(*request(range(400)))  # half of the slab
         await until(lambda: len(front._waiting) == 1)
-        statuses = asyncio.ensure_future(large.status())
+        statuses, dues = asyncio.ensure_future(large.status()), set()
         while not statuses.done():  # others come and go all the time
+            dues |= {lookup.slot_due for lookup, _ in front._waiting}
             job, client = jobs.pop(0), clients.pop(0)
             owner.complete(job)
             await client.checked(owner.keys(job))
@@ -344,8 +346,9 @@ def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(play):
             clients.append(client)
             jobs.append(await owner.job())
         assert await statuses == 503
+        assert len(dues) == 1
 
-    play(script, slot_wait_s=0.5)
+    play(script, slot_wait_s=0.1)
 
 
 def test_a_request_that_no_slot_holds_is_refused_and_the_next_is_answered(play):
@@ -392,6 +395,27 @@ def test_a_client_that_leaves_does_not_free_the_slot_that_the_owner_has(play, re
         assert front.slots.used == 8192
         owner.complete(job)
         await until(lambda: front.slots.used == 0 and not front.connections.order)
+
+    play(script)
+
+
+def test_a_buffer_that_is_full_behind_a_request_is_read_on_after_it(play):
+    """What is pipelined fills the buffer while the owner is asked: nothing more is read until there is room again."""
+
+    async def script(scene, front, owner):
+        for _ in range(10):
+            client = await scene.connect()
+            client.send(*[json_request([nth]) for nth in range(3)], json_request([3], spaces=500_000))
+            for nth in range(4):
+                job = await owner.job()
+                if nth == 0:
+                    (connection,) = front.connections.order
+                    await until(lambda connection=connection: connection._reading_paused)
+                assert owner.keys(job).tolist() == [nth]
+                owner.complete(job)
+                assert await client.status() == 200
+            client.writer.close()
+            await until(lambda: not front.connections.order)
 
     play(script)
 
@@ -467,16 +491,18 @@ def test_a_retired_lookup_is_posted_again_for_the_version_that_took_over(play, a
 
 def test_a_lookup_is_not_retired_for_ever(play):
     async def script(scene, front, owner):
-        owner.publish(settings={"request_timeout_s": 0.7}, m=owner.deploy())
-        await until(lambda: front.settings.request_timeout_s == 0.7)
+        owner.publish(settings={"request_timeout_s": 0.3}, m=owner.deploy())
+        await until(lambda: front.settings.request_timeout_s == 0.3)
         client = await scene.connect()
         client.send(*request([8]))
-        answer = asyncio.ensure_future(client.status())
+        answer, dues = asyncio.ensure_future(client.status()), set()
         while not answer.done():
+            dues |= {lookup.due for lookup in front._pending.values()}
             if (job := owner.board.next_job()) is not None:
                 owner.complete(job, RETIRED)
             await asyncio.sleep(0.001)
         assert await answer in (503, 504)
+        assert len(dues) == 1
         assert front.slots.used == 0
 
     play(script)

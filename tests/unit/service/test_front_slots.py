@@ -32,8 +32,8 @@ def assert_apart(taken, end):
 
 
 @given(
-    st.integers(LEAST, 1 << 18),
-    st.lists(st.tuples(st.booleans(), st.integers(0, 1 << 17), st.integers(0, 1000)), max_size=200),
+    st.integers(LEAST, 1 << 16),  # so small that it is often full
+    st.lists(st.tuples(st.booleans(), st.integers(0, 5 * LEAST), st.integers(0, 1000)), max_size=200),
 )
 def test_slots_never_overlap_and_all_memory_comes_back(slab_bytes, steps):
     slots, taken = Slots(SLAB + slab_bytes), {}
@@ -106,6 +106,18 @@ def test_small_slots_are_joined_for_a_large_one_only_when_all_of_its_memory_is_f
     for one in take_all(slots, LEAST):
         slots.give_back(one)
     assert slots.take(1 << 16) == SLAB
+
+
+@pytest.mark.parametrize("order", range(13, 16))
+def test_a_slot_of_joined_small_ones_belongs_to_no_larger_one(order):
+    slots = Slots(SLAB + (1 << 16))
+    for one in take_all(slots, LEAST):
+        slots.give_back(one)
+    taken = slots.take(1 << order)
+    assert slots.take(1 << 16) == -1
+    others = take_all(slots, LEAST)
+    assert len(others) == 16 - (1 << order - 12)
+    assert not any(taken <= one < taken + (1 << order) for one in others)
 
 
 def test_a_slot_is_given_back_once():

@@ -85,7 +85,9 @@ def test_requests_are_read_as_protobuf_reads_them(
         pieces.append(part.SerializeToString())
     random.shuffle(pieces)  # in any order, and with fields that nobody knows
     pieces.insert(random.randrange(len(pieces) + 1), random.choice([b"", b"\xa2\x06\x01x", b"\x48\x05"]))
-    read = read_infer_request(kind(b"".join(pieces)))
+    data = kind(b"".join(pieces))
+    read = read_infer_request(data)
+    assert not read.prefix or data[read.prefix :] == b"".join(read.binary)
     document = orjson.loads(read.text)
     assert (read.model_name, read.version, document.get("id", "")) == (text, text, text)
     assert b"".join(read.binary) == b"".join(request.raw_input_contents)

@@ -15,7 +15,7 @@ def configuration(*models, **more):
 
 
 def test_every_key_of_the_service_is_one_that_changes_or_is_known_not_to():
-    stay = {"host", "port", "fronts", "lookup_threads", "model_control_mode", "load_models", "otlp_endpoint"}
+    stay = {"host", "port", "fronts", "grpc_port", "lookup_threads", "model_control_mode", "load_models", "otlp_endpoint"}
     stay |= {"tls_certificate_path", "tls_key_path", "tls_client_ca_path"}  # their contents are read again
     assert set(ServiceConfig.model_fields) - CHANGEABLE == stay
     assert set(ServiceConfig.model_fields) > CHANGEABLE

@@ -24,7 +24,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from benchmarks.bench_fronts import DIM, Service, configuration, write_model
-from benchmarks.harness import machine
+from benchmarks.harness import Report, add
 
 POOL = 32
 PATH = b"/inference.GRPCInferenceService/ModelInfer"
@@ -187,15 +187,18 @@ def measure(kind: str, port: int, connections: int, parent: int, arguments: argp
     if sum(one["wrong"] for one in found) or not latencies.size:
         raise SystemExit(f"{kind}: wrong vectors, or none")
     return {
-        "kind": kind,
-        "connections": connections,
-        "keys": arguments.keys,
-        "rps": round(sum(one["requests"] / one["seconds"] for one in found)),
-        "p50_us": round(float(latencies[latencies.size // 2]) * 1e6),
-        "p99_us": round(float(latencies[latencies.size * 99 // 100]) * 1e6),
-        "cpu_us": round((cpu_s(parent) - before) * 1e6 / latencies.size, 1),
+        "requests_per_s": sum(one["requests"] / one["seconds"] for one in found),
+        "p50_us": float(latencies[latencies.size // 2]) * 1e6,
+        "p99_us": float(latencies[latencies.size * 99 // 100]) * 1e6,
+        "cpu_us": (cpu_s(parent) - before) * 1e6 / latencies.size,
         "checked": sum(one["checked"] for one in found),
     }
+
+
+def median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each figure, and the sum of checked answers."""
+    medians = {name: float(np.median([row[name] for row in rows])) for name in rows[0]}
+    return {**medians, "checked": sum(row["checked"] for row in rows)}
 
 
 def main() -> None:
@@ -211,11 +214,10 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=10, help="every how many answers")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--port", type=int, default=8220, help="of HTTP; gRPC has the next")
-    parser.add_argument("--out", default="")
     arguments = parser.parse_args()
     given = {"cache_type": "", "cached": 1.0, "rocks_db": "", "rocks_db_alone": False}
-    results: list[dict[str, Any]] = []
-    medians: list[list[Any]] = []
+    settings = {name: getattr(arguments, name) for name in ("device", "seconds", "turns", "processes", "check")}
+    report = Report("grpc", about={**settings, "load_average_before": os.getloadavg()[0]})
     with tempfile.TemporaryDirectory() as scratch:
         files = write_model(Path(scratch), 1, arguments.rows)
         config = Path(scratch) / "ps.json"
@@ -227,23 +229,24 @@ def main() -> None:
             service = Service(here, config, fronts, arguments.port, Path(scratch) / "log", *more)
             try:
                 for connections in map(int, arguments.connections.split(",")):
-                    here_found: dict[str, list[dict[str, Any]]] = {"http": [], "grpc": []}
-                    for turn in range(arguments.turns):
-                        for nth, kind in enumerate(here_found):
-                            row = measure(kind, arguments.port + nth, connections, service.process.pid, arguments)
-                            here_found[kind].append(row)
-                            results.append({"fronts": fronts, "turn": turn, **row})
-                    for figure in ("rps", "p50_us", "p99_us", "cpu_us"):
-                        http, grpc = (float(np.median([one[figure] for one in rows])) for rows in here_found.values())
-                        ratio = grpc / http
-                        print(f"fronts {fronts}, connections {connections}: {figure} {http:g} and {grpc:g}, ratio {ratio:.2f}")
-                        medians.append([fronts, connections, figure, http, grpc, round(ratio, 3)])
+                    found: dict[str, list[dict[str, Any]]] = {"http": [], "grpc": []}
+                    for _ in range(arguments.turns):
+                        for nth, (kind, rows) in enumerate(found.items()):
+                            rows.append(measure(kind, arguments.port + nth, connections, service.process.pid, arguments))
+                    medians = {kind: median_of(rows) for kind, rows in found.items()}
+                    for kind, figures in medians.items():
+                        ratio = figures["requests_per_s"] / medians["http"]["requests_per_s"]
+                        axes = {
+                            "protocol": kind,
+                            "fronts": fronts,
+                            "connections": connections,
+                            "batch": arguments.keys,
+                            "dim": DIM,
+                        }
+                        add(report, axes, {**figures, "ratio_to_http": ratio})
             finally:
                 service.stop()
-    if arguments.out:
-        settings = {name: value for name, value in vars(arguments).items() if name != "out"}
-        document = {"machine": machine(), "settings": settings, "medians": medians, "results": results}
-        Path(arguments.out).write_text(json.dumps(document, indent=1) + "\n")
+    report.write()
 
 
 if __name__ == "__main__":

@@ -151,6 +151,9 @@ class TestLookups:
         assert dict(call.initial_metadata())["x-request-id"] == "mine-1"
         _, call = stub.ModelInfer.with_call(request_of([1]))
         assert len(dict(call.initial_metadata())["x-request-id"]) == 32
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.ModelInfer(request_of([1], "t9"), metadata=[("x-request-id", "mine-2")])
+        assert dict(raised.value.trailing_metadata())["x-request-id"] == "mine-2"
 
     def test_calls_that_begin_alike_get_their_own_vectors(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
         random = np.random.default_rng(7)

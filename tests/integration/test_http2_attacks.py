@@ -259,6 +259,16 @@ def test_a_stream_of_answers_that_is_not_read_waits(service: FrontedService) -> 
         peer.send(frame(RESET, 0, 1, struct.pack(">I", 8)))
 
 
+def test_a_stream_that_ends_by_an_error_forgets_the_lookup_under_way(service: FrontedService) -> None:
+    with Peer(service.port) as peer:
+        with service.paused_owner():
+            stream = call_headers("/inference.GRPCInferenceService/ModelStreamInfer")
+            peer.send(frame(HEADERS, 4, 1, stream), frame(DATA, 0, 1, request_of(KEYS)))
+            peer.send(frame(DATA, 0, 1, b"\1" + request_of(KEYS)[1:]))  # compressed, by nothing
+            found, _ = peer.answer(1)
+        assert found["grpc-status"] == "12"
+
+
 def resident_bytes(process: int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096
 

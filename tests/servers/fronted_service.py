@@ -67,11 +67,15 @@ class FrontedService:
         command = ("serve", place / "ps.json", "--port", 0, "--grpc-port", 0, "--fronts", fronts, *arguments)
         with self.log.open("w") as log:
             self.process = children.hps(*command, stdout=log, stderr=log)
-        wait_until(lambda: "listening on" in self._text() or self.process.poll() is not None, "the service listens")
+        wait_until(lambda: self._listens() or self.process.poll() is not None, "the service listens")
         assert self.process.poll() is None, self._text()
         self.url = re.search(r"listening on (https?://[\w.:]+)", self._text())[1]
         self.grpc = re.search(r"listening for gRPC on ([\w.:]+)", self._text())[1]
         self.wait_until_ready()
+
+    def _listens(self) -> bool:
+        text = self._text()
+        return "listening on" in text and "listening for gRPC" in text
 
     def _text(self) -> str:
         return self.log.read_text()

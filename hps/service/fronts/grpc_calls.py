@@ -174,7 +174,7 @@ class Call:
         if (inference := self._inference) is not None:
             self._inference = None
             inference.give_up(error)
-            self._fail(error)
+            self._fail(error, inference.request_id)
         else:
             self.fail(error)
 
@@ -336,13 +336,13 @@ class Call:
             pieces += (head, tensor)
         self._send(pieces, _HEAD + more, _DONE)
 
-    def refused(self, error: Exception) -> None:
+    def refused(self, error: Exception, request_id: bytes) -> None:
         """Answer a lookup that failed."""
         if self._method.streams:
             self._finish_inference()
             self.reply(_StreamResponse(error_message=message_of(error)))
         else:
-            self._fail(error)
+            self._fail(error, request_id)
 
     def _finish_inference(self) -> None:
         inference, self._inference = self._inference, None
@@ -361,11 +361,11 @@ class Call:
             self.front.end(self.client, self.head, self._method.path or "unknown", served, status_of(error), now, watched=False)
         self._fail(error, served.id)
 
-    def _fail(self, error: Exception, request_id: bytes = b"") -> None:
+    def _fail(self, error: Exception, request_id: bytes) -> None:
         code = _CODES.get(status_of(error), _INTERNAL)
         tail = b"" if self._started else _HEAD
         tail += literal(b"grpc-status", b"%d" % code) + literal(b"grpc-message", _percent_encoded(message_of(error)))
-        if request_id and not self._started:
+        if not self._started:
             tail += literal(b"x-request-id", request_id)
         if code == 12:
             tail += _ENCODINGS
@@ -382,7 +382,7 @@ class Call:
 
     def closed(self) -> None:
         if self._inference is not None:
-            self._inference.finish(200)
+            self._inference.close()
         self._hold(-self._held)
         self._messages.clear()
         if self._timer is not None:
@@ -488,6 +488,10 @@ class Inference:
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             self.refuse(error)
 
+    @property
+    def request_id(self) -> bytes:
+        return self._served.id
+
     def hold(self, size: int, what: str = "reading the request") -> None:
         memory = self._front.memory
         memory.held -= self._held
@@ -539,7 +543,13 @@ class Inference:
         self._disown()
         self._front.note_error(error, self._call.client, self._call.head, self._served)
         self.finish(status_of(error))
-        self._call.refused(error)
+        self._call.refused(error, self.request_id)
+
+    def close(self) -> None:
+        """The call has ended: with the answer, or without waiting for it."""
+        if self._lookup is not None:
+            self.give_up()
+        self.finish(200)
 
     def give_up(self, error: Exception | None = None) -> None:
         """End without an answer: the client is gone, or its deadline has passed."""

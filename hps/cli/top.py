@@ -80,8 +80,9 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
     parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ready)]
     if server:
         up = time_text(time.time() - server["started"])
-        memory = f"resident {size_text(server['memory_bytes'])}, {service['pending']} lookups pending"
-        parts.append(Text(f"hps {server['version']}, up {up}, {memory}"))
+        parts.append(Text(f"hps {server['version']}, up {up}, resident {size_text(server['memory_bytes'])}"))
+        held = f"{service['pending']} lookups under way, {size_text(service['held_bytes'])} held for clients"
+        parts.append(Text(f"{service['fronts']} fronts: {service['connections']} connections, {held}"))
         parts.append(_models(now, before, seconds))
         for device in server["devices"]:
             name = "CPU" if device["device"] == "cpu" else f"GPU {device['device']}"

@@ -4,13 +4,14 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from hps.errors import HPSError
 from hps.regions.exchange import (
     BASE,
+    BATCHES,
     D_FIRST,
     D_IN_FLIGHT,
     D_NS,
@@ -26,6 +27,7 @@ from hps.regions.exchange import (
     JOBS_HEAD,
     LENGTH,
     LOOP_EVENT,
+    MALFORMED_COUNT,
     MOST_DEPLOYMENTS,
     MOST_TIMES,
     OLD_EPOCH,
@@ -42,7 +44,7 @@ from hps.regions.exchange import (
     T_MAX_KEYS,
     T_OWN,
     TABLE_COLUMNS,
-    TIMES_HEAD,
+    WAKES,
     arm,
     complete_job,
     completions,
@@ -247,9 +249,14 @@ class Board:
         os.eventfd_write(self._loop_event, 1)
 
     @property
-    def figures(self) -> dict[str, Any]:
-        """State of the loop, for debugging and benchmarks."""
-        return {"times": int(self.state[TIMES_HEAD]), "state": self.state[:16].tolist()}
+    def figures(self) -> dict[str, int]:
+        """Counts of the loop since it began: batches, requests left to Python, malformed descriptors, and wakes from sleep."""
+        return {
+            "batches": int(self.state[BATCHES]),
+            "handed_over": int(self.state[JOBS_HEAD]),
+            "malformed": int(self.regions[:, MALFORMED_COUNT].sum()),
+            "wakes": int(self.state[WAKES]),
+        }
 
 
 def _since(words: IndexArray, seen: IndexArray, columns: Sequence[int]) -> list[int]:

@@ -84,7 +84,7 @@ class Application:
         self.link = FrontLink(lifecycle, self.device_failed)
         self._statistics.fronts = self.link.figures
         self._metrics = HTTPMetrics(self._refusals, lambda: self.lifecycle.settled, lambda: self._device_failed)
-        self._metrics.fronts = self.link.figures
+        self._metrics.fronts, self._metrics.loops = self.link.figures, self.link.loop_figures
         routers = [
             admin_routes(lifecycle, self._reports, ERRORS),
             status_routes(lifecycle, self._metrics, self.problems, self._history, self._texts, ERRORS),

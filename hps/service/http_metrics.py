@@ -30,6 +30,7 @@ class HTTPMetrics:
 
     Attributes:
         fronts: returns the figures of all fronts, which are added.
+        loops: returns the counts of the loops that answer fronts.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class HTTPMetrics:
         device_failed: Callable[[], float] = lambda: False,
     ) -> None:
         self.fronts: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
+        self.loops: Callable[[], Mapping[str, int]] = dict
         self._counts: dict[tuple[str, int], int] = {}
         self._routes: dict[str, Times] = {}
         self._who: dict[tuple[str, int], int] = {}
@@ -95,9 +97,9 @@ class HTTPMetrics:
         return list(found.values())
 
     def held(self) -> dict[str, int]:
-        """Return what all fronts hold now: connections, lookups under way, and bytes for clients."""
+        """Return the number of fronts, and what they hold now: connections, lookups under way, and bytes for clients."""
         fronts = self.fronts()
-        return {name: sum(one[name] for one in fronts) for _, _, name in _OF_FRONTS}
+        return {"fronts": len(fronts), **{name: sum(one[name] for one in fronts) for _, _, name in _OF_FRONTS}}
 
     def _with(self, fronts: Sequence[Mapping[str, Any]]) -> "HTTPMetrics":
         """Return the sum of these counts and those of fronts."""
@@ -118,6 +120,11 @@ class HTTPMetrics:
         for name, text, figure in _OF_FRONTS:
             values = [(label_text(["front"], [str(nth)]), one[figure]) for nth, one in enumerate(fronts)]
             yield family("gauge", name, text, values)
+        times_used = [(label_text(["front"], [str(nth)]), one["cpu_ns"] / 1e9) for nth, one in enumerate(fronts)]
+        yield family("counter", "hps_front_cpu_seconds", "Processor time of each front.", times_used)
+        loops = self.loops()
+        for name, text in _OF_LOOPS.items():
+            yield family("counter", name, text, [("", loops.get(name.removeprefix("hps_owner_"), 0))])
         yield family("gauge", "hps_ready", _READY, [("", self._ready())])
         yield family("gauge", "hps_device_failed", _DEVICE_FAILED, [("", self._device_failed())])
         yield from total._refusals.families()
@@ -130,6 +137,12 @@ _OF_FRONTS: Final = (
     ("hps_http_lookups_pending", "Lookups that were posted and not answered.", "pending"),
     ("hps_http_held_bytes", "Memory held for clients.", "held_bytes"),
 )
+_OF_LOOPS: Final = {
+    "hps_owner_batches": "Batches that the owner's loop answered.",
+    "hps_owner_handed_over": "Lookups that the loop left to service.lookup_threads.",
+    "hps_owner_malformed": "Lookups of fronts that were refused because their descriptor was malformed.",
+    "hps_owner_wakes": "How often the loop woke from sleep.",
+}
 _READY: Final = "1 while lookups are answered, ignoring models that cannot be loaded."
 _DEVICE_FAILED: Final = "1 after a device failure: no lookup is answered until a restart."
 
@@ -140,7 +153,7 @@ def are_figures(found: Mapping[str, Any]) -> bool:
         HTTPMetrics(Refusals()).add(found["http"])
         for one in found["inference"].values():
             InferenceCounts().plus(InferenceCounts(*one))
-        return all(isinstance(found[name], int) for _, _, name in _OF_FRONTS)
+        return all(isinstance(found[name], int) for name in ("cpu_ns", *(name for _, _, name in _OF_FRONTS)))
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
 

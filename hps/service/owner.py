@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -191,6 +192,13 @@ class FrontLink:
             if found is not None and are_figures(found[1]):  # else it is being written, or garbage
                 self._figures[nth] = found[1]
         return [self._figures[nth] for nth in sorted(self._figures)]
+
+    def loop_figures(self) -> dict[str, int]:
+        """Return what the loops have counted (`Board.figures`), added up."""
+        total: Counter[str] = Counter()
+        for board in self._boards:
+            total.update(board.figures)
+        return total
 
     def publish(self) -> None:
         """Write the page: what fronts may name, and what they have to know."""

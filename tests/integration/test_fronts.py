@@ -398,6 +398,21 @@ def test_sighup_changes_settings_of_the_fronts(service):
             wait_until(lambda ones=ones: not refused(ones[0]), "the limit is as before")
 
 
+def test_sighup_changes_the_log_level_of_fronts(start):
+    service = start(access_log_per_s=1000)
+    connections = [ones[0] for ones in service.connections(1).values()]
+    service.configure(access_log_per_s=1000, log_level="debug")
+    service.process.send_signal(signal.SIGHUP)
+
+    def logs_tiers(one):
+        end = len(service.log)
+        assert one.look_up(KEYS) == 200
+        return "item.embedding_cache" in service.log[end:]
+
+    for one in connections:
+        wait_until(lambda one=one: logs_tiers(one), "the front logs details")
+
+
 def test_sigterm_answers_what_is_under_way_and_ends(start):
     service = start()
     connections = [one for ones in service.connections(10).values() for one in ones]

@@ -87,3 +87,14 @@ def test_a_key_that_no_tier_has_is_counted_as_often_as_it_is_sent(service):
         after[name, "m", "item"] - before[name, "m", "item"] for name in ("hps_lookup_keys_total", "hps_default_keys_total")
     )
     assert defaults / keys == 1
+
+
+def test_fronts_and_the_loop_of_the_owner_are_counted(service):
+    before = samples(service)
+    service.client.post("/v1/models/m/lookup", json={"tables": {"item": [1000]}})  # no tier has it
+    after = samples(service)
+    assert after["hps_owner_batches_total",] > before["hps_owner_batches_total",]
+    assert after["hps_owner_handed_over_total",] == before["hps_owner_handed_over_total",] + 1
+    assert after["hps_owner_malformed_total",] == 0
+    assert after["hps_front_cpu_seconds_total", "0"] > 0
+    assert after["hps_http_connections", "0"] >= 1

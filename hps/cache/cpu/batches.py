@@ -14,6 +14,7 @@ from hps.ground.numba_kernels import compile_kernels, kernel
 from hps.regions.board import Board, Resident
 from hps.regions.exchange import (
     BASE,
+    BATCHES,
     D_FIRST,
     D_IN_FLIGHT,
     D_NS,
@@ -114,6 +115,8 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                     finish(regions, place, slot, ANSWERED, began, ended, scratch)
                 else:
                     hand_over(state, jobs, place, slot)
+        if busy:
+            state[BATCHES] += 1
         idle_since = now_ns(scratch) if busy else rest(regions, state, idle_since)
 
 

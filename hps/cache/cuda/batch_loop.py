@@ -28,6 +28,7 @@ from hps.ground.numba_atomics import (
 from hps.ground.numba_kernels import kernel
 from hps.regions.exchange import (
     BASE,
+    BATCHES,
     D_FIRST,
     D_IN_FLIGHT,
     D_NS,
@@ -111,7 +112,7 @@ T_BUCKETS, T_ROWS, T_PAIRS, T_UNITS, T_STRUCT = range(T_OWN, T_OWN + 5)
 T_LAYOUT, T_LINK, T_DEFAULT, T_AUTHORITATIVE, T_BINS = range(T_OWN + 10, T_OWN + 15)
 
 # Words of `functions`: addresses of the driver's functions, and the batches for which misses are expected.
-F_LAUNCH, F_WRITE, F_COPY, F_SET, F_QUERY, F_CURRENT, F_EXPECTED, F_BATCHES, F_FAILED = range(9)
+F_LAUNCH, F_WRITE, F_COPY, F_SET, F_QUERY, F_CURRENT, F_EXPECTED, F_FAILED = range(8)
 
 _QUERY_SEGMENT_WORDS = kernels.SEGMENT.size // 8
 QUERY_TAIL_AT = kernels.SEGMENTS_AT_ONCE * kernels.SEGMENT.size
@@ -256,7 +257,6 @@ def _launch(
         functions[F_EXPECTED] -= 1
         error |= _launch_answers(lane, segments, deployments, tables, functions)
         lane[L_PHASE] = ANSWERING
-    functions[F_BATCHES] += 1
     return error | _tell_when_done(lane, functions)
 
 
@@ -279,6 +279,7 @@ def _finish(
         left: -1: all are; 0: none; 1: those with counts.
     """
     ended = now_ns(scratch)
+    state[BATCHES] += 1
     missing = load_relaxed_u32(lane[L_FLAGS]) != 0
     for r in range(lane[L_REQUESTS]):
         place, slot, row = requests[r, R_PLACE], requests[r, R_SLOT], requests[r, R_ROW]

@@ -46,7 +46,7 @@ from hps.service.http_answer import (
     release_frames,
 )
 from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures
-from hps.service.logs.lines import fields
+from hps.service.logs.lines import fields, use
 from hps.service.logs.lookup_report import report_of
 from hps.service.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
 from hps.service.logs.spans import spans_of
@@ -221,6 +221,7 @@ class Front:
         self._spinning = False
         self._spun_ns = 0
         self._ticks: dict[str, asyncio.TimerHandle] = {}
+        self.settings = settings
         self._configure(settings)
         found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
         if found is not None and are_figures(found[1]):  # those of the front before it
@@ -232,7 +233,9 @@ class Front:
         self._begin_epoch()
 
     def _configure(self, settings: ServiceConfig) -> None:
-        self.settings = settings
+        before, self.settings = self.settings, settings
+        how = "log_format", "log_level"  # only where it has changed: the command line stands above the configuration
+        use(*(None if getattr(before, key) == getattr(settings, key) else getattr(settings, key) for key in how))
         self.authorization.configure(settings, [TokenConfig.model_validate(one) for one in self._tokens])
         self._requests.configure(settings)
         self.memory.limit_to(body_bytes(settings, self._fronts))
@@ -875,6 +878,7 @@ class Front:
         return {
             "http": self.metrics.figures(),
             "inference": inference,
+            "cpu_ns": time.process_time_ns(),
             "connections": len(self.connections.order),
             "pending": len(self._pending),
             "held_bytes": self.memory.held + self.slots.used,

@@ -240,8 +240,10 @@ function work(answer) {
   if (!answer.server) return h("p.soft", {}, "Nothing is running yet.");
   const rows = Object.entries(answer.server.queues).map(([name, n]) => h("tr", {}, cell(name), cell(`${count(n)} batches waiting`)));
   rows.push(...Object.entries(answer.server.updates).map(([name, lag]) => h("tr", {}, cell(`updates of ${name}`), cell(lag === null ? "lag unknown" : `${time(lag)} behind`))));
-  rows.push(h("tr", {}, cell("lookups over HTTP"), cell(`${count(answer.service.pending)} running or waiting`)));
-  rows.push(h("tr", {}, cell("held for clients"), cell(bytes(answer.service.held_bytes))));
+  const service = answer.service;
+  rows.push(h("tr", {}, cell("connections"), cell(`${count(service.connections)} on ${count(service.fronts)} fronts`)));
+  rows.push(h("tr", {}, cell("lookups over HTTP and gRPC"), cell(`${count(service.pending)} under way`)));
+  rows.push(h("tr", {}, cell("held for clients"), cell(bytes(service.held_bytes))));
   return h("div.card", {}, table(["work", "now"], rows));
 }
 

@@ -25,7 +25,7 @@ def answer(at_s, done):
     stages = dict.fromkeys(("query", "volatile_db", "insert"), latency)
     model = ModelStatistics("m", "1", (("1", "serving"),), 0.0, latency, stages, 4, 1, tables)
     server = ServerStatistics("0", 0.0, 1 << 28, (model,), (), {}, {})
-    service = {"ready": True, "pending": 0}
+    service = {"ready": True, "fronts": 2, "connections": 40, "pending": 3, "held_bytes": 1 << 16}
     return {"at_s": at_s, "server": asdict(server), "service": service, "models": [], "problems": []}
 
 
@@ -38,5 +38,6 @@ def test_no_figure_is_cut(width):
     assert max(map(len, text.splitlines())) <= width
     row = " ".join(line.removeprefix("item") for line in text.splitlines() if line.startswith("item"))
     assert " ".join(row.split()) == "32 50.0 k 250 k 80.0% 80.0% 0.4% 24.3 k of 25.0 k 1.0 k 3.4 MB 7.2 MB"
+    assert "2 fronts: 40 connections, 3 lookups under way, 65.5 kB held for clients" in text
     assert (LONG in text) == (width > 160)  # else it is folded
     assert "persistent" not in text

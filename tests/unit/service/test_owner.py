@@ -122,7 +122,7 @@ def figures():
     metrics = HTTPMetrics(Refusals())
     metrics.count("/a", 200, 0.5)
     inference = {"m\0001": [1] * 8}
-    return {"http": metrics.figures(), "inference": inference, "connections": 1, "pending": 0, "held_bytes": 5}
+    return {"http": metrics.figures(), "inference": inference, "cpu_ns": 7, "connections": 1, "pending": 0, "held_bytes": 5}
 
 
 def test_figures_of_a_front_are_recognised():
@@ -145,6 +145,7 @@ def test_figures_of_a_front_are_recognised():
         {"inference": {"m\0001": [1] * 9}},
         {"inference": {"m\0001": ["x"] * 8}},
         {"connections": "x"},
+        {"cpu_ns": None},
         {"pending": None},
         {"held_bytes": [1]},
     ],

@@ -175,7 +175,10 @@ def json_call(
     Args:
         refused: makes the result of an answer whose status is not 200, which otherwise raises an error.
     """
-    text = b"" if body is None else orjson.dumps(body)
+    try:
+        text = b"" if body is None else orjson.dumps(body)
+    except TypeError as error:  # text with surrogates, such as arguments of commands may have
+        raise InvalidInputError(f"writing the request: {error}") from error
 
     def read(answer: Answer) -> Any:
         if answer.status != 200 and refused is not None:

@@ -82,7 +82,7 @@ class Application:
             CallThreads(1, settings.request_timeout_s, memory, _MOST_WAITING, what) for what in ("report", "text")
         )
         self.link = FrontLink(lifecycle, self.device_failed)
-        self._statistics.fronts = self.link.figures
+        self._statistics.fronts, self._statistics.serials = self.link.figures, self.link.serials
         self._metrics = HTTPMetrics(self._refusals, lambda: self.lifecycle.settled, lambda: self._device_failed)
         self._metrics.fronts, self._metrics.loops = self.link.figures, self.link.loop_figures
         routers = [

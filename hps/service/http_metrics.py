@@ -158,6 +158,11 @@ def are_figures(found: Mapping[str, Any]) -> bool:
         return False
 
 
+def counted_as(model: str, version: str, serials: Mapping[int, int]) -> str:
+    """Return the name of a deployment's counts: a version that is deployed again begins anew."""
+    return f"{model}\0{version}\0{next(iter(serials.values()), 0)}"
+
+
 @dataclass(slots=True, eq=False)
 class InferenceCounts:
     """Answered and failed requests of one version. *One per event loop*; only the loop changes it.
@@ -210,14 +215,16 @@ class InferenceStatistics:
 
     Attributes:
         fronts: returns the figures of all fronts.
+        serials: returns by device how fronts name a deployment.
     """
 
     def __init__(self) -> None:
         self.fronts: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
+        self.serials: Callable[[Deployment], Mapping[int, int]] = lambda deployment: {}
 
     def of(self, deployment: Deployment) -> InferenceCounts:
         """Return the counts of a version."""
-        name = f"{deployment.config.model}\0{deployment.version}"
+        name = counted_as(deployment.config.model, deployment.version, self.serials(deployment))
         counted = [InferenceCounts(*one["inference"][name]) for one in self.fronts() if name in one["inference"]]
         return reduce(InferenceCounts.plus, counted, InferenceCounts())
 
@@ -226,7 +233,7 @@ class InferenceStatistics:
         versions: dict[str, InferenceCounts] = {}
         for front in self.fronts():
             for name, counts in front["inference"].items():
-                where = label_text(("model", "version"), name.split("\0"))
+                where = label_text(("model", "version"), name.split("\0")[:2])
                 versions[where] = versions.get(where, InferenceCounts()).plus(InferenceCounts(*counts))
         for name, text, value in _TRITON:
             yield family("untyped", f"nv_inference_{name}", text, [(where, value(one)) for where, one in versions.items()])

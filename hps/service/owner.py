@@ -174,6 +174,11 @@ class FrontLink:
         server.metrics.settling.add(self.settle)
         self.publish()
 
+    def serials(self, deployment: Deployment) -> dict[int, int]:
+        """Return by device how fronts name a deployment."""
+        keys = [(device, self._served.get((id(deployment), device))) for device in self._devices(deployment)]
+        return dict(self._serials_of(deployment, [(device, one.serial) for device, one in keys if one is not None]))
+
     def _unpublished(self) -> str:
         server, known = self._lifecycle.opened, self._published.get("serving", {})
         for name, one in server.live.serving.items() if server is not None else ():

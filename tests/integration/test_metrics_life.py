@@ -136,7 +136,7 @@ def test_who_asks_while_figures_are_written_gets_the_same_text_and_no_lookup_wai
             others = [pool.submit(httpx.get, service.url + path, timeout=60) for _ in range(3)]
             for _ in range(3):
                 _look_up(service, "stays")
-            wait_until(lambda: service.requests == 4, "all have asked")
+            wait_until(lambda: service.passed_on == 4, "all have asked")
             _look_up(service, "stays")
             assert not any(one.done() for one in [first, *others])
         finally:

@@ -22,7 +22,7 @@ import pytest
 import hps
 from hps.configuration.load import UpdateSourceConfig
 from hps.registry import IMPLEMENTATIONS, Ours
-from hps.service.lookup_threads import MAX_WAITING
+from hps.service.fronts import front as fronts
 from hps.types import TableSpec
 from hps.updates.publisher import Publisher, open_writer
 from tests.fakes.fake_parameter_server import FakeParameterServer
@@ -485,9 +485,12 @@ class Flood:
         self._go_on.clear()
 
 
+MOST_PENDING = 100
+
+
 def many_lookups(flood: Flood) -> None:
     flood.send(280, b'{"tables": {"item": [1]}}')
-    wait_until(lambda: flood.service.app.refusals.refused["threads"] == 280 - 2 - MAX_WAITING, "the others are refused", 20)
+    wait_until(lambda: flood.service.front.refusals.refused["threads"] == 280 - MOST_PENDING, "the others are refused", 20)
 
 
 def large_bodies(flood: Flood) -> None:
@@ -496,7 +499,7 @@ def large_bodies(flood: Flood) -> None:
 
 def many_connections(flood: Flood) -> None:
     flood.send(20, b'{"tables": {"item": [1]}}')  # complete: requests that are sent in part would be closed for others
-    wait_until(lambda: flood.service.app._threads.pending == 20, "all lookups run or wait")
+    wait_until(lambda: flood.service.requests == 20, "all lookups run or wait")
     (late,) = flood.send(1, b"")
     assert late.recv(12) == b"HTTP/1.1 503"
 
@@ -510,13 +513,14 @@ def many_connections(flood: Flood) -> None:
     ],
     ids=["threads", "memory", "connections"],
 )
-def test_flood(tabletop, reason, limits, work, also):
+def test_flood(tabletop, reason, limits, work, also, monkeypatch):
+    monkeypatch.setattr(fronts, "MOST_PENDING", MOST_PENDING)
     flood = Flood(tabletop, **limits)
     tabletop.before(flood.quiet)
 
     def all_at_once():
         work(flood)
-        wait_until(lambda: flood.service.app.refusals.refused[reason], "something is refused", 20)
+        wait_until(lambda: flood.service.front.refusals.refused[reason], "something is refused", 20)
         flood.ease()
 
     alerts = [f'HPSOverloaded{{instance="hps-1",reason="{reason}"}}'] + ['HPSServerErrors{instance="hps-1"}'] * also

@@ -346,8 +346,7 @@ def test_statistics_of_deployments_that_are_gone_do_not_accumulate(explicit: Run
         write(tmp_path, "simple", content)
     load(explicit)
     answer(explicit)
-    counts = explicit.app._statistics._counts
-    wait_until(lambda: len(counts) <= 2, "only what serves is counted")
+    wait_until(lambda: len(explicit.front._counts) <= 2, "only what serves is counted")
 
 
 # -- polling -------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,11 @@ class RunningService:
         return len(self.server.front.connections.order)
 
     @property
+    def passed_on(self) -> int:
+        """How many requests the owner's application answers."""
+        return len(self.server._uvicorn.server_state.tasks)
+
+    @property
     def requests(self) -> int:
         """How many requests are being answered."""
         return len(self.server.front._pending)

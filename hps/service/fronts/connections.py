@@ -1,13 +1,18 @@
 """How many connections a front has, and which it closes for another."""
 
+import logging
 import resource
 import time
 from typing import TYPE_CHECKING, Final
+
+from hps.ground.log_limits import OnceAMinute
 
 if TYPE_CHECKING:
     from hps.service.fronts.connection import Connection
     from hps.service.fronts.http2 import HTTP2Connection
 
+_log = logging.getLogger(__name__)
+_log.addFilter(OnceAMinute())
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
 TOO_MANY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -34,6 +39,12 @@ class Connections:
     def limit_to(self, most: int) -> None:
         """Change the limit."""
         self.most = _within_descriptors(most)
+
+    def full(self) -> str:
+        """Log that there is no room for another one, and return the limit."""
+        limit = f"{self.most} connections (service.max_connections by the fronts, at most half of the open files)"
+        _log.warning("there are %s; closing the longest idle ones for others", limit)
+        return limit
 
     def least_missed(self) -> "Connection | HTTP2Connection | None":
         """Return the connection to close for a new one; None to refuse the new one.

@@ -45,7 +45,7 @@ from hps.service.http_answer import (
     error_answer,
     release_frames,
 )
-from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures
+from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures, counted_as
 from hps.service.logs.lines import fields, use
 from hps.service.logs.lookup_report import report_of
 from hps.service.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
@@ -207,7 +207,7 @@ class Front:
         self.segments = Segments()
         self._pending: dict[int, Lookup] = {}
         self._waiting: deque[tuple[Lookup, Requester]] = deque()
-        self._counts: dict[tuple[str, str], InferenceCounts] = {}
+        self._counts: dict[str, InferenceCounts] = {}  # by `counted_as`
         self._models: dict[str, dict[str, FrontVersion]] = {}
         self._serving: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
@@ -227,8 +227,7 @@ class Front:
         if found is not None and are_figures(found[1]):  # those of the front before it
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
-                model, _, version = name.partition("\0")
-                self._counts[model, version] = InferenceCounts(*values)
+                self._counts[name] = InferenceCounts(*values)
         region[layout.FIGURES] = region[layout.FIGURES] & ~1
         self._begin_epoch()
 
@@ -300,11 +299,16 @@ class Front:
                     models[name][number] = before
                     continue
                 tables = tuple(TableSpec(**table) for table in one["tables"])
-                counts = self._counts.setdefault((name, number), InferenceCounts())
+                counts = self._counts.setdefault(counted_as(name, number, serials), InferenceCounts())
                 models[name][number] = FrontVersion(ModelTables(name, tables, number, one["keys_per_sample"]), serials, counts)
         self._models = models
         if not self._blocked:  # a new owner begins without models
-            self._counts = {key: counts for key, counts in self._counts.items() if key[1] in models.get(key[0], ())}
+            self._counts = {
+                key: one.counts
+                for name, versions in models.items()
+                for number, one in versions.items()
+                if (key := counted_as(name, number, one.serials)) in self._counts
+            }
 
     def _version(self, target: LookupTarget) -> FrontVersion:
         """Return what answers a lookup.
@@ -829,8 +833,7 @@ class Front:
     def opened(self, connection: "Connection | HTTP2Connection") -> None:
         connections = self.connections
         if len(connections.order) >= connections.most:
-            limit = f"{connections.most} connections (service.max_connections by the fronts, at most half of the open files)"
-            _log.warning("there are %s; closing the longest idle ones for others", limit)
+            limit = connections.full()
             least_missed = connections.least_missed()
             if least_missed is None:
                 self.refusals.refuse("connections", limit)
@@ -871,9 +874,9 @@ class Front:
     def figures(self) -> dict[str, Any]:
         """Return what this front, and those before it in its place, have counted."""
         inference = {
-            f"{name}\0{version}": [counts.successes, counts.failures, counts.input_ns, counts.queue_ns, counts.infer_ns,
+            name: [counts.successes, counts.failures, counts.input_ns, counts.queue_ns, counts.infer_ns,
                                    counts.output_ns, counts.failure_ns, counts.last_ns]
-            for (name, version), counts in self._counts.items()
+            for name, counts in self._counts.items()
         }  # fmt: skip
         return {
             "http": self.metrics.figures(),

@@ -18,7 +18,7 @@ def slab_bytes(settings: ServiceConfig, fronts: int) -> int:
 
 def body_bytes(settings: ServiceConfig, fronts: int) -> int:
     """Return how much of other memory each front may hold for clients: the rest of its share, but enough for a large body."""
-    least = min(2 * settings.max_body_bytes, settings.max_held_bytes // 2)
+    least = min(2 * settings.max_body_bytes, 3 * settings.max_held_bytes // 4)  # a fourth of it is for small requests
     return max(least, settings.max_held_bytes // fronts - slab_bytes(settings, fronts))
 
 

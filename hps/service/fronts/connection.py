@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from hps.errors import HPSError
 from hps.service.fronts.connections import TOO_MANY
-from hps.service.fronts.heads import MAX_HEAD_BYTES, Chunks, Head, MalformedRequestError, answer_head, read_head
+from hps.service.fronts.heads import MAX_HEAD_BYTES, MAX_HEADERS, Chunks, Head, MalformedRequestError, answer_head, read_head
 from hps.service.fronts.lookups import FrontVersion, Plan
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.fronts.tls import names_in
@@ -240,6 +240,8 @@ class Connection(asyncio.BufferedProtocol):
         if end < 4:
             if self._have - self._at > MAX_HEAD_BYTES:
                 raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")
+            if buffer.count(b"\n", self._at, self._have) > MAX_HEADERS + 1:
+                raise MalformedRequestError(f"reading a request: got more than {MAX_HEADERS} headers")
             return
         if end - self._at > MAX_HEAD_BYTES:
             raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")

@@ -279,19 +279,18 @@ class CachedSession:
                 trace.spans.sort(key=attrgetter("ended_ns"))
             self._trace(trace, segments, counts, linked, absent, padding)
 
-    def count_answered(self, tables: Sequence[Sequence[int]], ns: Sequence[int]) -> None:
+    def count_answered(self, tables: Sequence[Sequence[int]], times: Sequence[int], ns: int) -> None:
         """Count lookups that a loop without the interpreter has answered from the cache.
 
         Args:
             tables: by table: keys, and of these resident, linked and absent ones.
-            ns: duration of each lookup.
+            times: number of lookups, by the buckets of `LookupTimes`.
+            ns: duration of all of them.
         """
         with self._metrics.lock:
-            for one in ns:
-                self._recent.extend((one, 0, 0, one, 0))
-            if len(self._recent) >= LookupTimes.MOST_RECENT:
-                self._times.fold()
-            self._device.lookups += len(ns)
+            for one in (self._times.whole, self._times.stages["query"]):
+                one.add_buckets(times, ns)
+            self._device.lookups += sum(times)
             for counters, (keys, hits, linked, absent) in zip(self._counters, tables, strict=True):
                 counters.keys += keys
                 counters.hits[0] += hits

@@ -12,14 +12,16 @@ from hps.errors import HPSError
 from hps.regions.exchange import (
     BASE,
     BATCHES,
+    BOUND_COUNT,
+    BOUNDS,
     D_FIRST,
     D_IN_FLIGHT,
     D_NS,
     D_OWN,
-    D_REQUESTS,
     D_RESIDENT,
     D_SERIAL,
     D_TABLES,
+    D_TIMES,
     DEPLOYMENT_COLUMNS,
     EVENT,
     HEADER_WORDS,
@@ -29,7 +31,6 @@ from hps.regions.exchange import (
     LOOP_EVENT,
     MALFORMED_COUNT,
     MOST_DEPLOYMENTS,
-    MOST_TIMES,
     OLD_EPOCH,
     REGION_COLUMNS,
     SHIFT,
@@ -38,9 +39,7 @@ from hps.regions.exchange import (
     STOP,
     T_ABSENT,
     T_DIM,
-    T_HITS,
     T_KEYS,
-    T_LINKED,
     T_MAX_KEYS,
     T_OWN,
     TABLE_COLUMNS,
@@ -53,6 +52,7 @@ from hps.regions.exchange import (
     store_word,
 )
 from hps.regions.layout import BEGUN_EPOCH, MOST_SEGMENTS, RING, SEGMENT_WORDS, Memory
+from hps.statistics.metrics import LOOKUP_BOUNDS_NS
 from hps.types import IndexArray, TableSpec
 
 FRONT_KERNELS: Final = (post, completions, arm, store_word)
@@ -65,13 +65,13 @@ class Tally(NamedTuple):
 
     Attributes:
         tables: by table: keys, resident, linked and absent ones.
-        requests: number of requests.
-        ns: how long each took that is still known.
+        times: number of requests, by the buckets of `LookupTimes`.
+        ns: how long all took together.
     """
 
     tables: list[list[int]]
-    requests: int
-    ns: list[int]
+    times: list[int]
+    ns: int
 
 
 class Resident(NamedTuple):
@@ -116,7 +116,7 @@ class Board:
         serials: what the serials count from. Those of another owner must differ: fronts post again what it did not answer.
 
     Attributes:
-        regions, deployments, tables, state, jobs, times: see `exchange`.
+        regions, deployments, tables, state, jobs: see `exchange`.
     """
 
     def __init__(
@@ -134,9 +134,10 @@ class Board:
         self.tables = np.zeros((_MOST_TABLES, TABLE_COLUMNS), np.int64)
         self.state = np.zeros(STATE_WORDS, np.int64)
         self.jobs = np.zeros((RING * max(1, len(memories)), 2), np.int64)
-        self.times = np.zeros((MOST_TIMES, 2), np.int64)
         self._loop_event = loop_event
         self.state[SPIN_NS], self.state[JOBS_EVENT], self.state[LOOP_EVENT] = spin_ns, jobs_event, loop_event
+        self.state[BOUND_COUNT] = len(LOOKUP_BOUNDS_NS)
+        self.state[BOUNDS : BOUNDS + len(LOOKUP_BOUNDS_NS)] = LOOKUP_BOUNDS_NS
         for place, (memory, event) in enumerate(zip(memories, events, strict=True)):
             self.regions[place, LENGTH], self.regions[place, EVENT] = memory.size, event
             self.regions[place, BASE], self.regions[place, OLD_EPOCH] = memory.address, memory[BEGUN_EPOCH]
@@ -179,7 +180,7 @@ class Board:
             serial = self._serials << 8 | row
             deployment = self.deployments[row]
             deployment[D_OWN:] = self._seen[0][row] = 0  # D_IN_FLIGHT stays: the loop may be leaving the one before
-            deployment[D_REQUESTS] = deployment[D_NS] = 0
+            deployment[D_NS] = 0
             deployment[D_TABLES], deployment[D_FIRST] = len(tables), first
             self._resident[row] = resident is not None
             deployment[D_RESIDENT] = int(self._resident[row] and not self._left_to_python)
@@ -220,11 +221,12 @@ class Board:
     def tally(self, serial: int) -> Tally:
         """Return what was answered of a deployment since the last call. One caller at a time."""
         row = serial & (MOST_DEPLOYMENTS - 1)
-        tables_of = self._rows[row]
-        columns = (T_KEYS, T_HITS, T_LINKED, T_ABSENT)
-        counts = [_since(self.tables[table], self._seen[1][table], columns) for table in tables_of or ()]
-        requests, ns = _since(self.deployments[row], self._seen[0][row], (D_REQUESTS, D_NS))
-        return Tally(counts, requests, [ns // requests] * requests if requests else [])
+        tables_of = self._rows[row] or range(0)
+        tables = _since(self.tables, self._seen[1], slice(tables_of.start, tables_of.stop), slice(T_KEYS, T_ABSENT + 1))
+        last = D_TIMES + len(LOOKUP_BOUNDS_NS)
+        [times] = _since(self.deployments, self._seen[0], slice(row, row + 1), slice(D_TIMES, last + 1))
+        [[ns]] = _since(self.deployments, self._seen[0], slice(row, row + 1), slice(D_NS, D_NS + 1))
+        return Tally(tables, times, ns)
 
     def next_job(self) -> Job | None:
         """Take the next request that the loop has left to Python."""
@@ -259,9 +261,9 @@ class Board:
         }
 
 
-def _since(words: IndexArray, seen: IndexArray, columns: Sequence[int]) -> list[int]:
+def _since(words: IndexArray, seen: IndexArray, rows: slice, columns: slice) -> list[list[int]]:
     """Read counters that a loop adds to, and return by how much they have grown since they were seen last."""
-    now = words[list(columns)]
-    grown: list[int] = (now - seen[list(columns)]).tolist()
-    seen[list(columns)] = now
+    now = words[rows, columns].copy()
+    grown: list[list[int]] = (now - seen[rows, columns]).tolist()
+    seen[rows, columns] = now
     return grown

@@ -56,8 +56,10 @@ way, the epoch that is served, the event that wakes its front, the lock of its c
 last epoch of an owner before this one."""
 
 # Columns of `deployments`; a serial's lower 8 bits are the row.
-D_SERIAL, D_TABLES, D_FIRST, D_RESIDENT, D_IN_FLIGHT, D_REQUESTS, D_NS, D_OWN = range(8)
-DEPLOYMENT_COLUMNS: Final = 24
+D_SERIAL, D_TABLES, D_FIRST, D_RESIDENT, D_IN_FLIGHT, D_NS, D_OWN = range(7)
+D_TIMES: Final = 24
+"""First of the buckets of the times of answers."""
+DEPLOYMENT_COLUMNS: Final = 64
 MOST_DEPLOYMENTS: Final = 256
 
 # Columns of `tables`, the first of which every driver has.
@@ -65,10 +67,11 @@ T_DIM, T_MAX_KEYS, T_KEYS, T_HITS, T_LINKED, T_ABSENT, T_OWN = range(7)
 TABLE_COLUMNS: Final = 32
 
 # Words of a loop's own state.
-STOP, SLEEPS, SPIN_NS, JOBS_HEAD, JOBS_TAIL, JOBS_EVENT, LOOP_EVENT, TURNS, TIMES_HEAD, BUSY_NS, BATCHES, WAKES = range(12)
-STATE_WORDS: Final = 64
+STOP, SPIN_NS, JOBS_HEAD, JOBS_EVENT, LOOP_EVENT, BATCHES, WAKES, BOUND_COUNT = range(8)
+BOUNDS: Final = 64
+"""First of the bounds of the buckets of times, in ns."""
+STATE_WORDS: Final = 128
 SCRATCH: Final = 48
-MOST_TIMES: Final = 4096
 
 HEADER_WORDS: Final = 8
 H_SERIAL, H_FLAGS, H_SEGMENTS, H_ASIDE, H_ASIDE_BYTES, H_KEYS = range(6)
@@ -326,12 +329,13 @@ def hand_over(state: IndexArray, jobs: IndexArray, place: int, slot: int) -> Non
 
 
 @njit()
-def note_time(state: IndexArray, times: IndexArray, row: int, began: int, ended: int) -> None:
-    """Keep how long an answer took; the oldest are overwritten if nobody collects them."""
-    head = state[TIMES_HEAD]
-    times[head % times.shape[0], 0] = row
-    times[head % times.shape[0], 1] = ended - began
-    store_release(state.ctypes.data + 8 * TIMES_HEAD, head + 1)
+def note_answer(deployments: IndexArray, state: IndexArray, row: int, ns: int) -> None:
+    """Count an answer of a deployment, and how long it took."""
+    place = 0
+    while place < state[BOUND_COUNT] and state[BOUNDS + place] < ns:
+        place += 1
+    deployments[row, D_NS] += ns
+    deployments[row, D_TIMES + place] += 1
 
 
 @njit()

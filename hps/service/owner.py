@@ -98,8 +98,8 @@ class _Served:
                 return
             for board in self._boards:
                 tally = board.tally(self.serial)
-                if tally.requests or any(map(any, tally.tables)):  # keys are counted before their request
-                    self._session.count_answered(tally.tables, tally.ns)
+                if any(tally.times) or any(map(any, tally.tables)):  # keys are counted before their request
+                    self._session.count_answered(*tally)
 
 
 class FrontLink:

@@ -32,6 +32,8 @@ from hps.types import IndexArray
 _STAGE_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5)
 _LOOKUP_BUCKETS = (2.5e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
 _BOUNDS = (*_STAGE_BUCKETS, *_LOOKUP_BUCKETS)
+LOOKUP_BOUNDS_NS: Final = tuple(round(1e9 * bound) for bound in _BOUNDS)
+"""Bounds of the buckets of `LookupTimes`."""
 _VISIBLE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)
 TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 _TABLE = ("model", "table")

@@ -17,8 +17,6 @@ from hps.regions.exchange import (
     BATCHES,
     D_FIRST,
     D_IN_FLIGHT,
-    D_NS,
-    D_REQUESTS,
     D_RESIDENT,
     H_FLAGS,
     H_KEYS,
@@ -35,6 +33,7 @@ from hps.regions.exchange import (
     available,
     finish,
     hand_over,
+    note_answer,
     now_ns,
     read_descriptor,
     refuse,
@@ -108,8 +107,7 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                     for s in range(header[H_SEGMENTS]):
                         tables[first + segments[s, 0], T_KEYS] += segments[s, 1]
                         tables[first + segments[s, 0], T_HITS] += segments[s, 1]
-                    deployments[row, D_REQUESTS] += 1
-                    deployments[row, D_NS] += ended - began
+                    note_answer(deployments, state, row, ended - began)
                 fetch_add(in_flight, -1)  # from now on the row may be another deployment's
                 if answered:
                     finish(regions, place, slot, ANSWERED, began, ended, scratch)

@@ -31,9 +31,7 @@ from hps.regions.exchange import (
     BATCHES,
     D_FIRST,
     D_IN_FLIGHT,
-    D_NS,
     D_OWN,
-    D_REQUESTS,
     D_RESIDENT,
     D_SERIAL,
     H_FLAGS,
@@ -54,6 +52,7 @@ from hps.regions.exchange import (
     available,
     finish,
     hand_over,
+    note_answer,
     now_ns,
     peek,
     read_descriptor,
@@ -303,8 +302,7 @@ def _finish(
             tables[table, T_HITS] += n - linked - absent
             tables[table, T_LINKED] += linked
             tables[table, T_ABSENT] += absent
-        deployments[row, D_REQUESTS] += 1
-        deployments[row, D_NS] += ended - lane[L_BEGAN]
+        note_answer(deployments, state, row, ended - lane[L_BEGAN])
         fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
         finish(regions, place, slot, ANSWERED, lane[L_BEGAN], ended, scratch)
     lane[L_REQUESTS] = lane[L_SEGMENTS] = lane[L_KEYS] = lane[L_LINKED] = 0

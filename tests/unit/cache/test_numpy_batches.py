@@ -2,6 +2,7 @@
 
 import os
 import threading
+from bisect import bisect_left
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -13,6 +14,7 @@ from hps.regions import layout
 from hps.regions.board import Board
 from hps.regions.exchange import MALFORMED_COUNT
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, MALFORMED, POOLED, RETIRED, SLAB, TRACED
+from hps.statistics.metrics import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import WAIT_S, RegionFront, tables_of
 
 DIMS = (4, 1, 33)
@@ -174,7 +176,9 @@ def test_a_request_with_an_absent_key_is_handed_over_whole(loop, front, where):
     assert request.status == FAILED
     assert [(job.slot, job.status) for job in loop.jobs] == [(SLAB, 0)]
     assert loop.jobs[0].segments[:, :2].tolist() == [[0, 3], [1, 3], [2, 3]]
-    assert loop.board.tally(serial) == ([[1, 1, 0, 0], [0] * 4, [0] * 4], 1, [resident.times[1] - resident.times[0]])
+    tables, times, ns = loop.board.tally(serial)
+    assert (tables, sum(times), ns) == ([[1, 1, 0, 0], [0] * 4, [0] * 4], 1, resident.times[1] - resident.times[0])
+    assert times[bisect_left(LOOKUP_BOUNDS_NS, ns)] == 1
 
 
 @pytest.mark.parametrize("flags", [TRACED, POOLED, TRACED | POOLED, 1 << 40, -1])
@@ -262,9 +266,10 @@ def test_the_counts_are_those_of_the_answers(loop, front):
         front.write(SLAB + 16384 * nth, serial, DIMS, [(0, range(nth), False), (2, range(3 * nth), False)]) for nth in range(20)
     ]
     ask(loop, front, *requests)
-    tables, count, ns = loop.board.tally(serial)
+    tables, times, ns = loop.board.tally(serial)
     assert tables == [[190, 190, 0, 0], [0, 0, 0, 0], [570, 570, 0, 0]]
-    assert count == len(ns) == 20
+    assert sum(times) == 20
+    assert ns == sum(request.times[1] - request.times[0] for request in requests)
     assert loop.board.is_idle(serial)
 
 

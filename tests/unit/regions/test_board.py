@@ -2,6 +2,7 @@
 
 import os
 import threading
+from bisect import bisect_left
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from hps.regions.exchange import (
     D_IN_FLIGHT,
     D_NS,
     D_OWN,
-    D_REQUESTS,
     D_RESIDENT,
     D_SERIAL,
     D_TABLES,
+    D_TIMES,
     JOBS_HEAD,
     MOST_DEPLOYMENTS,
     STOP,
@@ -33,6 +34,7 @@ from hps.regions.exchange import (
     hand_over,
 )
 from hps.regions.layout import FRONT_SLEEPS, MALFORMED, RETIRED, RING, SLAB
+from hps.statistics.metrics import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import RegionFront, tables_of
 
 MOST_TABLES = 1 << 14
@@ -190,26 +192,34 @@ def test_a_row_that_is_given_to_another_keeps_what_the_loop_does_there(board):
 def count(board, serial, table, keys, hits, linked, absent, ns):
     row = board.deployments[row_of(serial)]
     board.tables[row[D_FIRST] + table, [T_KEYS, T_HITS, T_LINKED, T_ABSENT]] += [keys, hits, linked, absent]
-    row[[D_REQUESTS, D_NS]] += [1, ns]
+    row[[D_TIMES + bisect_left(LOOKUP_BOUNDS_NS, ns), D_NS]] += [1, ns]
+
+
+def times_of(*durations):
+    """How many durations each bucket has."""
+    times = [0] * (len(LOOKUP_BOUNDS_NS) + 1)
+    for ns in durations:
+        times[bisect_left(LOOKUP_BOUNDS_NS, ns)] += 1
+    return times
 
 
 def test_a_tally_holds_what_was_added_since_the_last_one(board):
     board.add(tables_of(1), None)
     serial = board.add(tables_of(1, 1), None)
-    assert board.tally(serial) == ([[0] * 4, [0] * 4], 0, [])
+    assert board.tally(serial) == ([[0] * 4, [0] * 4], times_of(), 0)
     count(board, serial, 0, 10, 9, 1, 0, ns=100)
-    count(board, serial, 1, 5, 5, 0, 2, ns=201)
-    assert board.tally(serial) == ([[10, 9, 1, 0], [5, 5, 0, 2]], 2, [150, 150])
-    assert board.tally(serial) == ([[0] * 4, [0] * 4], 0, [])
+    count(board, serial, 1, 5, 5, 0, 2, ns=2_000_000)
+    assert board.tally(serial) == ([[10, 9, 1, 0], [5, 5, 0, 2]], times_of(100, 2_000_000), 2_000_100)
+    assert board.tally(serial) == ([[0] * 4, [0] * 4], times_of(), 0)
     count(board, serial, 1, 3, 1, 0, 0, ns=7)
-    assert board.tally(serial) == ([[0] * 4, [3, 1, 0, 0]], 1, [7])
+    assert board.tally(serial) == ([[0] * 4, [3, 1, 0, 0]], times_of(7), 7)
 
 
 def test_a_deployment_does_not_inherit_the_counts_of_the_one_before_it(board):
     for _ in range(2):
         serial = board.add(tables_of(1), None)
         count(board, serial, 0, 10, 9, 1, 0, ns=100)
-        assert board.tally(serial) == ([[10, 9, 1, 0]], 1, [100])
+        assert board.tally(serial) == ([[10, 9, 1, 0]], times_of(100), 100)
         count(board, serial, 0, 1, 1, 1, 1, ns=1)  # and nobody asks any more
         leave(board, serial)
 
@@ -235,7 +245,7 @@ def test_the_sum_of_all_tallies_is_exact_while_the_loop_counts(board):
         ended = not worker.is_alive()
         tally = board.tally(serial)
         found += tally.tables[0]
-        requests += tally.requests
+        requests += sum(tally.times)
         if ended:
             break
     assert found.tolist() == [4 * rounds, 3 * rounds, 2 * rounds, rounds]

@@ -10,10 +10,11 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.errors import NotReadyError
 from hps.lookup.session import CachedSession
 from hps.regions.board import Board
-from hps.regions.exchange import D_IN_FLIGHT, D_REQUESTS, D_SERIAL, MOST_DEPLOYMENTS, T_HITS, T_KEYS
+from hps.regions.exchange import D_IN_FLIGHT, D_SERIAL, D_TIMES, MOST_DEPLOYMENTS, T_HITS, T_KEYS
 from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.service.owner import _Served
 from hps.service.refusals import Refusals
+from hps.statistics.metrics import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import RegionFront, tables_of
 
 TABLES = tables_of(4, 8)
@@ -27,8 +28,8 @@ class Session(CachedSession):
         self.before_close = []
         self.counted = []
 
-    def count_answered(self, tables, ns):
-        self.counted.append((tables, ns))
+    def count_answered(self, tables, times, ns):
+        self.counted.append((tables, times, ns))
 
     def close(self, timeout_s=0.0):
         if not all(end(timeout_s) for end in self.before_close):
@@ -101,9 +102,9 @@ def test_what_the_loop_has_counted_reaches_the_session_even_before_its_request_i
     assert session.counted == []
     board.tables[0, [T_KEYS, T_HITS]] += 5
     served.settle()
-    row_of(board, served)[D_REQUESTS] += 1
+    row_of(board, served)[D_TIMES] += 1
     served.settle()
-    tables = [sum(tables[0][0] for tables, _ in session.counted), sum(len(ns) for _, ns in session.counted)]
+    tables = [sum(tables[0][0] for tables, _, _ in session.counted), sum(sum(times) for _, times, _ in session.counted)]
     assert tables == [5, 1]
 
 
@@ -111,9 +112,9 @@ def test_the_last_counts_of_a_deployment_are_not_lost(board):
     session = Session()
     served = serve(board, session)
     board.tables[1, [T_KEYS, T_HITS]] += 7
-    row_of(board, served)[D_REQUESTS] += 1
+    row_of(board, served)[D_TIMES] += 1
     session.close()
-    assert session.counted == [([[0, 0, 0, 0], [7, 7, 0, 0]], [0])]
+    assert session.counted == [([[0, 0, 0, 0], [7, 7, 0, 0]], [1] + [0] * len(LOOKUP_BOUNDS_NS), 0)]
     served.settle()
     assert len(session.counted) == 1
 

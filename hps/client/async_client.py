@@ -13,7 +13,7 @@ from hps.client.answers import Answer
 from hps.client.calls import Calls
 from hps.client.requests import RemoteCall
 from hps.client.retries import Attempts
-from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
+from hps.errors import RemoteConnectionError
 
 
 def connect_async(
@@ -44,12 +44,7 @@ class AsyncClient(Calls):
     """
 
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int) -> None:
-        super().__init__(token, timeout_s)
-        if connections < 1:
-            raise InvalidInputError(f"connecting to a server: got connections {connections!r}, expected at least 1")
-        self._addresses = addresses
-        self._current = 0
-        self._closed = False
+        super().__init__(addresses, token, timeout_s, connections)
         self._idle: list[_Connection] = []
         self._free = asyncio.Semaphore(connections)
 
@@ -88,21 +83,17 @@ class AsyncClient(Calls):
         return answer
 
     async def _take(self, attempts: Attempts) -> "_Connection":
-        if self._closed:
-            raise NotReadyError("using a client: it is closed; connect again")
+        self._check_open()
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
                 return connection
         loop, errors = asyncio.get_running_loop(), []
-        first, count = self._current, len(self._addresses)
-        for nth in range(count):
-            place = (first + nth) % count
-            one = self._addresses[place]
+        for place, one, timeout_s in self._to_try(attempts):
             connection = _Connection(one)
             made = partial(_same, connection)
             try:
-                async with asyncio.timeout(attempts.left() / (count - nth)):
+                async with asyncio.timeout(timeout_s):
                     if one.path:
                         await loop.create_unix_connection(made, one.path)
                     else:
@@ -112,8 +103,7 @@ class AsyncClient(Calls):
             else:
                 self._current = place
                 return connection
-        attempts.left()
-        raise RemoteConnectionError(f"connecting to {'; '.join(errors)}; is the server running there?")
+        raise self._unreachable(attempts, errors)
 
     async def close(self) -> None:
         """Close the connections; calls under way go on."""
@@ -130,9 +120,6 @@ class AsyncClient(Calls):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-    def __repr__(self) -> str:
-        return f"<hps.AsyncClient of {', '.join(one.text for one in self._addresses)}>"
 
 
 class _Connection(asyncio.BufferedProtocol):

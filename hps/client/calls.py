@@ -1,27 +1,57 @@
 """The calls of a server, defined once for both clients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
+from hps.client.addresses import Address
 from hps.client.answers import Answer
 from hps.client.requests import Encoder, Input, RemoteCall, bag_inputs, json_call, rows_call, rows_path
+from hps.client.retries import Attempts
 from hps.client.shared_memory import SharedMemory
-from hps.errors import InvalidInputError
+from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
 from hps.tensors.bags import Bags
 from hps.tensors.segments import as_host_keys
 
 
 class Calls:
-    """What a client can ask a server. *Thread-safe.* `Client` returns the results, `AsyncClient` awaitables of them."""
+    """What a client can ask a server. *Thread-safe.* `Client` returns the results, `AsyncClient` awaitables of them.
 
-    def __init__(self, token: str, timeout_s: float) -> None:
+    Args:
+        addresses: of servers with the same models.
+    """
+
+    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int) -> None:
         if not timeout_s > 0:
             raise InvalidInputError(f"connecting to a server: got timeout_s {timeout_s!r}, expected a number above 0")
+        if connections < 1:
+            raise InvalidInputError(f"connecting to a server: got connections {connections!r}, expected at least 1")
         self._encoder = Encoder(token)
         self._timeout_s = timeout_s
+        self._addresses = addresses
+        self._current = 0  # place of the one that could be reached last
+        self._closed = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NotReadyError("using a client: it is closed; connect again")
+
+    def _to_try(self, attempts: Attempts) -> Iterator[tuple[int, Address, float]]:
+        """Yield servers to connect to, the current one first: place, address, and how long the attempt may take."""
+        first, count = self._current, len(self._addresses)
+        for nth in range(count):
+            place = (first + nth) % count
+            yield place, self._addresses[place], attempts.left() / (count - nth)
+
+    @staticmethod
+    def _unreachable(attempts: Attempts, errors: Sequence[str]) -> RemoteConnectionError:
+        attempts.left()
+        return RemoteConnectionError(f"connecting to {'; '.join(errors)}; is the server running there?")
+
+    def __repr__(self) -> str:
+        return f"<hps.{type(self).__name__} of {', '.join(one.text for one in self._addresses)}>"
 
     def _remove_memories(self) -> None:
         for one in self._encoder.memories:

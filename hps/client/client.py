@@ -16,7 +16,7 @@ from hps.client.answers import Answer
 from hps.client.calls import Calls
 from hps.client.requests import RemoteCall
 from hps.client.retries import Attempts
-from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
+from hps.errors import RemoteConnectionError
 
 _MOST_PARTS: Final = 1000  # of one sendmsg
 _TOLERANCE_S: Final = 0.005
@@ -65,13 +65,8 @@ class Client(Calls):
     """
 
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int) -> None:
-        super().__init__(token, timeout_s)
-        if connections < 1:
-            raise InvalidInputError(f"connecting to a server: got connections {connections!r}, expected at least 1")
-        self._addresses = addresses
-        self._current = 0
+        super().__init__(addresses, token, timeout_s, connections)
         self._most = connections
-        self._closed = False
         self._begin()
 
     def _begin(self) -> None:
@@ -133,8 +128,7 @@ class Client(Calls):
         Raises:
             RemoteConnectionError: no server can be reached.
         """
-        if self._closed:
-            raise NotReadyError("using a client: it is closed; connect again")
+        self._check_open()
         while self._idle:
             try:
                 connection = self._idle.pop()
@@ -144,18 +138,15 @@ class Client(Calls):
                 return connection
             connection.close()
         errors = []
-        first, count = self._current, len(self._addresses)
-        for nth in range(count):
-            place = (first + nth) % count
+        for place, address, timeout_s in self._to_try(attempts):
             try:
-                connection = _Connection(self._addresses[place], attempts.left() / (count - nth))
+                connection = _Connection(address, timeout_s)
             except OSError as error:
-                errors.append(f"{self._addresses[place].text}: {error}")
+                errors.append(f"{address.text}: {error}")
             else:
                 self._current = place
                 return connection
-        attempts.left()
-        raise RemoteConnectionError(f"connecting to {'; '.join(errors)}; is the server running there?")
+        raise self._unreachable(attempts, errors)
 
     def close(self) -> None:
         """Close the connections; calls under way go on."""
@@ -168,9 +159,6 @@ class Client(Calls):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<hps.Client of {', '.join(one.text for one in self._addresses)}>"
 
 
 def _close_all(connections: "list[_Connection]") -> None:

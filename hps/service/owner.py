@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hps.cache.base import BatchDriver
+from hps.configuration.load import ServiceConfig
 from hps.errors import DeviceError, DeviceMemoryError, HPSError, InvalidInputError, NotReadyError, WorkspaceTimeoutError
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.workers import new_thread
@@ -44,6 +45,7 @@ class _Served:
     def __init__(self, deployment: Deployment, device: int, boards: Sequence[Board], drivers: Sequence[BatchDriver]) -> None:
         self.deployment = deployment
         self.device = device
+        self.tables = [asdict(table) for table in deployment.tables]  # for the page
         self._boards = boards
         self._drivers = drivers
         session = deployment.sessions[device]
@@ -121,9 +123,11 @@ class FrontLink:
         self._memories: list[Memory] = []
         self._boards: list[Board] = []
         self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
+        self._left_out: set[tuple[int, int]] = set()  # for which there was no room
         self._by_serial: dict[int, _Served] = {}
         self._changing = threading.Lock()
         self._published: dict[str, Any] = {}
+        self._settings: tuple[ServiceConfig | None, dict[str, Any]] = (None, {})
         self._figures: dict[int, dict[str, Any]] = {}
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -176,8 +180,8 @@ class FrontLink:
 
     def serials(self, deployment: Deployment) -> dict[int, int]:
         """Return by device how fronts name a deployment."""
-        keys = [(device, self._served.get((id(deployment), device))) for device in self._devices(deployment)]
-        return dict(self._serials_of(deployment, [(device, one.serial) for device, one in keys if one is not None]))
+        made = [self._served.get((id(deployment), device)) for device in self._devices(deployment)]
+        return dict(self._serials_of(deployment, [one for one in made if one is not None]))
 
     def _unpublished(self) -> str:
         server, known = self._lifecycle.opened, self._published.get("serving", {})
@@ -212,6 +216,7 @@ class FrontLink:
             deployments = server.live.all() if server is not None and self._loops else []
             for board in self._boards:
                 board.leave_all(server is not None and server.records)
+            left_out: set[tuple[int, int]] = set()
             present = {(id(one), device) for one in deployments for device in self._devices(one)}
             for one in deployments:
                 for device in self._devices(one):
@@ -219,21 +224,20 @@ class FrontLink:
                         try:
                             served = _Served(one, device, self._boards, self._drivers)
                         except HPSError as error:
-                            _log.error("%s", error)
+                            if (id(one), device) not in self._left_out:
+                                _log.error("%s", error)
+                            left_out.add((id(one), device))
                             continue
                         self._served[id(one), device] = served
                         self._by_serial[served.serial] = served
+            self._left_out = left_out
             models: dict[str, dict[str, Any]] = {}
             for one in deployments:
-                serials = [
-                    (device, self._served[id(one), device].serial)
-                    for device in self._devices(one)
-                    if (id(one), device) in self._served
-                ]
+                made = [self._served[id(one), device] for device in self._devices(one) if (id(one), device) in self._served]
                 models.setdefault(one.config.model, {})[one.version] = {
-                    "tables": [asdict(table) for table in one.tables],
+                    "tables": made[0].tables if made else [asdict(table) for table in one.tables],
                     "keys_per_sample": one.keys_per_sample,
-                    "serials": self._serials_of(one, serials),
+                    "serials": self._serials_of(one, made),
                 }
             serving = (
                 {} if server is None else {name: one.version for name, one in server.live.serving.items() if name in models}
@@ -248,7 +252,7 @@ class FrontLink:
                 },
                 "blocked": self._lifecycle.blocked,
                 "tokens": self.tokens,
-                "settings": self._lifecycle.configuration.service.model_dump(mode="json"),
+                "settings": self._settings_of(self._lifecycle.configuration.service),
                 "shared_memory": self.shared_memory.published(),
             }
             if page != self._published and self._memories:
@@ -261,6 +265,11 @@ class FrontLink:
                     served.end(0.0)
                 self._by_serial.pop(served.serial, None)
 
+    def _settings_of(self, service: ServiceConfig) -> dict[str, Any]:
+        if self._settings[0] is not service:  # the page is made ten times a second
+            self._settings = service, service.model_dump(mode="json")
+        return self._settings[1]
+
     @staticmethod
     def _devices(deployment: Deployment) -> list[int]:
         """Return one device of each session."""
@@ -269,11 +278,11 @@ class FrontLink:
         return list(deployment.sessions)
 
     @staticmethod
-    def _serials_of(deployment: Deployment, serials: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _serials_of(deployment: Deployment, made: Sequence[_Served]) -> list[tuple[int, int]]:
         """Return a serial for each device that lookups may name."""
-        if deployment.one_device is None or not serials:
-            return list(serials)
-        return [(device, serials[0][1]) for device in deployment.devices]
+        if deployment.one_device is None or not made:
+            return [(one.device, one.serial) for one in made]
+        return [(device, made[0].serial) for device in deployment.devices]
 
     def _look(self) -> None:
         """Publish reasons and settings that change by themselves."""

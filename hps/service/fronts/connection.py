@@ -1,6 +1,5 @@
 """A client's connection to a front: reads requests within limits, and sends answers from the slab."""
 
-import asyncio
 import select
 import time
 from collections import deque
@@ -8,11 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from hps.errors import HPSError
-from hps.service.fronts.connections import TOO_MANY
+from hps.service.fronts.connections import TOO_MANY, ClientConnection
 from hps.service.fronts.heads import MAX_HEAD_BYTES, MAX_HEADERS, Chunks, Head, MalformedRequestError, answer_head, read_head
 from hps.service.fronts.lookups import FrontVersion, Plan
 from hps.service.fronts.proxy import Upstream, forwarded
-from hps.service.fronts.tls import names_in
 from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
@@ -27,7 +25,6 @@ _TURN_BYTES: Final = 1 << 20  # sent in one turn of the event loop, so that smal
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
 _MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
-_GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -50,26 +47,16 @@ class Beginning(NamedTuple):
     page: int
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(ClientConnection):
     """One connection. *Used only by its event loop.*
 
     Requests are served one at a time, in order: what follows stays in the buffer, and is not read once that is full. Keys of
     binary requests are received in the slot that the owner reads.
 
-    Attributes:
-        completed, used: a request has arrived completely: ever, and since the last look.
-        opened: when it was.
-        certificate: names in the client's certificate.
     """
 
     def __init__(self, front: "Front") -> None:
-        self.front = front
-        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
-        self.opened = time.monotonic()
-        self.completed = self.used = False
-        self.client = ""
-        self.certificate: tuple[str, ...] = ()
-        self._socket: asyncio.Transport | None = None  # below TLS
+        super().__init__(front, front.tls)
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._at = self._have = 0  # what of the buffer is unread
@@ -100,27 +87,6 @@ class Connection(asyncio.BufferedProtocol):
         self._idle_since = self.opened
 
     # -- the protocol -----------------------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self.client = peer[0] if isinstance(peer, tuple) else ""
-        self.front.opened(self)
-        if self.front.tls is None:
-            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
-        elif not self._ended:
-            self.front.tls.begin(self, self.front.settings)
-
-    def secured(self, transport: asyncio.Transport) -> None:
-        self.transport, self._socket = transport, self.transport
-        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
-        self.certificate = names_in(transport.get_extra_info("peercert"))
-
-    def not_secured(self, why: str) -> None:
-        if why:
-            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
-        self.transport.abort()
-        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
@@ -369,7 +335,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._post()
                 else:
                     self._proxied = True
-                    self.front.publish()  # the answer may tell of the requests before
+                    if head.method == "GET":
+                        self.front.publish()  # the answer may tell of the requests before
                     lines = [*head.lines, (b"x-request-id", served.id)]  # of several, the last counts
                     request = forwarded(head.method, head.target, lines, self._body, self.client, self.certificate)
                     self._body = None
@@ -628,12 +595,6 @@ class Connection(asyncio.BufferedProtocol):
         """Close an idle connection to make room for another."""
         self._ended = True
         self._close()
-
-    def _close(self) -> None:
-        """Close the connection. A client that has been sent everything is not waited for: TLS would, to say goodbye."""
-        self.transport.close()
-        if self._socket is not None and not self._socket.get_write_buffer_size():
-            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""

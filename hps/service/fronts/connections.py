@@ -1,24 +1,103 @@
-"""How many connections a front has, and which it closes for another."""
+"""The connections of a front: what all kinds have in common, how many there are, and which is closed for another."""
 
+import asyncio
 import logging
 import resource
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from hps.ground.log_limits import OnceAMinute
+from hps.service.fronts.tls import TLS, names_in
 
 if TYPE_CHECKING:
-    from hps.service.fronts.connection import Connection
-    from hps.service.fronts.http2 import HTTP2Connection
+    from hps.service.fronts.front import Front
 
 _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
+_GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
 TOO_MANY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
 )
 """Answer to a connection for which there is no room."""
+
+
+class ClientConnection(asyncio.BufferedProtocol):
+    """A client's connection to a front, in the open or within TLS. *Used only by its event loop.*
+
+    Args:
+        tls: None: in the open.
+
+    Attributes:
+        completed, used: a request has arrived completely: ever, and since the last look.
+        opened: when it was.
+        client: its address; empty for a unix socket.
+        certificate: names in the client's certificate.
+    """
+
+    def __init__(self, front: "Front", tls: TLS | None) -> None:
+        self.front = front
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self.opened = time.monotonic()
+        self.completed = self.used = False
+        self.client = ""
+        self.certificate: tuple[str, ...] = ()
+        self._tls = tls
+        self._socket: asyncio.Transport | None = None  # beneath TLS
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.client = peer[0] if isinstance(peer, tuple) else ""
+        self.front.opened(self)
+        if self._tls is None:
+            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+        elif not self.transport.is_closing():
+            self._tls.begin(self, self.front.settings)
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        self.transport, self._socket = transport, self.transport
+        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
+        self.certificate = names_in(transport.get_extra_info("peercert"))
+
+    def not_secured(self, why: str) -> None:
+        if why:
+            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
+        self.transport.abort()
+        self.connection_lost(None)
+
+    def _close(self) -> None:
+        """Close the connection. A client that has been sent everything is not waited for: TLS would, to say goodbye."""
+        self.transport.close()
+        if self._socket is not None and not self._socket.get_write_buffer_size():
+            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits for the rest of a request, or for one."""
+        raise NotImplementedError
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        raise NotImplementedError
+
+    def refuse_connection(self) -> None:
+        """Close a connection for which there is no room."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close an idle connection to make room for another."""
+        raise NotImplementedError
+
+    def close_if_quiet(self) -> None:
+        """Close the connection unless a request is or may be under way."""
+        raise NotImplementedError
+
+    def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
+        """Refuse or abort what takes too long. Called twice a second."""
+        raise NotImplementedError
 
 
 class Connections:
@@ -33,7 +112,7 @@ class Connections:
     """
 
     def __init__(self, most: int) -> None:
-        self.order: dict[Connection | HTTP2Connection, None] = {}
+        self.order: dict[ClientConnection, None] = {}
         self.limit_to(most)
 
     def limit_to(self, most: int) -> None:
@@ -46,7 +125,7 @@ class Connections:
         _log.warning("there are %s; closing the longest idle ones for others", limit)
         return limit
 
-    def least_missed(self) -> "Connection | HTTP2Connection | None":
+    def least_missed(self) -> ClientConnection | None:
         """Return the connection to close for a new one; None to refuse the new one.
 
         Requests that are sent in part never take more than half of the connections from clients that have sent complete ones.

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import uvloop
@@ -28,7 +28,7 @@ from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
 from hps.service.authorization import CERTIFICATE, Authorization
 from hps.service.fronts.connection import Beginning, Connection
-from hps.service.fronts.connections import Connections
+from hps.service.fronts.connections import ClientConnection, Connections
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
 from hps.service.fronts.proxy import OwnerConnections
@@ -61,9 +61,6 @@ from hps.service.routes.rows import row_target
 from hps.service.targets import LookupTarget, lookup_target
 from hps.statistics.tracing import LookupTrace, Span, TableAnswers
 from hps.types import TableSpec
-
-if TYPE_CHECKING:
-    from hps.service.fronts.http2 import HTTP2Connection
 
 _log = logging.getLogger(__name__)
 
@@ -147,13 +144,11 @@ class Lookup:
     traced: bool = False
     report: bool = False
     slot: int = -1
-    serial: int = 0
     device: int | None = None
     began_ns: int = 0
     posted_ns: int = 0
     due: float = 0.0
     slot_due: float = 0.0
-    posted: bool = False
     shared: SharedTensors | None = None
 
 
@@ -183,7 +178,7 @@ class Front:
         self.number = number
         compile_kernels(*FRONT_KERNELS)
         self.region = region = Memory(shared.regions[number])
-        self.page = page = Memory(shared.page, writable=False)
+        self.page = Memory(shared.page, writable=False)
         self._event = shared.events[number]
         self._owner_event = shared.loop_events[number % len(shared.loop_events)]
         self._fronts = len(shared.regions)
@@ -213,7 +208,6 @@ class Front:
         self._reasons: dict[str, str] = {}
         self._blocked = "the service is starting"
         self._page_version = -1
-        self._page_word = page.address + layout.PAGE_VERSION
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
         self._epoch = 0
@@ -270,7 +264,7 @@ class Front:
             for lookup in list(self._pending.values()):
                 if lookup.requester is None:
                     del self._pending[lookup.slot]
-                    self._free(lookup.slot)
+                    self.release(lookup.slot)
                 else:
                     self._submit(lookup)
 
@@ -564,7 +558,7 @@ class Front:
             self._expect_owner()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
         lookup.device = lookup.version.device(lookup.device)
-        serial = lookup.serial = lookup.version.serials[lookup.device]
+        serial = lookup.version.serials[lookup.device]
         if plan is not None:
             descriptor = plan.descriptor
             self.region.view[slot : slot + len(descriptor)] = descriptor
@@ -580,7 +574,6 @@ class Front:
         self._submit(lookup)
 
     def _submit(self, lookup: Lookup) -> None:
-        lookup.posted = True
         if post(self.region.address, lookup.slot):  # the owner sleeps, and nobody else wakes it
             if self._spins or len(self._pending) == 1:
                 self._wake_owner()
@@ -625,7 +618,7 @@ class Front:
             if lookup is None:
                 continue
             if lookup.requester is None:
-                self._free(slot)
+                self.release(slot)
                 continue
             try:
                 self._answer(lookup)
@@ -716,7 +709,7 @@ class Front:
         if lookup.plan is not None:
             body, json_bytes = lookup.text + bytes(self.keys_of(lookup)), len(lookup.text)
         lookup.slot = -1
-        self._free(slot)
+        self.release(slot)
         lookup.plan, lookup.body, lookup.json_bytes = None, body, json_bytes
         self._read_page()
         version = self._version(lookup.target)
@@ -741,20 +734,15 @@ class Front:
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             requester.refuse(error)
 
-    def disown(self, lookup: Lookup) -> bool:
-        """Forget the requester of a lookup; return whether its slot is free. One that was posted is the owner's until then."""
+    def disown(self, lookup: Lookup) -> None:
+        """Forget the requester of a lookup. The slot of one that was posted is the owner's until it is completed."""
         lookup.requester = None
-        if lookup.slot in self._pending and self._pending[lookup.slot] is lookup:
-            return False
-        if lookup.slot >= 0:
-            self._free(lookup.slot)
+        if lookup.slot >= 0 and self._pending.get(lookup.slot) is not lookup:
+            self.release(lookup.slot)
             lookup.slot = -1
-        return True
 
     def release(self, slot: int) -> None:
-        self._free(slot)
-
-    def _free(self, slot: int) -> None:
+        """Take a slot back that neither the owner nor a client uses."""
         self.slots.give_back(slot)
         if self._waiting:
             self.loop.call_soon(self._serve_next)
@@ -830,7 +818,7 @@ class Front:
 
     # -- connections ------------------------------------------------------------------------------------------------------
 
-    def opened(self, connection: "Connection | HTTP2Connection") -> None:
+    def opened(self, connection: ClientConnection) -> None:
         connections = self.connections
         if len(connections.order) >= connections.most:
             limit = connections.full()
@@ -842,7 +830,7 @@ class Front:
             least_missed.close()
         connections.order[connection] = None
 
-    def closed(self, connection: "Connection | HTTP2Connection") -> None:
+    def closed(self, connection: ClientConnection) -> None:
         self.connections.order.pop(connection, None)
 
     def _look(self) -> None:
@@ -876,7 +864,7 @@ class Front:
         inference = {
             name: [counts.successes, counts.failures, counts.input_ns, counts.queue_ns, counts.infer_ns,
                                    counts.output_ns, counts.failure_ns, counts.last_ns]
-            for name, counts in self._counts.items()
+            for name, counts in self._counts.items() if counts.last_ns
         }  # fmt: skip
         return {
             "http": self.metrics.figures(),

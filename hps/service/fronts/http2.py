@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
-from hps.service.fronts.tls import names_in
+from hps.service.fronts.connections import ClientConnection
 
 if TYPE_CHECKING:
     from hps.service.fronts.connection import Beginning
@@ -32,6 +32,7 @@ COMPRESSION_ERROR, CALM = 9, 11
 
 _FRAME: Final = struct.Struct(">IBI")  # length and type, flags, stream
 _BUFFER_BYTES: Final = 1 << 16
+_GOODBYE_S: Final = 0.5  # for a client to close the connection after the last answer
 _MOST_FRAME: Final = 1 << 14  # that we accept: the least that RFC 9113 allows
 _MOST_HEADERS: Final = 1 << 14
 _MOST_STREAMS: Final = 256
@@ -44,7 +45,6 @@ _MOST_CONTROL: Final = 1024  # frames that wait while the client does not read
 _FREE_RESETS: Final = 256  # of a connection that has no answers
 _LEAST_PROGRESS_BYTES: Final = 65_536
 _KNOWN_BLOCKS: Final = 64
-_GOODBYE_S: Final = 0.5
 _NAME: Final = re.compile(rb":?[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _ILLEGAL: Final = re.compile(rb"[\r\n\0]").search
 
@@ -133,26 +133,19 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return _FRAME.pack(len(payload) << 8 | kind, flags, stream) + payload
 
 
-class HTTP2Connection(asyncio.BufferedProtocol):
+class HTTP2Connection(ClientConnection):
     """One connection. *Used only by its event loop.*
 
     Args:
         begin: begins the request of a stream with these headers; of several with one name, the last.
 
     Attributes:
-        completed, used: a request has arrived completely: ever, and since the last look.
-        opened: when it was.
-        certificate: names in the client's certificate.
         last: what the last lookup began with.
     """
 
     def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, dict[bytes, bytes]], Request]) -> None:
-        self.front = front
-        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
-        self.opened = self._idle_since = time.monotonic()
-        self.completed = self.used = False
-        self.client = ""
-        self.certificate: tuple[str, ...] = ()
+        super().__init__(front, front.grpc_tls)
+        self._idle_since = self.opened
         self.last: Beginning | None = None
         self._begin = begin
         self._buffer = bytearray(_BUFFER_BYTES)
@@ -160,10 +153,8 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         self._have = 0
         self._greeted = self._gone = self._reading = self._scheduled = False
         self._stalled = front.grpc_tls is not None  # until the handshake is done
-        self._socket: asyncio.Transport | None = None  # beneath TLS
-        self._leaving = self._said_goodbye = self._ends = (
-            False  # told the client to leave; refuse streams; close after the last one
-        )
+        self._leaving = self._said_goodbye = False  # told the client to leave: soon, and at once
+        self._ends = self._closing = False  # refuses streams, and closes after the last one; waits for the client to close
         self._decoder = Decoder(_MOST_HEADERS)
         self._known: dict[bytes, dict[bytes, bytes]] = {}  # blocks of headers that did not change the decoder's table
         self._block: bytearray | None = None  # headers that are not complete
@@ -182,31 +173,17 @@ class HTTP2Connection(asyncio.BufferedProtocol):
     # -- the protocol -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self.client = peer[0] if isinstance(peer, tuple) else ""
         settings = ((3, _MOST_STREAMS), (4, _GIVEN_WINDOW), (6, _MOST_HEADERS))
         self._control.append(_frame(_SETTINGS, 0, 0, b"".join(struct.pack(">HI", *one) for one in settings)))
         self._control.append(_frame(_WINDOW, 0, 0, struct.pack(">I", _MOST_WINDOW - self._window)))
-        self.front.opened(self)
-        if self.front.grpc_tls is None:
-            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+        super().connection_made(transport)
+        if self._tls is None:
             self._pump()
-        elif not self._ends:
-            self.front.grpc_tls.begin(self, self.front.settings)
 
     def secured(self, transport: asyncio.Transport) -> None:
-        self.transport, self._socket = transport, self.transport
-        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
-        self.certificate = names_in(transport.get_extra_info("peercert"))
+        super().secured(transport)
         self._stalled = False
         self._pump()
-
-    def not_secured(self, why: str) -> None:
-        if why:
-            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
-        self.transport.abort()
-        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gone = True
@@ -580,8 +557,11 @@ class HTTP2Connection(asyncio.BufferedProtocol):
             self._close_if_done()
 
     def _close_if_done(self) -> None:
-        if self._ends and not self._streams and not self._unflushed:
-            self._close()
+        if self._ends and not self._streams and not self._unflushed and not self._closing:
+            # What a client sends before it has read our last word is refused. Closing now would reset the connection, and that
+            # word be lost: the client could not tell that its request may be sent to another server.
+            self._closing = True
+            self.front.loop.call_later(_GOODBYE_S, self._close)
 
     def _say_goodbye(self, code: int, why: bytes) -> None:
         if not self._said_goodbye and not self._gone:
@@ -592,9 +572,7 @@ class HTTP2Connection(asyncio.BufferedProtocol):
         if not self._stalled and self._control and not self._gone:
             lines, self._control = self._control, []
             self.transport.writelines(lines)
-        self.transport.close()
-        if self._socket is not None and not self._socket.get_write_buffer_size():
-            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)  # TLS would wait for the client to say goodbye
+        super()._close()
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
         """Refuse or abort what takes too long. Called twice a second."""

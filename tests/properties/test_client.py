@@ -29,7 +29,7 @@ class Recorded(Calls):
         return call
 
 
-CLIENT = Recorded("", 1.0)
+CLIENT = Recorded([ADDRESS], "", 1.0, 1)
 
 
 def split(call: RemoteCall) -> tuple[Any, bytes, int | None]:

@@ -55,6 +55,7 @@ def configuration(files: list[str], arguments: argparse.Namespace, most: int) ->
                 "gpucache": arguments.device != "none",
                 "gpucacheper": arguments.cached,
                 "hit_rate_threshold": 1.1,
+                "num_of_worker_buffer_in_pool": arguments.workspaces,
                 **({"embedding_cache_type": arguments.cache_type} if arguments.cache_type else {}),
             }
         ],
@@ -63,7 +64,7 @@ def configuration(files: list[str], arguments: argparse.Namespace, most: int) ->
     if arguments.rocks_db:
         found["persistent_db"] = {"type": "rocks_db", "path": str(Path(arguments.rocks_db))}
         if arguments.rocks_db_alone:
-            del found["volatile_db"]
+            found["volatile_db"] = {"type": "disabled"}
     return found
 
 
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--devices", type=lambda text: [int(one) for one in text.split(",")], default=[0])
     parser.add_argument("--cache-type", default="")
     parser.add_argument("--cached", type=float, default=1.0)
+    parser.add_argument("--workspaces", type=int, default=2)
     parser.add_argument("--rocks-db", default="")
     parser.add_argument("--rocks-db-alone", action="store_true")
     parser.add_argument("--cells", default="1x1000")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, UnknownDeviceError, WorkspaceTimeoutError
-from hps.service.fronts import front as fronts
+from hps.service.fronts import exchange
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
@@ -432,7 +432,7 @@ def test_a_lookup_that_takes_too_long_is_504_and_its_thread_comes_back(fake, hel
 
 
 def test_more_lookups_than_may_wait_are_503_with_retry_after(fake, held, monkeypatch):
-    monkeypatch.setattr(fronts, "MOST_PENDING", 20)
+    monkeypatch.setattr(exchange, "MOST_PENDING", 20)
     with running_service(document(lookup_threads=2), fake) as service, ExitStack() as stack:
         connections = [stack.enter_context(service.connect()) for _ in range(20)]
         for connection in connections:

@@ -22,7 +22,7 @@ import pytest
 import hps
 from hps.configuration.load import UpdateSourceConfig
 from hps.registry import IMPLEMENTATIONS, Ours
-from hps.service.fronts import front as fronts
+from hps.service.fronts import exchange
 from hps.types import TableSpec
 from hps.updates.publisher import Publisher, open_writer
 from tests.fakes.fake_parameter_server import FakeParameterServer
@@ -514,7 +514,7 @@ def many_connections(flood: Flood) -> None:
     ids=["threads", "memory", "connections"],
 )
 def test_flood(tabletop, reason, limits, work, also, monkeypatch):
-    monkeypatch.setattr(fronts, "MOST_PENDING", MOST_PENDING)
+    monkeypatch.setattr(exchange, "MOST_PENDING", MOST_PENDING)
     flood = Flood(tabletop, **limits)
     tabletop.before(flood.quiet)
 

@@ -346,7 +346,7 @@ def test_statistics_of_deployments_that_are_gone_do_not_accumulate(explicit: Run
         write(tmp_path, "simple", content)
     load(explicit)
     answer(explicit)
-    wait_until(lambda: len(explicit.front._counts) <= 2, "only what serves is counted")
+    wait_until(lambda: len(explicit.front.published.counts) <= 2, "only what serves is counted")
 
 
 # -- polling -------------------------------------------------------------------------------------------------------------

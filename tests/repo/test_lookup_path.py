@@ -16,7 +16,7 @@ import hps
 from tests.servers.running_service import document_of, model_of, running_service
 
 PACKAGE = Path(hps.__file__).parent
-MOST_FILES_IN_PROCESS, MOST_FILES_OVER_HTTP, MOST_FILES_OF_THE_SERVICE = 9, 14, 6
+MOST_FILES_IN_PROCESS, MOST_FILES_OVER_HTTP, MOST_FILES_OF_THE_SERVICE = 9, 14, 7
 ROWS, DIM = 100, 4
 CHANGES = {"gpucacheper": 1.0, "hit_rate_threshold": 1.1}
 Call = Callable[[hps.HPS], Any]

@@ -39,7 +39,7 @@ class RunningService:
     @property
     def held(self) -> int:
         """Bytes held for clients."""
-        return self.front.memory.held + self.front.slots.used
+        return self.front.memory.held + self.front.exchange.slots.used
 
     @property
     def is_idle(self) -> bool:
@@ -59,7 +59,7 @@ class RunningService:
     @property
     def requests(self) -> int:
         """How many requests are being answered."""
-        return len(self.server.front._pending)
+        return len(self.server.front.exchange.pending)
 
     def start(self) -> None:
         self._thread.start()  # clients may connect already: it listens

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from hps.errors import HPSError
 from hps.service.fronts.connections import TOO_MANY, ClientConnection
 from hps.service.fronts.heads import MAX_HEAD_BYTES, MAX_HEADERS, Chunks, Head, MalformedRequestError, answer_head, read_head
-from hps.service.fronts.lookups import FrontVersion, Plan
+from hps.service.fronts.lookups import EncodedAnswer, FrontVersion, Plan
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED
@@ -18,7 +18,8 @@ from hps.service.request_body import inflate, inflated_bytes, too_large
 from hps.service.targets import LookupTarget, lookup_target
 
 if TYPE_CHECKING:
-    from hps.service.fronts.front import Front, Lookup, RequestHead
+    from hps.service.fronts.front import Front, RequestHead
+    from hps.service.fronts.pending import Lookup
 
 _FIRST_BUFFER_BYTES: Final = 8192
 _TURN_BYTES: Final = 1 << 20  # sent in one turn of the event loop, so that small answers need not wait for large ones
@@ -96,12 +97,12 @@ class Connection(ClientConnection):
             self._upstream = None
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
-            self.front.disown(lookup)
+            self.front.exchange.disown(lookup)
             self._finish(DISCONNECTED)
         elif self._head is not None and not self._lingering:
             self._finish(DISCONNECTED)
         if self._slot >= 0:
-            self.front.release(self._slot)
+            self.front.exchange.release(self._slot)
             self._slot = -1
         self.hold(0)
         self._out.clear()
@@ -287,11 +288,11 @@ class Connection(ClientConnection):
     def _receive_keys(self) -> None:
         """Take the slot of a planned lookup, and what has arrived of its keys; wait if there is no slot."""
         lookup = cast("Lookup", self._lookup)
-        if not self.front.take_slot(lookup):
+        if not self.front.exchange.take_slot(lookup):
             self._busy = True
             self._pause_reading()
             return
-        keys, at = self.front.keys_of(lookup), self._at
+        keys, at = self.front.exchange.keys_of(lookup), self._at
         there = self._have - at
         if there >= len(keys):
             self._at = end = at + len(keys)
@@ -343,7 +344,7 @@ class Connection(ClientConnection):
                     self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
             else:
                 served.bytes_in = head.length
-                self.front.post(cast("Lookup", self._lookup))
+                self.front.exchange.post(cast("Lookup", self._lookup))
         except Exception as error:  # noqa: BLE001 - answered
             self.refuse(error)
 
@@ -355,9 +356,9 @@ class Connection(ClientConnection):
 
     def _post(self) -> None:
         lookup = cast("Lookup", self._lookup)
-        if self.front.take_slot(lookup):
+        if self.front.exchange.take_slot(lookup):
             self._busy = True
-            self.front.post(lookup)
+            self.front.exchange.post(lookup)
         else:
             self._busy = True
 
@@ -402,7 +403,7 @@ class Connection(ClientConnection):
 
     def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
         """Send the answer of a planned lookup from its slot, with one write."""
-        plan, view = cast(Plan, lookup.plan), self.front.region.view
+        plan, view = cast(Plan, lookup.plan), self.front.exchange.region.view
         size = len(plan.text) + plan.end - plan.vectors_at
         close = self._closing = self.closes_after
         if deferred or close:
@@ -423,21 +424,13 @@ class Connection(ClientConnection):
         if not (self._stalled or self._ended):
             self._sent()
 
-    def encoded(
-        self,
-        lookup: "Lookup",
-        slot: int,
-        deferred: int,
-        text: Sequence[bytes],
-        binary: Sequence[memoryview],
-        length: int | None,
-    ) -> None:
-        headers = [BINARY if binary else JSON]
-        if length is not None:
-            headers.append((b"inference-header-content-length", b"%d" % length))
+    def encoded(self, lookup: "Lookup", slot: int, deferred: int, answer: EncodedAnswer) -> None:
+        headers = [BINARY if answer.binary else JSON]
+        if answer.text_bytes is not None:
+            headers.append((b"inference-header-content-length", b"%d" % answer.text_bytes))
         if deferred:
             headers.append((DEFERRED_KEYS, b"%d" % deferred))
-        pieces: list[bytes | memoryview] = [*text, *binary]
+        pieces: list[bytes | memoryview] = [*answer.text, *answer.binary]
         size = sum(map(len, pieces))
         close = self._closing = self.closes_after
         self._served.bytes_out = size
@@ -466,7 +459,7 @@ class Connection(ClientConnection):
             self._served, self._started = self.front.served(), time.perf_counter()
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
-            self.front.disown(lookup)
+            self.front.exchange.disown(lookup)
         self._fill, self._chunks, self._body = _EMPTY, None, None
         self._since = None
         self.hold(0)
@@ -533,7 +526,7 @@ class Connection(ClientConnection):
         """An answer is with the client's kernel."""
         if self._slot >= 0:
             slot, self._slot = self._slot, -1
-            self.front.release(slot)
+            self.front.exchange.release(slot)
         if self._held:
             self.hold(0)
         status, self._status = self._status, 0

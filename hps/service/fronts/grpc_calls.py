@@ -24,6 +24,7 @@ from hps.errors import InvalidInputError
 from hps.service.authorization import Identity
 from hps.service.fronts.connection import Beginning
 from hps.service.fronts.http2 import HTTP2Connection, Stream, literal
+from hps.service.fronts.lookups import EncodedAnswer
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import DEFERRED_KEYS, RequestError, message_of, status_of
 from hps.service.http_metrics import DISCONNECTED
@@ -33,7 +34,8 @@ from hps.service.request_body import inflate, inflated_bytes, too_large
 from hps.service.targets import LookupTarget
 
 if TYPE_CHECKING:
-    from hps.service.fronts.front import Front, Lookup
+    from hps.service.fronts.front import Front
+    from hps.service.fronts.pending import Lookup
 
 _PREFIX_BYTES: Final = 5
 _HEAD: Final = b"\x88" + literal(b"content-type", b"application/grpc")  # :status 200
@@ -146,7 +148,7 @@ class Call:
         if self._method is _UNKNOWN:
             raise RequestError(405, f"got {self.head.path[:300]!r}, which is not served; reflection lists the services")
         front, certificate = self.front, self.connection.certificate
-        front.read_page_if_changed()
+        front.published.look()
         if front.authorization.asks or certificate:
             served = front.served()
             try:
@@ -326,7 +328,7 @@ class Call:
         if self._method.streams:  # the slot is needed again before the call ends
             self._finish_inference()
             copies = b"".join(piece for pair in zip(answer.heads, tensors, strict=True) for piece in pair)
-            self.front.release(slot)
+            self.front.exchange.release(slot)
             head = stream_head(answer.size)
             self._send((b"\0" + (len(head) + answer.size).to_bytes(4, "big") + head, copies), _HEAD + more)
             return
@@ -389,7 +391,7 @@ class Call:
             self._timer.cancel()
         if self._slot >= 0:
             slot, self._slot = self._slot, -1
-            self.front.release(slot)
+            self.front.exchange.release(slot)
 
     # -- the owner's application ------------------------------------------------------------------------------------------
 
@@ -476,15 +478,15 @@ class Inference:
         if lookup is None:
             return
         try:
-            if not front.take_slot(lookup):
+            if not front.exchange.take_slot(lookup):
                 return
             if lookup.plan is not None:
-                room, at = front.keys_of(lookup), 0
+                room, at = front.exchange.keys_of(lookup), 0
                 for piece in self._keys:
                     room[at : at + len(piece)] = piece
                     at += len(piece)
             self._keys = ()
-            front.post(lookup)
+            front.exchange.post(lookup)
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             self.refuse(error)
 
@@ -503,7 +505,7 @@ class Inference:
         """The lookup has its body itself."""
 
     def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
-        plan, view = lookup.plan, self._front.region.view
+        plan, view = lookup.plan, self._front.exchange.region.view
         if plan is None:
             return
         answer = _answer_of(plan.text)
@@ -513,23 +515,17 @@ class Inference:
             start += size
         self._answer(answer, tensors, slot, deferred)
 
-    def encoded(
-        self,
-        lookup: "Lookup",
-        slot: int,
-        deferred: int,
-        text: Sequence[bytes],
-        binary: Sequence[memoryview],
-        length: int | None,
-    ) -> None:
-        if text:
-            answer, tensors = write_infer_answer(b"".join(text)), [*binary]
+    def encoded(self, lookup: "Lookup", slot: int, deferred: int, answer: EncodedAnswer) -> None:
+        binary = answer.binary
+        if answer.text:
+            message, tensors = write_infer_answer(b"".join(answer.text)), [*binary]
         else:  # one piece of memory has it all
-            answer, tensors, start = write_infer_answer(bytes(binary[0][:length])), [], length or 0
-            for size in answer.sizes:
+            start = answer.text_bytes or 0
+            message, tensors = write_infer_answer(bytes(binary[0][:start])), []
+            for size in message.sizes:
                 tensors.append(binary[0][start : start + size])
                 start += size
-        self._answer(answer, tensors, slot, deferred)
+        self._answer(message, tensors, slot, deferred)
 
     def _answer(self, answer: InferAnswer, tensors: Sequence[memoryview], slot: int, deferred: int) -> None:
         self._lookup = None
@@ -563,7 +559,7 @@ class Inference:
     def _disown(self) -> None:
         lookup, self._lookup = self._lookup, None
         if lookup is not None:
-            self._front.disown(lookup)
+            self._front.exchange.disown(lookup)
 
     def finish(self, status: int) -> None:
         """Count and log the lookup, once."""

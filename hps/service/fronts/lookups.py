@@ -1,10 +1,10 @@
 """Lookups as a front posts them: from a request's bytes to a descriptor, and from vectors to an answer."""
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -34,6 +34,20 @@ TRACE_ROOM: Final = 65_536
 _VECTORS_ALIGNED = 128
 _CACHED_PLANS = 1024
 _WORDS = struct.Struct("<5q")  # serial, flags, segments, aside, its bytes: see `regions/layout.py`
+
+
+class EncodedAnswer(NamedTuple):
+    """An answer as it is sent.
+
+    Attributes:
+        text: its JSON part, in pieces; none if `binary` is one piece that has it, too.
+        binary: views of the memory that follows it.
+        text_bytes: length of the JSON part of a binary answer; None if all of it is JSON.
+    """
+
+    text: Sequence[bytes]
+    binary: Sequence[memoryview]
+    text_bytes: int | None
 
 
 @dataclass(eq=False, slots=True)
@@ -228,9 +242,12 @@ class Placed:
             text = orjson.dumps(self._bags)
             view[slot + self._aside_at : slot + self._aside_at + len(text) + 1] = text + b"\0"
 
-    def encode(self, report: LookupBreakdown | None, device: int) -> tuple[Iterable[bytes], Sequence[memoryview], int | None]:
-        """Encode the answer: text in pieces, memory that follows it, and the length of the JSON part of a binary answer."""
-        return self._request.encoded(report, device)
+    def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
+        """Encode the answer, whose vectors are there."""
+        if isinstance(self._request, LaidOut):
+            return self._request.encoded(report, device)
+        text, binary = self._request.encode(report)
+        return EncodedAnswer([*text], binary, None)
 
 
 class LaidOut:
@@ -257,16 +274,16 @@ class LaidOut:
         self._inference = self._laid.inference(memory)
         self.segments = self._inference.segments
 
-    def encoded(self, report: LookupBreakdown | None, device: int) -> tuple[Iterable[bytes], Sequence[memoryview], int | None]:
+    def encoded(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
         inference = self._inference
         if inference is None:
             raise RuntimeError("the answer has no memory")
         inference.device_id = device
         if (whole := inference.binary_answer) is not None:
-            return (), whole[:1], whole[1]
+            return EncodedAnswer((), whole[:1], whole[1])
         pieces, binary = inference.encode(report)
         text = [*pieces]
-        return text, binary, sum(map(len, text)) if binary else None
+        return EncodedAnswer(text, binary, sum(map(len, text)) if binary else None)
 
 
 def _address(array: Any) -> int:

@@ -1,7 +1,7 @@
 """Tensors in shared memory: a front translates such a request into one with binary tensors, and moves the bytes itself."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from hps.errors import InvalidInputError
+from hps.service.fronts.lookups import EncodedAnswer
 from hps.service.protocol.open_inference_header import CACHED_BYTES
 from hps.service.protocol.request_checks import kind_of, parse_object
 from hps.service.shared_memory import Region, check_local, open_segment
@@ -239,25 +240,17 @@ class Segments:
             self._open[region.identity] = descriptor
         return descriptor, region.offset + place.offset
 
-    def answer(
-        self, shared: SharedTensors, text: Iterable[bytes], binary: Sequence[memoryview], length: int
-    ) -> tuple[Sequence[bytes], Sequence[memoryview], int | None]:
-        """Move the requested outputs of an answer to shared memory.
-
-        Args:
-            text, binary: the answer in pieces; each binary output lies in one piece.
-            length: of the JSON part.
-
-        Returns:
-            The same without these outputs; the length is None if no binary output is left.
+    def without_shared(self, shared: SharedTensors, answer: EncodedAnswer) -> EncodedAnswer:
+        """Move the requested outputs of a binary answer to shared memory, and return the answer without them.
 
         Raises:
             InvalidInputError: as `write`.
         """
-        head = b"".join(text)
-        pieces = list(binary)
+        head = b"".join(answer.text)
+        pieces = list(answer.binary)
         if not head:
-            head, pieces[0] = bytes(pieces[0][:length]), pieces[0][length:]
+            size = answer.text_bytes
+            head, pieces[0] = bytes(pieces[0][:size]), pieces[0][size:]
         changed, moves = (_moves if len(head) <= CACHED_BYTES else _moves.__wrapped__)(shared.translation, head)
         left = []
         for place, size in moves:
@@ -268,7 +261,7 @@ class Segments:
                 self.write(place, tensor)
             elif size:
                 left.append(tensor)
-        return (changed,), left, len(changed) if left else None
+        return EncodedAnswer((changed,), left, len(changed) if left else None)
 
 
 @lru_cache(_CACHED)

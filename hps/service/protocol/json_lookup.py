@@ -73,10 +73,6 @@ class JSONLookup:
                 one.found = np.ndarray((one.n,), np.bool_, memory, at)
                 at += one.n
 
-    def encoded(self, report: LookupBreakdown | None, device: int) -> tuple[Iterable[bytes], Sequence[memoryview], int | None]:
-        """As `encode`, and None: the length of the JSON part of a binary answer."""
-        return *self.encode(report), None
-
     def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
         """Write the vectors and, if requested, found-masks and report, in pieces; the second part is empty.
 

@@ -20,6 +20,7 @@ from hps.configuration.load import load_configuration
 from hps.regions import layout
 from hps.regions.board import Board
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, SLAB, FrontDescriptors, Memory, shared_memory, write_text
+from hps.service.fronts import exchange as exchange_module
 from hps.service.fronts import front as front_module
 from hps.service.fronts.front import Front
 from hps.service.server import listen
@@ -196,7 +197,7 @@ class Scene:
         return self.clients[-1]
 
     async def connected(self, front):
-        await until(lambda: front._connected)
+        await until(lambda: front.exchange._connected)
 
     async def close(self):
         for one in self.clients:
@@ -236,7 +237,7 @@ def play(tmp_path, monkeypatch):
     monkeypatch.setattr(front_module, "_TICK_S", 0.02)
 
     def run(script, slot_wait_s=WAIT_S):
-        monkeypatch.setattr(front_module, "_SLOT_WAIT_S", slot_wait_s)
+        monkeypatch.setattr(exchange_module, "_SLOT_WAIT_S", slot_wait_s)
 
         async def main():
             async with opened(tmp_path) as (scene, front, owner):
@@ -268,7 +269,7 @@ def test_a_lookup_is_posted_and_answered(play):
         client.send(json_request([4, 5]))
         owner.complete(await owner.job())
         assert json.loads((await client.answer())[2]) == {"tables": {"item": vectors_of([4, 5]).tolist()}}
-        assert front.slots.used == 0
+        assert front.exchange.slots.used == 0
 
     play(script)
 
@@ -300,7 +301,7 @@ def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(p
             client.send(*request(wanted))
             owner.complete(await owner.job())
             await client.checked(wanted)
-        assert front.slots.used == 0
+        assert front.exchange.slots.used == 0
 
     play(script, slot_wait_s=0.05)
 
@@ -312,7 +313,7 @@ def test_requests_wait_for_slots_and_get_them_in_their_order(play):
         for nth, one in enumerate(waiting):
             keys = list(range(nth, nth + LARGE))
             one.send(*request(keys) if nth % 2 else [json_request(keys)])
-            await until(lambda nth=nth: len(front._waiting) == nth + 1)
+            await until(lambda nth=nth: len(front.exchange._waiting) == nth + 1)
         for nth in range(len(waiting)):
             owner.complete(jobs[nth])
             await clients[nth].checked(owner.keys(jobs[nth]))
@@ -323,7 +324,7 @@ def test_requests_wait_for_slots_and_get_them_in_their_order(play):
             owner.complete(job)
         for one in waiting:
             assert await one.status() == 200
-        assert front.slots.used == 0
+        assert front.exchange.slots.used == 0
 
     play(script)
 
@@ -335,10 +336,10 @@ def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(play):
         jobs, clients = await fill(scene, owner)
         large = await scene.connect()
         large.send(*request(range(400)))  # half of the slab
-        await until(lambda: len(front._waiting) == 1)
+        await until(lambda: len(front.exchange._waiting) == 1)
         statuses, dues = asyncio.ensure_future(large.status()), set()
         while not statuses.done():  # others come and go all the time
-            dues |= {lookup.slot_due for lookup, _ in front._waiting}
+            dues |= {lookup.slot_due for lookup, _ in front.exchange._waiting}
             job, client = jobs.pop(0), clients.pop(0)
             owner.complete(job)
             await client.checked(owner.keys(job))
@@ -392,9 +393,9 @@ def test_a_client_that_leaves_does_not_free_the_slot_that_the_owner_has(play, re
         else:
             client.writer.close()
             await asyncio.sleep(0.02)
-        assert front.slots.used == 8192
+        assert front.exchange.slots.used == 8192
         owner.complete(job)
-        await until(lambda: front.slots.used == 0 and not front.connections.order)
+        await until(lambda: front.exchange.slots.used == 0 and not front.connections.order)
 
     play(script)
 
@@ -425,9 +426,9 @@ def test_a_client_that_leaves_with_half_of_its_keys_frees_its_slot(play):
         client = await scene.connect()
         head, body = request(range(LARGE))
         client.send(head, body[:-8])
-        await until(lambda: front.slots.used == 8192)
+        await until(lambda: front.exchange.slots.used == 8192)
         client.writer.close()
-        await until(lambda: front.slots.used == 0)
+        await until(lambda: front.exchange.slots.used == 0)
         assert owner.board.next_job() is None
 
     play(script)
@@ -441,14 +442,14 @@ def test_a_lookup_that_takes_too_long_is_refused_and_its_slot_comes_back_later(p
         client.send(*request(range(LARGE)))
         job = await owner.job()
         assert await client.status() == 504
-        assert front.slots.used == 8192
+        assert front.exchange.slots.used == 8192
         client.send(*request([5]))
         other = await owner.job()
         assert other.slot != job.slot
         owner.complete(other)
         await client.checked([5])
         owner.complete(job)
-        await until(lambda: front.slots.used == 0)
+        await until(lambda: front.exchange.slots.used == 0)
 
     play(script)
 
@@ -465,7 +466,7 @@ def test_an_error_of_the_owner_reaches_the_client(play):
         client.send(*request([2]))
         owner.complete(await owner.job(), layout.MALFORMED)
         assert await client.status() == 500
-        assert front.slots.used == 0
+        assert front.exchange.slots.used == 0
 
     play(script)
 
@@ -484,7 +485,7 @@ def test_a_retired_lookup_is_posted_again_for_the_version_that_took_over(play, a
         assert owner.keys(job).tolist() == [8, 9]
         owner.complete(job)
         assert await client.status() == 200
-        assert front.slots.used == 0
+        assert front.exchange.slots.used == 0
 
     play(script)
 
@@ -497,13 +498,13 @@ def test_a_lookup_is_not_retired_for_ever(play):
         client.send(*request([8]))
         answer, dues = asyncio.ensure_future(client.status()), set()
         while not answer.done():
-            dues |= {lookup.due for lookup in front._pending.values()}
+            dues |= {lookup.due for lookup in front.exchange.pending.values()}
             if (job := owner.board.next_job()) is not None:
                 owner.complete(job, RETIRED)
             await asyncio.sleep(0.001)
         assert await answer in (503, 504)
         assert len(dues) == 1
-        assert front.slots.used == 0
+        assert front.exchange.slots.used == 0
 
     play(script)
 
@@ -527,7 +528,7 @@ def test_a_front_takes_no_slot_before_the_answers_of_the_one_before_it_are_writt
             client.send(*request([1]))
             status, headers, _ = await client.answer()
             assert (status, headers["retry-after"]) == (503, "1")
-            assert second.slots.used == 0
+            assert second.exchange.slots.used == 0
         owner.complete(job)
         await scene.connected(second)
         client.send(*request([1]))
@@ -542,7 +543,7 @@ def test_connections_stay_open_while_there_is_no_owner(play, arrived):
     async def script(scene, front, owner):
         client = await scene.connect()
         later = scene.another_owner(1000)
-        await until(lambda: not front._connected)
+        await until(lambda: not front.exchange._connected)
         head, body = request(range(LARGE))
         text = len(body) - 8 * LARGE
         client.send(head, body[: text + arrived])
@@ -583,7 +584,7 @@ def test_what_a_dead_owner_did_not_answer_is_looked_up_in_the_same_model_of_the_
             later.complete(job)
         await clients[0].checked([1, 2])
         assert await clients[1].status() == 200
-        assert front.slots.used == 0
+        assert front.exchange.slots.used == 0
 
     play(script)
 
@@ -602,8 +603,8 @@ def test_a_front_that_did_not_notice_the_death_of_an_owner_begins_anew(play):
         later.start()
         threading.Event().wait(0.05)
         assert later.board.next_job() is None
-        assert front.region[layout.OWNER_EPOCH] == 0
-        await until(lambda: front.region[layout.OWNER_EPOCH] != 0 and front._connected)
+        assert front.exchange.region[layout.OWNER_EPOCH] == 0
+        await until(lambda: front.exchange.region[layout.OWNER_EPOCH] != 0 and front.exchange._connected)
         client.send(*request([99]))
         job = await later.job()
         assert later.keys(job).tolist() == [99]

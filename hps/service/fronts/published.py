@@ -1,0 +1,97 @@
+"""What the owner publishes to a front: models, their versions, and settings."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from hps.errors import NotReadyError, UnknownModelError, UnknownVersionError
+from hps.regions import layout
+from hps.regions.layout import Memory
+from hps.service.fronts.lookups import FrontVersion
+from hps.service.http_metrics import InferenceCounts, counted_as
+from hps.service.protocol.request_checks import ModelTables
+from hps.service.targets import LookupTarget
+from hps.types import TableSpec
+
+_VERSION_WORD: Final = layout.PAGE_VERSION // 8
+
+
+class Published:
+    """Follows the owner's page. *One event loop.*
+
+    Args:
+        page: memory of the page.
+        follow: called with each page that was read, before its models are taken over.
+
+    Attributes:
+        version: of the page that was read last; -1: none was.
+        blocked: why no lookup at all is answered; empty if some are.
+        counts: of Triton's statistics, by `counted_as`.
+    """
+
+    def __init__(self, page: Memory, follow: Callable[[dict[str, Any]], None]) -> None:
+        self._page = page
+        self._follow = follow
+        self.version = -1
+        self.blocked = "the service is starting"
+        self.counts: dict[str, InferenceCounts] = {}
+        self._models: dict[str, dict[str, FrontVersion]] = {}
+        self._serving: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the page is still the one that was read last."""
+        return self._page.longs[_VERSION_WORD] == self.version
+
+    def look(self) -> None:
+        """Read the page if it has changed."""
+        if self.unchanged:
+            return
+        found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
+        if found is None or found[0] == self.version:
+            return
+        self.version, page = found
+        self._serving, self._reasons, self.blocked = page["serving"], page["reasons"], page["blocked"]
+        self._follow(page)
+        models: dict[str, dict[str, FrontVersion]] = {}
+        for name, versions in page["models"].items():
+            models[name] = {}
+            for number, one in versions.items():
+                serials = {int(device): serial for device, serial in one["serials"]}
+                before = self._models.get(name, {}).get(number)
+                if before is not None and before.serials == serials:
+                    models[name][number] = before
+                    continue
+                tables = tuple(TableSpec(**table) for table in one["tables"])
+                counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
+                models[name][number] = FrontVersion(ModelTables(name, tables, number, one["keys_per_sample"]), serials, counts)
+        self._models = models
+        if not self.blocked:  # a new owner begins without models
+            self.counts = {
+                key: one.counts
+                for name, versions in models.items()
+                for number, one in versions.items()
+                if (key := counted_as(name, number, one.serials)) in self.counts
+            }
+
+    def version_of(self, target: LookupTarget) -> FrontVersion:
+        """Return what answers a lookup.
+
+        Raises:
+            NotReadyError, UnknownModelError, UnknownVersionError: nothing does.
+        """
+        if self.blocked:
+            raise NotReadyError(f"the parameter server is not ready: {self.blocked}")
+        name, number = target.model_name, target.version
+        versions = self._models.get(name)
+        if versions is None or name not in self._serving:
+            if reason := self._reasons.get(name):
+                raise NotReadyError(f"model {name!r} is not ready: {reason}")
+            known = ", ".join(self._serving) or "none"
+            raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}")
+        if number is None:
+            number = self._serving[name]
+        if (found := versions.get(number)) is None:
+            known = ", ".join(versions)
+            raise UnknownVersionError(f"looking up model {name!r}: got version {number[:40]!r}, deployed: {known}")
+        return found

@@ -32,11 +32,12 @@ _TICK_S: Final = 0.1
 _PR_SET_PDEATHSIG: Final = 1
 _SPIN_NS: Final = 20_000
 _CORES_TO_SPIN: Final = 6
+_MOST_BY_DEFAULT: Final = 16  # one owner answers all of them, and each has a slab of at least 64 MB
 
 
 def default_fronts() -> int:
-    """Return the number of fronts of a machine: its cores less two, for the owner; at least 1."""
-    return max(1, available_processors() - 2)
+    """Return the number of fronts of a machine: its cores less two, for the owner; at least 1, at most `_MOST_BY_DEFAULT`."""
+    return min(max(1, available_processors() - 2), _MOST_BY_DEFAULT)
 
 
 class Supervisor:

@@ -174,6 +174,14 @@ def check_addresses(value: str) -> str:
     return value
 
 
+def check_redis_addresses(value: str) -> str:
+    """Check the addresses of Redis servers, which may be unix sockets."""
+    for address in re.split("[,;]", value):
+        if not re.fullmatch(r"unix:///[^\s?#]+", address.strip()):
+            check_addresses(address)
+    return value
+
+
 def check_host(value: str) -> str:
     """Check a name or address of this machine, without a port."""
     if "/" in value or re.fullmatch(r"[^:]*:[0-9]+", value):

@@ -50,6 +50,7 @@ _SECRETS = {
     ("service", "bearer_token"): "HPS_BEARER_TOKEN",
     ("service", "admin_token"): "HPS_ADMIN_TOKEN",
     ("volatile_db", "password"): "HPS_REDIS_PASSWORD",
+    ("volatile_db", "sentinel_password"): "HPS_SENTINEL_PASSWORD",
     ("update_source", "password"): "HPS_UPDATE_PASSWORD",
 }
 _OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable
@@ -58,8 +59,9 @@ _OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable
 def load_configuration(source: Source) -> Configuration:
     """Read and check a configuration, and log its notices.
 
-    The environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD` and `HPS_UPDATE_PASSWORD`, if not
-    empty, replace `service.bearer_token`, `service.admin_token`, `volatile_db.password` and `update_source.password`. Keys
+    The environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD`, `HPS_SENTINEL_PASSWORD` and
+    `HPS_UPDATE_PASSWORD`, if not empty, replace `service.bearer_token`, `service.admin_token`, `volatile_db.password`,
+    `volatile_db.sentinel_password` and `update_source.password`. Keys
     without effect and settings that are not implemented are logged by `hps.configuration.load`. If that logger has no handler
     yet, the notices of a `Configuration` are logged when it is used later and there is a handler.
 

@@ -35,6 +35,7 @@ from hps.configuration.fields import (
     Whole,
     check_addresses,
     check_place,
+    check_redis_addresses,
     choice,
     notices_of,
     problem,
@@ -138,9 +139,12 @@ class VolatileDbConfig(Section):
     older_keys = frozenset({"max_get_batch_size", "max_set_batch_size", "refresh_time_after_fetch"})
 
     type: VolatileDbType = "disabled"
-    address: Annotated[str, _used_when("type", "redis_cluster", check_addresses)] = "127.0.0.1:7000"
+    address: Annotated[str, _used_when("type", "redis_cluster", check_redis_addresses)] = "127.0.0.1:7000"
     user_name: str = "default"
     password: Secret = ""
+    password_path: str = ""
+    sentinel_service: str = ""
+    sentinel_password: Secret = ""
     num_partitions: Annotated[Whole, Field(ge=1, le=65536)] = Field(default_factory=lambda: min(16, os.cpu_count() or 1))
     allocation_rate: Bytes = 256 << 20
     shared_memory_size: Bytes = 16 << 30
@@ -165,6 +169,13 @@ class VolatileDbConfig(Section):
     cache_missed_embeddings: Flag = False
     update_filters: ListOf[Expression] = ("^hps_.+$",)
     options: Options = {}
+
+    @field_validator("password_path")
+    @classmethod
+    def _one_password(cls, value: str, info: ValidationInfo) -> str:
+        if value and info.data.get("password"):
+            raise problem("got a password, too; write one of them, and leave HPS_REDIS_PASSWORD empty")
+        return value
 
     @field_validator("num_node_connections")
     @classmethod

@@ -104,7 +104,7 @@ def test_a_lookup_over_http_crosses_few_files(files: Path, called: Called) -> No
     unlogged = {"access_log_per_s": 0}  # as most requests of a busy service are
     with running_service(document_of(model_of("m", [files], {"item": DIM}, **CHANGES), service=unlogged)) as service:
         runs = []
-        for called.on in (False, False, *[True] * 10):
+        for called.on in (False, False, *[True] * 40):
             called.clear()
             response = service.client.post("/v2/models/m/infer", content=text + np.arange(10).tobytes(), headers=length)
             runs.append(called.copy())

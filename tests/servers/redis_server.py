@@ -55,13 +55,22 @@ class RedisServer:
         arguments: of its command line, e.g. `--maxmemory 50mb`.
         port: to listen on; a free one when 0.
         tls: arguments for redis-py where the server speaks TLS.
+        sentinel: lines of the configuration of a sentinel, if it is one.
     """
 
-    def __init__(self, directory: Path, *arguments: str, port: int = 0, tls: dict[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        port: int = 0,
+        tls: dict[str, object] | None = None,
+        sentinel: tuple[str, ...] = (),
+    ) -> None:
         self.port = port or free_ports(1)[0]
         self.directory = directory
         self.arguments = arguments
         self.tls = tls or {}
+        self.sentinel = sentinel
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -78,10 +87,15 @@ class RedisServer:
         assert program is not None, "no redis-server"
         self.directory.mkdir(parents=True, exist_ok=True)
         ports = ("--port", "0", "--tls-port", str(self.port)) if self.tls else ("--port", str(self.port))
-        save = () if "--save" in self.arguments else ("--save", "")
+        beginning = [program, "--bind", "127.0.0.1"]
+        if self.sentinel:
+            configuration = self.directory / "sentinel.conf"
+            configuration.write_text("\n".join(self.sentinel) + "\n")
+            beginning[1:1] = [str(configuration), "--sentinel"]
+        save = () if self.sentinel or "--save" in self.arguments else ("--save", "")
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [program, "--bind", "127.0.0.1", *ports, "--dir", str(self.directory), *save, *self.arguments],
+                [*beginning, *ports, "--dir", str(self.directory), *save, *self.arguments],
                 stdout=log,
                 stderr=log,
                 preexec_fn=own_signals,

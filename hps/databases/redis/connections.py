@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import hiredis
 from redis import exceptions
 from redis.connection import Connection, DefaultParser
+from redis.credentials import CredentialProvider
 
 from hps.databases.redis.requests import Buffer, FetchRows, GetMark, Request
 from hps.errors import ConfigError, DatabaseError
@@ -47,6 +48,21 @@ def time_left() -> float:
     """Return the seconds until the deadline of this thread's call."""
     deadline: float = getattr(_call, "deadline", float("inf"))
     return deadline - time.monotonic()
+
+
+class PasswordFile(CredentialProvider):
+    """Reads the password of every new connection from a file, so that it can be changed without a restart. *Immutable.*"""
+
+    def __init__(self, user_name: str | None, path: str) -> None:
+        self._user_name = user_name
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        try:
+            password = Path(self._path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DatabaseError(f"its password cannot be read: {self._path}: {error} (password_path)") from error
+        return (password,) if self._user_name is None else (self._user_name, password)
 
 
 class IdleConnections(LifoQueue):  # type: ignore[type-arg]
@@ -258,6 +274,15 @@ class BulkConnection(Connection):
 
     def _dial(self, deadline: float) -> socket.socket:
         name = self.host
+        if name.startswith("/"):
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connected.settimeout(max(_LEAST_S, deadline - time.monotonic()))
+                connected.connect(name)
+            except BaseException:
+                connected.close()
+                raise
+            return connected
         failure: OSError = OSError(f"the name {name} has no address")
         for *_, address in self._resolve(name, deadline):
             self.host = address[0]

@@ -60,6 +60,9 @@ class RedisDatabase(SharedDatabase):
         *,
         user_name: str = "default",
         password: str = "",
+        password_path: str = "",
+        sentinel_service: str = "",
+        sentinel_password: str = "",
         num_partitions: int = 16,
         num_node_connections: int = 5,
         max_batch_size: int = 65_536,
@@ -78,9 +81,13 @@ class RedisDatabase(SharedDatabase):
         """Connect.
 
         Args:
-            address: `host[:port]` of the server, or of some nodes of the cluster, separated by `,` or `;`.
+            address: `host[:port]` or `unix:///path` of the server, of some nodes of the cluster, or of sentinels, separated by
+                `,` or `;`.
             user_name: ACL user; `default` for Redis' default user.
             password: empty for none.
+            password_path: file with the password, read for every new connection, instead of `password`.
+            sentinel_service: name of the primary that the sentinels at `address` know; empty: there are no sentinels.
+            sentinel_password: of the sentinels; empty for none.
             num_partitions: hashes per table; the same as when the table was written.
             num_node_connections: maximum connections to one node.
             max_batch_size: maximum keys per timeout; a call with more has several.
@@ -103,9 +110,12 @@ class RedisDatabase(SharedDatabase):
         self._batch = max_batch_size
         self._num_partitions = num_partitions
         self._nodes = RedisNodes(
-            parse_addresses(address),
+            parse_addresses(address, sentinels=bool(sentinel_service)),
             user_name=user_name,
             password=password,
+            password_path=password_path,
+            sentinel_service=sentinel_service,
+            sentinel_password=sentinel_password,
             tls=tls,
             tls_server_name=tls_server_name,
             connections=num_node_connections,
@@ -137,6 +147,9 @@ class RedisDatabase(SharedDatabase):
             config.address,
             user_name=config.user_name,
             password=config.password,
+            password_path=config.password_path,
+            sentinel_service=config.sentinel_service,
+            sentinel_password=config.sentinel_password,
             num_partitions=config.num_partitions,
             num_node_connections=config.num_node_connections,
             max_batch_size=config.max_batch_size,

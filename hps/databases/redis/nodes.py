@@ -19,13 +19,15 @@ from redis import Redis, exceptions
 from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
-from hps.databases.redis.connections import BulkConnection, IdleConnections, ReplyParser, time_left, until
+from hps.databases.redis.connections import BulkConnection, IdleConnections, PasswordFile, ReplyParser, time_left, until
 from hps.databases.redis.requests import Buffer, Call, Request
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.ground.lifetimes import disown_in_children, refusal
 
 _log = logging.getLogger(__name__)
 _DEFAULT_PORT: Final = 6379
+_SENTINEL_PORT: Final = 26379
+_ASK_SENTINELS_S: Final = 1.0  # a primary that is cut off from them does not say that it was replaced
 _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 _WINDOW: Final = 2 << 20
 """Bytes in flight per connection: several typical requests, so that the server stays busy. Waiting requests and unread replies
@@ -44,7 +46,7 @@ _ADVICE: Final = {
     "NOPERM": "the user may not do this: grant it the commands and the keys hps_et{*",
     "OOM": "it is full: give it more maxmemory, or lower overflow_margin",
     "LOADING": "it is reading its data from disk; it answers when it has",
-    "READONLY": "it is a replica; give the address of the primary",
+    "READONLY": "it is a replica; give the address of the primary, or of its sentinels (sentinel_service)",
     "MASTERDOWN": "it is a replica that has lost its primary",
     "CLUSTERDOWN": "the cluster is not whole; see CLUSTER INFO",
     "MISCONF": "it cannot save its data and therefore takes no writes; see its log",
@@ -54,24 +56,34 @@ _ADVICE: Final = {
 }
 
 
-def parse_addresses(address: str) -> list[tuple[str, int]]:
-    """Parse `host[:port]` addresses, separated by `,` or `;`. IPv6 addresses are in brackets."""
+def parse_addresses(address: str, *, sentinels: bool = False) -> list[tuple[str, int]]:
+    """Parse `host[:port]` and `unix:///path` addresses, separated by `,` or `;`. IPv6 addresses are in brackets.
+
+    Returns:
+        Hosts and ports; the path of a unix socket and 0.
+    """
     addresses = []
     for part in re.split("[,;]", address):
+        if part.strip().startswith("unix://"):
+            addresses.append((part.strip().removeprefix("unix://"), 0))
+            continue
         found = re.fullmatch(r"(\[[^\]]+\]|[^:]+)(?::(\d+))?", part.strip())
         if found is None:
-            raise DatabaseError(f"redis: address: got {part.strip()!r}, expected host[:port]")
-        addresses.append((found[1].strip("[]"), int(found[2] or _DEFAULT_PORT)))
+            raise DatabaseError(f"redis: address: got {part.strip()!r}, expected host[:port] or unix:///path")
+        addresses.append((found[1].strip("[]"), int(found[2] or (_SENTINEL_PORT if sentinels else _DEFAULT_PORT))))
     return list(dict.fromkeys(addresses))
 
 
 class RedisNodes:
-    """A server, or the masters of a cluster, as reported by the first node that answers. *Thread-safe.*
+    """A server, the masters of a cluster, or the primary that sentinels name. *Thread-safe.*
 
     Args:
-        addresses: nodes to ask for the topology.
+        addresses: nodes, or sentinels, to ask for the topology.
         user_name: ACL user; `default` or empty stands for Redis' default user.
         password: empty if Redis expects none.
+        password_path: file with the password, read for every new connection, instead of `password`.
+        sentinel_service: name of the primary that the addresses, of sentinels, know; empty: they are those of servers.
+        sentinel_password: of the sentinels; empty if they expect none.
         tls: None for plain connections.
         tls_server_name: expected name in certificates.
         connections: maximum connections per node.
@@ -92,6 +104,9 @@ class RedisNodes:
         *,
         user_name: str,
         password: str,
+        password_path: str = "",
+        sentinel_service: str = "",
+        sentinel_password: str = "",
         tls: SSLContext | None,
         tls_server_name: str,
         connections: int,
@@ -109,8 +124,6 @@ class RedisNodes:
             "max_connections": connections,
             "timeout": None,  # IdleConnections knows how long a call may wait
             "protocol": 2,
-            "username": user_name if password and user_name != "default" else None,
-            "password": password or None,
             "socket_connect_timeout": connect_timeout_s,
             "socket_timeout": read_timeout_s,
             "tls": tls,
@@ -118,7 +131,14 @@ class RedisNodes:
             "family": self._family,
             "resolving": threading.BoundedSemaphore(_MOST_RESOLVING),
         }
-        self._seeds = [self._node(*address) for address in addresses]
+        user = None if user_name == "default" else user_name or None
+        self._credentials: dict[str, Any] = {"username": user if password else None, "password": password or None}
+        if password_path:
+            self._credentials = {"credential_provider": PasswordFile(user, password_path)}
+        self._service = sentinel_service
+        of_seeds = {"password": sentinel_password or None} if sentinel_service else self._credentials
+        self._seeds = [self._node(*address, of_seeds) for address in addresses]
+        self._primaries: dict[tuple[str, int], ClusterNode] = {}  # those that sentinels have named
         self._server = self._seeds[0]  # without a cluster
         self._cluster: NodesManager | None = None
         self._refreshing = threading.Lock()
@@ -126,6 +146,7 @@ class RedisNodes:
         self._refreshed_at = 0.0
         self._failed: str | None = None  # node that caused the refresh
         self._stale = False
+        self._complained = False  # about the last refresh
         self._closed = False
         disown_in_children(self)
         with until(time.monotonic() + timeout_s):
@@ -209,14 +230,17 @@ class RedisNodes:
         found = (reference() for reference in self._family.valuerefs())
         return [connection for connection in found if connection is not None]
 
-    def _node(self, host: str, port: int) -> ClusterNode:
-        pool = BlockingConnectionPool(host=host, port=port, **self._settings)
+    def _node(self, host: str, port: int, credentials: dict[str, Any]) -> ClusterNode:
+        pool = BlockingConnectionPool(host=host, port=port, **credentials, **self._settings)
         return ClusterNode(host, port, "primary", Redis(connection_pool=pool))
 
     # Topology.
 
     def _discover(self) -> None:
         """Ask the configured nodes in turn for the topology."""
+        if self._service:
+            self._server = self._ask_sentinels()
+            return
         failures: list[str] = []
         replica: ClusterNode | None = None
         for tried, seed in enumerate(self._seeds):
@@ -239,15 +263,43 @@ class RedisNodes:
             raise DatabaseError(f"redis: none of {len(self._seeds)} nodes could be asked: " + " | ".join(failures))
         self._server = replica
 
+    def _ask_sentinels(self) -> ClusterNode:
+        """Ask the sentinels in turn for the primary, first the one whose answer was right the last time."""
+        failures: list[str] = []
+        for tried, sentinel in enumerate(self._seeds):
+            asked = sentinel
+            try:
+                with until(time.monotonic() + time_left() / (len(self._seeds) - tried)):
+                    words = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+                    found = sentinel.redis_connection.execute_command(*words)
+                    if not found:
+                        raise DatabaseError(f"it knows no primary named {self._service!r} (sentinel_service)")
+                    at = found[0].decode(), int(found[1])
+                    asked = self._primaries.get(at) or self._node(*at, self._credentials)
+                    self._primaries[at] = asked
+                    facts = asked.redis_connection.info()
+                    if facts.get("role") == "slave":
+                        raise DatabaseError(f"it is a replica, and sentinel {sentinel.name} takes it for the primary")
+            except (exceptions.RedisError, DatabaseError) as error:
+                failures.append(str(_database_error(asked, error)))
+                continue
+            self.facts = facts
+            self._seeds = [sentinel, *(one for one in self._seeds if one is not sentinel)]
+            return asked
+        raise DatabaseError(f"redis: none of {len(failures)} sentinels led to a primary: " + " | ".join(failures))
+
     def _find_cluster(self) -> NodesManager:
         try:
-            return NodesManager(self._seeds, from_url=True, connection_pool_class=BlockingConnectionPool, **self._settings)
+            return NodesManager(
+                self._seeds, from_url=True, connection_pool_class=BlockingConnectionPool, **self._credentials, **self._settings
+            )
         except _NO_CLUSTER as error:
             raise DatabaseError(f"redis: no node says who serves which hash slot ({error}); see CLUSTER SLOTS") from error
 
     def _refresh(self) -> None:
         """Refresh the topology after a failure, unless another thread does; until then the known nodes serve."""
-        if not self._stale or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
+        due = self._stale or (self._service and time.monotonic() > self._refreshed_at + _ASK_SENTINELS_S)
+        if not due or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
             return
         if not self._refreshing.acquire(blocking=False):
             return
@@ -260,16 +312,19 @@ class RedisNodes:
                     )
                 else:
                     self._discover()
+            self._complained = False
         except (*_NO_CLUSTER, DatabaseError) as error:
             self._stale = True
-            _log.warning("%s; the nodes known before are asked", error)
+            if not self._complained:
+                self._complained = True
+                _log.warning("%s; the nodes known before are asked", error)
         finally:
             self._refreshed_at = time.monotonic()
             self._refreshing.release()
 
     def _doubt(self, node: ClusterNode) -> None:
         """Refresh the topology before the next call, if there are several nodes."""
-        if self._cluster or len(self._seeds) > 1:
+        if self._cluster or self._service or len(self._seeds) > 1:
             self._failed = node.name
             self._stale = True
 

@@ -28,9 +28,12 @@ def check_server(config: Any, tables: Iterable[TableSpec]) -> list[CheckResult]:
     """Check the Redis of a `VolatileDbConfig`; see `Database.probe`."""
     try:
         nodes = RedisNodes(
-            parse_addresses(config.address),
+            parse_addresses(config.address, sentinels=bool(config.sentinel_service)),
             user_name=config.user_name,
             password=config.password,
+            password_path=config.password_path,
+            sentinel_service=config.sentinel_service,
+            sentinel_password=config.sentinel_password,
             tls=tls_context(config),
             tls_server_name=config.tls_server_name_identification,
             connections=1,

@@ -244,6 +244,17 @@ def test_reads_a_file_as_hugectrs_users_have_it() -> None:
     assert load(dense, **cluster).volatile_db.num_partitions == 12
 
 
+@pytest.mark.parametrize("address", ["unix:///run/redis.sock", "unix:///run/a.sock,[::1]:7000;redis"])
+def test_redis_may_listen_on_a_unix_socket(address: str) -> None:
+    assert load(volatile_db={"type": "redis", "address": address}).volatile_db.address == address
+
+
+@pytest.mark.parametrize("address", ["unix://run/redis.sock", "unix:///run/redis.sock?db=1", "unix:///a b"])
+def test_an_address_of_a_unix_socket_is_its_path(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"volatile_db\.address"):
+        load(volatile_db={"type": "redis", "address": address})
+
+
 def test_secrets_of_the_environment_stand_in_for_configured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     redis = {"type": "redis", "password": "file"}
     monkeypatch.setenv("HPS_BEARER_TOKEN", "")
@@ -256,6 +267,10 @@ def test_secrets_of_the_environment_stand_in_for_configured_ones(monkeypatch: py
     configuration = load(service={"bearer_token": "file"}, volatile_db=redis, update_source={"type": "redis_streams"})
     assert (configuration.service.bearer_token, configuration.volatile_db.password) == ("token", "secret")
     assert configuration.update_source.password == "another"
+    monkeypatch.setenv("HPS_SENTINEL_PASSWORD", "third")
+    assert load(volatile_db=redis).volatile_db.sentinel_password == "third"
+    with pytest.raises(ConfigError, match="password_path: got a password, too"):
+        load(volatile_db={"type": "redis", "password_path": "/run/secrets/redis"})
     configuration = load()
     assert (configuration.service.bearer_token, configuration.volatile_db.type) == ("token", "parallel_hash_map")
 

@@ -35,7 +35,7 @@ def test_a_short_soak_finds_nothing_wrong(tmp_path):
     assert figures["wrong_vectors"] == 0
     done = ("answers", "acknowledged", "deletes", "attacks", "probes", "forks", "forced", "lags", "scrapes")
     assert min(figures[name] for name in done) > 0
-    assert sum(row["axes"]["work"] == "chaos" for row in results["rows"]) == 9
+    assert sum(row["axes"]["work"] == "chaos" for row in results["rows"]) == 12
 
 
 @pytest.mark.slow

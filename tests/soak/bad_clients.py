@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.soak.clients import LIVE
-from tests.soak.ledger import PROCESSES, Ledger
+from tests.soak.ledger import FRONT, PROCESSES, Ledger
 
 LOOKUP, INFER = "/v1/models/steady/lookup", "/v2/models/steady/infer"
 _TIMEOUT_S, _THINK_S, _STALL_S = 20.0, 1.5, 4.0
@@ -252,11 +252,12 @@ def _run(ledger: Ledger, ports: list[int], names: list[str], seed: int) -> None:
         if generation % 2:
             name = names[rng.integers(len(names))]
             attack, right = ATTACKS[name]
-            began = time.monotonic()
+            began, moment = time.monotonic(), ledger.moment(process)
             try:
                 status = attack(ports[process], rng)
             except OSError as error:
-                if int(ledger.generation[process]) == generation and not isinstance(error, ConnectionError):
+                calm = int(ledger.generation[process]) == generation and ledger.undisturbed(process, moment, FRONT)
+                if calm and not isinstance(error, ConnectionError):
                     ledger.violation("no answer", process=PROCESSES[process], attack=name, error=repr(error)[:200])
             else:
                 ledger.count(attacks=1)

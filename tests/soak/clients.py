@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from hps.types import BoolArray, FloatArray
-from tests.soak.ledger import PROCESSES, TABLES, Bounds, Ledger, draw
+from tests.soak.ledger import FRONT, OWNER, PROCESSES, TABLES, Bounds, Ledger, draw
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 PROBES = (*PROCESSES[:2], "echo")  # what is probed; the last shows what the machine alone takes
@@ -56,13 +56,15 @@ class GoodClient:
         keys = [draw(self._rng, int(self._rng.integers(1, 64))) for _ in tables]
         bounds = [self._ledger.bounds(process, table, some) for table, some in zip(tables, keys, strict=True)]
         how, encode, decode = (("binary", _infer, _vectors), ("json", _lookup, _rows))[self._rng.integers(2)]
-        reused = process in self._connections
+        reused, moment = process in self._connections, self._ledger.moment(process)
         model = TABLES[first].model
         try:
             status, headers, body = self._post(process, *encode(model, bounds))
         except (OSError, http.client.HTTPException) as error:
             self._connections.pop(process).close()
-            if reused:  # the server may close a connection between two requests
+            if not self._ledger.undisturbed(process, moment, FRONT):
+                self._ledger.count(lost_with_a_front=1)
+            elif reused and moment[OWNER] == self._ledger.moment(process)[OWNER]:  # it may be closed between two requests
                 self._ledger.count(reconnects=1)
             elif int(self._ledger.generation[process]) == generation:
                 self._ledger.violation("dropped", process=PROCESSES[process], error=repr(error)[:200])
@@ -153,6 +155,7 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
             due = max(due + _PROBE_S, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
             generation = int(ledger.generation[place]) if place < len(PROCESSES[:2]) else 1
+            moment = ledger.moment(place)
             start = time.perf_counter()
             try:
                 right = _get(ports[place], LIVE).startswith(b"HTTP/1.1 200")
@@ -162,6 +165,8 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
             if not generation % 2:
                 if right:
                     taken[STARTING].append(seconds)
+            elif place < 2 and not ledger.undisturbed(place, moment, FRONT):
+                ledger.count(lost_with_a_front=1)
             elif place >= 2 or int(ledger.generation[place]) == generation:
                 taken[PROBES[place]].append(seconds)
                 ledger.count(probes=1)
@@ -173,13 +178,14 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
     def scrape(place: int) -> None:
         while not ledger.stopped:
             time.sleep(_SCRAPE_S)
-            generation = int(ledger.generation[place])
+            generation, moment = int(ledger.generation[place]), ledger.moment(place)
             start = time.perf_counter()
             try:
                 text = _get(ports[place], METRICS)
             except OSError as error:
                 text = repr(error).encode()
-            if generation % 2 and int(ledger.generation[place]) == generation:
+            calm = all(ledger.undisturbed(place, moment, what) for what in (FRONT, OWNER))
+            if generation % 2 and int(ledger.generation[place]) == generation and calm:
                 taken[SCRAPED.format(servers[place])].append(time.perf_counter() - start)
                 ledger.count(scrapes=1)
                 if not text.startswith(b"HTTP/1.1 200"):

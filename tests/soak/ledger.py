@@ -37,6 +37,7 @@ class Table(NamedTuple):
 TABLES = tuple(Table(model, name, dim) for model in ("steady", "reloaded") for name, dim in (("item", 16), ("user", 8)))
 COUNTERS = (
     *("answers", "vectors", "refused", "refused_reloading", "reconnects"),  # of good clients and of checkers in process
+    "lost_with_a_front",  # requests and probes of a front that was killed, or waited for one that was stopped
     *("acknowledged", "failed_writes", "deletes", "audits", "forks"),  # of processes
     *("forced", "lags"),  # deploys of a peer, comparisons of its lag
     *("probes", "scrapes", "attacks", "violations"),
@@ -44,6 +45,7 @@ COUNTERS = (
 _ACTORS = 64
 _MAX_NOTED = 20  # violations of a kind that a process describes; it counts all
 _STOP, _START, _SEQUENCE = range(3)
+FRONT, OWNER = range(2)  # what is disturbed in a server
 _SEQUENCE_LOCK, _CONTESTED_LOCK = range(2)
 _A, _B, _C = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93))
 
@@ -91,6 +93,7 @@ class Ledger:
         self.deleted = self._array("deleted", len(TABLES), keys)  # the last delete of each key that was begun
         self.acknowledged = self._array("acknowledged", len(PROCESSES), len(TABLES), keys)  # by each process
         self.generation = self._array("generation", len(PROCESSES))  # odd while the process is meant to be up
+        self.disturbed = self._array("disturbed", len(PROCESSES), 2)  # odd while a front, or the owner, is killed or stopped
         self.counts = self._array("counts", _ACTORS, len(COUNTERS))
         self._state = self._array("state", 3)
         self._own = self.counts[actor]
@@ -167,6 +170,23 @@ class Ledger:
         finally:
             if contested:
                 fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, _CONTESTED_LOCK)
+
+    @contextmanager
+    def disturbing(self, process: int, what: int) -> Iterator[None]:
+        """Let clients know that a front or the owner of a server is disturbed."""
+        self.disturbed[process, what] += 1
+        try:
+            yield
+        finally:
+            self.disturbed[process, what] += 1
+
+    def moment(self, process: int) -> list[int]:
+        """To be taken before a question is sent, for `undisturbed`."""
+        return [int(count) for count in self.disturbed[process]]
+
+    def undisturbed(self, process: int, since: list[int], what: int) -> bool:
+        """Whether no front, or no owner, of a server was disturbed since then."""
+        return not since[what] % 2 and int(self.disturbed[process, what]) == since[what]
 
     def bounds(self, process: int, table: int, keys: KeyArray) -> Bounds:
         """To be taken before the question is sent to a process."""

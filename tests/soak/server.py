@@ -1,9 +1,10 @@
 """A process of the soak: a parameter server that is written to, checked from inside, told what to do, and served over HTTP.
 
-python -m tests.soak.server DIRECTORY PROCESS PORT [FAULT...]
+python -m tests.soak.server DIRECTORY PROCESS PORT FRONTS [FAULT...]
 
-PROCESS is the place in `PROCESSES`; with port 0 nothing is served. Commands are lines on the standard input; each is answered
-by a line of JSON on the standard output. A FAULT is made on purpose, so that a soak can be seen to fail.
+PROCESS is the place in `PROCESSES`; with port 0 nothing is served. With FRONTS, the process is the parent of so many fronts and
+of the owner, in which all of this is. Commands are lines on the standard input; each is answered by a line of JSON on the
+standard output, by whichever owner lives. A FAULT is made on purpose, so that a soak can be seen to fail.
 """
 
 import json
@@ -21,9 +22,7 @@ import numpy.typing as npt
 
 import hps
 from hps.configuration.load import load_configuration
-from hps.service.app import Application
-from hps.service.lifecycle import Lifecycle
-from hps.service.server import Server, listen
+from hps.service.server import serve
 from hps.types import FloatArray
 from tests.soak.ledger import ABSENT, DEFAULT, PROCESSES, ROWS, TABLES, Bounds, Ledger, draw, encode
 
@@ -189,7 +188,7 @@ class Node:
             self._ledger.check(self._process, how, bounds, out, found)
 
 
-def make_faulty(ledger: Ledger, process: int, faults: list[str]) -> None:
+def make_faulty(ledger: Ledger, process: int, faults: list[str], server: hps.HPS) -> None:
     """Make faults on purpose: wrong vectors in answers over HTTP, lost writes, a leak, a stall."""
 
     def spoil(fault: str, bounds: Bounds, out: FloatArray) -> None:
@@ -220,6 +219,7 @@ def make_faulty(ledger: Ledger, process: int, faults: list[str]) -> None:
         return device
 
     if spoiling:
+        server.record_trace(ledger.directory / f"{PROCESSES[process]}.trace", rate=1e-6)  # all lookups pass through Python
         hps.HPS.lookup_segments = lookup_segments  # type: ignore[method-assign]
     if "lost" in faults:
         hps.HPS.insert = lambda *_: None  # type: ignore[method-assign]
@@ -250,50 +250,44 @@ def _obey(node: Node, base: int, stop: Callable[[], None]) -> None:
         "memory": node.memory,
     }
     for line in sys.stdin:
-        print(json.dumps({"did": line.strip(), "base": base, **(actions[line.strip()]() or {})}), flush=True)
+        said = {"did": line.strip(), "base": base, "pid": os.getpid(), **(actions[line.strip()]() or {})}
+        print(json.dumps(said), flush=True)
     stop()
 
 
-def main(directory: Path, process: int, port: int, faults: list[str]) -> None:
+def main(directory: Path, process: int, port: int, fronts: int, faults: list[str]) -> None:
     """Run until a signal, or until the standard input ends."""
     ledger = Ledger(directory, process, PROCESSES[process])
-    base = _resident()
-    if faults:
-        make_faulty(ledger, process, faults)
+    parent, base = os.getpid(), _resident()
     configuration = load_configuration(directory / f"{PROCESSES[process]}.json")
     if not port:
         with hps.HPS(configuration) as alone:
+            if faults:
+                make_faulty(ledger, process, faults, alone)
             node = Node(ledger, process, alone)
             node.audit()
             node.start()
             _obey(node, base, node.stop)
         return
-    app = Application(Lifecycle(configuration))
-    server = Server(app, listen("127.0.0.1", port))
 
-    def run_node() -> None:
-        while not app.lifecycle.settled:
-            if app.lifecycle.failure is not None or not serving.is_alive():
-                return
+    def run_node(server: hps.HPS) -> None:
+        while set(server.models) < {one.model for one in configuration.models}:
             time.sleep(0.01)
-        opened = app.lifecycle.opened
-        if opened is not None:
-            node = Node(ledger, process, opened)
-            node.audit()
-            node.start()
-            _obey(node, base, server.stop)
+        if faults:
+            make_faulty(ledger, process, faults, server)
+        node = Node(ledger, process, server)
+        node.audit()
+        node.start()
+        _obey(node, base, lambda: os.kill(parent, signal.SIGTERM))
 
-    serving = threading.main_thread()
-    threading.Thread(target=run_node, daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    server.run()
-    if app.lifecycle.failure is not None:
-        raise app.lifecycle.failure
-    sys.exit(0 if app.closed else 1)
+    def on_open(server: hps.HPS) -> None:
+        threading.Thread(target=run_node, args=(server,), daemon=True).start()
+
+    sys.exit(0 if serve(configuration, "127.0.0.1", port, on_open=on_open, fronts=fronts) else 1)
 
 
 if __name__ == "__main__":
     import logging
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:])

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import select
 import signal
 import subprocess
@@ -18,12 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from hps.models.writer import write_sparse_model
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisServer, free_ports
-from tests.soak.ledger import DEFAULT, PROCESSES, ROWS, TABLES, Ledger, encode
+from tests.soak.ledger import DEFAULT, FRONT, OWNER, PROCESSES, ROWS, TABLES, Ledger, encode
 
 LASTING = "b"  # is never restarted, so that a slow leak shows
 MAX_BODY_BYTES, MAX_HELD_BYTES = 4 << 20, 64 << 20
-_START_S, _EXIT_S, _REPLY_S = 120.0, 40.0, 120.0
+_START_S, _EXIT_S, _REPLY_S, _SETTLE_S = 120.0, 40.0, 120.0, 1.0
 _BASE_BYTES = 160 << 20  # allocators, threads, compiled kernels, RocksDB's buffers for these few rows, answers in flight
+_FRONT_BYTES = 80 << 20  # of a front, for itself
 _IDLE_S = 60.0
 _IDLE = {"hps_http_lookups_pending": 0, "hps_http_held_bytes": 4096}  # the question itself is held
 _MAIN_ACTOR = 63
@@ -35,11 +37,12 @@ class Stage:
     Args:
         directory: for files of all kinds.
         eviction: give Redis room for four fifths of the rows only.
+        fronts: front processes of each server; 0: each server is one process.
         faults: what the processes are to do wrong on purpose.
     """
 
-    def __init__(self, directory: Path, eviction: bool, faults: dict[str, list[str]]) -> None:
-        self.directory, self._eviction, self._faults = directory, eviction, faults
+    def __init__(self, directory: Path, eviction: bool, fronts: int, faults: dict[str, list[str]]) -> None:
+        self.directory, self._eviction, self.fronts, self._faults = directory, eviction, fronts, faults
         self.ledger = Ledger(directory, _MAIN_ACTOR, "soak")
         self.redis = RedisServer(directory / "redis")
         a, b, self._echo_port = free_ports(3)
@@ -48,6 +51,8 @@ class Stage:
         self.peak_bytes = dict.fromkeys(PROCESSES, 0)
         self.budget_bytes = dict.fromkeys(PROCESSES, 0)
         self.resident_bytes: list[int] = []  # of LASTING, twice a second
+        self.front_bytes: list[int] = []  # of its fronts
+        self.killed = dict.fromkeys(PROCESSES, 0)  # fronts and owners
         self._children = ChildProcesses()
         self._clients: list[subprocess.Popen[str]] = []
 
@@ -122,7 +127,7 @@ class Stage:
     def start(self, process: int) -> None:
         """Start a process, and wait until it serves."""
         name = PROCESSES[process]
-        arguments = (self.directory, process, self.ports[process], *self._faults.get(name, ()))
+        arguments = (self.directory, process, self.ports[process], self.fronts, *self._faults.get(name, ()))
         self.nodes[process] = self._run(name, "server", *arguments, stdin=subprocess.PIPE)
         if self.ports[process]:
             self._wait(process, "/v2/health/ready")
@@ -155,6 +160,7 @@ class Stage:
         """Compute how much memory a process may take, from what its tiers hold."""
         said = self.tell(process, "memory")
         name, budget = PROCESSES[process], said.get("base", 0) + said.get("caches", 0) + MAX_HELD_BYTES + _BASE_BYTES
+        budget += _FRONT_BYTES * (self.fronts if self.ports[process] else 0)
         self.budget_bytes[name] = max(self.budget_bytes[name], budget)
 
     def watch(self) -> None:
@@ -166,11 +172,54 @@ class Stage:
                 self.take_down(process)
                 self.start(process)
                 continue
-            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{node.pid}/status").read_text().splitlines())
-            peak, resident = (int(status.get(one, "0").split()[0]) << 10 for one in ("VmHWM", "VmRSS"))
-            self.peak_bytes[name] = max(self.peak_bytes[name], peak)
+            owner, fronts = self.processes(process)
+            sizes = {pid: _proportional_bytes(pid) for pid in (node.pid, *([owner] if owner else []), *fronts)}
+            resident = sum(sizes.values())
+            self.peak_bytes[name] = max(self.peak_bytes[name], resident)
             if name == LASTING:
                 self.resident_bytes.append(resident)
+                self.front_bytes.append(sum(sizes[pid] for pid in fronts))
+
+    def processes(self, process: int) -> tuple[int, list[int]]:
+        """The owner and the fronts of a server; 0 and none if it is one process."""
+        parent = self.nodes[process].pid
+        try:
+            children = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        except OSError:
+            children = []
+        if not self.fronts or not self.ports[process]:
+            return 0, []
+        fronts = [pid for pid in children if _is_front(pid)]
+        return next((pid for pid in children if pid not in fronts), 0), fronts
+
+    def whole(self, process: int) -> None:
+        """Wait until a server has an owner and all its fronts again, and is ready."""
+        deadline = time.monotonic() + _START_S
+        while not self.processes(process)[0] or len(self.processes(process)[1]) < self.fronts:
+            if time.monotonic() > deadline:
+                self.ledger.violation("start", process=PROCESSES[process], problem=f"not whole within {_START_S} s")
+                return
+            time.sleep(0.05)
+        self._wait(process, "/v2/health/ready")
+
+    def end(self, process: int, number: int) -> int | str:
+        """Send a signal to a server, and wait until it and its children have ended. Returns its status."""
+        node = self.take_down(process)
+        owner, fronts = self.processes(process)
+        node.send_signal(number)
+        try:
+            status: int | str = node.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            node.kill()
+            status = f"none within {_EXIT_S} s"
+        deadline = time.monotonic() + _EXIT_S
+        for pid in filter(None, (owner, *fronts)):
+            while _lives(pid):
+                if time.monotonic() > deadline:
+                    self.ledger.violation("orphan", process=PROCESSES[process])
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.02)
+        return status
 
     def _run(self, name: str, module: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
         """Start a module of this package as a process whose log has a name."""
@@ -235,6 +284,30 @@ class Stage:
         }
 
 
+def _is_front(pid: int) -> bool:
+    """Whether a child of a server is a front: it has one thread only. An owner that begins has, too, but not for long."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return False
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Memory of a process, in which what is shared counts in parts; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+
+
 def _flushall(stage: Stage, _: np.random.Generator) -> None:
     stage.redis.client().flushall()
 
@@ -258,24 +331,50 @@ def _redis_restart(stage: Stage, rng: np.random.Generator) -> None:
 
 def _kill(stage: Stage, rng: np.random.Generator) -> None:
     process = PROCESSES.index(("a", "user")[rng.integers(2)])
-    node = stage.take_down(process)
-    node.kill()
-    node.wait(_EXIT_S)
+    stage.end(process, signal.SIGKILL)
     stage.start(process)
 
 
 def _terminate(stage: Stage, _: np.random.Generator) -> None:
     process = PROCESSES.index("a")
-    node = stage.take_down(process)
-    node.send_signal(signal.SIGTERM)
-    try:
-        status: int | str = node.wait(_EXIT_S)
-    except subprocess.TimeoutExpired:
-        node.kill()
-        status = f"none within {_EXIT_S} s"
-    if status:
+    if status := stage.end(process, signal.SIGTERM):
         stage.ledger.violation("exit", process=PROCESSES[process], status=status)
     stage.start(process)
+
+
+def _front_kill(stage: Stage, rng: np.random.Generator) -> None:
+    """Its own connections break, and no other."""
+    process = PROCESSES.index("a")
+    _, fronts = stage.processes(process)
+    with stage.ledger.disturbing(process, FRONT):
+        os.kill(fronts[rng.integers(len(fronts))], signal.SIGKILL)
+        stage.killed[PROCESSES[process]] += 1
+        time.sleep(_SETTLE_S)
+        stage.whole(process)
+
+
+def _front_stop(stage: Stage, rng: np.random.Generator) -> None:
+    """Its clients wait, and no other."""
+    process = int(rng.integers(2))
+    _, fronts = stage.processes(process)
+    front = fronts[rng.integers(len(fronts))]
+    with stage.ledger.disturbing(process, FRONT):
+        os.kill(front, signal.SIGSTOP)
+        time.sleep(rng.uniform(0.5, 4))
+        os.kill(front, signal.SIGCONT)
+        time.sleep(_SETTLE_S)
+
+
+def _owner_kill(stage: Stage, rng: np.random.Generator) -> None:
+    """Every connection stays open, and is answered by 503 until there is another owner."""
+    process = PROCESSES.index("a")
+    owner, _ = stage.processes(process)
+    with stage.ledger.disturbing(process, OWNER):
+        os.kill(owner, signal.SIGKILL)
+        stage.killed[PROCESSES[process]] += 1
+        time.sleep(_SETTLE_S)
+        stage.whole(process)
+        stage.tell(process, "memory")  # its writers and checkers are there again
 
 
 def _redeploy(stage: Stage, rng: np.random.Generator) -> None:
@@ -290,6 +389,7 @@ def _fork(stage: Stage, _: np.random.Generator) -> None:
     stage.tell(PROCESSES.index("user"), "fork")
 
 
+OF_FRONTS = ("front_kill", "front_stop", "owner_kill")
 CHAOS: dict[str, Callable[[Stage, np.random.Generator], None]] = {
     "flushall": _flushall,
     "client_pause": _client_pause,
@@ -297,6 +397,9 @@ CHAOS: dict[str, Callable[[Stage, np.random.Generator], None]] = {
     "redis_restart": _redis_restart,
     "kill": _kill,
     "terminate": _terminate,
+    "front_kill": _front_kill,
+    "front_stop": _front_stop,
+    "owner_kill": _owner_kill,
     "redeploy": _redeploy,
     "refresh": _refresh,
     "fork": _fork,

@@ -97,9 +97,9 @@ class HdfsFileSystem(FileSystem):
     def replace(self, path: str, content: bytes, version: str) -> str:
         """Write a small file if it still has a version.
 
-        HDFS compares no versions. So the new file first takes the name `.<name>.next`, which one writer at a time can have, since
-        HDFS renames to an existing name only on demand. A killed writer may leave it: the next one removes it after a minute, by
-        the NameNode's clock. A writer that is held up for half a minute gives up.
+        HDFS compares no versions. So the new file first takes the name `.<name>.next`, which one writer at a time can have,
+        since HDFS renames to an existing name only on demand. A killed writer may leave it: the next one removes it after a
+        minute, by the NameNode's clock. A writer that is held up for half a minute gives up.
         """
         address = hdfs_address(path, "writing")
         directory, _, name = address.path.rpartition("/")

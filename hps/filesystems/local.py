@@ -146,8 +146,8 @@ class LocalFileSystem(FileSystem):
                 except BlockingIOError as error:
                     if time.monotonic() >= deadline:
                         raise ModelFileError(
-                            f"writing {path}: another process has held {lock} for {self.settings.timeout_s:g} s; try again when "
-                            "it is done"
+                            f"writing {path}: another process has held {lock} for {self.settings.timeout_s:g} s; try again "
+                            "when it is done"
                         ) from error
                     time.sleep(_LOCK_PAUSE_S)
             yield

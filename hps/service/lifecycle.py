@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 from hps.configuration.load import Configuration, ModelConfig
 from hps.errors import ConfigError, ConflictError, HPSError, NotReadyError
@@ -108,6 +109,7 @@ class Lifecycle:
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
         self._changes: queue.SimpleQueue[ModelConfig | str | None] = queue.SimpleQueue()  # None wakes the loader
+        self._documents_read = threading.Event()  # since the loader last followed them
 
     @property
     def settled(self) -> bool:
@@ -233,6 +235,7 @@ class Lifecycle:
             server.close()
             return
         self._block("")
+        new_thread("serving-documents", lambda: self._read_documents(server)).start()
         outcomes = {name: self._deploy(server, name) for name in server.live.due()}
         errors = {name: failed for name, failed in outcomes.items() if failed is not None}
         if self._stopping.is_set():
@@ -261,16 +264,35 @@ class Lifecycle:
                     if not self._blocked:
                         self.serving = server
             now = time.monotonic()
-            if due := [name for name, at in server.live.due().items() if at <= now]:
+            if self._documents_read.is_set():
+                self._documents_read.clear()
+                self._report("following the fleet", partial(server.follow, progress=self._progress))
+            elif due := [name for name, at in server.live.due().items() if at <= now]:
                 self._deploy(server, due[0])
             elif poll_at <= now:
-                self._poll(server)
+                self._report("polling", partial(server.poll, progress=self._progress))
                 poll_at = self._next_poll()
             else:
                 longest_s = _BUSY_WAIT_S if "loading" in states else _LONGEST_WAIT_S
                 wait_s = min(longest_s, *(max(0.0, at - now) for at in (poll_at, *server.live.due().values())))
                 with suppress(queue.Empty):
                     self._make(server, self._changes.get(timeout=wait_s))
+
+    def follow_soon(self) -> None:
+        """Let the loader deploy what the serving documents say, as far as they were read."""
+        if not self._documents_read.is_set():
+            self._documents_read.set()
+            self._changes.put(None)
+
+    def _read_documents(self, server: HPS) -> None:
+        """Read the serving documents at every interval, also while the loader is busy, until the service stops."""
+        while not self._stopping.wait(self.configuration.service.repository_poll_s * random.uniform(0.9, 1.1)):
+            try:
+                server.read_documents()
+            except Exception as error:  # noqa: BLE001 - reading goes on
+                cause, bug = cause_of(error)
+                _log.error("reading the serving documents failed: %s", cause, exc_info=bug)
+            self.follow_soon()
 
     def _make(self, server: HPS, change: ModelConfig | str | None) -> None:
         if isinstance(change, str):
@@ -287,20 +309,21 @@ class Lifecycle:
             return math.inf
         return time.monotonic() + service.repository_poll_s * random.uniform(0.9, 1.1)
 
-    def _poll(self, server: HPS) -> None:
+    def _report(self, what: str, deploy: Callable[[], dict[str, Exception | None]]) -> None:
+        """Deploy what differs from the files, and log the outcome by model."""
         started = time.monotonic()
         try:
-            outcome = server.poll(progress=self._progress)
-        except Exception as error:  # noqa: BLE001 - polling goes on
+            outcome = deploy()
+        except Exception as error:  # noqa: BLE001 - it is tried again
             cause, bug = cause_of(error)
-            _log.error("polling failed: %s", cause, exc_info=bug)
+            _log.error("%s failed: %s", what, cause, exc_info=bug)
             return
         for name, failure in outcome.items():
             if failure is None:
-                _log.info("polling changed model %s after %.1f s", name, time.monotonic() - started)
+                _log.info("%s changed model %s after %.1f s", what, name, time.monotonic() - started)
             elif not self._stopping.is_set():
                 cause, bug = cause_of(failure)
-                _log.error("polling could not change model %s: %s", name, cause, exc_info=bug)
+                _log.error("%s could not change model %s: %s", what, name, cause, exc_info=bug)
 
     def _opened(self, server: HPS) -> None:
         """Announce the parameter server, and queue the models that are loaded at the start."""

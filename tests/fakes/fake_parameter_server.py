@@ -73,6 +73,9 @@ class FakeParameterServer:
     def pin(self, name: str) -> Pin | None:
         return None
 
+    def fleet(self, name: str) -> None:
+        return None
+
     def lookup_segments(self, deployment: FakeDeployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
         self.lookups += 1
         self.on_lookup()

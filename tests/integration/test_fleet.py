@@ -1,0 +1,155 @@
+"""What a fleet serves is a document beside the versions: `serving.json`, which every replica follows and none forgets."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import hps
+from hps.cli.app import app
+from hps.ground.progress import NoProgress
+from tests.servers.running_service import document_of, model_of, running_service, wait_until
+
+KEYS = np.arange(50)
+Make = Callable[..., dict[str, Any]]
+
+
+def write(model: Path, version: int) -> None:
+    hps.write_sparse_model(model / str(version) / "item", (KEYS, np.full((KEYS.size, 4), version, np.float32)))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one model of three versions."""
+    repository = tmp_path / "repository"
+    entry = model_of("ranker", ["item"], {"item": 4}, gpucacheper=1.0)
+    for version in (1, 2, 3):
+        write(repository / "ranker", version)
+    (repository / "ranker" / "model.json").write_text(json.dumps(entry))
+    return repository
+
+
+@pytest.fixture
+def replica(tmp_path: Path, repository: Path) -> Make:
+    def make(name: str = "a", persistent: bool = True, **service: Any) -> dict[str, Any]:
+        service = {"repository_poll_s": 0.1, **service}
+        document = document_of(persistent=tmp_path / f"rocksdb-{name}" if persistent else None, service=service)
+        return {**document, "model_repository": str(repository)}
+
+    return make
+
+
+def said(repository: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((repository / "ranker" / "serving.json").read_text())
+    return content
+
+
+def served(server: hps.HPS) -> int:
+    (vector,) = server.lookup([7], "ranker", "item")
+    assert server.model("ranker").version == str(int(vector[0]))
+    return int(vector[0])
+
+
+def follow(server: hps.HPS) -> dict[str, Exception | None]:
+    server.read_documents()
+    return server.follow()
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_replicas_follow_a_deployment_and_roll_backs_and_a_new_one_does_not_bring_the_withdrawn_version_back(
+    replica: Make, repository: Path
+) -> None:
+    with hps.HPS(replica("a")) as one, hps.HPS(replica("b")) as two:
+        assert (served(one), served(two)) == (3, 3)
+        assert one.fleet("ranker") is None
+        one.change_fleet("ranker", "rollback")
+        assert said(repository)["version"] == "2"
+        assert said(repository)["withdrawn"] == ["3"]
+        for server in (one, two):
+            assert follow(server) == {"ranker": None}
+            assert follow(server) == {}
+            status = server.fleet("ranker")
+            assert status is not None
+            assert (served(server), status.follows, status.pending, status.reason) == (2, True, False, "")
+        two.change_fleet("ranker", "rollback")
+        assert [follow(server) for server in (one, two)] == [{"ranker": None}] * 2
+        assert (served(one), served(two)) == (1, 1)
+    with hps.HPS(replica("a")) as one, hps.HPS(replica("c")) as new:
+        assert (served(one), served(new)) == (1, 1), "a restarted one, and one that never was there before"
+        with pytest.raises(hps.ConflictError, match=r"no version to go back to from 1; .* withdrawn 3, 2"):
+            new.change_fleet("ranker", "rollback")
+        write(repository / "ranker", 4)
+        new.change_fleet("ranker", "unpin")
+        assert [follow(server) for server in (one, new)] == [{"ranker": None}] * 2
+        assert (served(one), served(new)) == (4, 4)
+        new.change_fleet("ranker", "rollback")
+        follow(new)
+        assert served(new) == 1, "the versions between were withdrawn"
+        new.change_fleet("ranker", "deploy", "3")
+        follow(new)
+        assert (served(new), said(repository)["withdrawn"]) == (3, ["2", "4"])
+        new.change_fleet("ranker", "unpin")
+        follow(new)
+        assert served(new) == 3, "of the versions that are not withdrawn, the newest"
+
+
+def test_one_replica_cannot_be_changed_alone(replica: Make) -> None:
+    with hps.HPS(replica()) as server:
+        server.change_fleet("ranker", "deploy", "2")
+        follow(server)
+        for change in (
+            lambda: server.deploy("ranker"),
+            lambda: server.deploy("ranker", "3"),
+            lambda: server.rollback("ranker"),
+            lambda: server.unpin("ranker"),
+            lambda: server.undeploy("ranker", "2"),
+        ):
+            with pytest.raises(hps.ConflictError, match=r"--fleet"):
+                change()
+        assert served(server) == 2
+    with hps.HPS(replica(), deploy_models=False) as server:
+        with pytest.raises(hps.ConflictError, match=r"--fleet"):
+            server.deploy("ranker", "3")
+
+
+def test_a_pin_of_one_replica_ends_when_it_follows_the_fleet(replica: Make, repository: Path) -> None:
+    with hps.HPS(replica()) as server:
+        server.deploy("ranker", "1")
+        server.change_fleet("ranker", "deploy", "2")
+        follow(server)
+        assert (served(server), server.pin("ranker")) == (2, None)
+
+
+def test_the_service_and_the_commands_change_and_compare_a_fleet(replica: Make, repository: Path) -> None:
+    with running_service(replica("a")) as one, running_service(replica("b")) as two:
+        both = ("models", "--fleet", one.url, two.url)
+        assert "all replicas agree" in run(*both).output
+        output = run("rollback", "ranker", "--fleet", "--url", one.url).output
+        assert "the fleet serves version 2 (rollback)" in output
+        assert "this server serves version 2" in output
+        wait_until(lambda: served(two.app.lifecycle.server) == 2, "the other replica follows")
+        assert run(*both).output.count("yes") == 2
+        run("deploy", "ranker", "--version", "3", "--fleet", "--url", two.url)
+        wait_until(lambda: served(one.app.lifecycle.server) == 3, "a second change")
+        assert "does not exist" not in run("deploy", "ranker", "--version", "9", "--fleet", "--url", one.url, code=2).output
+        metrics = one.client.get("/metrics").text
+        assert 'hps_fleet_version_followed{model="ranker"} 1' in metrics
+        (repository / "ranker" / "serving.json").write_text("{")
+        wait_until(
+            lambda: 'hps_fleet_version_followed{model="ranker"} 0' in one.client.get("/metrics").text,
+            "a document that is damaged",
+        )
+        assert "is not a serving document" in run(*both, code=1).output
+        assert (served(one.app.lifecycle.server), served(two.app.lifecycle.server)) == (3, 3)
+        run("unpin", "ranker", "--fleet", "--url", one.url)
+        wait_until(lambda: "all replicas agree" in CliRunner().invoke(app, both).output, "a new document heals it")

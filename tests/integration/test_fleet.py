@@ -1,19 +1,22 @@
 """What a fleet serves is a document beside the versions: `serving.json`, which every replica follows and none forgets."""
 
 import json
-import shutil
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 import hps
 from hps.cli.app import app
-from hps.ground.progress import NoProgress
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
+from tests.servers.served_process import ServedProcess
 
 KEYS = np.arange(50)
 Make = Callable[..., dict[str, Any]]
@@ -117,9 +120,8 @@ def test_one_replica_cannot_be_changed_alone(replica: Make) -> None:
             with pytest.raises(hps.ConflictError, match=r"--fleet"):
                 change()
         assert served(server) == 2
-    with hps.HPS(replica(), deploy_models=False) as server:
-        with pytest.raises(hps.ConflictError, match=r"--fleet"):
-            server.deploy("ranker", "3")
+    with hps.HPS(replica(), deploy_models=False) as server, pytest.raises(hps.ConflictError, match=r"--fleet"):
+        server.deploy("ranker", "3")
 
 
 def test_a_pin_of_one_replica_ends_when_it_follows_the_fleet(replica: Make, repository: Path) -> None:
@@ -153,3 +155,95 @@ def test_the_service_and_the_commands_change_and_compare_a_fleet(replica: Make, 
         assert (served(one.app.lifecycle.server), served(two.app.lifecycle.server)) == (3, 3)
         run("unpin", "ranker", "--fleet", "--url", one.url)
         wait_until(lambda: "all replicas agree" in CliRunner().invoke(app, both).output, "a new document heals it")
+
+
+# -- three processes --------------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """A replica in a process of its own, and a client that looks up one key in it."""
+
+    def __init__(self, document: dict[str, Any], directory: Path) -> None:
+        directory.mkdir()
+        self.process = ServedProcess(document, directory, fronts=0)
+        self.client = httpx.Client(timeout=30)
+
+    def version(self) -> int:
+        """The version that answers, by its row; -1 if none does."""
+        try:
+            answer = self.client.post(f"{self.process.url}/v1/models/ranker/lookup", json={"tables": {"item": [7]}})
+        except httpx.HTTPError:
+            return -1
+        return int(answer.json()["tables"]["item"][0][0]) if answer.status_code == 200 else -1
+
+    def status(self) -> dict[str, Any]:
+        (model,) = self.client.get(f"{self.process.url}/v1/models").json()["models"]
+        fleet: dict[str, Any] = model["fleet"]
+        return fleet
+
+    def restart(self) -> None:
+        self.process.stop(signal.SIGKILL)
+        self.process.start()
+
+
+@pytest.fixture
+def three(replica: Make, tmp_path: Path) -> Iterator[list[Replica]]:
+    with ExitStack() as stack:
+        replicas = [Replica(replica(name, repository_poll_s=0.5), tmp_path / name) for name in "abc"]
+        for one in replicas:
+            stack.callback(one.client.close)
+            stack.enter_context(one.process)
+        yield replicas
+
+
+def all_serve(replicas: list[Replica], version: int) -> float:
+    """Wait until all replicas serve a version; return how long that took, in seconds."""
+    began = time.monotonic()
+    wait_until(lambda: [one.version() for one in replicas] == [version] * len(replicas), f"all serve version {version}")
+    return time.monotonic() - began
+
+
+def rounds_of_a_fleet(replicas: list[Replica], repository: Path, rounds: int) -> list[float]:
+    """Deploy a version, roll it back, kill, restart and cut off replicas; return the seconds from each change to agreement.
+
+    A replica that is started after a roll-back must never answer from the withdrawn version.
+    """
+    seconds = []
+    for turn in range(rounds):
+        bad = 4 + turn
+        write(repository / "ranker", bad)
+        changer, victim, away = (replicas[(turn + place) % 3] for place in range(3))
+        run("deploy", "ranker", "--version", str(bad), "--fleet", "--url", changer.process.url)
+        seconds.append(all_serve(replicas, bad))
+        if turn % 2:
+            victim.process.stop(signal.SIGKILL)
+        run("rollback", "ranker", "--fleet", "--url", changer.process.url)
+        if turn % 2:  # it was away while the fleet was rolled back
+            victim.process.start()
+            assert victim.version() == 3, victim.process.log()
+        seconds.append(all_serve(replicas, 3))
+        victim.restart()
+        assert victim.version() == 3, victim.process.log()
+        repository.rename(repository.with_name("away"))
+        wait_until(lambda: all("reason" in one.status() for one in replicas), "they say that the repository is away")
+        assert [one.version() for one in replicas] == [3, 3, 3]
+        refused = away.client.post(f"{away.process.url}/v1/models/ranker/fleet", json={"change": "deploy"})
+        assert refused.status_code in (400, 404, 503), refused.text
+        repository.with_name("away").rename(repository)
+        wait_until(lambda: all(one.status()["follows"] for one in replicas), "they see it again")
+        assert [one.version() for one in replicas] == [3, 3, 3]
+    assert said(repository)["withdrawn"] == [str(4 + turn) for turn in range(rounds)]
+    return seconds
+
+
+def test_a_fleet_of_three_processes_agrees_over_changes_kills_and_an_absent_repository(
+    three: list[Replica], repository: Path
+) -> None:
+    assert [one.version() for one in three] == [3, 3, 3]
+    rounds_of_a_fleet(three, repository, 2)
+
+
+@pytest.mark.slow
+def test_a_fleet_of_three_processes_agrees_for_fifty_rounds(three: list[Replica], repository: Path) -> None:
+    seconds = rounds_of_a_fleet(three, repository, 50)
+    print(f"from a change to agreement: median {np.median(seconds):.2f} s, longest {max(seconds):.2f} s")  # noqa: T201

@@ -4,7 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ def replica(tmp_path: Path, repository: Path) -> Make:
     def make(name: str = "a", persistent: bool = True, **service: Any) -> dict[str, Any]:
         service = {"repository_poll_s": 0.1, **service}
         document = document_of(persistent=tmp_path / f"rocksdb-{name}" if persistent else None, service=service)
-        return {**document, "model_repository": str(repository)}
+        (link := tmp_path / f"repository-{name}").exists() or link.symlink_to(repository)  # its own way to the repository
+        return {**document, "model_repository": str(link)}
 
     return make
 
@@ -165,6 +166,7 @@ class Replica:
 
     def __init__(self, document: dict[str, Any], directory: Path) -> None:
         directory.mkdir()
+        self.repository = Path(document["model_repository"])
         self.process = ServedProcess(document, directory, fronts=0)
         self.client = httpx.Client(timeout=30)
 
@@ -181,6 +183,15 @@ class Replica:
         fleet: dict[str, Any] = model["fleet"]
         return fleet
 
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Without its way to the repository."""
+        aside = self.repository.with_suffix(".aside")
+        self.repository.rename(aside)
+        wait_until(lambda: "reason" in self.status(), "it says that the repository is away")
+        yield
+        aside.rename(self.repository)
+
     def restart(self) -> None:
         self.process.stop(signal.SIGKILL)
         self.process.start()
@@ -196,15 +207,14 @@ def three(replica: Make, tmp_path: Path) -> Iterator[list[Replica]]:
         yield replicas
 
 
-def all_serve(replicas: list[Replica], version: int) -> float:
-    """Wait until all replicas serve a version; return how long that took, in seconds."""
-    began = time.monotonic()
+def all_serve(replicas: list[Replica], version: int) -> None:
     wait_until(lambda: [one.version() for one in replicas] == [version] * len(replicas), f"all serve version {version}")
-    return time.monotonic() - began
 
 
 def rounds_of_a_fleet(replicas: list[Replica], repository: Path, rounds: int) -> list[float]:
-    """Deploy a version, roll it back, kill, restart and cut off replicas; return the seconds from each change to agreement.
+    """Deploy a version, roll it back, kill, restart and cut off replicas.
+
+    Returns the seconds from each change to the agreement of all that run and see the repository.
 
     A replica that is started after a roll-back must never answer from the withdrawn version.
     """
@@ -212,24 +222,31 @@ def rounds_of_a_fleet(replicas: list[Replica], repository: Path, rounds: int) ->
     for turn in range(rounds):
         bad = 4 + turn
         write(repository / "ranker", bad)
-        changer, victim, away = (replicas[(turn + place) % 3] for place in range(3))
+        changer, victim, other = (replicas[(turn + place) % 3] for place in range(3))
+        began = time.monotonic()
         run("deploy", "ranker", "--version", str(bad), "--fleet", "--url", changer.process.url)
-        seconds.append(all_serve(replicas, bad))
-        if turn % 2:
+        all_serve(replicas, bad)
+        seconds.append(time.monotonic() - began)
+        if turn % 2:  # killed, and cut off from the repository, while the fleet is rolled back
             victim.process.stop(signal.SIGKILL)
-        run("rollback", "ranker", "--fleet", "--url", changer.process.url)
-        if turn % 2:  # it was away while the fleet was rolled back
+        with other.cut_off():
+            began = time.monotonic()
+            run("rollback", "ranker", "--fleet", "--url", changer.process.url)
+            all_serve([changer] if turn % 2 else [changer, victim], 3)
+            seconds.append(time.monotonic() - began)
+            assert other.version() == bad, "what it serves goes on"
+            refused = other.client.post(f"{other.process.url}/v1/models/ranker/fleet", json={"change": "deploy"})
+            assert refused.status_code in (400, 404, 503), refused.text
+        if turn % 2:
             victim.process.start()
             assert victim.version() == 3, victim.process.log()
-        seconds.append(all_serve(replicas, 3))
+        all_serve(replicas, 3)
         victim.restart()
         assert victim.version() == 3, victim.process.log()
-        repository.rename(repository.with_name("away"))
-        wait_until(lambda: all("reason" in one.status() for one in replicas), "they say that the repository is away")
-        assert [one.version() for one in replicas] == [3, 3, 3]
-        refused = away.client.post(f"{away.process.url}/v1/models/ranker/fleet", json={"change": "deploy"})
-        assert refused.status_code in (400, 404, 503), refused.text
-        repository.with_name("away").rename(repository)
+        with ExitStack() as stack:
+            for one in replicas:
+                stack.enter_context(one.cut_off())
+            assert [one.version() for one in replicas] == [3, 3, 3]
         wait_until(lambda: all(one.status()["follows"] for one in replicas), "they see it again")
         assert [one.version() for one in replicas] == [3, 3, 3]
     assert said(repository)["withdrawn"] == [str(4 + turn) for turn in range(rounds)]

@@ -112,7 +112,6 @@ class FileSystem(ABC):
     def create(self, path: str) -> FileWriter:
         """Start to write a file; missing parent directories are created."""
 
-    @abstractmethod
     def replace(self, path: str, content: bytes, version: str) -> str:
         """Write a small file if it still has a version; readers see the old or the new content, never none.
 
@@ -129,6 +128,7 @@ class FileSystem(ABC):
             ModelFileChangedError: the file has another version, and is left as it is.
             ModelSourceError: no answer; the file may have been written.
         """
+        raise ModelFileError(f"writing {path}: this file system cannot compare versions; keep this file in one that can")
 
     @abstractmethod
     def delete(self, path: str) -> None:

@@ -1,7 +1,7 @@
 """What every replica of a fleet should serve: `serving.json`, beside the versions of a model.
 
-{"format": 1, "number": 1764050644, "version": "2", "previous": "", "withdrawn": ["3"], "by": "rollback", "since": 1764050644.1,
- "writer": "5f0c2a9d41b7"}
+{"format": 1, "number": 1764050644100000, "version": "2", "previous": "", "withdrawn": ["3"], "by": "rollback",
+ "since": 1764050644.1, "writer": "5f0c2a9d41b7"}
 
 Replicas read it at every interval, and keep the last one beside their persistent database. A document that cannot be read, has
 vanished or went back changes nothing.
@@ -48,7 +48,8 @@ class ServingDocument(pydantic.BaseModel):
     """The content of `serving.json`. *Immutable.*
 
     Attributes:
-        number: higher than that of every document before.
+        number: higher than that of every document before: the time of the change in microseconds since the epoch, or one more
+            than the last number.
         version: the version to serve; empty if the model's `version_policy` chooses.
         previous: the version to roll back to; empty after a roll-back.
         withdrawn: versions that were rolled back from and not deployed since. No replica chooses one by itself.
@@ -139,7 +140,7 @@ def following(
     now = time.time()
     return ServingDocument(
         # By the clock, so that a document that is written anew after a loss is higher than the lost one.
-        number=max(known.number + 1 if known else 1, int(now)),
+        number=max(known.number + 1 if known else 1, int(now * 1e6)),
         version=version,
         previous="" if previous in withdrawn else previous,
         withdrawn=tuple(withdrawn),

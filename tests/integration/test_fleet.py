@@ -1,6 +1,7 @@
 """What a fleet serves is a document beside the versions: `serving.json`, which every replica follows and none forgets."""
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import hps
 from hps.cli.app import app
+from hps.ground.progress import NoProgress
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
 from tests.servers.served_process import ServedProcess
 
@@ -156,6 +158,175 @@ def test_the_service_and_the_commands_change_and_compare_a_fleet(replica: Make, 
         assert (served(one.app.lifecycle.server), served(two.app.lifecycle.server)) == (3, 3)
         run("unpin", "ranker", "--fleet", "--url", one.url)
         wait_until(lambda: "all replicas agree" in CliRunner().invoke(app, both).output, "a new document heals it")
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------------
+
+
+def write_document(repository: Path, version: str, **others: Any) -> None:
+    """Write a document by hand."""
+    now = time.time()
+    content = {
+        "format": 1,
+        "number": int(now * 1e6),
+        "version": version,
+        "by": "deploy",
+        "since": now,
+        "writer": "hand",
+        **others,
+    }
+    (repository / "ranker" / "serving.json").write_text(json.dumps(content))
+
+
+def reason(server: hps.HPS) -> str:
+    status = server.fleet("ranker")
+    assert status is not None
+    assert status.follows == (not status.reason)
+    return status.reason
+
+
+def test_a_version_that_does_not_exist_yet_is_awaited(replica: Make, repository: Path) -> None:
+    with hps.HPS(replica()) as server:
+        server.change_fleet("ranker", "deploy", "2")
+        follow(server)
+        for version in ("5", "6"):
+            write_document(repository, version, previous="2")
+            for _ in range(2):
+                assert follow(server) == {}
+                assert server.poll() == {}
+                assert served(server) == 2
+                assert "there is no such version (yet)" in reason(server)
+        with hps.HPS(replica("new")) as new:
+            assert served(new) == 2, "what was served before, not the next one below"
+            write(repository / "ranker", 6)
+            for one in (server, new):
+                assert follow(one) == {"ranker": None}
+                assert (served(one), reason(one)) == (6, "")
+
+
+def test_a_version_that_cannot_be_loaded_changes_nothing_and_a_roll_back_is_followed_at_once(
+    replica: Make, repository: Path
+) -> None:
+    with hps.HPS(replica()) as server:
+        for version in (4, 5):
+            write(repository / "ranker", version)
+            (repository / "ranker" / str(version) / "item" / "emb_vector").write_bytes(b"short")
+            server.change_fleet("ranker", "deploy", str(version))
+            for _ in range(2):
+                assert all(isinstance(error, hps.ModelFileError) for error in follow(server).values())
+                assert served(server) == 3
+                assert "emb_vector" in reason(server)
+            server.change_fleet("ranker", "rollback")
+            assert reason(server) == "", "what served all along"
+            server.change_fleet("ranker", "deploy", "2")
+            assert follow(server) == {"ranker": None}, "no pause after the failure of another version"
+            assert (served(server), reason(server)) == (2, "")
+            server.change_fleet("ranker", "deploy", "3")
+            follow(server)
+
+
+def test_a_load_that_a_newer_document_supersedes_never_takes_over(replica: Make, repository: Path) -> None:
+
+    class RolledBack(NoProgress):
+        def advance(self, tag: str, rows: int) -> None:
+            assert server.change_of("ranker") == "deploying"
+            server.change_fleet("ranker", "rollback")
+
+    with hps.HPS(replica()) as server:
+        for number in (4, 5):
+            write(repository / "ranker", number)
+            server.change_fleet("ranker", "deploy", str(number))
+            server.read_documents()
+            assert server.follow(progress=RolledBack()) == {}
+            assert (served(server), reason(server)) == (3, "")
+            assert {one.version for one in server.versions("ranker")} == {"3"}
+        assert follow(server) == {}
+        assert said(repository)["withdrawn"] == ["4", "5"]
+
+
+def test_what_cannot_be_a_document_changes_nothing_and_the_last_one_outlasts_a_restart(replica: Make, repository: Path) -> None:
+    document = repository / "ranker" / "serving.json"
+    with hps.HPS(replica("a")) as server:
+        server.change_fleet("ranker", "rollback")
+        follow(server)
+        old = document.read_bytes()
+        server.change_fleet("ranker", "rollback")
+        follow(server)
+        assert served(server) == 1
+
+    def put(text: bytes) -> Callable[[], object]:
+        return lambda: document.write_bytes(text)
+
+    spoilt = {
+        "is not a serving document": put(b"{"),
+        "is not a serving document \\(number": put(
+            b'{"format": 1, "number": "one", "by": "deploy", "since": 1, "writer": "x"}'
+        ),
+        "nested|not a serving document": put(b"[" * 10_000),
+        "got 20000 bytes, expected at most": put(b" " * 20_000),
+        "a newer release of hps wrote it": put(b'{"format": 2, "serve": "3"}'),
+        "it went back from number": put(old),
+        "it is gone; the last one said version 1": document.unlink,
+        "it is a directory": document.mkdir,
+    }
+    for why, spoil in spoilt.items():
+        spoil()
+        with hps.HPS(replica("a")) as server:
+            for _ in range(2):
+                assert re.search(why, reason(server)), reason(server)
+                assert (served(server), follow(server), server.poll()) == (1, {}, {}), why
+    document.rmdir()
+    document.write_bytes(b"{")
+    with hps.HPS(replica("new"), deploy_models=False) as new:
+        for _ in range(2):
+            with pytest.raises(hps.ModelFileError, match="is not a serving document"):
+                new.deploy("ranker", pin=False)
+            assert new.models == (), "nobody knows what was withdrawn"
+    with hps.HPS(replica("a")) as server:
+        server.change_fleet("ranker", "deploy", "2")
+        assert (follow(server), served(server), reason(server)) == ({"ranker": None}, 2, "")
+
+
+def test_a_disk_that_is_not_mounted_undeploys_nothing(replica: Make, repository: Path) -> None:
+    with hps.HPS(replica()) as server:
+        server.change_fleet("ranker", "rollback")
+        follow(server)
+        (repository / "ranker").rename(repository.with_name("elsewhere"))
+        for _ in range(2):
+            assert (server.poll(), follow(server)) == ({}, {})
+            assert served(server) == 2
+            assert "it is gone" in reason(server)
+        repository.with_name("elsewhere").rename(repository / "ranker")
+        assert (server.poll(), served(server), reason(server)) == ({}, 2, "")
+
+
+def test_a_replica_leaves_a_fleet_whose_document_was_deleted(replica: Make, repository: Path) -> None:
+    with hps.HPS(replica()) as server:
+        server.change_fleet("ranker", "rollback")
+        follow(server)
+        (repository / "ranker" / "serving.json").unlink()
+        follow(server)
+        assert server.unpin("ranker").version == "3"
+        assert server.fleet("ranker") is None
+        server.rollback("ranker")
+    with hps.HPS(replica()) as server:
+        assert (served(server), server.fleet("ranker")) == (2, None), "pinned, as before there was a fleet"
+
+
+def test_without_a_directory_of_versions_there_is_no_fleet(repository: Path) -> None:
+    model = model_of("m", [str(repository / "ranker" / "1" / "item")], {"item": 4})
+    with hps.HPS(document_of(model)) as server, pytest.raises(hps.ConflictError, match="set model_repository or version_path"):
+        server.change_fleet("m", "rollback")
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"change": "undeploy"}, {"change": "rollback", "version": "2"}, {"change": "deploy", "versoin": "2"}]
+)
+def test_a_change_that_says_too_little_or_too_much_is_refused(replica: Make, repository: Path, body: dict[str, str]) -> None:
+    with running_service(replica()) as service:
+        assert service.client.post("/v1/models/ranker/fleet", json=body).status_code == 400
+        assert not (repository / "ranker" / "serving.json").exists()
+        assert service.client.post("/v1/models/other/fleet", json={"change": "rollback"}).status_code == 404
 
 
 # -- three processes --------------------------------------------------------------------------------------------------------

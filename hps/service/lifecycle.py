@@ -11,13 +11,13 @@ from contextlib import suppress
 from functools import partial
 
 from hps.configuration.load import Configuration, ModelConfig
-from hps.errors import ConfigError, ConflictError, HPSError, NotReadyError
+from hps.errors import ConfigError, ConflictError, HPSError, ModelSourceError, NotReadyError
 from hps.ground.progress import FailureProgress, LogProgress, Progress, time_text
 from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.service.readiness import Readiness
 from hps.versions.changes import cause_of
-from hps.versions.live_models import FIRST_RETRY_S, LiveModels
+from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
 
 _log = logging.getLogger(__name__)
 
@@ -331,7 +331,7 @@ class Lifecycle:
         try:
             for tell in self.on_open:
                 tell(server)
-            for name in server.catalog.names:
+            for name in self._listed(server):
                 if self._loads(name):
                     server.live.want(server.catalog.model(name))
         except BaseException:
@@ -339,6 +339,20 @@ class Lifecycle:
             raise
         for name, problem in server.catalog.problems.items():
             _log.error("model %s of the repository is left out: %s", name, problem)
+
+    def _listed(self, server: HPS) -> list[str]:
+        """Return the names of all models; wait while the host of the repository does not answer."""
+        pause_s = self._first_retry_s
+        while True:
+            try:
+                return server.catalog.names
+            except ModelSourceError as error:
+                pause_s *= random.uniform(0.75, 1.0)
+                _log.error("%s; trying again in %s", error, time_text(pause_s))
+                self._block(f"{error}; next try in {time_text(pause_s)}")
+                if self._stopping.wait(pause_s):
+                    raise
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     def _loads(self, name: str) -> bool:
         settings = self.configuration.service

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -16,7 +16,10 @@ from typer.testing import CliRunner, Result
 
 import hps
 from hps.cli.app import app
+from hps.filesystems.base import FileStatus
+from hps.filesystems.local import LocalFileSystem
 from hps.ground.progress import NoProgress
+from hps.registry import IMPLEMENTATIONS
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
 from tests.servers.served_process import ServedProcess
 
@@ -311,6 +314,67 @@ def test_a_replica_leaves_a_fleet_whose_document_was_deleted(replica: Make, repo
         server.rollback("ranker")
     with hps.HPS(replica()) as server:
         assert (served(server), server.fleet("ranker")) == (2, None), "pinned, as before there was a fleet"
+
+
+class RemoteFileSystem(LocalFileSystem):
+    """Files of a host, `remote:///path`, that may be away."""
+
+    is_local = False
+    away: ClassVar[bool] = False
+
+    def _place(self, path: str) -> str:
+        if self.away:
+            raise hps.ModelSourceError(f"opening {path}: no answer")
+        return path.removeprefix("remote://")
+
+    def exists(self, path: str) -> bool:
+        return super().exists(self._place(path))
+
+    def status(self, path: str) -> FileStatus:
+        return super().status(self._place(path))
+
+    def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
+        super().read_into(self._place(path), offset, buffer, version)
+
+    def directories(self, path: str) -> list[str]:
+        return super().directories(self._place(path))
+
+    def list(self, path: str) -> list[str]:
+        return super().list(self._place(path))
+
+    def replace(self, path: str, content: bytes, version: str) -> str:
+        return super().replace(self._place(path), content, version)
+
+
+def test_a_replica_that_starts_while_the_host_of_the_repository_is_away_waits_and_serves_no_withdrawn_version(
+    replica: Make, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "remote", (f"{__name__}:RemoteFileSystem", "nothing"))
+    monkeypatch.setattr("hps.service.lifecycle.FIRST_RETRY_S", 0.05)
+    document = replica() | {"model_repository": f"remote://{repository}"}
+    with running_service(document) as service:
+        run("rollback", "ranker", "--fleet", "--url", service.url)
+        monkeypatch.setattr(RemoteFileSystem, "away", True)
+        lifecycle = service.app.lifecycle
+        wait_until(lambda: "no answer" in reason(lifecycle.server), "it says that the host is away")
+        assert lifecycle.not_ready_reason == ""
+        assert served(lifecycle.server) == 2
+        answer = service.client.post("/v1/models/ranker/fleet", json={"change": "rollback"})
+        assert (answer.status_code, served(lifecycle.server)) == (503, 2)
+
+    def start_while_it_is_away() -> None:
+        monkeypatch.setattr(RemoteFileSystem, "away", True)
+        with running_service(document, ready=False, first_retry_s=0.05) as service:
+            lifecycle = service.app.lifecycle
+            wait_until(lambda: "no answer; next try in" in lifecycle.not_ready_reason, "it waits")
+            assert service.client.get("/v2/health/ready").status_code == 503
+            assert lifecycle.failure is None
+            monkeypatch.setattr(RemoteFileSystem, "away", False)
+            wait_until(lambda: not lifecycle.not_ready_reason, "it is ready when the host is back")
+            assert (served(lifecycle.server), reason(lifecycle.server)) == (2, "")
+
+    for _ in range(2):
+        start_while_it_is_away()
 
 
 def test_without_a_directory_of_versions_there_is_no_fleet(repository: Path) -> None:

@@ -75,6 +75,9 @@ def models_command(
         pin = model.get("pinned", {})
         if pin and pin["version"] not in [one["version"] for one in model["versions"] if one["state"] == "serving"]:
             typer.echo(f"{model['name']}: version {pin['version']}, which does not serve, is {pin['text']}")
+        if fleet_says := model.get("fleet"):
+            follows = "" if fleet_says["follows"] else f"; this replica does not follow: {fleet_says['reason']}"
+            typer.echo(f"{model['name']}: the fleet serves version {fleet_says['wanted'] or 'by policy'}{follows}")
         if "problem" in pin:
             typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
     for change in answer["changes"]:

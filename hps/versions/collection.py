@@ -207,8 +207,14 @@ class StatisticsCollector:
             workspaces=sum(size for size, _ in workspaces),
             busy_workspaces=sum(busy for _, busy in workspaces),
             tables=tuple(self._table(deployment, index, one) for index, one in enumerate(in_turns(counted, _TABLES))),
-            pinned=pinned_text(self._pins.shown(name), deployment.version),
+            pinned=self._chosen(name, deployment.version),
         )
+
+    def _chosen(self, name: str, serving: str) -> str:
+        """Describe who chose the serving version, other than the policy: the fleet or a pin."""
+        if (status := self._fleet(name)) is None:
+            return pinned_text(self._pins.shown(name), serving)
+        return f"the fleet serves {status.document}" + (f"; {status.reason}" if status.reason else "")
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:
         table = deployment.tables[index]

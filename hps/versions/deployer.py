@@ -100,7 +100,8 @@ class Deployer:
                 versions = tuple(zip(chosen, fingerprints, strict=True))
                 self._live.deployed_by_policy(name, (self._catalog.model(name), versions))
             if self._catalog.fleet.shown(name) is not None:
-                self._catalog.pins.end(name)  # else it would count again, unexpectedly, if the model left the fleet
+                if self._catalog.pins.shown(name) is not None:
+                    self._catalog.pins.end(name)  # else it would count again, unexpectedly, if the model left the fleet
             elif not pin:
                 self._tell_pin(name, chosen[-1])
             elif version is None:

@@ -157,7 +157,9 @@ def test_the_service_and_the_commands_change_and_compare_a_fleet(replica: Make, 
             lambda: 'hps_fleet_version_followed{model="ranker"} 0' in one.client.get("/metrics").text,
             "a document that is damaged",
         )
-        assert "is not a serving document" in run(*both, code=1).output
+        for listed in (run(*both, code=1), run("models", one.url)):
+            assert "is not a serving document" in listed.output
+        assert "the fleet serves version 3" in one.app.lifecycle.server.stats().models[0].pinned
         assert (served(one.app.lifecycle.server), served(two.app.lifecycle.server)) == (3, 3)
         run("unpin", "ranker", "--fleet", "--url", one.url)
         wait_until(lambda: "all replicas agree" in CliRunner().invoke(app, both).output, "a new document heals it")

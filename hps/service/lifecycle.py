@@ -54,10 +54,10 @@ class _StoppableProgress:
 class Lifecycle:
     """Loads a parameter server off the event loop, reports readiness, and closes it. *Thread-safe.*
 
-    One thread makes all changes other than requested ones: it loads the models at the start, retries failed ones, polls the
-    catalog, and applies changes of the configuration. Each model answers as soon as it is loaded. A model that cannot be loaded
-    does not stop the others: it is not ready, and is retried if the cause may be transient. Loading as a whole fails if the
-    databases cannot be opened or no model can be loaded.
+    One thread loads the models at the start, retries failed ones, polls the catalog, and applies changes of the configuration.
+    Two others read the serving documents of a fleet, and follow them. Each model answers as soon as it is loaded. A model that
+    cannot be loaded does not stop the others: it is not ready, and is retried if the cause may be transient. Loading as a whole
+    fails if the databases cannot be opened or no model can be loaded.
 
     Args:
         parameter_server: an already loaded one; the caller closes it.
@@ -109,7 +109,7 @@ class Lifecycle:
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
         self._changes: queue.SimpleQueue[ModelConfig | str | None] = queue.SimpleQueue()  # None wakes the loader
-        self._documents_read = threading.Event()  # since the loader last followed them
+        self._documents_read = threading.Event()  # since they were last followed
 
     @property
     def settled(self) -> bool:
@@ -156,6 +156,7 @@ class Lifecycle:
             for tell in self.on_open:
                 tell(self.opened)
             self._block("")
+            self._follow_fleet(self.opened)
         elif self._owned:
             self._block("opening the databases")
             self._loader = new_thread("load", self._load)
@@ -188,6 +189,7 @@ class Lifecycle:
         self.leaving = True
         self._stopping.set()
         self._changes.put(None)
+        self._documents_read.set()
 
     def refuse(self) -> None:
         """Answer no new lookups: the service is stopping."""
@@ -235,7 +237,7 @@ class Lifecycle:
             server.close()
             return
         self._block("")
-        new_thread("serving-documents", lambda: self._read_documents(server)).start()
+        self._follow_fleet(server)
         outcomes = {name: self._deploy(server, name) for name in server.live.due()}
         errors = {name: failed for name, failed in outcomes.items() if failed is not None}
         if self._stopping.is_set():
@@ -264,10 +266,7 @@ class Lifecycle:
                     if not self._blocked:
                         self.serving = server
             now = time.monotonic()
-            if self._documents_read.is_set():
-                self._documents_read.clear()
-                self._report("following the fleet", partial(server.follow, progress=self._progress))
-            elif due := [name for name, at in server.live.due().items() if at <= now]:
+            if due := [name for name, at in server.live.due().items() if at <= now]:
                 self._deploy(server, due[0])
             elif poll_at <= now:
                 self._report("polling", partial(server.poll, progress=self._progress))
@@ -279,13 +278,22 @@ class Lifecycle:
                     self._make(server, self._changes.get(timeout=wait_s))
 
     def follow_soon(self) -> None:
-        """Let the loader deploy what the serving documents say, as far as they were read."""
-        if not self._documents_read.is_set():
-            self._documents_read.set()
-            self._changes.put(None)
+        """Deploy what the serving documents say, as far as they were read, on a thread of its own."""
+        self._documents_read.set()
+
+    def _follow(self, server: HPS) -> None:
+        """Follow the serving documents whenever they were read, also while the loader is busy, until the service stops."""
+        while not self._stopping.is_set():
+            if self._documents_read.wait(_LONGEST_WAIT_S) and not self._stopping.is_set():
+                self._documents_read.clear()
+                self._report("following the fleet", partial(server.follow, progress=self._progress))
+
+    def _follow_fleet(self, server: HPS) -> None:
+        new_thread("read-documents", partial(self._read_documents, server)).start()
+        new_thread("follow-documents", partial(self._follow, server)).start()
 
     def _read_documents(self, server: HPS) -> None:
-        """Read the serving documents at every interval, also while the loader is busy, until the service stops."""
+        """Read the serving documents at every interval, also while they are followed, until the service stops."""
         while not self._stopping.wait(self.configuration.service.repository_poll_s * random.uniform(0.9, 1.1)):
             try:
                 server.read_documents()

@@ -98,16 +98,14 @@ class CatalogWatch:
             document = self._catalog.fleet.shown(name)
             if document is None or self._live.change_of(name):
                 continue
-            if self._tried.get(name) != document.number:
-                self._tried[name] = document.number
+            new = self._tried.get(name) != document.number
+            if new:
                 self._live.forget_failure(name)  # of what the fleet served before
-                if document.version and self._follows(name, document):
-                    continue
-            elif self._follows(name, document):
-                continue
-            wanted = self._wanted(name)
-            if wanted is not None and (self._live.failure(name) is None or self._live.differs(name, wanted)):
-                yield name
+            if not self._follows(name, document) or (new and not document.version):
+                wanted = self._wanted(name)
+                if wanted is not None and (self._live.failure(name) is None or self._live.differs(name, wanted)):
+                    yield name
+            self._tried[name] = document.number  # after the caller has tried: until then it is pending
 
     def fleet(self, name: str) -> FleetStatus | None:
         """Return whether this replica follows the serving document of a model; None if it has none."""

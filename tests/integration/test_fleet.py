@@ -20,6 +20,7 @@ from hps.filesystems.base import FileStatus
 from hps.filesystems.local import LocalFileSystem
 from hps.ground.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS
+from hps.versions.catalog import ModelVersion
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
 from tests.servers.served_process import ServedProcess
 
@@ -247,6 +248,31 @@ def test_a_load_that_a_newer_document_supersedes_never_takes_over(replica: Make,
             assert {one.version for one in server.versions("ranker")} == {"3"}
         assert follow(server) == {}
         assert said(repository)["withdrawn"] == ["4", "5"]
+
+
+def test_a_change_is_pending_until_the_replica_has_tried_it(
+    replica: Make, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hps.HPS(replica()) as server:
+        for version in ("2", "1"):
+            server.change_fleet("ranker", "deploy", version)
+            pending: list[bool] = []
+            examine = server.catalog.fingerprints
+
+            def look(one: ModelVersion, examine: Any = examine, pending: list[bool] = pending) -> tuple[str, ...]:
+                status = server.fleet("ranker")
+                pending.append(status is not None and status.pending and not status.follows)
+                found: tuple[str, ...] = examine(one)
+                return found
+
+            with monkeypatch.context() as patch:
+                patch.setattr(server.catalog, "fingerprints", look)
+                assert follow(server) == {"ranker": None}
+            assert pending
+            assert all(pending)
+            status = server.fleet("ranker")
+            assert status is not None
+            assert (status.follows, status.pending) == (True, False)
 
 
 def test_what_cannot_be_a_document_changes_nothing_and_the_last_one_outlasts_a_restart(replica: Make, repository: Path) -> None:

@@ -37,14 +37,16 @@ from hps.tensors.segments import (
 )
 from hps.types import BoolArray, FloatArray
 from hps.versions.catalog import ModelCatalog
-from hps.versions.catalog_watch import CatalogWatch, IndexEntry
+from hps.versions.catalog_watch import CatalogWatch, FleetStatus, IndexEntry
 from hps.versions.collection import StatisticsCollector
 from hps.versions.deployer import Deployer
 from hps.versions.deployment import Deployment, StoredRow, choose_cache, kernels_of, open_databases, repeated_after_takeover
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
+from hps.versions.fleet import FLEET, Fleet, FleetChange, ServingDocument
+from hps.versions.kept_files import kept_files
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
-from hps.versions.pins import Pin, pins_of
+from hps.versions.pins import PINS, Pin, Pins
 
 _log = logging.getLogger(__name__)
 _EXIT_WAIT_S = 5.0  # limit for a load still running at interpreter exit
@@ -94,9 +96,10 @@ class HPS:
         self._updates = LiveUpdates(self.config, self.metrics)
         compile_kernels(*kernels_of(self.config, self.cache_class))
         self._chain, targets = open_databases(self.config, self.metrics)
-        self.catalog = ModelCatalog(self.config, targets.sources, pins_of(self._chain))
-        self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins)
+        pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(targets.sources, kept_files(self._chain, FLEET))
+        self.catalog = ModelCatalog(self.config, targets.sources, pins, fleet)
         self._watch = CatalogWatch(self.catalog, self.live)
+        self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
         self._deployer = self._make_deployer(targets)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
@@ -665,6 +668,44 @@ class HPS:
         """Return the version that a roll-back or a deployment pinned a model to, if any."""
         return self.catalog.pins.shown(model_name)
 
+    def change_fleet(self, model_name: str, change: FleetChange, version: str | None = None) -> ServingDocument:
+        """Change what every replica serves of a model: write the `serving.json` beside its versions.
+
+        Returns when it is written; replicas follow it within `repository_poll_s`, this one at the next `follow` or `poll`.
+
+        Args:
+            change: `deploy`; `rollback`, to the previous version, which withdraws the one that was served; or `unpin`, for what
+                the `version_policy` chooses of the versions that are not withdrawn.
+            version: version to deploy; default: the one that the `version_policy` chooses now.
+
+        Raises:
+            UnknownModelError, UnknownVersionError: there is no such model, or no such version of it.
+            ConflictError: somebody else changed it at the same time; there is no version to roll back to; or the model has no
+                directory of versions.
+            ModelFileError: it cannot be written. ModelSourceError: no answer; it may have been written.
+        """
+        self._reopen()
+        if self._closed:
+            raise refusal(self, "the parameter server")
+        serving = self.live.serving.get(model_name)
+        return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version)
+
+    def fleet(self, model_name: str) -> FleetStatus | None:
+        """Return whether this process follows the `serving.json` of a model; None if the model has none."""
+        return self._watch.fleet(model_name)
+
+    def read_documents(self) -> None:
+        """Read the `serving.json` of every model in service or awaited. A load of a version that one supersedes ends."""
+        self._deployer.read_documents()
+
+    def follow(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
+        """Deploy what the documents say that `read_documents` has read, where another version serves.
+
+        Returns:
+            As `poll`.
+        """
+        return self._deployer.follow(self._watch, progress)
+
     def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
 
@@ -804,8 +845,8 @@ class HPS:
                 deployments[name] = replace(deployment, sessions=sessions, chain=chain, stop_following=[])
             self._chain = chain
             self.live = LiveModels(deployments, self.metrics.models)
-            self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins)
             self._watch = CatalogWatch(self.catalog, self.live)
+            self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
             self._deployer = self._make_deployer(targets)
             self._closed, self._reopenable = False, {}
             disown_in_children(self)

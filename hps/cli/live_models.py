@@ -11,12 +11,14 @@ from hps.cli import console
 from hps.cli.running_server import (
     LOCAL,
     Certificate,
+    Fleet,
     Model,
     NoWait,
     ServerUrl,
     Token,
     TokenFile,
     Url,
+    change_fleet,
     change_model,
     running_server,
 )
@@ -38,7 +40,13 @@ _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 
 
 def models_command(
-    url: ServerUrl = LOCAL,
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="URL...", envvar="HPS_URL", show_default=LOCAL, help="URL of the server; several with --fleet."),
+    ] = None,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Compare what several replicas serve; exit with 1 if they do not agree.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
     token: Token = "",
     token_file: TokenFile = None,
@@ -47,9 +55,18 @@ def models_command(
     """Print the models of a running server: their versions, states, rows, memory and hit rates.
 
     Sizes are of vectors, by tier. The hit rate is that of the embedding cache over all versions of a model.
+
+    With --fleet: what each replica serves and should serve, and whether it follows the models' serving.json.
     """
     with console.reported():
-        answer = running_server(url, token, token_file, cert).ask("/v1/models")
+        servers = {url: running_server(url, token, token_file, cert) for url in urls or [LOCAL]}
+        if fleet:
+            if not _compare(servers, as_json=as_json):
+                raise typer.Exit(1)
+            return
+        if len(servers) > 1:
+            raise errors.InvalidInputError(f"listing models: got {len(servers)} URLs, expected one, or --fleet")
+        answer = next(iter(servers.values())).ask("/v1/models")
     if as_json:
         typer.echo(json.dumps(answer))
         return
@@ -58,6 +75,9 @@ def models_command(
         pin = model.get("pinned", {})
         if pin and pin["version"] not in [one["version"] for one in model["versions"] if one["state"] == "serving"]:
             typer.echo(f"{model['name']}: version {pin['version']}, which does not serve, is {pin['text']}")
+        if fleet_says := model.get("fleet"):
+            follows = "" if fleet_says["follows"] else f"; this replica does not follow: {fleet_says['reason']}"
+            typer.echo(f"{model['name']}: the fleet serves version {fleet_says['wanted'] or 'by policy'}{follows}")
         if "problem" in pin:
             typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
     for change in answer["changes"]:
@@ -75,6 +95,7 @@ def deploy_command(
         typer.Option("--config", show_default=False, help="A file with an entry of `models`, or a ps.json with MODEL."),
     ] = None,
     force: console.Force = False,
+    fleet: Fleet = False,
     no_wait: NoWait = False,
     url: Url = LOCAL,
     token: Token = "",
@@ -86,8 +107,15 @@ def deploy_command(
     Lookups go on meanwhile. If loading fails, the previous version continues to serve. Interrupting this command does not stop
     the server. A version given by --version is pinned: neither polling nor a restart takes a newer one. Without --version, the
     pin ends.
+
+    With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
     """
     with console.reported():
+        if fleet:
+            if force or config is not None:
+                raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
+            _change_fleet(model, "deploy", version, no_wait, running_server(url, token, token_file, cert))
+            return
         body: dict[str, Any] = {"force": force}
         if version:
             body["version"] = version
@@ -114,28 +142,44 @@ def undeploy_command(
 
 def rollback_command(
     model: Model,
+    fleet: Fleet = False,
     no_wait: NoWait = False,
     url: Url = LOCAL,
     token: Token = "",
     token_file: TokenFile = None,
     cert: Certificate = None,
 ) -> None:
-    """Roll MODEL back to its previous version, and pin it there: neither polling nor a restart takes a newer one."""
+    """Roll MODEL back to its previous version, and pin it there: neither polling nor a restart takes a newer one.
+
+    With --fleet, every replica goes back, and none takes the withdrawn version until it is deployed by its number.
+    """
     with console.reported():
-        _change(model, "rollback", {}, no_wait, running_server(url, token, token_file, cert))
+        server = running_server(url, token, token_file, cert)
+        if fleet:
+            _change_fleet(model, "rollback", "", no_wait, server)
+        else:
+            _change(model, "rollback", {}, no_wait, server)
 
 
 def unpin_command(
     model: Model,
+    fleet: Fleet = False,
     no_wait: NoWait = False,
     url: Url = LOCAL,
     token: Token = "",
     token_file: TokenFile = None,
     cert: Certificate = None,
 ) -> None:
-    """End the pin of MODEL to a version, and deploy what its version_policy chooses."""
+    """End the pin of MODEL to a version, and deploy what its version_policy chooses.
+
+    With --fleet, every replica deploys what the policy chooses, except withdrawn versions.
+    """
     with console.reported():
-        _change(model, "unpin", {}, no_wait, running_server(url, token, token_file, cert))
+        server = running_server(url, token, token_file, cert)
+        if fleet:
+            _change_fleet(model, "unpin", "", no_wait, server)
+        else:
+            _change(model, "unpin", {}, no_wait, server)
 
 
 def refresh_command(
@@ -201,6 +245,56 @@ def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, server: 
     typer.echo(f"{model}: {state} ({verb}, {loaded}{change['seconds']:.1f} s){pinned}")
     if pin and "problem" in pin:
         typer.echo(f"{model}: {pin['problem']}")
+
+
+def _change_fleet(model: str, change: str, version: str, no_wait: bool, server: "Client") -> None:
+    answer = change_fleet(server, model, change, version, wait=not no_wait)
+    wanted = f"version {answer['wanted']}" if answer["wanted"] else "what the version_policy chooses"
+    typer.echo(f"{model}: the fleet serves {wanted} ({change}); see `hps models --fleet URL...`")
+    if no_wait:
+        return
+    if not answer["follows"]:
+        raise errors.HPSError(f"{model}: this server does not follow: {answer['reason']}")
+    typer.echo(f"{model}: this server serves version {answer['serving']}")
+
+
+def _compare(servers: "dict[str, Client]", *, as_json: bool) -> bool:
+    """Print what each replica serves; return whether all agree and follow."""
+    answers: dict[str, dict[str, dict[str, Any]]] = {}
+    silent: dict[str, str] = {}
+    for url, server in servers.items():
+        try:
+            answers[url] = {one["name"]: one for one in server.ask("/v1/models")["models"]}
+        except errors.HPSError as error:
+            silent[url] = str(error)
+    rows, agree = [], not silent
+    for name in sorted({name for models in answers.values() for name in models}):
+        seen = set()
+        for url, models in answers.items():
+            row, follows = _replica_row(models.get(name, {}))
+            agree = agree and follows
+            seen.add(row[:2])
+            rows.append((url, name, *row))
+        agree = agree and len(seen) == 1
+    if as_json:
+        typer.echo(json.dumps({"agree": agree, "replicas": answers, "unreachable": silent}))
+        return agree
+    console.screen().print(console.table(("replica", "model", "serving", "wanted", "since", "follows"), (), rows))
+    for url, why in silent.items():
+        typer.echo(f"{url}: {why}")
+    typer.echo("all replicas agree" if agree else "the replicas do not agree")
+    return agree
+
+
+def _replica_row(model: dict[str, Any]) -> tuple[tuple[str, str, str, str], bool]:
+    """Return what a replica serves, should serve, since when, and whether it follows; also whether it does."""
+    serving = next((one for one in model.get("versions", ()) if one["state"] == "serving"), None)
+    version, since = ("none", "") if serving is None else (serving["version"], serving["since"][:19].replace("T", " "))
+    fleet = model.get("fleet")
+    if fleet is None:
+        return (version, "", since, "no serving.json"), serving is not None
+    follows = "yes" if fleet["follows"] else f"no: {fleet['reason']}"
+    return (version, fleet["wanted"] or "by policy", since, follows), fleet["follows"]
 
 
 def _entry(path: Path, model: str) -> dict[str, Any]:

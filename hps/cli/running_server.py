@@ -39,6 +39,9 @@ Certificate: TypeAlias = Annotated[
     ),
 ]
 NoWait: TypeAlias = Annotated[bool, typer.Option("--no-wait", help="Return at once; `hps models` shows the progress.")]
+Fleet: TypeAlias = Annotated[
+    bool, typer.Option("--fleet", help="Change every replica: write the model's serving.json, through this server.")
+]
 Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", show_default=False)]
 LOCAL = "http://127.0.0.1:8000"
 
@@ -73,13 +76,36 @@ def change_model(server: "Client", model: str, verb: str, body: Mapping[str, Any
     Raises:
         InvalidInputError, HPSError: the server refused the change, or it failed; with the server's message.
     """
-    change: dict[str, Any] = server.ask(
-        f"/v1/models/{quote(model, safe='', errors='surrogateescape')}/{verb}?wait=false", "POST", body
-    )
+    change: dict[str, Any] = server.ask(f"{_path(model)}/{verb}?wait=false", "POST", body)
     if wait:
         with console.progress() as progress:
             change = _follow(server, change, progress)
     return change
+
+
+def change_fleet(server: "Client", model: str, change: str, version: str, *, wait: bool) -> dict[str, Any]:
+    """Change what every replica serves of a model; with `wait`, until the asked server has followed or tried.
+
+    Returns:
+        The server's description of the document, and whether it follows.
+
+    Raises:
+        InvalidInputError, HPSError: the server refused the change, or it failed; with the server's message.
+    """
+    body = {"change": change, **({"version": version} if version else {})}
+    answer: dict[str, Any] = server.ask(f"{_path(model)}/fleet", "POST", body)
+    number = answer["number"]
+    while wait and (answer["pending"] or answer["number"] < number):
+        time.sleep(_PAUSE_S)
+        found = [one["fleet"] for one in server.ask("/v1/models")["models"] if one["name"] == model and "fleet" in one]
+        if not found:
+            raise errors.HPSError(f"changing what the fleet serves of model {model!r}: it was written, and this server left it")
+        answer = found[0]
+    return answer
+
+
+def _path(model: str) -> str:
+    return f"/v1/models/{quote(model, safe='', errors='surrogateescape')}"
 
 
 def _follow(server: "Client", change: dict[str, Any], progress: "Progress") -> dict[str, Any]:

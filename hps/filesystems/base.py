@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import ModelFileChangedError, ModelFileError
+from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,24 @@ class FileSystem(ABC):
     def create(self, path: str) -> FileWriter:
         """Start to write a file; missing parent directories are created."""
 
+    def replace(self, path: str, content: bytes, version: str) -> str:
+        """Write a small file if it still has a version; readers see the old or the new content, never none.
+
+        Of several writers that expect the same version, one succeeds. A file that already has `content` counts as written,
+        since an attempt whose answer was lost may have done it; so `content` must be unique to the writer.
+
+        Args:
+            version: expected version, from `status`; empty if there must be no file.
+
+        Returns:
+            The version of the new file.
+
+        Raises:
+            ModelFileChangedError: the file has another version, and is left as it is.
+            ModelSourceError: no answer; the file may have been written.
+        """
+        raise ModelFileError(f"writing {path}: this file system cannot compare versions; keep this file in one that can")
+
     @abstractmethod
     def delete(self, path: str) -> None:
         """Remove a file, if it exists."""
@@ -120,6 +138,18 @@ class FileSystem(ABC):
         """Rename a directory durably to an unused name; only if `renames_directories` is set."""
         raise ModelFileError(f"renaming {path}: this file system renames no directories; write the files where they belong")
 
+    def version_holding(self, path: str, content: bytes) -> str:
+        """Return the version of a file if it has exactly this content; empty otherwise."""
+        try:
+            status = self.status(path)
+            if status.size_bytes != len(content):
+                return ""
+            found = bytearray(len(content))
+            self.read_into(path, 0, memoryview(found), status.version)
+        except (ModelFileNotFoundError, ModelFileChangedError):
+            return ""
+        return status.version if found == content else ""
+
 
 def changed(path: str, expected: str, got: str = "") -> ModelFileChangedError:
     """Return the error for a file whose version changed during the read."""
@@ -127,6 +157,15 @@ def changed(path: str, expected: str, got: str = "") -> ModelFileChangedError:
     return ModelFileChangedError(
         f"reading {path}: it changed while it was being read (version {expected}{now}); "
         "load the model again when its writer is done, and write models to a new directory"
+    )
+
+
+def replaced(path: str, expected: str, got: str = "") -> ModelFileChangedError:
+    """Return the error for a file that another writer has written or removed; `got` is its version, if known."""
+    now = f", got {got}" if got else ""
+    return ModelFileChangedError(
+        f"writing {path}: expected {f'version {expected}' if expected else 'no file'}{now}; another writer changed it, and "
+        "nothing was written"
     )
 
 

@@ -23,7 +23,7 @@ from requests.adapters import HTTPAdapter
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileWriter
+from hps.filesystems.base import FileStatus, FileWriter, replaced
 from hps.filesystems.gcs_errors import FAILURES, gcs_failure, unusable_credentials
 from hps.filesystems.object_store import (
     ObjectAddress,
@@ -43,6 +43,7 @@ _thread = threading.local()  # `target`: what this thread reads into; `cancel`: 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _CONNECTIONS = 64  # kept connections; several tables may be loaded at a time
 _RECEIVE_BYTES = 1 << 18  # at a time; a whole part at once takes 4 MB for each reader, and a few percent longer
+_AS_BYTES: dict[str, Any] = {"content_type": "application/octet-stream"}
 _PART_BYTES = 8 << 20  # a multiple of 256 KiB, as the service requires
 
 _FORMS = "gs://bucket/object or https://storage.googleapis.com/bucket/object"
@@ -194,6 +195,16 @@ class GcsFileSystem(ObjectStore):
         # An emulator or a cache may ignore the condition. A generation is a number; without the header, trust it.
         return str(blob.generation or version)
 
+    def _put(self, address: ObjectAddress, content: bytes, version: str) -> str:
+        blob = self.blob(address)
+        try:
+            blob.upload_from_string(
+                content, if_generation_match=int(version or 0), checksum="crc32c", **_AS_BYTES, **self._once
+            )
+        except PreconditionFailed as error:
+            raise replaced(address.uri, version) from error
+        return str(blob.generation)
+
     def _remove(self, address: ObjectAddress) -> None:
         with suppress(NotFound):
             self.blob(address).delete(**self._once)
@@ -284,7 +295,7 @@ class _GcsWriter(ObjectWriter):
         self._parts = _Parts()
         self._upload: Future[None] | None = None
         self._how = {
-            "content_type": "application/octet-stream",
+            **_AS_BYTES,
             "checksum": "crc32c",
             "timeout": store.settings.timeout_s,
         }

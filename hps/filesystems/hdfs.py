@@ -1,6 +1,7 @@
 """Files in HDFS, through hdfs-native: no Java, no libhdfs."""
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -9,13 +10,14 @@ from typing import Any, TypeVar
 import hdfs_native
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
+from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, replaced, too_short
 from hps.filesystems.hdfs_connections import HdfsAddress, HdfsConnections, hdfs_address
 from hps.filesystems.retries import ReadTarget, fill
 
 T = TypeVar("T")
 
+_LONGEST_CLAIM_S, _STALE_CLAIM_MS = 30.0, 60_000
 _PIECE_BYTES = 1 << 20  # per write, so that each has its own timeout
 
 
@@ -92,6 +94,40 @@ class HdfsFileSystem(FileSystem):
         """Start to write a file under a temporary name in its directory."""
         return _HdfsWriter(self._connections, hdfs_address(path, "writing"))
 
+    def replace(self, path: str, content: bytes, version: str) -> str:
+        """Write a small file if it still has a version.
+
+        HDFS compares no versions. So the new file first takes the name `.<name>.next`, which one writer at a time can have,
+        since HDFS renames to an existing name only on demand. A killed writer may leave it: the next one removes it after a
+        minute, by the NameNode's clock. A writer that is held up for half a minute gives up.
+        """
+        address = hdfs_address(path, "writing")
+        directory, _, name = address.path.rpartition("/")
+        claim = f"{directory}/.{name[:100]}.next"
+        began = time.monotonic()
+        writer = _HdfsWriter(self._connections, address)
+        try:
+            writer.write(memoryview(content))
+            writer.claim(claim)
+        except BaseException:
+            writer.abort()
+            raise
+        try:
+            now = self.status(path).version if self.exists(path) else ""
+            if now != version:
+                raise replaced(path, version, now)
+            if time.monotonic() - began > _LONGEST_CLAIM_S:
+                raise ModelSourceError(f"writing {path}: HDFS was too slow to exclude other writers; try again")
+            seconds = self.settings.timeout_s
+            self._connections.ask_once("writing", address, seconds, lambda client: client.rename(claim, address.path, True))
+        except ModelFileError:
+            with suppress(ModelFileError):
+                self._connections.ask("writing", address, lambda client: client.delete(claim, False))
+            if not (written := self.version_holding(path, content)):
+                raise
+            return written
+        return self.status(path).version
+
     def delete(self, path: str) -> None:
         address = hdfs_address(path, "removing")
         self._connections.ask("removing", address, lambda client: client.delete(address.path, False))
@@ -157,6 +193,38 @@ class _HdfsWriter(FileWriter):
                 raise
         self._renamed = True
 
+    def claim(self, path: str) -> None:
+        """Give the file a name that no other file has; one that a killed writer left there is removed first.
+
+        Raises:
+            ModelFileChangedError: another writer's file has it.
+        """
+        self._once(self._file.close)
+        if self._leftover(path):
+            self._ask(lambda client: client.delete(path, False))
+        try:
+            self._once_with(lambda client: client.rename(self._temporary, path, False))
+        except ModelSourceError:
+            raise
+        except ModelFileError as error:
+            if "already exists" not in str(error):  # hdfs-native has no error of its own for this
+                raise
+            raise ModelFileChangedError(
+                f"writing {self._address.uri}: another writer is changing it, and nothing was written; try again"
+            ) from error
+        self._renamed = True
+
+    def _leftover(self, path: str) -> bool:
+        """Return whether a killed writer left this file: it is much older than the new one, by the NameNode's clock."""
+        held, mine = self._status(path), self._status(self._temporary)
+        return held is not None and mine is not None and mine.modification_time - held.modification_time > _STALE_CLAIM_MS
+
+    def _status(self, path: str) -> Any:
+        try:
+            return self._ask(lambda client: client.get_file_info(path))
+        except ModelFileNotFoundError:
+            return None
+
     def abort(self) -> None:
         if self._renamed:
             return
@@ -168,8 +236,12 @@ class _HdfsWriter(FileWriter):
 
     def _once(self, call: Callable[[], T]) -> T:
         """Call an operation that cannot be retried, since the number of bytes that arrived is unknown."""
+        return self._once_with(lambda _: call())
+
+    def _once_with(self, question: Callable[[Any], T]) -> T:
+        """Ask HDFS what cannot be asked again, since the first answer may have been lost."""
         seconds = self._connections.settings.timeout_s
         try:
-            return self._connections.ask_once("writing", self._address, seconds, lambda _: call())
+            return self._connections.ask_once("writing", self._address, seconds, question)
         except ModelSourceError as error:
             raise ModelSourceError(f"{error}; nothing was changed: write it again") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
 from hps.filesystems.retries import MOST_THREADS, ReadTarget, fill, retried, share, within
 
@@ -105,6 +105,14 @@ class ObjectStore(FileSystem):
         """
 
     @abstractmethod
+    def _put(self, address: ObjectAddress, content: bytes, version: str) -> str:
+        """Write an object if it has this version, or if there is none for an empty one; return its new version.
+
+        Raises:
+            ModelFileChangedError: it has another version.
+        """
+
+    @abstractmethod
     def _remove(self, address: ObjectAddress) -> None:
         """Remove an object, if it exists."""
 
@@ -154,6 +162,16 @@ class ObjectStore(FileSystem):
     def list(self, path: str) -> list[str]:
         """Return the sorted names of the objects and prefixes directly below a prefix; at most 100,000."""
         return sorted({name.rstrip("/") for name in self._names(path)})
+
+    def replace(self, path: str, content: bytes, version: str) -> str:
+        """Write a small object if it still has a version, by a condition that the store checks."""
+        address = self._object(path, "writing")
+        try:
+            return self.ask("writing", address, lambda: self._put(address, content, version))
+        except ModelFileChangedError:
+            if not (written := self.version_holding(path, content)):
+                raise
+            return written
 
     def delete(self, path: str) -> None:
         address = self._object(path, "removing")

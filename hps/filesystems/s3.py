@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileWriter
+from hps.filesystems.base import FileStatus, FileWriter, replaced
 from hps.filesystems.object_store import (
     ObjectAddress,
     ObjectStore,
@@ -30,7 +30,8 @@ _RECEIVE_BYTES = 1 << 19  # at a time
 _FIRST_PART_BYTES = 8 << 20
 _PARTS_OF_A_SIZE = 1000  # then they double, so that the 10,000 parts of an S3 upload reach its limit of 5 TB
 _ABSENT = {"NoSuchKey", "404"}
-_NO_SUCH_RANGE = _ABSENT | {"PreconditionFailed", "412", "InvalidRange", "416"}
+_PRECONDITION = {"PreconditionFailed", "412"}
+_NO_SUCH_RANGE = _ABSENT | _PRECONDITION | {"InvalidRange", "416"}
 
 _URI = re.compile(r"(s3a?|https)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
 _REGION = r"[a-z]{2}(?:-[a-z]+)+-\d+"
@@ -171,6 +172,17 @@ class S3FileSystem(ObjectStore):
             for piece in body.iter_chunks(_RECEIVE_BYTES):
                 target.write(piece)
         return str(answer.get("ETag", ""))
+
+    def _put(self, address: ObjectAddress, content: bytes, version: str) -> str:
+        # AWS checks both conditions since 2024, as do MinIO and Ceph; a store that ignores them lets the last writer win.
+        condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
+        try:
+            answer = self.client(address).put_object(Bucket=address.bucket, Key=address.key, Body=content, **condition)
+        except ClientError as error:
+            if error_code(error) in _ABSENT | _PRECONDITION:
+                raise replaced(address.uri, version) from error
+            raise
+        return str(answer["ETag"])
 
     def _remove(self, address: ObjectAddress) -> None:
         self.client(address).delete_object(Bucket=address.bucket, Key=address.key)

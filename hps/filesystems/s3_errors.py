@@ -36,7 +36,10 @@ _MISSING_CREDENTIALS = (
 )
 _BROKEN = (BotoConnectionError, HTTPClientError, IncompleteReadError, ResponseParserError, OSError)
 _TIMEOUTS = (ReadTimeoutError, ConnectTimeoutError)
-_PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
+_PASSING_CODES = {
+    *("InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"),
+    "ConditionalRequestConflict",  # another write of the object was under way
+}
 _REGION_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
 _RENEW = "renew them (aws sso login, a new session token, or the role of this machine)"
 _WRONG = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or the profile, and the endpoint"

@@ -102,18 +102,31 @@ def write_file(filesystem: FileSystem, path: str, content: bytes) -> None:
         writer.abort()
 
 
-def read_json(filesystem: FileSystem, path: str) -> dict[str, Any] | None:
-    """Read the object in a JSON file; None if there is no such file."""
+def read_small_file(filesystem: FileSystem, path: str, most_bytes: int, *, known: str = "") -> tuple[bytes, str] | None:
+    """Read a small file: its content and version; None if there is none.
+
+    Args:
+        known: a version that is not read again; its content is returned empty.
+    """
     try:
         status = filesystem.status(path)
     except ModelFileNotFoundError:
         return None
-    if status.size_bytes > _MOST_JSON_BYTES:
-        raise ModelFileError(f"reading {path}: got {status.size_bytes} bytes, expected at most {_MOST_JSON_BYTES}")
+    if known and status.version == known:
+        return b"", known
+    if status.size_bytes > most_bytes:
+        raise ModelFileError(f"reading {path}: got {status.size_bytes} bytes, expected at most {most_bytes}")
     content = bytearray(status.size_bytes)
     filesystem.read_into(path, 0, memoryview(content), status.version)
+    return bytes(content), status.version
+
+
+def read_json(filesystem: FileSystem, path: str) -> dict[str, Any] | None:
+    """Read the object in a JSON file; None if there is no such file."""
+    if (found := read_small_file(filesystem, path, _MOST_JSON_BYTES)) is None:
+        return None
     try:
-        read = json.loads(content.decode("utf-8-sig"))
+        read = json.loads(found[0].decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"reading {path}: it is not JSON: {error}; write it whole, and rename it into place") from error
     if not isinstance(read, dict):

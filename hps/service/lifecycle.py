@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 from hps.configuration.load import Configuration, ModelConfig
-from hps.errors import ConfigError, ConflictError, HPSError, NotReadyError
+from hps.errors import ConfigError, ConflictError, HPSError, ModelSourceError, NotReadyError
 from hps.ground.progress import FailureProgress, LogProgress, Progress, time_text
 from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.service.readiness import Readiness
 from hps.versions.changes import cause_of
-from hps.versions.live_models import FIRST_RETRY_S, LiveModels
+from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +54,10 @@ class _StoppableProgress:
 class Lifecycle:
     """Loads a parameter server off the event loop, reports readiness, and closes it. *Thread-safe.*
 
-    One thread makes all changes other than requested ones: it loads the models at the start, retries failed ones, polls the
-    catalog, and applies changes of the configuration. Each model answers as soon as it is loaded. A model that cannot be loaded
-    does not stop the others: it is not ready, and is retried if the cause may be transient. Loading as a whole fails if the
-    databases cannot be opened or no model can be loaded.
+    One thread loads the models at the start, retries failed ones, polls the catalog, and applies changes of the configuration.
+    Two others read the serving documents of a fleet, and follow them. Each model answers as soon as it is loaded. A model that
+    cannot be loaded does not stop the others: it is not ready, and is retried if the cause may be transient. Loading as a whole
+    fails if the databases cannot be opened or no model can be loaded.
 
     Args:
         parameter_server: an already loaded one; the caller closes it.
@@ -108,6 +109,7 @@ class Lifecycle:
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
         self._changes: queue.SimpleQueue[ModelConfig | str | None] = queue.SimpleQueue()  # None wakes the loader
+        self._documents_read = threading.Event()  # since they were last followed
 
     @property
     def settled(self) -> bool:
@@ -154,6 +156,7 @@ class Lifecycle:
             for tell in self.on_open:
                 tell(self.opened)
             self._block("")
+            self._follow_fleet(self.opened)
         elif self._owned:
             self._block("opening the databases")
             self._loader = new_thread("load", self._load)
@@ -186,6 +189,7 @@ class Lifecycle:
         self.leaving = True
         self._stopping.set()
         self._changes.put(None)
+        self._documents_read.set()
 
     def refuse(self) -> None:
         """Answer no new lookups: the service is stopping."""
@@ -233,6 +237,7 @@ class Lifecycle:
             server.close()
             return
         self._block("")
+        self._follow_fleet(server)
         outcomes = {name: self._deploy(server, name) for name in server.live.due()}
         errors = {name: failed for name, failed in outcomes.items() if failed is not None}
         if self._stopping.is_set():
@@ -264,13 +269,38 @@ class Lifecycle:
             if due := [name for name, at in server.live.due().items() if at <= now]:
                 self._deploy(server, due[0])
             elif poll_at <= now:
-                self._poll(server)
+                self._report("polling", partial(server.poll, progress=self._progress))
                 poll_at = self._next_poll()
             else:
                 longest_s = _BUSY_WAIT_S if "loading" in states else _LONGEST_WAIT_S
                 wait_s = min(longest_s, *(max(0.0, at - now) for at in (poll_at, *server.live.due().values())))
                 with suppress(queue.Empty):
                     self._make(server, self._changes.get(timeout=wait_s))
+
+    def follow_soon(self) -> None:
+        """Deploy what the serving documents say, as far as they were read, on a thread of its own."""
+        self._documents_read.set()
+
+    def _follow(self, server: HPS) -> None:
+        """Follow the serving documents whenever they were read, also while the loader is busy, until the service stops."""
+        while not self._stopping.is_set():
+            if self._documents_read.wait(_LONGEST_WAIT_S) and not self._stopping.is_set():
+                self._documents_read.clear()
+                self._report("following the fleet", partial(server.follow, progress=self._progress))
+
+    def _follow_fleet(self, server: HPS) -> None:
+        new_thread("read-documents", partial(self._read_documents, server)).start()
+        new_thread("follow-documents", partial(self._follow, server)).start()
+
+    def _read_documents(self, server: HPS) -> None:
+        """Read the serving documents at every interval, also while they are followed, until the service stops."""
+        while not self._stopping.wait(self.configuration.service.repository_poll_s * random.uniform(0.9, 1.1)):
+            try:
+                server.read_documents()
+            except Exception as error:  # noqa: BLE001 - reading goes on
+                cause, bug = cause_of(error)
+                _log.error("reading the serving documents failed: %s", cause, exc_info=bug)
+            self.follow_soon()
 
     def _make(self, server: HPS, change: ModelConfig | str | None) -> None:
         if isinstance(change, str):
@@ -287,20 +317,21 @@ class Lifecycle:
             return math.inf
         return time.monotonic() + service.repository_poll_s * random.uniform(0.9, 1.1)
 
-    def _poll(self, server: HPS) -> None:
+    def _report(self, what: str, deploy: Callable[[], dict[str, Exception | None]]) -> None:
+        """Deploy what differs from the files, and log the outcome by model."""
         started = time.monotonic()
         try:
-            outcome = server.poll(progress=self._progress)
-        except Exception as error:  # noqa: BLE001 - polling goes on
+            outcome = deploy()
+        except Exception as error:  # noqa: BLE001 - it is tried again
             cause, bug = cause_of(error)
-            _log.error("polling failed: %s", cause, exc_info=bug)
+            _log.error("%s failed: %s", what, cause, exc_info=bug)
             return
         for name, failure in outcome.items():
             if failure is None:
-                _log.info("polling changed model %s after %.1f s", name, time.monotonic() - started)
+                _log.info("%s changed model %s after %.1f s", what, name, time.monotonic() - started)
             elif not self._stopping.is_set():
                 cause, bug = cause_of(failure)
-                _log.error("polling could not change model %s: %s", name, cause, exc_info=bug)
+                _log.error("%s could not change model %s: %s", what, name, cause, exc_info=bug)
 
     def _opened(self, server: HPS) -> None:
         """Announce the parameter server, and queue the models that are loaded at the start."""
@@ -308,7 +339,7 @@ class Lifecycle:
         try:
             for tell in self.on_open:
                 tell(server)
-            for name in server.catalog.names:
+            for name in self._listed(server):
                 if self._loads(name):
                     server.live.want(server.catalog.model(name))
         except BaseException:
@@ -316,6 +347,20 @@ class Lifecycle:
             raise
         for name, problem in server.catalog.problems.items():
             _log.error("model %s of the repository is left out: %s", name, problem)
+
+    def _listed(self, server: HPS) -> list[str]:
+        """Return the names of all models; wait while the host of the repository does not answer."""
+        pause_s = self._first_retry_s
+        while True:
+            try:
+                return server.catalog.names
+            except ModelSourceError as error:
+                pause_s *= random.uniform(0.75, 1.0)
+                _log.error("%s; trying again in %s", error, time_text(pause_s))
+                self._block(f"{error}; next try in {time_text(pause_s)}")
+                if self._stopping.wait(pause_s):
+                    raise
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     def _loads(self, name: str) -> bool:
         settings = self.configuration.service

@@ -359,9 +359,8 @@ class Server:
     def _announce(self) -> None:
         """Log an example lookup of a model in service."""
         server = self._app.lifecycle.opened
-        models = self._app.lifecycle.configuration.models
-        model = next((one for one in models if server and one.model in server.models), None)
-        if model is not None:
+        if server is not None and server.models:
+            model = server.model(server.models[0]).config
             settings = self._settings
             options = " --cacert <ca.pem>" if settings.tls_certificate_path else ""
             options += " --cert <client.pem>" if settings.tls_client_ca_path else ""

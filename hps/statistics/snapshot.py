@@ -105,7 +105,7 @@ class ModelStatistics:
         stages: times of their stages, by name (`tracing.STAGES`).
         workspaces, busy_workspaces: over all devices.
         tables: in the order of their ids.
-        pinned: description of the pin of the model to a version; empty if there is none.
+        pinned: description of what the fleet serves, or else of the pin of the model to a version; empty if there is none.
     """
 
     name: str

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
-from hps.errors import HPSError, UnknownModelError, UnknownVersionError
+from hps.errors import ConflictError, HPSError, UnknownModelError, UnknownVersionError
 from hps.models.deltas import HeldTable, TableSource, fingerprints_of
 from hps.models.manifest import within
 from hps.models.repository import VersionFiles, list_models, list_versions, log_starts_beside, table_sources, version_files
 from hps.models.sources import ModelSources
+from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, following
 from hps.versions.pins import Pins
 
 
@@ -31,12 +32,16 @@ class ModelCatalog:
     """The models of a configuration and its repository, with their versions. *Thread-safe.*
 
     Attributes:
-        pins: the versions that people chose in place of the `version_policy`.
+        pins: the versions that people chose on this replica in place of the `version_policy`.
+        fleet: the serving documents, which decide for all replicas: a model that has one heeds no pin.
         problems: errors of the last scan, by model.
     """
 
-    def __init__(self, configuration: Configuration, sources: ModelSources, pins: Pins | None = None) -> None:
+    def __init__(
+        self, configuration: Configuration, sources: ModelSources, pins: Pins | None = None, fleet: Fleet | None = None
+    ) -> None:
         self.pins = pins or Pins()
+        self.fleet = fleet or Fleet(sources)
         self._sources = sources
         self._repository = configuration.model_repository
         self._followed = configuration.update_source.type != "null"
@@ -69,7 +74,9 @@ class ModelCatalog:
                 found[name] = load_configuration({"models": [{**entry, "version_path": place}]}).models[0]
             except HPSError as error:
                 problems[name] = error
-        self._found, self.problems = found, problems
+        # The repository of a fleet's model may be away: an empty mount point looks like a removed model.
+        away = {name: model for name, model in (self._found or {}).items() if self.fleet.shown(name) and name not in problems}
+        self._found, self.problems = {**away, **found}, problems
 
     def add(self, model: ModelConfig) -> ModelConfig | None:
         """Add or replace the entry of a model. Returns the entry it replaces, if any."""
@@ -148,8 +155,9 @@ class ModelCatalog:
     def to_serve(self, name: str, *, pinned: bool = True) -> list[str]:
         """Return the versions to serve, ascending; the last one answers requests that name none.
 
-        The model's `version_policy` selects them; for a pinned model, as if the pinned version were the newest. If the files of
-        that version are gone, a version below it serves.
+        A serving document of the fleet decides first (see `ServingDocument.to_serve`), then a pin of this replica, then the
+        model's `version_policy`. For a pinned model it selects as if the pinned version were the newest; if the files of that
+        version are gone, a version below it serves.
 
         Args:
             pinned: whether a pin counts.
@@ -157,8 +165,18 @@ class ModelCatalog:
         Raises:
             UnknownVersionError: the policy selects no existing version, or nothing is left up to the pinned one.
             DatabaseError: the pin cannot be read.
+            ModelFileError: the serving document cannot be read, and none is known from before.
         """
+        document = self.fleet.of(name, self.model(name).version_path)
         versions, policy = self.versions(name), self.model(name).version_policy
+        if document is not None:
+            if not (chosen := document.to_serve(versions, policy)):
+                raise UnknownVersionError(
+                    f"deploying model {name!r}: the fleet serves {document}; got versions {', '.join(versions) or 'none'}, "
+                    f"withdrawn {', '.join(document.withdrawn) or 'none'}. Put its files back, or `hps deploy {name} --version "
+                    "V --fleet`"
+                )
+            return chosen
         pin = self.pins.of(name) if pinned else None
         if pin is not None:
             up_to = [version for version in versions if int(version) <= int(pin.version)]
@@ -176,6 +194,41 @@ class ModelCatalog:
                 f"deploying model {name!r}: got versions {', '.join(versions) or 'none'}, expected {expected}"
             )
         return chosen
+
+    def read_document(self, name: str) -> None:
+        """Read the serving document of a model again, if it has a directory of versions; see `Fleet.read`."""
+        if place := self.model(name).version_path:
+            self.fleet.read(name, place)
+
+    def document(self, name: str) -> ServingDocument | None:
+        """Return the last known serving document of a model; None also for an unknown model.
+
+        Raises:
+            ModelFileError: it cannot be read, and none is known from before.
+        """
+        try:
+            return self.fleet.of(name, self.model(name).version_path)
+        except UnknownModelError:
+            return None
+
+    def change_fleet(self, name: str, by: FleetChange, version: str | None, serving: str) -> ServingDocument:
+        """Write what the fleet serves of a model; see `HPS.change_fleet`.
+
+        Args:
+            serving: the version that serves on this replica; empty if none.
+        """
+        model = self.model(name)
+        if not model.version_path:
+            raise ConflictError(
+                f"changing what the fleet serves of model {name!r}: it has no directory of versions, where {SERVING} belongs; "
+                "set model_repository or version_path"
+            )
+        versions = self.versions(name)
+
+        def change(known: ServingDocument | None) -> ServingDocument:
+            return following(known, by, version, serving, versions, model.version_policy)
+
+        return self.fleet.write(name, model.version_path, change)
 
     def _models(self) -> dict[str, ModelConfig]:
         if self._found is None:

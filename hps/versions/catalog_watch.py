@@ -8,7 +8,8 @@ from typing import Literal
 from hps.errors import HPSError, UnknownVersionError
 from hps.models.files import joint_fingerprint
 from hps.versions.catalog import ModelCatalog
-from hps.versions.live_models import LiveModels, VersionState
+from hps.versions.fleet import ServingDocument
+from hps.versions.live_models import LiveModels, VersionState, Wanted
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +38,27 @@ class IndexEntry:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class FleetStatus:
+    """Whether a replica follows the serving document of a model. *Immutable.*
+
+    Attributes:
+        document: the last known one.
+        serving: the serving version; empty if none.
+        follows: whether that is what the document says, and the document is known to be current.
+        pending: whether it is about to follow, or to try.
+        reason: why it does not follow; empty if it does.
+        age_s: seconds since the document was last read; None if it was not since the start.
+    """
+
+    document: ServingDocument
+    serving: str
+    follows: bool
+    pending: bool
+    reason: str
+    age_s: float | None
+
+
 class CatalogWatch:
     """Compares the served versions with the catalog. *Thread-safe*, with one `differing` pass at a time.
 
@@ -48,6 +70,7 @@ class CatalogWatch:
         self._catalog = catalog
         self._live = live
         self._unreadable: dict[str, str] = {}  # models whose files cannot be read, and the error
+        self._tried: dict[str, int] = {}  # by model, number of the last serving document that was followed, or tried
 
     def differing(self) -> Iterator[tuple[str, bool]]:
         """Yield each model to deploy or undeploy: its name, and whether it is gone from the catalog.
@@ -63,21 +86,66 @@ class CatalogWatch:
         yield from [(name, True) for name in self._live.serving if name not in known]
         self._live.forget_others(names)
         for name in names:
-            try:
-                numbers = self._catalog.to_serve(name)
-                if (pin := self._catalog.pins.of(name)) and pin.version not in numbers and self._serves(name, pin.version):
-                    raise UnknownVersionError(f"version {pin.version}, which serves, is {pin}, and its files are gone")
-                chosen = [self._catalog.version(name, version) for version in numbers]
-                versions = tuple((one.config.version, joint_fingerprint(self._catalog.fingerprints(one))) for one in chosen)
-                wanted = self._catalog.model(name), versions
-            except HPSError as error:
-                if self._unreadable.get(name) != str(error):
-                    self._unreadable[name] = str(error)
-                    _log.warning("polling model %s: it is left as it is: %s", name, error)
-                continue
-            self._unreadable.pop(name, None)
-            if self._live.differs(name, wanted):
+            if (wanted := self._wanted(name)) is not None and self._live.differs(name, wanted):
                 yield name, False
+
+    def not_following(self) -> Iterator[str]:
+        """Yield each model to deploy because it does not serve what its serving document says: one in service, or awaited.
+
+        A version that does not exist yet, or cannot be examined, leaves the model as it is.
+        """
+        for name in [life.name for life in self._live.models()]:
+            document = self._catalog.fleet.shown(name)
+            if document is None or self._live.change_of(name):
+                continue
+            new = self._tried.get(name) != document.number
+            if new:
+                self._live.forget_failure(name)  # of what the fleet served before
+            if not self._follows(name, document) or (new and not document.version):
+                wanted = self._wanted(name)
+                if wanted is not None and (self._live.failure(name) is None or self._live.differs(name, wanted)):
+                    yield name
+            self._tried[name] = document.number  # after the caller has tried: until then it is pending
+
+    def fleet(self, name: str) -> FleetStatus | None:
+        """Return whether this replica follows the serving document of a model; None if it has none."""
+        document = self._catalog.fleet.shown(name)
+        if document is None:
+            return None
+        deployment, failure = self._live.serving.get(name), self._live.failure(name)
+        serving = "" if deployment is None else deployment.version
+        change = self._live.change_of(name)
+        pending = bool(change) or self._tried.get(name) != document.number
+        reason = self._catalog.fleet.problem(name)
+        if not reason and not self._follows(name, document):
+            cause = self._unreadable.get(name, "") or ("" if failure is None else failure.cause)
+            reason = (change and f"{change} it is under way") or ("" if pending else cause) or "it is not deployed yet"
+        return FleetStatus(document, serving, not reason, pending, reason, self._catalog.fleet.age_s(name))
+
+    def _follows(self, name: str, document: ServingDocument) -> bool:
+        serving = self._live.serving.get(name)
+        return serving is not None and document.allows(serving.version)
+
+    def _wanted(self, name: str) -> Wanted | None:
+        """Return what the catalog selects of a model; None, with one warning, if that cannot be examined."""
+        try:
+            numbers = self._catalog.to_serve(name)
+            document = self._catalog.fleet.shown(name)
+            if document is not None:
+                if document.version and document.version not in numbers and name in self._live.serving:
+                    raise UnknownVersionError(f"the fleet serves {document}, and there is no such version (yet)")
+            elif (pin := self._catalog.pins.of(name)) and pin.version not in numbers and self._serves(name, pin.version):
+                raise UnknownVersionError(f"version {pin.version}, which serves, is {pin}, and its files are gone")
+            chosen = [self._catalog.version(name, version) for version in numbers]
+            versions = tuple((one.config.version, joint_fingerprint(self._catalog.fingerprints(one))) for one in chosen)
+            wanted = self._catalog.model(name), versions
+        except HPSError as error:
+            if self._unreadable.get(name) != str(error):
+                self._unreadable[name] = str(error)
+                _log.warning("polling model %s: it is left as it is: %s", name, error)
+            return None
+        self._unreadable.pop(name, None)
+        return wanted
 
     def index(self) -> list[IndexEntry]:
         """Return all known versions, by model and number.

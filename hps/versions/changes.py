@@ -44,6 +44,7 @@ class Change:
         since: start, in seconds since the epoch.
         thread: thread that makes the change, if another one began it.
         waiting: what the change waits for, once its tables are loaded; empty if nothing.
+        proceed: called as the load goes on; raises to end it.
     """
 
     model: str
@@ -61,6 +62,7 @@ class Change:
     thread: threading.Thread | None = None
     waiting: str = ""
     listener: Progress = field(default_factory=NoProgress)
+    proceed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._started = self.clock()
@@ -102,6 +104,7 @@ class Change:
 
     def advance(self, tag: str, rows: int) -> None:
         """Report rows written to the databases."""
+        self.proceed()
         self.listener.advance(tag, rows)
         if (table := self.tables.get(_table_of(tag))) is not None and table.load is not None:
             table.load.advance(rows)

@@ -24,6 +24,7 @@ from hps.statistics.metrics import TIERS, Metrics, TableCounters
 from hps.statistics.prometheus import Family, family, label_text, server_families
 from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
 from hps.version import __version__
+from hps.versions.catalog_watch import FleetStatus
 from hps.versions.deployment import Deployment
 from hps.versions.live_models import LiveModels
 from hps.versions.pins import Pins, pinned_text
@@ -52,14 +53,21 @@ class StatisticsCollector:
     figures.
 
     Args:
+        fleet: returns whether a model follows its serving document.
         clock: monotonic time in seconds.
     """
 
     def __init__(
-        self, live: LiveModels, metrics: Metrics, pins: Pins | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        live: LiveModels,
+        metrics: Metrics,
+        pins: Pins | None = None,
+        fleet: Callable[[str], FleetStatus | None] = lambda name: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._live = live
         self._pins = pins or Pins()
+        self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
         self._started = time.time()
@@ -107,6 +115,23 @@ class StatisticsCollector:
             "hps_tier_available",
             "1 while the database of a tier is used, 0 while it is skipped after failures.",
             available,
+        )
+        followed = [
+            (label_text(["model"], [life.name]), status)
+            for life in self._live.models()
+            if (status := self._fleet(life.name)) is not None
+        ]
+        yield family(
+            "gauge",
+            "hps_fleet_version_followed",
+            "1 while a model serves what its serving.json says, 0 if not, or if it cannot be read.",
+            [(where, int(status.follows)) for where, status in followed],
+        )
+        yield family(
+            "gauge",
+            "hps_fleet_read_age_seconds",
+            "Time since the serving.json of a model was last read.",
+            [(where, status.age_s) for where, status in followed if status.age_s is not None],
         )
 
     def measure(self) -> None:
@@ -182,8 +207,14 @@ class StatisticsCollector:
             workspaces=sum(size for size, _ in workspaces),
             busy_workspaces=sum(busy for _, busy in workspaces),
             tables=tuple(self._table(deployment, index, one) for index, one in enumerate(in_turns(counted, _TABLES))),
-            pinned=pinned_text(self._pins.shown(name), deployment.version),
+            pinned=self._chosen(name, deployment.version),
         )
+
+    def _chosen(self, name: str, serving: str) -> str:
+        """Describe who chose the serving version, other than the policy: the fleet or a pin."""
+        if (status := self._fleet(name)) is None:
+            return pinned_text(self._pins.shown(name), serving)
+        return f"the fleet serves {status.document}" + (f"; {status.reason}" if status.reason else "")
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:
         table = deployment.tables[index]

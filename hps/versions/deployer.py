@@ -1,14 +1,14 @@
 """Changes the served versions of a model: deploys, rolls back, undeploys, and follows the catalog."""
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import ModelConfig
-from hps.errors import CapacityError, ConflictError, DatabaseError
+from hps.errors import CapacityError, ConflictError, DatabaseError, HPSError
 from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
@@ -19,12 +19,17 @@ from hps.versions.catalog import ModelCatalog
 from hps.versions.catalog_watch import CatalogWatch
 from hps.versions.changes import Change
 from hps.versions.deployment import DRAIN_S, Deployment, deploy, reconfigure
+from hps.versions.fleet import SERVING, ServingDocument
 from hps.versions.live_models import LiveModels
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.retention import free_slot, leftovers, surplus
 
 _log = logging.getLogger(__name__)
 _NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "version_policy", "keep_versions"))
+
+
+class _SupersededError(ConflictError):
+    """The serving document changed while what it said was being loaded: no failure of that version."""
 
 
 class Deployer:
@@ -69,15 +74,22 @@ class Deployer:
             entry: replaces the known entry of the model.
         """
         known = name in self._catalog.names
+        if pin:
+            self._refuse_in_fleet(name, "deploying")
         counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
         with self._live.changing(name, "deploying", progress) as change, counted:
             before = None if entry is None else self._catalog.add(entry)
             served = False
             try:
+                if version is None:
+                    self._catalog.read_document(name)
                 chosen = self._catalog.to_serve(name, pinned=not pin) if version is None else [version]
+                change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.shown(name))
                 others = chosen if version is None else []
                 fingerprints = [self._deploy(name, number, change, force, others) for number in chosen]
                 served = True
+            except _SupersededError:
+                raise
             except Exception as error:
                 self._live.failed(name, error, known=known)
                 raise
@@ -87,7 +99,10 @@ class Deployer:
             if version is None or pin:
                 versions = tuple(zip(chosen, fingerprints, strict=True))
                 self._live.deployed_by_policy(name, (self._catalog.model(name), versions))
-            if not pin:
+            if self._catalog.fleet.shown(name) is not None:
+                if self._catalog.pins.shown(name) is not None:
+                    self._catalog.pins.end(name)  # else it would count again, unexpectedly, if the model left the fleet
+            elif not pin:
                 self._tell_pin(name, chosen[-1])
             elif version is None:
                 self._catalog.pins.end(name)
@@ -96,6 +111,7 @@ class Deployer:
 
     def rollback(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""
+        self._refuse_in_fleet(name, "rolling back")
         with self._live.changing(name, "rolling back") as change, self._metrics.changing("rollback", done=name, failed=name):
             serving = self._live.find(name, None)
             kept = self._live.kept(name)
@@ -124,6 +140,10 @@ class Deployer:
 
     def unpin(self, name: str, progress: Progress | None) -> None:
         """End the pin of a model, if it has one; see `HPS.unpin`."""
+        if self._catalog.document(name) is not None:
+            self._catalog.fleet.forget(name)
+            self.deploy(name, None, None, progress, False, True, True)
+            return
         try:
             pinned = self._catalog.pins.of(self._catalog.model(name).model) is not None
         except DatabaseError:
@@ -133,6 +153,8 @@ class Deployer:
 
     def undeploy(self, name: str, version: str | None) -> None:
         """Undeploy a model or one version; see `HPS.undeploy`."""
+        if version is not None:
+            self._refuse_in_fleet(name, "undeploying a version of")
         counted = self._metrics.changing("undeploy", done="" if version is None else name, failed=name)
         with self._live.changing(name, "undeploying"), counted:
             for deployment in self._live.withdraw(name, version):
@@ -144,8 +166,23 @@ class Deployer:
 
     def poll(self, watch: CatalogWatch, progress: Progress | None) -> dict[str, Exception | None]:
         """Deploy and undeploy what differs from the catalog; see `HPS.poll`."""
+        self.read_documents()
+        return self._make(watch.differing(), progress)
+
+    def read_documents(self) -> None:
+        """Read the serving document of every model in service or awaited; see `HPS.read_documents`."""
+        for life in self._live.models():
+            with suppress(HPSError):  # its entry is gone
+                self._catalog.read_document(life.name)
+
+    def follow(self, watch: CatalogWatch, progress: Progress | None) -> dict[str, Exception | None]:
+        """Deploy what the serving documents say, as far as they were read; see `HPS.follow`."""
+        return self._make(((name, False) for name in watch.not_following()), progress)
+
+    def _make(self, changes: Iterator[tuple[str, bool]], progress: Progress | None) -> dict[str, Exception | None]:
+        """Deploy each of these models by its catalog, or undeploy those that are gone; return the outcomes."""
         outcome: dict[str, Exception | None] = {}
-        for name, gone in watch.differing():
+        for name, gone in changes:
             try:
                 if gone:
                     self.undeploy(name, None)
@@ -162,6 +199,20 @@ class Deployer:
         """Pin a model to the version that was rolled back to, so that neither polling nor a restart takes a newer one."""
         self._live.deployed_by_policy(name, (self._catalog.model(name), ((version, fingerprint),)))
         change.pin = self._catalog.pins.pin(name, version, "rollback")
+
+    def _refuse_in_fleet(self, name: str, doing: str) -> None:
+        """Refuse to change one replica of a fleet, which would serve something else than the others."""
+        if (document := self._catalog.document(name)) is not None:
+            raise ConflictError(
+                f"{doing} model {name!r}: its {SERVING} says what every replica serves: {document}. Change it for all of them "
+                "(--fleet, or POST /v1/models/{model}/fleet)"
+            )
+
+    def _end_if_superseded(self, name: str, chosen_by: ServingDocument | None) -> None:
+        """End a load whose version the fleet does not serve any more, before it takes over."""
+        document = self._catalog.fleet.shown(name)
+        if document is not None and document != chosen_by:
+            raise _SupersededError(f"deploying model {name!r}: meanwhile the fleet serves {document}")
 
     def _tell_pin(self, name: str, served: str) -> None:
         """Log that a pin, and not the model's policy, chose what serves."""
@@ -197,6 +248,7 @@ class Deployer:
                 # A modification that runs is in the database and not in the caches yet. Lookups that missed the old caches
                 # have its rows, so no others may take over which hold those from before; nor may one begin until they end.
                 try:
+                    change.proceed()
                     with nullcontext() if same else deployed.chain.settled(deployed.tables):
                         self._live.serve(deployed, lambda versions: versions, "hand over", beside=beside)
                         if not same:
@@ -243,6 +295,7 @@ class Deployer:
 
         try:
             self._updates.start_and_wait(deployed, give_up, change.wait_for)
+            change.proceed()
             self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old, beside=beside)
         except BaseException:
             if self._live.serving.get(name) is not deployed:

@@ -325,6 +325,12 @@ class LiveModels:
             model.failure = Failure(cause_of(error)[0], failures, self._clock() + pause, may_pass)
             model.failures += 1
 
+    def forget_failure(self, name: str) -> None:
+        """Forget why the last deployment of a model failed, since another version is wanted now."""
+        with self._changed:
+            if name in self._models:
+                self._models[name].failure = None
+
     def deployed_by_policy(self, name: str, wanted: Wanted) -> None:
         """Record a deployment by the model's policy."""
         with self._changed:

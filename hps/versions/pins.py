@@ -2,22 +2,16 @@
 
 import json
 import logging
-import os
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
-from urllib.parse import quote
 
-from hps.databases.base import PersistentDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError
-from hps.filesystems.local import sync_directory
-from hps.lookup.chain import DatabaseChain
+from hps.versions.kept_files import KeptFiles
 
 _log = logging.getLogger(__name__)
-_DIRECTORY = "hps-pins"
-_MOST_BYTES = 4096
+PINS = "hps-pins"
 
 PinnedBy: TypeAlias = Literal["rollback", "deploy"]
 
@@ -45,13 +39,11 @@ class Pins:
     """The pins of this process' models, one file each. *Thread-safe*; a model has one change at a time.
 
     Args:
-        directory: directory of the persistent database; None if there is none, and pins end with the process.
-        read_only: whether another process writes there, whose pins hold here too.
+        kept: their files; without a directory, pins end with the process.
     """
 
-    def __init__(self, directory: Path | None = None, *, read_only: bool = False) -> None:
-        self._directory = None if directory is None else directory / _DIRECTORY
-        self._read_only = read_only
+    def __init__(self, kept: KeptFiles | None = None) -> None:
+        self._kept = kept or KeptFiles(None, PINS)
         self._known: dict[str, Pin | None] = {}
 
     def of(self, model: str) -> Pin | None:
@@ -62,7 +54,7 @@ class Pins:
             DatabaseCorruptError: its file is damaged.
         """
         if model not in self._known:
-            self._known[model] = None if self._directory is None else _read(_path(self._directory, model), model)
+            self._known[model] = _read(self._kept, model)
         return self._known[model]
 
     def shown(self, model: str) -> Pin | None:
@@ -75,15 +67,15 @@ class Pins:
     def pin(self, model: str, version: str, by: PinnedBy) -> Pin:
         """Pin a model to the version that has just been put into service. Holds until a restart if it cannot be written."""
         pin = Pin(version, by, time.time())
-        if self._directory is None:
+        if self._kept.directory is None:
             pin = replace(pin, problem="a restart ends it: no persistent_db keeps it")
-        elif self._read_only:
+        elif self._kept.read_only:
             pin = replace(pin, problem="a restart ends it: persistent_db is read-only")
         else:
             try:
-                _write(_path(self._directory, model), model, pin)
+                self._kept.write(model, {"model": model, "version": version, "by": by, "since": pin.since})
             except OSError as error:
-                pin = replace(pin, problem=f"a restart ends it: writing it to {self._directory} failed: {error}")
+                pin = replace(pin, problem=f"a restart ends it: writing it to {self._kept.directory} failed: {error}")
                 _log.error("model %r: version %s is %s, but %s", model, version, pin, pin.problem)
         self._known[model] = pin
         return pin
@@ -95,17 +87,7 @@ class Pins:
             DatabaseError: its file cannot be removed.
         """
         self._known[model] = None
-        if self._directory is None or self._read_only:
-            return
-        path = _path(self._directory, model)
-        try:
-            path.unlink(missing_ok=True)
-            if path.parent.exists():
-                sync_directory(path.parent)
-        except OSError as error:
-            raise DatabaseError(
-                f"ending the pin of model {model!r}: {error}; a restart would serve the pinned version"
-            ) from error
+        self._kept.remove(model)
 
 
 def pinned_text(pin: Pin | None, serving: str) -> str:
@@ -116,27 +98,9 @@ def pinned_text(pin: Pin | None, serving: str) -> str:
     return f"{which}{pin}" + (f"; {pin.problem}" if pin.problem else "")
 
 
-def pins_of(chain: DatabaseChain) -> Pins:
-    """Return the pins that are kept beside the persistent database of a chain."""
-    for database in chain.databases:
-        if isinstance(database, PersistentDatabase):
-            return Pins(database.directory, read_only=database.read_only)
-    return Pins()
-
-
-def _path(directory: Path, model: str) -> Path:
-    return directory / f"{quote(model, safe='')}.json"
-
-
-def _read(path: Path, model: str) -> Pin | None:
-    doing = f"reading the pin of model {model!r} in {path}"
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_MOST_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
+def _read(kept: KeptFiles, model: str) -> Pin | None:
+    if (text := kept.read(model)) is None:
         return None
-    except OSError as error:
-        raise DatabaseError(f"{doing}: {error}") from error
     try:
         match json.loads(text):
             case {"model": str(name), "version": str(version), "by": str(by), "since": int() | float() as since}:
@@ -146,17 +110,6 @@ def _read(path: Path, model: str) -> Pin | None:
     except (ValueError, OverflowError, OSError, RecursionError):
         pass
     raise DatabaseCorruptError(
-        f"{doing}: it is damaged, so the version to serve is unknown; roll back or deploy again, or `hps unpin` the model to "
-        "serve what its version_policy chooses"
+        f"reading the pin of model {model!r} in {kept.path(model)}: it is damaged, so the version to serve is unknown; roll "
+        "back or deploy again, or `hps unpin` the model to serve what its version_policy chooses"
     )
-
-
-def _write(path: Path, model: str, pin: Pin) -> None:
-    path.parent.mkdir(exist_ok=True)
-    fresh = path.with_suffix(".tmp")
-    with open(fresh, "w") as file:
-        json.dump({"model": model, "version": pin.version, "by": pin.by, "since": pin.since}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    sync_directory(path.parent)

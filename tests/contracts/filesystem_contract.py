@@ -215,6 +215,70 @@ class FileSystemContract:
         assert filesystem.status(file) == before
         assert filesystem.list(f"{root}/model") == ["key"]
 
+    # -- replace ------------------------------------------------------------------------------------------------------
+
+    def content_of(self, filesystem: FileSystem, path: str) -> bytes:
+        buffer = bytearray(filesystem.status(path).size_bytes)
+        filesystem.read_into(path, 0, memoryview(buffer))
+        return bytes(buffer)
+
+    def test_a_file_is_replaced_only_in_the_version_that_its_writer_knows(self, filesystem: FileSystem, root: str) -> None:
+        path = f"{root}/model/serving.json"
+        versions = [""]
+        for number in range(3):
+            content = b"content %d" % number
+            versions.append(filesystem.replace(path, content, versions[-1]))
+            assert versions[-1] == filesystem.status(path).version
+            assert self.content_of(filesystem, path) == content
+            for old in versions[:-1]:
+                with pytest.raises(ModelFileChangedError, match=f"writing {path}: expected .*another writer changed it"):
+                    filesystem.replace(path, b"late", old)
+            assert self.content_of(filesystem, path) == content
+        assert len(set(versions)) == 4
+        assert [name for name in filesystem.list(f"{root}/model") if not name.startswith(".")] == ["serving.json"]
+
+    def test_a_file_that_is_gone_is_not_replaced(self, filesystem: FileSystem, root: str) -> None:
+        path = f"{root}/model/serving.json"
+        version = filesystem.replace(path, b"first", "")
+        filesystem.delete(path)
+        with pytest.raises(ModelFileChangedError, match="another writer changed it"):
+            filesystem.replace(path, b"second", version)
+        assert not filesystem.exists(path)
+        filesystem.replace(path, b"third", "")
+        assert self.content_of(filesystem, path) == b"third"
+
+    def test_content_that_is_there_already_counts_as_written(self, filesystem: FileSystem, root: str) -> None:
+        """As after an attempt whose answer was lost."""
+        path = f"{root}/model/serving.json"
+        first = filesystem.replace(path, b"first", "")
+        assert filesystem.replace(path, b"first", "") == first
+        second = filesystem.replace(path, b"second", first)
+        assert filesystem.replace(path, b"second", first) == second
+
+    @pytest.mark.parametrize("there", [False, True])
+    def test_of_many_writers_at_once_one_succeeds(self, filesystem: FileSystem, root: str, there: bool) -> None:
+        path = f"{root}/model/serving.json"
+        for turn in range(3):
+            if not there:
+                filesystem.delete(path)
+            version = filesystem.replace(path, b"before %d" % turn, filesystem.status(path).version if turn and there else "")
+            if not there:
+                filesystem.delete(path)
+                version = ""
+
+            def write(number: int, version: str = version, turn: int = turn) -> str:
+                try:
+                    return filesystem.replace(path, b"turn %d, writer %d" % (turn, number), version)
+                except ModelFileChangedError:
+                    return ""
+
+            with ThreadPoolExecutor(8) as pool:
+                outcomes = list(pool.map(write, range(8)))
+            winners = [number for number, written in enumerate(outcomes) if written]
+            assert len(winners) == 1, outcomes
+            assert self.content_of(filesystem, path) == b"turn %d, writer %d" % (turn, winners[0])
+            assert outcomes[winners[0]] == filesystem.status(path).version
+
     def test_a_deleted_file_is_gone(self, filesystem: FileSystem, root: str, file: str) -> None:
         self.put(f"{root}/model/other", b"x")
         for _ in range(2):

@@ -73,6 +73,15 @@ class FakeParameterServer:
     def pin(self, name: str) -> Pin | None:
         return None
 
+    def fleet(self, name: str) -> None:
+        return None
+
+    def read_documents(self) -> None:
+        """There are none."""
+
+    def follow(self, progress: object = None) -> dict[str, Exception | None]:
+        return {}
+
     def lookup_segments(self, deployment: FakeDeployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
         self.lookups += 1
         self.on_lookup()

@@ -114,9 +114,9 @@ def samples(service):
 
 
 @contextmanager
-def running_service(document, parameter_server=None, *, ready=True):
+def running_service(document, parameter_server=None, *, ready=True, **settings):
     """Serve a configuration, given as a dict; without a parameter server of the caller's it loads one."""
-    service = RunningService(Lifecycle(load_configuration(document), parameter_server))
+    service = RunningService(Lifecycle(load_configuration(document), parameter_server, **settings))
     lifecycle = service.app.lifecycle
     service.start()
     try:

@@ -317,6 +317,33 @@ class PinStatus(BaseModel):
     problem: str | None = Field(default=None, description="Why a restart ends the pin; absent if it outlasts one.")
 
 
+class FleetRequest(BaseModel):
+    """A change of what every replica serves."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"change": "rollback"}}, extra="forbid")
+
+    change: Literal["deploy", "rollback", "unpin"]
+    version: Version | None = Field(
+        default=None, description="Version to deploy; by default as chosen by the `version_policy`."
+    )
+
+
+class FleetAnswer(BaseModel):
+    """What the `serving.json` of a model says, and whether this replica follows it."""
+
+    wanted: str = Field(description="The version that every replica should serve; empty if the `version_policy` chooses.")
+    previous: str = Field(description="The version to roll back to; empty if that is the next one below.")
+    withdrawn: list[str] = Field(description="Versions that were rolled back from, and not deployed since.")
+    by: Literal["deploy", "rollback", "unpin"] = Field(description="The change that wrote the document.")
+    since: str = Field(description="Time of that change (ISO 8601, UTC).")
+    number: int = Field(description="Increases with every change.")
+    serving: str = Field(description="The version that this replica serves; empty if none.")
+    follows: bool = Field(description="Whether this replica serves what the document says, and can read it.")
+    pending: bool = Field(description="Whether this replica is about to follow, or to try.")
+    reason: str | None = Field(default=None, description="Why it does not follow.")
+    age_s: float | None = Field(default=None, description="Seconds since this replica last read the document.")
+
+
 class ChangeAnswer(BaseModel):
     """A change of a model, under way or ended."""
 
@@ -359,6 +386,7 @@ class ModelDetails(BaseModel):
     hit_rates: dict[str, float] = Field(description="By tier: share of the requested keys that it had, over all versions.")
     versions: list[VersionStatus]
     pinned: PinStatus | None = Field(default=None, description="The pin to a version, if there is one.")
+    fleet: FleetAnswer | None = Field(default=None, description="What the `serving.json` of the model says, if there is one.")
 
 
 class ModelList(BaseModel):

@@ -1,5 +1,6 @@
 """Routes that change the models of a running server, called by operators and by `hps models`, `hps deploy` and the like."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,10 +11,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from hps.configuration.load import ModelConfig, override_model
-from hps.errors import InvalidInputError, UnknownModelError
+from hps.errors import HPSError, InvalidInputError, NotReadyError, UnknownModelError
 from hps.parameter_server import HPS
 from hps.service.call_threads import CallThreads
 from hps.service.lifecycle import Lifecycle
+from hps.service.logs.changes import log_change, request_line
+from hps.service.logs.requests import SERVED, Served
 from hps.service.model_changes import change_model
 from hps.service.protocol import schemas
 from hps.service.readiness import table_status
@@ -107,6 +110,34 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
 
         return await run(model, "deploying", request, response, wait, call)
 
+    @router.post(
+        "/models/{model}/fleet",
+        responses={status: errors[status] for status in (400, 401, 403, 404, 409, 503)},
+        response_model_exclude_none=True,
+        openapi_extra=described_object(schemas.FleetRequest),
+    )
+    async def fleet(model: str, request: Request) -> schemas.FleetAnswer:
+        """Change what every replica serves: write the `serving.json` of a model. Answers before replicas follow."""
+        body = await read_object(request, schemas.FleetRequest)
+        if body.version is not None and body.change != "deploy":
+            raise InvalidInputError(f"reading 'version': got one with change {body.change!r}, expected it only with 'deploy'")
+        served: Served = request.scope[SERVED]
+        what = f"{request_line(request.scope)} {body.change} {body.version or ''}".rstrip()
+        outcome, cause, began = "failed", "", time.monotonic()
+        try:
+            await threads.run(lambda: lifecycle.server.change_fleet(model, body.change, body.version))
+            outcome = "done"
+        except HPSError as error:
+            cause = str(error)
+            raise
+        finally:
+            log_change(what, served.who, served.id, outcome, cause, time.monotonic() - began)
+        lifecycle.follow_soon()
+        status = _fleet(lifecycle.server, model)
+        if status is None:
+            raise NotReadyError(f"changing what the fleet serves of model {model!r}: it was written, and this replica left it")
+        return status
+
     @router.post("/models/{model}/refresh", **changing)
     async def refresh(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Reread the vectors of all resident keys of a model, on every device."""
@@ -161,6 +192,25 @@ def _pin(pin: Pin | None) -> schemas.PinStatus | None:
     return schemas.PinStatus(version=pin.version, by=pin.by, since=_time(pin.since), text=str(pin), problem=pin.problem or None)
 
 
+def _fleet(server: HPS, model: str) -> schemas.FleetAnswer | None:
+    if (status := server.fleet(model)) is None:
+        return None
+    document = status.document
+    return schemas.FleetAnswer(
+        wanted=document.version,
+        previous=document.previous,
+        withdrawn=list(document.withdrawn),
+        by=document.by,
+        since=_time(document.since),
+        number=document.number,
+        serving=status.serving,
+        follows=status.follows,
+        pending=status.pending,
+        reason=status.reason or None,
+        age_s=status.age_s,
+    )
+
+
 def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
     server = lifecycle.server
     found = []
@@ -183,6 +233,7 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
                     for it in versions
                 ],
                 pinned=_pin(server.pin(one.name)),
+                fleet=_fleet(server, one.name),
             )
         )
     return found

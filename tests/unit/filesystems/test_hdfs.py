@@ -38,6 +38,21 @@ class TestHdfsFileSystem(FileSystemContract):
         hdfs_cluster().put(path, content)
 
 
+@pytest.mark.hdfs
+def test_a_claim_that_a_killed_writer_left_ends_after_a_while(
+    cluster: HdfsCluster, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem, path = HdfsFileSystem(), f"{root}/model/serving.json"
+    version = filesystem.replace(path, b"first", "")
+    cluster.put(f"{root}/model/.serving.json.next", b"never finished")
+    with pytest.raises(ModelFileChangedError, match="another writer is changing it, and nothing was written"):
+        filesystem.replace(path, b"second", version)
+    assert filesystem.status(path).version == version
+    monkeypatch.setattr("hps.filesystems.hdfs._STALE_CLAIM_MS", -1)
+    filesystem.replace(path, b"second", version)
+    assert filesystem.list(f"{root}/model") == ["serving.json"]
+
+
 # -- addresses ----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,390 @@
+"""What every replica of a fleet should serve: `serving.json`, beside the versions of a model.
+
+{"format": 1, "number": 1764050644100000, "version": "2", "previous": "", "withdrawn": ["3"], "by": "rollback",
+ "since": 1764050644.1, "writer": "5f0c2a9d41b7"}
+
+Replicas read it at every interval, and keep the last one beside their persistent database. A document that cannot be read, has
+vanished or went back changes nothing.
+"""
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Literal, TypeAlias
+
+import pydantic
+
+from hps.configuration.models import VersionPolicy
+from hps.errors import (
+    ConflictError,
+    HPSError,
+    ModelFileChangedError,
+    ModelFileError,
+    ModelFileNotFoundError,
+    UnknownVersionError,
+)
+from hps.models.manifest import VERSION, read_small_file, within
+from hps.models.sources import ModelSources
+from hps.versions.kept_files import KeptFiles
+
+_log = logging.getLogger(__name__)
+SERVING = "serving.json"
+FLEET = "hps-fleet"
+_FORMAT = 1
+_MOST_WITHDRAWN = 100
+_MOST_BYTES = 16 << 10
+_TRIES = 3  # of reads that a writer interrupts
+
+FleetChange: TypeAlias = Literal["deploy", "rollback", "unpin"]
+_Version = pydantic.Field(default="", pattern=rf"^({VERSION.pattern})?$")
+
+
+class ServingDocument(pydantic.BaseModel):
+    """The content of `serving.json`. *Immutable.*
+
+    Attributes:
+        number: higher than that of every document before: the time of the change in microseconds since the epoch, or one more
+            than the last number.
+        version: the version to serve; empty if the model's `version_policy` chooses.
+        previous: the version to roll back to; empty after a roll-back.
+        withdrawn: versions that were rolled back from and not deployed since. No replica chooses one by itself.
+        by: the change that wrote it.
+        since: time of that change, in seconds since the epoch.
+        writer: random text that distinguishes documents of two writers.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal[1] = 1
+    number: int = pydantic.Field(ge=1)
+    version: str = _Version
+    previous: str = _Version
+    withdrawn: tuple[str, ...] = pydantic.Field(default=(), max_length=_MOST_WITHDRAWN)
+    by: FleetChange
+    since: float = pydantic.Field(ge=0, le=1e11)
+    writer: str = pydantic.Field(min_length=1, max_length=64)
+
+    def __str__(self) -> str:
+        what = f"version {self.version}" if self.version else "what the version_policy chooses"
+        return f"{what} (by {self.by}, {datetime.fromtimestamp(self.since, UTC):%Y-%m-%d %H:%M:%S} UTC)"
+
+    def to_serve(self, versions: Sequence[str], policy: VersionPolicy) -> list[str]:
+        """Return the versions to serve, ascending; the last one answers requests that name none. Empty if there are none.
+
+        The policy selects among those that are not withdrawn; as if `version`, if it is named, were the newest. If that one
+        does not exist, as if `previous` were; if that one does not exist either, a version below serves.
+        """
+        allowed = [one for one in versions if one == self.version or one not in self.withdrawn]
+        if not self.version:
+            return policy.chosen(allowed)
+        highest = self.version
+        if highest not in allowed and self.previous in allowed:
+            highest = self.previous
+        return policy.chosen([one for one in allowed if int(one) <= int(highest)], also=highest)
+
+    def allows(self, version: str) -> bool:
+        """Return whether a replica that serves this version follows the document."""
+        return version == self.version if self.version else version not in self.withdrawn
+
+
+def following(
+    known: ServingDocument | None,
+    by: FleetChange,
+    version: str | None,
+    serving: str,
+    versions: Sequence[str],
+    policy: VersionPolicy,
+) -> ServingDocument:
+    """Return the document after a change.
+
+    Args:
+        known: the document before, if any.
+        version: the version to deploy; by default what the policy chooses now.
+        serving: the version that serves; empty if none.
+        versions: existing versions.
+
+    Raises:
+        UnknownVersionError: the version does not exist, or the policy chooses none.
+        ConflictError: there is no version to roll back to.
+    """
+    current = (known.version if known else "") or serving
+    withdrawn = list(known.withdrawn) if known else []
+    previous = known.previous if known else ""
+    if by == "deploy":
+        allowed = [one for one in versions if one not in withdrawn]
+        version = version or next(iter(policy.chosen(allowed)[-1:]), "")
+        if version not in versions:
+            raise UnknownVersionError(
+                f"deploying a version on the fleet: got {version[:40] or 'none'!r}, expected one of "
+                f"{', '.join(versions) or 'none'}"
+            )
+        previous = current if current != version else previous
+    elif by == "rollback":
+        below = [one for one in versions if current and int(one) < int(current) and one not in withdrawn]
+        version = previous if previous in versions and previous != current else next(iter(below[-1:]), "")
+        if not version:
+            raise ConflictError(
+                f"rolling back the fleet: there is no version to go back to from {current or 'none'}; versions are "
+                f"{', '.join(versions) or 'none'}, withdrawn {', '.join(withdrawn) or 'none'}"
+            )
+        withdrawn.append(current)
+        previous = ""
+    else:
+        version, previous = "", ""
+    withdrawn = [one for one in dict.fromkeys(withdrawn) if one != version][-_MOST_WITHDRAWN:]
+    now = time.time()
+    return ServingDocument(
+        # By the clock, so that a document that is written anew after a loss is higher than the lost one.
+        number=max(known.number + 1 if known else 1, int(now * 1e6)),
+        version=version,
+        previous="" if previous in withdrawn else previous,
+        withdrawn=tuple(withdrawn),
+        by=by,
+        since=now,
+        writer=secrets.token_hex(6),
+    )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The outcome of reading a model's document.
+
+    Attributes:
+        document: the last valid one; None if there is none.
+        version: version of the file that was seen last, whether valid or not; empty if there was no file.
+        error: why `document` may not be the current one.
+        read_at: time of the last successful read, by `time.monotonic`.
+    """
+
+    document: ServingDocument | None = None
+    version: str = ""
+    error: HPSError | None = None
+    read_at: float | None = None
+
+
+class Fleet:
+    """The serving documents of this process' models. *Thread-safe.*
+
+    Args:
+        kept: files beside the persistent database, which keep the last document of each model for a restart.
+    """
+
+    def __init__(self, sources: ModelSources, kept: KeptFiles | None = None) -> None:
+        self._sources = sources
+        self._kept = kept or KeptFiles(None, FLEET)
+        self._lock = threading.Lock()
+        self._readings: dict[str, _Reading] = {}
+        self._places: dict[str, str] = {}
+
+    def of(self, model: str, place: str) -> ServingDocument | None:
+        """Return the last known document of a model; reads it if that was never tried. None: the model has none.
+
+        Args:
+            place: directory of its versions; a model without one has no document.
+
+        Raises:
+            ModelFileError: it cannot be read, and none is known from before.
+        """
+        if not place:
+            return None
+        reading = self._readings.get(model) or self.read(model, place)
+        if reading.document is None and reading.error is not None:
+            raise reading.error
+        return reading.document
+
+    def shown(self, model: str) -> ServingDocument | None:
+        """Return the last known document of a model, without reading any file."""
+        reading = self._readings.get(model)
+        return None if reading is None else reading.document
+
+    def problem(self, model: str) -> str:
+        """Why the last known document may not be the current one; empty if it is."""
+        reading = self._readings.get(model)
+        return "" if reading is None or reading.error is None else str(reading.error)
+
+    def age_s(self, model: str) -> float | None:
+        """Return the seconds since a document was last read; None if none was in this process."""
+        reading = self._readings.get(model)
+        return None if reading is None or reading.read_at is None else max(0.0, time.monotonic() - reading.read_at)
+
+    def read(self, model: str, place: str) -> _Reading:
+        """Read the document of a model again. A failure is kept as the reading's `error`."""
+        if model not in self._readings:
+            kept = self._from_disk(model)
+            with self._lock:
+                self._readings.setdefault(model, _Reading(kept))
+        before = self._readings[model]
+        try:
+            document, version = self._fetched(place, before)
+        except HPSError as error:
+            return self._adopt(model, None, "", error)
+        return self._adopt(model, document, version, None)
+
+    def write(self, model: str, place: str, change: Callable[[ServingDocument | None], ServingDocument]) -> ServingDocument:
+        """Replace the document of a model, unless somebody else does so at the same time.
+
+        Args:
+            change: returns the new document for the known one.
+
+        Raises:
+            ConflictError: another writer was faster, or a newer release wrote it; nothing was written.
+            ModelFileError: the document cannot be written.
+            ModelSourceError: no answer; it may have been written.
+        """
+        filesystem, directory = self._sources.locate(place)
+        path = within(directory, SERVING)
+        reading = self.read(model, place)
+        found = read_small_file(filesystem, path, _MOST_BYTES)
+        version = ""
+        if found is not None:
+            content, version = found
+            if _format_of(content) > _FORMAT:
+                raise ConflictError(f"writing {path}: a newer release of hps wrote it; change the fleet with that release")
+        if version != reading.version:
+            raise ConflictError(f"writing {path}: it was changed just now; see what it says, and decide anew")
+        document = change(reading.document)
+        try:
+            version = filesystem.replace(path, _text(document), version)
+        except ModelFileChangedError as error:
+            raise ConflictError(
+                f"changing what the fleet serves of model {model!r}: somebody else changed it at the same time ({error}); see "
+                "what it says now, and decide anew"
+            ) from error
+        self._adopt(model, document, version, None)
+        return document
+
+    def forget(self, model: str) -> None:
+        """Forget the known document of a model whose file is gone: the model leaves the fleet.
+
+        Raises:
+            ConflictError: the file exists, or it is unknown whether it does.
+            DatabaseError: the kept copy cannot be removed.
+        """
+        reading = self._readings.get(model, _Reading())
+        if not isinstance(reading.error, _GoneError):
+            raise ConflictError(
+                f"changing model {model!r}: its {SERVING} says what the fleet serves: {reading.document}; change it for all "
+                f"replicas (--fleet)"
+            )
+        self._kept.remove(model)
+        with self._lock:
+            self._readings[model] = _Reading(None, "", None, reading.read_at)
+
+    def _fetched(self, place: str, before: _Reading) -> tuple[ServingDocument | None, str]:
+        """Return the document in the file, and the file's version; None and empty if there is no file."""
+        filesystem, directory = self._sources.locate(place)
+        path = within(directory, SERVING)
+        for last in (*[False] * (_TRIES - 1), True):
+            try:
+                known = before.version if before.error is None else ""
+                found = read_small_file(filesystem, path, _MOST_BYTES, known=known)
+                break
+            except ModelFileChangedError:
+                if last:
+                    raise
+        if found is None:
+            if before.document is not None:
+                raise _GoneError(
+                    f"reading {path}: it is gone; the last one said {before.document}, which stays. Write it again (`hps "
+                    "deploy MODEL --version V --fleet`), or let this replica leave the fleet (`hps unpin MODEL`)"
+                )
+            return None, ""
+        content, version = found
+        if known and version == known:
+            return before.document, version
+        if _format_of(content) > _FORMAT:
+            raise _InvalidError(f"reading {path}: a newer release of hps wrote it; update this replica", version)
+        try:
+            return ServingDocument.model_validate_json(content), version
+        except (pydantic.ValidationError, RecursionError) as error:
+            raise _InvalidError(
+                f"reading {path}: it is not a serving document ({_problems(error)}); write it again with `hps deploy MODEL "
+                "--version V --fleet`",
+                version,
+            ) from error
+
+    def _adopt(self, model: str, document: ServingDocument | None, version: str, error: HPSError | None) -> _Reading:
+        now = time.monotonic()
+        with self._lock:
+            before = self._readings.get(model, _Reading())
+            known = before.document
+            if error is not None:
+                seen = (
+                    error.version
+                    if isinstance(error, _InvalidError)
+                    else ""
+                    if isinstance(error, _GoneError)
+                    else before.version
+                )
+                reading = replace(before, error=error, version=seen)
+            elif known is not None and document is not None and document != known and document.number <= known.number:
+                error = ModelFileError(
+                    f"reading {SERVING} of model {model!r}: it went back from number {known.number}, which said {known}, to "
+                    f"{document.number}; what it said stays until it is written again (`hps deploy MODEL --version V --fleet`)"
+                )
+                reading = replace(before, error=error, version=version, read_at=now)
+            elif known is not None and document is None:  # another thread read one in the meantime
+                reading = before
+            else:
+                reading = _Reading(document, version, None, now)
+            self._readings[model] = reading
+        if error is not None and str(before.error) != str(error):
+            _log.warning("model %r: what the fleet serves is not known to be current: %s", model, error)
+        if reading.document is not None and reading.document != known:
+            _log.info("model %r: the fleet serves %s", model, reading.document)
+            self._keep(model)
+        return reading
+
+    def _keep(self, model: str) -> None:
+        """Write the known document to disk; the newest one is there when every thread has returned."""
+        while (document := self.shown(model)) is not None:
+            try:
+                self._kept.write(model, document.model_dump(mode="json"))
+            except OSError as error:
+                _log.error("model %r: keeping the %s beside the persistent database failed: %s", model, SERVING, error)
+                return
+            if self.shown(model) is document:
+                return
+
+    def _from_disk(self, model: str) -> ServingDocument | None:
+        try:
+            content = self._kept.read(model)
+            return None if content is None else ServingDocument.model_validate_json(content)
+        except (HPSError, pydantic.ValidationError) as error:
+            _log.error("model %r: the kept copy of its %s is unusable: %s", model, SERVING, error)
+            return None
+
+
+class _GoneError(ModelFileNotFoundError):
+    """The document was there before and is not any more."""
+
+
+class _InvalidError(ModelFileError):
+    """The document cannot be understood."""
+
+    def __init__(self, message: str, version: str) -> None:
+        super().__init__(message)
+        self.version = version
+
+
+def _text(document: ServingDocument) -> bytes:
+    return json.dumps(document.model_dump(mode="json"), indent=1).encode() + b"\n"
+
+
+def _format_of(content: bytes) -> int:
+    try:
+        found = json.loads(content).get("format")
+    except (ValueError, AttributeError, RecursionError):
+        return 0
+    return found if isinstance(found, int) else 0
+
+
+def _problems(error: Exception) -> str:
+    if not isinstance(error, pydantic.ValidationError):
+        return "nested too deeply"
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())[:400]

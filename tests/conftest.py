@@ -53,6 +53,12 @@ def _hdfs_missing() -> str | None:
     return what_is_missing()
 
 
+def _helm_missing() -> str | None:
+    from tests.servers.helm import what_is_missing
+
+    return what_is_missing() or _module_missing("kubernetes_validate")
+
+
 def _kafka_missing() -> str | None:
     if reason := _module_missing("confluent_kafka"):
         return reason
@@ -82,6 +88,7 @@ _NEEDS = {
     "haproxy": lambda: _program_missing("haproxy"),
     "openssl": _tls_missing,
     "promtool": lambda: _program_missing("promtool"),
+    "helm": _helm_missing,
 }
 
 

@@ -222,13 +222,19 @@ class Stack:
         return self.directory / f"{name}.log"
 
 
-def isolated(argv: list[str], writable: Path) -> list[str]:
-    """The command with everything but `writable` read-only and without capabilities, where this process can do that."""
+def isolated(argv: list[str], writable: Path, user: int | None = None) -> list[str]:
+    """The command with everything but `writable` read-only and without capabilities, where this process can do that.
+
+    Args:
+        user: that runs it, and its group; None: as this process.
+    """
     if not can_isolate():
         return argv
     points = sorted({_mount_point(Path(one)) for one in ("/", __file__, sys.prefix, sys.base_prefix)})
     mounts = [f"mount -o remount,bind,ro {shlex.quote(point)}" for point in points]
-    script = f'mount --bind "$0" "$0" && {" && ".join(mounts)} && exec {_WITHOUT_CAPABILITIES} "$@"'
+    as_user = "" if user is None else f" --reuid {user} --regid {user} --clear-groups"
+    restricted = _WITHOUT_CAPABILITIES.replace(" --pdeathsig", f"{as_user} --pdeathsig")
+    script = f'mount --bind "$0" "$0" && {" && ".join(mounts)} && exec {restricted} "$@"'
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(writable), *argv]
 
 

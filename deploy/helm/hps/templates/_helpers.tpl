@@ -1,0 +1,73 @@
+{{- define "hps.name" -}}
+{{- if contains "hps" .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}{{ else }}{{ printf "%s-hps" .Release.Name | trunc 50 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "hps.selector" -}}
+app.kubernetes.io/name: hps
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "hps.labels" -}}
+{{ include "hps.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "hps.serviceAccount" -}}
+{{- if .Values.serviceAccount.name }}{{ .Values.serviceAccount.name }}{{ else if .Values.serviceAccount.create }}{{ include "hps.name" . }}{{ else }}default{{ end }}
+{{- end }}
+
+{{- define "hps.tlsSecret" -}}
+{{- if .Values.tls.existingSecret }}{{ .Values.tls.existingSecret }}{{ else if .Values.tls.certManager.enabled }}{{ include "hps.name" . }}-tls{{ end }}
+{{- end }}
+
+{{- define "hps.kind" -}}
+{{- if .Values.persistence.enabled }}StatefulSet{{ else }}Deployment{{ end }}
+{{- end }}
+
+{{- /* ps.json: what the values say, and the places that the chart decides. */ -}}
+{{- define "hps.config" -}}
+{{- $config := deepCopy .Values.config }}
+{{- $service := dict "host" "0.0.0.0" "port" 8000 }}
+{{- if .Values.grpc.enabled }}{{ $_ := set $service "grpc_port" 8001 }}{{ end }}
+{{- if .Values.tokens.existingSecret }}{{ $_ := set $service "tokens_path" (printf "/run/hps/tokens/%s" .Values.tokens.key) }}{{ end }}
+{{- if include "hps.tlsSecret" . }}
+{{- $_ := set $service "tls_certificate_path" "/run/hps/tls/tls.crt" }}
+{{- $_ := set $service "tls_key_path" "/run/hps/tls/tls.key" }}
+{{- if .Values.tls.clientCA }}{{ $_ := set $service "tls_client_ca_path" "/run/hps/tls/ca.crt" }}{{ end }}
+{{- end }}
+{{- $_ := set $config "service" (mergeOverwrite (dict) (default (dict) $config.service) $service) }}
+{{- if and $config.persistent_db (eq (default "" $config.persistent_db.type) "rocks_db") }}
+{{- if not .Values.persistence.enabled }}{{ fail "config.persistent_db.type is rocks_db, so each replica needs a volume: set persistence.enabled, or take persistent_db out" }}{{ end }}
+{{- $_ := set $config.persistent_db "path" "/var/lib/hps/rocksdb" }}
+{{- end }}
+{{- if .Values.redis.existingSecret }}
+{{- if not $config.volatile_db }}{{ fail "redis.existingSecret is set, and config.volatile_db names no Redis" }}{{ end }}
+{{- $_ := set $config.volatile_db "password_path" (printf "/run/hps/redis/%s" .Values.redis.key) }}
+{{- end }}
+{{- range $section, $keys := dict "service" (list "bearer_token" "admin_token") "volatile_db" (list "password" "sentinel_password") "update_source" (list "password") }}
+{{- range $key := $keys }}{{ if dig $section $key "" $config }}{{ fail (printf "config.%s.%s is a secret, and a ConfigMap is none: name a Secret (tokens, redis, envFrom)" $section $key) }}{{ end }}{{ end }}
+{{- end }}
+{{- if not $config.model_repository }}{{ $_ := unset $config "model_repository" }}{{ end }}
+{{- if not (or $config.model_repository $config.models) }}{{ fail "config has neither model_repository nor models: there is nothing to serve" }}{{ end }}
+{{- toPrettyJson $config }}
+{{- end }}
+
+{{- /* Asks the server itself, as the image's health check does, where the kubelet could not: it has no client certificate. */ -}}
+{{- define "hps.probe" -}}
+{{- $secret := include "hps.tlsSecret" .root -}}
+{{- if .root.Values.tls.clientCA -}}
+exec:
+  command:
+    - python
+    - -c
+    - "import ssl, urllib.request as r; c = ssl._create_unverified_context(); c.load_cert_chain('/run/hps/tls/tls.crt', '/run/hps/tls/tls.key'); r.urlopen('https://127.0.0.1:8000{{ .path }}', timeout=4, context=c)"
+{{- else -}}
+httpGet:
+  path: {{ .path }}
+  port: http
+  scheme: {{ if $secret }}HTTPS{{ else }}HTTP{{ end }}
+{{- end }}
+timeoutSeconds: 5
+{{- end }}

@@ -1,5 +1,6 @@
 """A client's connection to a front: reads requests within limits, and sends answers from the slab."""
 
+import math
 import select
 import time
 from collections import deque
@@ -591,8 +592,15 @@ class Connection(ClientConnection):
             self.transport.write(TOO_MANY)
         self.transport.close()
 
+    @property
+    def unread_since(self) -> float:
+        """Since when its client has made no progress with an answer; infinity unless it lags."""
+        return self._unread_since if self._stalled and not self._ended else math.inf
+
     def close(self) -> None:
-        """Close an idle connection to make room for another."""
+        """Close an idle connection to make room for another, or one whose client does not read."""
+        if self._stalled:
+            self._abort("answer", "it is not read, and another client needs the connection (service.max_connections)")
         self._ended = True
         self._close()
 

@@ -6,6 +6,7 @@ threads of its own.
 """
 
 import asyncio
+import math
 import re
 import struct
 import time
@@ -534,6 +535,16 @@ class HTTP2Connection(ClientConnection):
     def idle(self) -> bool:
         return self.waiting
 
+    @property
+    def unread_since(self) -> float:
+        """Since when its client has made no progress with an answer; infinity if it takes any."""
+        if self._gone:
+            return math.inf
+        if self._stalled:
+            return self._unread_since if self._unread else math.inf
+        unread = [stream._unread_since for stream in self._streams.values() if stream.unsent and stream._unread]
+        return max(unread) if unread and len(unread) == len(self._streams) else math.inf
+
     def refuse_connection(self) -> None:
         """Close a connection that is one too many."""
         self._say_goodbye(CALM, b"too many connections")
@@ -546,7 +557,9 @@ class HTTP2Connection(ClientConnection):
             self._tell(_frame(_GOAWAY, 0, 0, struct.pack(">II", _MOST_WINDOW, NO_ERROR)))
 
     def close(self) -> None:
-        """Close a connection without requests."""
+        """Close a connection without requests, or one whose client does not read."""
+        if self._stalled:
+            self.transport.abort()
         self._say_goodbye(NO_ERROR, b"")
         self._close()
 

@@ -16,7 +16,8 @@ _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
 _GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
-_UNREAD_S: Final = 1.0  # of an answer without progress, while there is no room
+UNREAD_S: Final = 1.0
+"""Of an answer without progress, while there is no room for others."""
 TOO_MANY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
@@ -101,6 +102,10 @@ class ClientConnection(asyncio.BufferedProtocol):
         """Close the connection unless a request is or may be under way."""
         raise NotImplementedError
 
+    def end_unread(self, since: float) -> None:
+        """Give up answers without progress since then, whose slots others need."""
+        raise NotImplementedError
+
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
         """Refuse or abort what takes too long. Called twice a second."""
         raise NotImplementedError
@@ -149,7 +154,7 @@ class Connections:
         if unused is not None:
             return unused
         laggard = min(self.order, key=lambda one: one.unread_since)
-        if laggard.unread_since < time.monotonic() - _UNREAD_S:
+        if laggard.unread_since < time.monotonic() - UNREAD_S:
             return laggard
         return None if protected or not known else known[0]
 

@@ -28,7 +28,7 @@ from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
 from hps.service.authorization import CERTIFICATE, Authorization
 from hps.service.fronts.connection import Beginning, Connection
-from hps.service.fronts.connections import ClientConnection, Connections
+from hps.service.fronts.connections import UNREAD_S, ClientConnection, Connections
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan, plan_of
 from hps.service.fronts.proxy import OwnerConnections
@@ -844,6 +844,9 @@ class Front:
                 tls.look()
         for one in list(self.connections.order):
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
+        if self.slots.crowded:
+            for one in list(self.connections.order):
+                one.end_unread(now - UNREAD_S)
         self.connections.look()
         clock = time.perf_counter()
         for lookup in [one for one in self._pending.values() if one.due < clock and one.requester is not None]:

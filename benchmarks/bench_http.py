@@ -28,7 +28,7 @@ import numpy as np
 import orjson
 
 from benchmarks.harness import Report
-from benchmarks.served import document, head, model, server
+from benchmarks.served import address_of, document, head, model, server
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.profiling.http_load import HttpLoad
@@ -215,7 +215,7 @@ def _load(port: int, request: _Request, connections: int) -> dict[str, float]:
     text_length = request.headers.get("Inference-Header-Content-Length")
     length = None if text_length is None else int(text_length)
     requests = [head(request.path, len(body), length) + body for body in request.bodies]
-    load = HttpLoad(("127.0.0.1", port), connections, lambda number: (requests[number % len(requests)],), lambda *_: "")
+    load = HttpLoad(address_of(port), connections, lambda number: (requests[number % len(requests)],), lambda *_: "")
     result = load.run(_SECONDS)
     if result.failures:
         raise RuntimeError(f"loading {request.path}: {dict(result.failures)}")

@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 
 from benchmarks.harness import Report
-from benchmarks.served import document, head, model, server
+from benchmarks.served import address_of, document, head, model, server
 from hps.models.writer import write_sparse_model
 from hps.profiling.http_load import HttpLoad, LoadResult
 
@@ -87,7 +87,7 @@ def read(directory: Path, port: int, seconds: float, seed: int) -> dict[str, Any
             raise AssertionError("a lookup got a vector that is torn, foreign or older than an acknowledged write")
         return ""
 
-    load = HttpLoad(("127.0.0.1", port), _LOOKUP_CONNECTIONS, request, check)
+    load = HttpLoad(address_of(port), _LOOKUP_CONNECTIONS, request, check)
     _run(load, _WARM_S, _LOOKUPS_PER_S)
     return {"times": _run(load, seconds, _LOOKUPS_PER_S).times}
 
@@ -118,7 +118,7 @@ def write(directory: Path, port: int, seconds: float, batch: int, counted: bool)
             acknowledged[part] = generation
         return ""
 
-    load = HttpLoad(("127.0.0.1", port), _WRITE_CONNECTIONS, request, check)
+    load = HttpLoad(address_of(port), _WRITE_CONNECTIONS, request, check)
     _run(load, _WARM_S / 2, _ROWS_PER_S / batch)
     times = _run(load, seconds + _WARM_S / 2, _ROWS_PER_S / batch).times
     return {"write_times": times, "rows_per_s": len(times) * batch / (seconds + _WARM_S / 2)}

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hps.client.addresses import Address, read_addresses
+
 _START_S = 60.0
 
 
@@ -66,6 +68,11 @@ def _answers(kind: str, port: int) -> bool:
         connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         return kind != "service" or connection.recv(100).startswith(b"HTTP/1.1 200")
     return False
+
+
+def address_of(port: int) -> Address:
+    """Return the address of a server of this machine."""
+    return read_addresses(f"http://127.0.0.1:{port}")[0]
 
 
 def head(path: str, length: int, text_length: int | None = None) -> bytes:

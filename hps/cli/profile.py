@@ -11,6 +11,7 @@ import typer
 from hps import errors
 from hps.cli import console
 from hps.cli.pictures import check_picture, draw_profile
+from hps.cli.running_server import Certificate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +62,12 @@ def profile_command(
     bags: Annotated[int, typer.Option(min=0, help="Keys per bag: ask for sums of bags instead of vectors.")] = 0,
     device: Annotated[int | None, typer.Option(help="In process: device of the embedding cache.", show_default=False)] = None,
     on_device: Annotated[bool, typer.Option("--on-device", help="In process: keys and vectors are on the GPU.")] = False,
-    processes: Annotated[int, typer.Option(min=1, help="For a server: number of processes that send lookups.")] = 1,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help="For a server: number of processes that send lookups. Default: half the processors."
+        ),
+    ] = None,
     token: Annotated[
         str,
         typer.Option(
@@ -70,6 +76,7 @@ def profile_command(
             help="Token of the server. Safer in the environment, since all users of this machine see command lines.",
         ),
     ] = "",
+    certificate: Certificate = None,
     check: Annotated[bool, typer.Option("--check", help="First look up some keys twice and compare the vectors.")] = False,
     p50_ms: Annotated[float | None, typer.Option("--p50-ms", help="Upper bound of p50.", show_default=False)] = None,
     p99_ms: Annotated[float | None, typer.Option("--p99-ms", help="Upper bound of p99.", show_default=False)] = None,
@@ -106,7 +113,7 @@ def profile_command(
             server = stack.enter_context(HPS(load_configuration(target), progress=progress))
             asked = InProcess(server, model, table or (), bags, device, on_device)
         elif device is None and not on_device:
-            asked = Service(target, token, model, table or (), bags, processes)
+            asked = Service(target, token, model, table or (), bags, processes, certificate)
         else:
             raise errors.InvalidInputError("profiling a server: --device and --on-device are for a CONFIG")
         drawn = _keys(asked, workload, keys, rows)

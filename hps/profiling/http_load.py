@@ -6,6 +6,7 @@ that stalls for a second shows as many slow answers as were due in that second (
 
 import selectors
 import socket
+import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from hps import errors
+from hps.client.addresses import Address
 from hps.profiling.times import TimeHistogram
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
@@ -26,6 +28,7 @@ DRAIN_S = 5.0
 _CONNECT_S = 1.0
 _AGAIN_S = 0.1
 _ANSWER_BYTES = 1 << 18
+_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 @dataclass
@@ -66,16 +69,16 @@ class LoadResult:
 class _Connection:
     """A connection with at most one request in flight. Reconnects after an error."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: Address) -> None:
         self._address = address
         self._buffer = memoryview(bytearray(_ANSWER_BYTES))
         self._unsent = memoryview(b"")
         self.socket: socket.socket | None = None
         self.closed_at_ns = 0
+        self.begin(0, 0)  # TLS sends tickets before the first request
 
     def connect(self) -> socket.socket:
-        self.socket = socket.create_connection(self._address, _CONNECT_S)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = self._address.open(_CONNECT_S)
         self.socket.setblocking(False)
         return self.socket
 
@@ -85,6 +88,9 @@ class _Connection:
 
     def send(self, parts: Parts) -> bool:
         """Send what the socket accepts. Returns whether the request is sent completely."""
+        if self._address.tls is not None:
+            self._unsent = memoryview(b"".join(parts))
+            return self.send_on()
         size, sent = sum(map(len, parts)), 0
         with suppress(BlockingIOError):
             sent = self._open().sendmsg(parts)
@@ -93,15 +99,23 @@ class _Connection:
         return sent == size
 
     def send_on(self) -> bool:
-        with suppress(BlockingIOError):
+        with suppress(*_NOT_YET):
             self._unsent = self._unsent[self._open().send(self._unsent) :]
         return not self._unsent
 
     def receive(self) -> bool:
         """Read the available bytes. Returns whether the answer is complete."""
+        while True:
+            have = self._have
+            if self._receive_some():
+                return True
+            if self._address.tls is None or self._have == have:  # TLS may hold what no selector sees
+                return False
+
+    def _receive_some(self) -> bool:
         try:
             count = self._open().recv_into(self._buffer[self._have :])
-        except BlockingIOError:
+        except _NOT_YET:
             return False
         if not count:
             raise ConnectionError("the server closed a connection")
@@ -147,7 +161,7 @@ class HttpLoad:
     """Loads one server. *One thread.*
 
     Args:
-        address: host and port.
+        address: of the server.
         connections: maximum number of requests in flight; further due requests wait.
         request: called with a request's number, from 0, when it is sent; returns its parts as bytes.
         check: called with the number, the head in lower case and the body of each answer with status 200; returns an error
@@ -159,7 +173,7 @@ class HttpLoad:
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: Address,
         connections: int,
         request: Callable[[int], Parts],
         check: Callable[[int, bytes, memoryview], str],

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any
 from urllib.parse import quote
@@ -13,9 +15,10 @@ from urllib.parse import quote
 import numpy as np
 
 from hps import errors
-from hps.client.addresses import read_addresses
+from hps.client.addresses import Address, read_addresses
 from hps.client.client import connect
 from hps.client.requests import Encoder, Input
+from hps.ground.thread_pool import available_processors
 from hps.profiling.counters import Counters
 from hps.profiling.http_load import HttpLoad, LoadResult, Parts, number_of
 from hps.profiling.keys import KeyPool
@@ -32,18 +35,35 @@ _barrier: Any = None  # in a client process
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """A server, and how to connect to it. *Immutable*, and picklable.
+
+    Attributes:
+        certificate: PEM file with the certificate and key of this client.
+    """
+
+    url: str
+    certificate: Path | None = None
+
+    def address(self) -> Address:
+        """Read the URL, and for TLS the files of authorities and the certificate."""
+        (address,) = read_addresses(self.url, certificate=self.certificate)
+        return address
+
+
+@dataclass(frozen=True, slots=True)
 class Requests:
     """The requests of one batch size. *Immutable*, and picklable.
 
     Attributes:
-        address: host and port of the server.
+        target: the server.
         start: HTTP head and JSON part, the same in all requests.
         keys: (n,) int64 by table.
         batch: keys of each table.
         answer_bytes: length of an answer's binary part.
     """
 
-    address: tuple[str, int]
+    target: Target
     start: bytes
     keys: dict[str, KeyArray]
     batch: int
@@ -68,7 +88,9 @@ class Service:
         model: empty: the only one.
         tables: tables to look up; empty: all.
         hotness: keys per bag; 0: every key gets a vector.
-        processes: client processes; 1: only this one.
+        processes: client processes, at most one per connection; 1: only this one; None: half the processors, since the server
+            may need the others.
+        certificate: PEM file with the certificate and key of this client.
 
     Raises:
         InvalidInputError: the URL or the token is wrong, or the model has no such table.
@@ -77,15 +99,20 @@ class Service:
     """
 
     def __init__(
-        self, url: str, token: str = "", model: str = "", tables: Sequence[str] = (), hotness: int = 0, processes: int = 1
+        self,
+        url: str,
+        token: str = "",
+        model: str = "",
+        tables: Sequence[str] = (),
+        hotness: int = 0,
+        processes: int | None = None,
+        certificate: Path | None = None,
     ) -> None:
-        (self._address,) = read_addresses(url, None, None)
-        if self._address.tls is not None or self._address.path or self._address.prefix:
-            raise errors.InvalidInputError(
-                f"profiling a server: got {url!r}, expected http://host:port; if a proxy adds TLS, profile the server itself"
-            )
-        self._server, self._encoder = connect(url, token=token, timeout_s=_ANSWER_S), Encoder(token)
-        self._hotness, self._processes = hotness, processes
+        self._target = Target(url, certificate)
+        self._address = self._target.address()
+        self._server = connect(url, token=token, certificate=certificate, timeout_s=_ANSWER_S)
+        self._encoder = Encoder(token)
+        self._hotness, self._processes = hotness, processes or max(1, available_processors() // 2)
         self.model = model or self._only_model()
         dims = {one["name"]: one["dim"] for one in self._server.ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]}
         if unknown := [name for name in tables if name not in dims]:
@@ -152,7 +179,7 @@ class Service:
         start, *_ = self._encoder.parts(call, self._address)
         answer_bytes = 4 * shape[0] * sum(self._dims[table] for table in self.tables)
         pools = {table: keys[table] for table in self.tables}
-        return Requests((self._address.host, self._address.port), start, pools, batch, answer_bytes)
+        return Requests(self._target, start, pools, batch, answer_bytes)
 
     def _lookup(self, asked: dict[str, KeyArray]) -> dict[str, Any]:
         """Look up once; returns the vectors, (rows, dim) float32 by table."""
@@ -162,19 +189,26 @@ class Service:
         return dict(self._server.lookup_tables(asked, self.model))
 
     def _run(self, requests: Requests, connections: int, seconds: float, rate: float | None) -> LoadResult:
-        if self._processes == 1:
+        processes = min(self._processes, connections)
+        if processes == 1:
             return _load(requests, connections, seconds, rate, 0)
-        each, more = divmod(connections, self._processes)
-        shares = [each + (place < more) for place in range(self._processes)]
+        each, more = divmod(connections, processes)
+        shares = [each + (place < more) for place in range(processes)]
         context = get_context("spawn")
         barrier = context.Barrier(len(shares))
         with ProcessPoolExecutor(len(shares), context, initializer=_share, initargs=(barrier,)) as clients:
+            # The pool watches a process only from the task on that follows its start.
+            for started in [clients.submit(_meet) for _ in shares]:
+                started.result(2 * _START_S)
             rates = [rate * share / sum(shares) if rate else None for share in shares]
             waiting = [
                 clients.submit(_load, requests, share, seconds, one, place << 32)
                 for place, (share, one) in enumerate(zip(shares, rates, strict=True))
             ]
-            results = [one.result(seconds + 2 * _START_S) for one in waiting]
+            try:
+                results = [one.result(seconds + 2 * _START_S) for one in waiting]
+            except BrokenProcessPool as error:
+                raise errors.HPSError("loading a server: one of the client processes was killed") from error
         return results[0].merge(results[1:])
 
     def _only_model(self) -> str:
@@ -203,10 +237,15 @@ def _share(barrier: Any) -> None:
 
 def _load(requests: Requests, connections: int, seconds: float, rate: float | None, first: int) -> LoadResult:
     """Load the server from this process; one of several waits until all are ready."""
-    load = HttpLoad(requests.address, connections, requests.pool(), requests.check)
+    load = HttpLoad(requests.target.address(), connections, requests.pool(), requests.check)
+    _meet()
+    return load.run(seconds, rate, first)
+
+
+def _meet() -> None:
+    """Wait for the other processes, if there are some."""
     if _barrier is not None:
         try:
             _barrier.wait(_START_S)
         except BrokenBarrierError as error:
             raise errors.HPSError(f"loading a server: not all processes were ready within {_START_S:g} s") from error
-    return load.run(seconds, rate, first)

@@ -354,6 +354,70 @@ def test_a_client_that_does_not_read_its_answer_is_dropped(fake):
         wait_until(lambda: service.is_idle, "its lookups are done")
 
 
+def test_clients_that_do_not_read_make_room_for_others_but_not_those_that_have_just_begun(fake):
+    body = b'{"tables": {"item": [%s]}}' % b", ".join([b"1"] * 1000)
+    with running_service(document(max_connections=4, answer_timeout_s=600), fake) as service, ExitStack() as stack:
+        order = service.front.connections.order
+
+        def lag():
+            connection = stack.enter_context(service.connect())
+            connection.setblocking(False)
+            with suppress(BlockingIOError):
+                for _ in range(2000):
+                    connection.sendall(head(Content_Length=len(body)) + body)
+
+        for _ in range(4):
+            lag()
+        wait_until(lambda: sum(one._unread > 0 for one in list(order)) == 4, "it was noticed that nothing is read")
+        for one in list(order):
+            one._unread_since = time.monotonic() + 60
+        with service.connect() as late:
+            assert read_answer(late) == (503, {"error": "too many connections; send the request again later"})
+        for _ in range(3):  # the one that has not read for the longest time
+            lags = [one for one in list(order) if one._stalled]
+            for place, one in enumerate(lags):
+                one._unread_since = time.monotonic() - (100 if place == 1 else 10)
+            with service.connect() as late:
+                late.sendall(WHOLE)
+                assert read_answer(late)[0] == 200
+                assert {one for one in list(order) if one._stalled} == {lags[0], *lags[2:]}
+            wait_until(lambda: len(order) == 3, "the new client has left")
+            lag()
+            wait_until(lambda: sum(one._unread > 0 for one in list(order)) == 4, "another one took the place")
+        assert service.front.refusals.aborted["answer"] == 3
+
+
+def test_clients_that_do_not_read_give_up_their_slots_when_these_run_short(fake):
+    body = b'{"tables": {"item": [%s]}}' % b", ".join([b"1"] * 1000)
+    with running_service(document(answer_timeout_s=600), fake) as service, ExitStack() as stack:
+        slots, order = service.front.exchange.slots, service.front.connections.order
+        for _ in range(2):
+            connection = stack.enter_context(service.connect())
+            connection.setblocking(False)
+            with suppress(BlockingIOError):
+                for _ in range(2000):
+                    connection.sendall(head(Content_Length=len(body)) + body)
+        wait_until(lambda: sum(one._unread > 0 for one in list(order)) == 2, "it was noticed that nothing is read")
+        kept, gone = order
+        kept._unread_since = time.monotonic() + 60
+        assert kept._slot >= 0
+        assert gone._slot >= 0
+        others = slots.size // 2 + 1
+        slots.used += others
+        wait_until(lambda: gone not in order, "its slot is wanted")
+        assert kept in order
+        assert gone._slot == -1
+        slots.used -= others
+        kept._unread_since = time.monotonic() - 60
+        looks = time.monotonic() + 1.2  # two looks at all connections
+        wait_until(lambda: time.monotonic() > looks, "they were looked at")
+        assert kept in order
+        slots.used += others
+        wait_until(lambda: kept not in order, "its slot is wanted, too")
+        assert slots.used == others
+        assert service.front.refusals.aborted["answer"] == 2
+
+
 def test_a_connection_that_idles_with_empty_lines_is_dropped(fake):
     with running_service(document(keep_alive_s=1.5), fake) as service, service.connect() as connection:
         connection.sendall(WHOLE)

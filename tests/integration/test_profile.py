@@ -1,17 +1,23 @@
 """`hps profile`: its figures are those of the server that it measured, and every failure has its exit code."""
 
 import json
+import os
+import threading
 from importlib.util import find_spec
 from itertools import count
 
 import numpy as np
 import pytest
 
-from hps.errors import DatabaseTimeoutError
+import hps
+from hps.errors import DatabaseTimeoutError, HPSError
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
-from tests.servers.running_service import document_of, model_of, running_service, samples
+from hps.profiling import service as profiling
+from tests.servers.certificates import Authority
+from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
+from tests.servers.served_process import ServedProcess
 from tests.servers.timed_server import Answer, timed_server
 from tests.unit.cli.test_cli import run
 
@@ -183,7 +189,7 @@ def test_wrong_input_is_exit_code_2(config, service, options, problem):
         (None, ("--token", "wrong"), 2, "401"),
         (None, ("--token", "secret", "--device", "0"), 2, "--device"),
         ("http://127.0.0.1:9", (), 1, "is the server running there?"),
-        ("https://127.0.0.1:9", (), 2, "TLS"),
+        ("https://127.0.0.1:9", ("--cert", "/nowhere.pem"), 2, "nowhere.pem"),
     ],
 )
 def test_servers_that_cannot_be_asked(service, url, options, code, problem):
@@ -197,6 +203,79 @@ def test_a_server_that_does_not_say_its_rows_is_asked_for_no_keys():
         result = run("profile", server.url, *QUICK)
     assert result.exit_code == 2
     assert "give --rows, or recorded --keys" in result.output
+
+
+def test_several_processes_profile_a_server_with_tls_and_their_results_are_added(document, tmp_path, monkeypatch):
+    authority = Authority(tmp_path)
+    pair, own = authority.sign("localhost"), authority.sign("someone")
+    settings = {
+        "tls_certificate_path": str(pair.certificate),
+        "tls_key_path": str(pair.key),
+        "tls_client_ca_path": str(authority.path),
+    }
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+    monkeypatch.setenv("HPS_CLIENT_CERTIFICATE", str(own.both))
+    with ServedProcess({**document, "service": settings}, tmp_path) as served:
+        options = ("--processes", "3", "--concurrency", "5", "--batch", "1000")  # answers of several TLS records
+        (_, large), (_, due) = (
+            profiled(tmp_path, served.url, *QUICK, *options, *more)["rows"] for more in ((), ("--rate", "100"))
+        )
+        monkeypatch.delenv("HPS_CLIENT_CERTIFICATE")
+        assert run("profile", served.url, *QUICK).exit_code == 1
+    assert large["failures"] == due["failures"] == {}
+    assert due["lookups"] == 30  # each process sends its share, and no other
+    assert large["tiers"]["embedding_cache"]["asked"] == 2 * 1000 * large["lookups"] > 0
+
+
+def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path):
+    with ServedProcess(document, tmp_path) as served, hps.connect(served.url) as client:
+
+        def looked_up():
+            return client.ask("/v1/stats")["server"]["models"][0]["lookups"]["count"]
+
+        def stop_it():
+            wait_until(lambda: looked_up() > 20, "it is loaded", 60)
+            served.stop()
+
+        stopping = threading.Thread(target=stop_it)
+        stopping.start()
+        options = ("--seconds", "4", "--processes", "2", "--max-failures", "1")
+        (row,) = profiled(tmp_path, served.url, *QUICK, *options)["rows"]
+        stopping.join(60)
+    assert row["lookups"] > 20
+    assert row["failures"]["no connection"] >= 2
+    assert set(row["failures"]) <= {"no connection", "connection lost", "status 503"}
+
+
+class Killed(profiling.Requests):
+    """Requests whose second process ends before it sends one."""
+
+    def pool(self):
+        try:
+            os.close(os.open(self.start.decode(), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            os._exit(9)
+        return super().pool()
+
+
+def test_a_client_process_that_is_killed_ends_the_profile(service, tmp_path):
+    asked = profiling.Service(service.url, "secret", processes=2)
+    keys = {"item": np.arange(100)}
+    requests = Killed(profiling.Target(service.url), str(tmp_path / "first").encode(), keys, 10, 0)
+    with pytest.raises(HPSError, match="one of the client processes was killed"):
+        asked._run(requests, 2, 0.1, None)
+
+
+def test_it_uses_half_of_the_processors_and_no_more_processes_than_connections(service, monkeypatch):
+    monkeypatch.setattr(profiling, "available_processors", lambda: 16)
+    loads = []
+    monkeypatch.setattr(profiling, "_load", lambda *load: loads.append(load) or profiling.LoadResult(seconds=1.0))
+    asked = profiling.Service(service.url, "secret")
+    assert asked._processes == 8
+    asked._run(None, 1, 0.1, None)
+    assert len(loads) == 1  # in this process
+    monkeypatch.setattr(profiling, "available_processors", lambda: 1)
+    assert profiling.Service(service.url, "secret")._processes == 1
 
 
 def test_against_a_server_that_does_nothing_it_measures_itself(tmp_path):

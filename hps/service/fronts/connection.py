@@ -1,5 +1,6 @@
 """A client's connection to a front: reads requests within limits, and sends answers from the slab."""
 
+import math
 import select
 import time
 from collections import deque
@@ -193,7 +194,7 @@ class Connection(ClientConnection):
             there = self._have - self._at
             if there >= len(last.prefix) and buffer.startswith(last.prefix, self._at):
                 started = time.perf_counter()
-                if self.front.holds(last, started):
+                if self.front.holds(last, started) and self._may_take_slot(len(last.prefix) + last.plan.keys_bytes):
                     self._begin_again(last, started)
                     return
         while self._at < self._have and buffer[self._at] in b"\r\n":  # RFC 9112, section 2.2
@@ -249,7 +250,7 @@ class Connection(ClientConnection):
         head = cast(Head, self._head)
         there = self._have - self._at
         text_bytes = self.front.text_bytes(head)
-        if text_bytes >= 0:  # a binary lookup: its keys go to a slot
+        if text_bytes >= 0 and self._may_take_slot(head.length):  # a binary lookup: its keys go to a slot
             if there < text_bytes:
                 return
             text = bytes(self._view[self._at : self._at + text_bytes])
@@ -273,6 +274,10 @@ class Connection(ClientConnection):
         self._fill = view[there:]
         if not self._fill:
             self._body_arrived()
+
+    def _may_take_slot(self, size: int) -> bool:
+        """Whether a request may take a slot before its last byte, of `size`, is here."""
+        return not self.front.exchange.slots.crowded or self._have - self._at >= size
 
     def _begin_again(self, last: Beginning, started: float) -> None:
         """Begin a lookup like the last one."""
@@ -584,8 +589,15 @@ class Connection(ClientConnection):
             self.transport.write(TOO_MANY)
         self.transport.close()
 
+    @property
+    def unread_since(self) -> float:
+        """Since when its client has made no progress with an answer; infinity unless it lags."""
+        return self._unread_since if self._stalled and not self._ended else math.inf
+
     def close(self) -> None:
-        """Close an idle connection to make room for another."""
+        """Close an idle connection to make room for another, or one whose client does not read."""
+        if self._stalled:
+            self._abort("answer", "it is not read, and another client needs the connection (service.max_connections)")
         self._ended = True
         self._close()
 
@@ -598,6 +610,10 @@ class Connection(ClientConnection):
         received.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
         if not received.poll(0):
             self.close()
+
+    def end_unread(self, since: float) -> None:
+        if self._slot >= 0 and self.unread_since < since:
+            self._abort("answer", "it is not read, and other lookups need its memory (service.max_held_bytes)")
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
         """Refuse or abort what takes too long. Called twice a second."""

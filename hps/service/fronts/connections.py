@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
 _GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
+UNREAD_S: Final = 1.0
+"""Of an answer without progress, while there is no room for others."""
 TOO_MANY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
@@ -83,16 +85,25 @@ class ClientConnection(asyncio.BufferedProtocol):
         """Whether no request is under way."""
         raise NotImplementedError
 
+    @property
+    def unread_since(self) -> float:
+        """Since when its client has made no progress with an answer; infinity unless it lags."""
+        raise NotImplementedError
+
     def refuse_connection(self) -> None:
         """Close a connection for which there is no room."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close an idle connection to make room for another."""
+        """Close an idle connection to make room for another, or one whose client does not read."""
         raise NotImplementedError
 
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""
+        raise NotImplementedError
+
+    def end_unread(self, since: float) -> None:
+        """Give up answers without progress since then, whose slots others need."""
         raise NotImplementedError
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
@@ -130,6 +141,7 @@ class Connections:
 
         Requests that are sent in part never take more than half of the connections from clients that have sent complete ones.
         Of those without a complete request, ones without the headers of one go first, then the oldest. A new one has a moment.
+        Clients that do not read their answers go before those that have just sent a request.
         """
         waiting = [one for one in self.order if one.waiting]
         known = [one for one in waiting if one.completed]
@@ -137,9 +149,14 @@ class Connections:
         unknown = [one for one in waiting if not one.completed and (one.idle or one.opened < since)]
         if unknown:
             return min(unknown, key=lambda one: not one.idle)
-        if len(known) < len(waiting) and 2 * len(known) <= self.most:
-            return None
-        return next((one for one in known if not one.used), known[0] if known else None)
+        protected = len(known) < len(waiting) and 2 * len(known) <= self.most
+        unused = None if protected else next((one for one in known if not one.used), None)
+        if unused is not None:
+            return unused
+        laggard = min(self.order, key=lambda one: one.unread_since)
+        if laggard.unread_since < time.monotonic() - UNREAD_S:
+            return laggard
+        return None if protected or not known else known[0]
 
     def look(self) -> None:
         """Put connections with complete requests since the last look behind the others."""

@@ -19,7 +19,7 @@ from hps.regions import layout
 from hps.regions.layout import FrontDescriptors, Memory
 from hps.service.authorization import CERTIFICATE, Authorization
 from hps.service.fronts.connection import Beginning, Connection
-from hps.service.fronts.connections import ClientConnection, Connections
+from hps.service.fronts.connections import UNREAD_S, ClientConnection, Connections
 from hps.service.fronts.exchange import OwnerExchange
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import plan_of
@@ -383,6 +383,9 @@ class Front:
                 tls.look()
         for one in list(self.connections.order):
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
+        if self.exchange.slots.crowded:
+            for one in list(self.connections.order):
+                one.end_unread(now - UNREAD_S)
         self.connections.look()
         self._ticks["look"] = self.loop.call_later(_TICK_S, self._look)
 

@@ -6,6 +6,7 @@ threads of its own.
 """
 
 import asyncio
+import math
 import re
 import struct
 import time
@@ -45,6 +46,7 @@ _MOST_CONTROL: Final = 1024  # frames that wait while the client does not read
 _FREE_RESETS: Final = 256  # of a connection that has no answers
 _LEAST_PROGRESS_BYTES: Final = 65_536
 _KNOWN_BLOCKS: Final = 64
+_OTHERS: Final = "it is not read, and other lookups need its memory (service.max_held_bytes)"
 _NAME: Final = re.compile(rb":?[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _ILLEGAL: Final = re.compile(rb"[\r\n\0]").search
 
@@ -534,6 +536,16 @@ class HTTP2Connection(ClientConnection):
     def idle(self) -> bool:
         return self.waiting
 
+    @property
+    def unread_since(self) -> float:
+        """Since when its client has made no progress with an answer; infinity if it takes any."""
+        if self._gone:
+            return math.inf
+        if self._stalled:
+            return self._unread_since if self._unread else math.inf
+        unread = [stream._unread_since for stream in self._streams.values() if stream.unsent and stream._unread]
+        return max(unread) if unread and len(unread) == len(self._streams) else math.inf
+
     def refuse_connection(self) -> None:
         """Close a connection that is one too many."""
         self._say_goodbye(CALM, b"too many connections")
@@ -546,7 +558,9 @@ class HTTP2Connection(ClientConnection):
             self._tell(_frame(_GOAWAY, 0, 0, struct.pack(">II", _MOST_WINDOW, NO_ERROR)))
 
     def close(self) -> None:
-        """Close a connection without requests."""
+        """Close a connection without requests, or one whose client does not read."""
+        if self._stalled:
+            self.transport.abort()
         self._say_goodbye(NO_ERROR, b"")
         self._close()
 
@@ -574,6 +588,15 @@ class HTTP2Connection(ClientConnection):
             self.transport.writelines(lines)
         super()._close()
 
+    def end_unread(self, since: float) -> None:
+        if self._stalled and self.unread_since < since:
+            self._abort(_OTHERS)
+            return
+        for stream in [*self._streams.values()]:
+            if stream.unsent and stream._unread and stream._unread_since < since and stream.id in self._streams:
+                self.front.refusals.abort("answer", self.client or "an unknown address", _OTHERS)
+                self.reset(stream, CANCEL)
+
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
         """Refuse or abort what takes too long. Called twice a second."""
         if self._gone:
@@ -585,7 +608,7 @@ class HTTP2Connection(ClientConnection):
             if not self._unread or unread <= self._unread - max(_LEAST_PROGRESS_BYTES, self._unread // 8):
                 self._unread, self._unread_since = unread, now
             elif now - self._unread_since > answer_s:
-                self._abort(unread, answer_s)
+                self._abort(_no_progress(unread, answer_s))
         elif not self._streams and now - self._idle_since > (keep_alive_s if self.completed and not self._have else request_s):
             self.close()
         for stream in [*self._streams.values()]:
@@ -598,8 +621,8 @@ class HTTP2Connection(ClientConnection):
                     self.front.refusals.abort("answer", self.client or "an unknown address", _no_progress(unread, answer_s))
                     self.reset(stream, CANCEL)
 
-    def _abort(self, unread: int, answer_s: float) -> None:
-        self.front.refusals.abort("answer", self.client or "an unknown address", _no_progress(unread, answer_s))
+    def _abort(self, what: str) -> None:
+        self.front.refusals.abort("answer", self.client or "an unknown address", what)
         self.transport.abort()
 
 

@@ -17,6 +17,7 @@ class Slots:
         size: of the region.
 
     Attributes:
+        size: of the slab.
         largest: the largest slot that there can be, in bytes.
         used: bytes of slots that are taken.
     """
@@ -24,7 +25,8 @@ class Slots:
     def __init__(self, size: int) -> None:
         self._free: list[list[int]] = [[] for _ in range(64)]
         self._order: dict[int, int] = {}  # of taken slots
-        start, left = 0, size - SLAB
+        self.size = size - SLAB
+        start, left = 0, self.size
         while left >= 1 << _LEAST:
             order = left.bit_length() - 1
             self._free[order].append(start)
@@ -46,6 +48,11 @@ class Slots:
         self._order[place] = order
         self.used += 1 << order
         return SLAB + place
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more than half is taken: then no slow client may hold a slot."""
+        return 2 * self.used > self.size
 
     def give_back(self, slot: int) -> None:
         place = slot - SLAB

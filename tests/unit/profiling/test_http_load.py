@@ -2,6 +2,7 @@
 
 import pytest
 
+from hps.client.addresses import read_addresses
 from hps.errors import InvalidInputError
 from hps.profiling.http_load import HttpLoad
 from tests.servers.timed_server import Answer, timed_server
@@ -9,7 +10,7 @@ from tests.servers.timed_server import Answer, timed_server
 
 def load(server, connections=2, body=b"x" * 10, check=lambda number, head, answer: ""):
     request = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    return HttpLoad(server.address, connections, lambda number: (request, memoryview(body)), check)
+    return HttpLoad(*read_addresses(server.url), connections, lambda number: (request, memoryview(body)), check)
 
 
 def test_a_closed_loop_counts_what_the_server_counted():
@@ -107,4 +108,4 @@ def test_bodies_and_answers_larger_than_a_socket_takes():
 
 def test_more_connections_than_one_process_can_wait_for_are_refused():
     with pytest.raises(InvalidInputError, match="got 501 connections"):
-        HttpLoad(("127.0.0.1", 1), 501, lambda number: (), lambda *_: "")
+        HttpLoad(*read_addresses("http://127.0.0.1:1"), 501, lambda number: (), lambda *_: "")

@@ -32,6 +32,7 @@ from tests.servers.running_service import document_of, model_of
 SLAB_BYTES = 1 << 16  # sixteen slots of the smallest size
 SETTINGS = {"request_timeout_s": WAIT_S}
 LARGE = 100  # keys whose request takes 8 KB
+WHOLE = 800  # keys whose request takes the whole slab
 
 
 def configuration_of(settings):
@@ -248,9 +249,9 @@ def play(tmp_path, monkeypatch):
     return run
 
 
-async def fill(scene, owner):
-    """Take all slots, by requests that the owner keeps; return these jobs, and their clients."""
-    clients = [await scene.connect() for _ in range(8)]
+async def fill(scene, owner, count=8):
+    """Take slots, all by default, by requests that the owner keeps; return these jobs, and their clients."""
+    clients = [await scene.connect() for _ in range(count)]
     for nth, one in enumerate(clients):
         one.send(*request(range(nth, nth + LARGE)))
     jobs = [await owner.job() for _ in clients]
@@ -274,22 +275,22 @@ def test_a_lookup_is_posted_and_answered(play):
     play(script)
 
 
-@pytest.mark.parametrize("arrived", [0, 40, 8 * LARGE])
+@pytest.mark.parametrize("arrived", [0, 40, 8 * WHOLE])
 @pytest.mark.parametrize("again", [False, True])  # a connection remembers how its last request began
 def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(play, arrived, again):
     """Keys may spell a request: a client that is refused must not have it answered."""
-    evil = (b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 0\r\n\r\n" * 20)[: 8 * LARGE]
+    evil = (b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 0\r\n\r\n" * 120)[: 8 * WHOLE]
     keys = np.frombuffer(evil, np.int64)
 
     async def script(scene, front, owner):
         client = await scene.connect()
         if again:
-            client.send(*request(range(LARGE)))
+            client.send(*request(range(WHOLE)))
             owner.complete(await owner.job())
-            await client.checked(range(LARGE))
-        jobs, clients = await fill(scene, owner)
+            await client.checked(range(WHOLE))
+        jobs, clients = await fill(scene, owner, 1)
         head, body = request(keys)
-        text = len(body) - 8 * LARGE
+        text = len(body) - 8 * WHOLE
         client.send(head, body[: text + arrived])
         status, headers, _ = await client.answer()
         assert (status, headers["retry-after"]) == (503, "1")
@@ -297,7 +298,7 @@ def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(p
         for job, one in zip(jobs, clients, strict=True):
             owner.complete(job)
             await one.checked(owner.keys(job))
-        for wanted in (range(7, 7 + LARGE), [7]):
+        for wanted in (range(7, 7 + WHOLE), [7]):
             client.send(*request(wanted))
             owner.complete(await owner.job())
             await client.checked(wanted)
@@ -417,6 +418,35 @@ def test_a_buffer_that_is_full_behind_a_request_is_read_on_after_it(play):
                 assert await client.status() == 200
             client.writer.close()
             await until(lambda: not front.connections.order)
+
+    play(script)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_bodies_that_come_slowly_take_no_more_than_half_of_the_slots(play, again):
+    async def script(scene, front, owner):
+        clients = [await scene.connect() for _ in range(12)]
+        if again:  # what follows begins like the request before it
+            for client in clients:
+                client.send(*request(range(LARGE)))
+                owner.complete(await owner.job())
+                await client.checked(range(LARGE))
+        bodies = []
+        for nth, client in enumerate(clients):
+            head, body = request(range(nth, nth + LARGE))
+            client.send(head, body[:-8])
+            bodies.append(body)
+            await until(lambda nth=nth: front.exchange.slots.used == 8192 * min(nth + 1, 5))
+            await until(lambda nth=nth: sum(bool(one._fill) for one in front.connections.order) == nth + 1)
+        late = await scene.connect()
+        late.send(*request([3, 4]))
+        owner.complete(await owner.job())
+        await late.checked([3, 4])
+        for nth, (client, body) in enumerate(zip(clients, bodies, strict=True)):
+            client.send(body[-8:])
+            owner.complete(await owner.job())
+            await client.checked(range(nth, nth + LARGE))
+        assert front.exchange.slots.used == front.memory.held == 0
 
     play(script)
 

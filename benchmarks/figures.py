@@ -622,8 +622,33 @@ def clients() -> list[str]:
     return _table(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), *rows)
 
 
+def _turns(benchmark: str, figure: str, **axes: Any) -> list[float]:
+    return [row["figures"][figure] for row in result_rows(benchmark) if axes.items() <= row["axes"].items()]
+
+
+def fronts() -> list[str]:
+    """What two fronts do on two cores: medians of all turns."""
+    rows = []
+    for form, route in (("json", "/v2/models/m/infer"), ("lookup", "/v1/models/m/lookup")):
+        now, before = (median(_turns("fronts_json", "rps", form=form, kind=kind)) for kind in ("this", "before"))
+        ratio = f"{now / before:.1f} x the version before fronts, one process"
+        rows.append((f"JSON, 1,000 keys, 8 connections, `{route}`", f"{_round(now)} requests/s", ratio))
+    beside = "26x1000:4 beside"
+    for figure, name in (("p50_us", "p50"), ("p99_us", "p99")):
+        now, before, alone = (
+            median(_turns("fronts_beside", figure, kind=kind, beside=with_)) / 1000
+            for kind, with_ in (("this", beside), ("before", beside), ("this", ""))
+        )
+        against = f"{before:.0f} ms before fronts; {alone:.2f} ms alone"
+        rows.append((f"100 keys, one connection, beside 26 x 1,000 on four, {name}", f"{now:.1f} ms", against))
+    slow, alone = (median(_turns("fronts_slow", "p99_us", beside=with_)) for with_ in ("5000 slow clients", ""))
+    rows.append(("1,000 keys, one connection, beside 5,000 slow clients, p99", f"{slow / 1000:.2f} ms", f"{slow / alone:.1f} x alone"))
+    return _table(("two cores for everything, two fronts, CPU, dim 32", "", "in the same run"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "clients": clients,
+    "fronts": fronts,
     "machines": machines,
     "readme": readme,
     "measured-gpu": measured_gpu,

@@ -633,6 +633,10 @@ def fronts() -> list[str]:
         now, before = (median(_turns("fronts_json", "rps", form=form, kind=kind)) for kind in ("this", "before"))
         ratio = f"{now / before:.1f} x the version before fronts, one process"
         rows.append((f"JSON, 1,000 keys, 8 connections, `{route}`", f"{_round(now)} requests/s", ratio))
+    for connections in (4, 16):
+        now, before = (median(_turns("fronts_rocks_db", "rps", connections=connections, kind=kind)) for kind in ("this", "before"))
+        ratio = f"{now / before:.2f} x the version before fronts"
+        rows.append((f"1,000 keys, most of them read in RocksDB, {connections} connections", f"{_round(now)} requests/s", ratio))
     beside = "26x1000:4 beside"
     for figure, name in (("p50_us", "p50"), ("p99_us", "p99")):
         now, before, alone = (

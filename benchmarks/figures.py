@@ -634,9 +634,13 @@ def fronts() -> list[str]:
         ratio = f"{now / before:.1f} x the version before fronts, one process"
         rows.append((f"JSON, 1,000 keys, 8 connections, `{route}`", f"{_round(now)} requests/s", ratio))
     for connections in (4, 16):
-        now, before = (median(_turns("fronts_rocks_db", "rps", connections=connections, kind=kind)) for kind in ("this", "before"))
+        now, before = (
+            median(_turns("fronts_rocks_db", "rps", connections=connections, kind=kind)) for kind in ("this", "before")
+        )
         ratio = f"{now / before:.2f} x the version before fronts"
-        rows.append((f"1,000 keys, most of them read in RocksDB, {connections} connections", f"{_round(now)} requests/s", ratio))
+        rows.append(
+            (f"1,000 keys, most of them read in RocksDB, {connections} connections", f"{_round(now)} requests/s", ratio)
+        )
     beside = "26x1000:4 beside"
     for figure, name in (("p50_us", "p50"), ("p99_us", "p99")):
         now, before, alone = (
@@ -646,7 +650,8 @@ def fronts() -> list[str]:
         against = f"{before:.0f} ms before fronts; {alone:.2f} ms alone"
         rows.append((f"100 keys, one connection, beside 26 x 1,000 on four, {name}", f"{now:.1f} ms", against))
     slow, alone = (median(_turns("fronts_slow", "p99_us", beside=with_)) for with_ in ("5000 slow clients", ""))
-    rows.append(("1,000 keys, one connection, beside 5,000 slow clients, p99", f"{slow / 1000:.2f} ms", f"{slow / alone:.1f} x alone"))
+    what = "1,000 keys, one connection, beside 5,000 slow clients, p99"
+    rows.append((what, f"{slow / 1000:.2f} ms", f"{slow / alone:.1f} x alone"))
     return _table(("two cores for everything, two fronts, CPU, dim 32", "", "in the same run"), *rows)
 
 

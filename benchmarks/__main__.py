@@ -18,6 +18,7 @@ CASES = {  # name: what is measured, and beside what
     "sources": "reading from disk, HDFS, S3 and GCS, beside their own clients",
     "http": "the HTTP service, beside a raw ASGI echo and a bare orjson route",
     "client": "hps.connect beside a raw socket, urllib3, httpx and tritonclient; sockets beside shared memory",
+    "routes": "hps.connect over three servers by key: hit rates and times, beside one server",
     "writes": "lookups beside online writes over HTTP",
     "updates": "updates from Kafka and Redis Streams: delay, rate, lookups beside them",
     "swaps": "swaps of a version under 64 clients",

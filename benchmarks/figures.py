@@ -655,9 +655,22 @@ def fronts() -> list[str]:
     return _table(("two cores for everything, two fronts, CPU, dim 32", "", "in the same run"), *rows)
 
 
+def routes() -> list[str]:
+    """What three servers asked by key do, beside the same ones asked for everything and one with a larger cache."""
+    rows = []
+    names = {"routed": "three caches of 10 %, by key", "in turn": "three caches of 10 %, in turn", "one": "one cache of 30 %"}
+    for kind, name in names.items():
+        rate = figures("routes", work="hit rate", servers=kind)["hit_rate"]
+        asked = () if kind == "in turn" else (1000, 26_000)
+        times = [f"{_round(figures('routes', work='call', servers=kind, keys=keys)['p50_us'])} us" for keys in asked]
+        rows.append((name, f"{rate:.3f}", *(times or ("", ""))))
+    return _table(("", "hit rate", "1,000 popular keys, p50", "26,000 popular keys, p50"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "clients": clients,
     "fronts": fronts,
+    "routes": routes,
     "machines": machines,
     "readme": readme,
     "measured-gpu": measured_gpu,

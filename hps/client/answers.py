@@ -71,11 +71,13 @@ class Layout:
     Attributes:
         size: of the binary part in bytes.
         parameters: of the answer.
+        version: of the model.
     """
 
     tensors: tuple[Tensor, ...]
     size: int
     parameters: Mapping[str, Any]
+    version: str
 
 
 @dataclass(slots=True)
@@ -142,7 +144,7 @@ class Expected:
         if sorted(one.name for one in tensors) != sorted((*self.vectors, *self.masks)):
             got = [one.name for one in tensors]
             raise RemoteError(f"reading an answer: got outputs {got!r:.200}, expected {[*self.vectors, *self.masks]!r:.200}")
-        return Layout(tuple(tensors), start, answer.get("parameters") or {})
+        return Layout(tuple(tensors), start, answer.get("parameters") or {}, str(answer.get("model_version", "")))
 
 
 class Answer:

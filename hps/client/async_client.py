@@ -10,10 +10,11 @@ from typing import Any, Self, cast
 
 from hps.client.addresses import Address, read_addresses
 from hps.client.answers import Answer
-from hps.client.calls import Calls
+from hps.client.calls import Calls, Joined
 from hps.client.requests import RemoteCall
 from hps.client.retries import Attempts
-from hps.errors import RemoteConnectionError
+from hps.client.routing import Parts, Routed
+from hps.errors import HPSError, RemoteConnectionError
 
 
 def connect_async(
@@ -25,6 +26,7 @@ def connect_async(
     certificate: str | os.PathLike[str] | None = None,
     timeout_s: float = 10.0,
     connections: int = 16,
+    route: str = "",
 ) -> "AsyncClient":
     """Make a client for asyncio. As `connect`; its calls are awaited.
 
@@ -34,7 +36,7 @@ def connect_async(
     Raises:
         InvalidInputError: as `connect`.
     """
-    return AsyncClient(read_addresses(address, tls, ca_file, certificate), token, timeout_s, connections)
+    return AsyncClient(read_addresses(address, tls, ca_file, certificate), token, timeout_s, connections, route)
 
 
 class AsyncClient(Calls):
@@ -43,8 +45,9 @@ class AsyncClient(Calls):
     Its calls are those of `Client`, and return awaitables. A cancelled call closes its connection.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int) -> None:
-        super().__init__(addresses, token, timeout_s, connections)
+    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
+        super().__init__(addresses, token, timeout_s, connections, route)
+        self._of_servers = [AsyncClient([one], token, timeout_s, connections) for one in addresses] if route else []
         self._idle: list[_Connection] = []
         self._free = asyncio.Semaphore(connections)
 
@@ -68,6 +71,21 @@ class AsyncClient(Calls):
             if type(error) is TimeoutError:
                 raise attempts.timeout() from None
             raise
+
+    async def _ask_in_parts(self, routed: Routed, timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
+        attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
+        asked = next(routed)
+        while True:
+            calls = [self._of_servers[place]._ask(call, attempts.left()) for place, call in asked]
+            outcomes: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+            for one in outcomes:
+                if isinstance(one, BaseException) and not isinstance(one, HPSError):
+                    raise one
+            try:
+                asked = routed.send(outcomes)
+            except StopIteration as end:
+                parts: Parts | None = end.value
+                return await self._ask(whole, attempts.left()) if parts is None else joined(parts)
 
     async def _exchange(self, connection: "_Connection", call: RemoteCall) -> Answer:
         answer = call.answer()
@@ -109,7 +127,8 @@ class AsyncClient(Calls):
         """Close the connections; calls under way go on."""
         self._closed = True
         self._remove_memories()
-        closing = [one.closed() for one in self._idle]
+        closing: list[Any] = [one.closed() for one in self._idle]
+        closing += [one.close() for one in self._of_servers]
         self._idle.clear()
         await asyncio.gather(*closing)
 

@@ -1,7 +1,7 @@
 """The calls of a server, defined once for both clients."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
@@ -10,10 +10,15 @@ from hps.client.addresses import Address
 from hps.client.answers import Answer
 from hps.client.requests import Encoder, Input, RemoteCall, bag_inputs, json_call, rows_call, rows_path
 from hps.client.retries import Attempts
+from hps.client.routing import PartAnswer, Parts, Routed, Router, joined
 from hps.client.shared_memory import SharedMemory
 from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
+from hps.tensors.array_checks import as_output
 from hps.tensors.bags import Bags
 from hps.tensors.segments import as_host_keys
+from hps.types import BoolArray, FloatArray, KeyArray
+
+Joined: TypeAlias = Callable[[Parts], Any]
 
 
 class Calls:
@@ -21,14 +26,21 @@ class Calls:
 
     Args:
         addresses: of servers with the same models.
+        route: "keys": ask each server for the keys that belong to it; "": ask one server for everything.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int) -> None:
+    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
+        names = [one.text for one in addresses]
+        if route not in ("", "keys"):
+            raise InvalidInputError(f'connecting to servers: got route {route!r}, expected "keys" or none')
+        if route and len(set(names)) < len(names):
+            raise InvalidInputError(f"connecting to servers: got addresses {', '.join(names)}, expected each once")
         if not timeout_s > 0:
             raise InvalidInputError(f"connecting to a server: got timeout_s {timeout_s!r}, expected a number above 0")
         if connections < 1:
             raise InvalidInputError(f"connecting to a server: got connections {connections!r}, expected at least 1")
         self._encoder = Encoder(token)
+        self._router = Router(names) if route else None
         self._timeout_s = timeout_s
         self._addresses = addresses
         self._current = 0  # place of the one that could be reached last
@@ -60,6 +72,49 @@ class Calls:
     def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
         raise NotImplementedError
 
+    def _ask_in_parts(self, routed: Routed, timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
+        """Ask several servers for parts of a lookup; one for everything if that fails.
+
+        Args:
+            joined: makes the result of the call from its parts.
+            whole: the request for everything.
+        """
+        raise NotImplementedError
+
+    def _look_up(
+        self,
+        tables: Mapping[str, KeyArray],
+        model_name: str,
+        version: str | None,
+        device_id: int | None,
+        out: Mapping[str, Any] | None,
+        result: Callable[[Mapping[str, FloatArray], Mapping[str, BoolArray]], Any],
+        found: bool,
+        timeout_s: float | None,
+    ) -> Any:
+        """Look up the keys of tables.
+
+        Args:
+            result: makes the result of the call from vectors and found-masks.
+        """
+        parameters = {} if device_id is None else {"DeviceID": device_id}
+
+        def call(keys: Mapping[str, KeyArray], taken: Mapping[str, Any] | None, read: Callable[[Answer], Any]) -> RemoteCall:
+            inputs, rows = [Input(name, one) for name, one in keys.items()], {name: (one.size,) for name, one in keys.items()}
+            return self._encoder.lookup(model_name, version, inputs, rows, taken, read, found=found, parameters=parameters)
+
+        def part(keys: Mapping[str, KeyArray], is_whole: bool) -> RemoteCall:
+            made = call(keys, out if is_whole else None, _part_answer)
+            return made._replace(repeatable=False)  # the router repeats
+
+        def of_parts(parts: Parts) -> Any:
+            return result(*joined(tables, parts, lambda name, shape: _output(out, name, shape)))
+
+        whole = call(tables, out, lambda answer: result(answer.vectors, answer.found))
+        if self._router is None:
+            return self._ask(whole, timeout_s)
+        return self._ask_in_parts(self._router.route(tables, part), timeout_s, of_parts, whole)
+
     def lookup(
         self,
         keys: Any,
@@ -83,19 +138,14 @@ class Calls:
         Returns:
             (n, dim) float32, or `out`. With `return_found` also (n,) bool: True for keys that a tier has.
         """
-        flat = as_host_keys(keys)
 
-        def result(answer: Answer) -> Any:
-            vectors = answer.vectors[table] if out is None else out
-            return (vectors, answer.found[f"{table}.found"]) if return_found else vectors
+        def result(vectors: Mapping[str, FloatArray], found: Mapping[str, BoolArray]) -> Any:
+            taken = vectors[table] if out is None else out
+            return (taken, found[f"{table}.found"]) if return_found else taken
 
         outputs = None if out is None else {table: out}
-        inputs, rows = [Input(table, flat)], {table: (flat.size,)}
-        parameters = {} if device_id is None else {"DeviceID": device_id}
-        call = self._encoder.lookup(
-            model_name, version, inputs, rows, outputs, result, found=return_found, parameters=parameters
-        )
-        return self._ask(call, timeout_s)
+        flat = {table: as_host_keys(keys)}
+        return self._look_up(flat, model_name, version, device_id, outputs, result, return_found, timeout_s)
 
     def lookup_tables(
         self,
@@ -117,20 +167,14 @@ class Calls:
         Returns:
             {table: (n, dim) float32}, or `out`; views of one array. With `return_found` also {table: (n,) bool}.
         """
-        inputs = [Input(name, as_host_keys(keys)) for name, keys in tables.items()]
         _check_outputs(tables, out)
 
-        def result(answer: Answer) -> Any:
-            vectors = answer.vectors if out is None else dict(out)
-            if not return_found:
-                return vectors
-            masks = answer.found
-            return vectors, {one.name: masks[f"{one.name}.found"] for one in inputs}
+        def result(vectors: Mapping[str, FloatArray], found: Mapping[str, BoolArray]) -> Any:
+            taken = vectors if out is None else dict(out)
+            return (taken, {name: found[f"{name}.found"] for name in tables}) if return_found else taken
 
-        rows = {one.name: (one.array.size,) for one in inputs}
-        parameters = {} if device_id is None else {"DeviceID": device_id}
-        call = self._encoder.lookup(model_name, version, inputs, rows, out, result, found=return_found, parameters=parameters)
-        return self._ask(call, timeout_s)
+        flat = {name: as_host_keys(keys) for name, keys in tables.items()}
+        return self._look_up(flat, model_name, version, device_id, out, result, return_found, timeout_s)
 
     def lookup_pooled(
         self,
@@ -267,7 +311,10 @@ class Calls:
         Raises:
             UnauthorizedError: the server does not share memory (service.shared_memory_bytes), or not with this client.
             CapacityError: no room in /dev/shm, or within the server's limit.
+            InvalidInputError: the client has a route.
         """
+        if self._router is not None:
+            raise InvalidInputError("sharing memory: got a client with a route, expected one of a single server")
         memory = SharedMemory(size_bytes)
 
         def refused(answer: Answer) -> Any:
@@ -288,6 +335,17 @@ class Calls:
         memory.close()
         path = f"/v2/systemsharedmemory/region/{memory.name}/unregister"
         return self._ask(json_call("POST", path, lambda found: None), timeout_s)
+
+
+def _part_answer(answer: Answer) -> PartAnswer:
+    return PartAnswer("" if answer.layout is None else answer.layout.version, answer.vectors, answer.found)
+
+
+def _output(out: Mapping[str, Any] | None, name: str, shape: tuple[int, ...]) -> FloatArray:
+    if out is None:
+        return np.empty(shape, np.float32)
+    taken: FloatArray = as_output(out[name], *shape)
+    return taken.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 
 
 def _check_outputs(tables: Mapping[str, Any], out: Mapping[str, Any] | None) -> None:

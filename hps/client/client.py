@@ -13,10 +13,11 @@ from typing import Any, Final, Self
 
 from hps.client.addresses import Address, read_addresses
 from hps.client.answers import Answer
-from hps.client.calls import Calls
+from hps.client.calls import Calls, Joined
 from hps.client.requests import RemoteCall
 from hps.client.retries import Attempts
-from hps.errors import RemoteConnectionError
+from hps.client.routing import Asked, Parts, Routed
+from hps.errors import HPSError, RemoteConnectionError
 
 _MOST_PARTS: Final = 1000  # of one sendmsg
 _TOLERANCE_S: Final = 0.005
@@ -31,6 +32,7 @@ def connect(
     certificate: str | os.PathLike[str] | None = None,
     timeout_s: float = 10.0,
     connections: int = 16,
+    route: str = "",
 ) -> "Client":
     """Make a client of a running server. It connects with the first call.
 
@@ -45,12 +47,15 @@ def connect(
         ca_file: PEM file of certificate authorities; default: the system's.
         certificate: PEM file with the certificate and key of this client.
         timeout_s: of each call, with all its attempts.
-        connections: maximum number of open connections, hence of calls under way; more calls wait.
+        connections: maximum number of open connections, hence of calls under way; more calls wait. With a route, for each
+            server.
+        route: "keys": ask each server for the keys that belong to it, all at the same time, so that its cache holds these; for
+            `lookup` and `lookup_tables`. Default: ask one server for everything.
 
     Raises:
         InvalidInputError: the address, the token, a number or a file is wrong.
     """
-    return Client(read_addresses(address, tls, ca_file, certificate), token, timeout_s, connections)
+    return Client(read_addresses(address, tls, ca_file, certificate), token, timeout_s, connections, route)
 
 
 class Client(Calls):
@@ -64,9 +69,10 @@ class Client(Calls):
     A forked child may go on using it: it opens its own connections.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int) -> None:
-        super().__init__(addresses, token, timeout_s, connections)
+    def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
+        super().__init__(addresses, token, timeout_s, connections, route)
         self._most = connections
+        self._of_servers = [Client([one], token, timeout_s, connections) for one in addresses] if route else []
         self._begin()
 
     def _begin(self) -> None:
@@ -77,9 +83,7 @@ class Client(Calls):
 
     def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
         attempts = Attempts(call, self._timeout_s if timeout_s is None else timeout_s)
-        if self._process != os.getpid():
-            _close_all(self._idle)
-            self._begin()
+        self._follow_fork()
         free = self._free
         if not free.acquire(timeout=attempts.left()):
             raise attempts.timeout()
@@ -101,6 +105,68 @@ class Client(Calls):
         finally:
             free.release()
 
+    def _follow_fork(self) -> None:
+        if self._process != os.getpid():
+            _close_all(self._idle)
+            self._begin()
+
+    def _ask_in_parts(self, routed: Routed, timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
+        attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
+        asked = next(routed)
+        while True:
+            outcomes = self._ask_each(asked, attempts.left())
+            try:
+                asked = routed.send(outcomes)
+            except StopIteration as end:
+                parts: Parts | None = end.value
+                return self._ask(whole, attempts.left()) if parts is None else joined(parts)
+
+    def _ask_each(self, asked: Asked, timeout_s: float) -> list[Any]:
+        """Ask servers once each, all of which work while the first answer is awaited; return results and errors."""
+        outcomes: list[Any] = [None] * len(asked)
+        sent: dict[int, tuple[int, _Sent]] = {}
+        try:
+            for nth in sorted(
+                range(len(asked)), key=lambda nth: asked[nth][0]
+            ):  # an order in which no two calls block each other
+                place, call = asked[nth]
+                if place in sent:  # one connection of each server at a time
+                    before, waiting = sent.pop(place)
+                    outcomes[before] = waiting.answer()
+                begun = self._of_servers[place]._send(call, timeout_s)
+                if isinstance(begun, HPSError):
+                    outcomes[nth] = begun
+                else:
+                    sent[place] = nth, begun
+            while sent:
+                _, (nth, waiting) = sent.popitem()
+                outcomes[nth] = waiting.answer()
+        finally:
+            for _, waiting in sent.values():
+                waiting.give_up()
+        return outcomes
+
+    def _send(self, call: RemoteCall, timeout_s: float) -> "_Sent | HPSError":
+        """Send a request once; return what it has to be waited for with, or why that was not possible."""
+        self._follow_fork()
+        attempts = Attempts(call, timeout_s)
+        if not self._free.acquire(timeout=timeout_s):
+            return attempts.timeout()
+        connection = None
+        try:
+            connection = self._take(attempts)
+            connection.send(self._encoder.parts(call, connection.address), attempts)
+        except BaseException as error:
+            self._free.release()
+            if connection is not None:
+                connection.close()
+            if isinstance(error, HPSError):
+                return error
+            if connection is not None and isinstance(error, OSError):
+                return attempts.timeout() if isinstance(error, TimeoutError) else connection.lost(error)
+            raise
+        return _Sent(self, connection, call, attempts)
+
     def _exchange(self, connection: "_Connection", call: RemoteCall, attempts: Attempts) -> Answer:
         """Send a request, and receive its answer.
 
@@ -110,17 +176,22 @@ class Client(Calls):
         """
         answer = call.answer()
         try:
-            connection.exchange(self._encoder.parts(call, connection.address), answer, attempts)
+            connection.send(self._encoder.parts(call, connection.address), attempts)
+            self._receive(connection, answer, attempts)
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError) and not isinstance(error, TimeoutError | RemoteConnectionError):
                 raise connection.lost(error) from error
             raise
+        return answer
+
+    def _receive(self, connection: "_Connection", answer: Answer, attempts: Attempts) -> None:
+        """Receive an answer, and keep the connection for the next request."""
+        connection.receive(answer, attempts)
         if answer.keeps_alive and not self._closed:
             self._idle.append(connection)
         else:
             connection.close()
-        return answer
 
     def _take(self, attempts: Attempts) -> "_Connection":
         """Return an idle connection, or a new one.
@@ -153,6 +224,8 @@ class Client(Calls):
         self._closed = True
         self._remove_memories()
         _close_all(self._idle)
+        for one in self._of_servers:
+            one.close()
 
     def __enter__(self) -> Self:
         return self
@@ -164,6 +237,34 @@ class Client(Calls):
 def _close_all(connections: "list[_Connection]") -> None:
     while connections:
         connections.pop().close()
+
+
+class _Sent:
+    """A request that was sent, and holds one of its client's connections until it is answered. *One call.*"""
+
+    def __init__(self, client: Client, connection: "_Connection", call: RemoteCall, attempts: Attempts) -> None:
+        self._client, self._connection, self._call, self._attempts = client, connection, call, attempts
+
+    def answer(self) -> Any:
+        """Receive the answer. Returns the result of the call, or the error that it ends with."""
+        answer, connection = self._call.answer(), self._connection
+        try:
+            self._client._receive(connection, answer, self._attempts)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, HPSError):
+                return error
+            if isinstance(error, OSError):
+                return self._attempts.timeout() if isinstance(error, TimeoutError) else connection.lost(error)
+            raise
+        finally:
+            self._client._free.release()
+        return answer.error() or self._call.result(answer)
+
+    def give_up(self) -> None:
+        """Close the connection instead."""
+        self._connection.close()
+        self._client._free.release()
 
 
 class _Connection:
@@ -181,15 +282,22 @@ class _Connection:
         """Whether the server has neither closed the connection nor sent anything that nobody asked for."""
         return not self._readable.poll(0)
 
-    def exchange(self, parts: list[Any], answer: Answer, attempts: Attempts) -> None:
-        """Send a request and receive the answer.
+    def send(self, parts: list[Any], attempts: Attempts) -> None:
+        """Send a request.
 
         Raises:
-            OSError: the connection was lost, or there is no time left.
+            OSError: there is no time left.
         """
         self._limit(attempts)
         with suppress(BrokenPipeError, ConnectionResetError):  # it may have refused the request already: reading shows
             self._send(parts)
+
+    def receive(self, answer: Answer, attempts: Attempts) -> None:
+        """Receive the answer.
+
+        Raises:
+            OSError: the connection was lost, or there is no time left.
+        """
         buffer, receive, received = answer.buffer, self._socket.recv_into, answer.received
         while True:
             self._limit(attempts)

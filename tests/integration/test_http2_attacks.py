@@ -3,6 +3,7 @@
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -236,6 +237,32 @@ def test_answers_that_are_not_read_are_given_up(service: FrontedService) -> None
         time.sleep(4)
         peer.socket.setblocking(True)
         assert peer.next() is None
+
+
+def test_unread_answers_are_given_up_when_others_need_their_memory(tmp_path: Path) -> None:
+    """The memory for keys and vectors holds 64 of these lookups; twice as many clients come, and none of them reads."""
+    children = ChildProcesses()
+    limits = {"answer_timeout_s": 600, "max_held_bytes": 32 << 20, "max_body_bytes": 1 << 20}
+    try:
+        small = FrontedService(children, tmp_path, **limits)
+        slots = (16 << 20) // (1 << 18)
+        keys = np.arange(1000)
+        with ExitStack() as stack:
+            peers = [stack.enter_context(Peer(small.port, PREFACE + settings(window=0))) for _ in range(2 * slots // 8)]
+            for peer in peers:
+                for number in range(1, 17, 2):
+                    peer.send(frame(HEADERS, 4, number, call_headers()), frame(DATA, 1, number, request_of(keys)))
+            given_up = peers[0].next(RESET)
+            assert int.from_bytes(given_up.payload, "big") == 8
+            with grpc.insecure_channel(small.grpc) as channel:
+                stub = pb_grpc.GRPCInferenceServiceStub(channel)
+                for _ in range(20):
+                    answer = stub.ModelInfer(pb.ModelInferRequest.FromString(request_of(keys)[5:]))
+                    got = np.frombuffer(answer.raw_output_contents[0], "<f4").reshape(-1, 32)
+                    np.testing.assert_array_equal(got, vectors_of(0, keys))
+        assert small.figure("hps_http_aborted_connections_total") >= slots // 2
+    finally:
+        children.end()
 
 
 def test_a_stream_of_answers_that_is_not_read_waits(service: FrontedService) -> None:

@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
 _GOODBYE_S: Final = 0.5
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
-UNREAD_S: Final = 1.0
-"""Of an answer without progress, while there is no room for others."""
+UNREAD_S: Final = 0.4
+"""Of an answer without progress from one look to the next, while there is no room for others: these wait for a second."""
 TOO_MANY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'

@@ -76,7 +76,8 @@ class AsyncClient(Calls):
         attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
         asked = next(routed)
         while True:
-            calls = [self._of_servers[place]._ask(call, attempts.left()) for place, call in asked]
+            timeout_s = attempts.left() / 2  # others have the rest
+            calls = [self._of_servers[place]._ask(call, timeout_s) for place, call in asked]
             outcomes: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
             for one in outcomes:
                 if isinstance(one, BaseException) and not isinstance(one, HPSError):

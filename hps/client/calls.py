@@ -40,7 +40,7 @@ class Calls:
         if connections < 1:
             raise InvalidInputError(f"connecting to a server: got connections {connections!r}, expected at least 1")
         self._encoder = Encoder(token)
-        self._router = Router(names) if route else None
+        self._router = Router(names) if len(names) > 1 and route else None
         self._timeout_s = timeout_s
         self._addresses = addresses
         self._current = 0  # place of the one that could be reached last
@@ -165,7 +165,8 @@ class Calls:
             out: by table, as for `lookup`.
 
         Returns:
-            {table: (n, dim) float32}, or `out`; views of one array. With `return_found` also {table: (n,) bool}.
+            {table: (n, dim) float32}, or `out`; views of one array unless keys are routed. With `return_found` also
+            {table: (n,) bool}.
         """
         _check_outputs(tables, out)
 
@@ -311,10 +312,10 @@ class Calls:
         Raises:
             UnauthorizedError: the server does not share memory (service.shared_memory_bytes), or not with this client.
             CapacityError: no room in /dev/shm, or within the server's limit.
-            InvalidInputError: the client has a route.
+            InvalidInputError: the client routes keys over several servers.
         """
         if self._router is not None:
-            raise InvalidInputError("sharing memory: got a client with a route, expected one of a single server")
+            raise InvalidInputError("sharing memory: got a client that routes keys, expected one of a single server")
         memory = SharedMemory(size_bytes)
 
         def refused(answer: Answer) -> Any:

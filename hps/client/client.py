@@ -94,8 +94,6 @@ class Client(Calls):
                     answer = self._exchange(connection, call, attempts)
                 except RemoteConnectionError as error:
                     pause = attempts.pause_after_loss(error)
-                except TimeoutError:
-                    raise attempts.timeout() from None
                 else:
                     refusal = answer.error()
                     if refusal is None or call.takes_refusals:
@@ -114,7 +112,7 @@ class Client(Calls):
         attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
         asked = next(routed)
         while True:
-            outcomes = self._ask_each(asked, attempts.left())
+            outcomes = self._ask_each(asked, attempts.left() / 2)  # others have the rest
             try:
                 asked = routed.send(outcomes)
             except StopIteration as end:
@@ -124,34 +122,35 @@ class Client(Calls):
     def _ask_each(self, asked: Asked, timeout_s: float) -> list[Any]:
         """Ask servers once each, all of which work while the first answer is awaited; return results and errors."""
         outcomes: list[Any] = [None] * len(asked)
-        sent: dict[int, tuple[int, _Sent]] = {}
+        sent: list[tuple[int, _Sent]] = []
+        attempts = Attempts(asked[0][1], timeout_s)
         try:
-            for nth in sorted(
-                range(len(asked)), key=lambda nth: asked[nth][0]
-            ):  # an order in which no two calls block each other
-                place, call = asked[nth]
-                if place in sent:  # one connection of each server at a time
-                    before, waiting = sent.pop(place)
-                    outcomes[before] = waiting.answer()
-                begun = self._of_servers[place]._send(call, timeout_s)
-                if isinstance(begun, HPSError):
-                    outcomes[nth] = begun
-                else:
-                    sent[place] = nth, begun
+            # Calls that wait for connections in the same order do not block each other.
+            for nth, (place, call) in sorted(enumerate(asked), key=lambda one: one[1][0]):
+                try:
+                    sent.append((nth, self._of_servers[place]._send(call, attempts)))
+                except HPSError as error:
+                    outcomes[nth] = error
             while sent:
-                _, (nth, waiting) = sent.popitem()
-                outcomes[nth] = waiting.answer()
+                nth, begun = sent.pop()
+                try:
+                    outcomes[nth] = begun.result()
+                except HPSError as error:
+                    outcomes[nth] = error
         finally:
-            for _, waiting in sent.values():
-                waiting.give_up()
+            for _, begun in sent:
+                begun.give_up()
         return outcomes
 
-    def _send(self, call: RemoteCall, timeout_s: float) -> "_Sent | HPSError":
-        """Send a request once; return what it has to be waited for with, or why that was not possible."""
+    def _send(self, call: RemoteCall, attempts: Attempts) -> "_Sent":
+        """Send a request once.
+
+        Raises:
+            HPSError: it cannot be sent, or there is no time left.
+        """
         self._follow_fork()
-        attempts = Attempts(call, timeout_s)
-        if not self._free.acquire(timeout=timeout_s):
-            return attempts.timeout()
+        if not self._free.acquire(timeout=attempts.left()):
+            raise attempts.timeout()
         connection = None
         try:
             connection = self._take(attempts)
@@ -159,11 +158,7 @@ class Client(Calls):
         except BaseException as error:
             self._free.release()
             if connection is not None:
-                connection.close()
-            if isinstance(error, HPSError):
-                return error
-            if connection is not None and isinstance(error, OSError):
-                return attempts.timeout() if isinstance(error, TimeoutError) else connection.lost(error)
+                connection.fail(error, attempts)
             raise
         return _Sent(self, connection, call, attempts)
 
@@ -172,16 +167,14 @@ class Client(Calls):
 
         Raises:
             RemoteConnectionError: the connection was lost before the answer was complete.
-            TimeoutError: there is no time left.
+            RemoteTimeoutError: there is no time left.
         """
         answer = call.answer()
         try:
             connection.send(self._encoder.parts(call, connection.address), attempts)
             self._receive(connection, answer, attempts)
         except BaseException as error:
-            connection.close()
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError | RemoteConnectionError):
-                raise connection.lost(error) from error
+            connection.fail(error, attempts)
             raise
         return answer
 
@@ -245,21 +238,26 @@ class _Sent:
     def __init__(self, client: Client, connection: "_Connection", call: RemoteCall, attempts: Attempts) -> None:
         self._client, self._connection, self._call, self._attempts = client, connection, call, attempts
 
-    def answer(self) -> Any:
-        """Receive the answer. Returns the result of the call, or the error that it ends with."""
+    def result(self) -> Any:
+        """Receive the answer.
+
+        Returns:
+            The result of the call.
+
+        Raises:
+            HPSError: the call failed.
+        """
         answer, connection = self._call.answer(), self._connection
         try:
             self._client._receive(connection, answer, self._attempts)
         except BaseException as error:
-            connection.close()
-            if isinstance(error, HPSError):
-                return error
-            if isinstance(error, OSError):
-                return self._attempts.timeout() if isinstance(error, TimeoutError) else connection.lost(error)
+            connection.fail(error, self._attempts)
             raise
         finally:
             self._client._free.release()
-        return answer.error() or self._call.result(answer)
+        if refusal := answer.error():
+            raise refusal
+        return self._call.result(answer)
 
     def give_up(self) -> None:
         """Close the connection instead."""
@@ -306,6 +304,16 @@ class _Connection:
                 raise self.lost("it closed the connection")
             if received(count):
                 return
+
+    def fail(self, error: BaseException, attempts: Attempts) -> None:
+        """Close the connection after an error.
+
+        Raises:
+            RemoteConnectionError, RemoteTimeoutError: it was an error of the socket.
+        """
+        self.close()
+        if isinstance(error, OSError) and not isinstance(error, HPSError):
+            raise (attempts.timeout() if isinstance(error, TimeoutError) else self.lost(error)) from None
 
     def lost(self, why: object) -> RemoteConnectionError:
         return RemoteConnectionError(f"asking {self.address.text}: the connection was lost: {why}")

@@ -5,24 +5,26 @@ that fails go to others, and keys that came in another version than the rest are
 """
 
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from hps.client.requests import RemoteCall
-from hps.errors import HPSError, NotReadyError, RemoteConnectionError, UnknownVersionError
+from hps.errors import HPSError, NotReadyError, RemoteConnectionError, RemoteTimeoutError, UnknownVersionError
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _MOST_ROUNDS: Final = 4
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0
-_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_ELSEWHERE: Final = (RemoteConnectionError, NotReadyError, UnknownVersionError)
-"""Errors of one server, after which another may answer."""
+_GOLDEN, _LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
+_MIXES = tuple((np.uint64(a), np.uint64(b)) for a, b in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
+_SILENT: Final = (RemoteConnectionError, RemoteTimeoutError)
+_ELSEWHERE: Final = (*_SILENT, NotReadyError, UnknownVersionError)
+"""Errors of one server, after which another may answer. One that is not ready does not rest: others would get its load."""
 
 
 def places_of(
@@ -40,22 +42,31 @@ def places_of(
     Args:
         left_out: places that get no key; not all of them.
     """
+    low = np.uint64((1 << len(names).bit_length()) - 1)  # these bits of a hash are the place instead
     best = np.zeros(keys.shape, np.uint64)
-    places = np.full(keys.shape, -1, np.intp)
     with np.errstate(over="ignore"):
         mixed = keys.view(np.uint64) * _GOLDEN
+        hashes, shifted = np.empty_like(mixed), np.empty_like(mixed)
         for place, name in enumerate(names):
             if place in left_out:
                 continue
-            seed = np.uint64(int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little"))
-            hashes = mixed ^ seed
-            hashes = (hashes ^ hashes >> np.uint64(30)) * _MIX_1
-            hashes = (hashes ^ hashes >> np.uint64(27)) * _MIX_2
-            hashes ^= hashes >> np.uint64(31)
-            higher = (hashes > best) | (places < 0)
-            np.copyto(best, hashes, where=higher)
-            np.copyto(places, place, where=higher)
-    return places
+            np.bitwise_xor(mixed, _seed(name), out=hashes)
+            for shift, factor in _MIXES:
+                np.right_shift(hashes, shift, out=shifted)
+                hashes ^= shifted
+                hashes *= factor
+            np.right_shift(hashes, _LAST_SHIFT, out=shifted)
+            hashes ^= shifted
+            hashes |= low
+            hashes ^= low ^ np.uint64(place)
+            np.maximum(best, hashes, out=best)
+    best &= low
+    return best.astype(np.intp)
+
+
+@lru_cache(maxsize=1024)
+def _seed(name: str) -> np.uint64:
+    return np.uint64(int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
 class PartAnswer(NamedTuple):
@@ -67,16 +78,22 @@ class PartAnswer(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Keys of one lookup for one server: by table, which of its keys; None for all of them."""
+    """Keys of one lookup for one server.
+
+    Attributes:
+        flat: their rows among the keys of all tables, in order; None: all keys.
+        rows: the same by table, among its keys.
+    """
 
     place: int
-    rows: Mapping[str, IndexArray | None]
+    flat: IndexArray | None
+    rows: Mapping[str, IndexArray] | None
 
 
 Asked: TypeAlias = list[tuple[int, RemoteCall]]
-"""Calls to make at the same time, each of one server, by its place."""
-Parts: TypeAlias = Sequence[tuple[Mapping[str, IndexArray | None], PartAnswer]]
-"""Answers, each with the rows of its keys by table; None for all of them."""
+"""Calls to make at the same time, each of another server, by its place."""
+Parts: TypeAlias = Sequence[tuple[Mapping[str, IndexArray] | None, PartAnswer]]
+"""Answers, each with the rows of its keys by table; None for all keys."""
 Routed: TypeAlias = Generator[Asked, list[PartAnswer | HPSError], Parts | None]
 
 
@@ -89,14 +106,13 @@ class Router:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._lock = threading.Lock()
-        self._resting: dict[int, tuple[float, float]] = {}  # by place: until when, and for how long
+        self._rests: dict[int, tuple[float, float]] = {}  # by place: until when, and for how long
 
     def route(self, keys: Mapping[str, KeyArray], call: Callable[[Mapping[str, KeyArray], bool], RemoteCall]) -> Routed:
         """Ask for the keys of a lookup in parts.
 
-        Yields calls, and is sent the answers or errors. A lost connection is tried once more; after that, and where a server is
-        not ready or lacks the version, its keys go to others.
+        Yields calls, and is sent the answers or errors. A lost connection is tried once more; after that, and where a server
+        does not answer in time, is not ready or lacks the version, its keys go to others.
 
         Args:
             keys: (n,) of each table.
@@ -109,73 +125,116 @@ class Router:
         Raises:
             HPSError: a server refused its keys for another reason.
         """
-        left_out = self._unavailable()
-        lost: Counter[int] = Counter()
-        waiting = self._split(keys, left_out)
+        left_out, trying = self._unavailable(), set[int]()
+        lost: set[int] = set()
+        lookup = _Lookup(keys)
+        missing: IndexArray | None = None
         done: list[tuple[_Part, PartAnswer]] = []
         for _ in range(_MOST_ROUNDS):
-            whole = len(waiting) == 1 and not done
-            outcomes = yield [(part.place, call(_of(keys, part.rows), whole)) for part in waiting]
+            waiting = lookup.split(missing, self._names, left_out, done)
+            trying |= self._try_again(part.place for part in waiting)
+            outcomes = yield [(part.place, call(lookup.keys(part), part.rows is None)) for part in waiting]
             failed: list[_Part] = []
-            again: list[_Part] = []
             for part, outcome in zip(waiting, outcomes, strict=True):
                 if isinstance(outcome, PartAnswer):
                     done.append((part, outcome))
-                    self._resting.pop(part.place, None)
-                elif isinstance(outcome, RemoteConnectionError) and not lost[part.place]:
-                    lost[part.place] += 1
-                    again.append(part)
-                elif isinstance(outcome, _ELSEWHERE):
-                    if isinstance(outcome, RemoteConnectionError):
-                        self._rest(part.place)
-                    left_out.add(part.place)
-                    failed.append(part)
-                else:
+                    self._rests.pop(part.place, None)
+                    continue
+                if not isinstance(outcome, _ELSEWHERE):
                     raise outcome
-            if failed and len(left_out) == len(self._names):
+                failed.append(part)
+                if isinstance(outcome, RemoteConnectionError) and part.place not in lost:
+                    lost.add(part.place)
+                    continue
+                left_out.add(part.place)
+                if isinstance(outcome, _SILENT):
+                    self._rest(part.place, part.place in trying)
+            if not failed:
+                failed, done, place = _of_one_version(done)
+                if not failed:
+                    return [(part.rows, answer) for part, answer in done]
+                left_out = set(range(len(self._names))) - {place}
+            elif len(left_out) == len(self._names):
                 return None
-            waiting = again + [one for part in failed for one in self._elsewhere(keys, part, left_out)]
-            if not waiting:
-                waiting, done = _of_one_version(done)
-            if not waiting:
-                return [(part.rows, answer) for part, answer in done]
+            missing = np.sort(np.concatenate([part.flat for part in failed if part.flat is not None])) if done else None
         return None
-
-    def _split(self, keys: Mapping[str, KeyArray], left_out: Collection[int]) -> list[_Part]:
-        places = {table: places_of(of_table, self._names, left_out) for table, of_table in keys.items()}
-        used = np.unique(np.concatenate([*places.values(), np.empty(0, np.intp)])).tolist()
-        if len(used) <= 1:
-            first = next(place for place in range(len(self._names)) if place not in left_out)
-            return [_Part(used[0] if used else first, dict.fromkeys(keys))]
-        parts: dict[int, dict[str, IndexArray | None]] = {place: {} for place in used}
-        for table, of_table in places.items():
-            for place in used:
-                rows = np.flatnonzero(of_table == place)
-                if rows.size or (not of_table.size and place == used[0]):
-                    parts[place][table] = rows
-        return [_Part(place, rows) for place, rows in parts.items()]
-
-    def _elsewhere(self, keys: Mapping[str, KeyArray], part: _Part, left_out: Collection[int]) -> list[_Part]:
-        """Split the keys of a part over the servers that are left."""
-        found = []
-        for one in self._split(_of(keys, part.rows), left_out):
-            rows = {table: _joined(part.rows[table], inner) for table, inner in one.rows.items()}
-            found.append(_Part(one.place, rows))
-        return found
 
     def _unavailable(self) -> set[int]:
         """Return the places that rest; none if all do."""
         now = time.monotonic()
-        resting = {place for place, (until, _) in list(self._resting.items()) if until > now}
+        resting = {place for place, (until, _) in list(self._rests.items()) if until > now}
         return resting if len(resting) < len(self._names) else set()
 
-    def _rest(self, place: int) -> None:
-        with self._lock:
-            until, rest_s = self._resting.get(place, (0.0, _FIRST_REST_S / 2))
-            now = time.monotonic()
+    def _try_again(self, places: Iterable[int]) -> set[int]:
+        """Return those of the places that have rested; other lookups leave them out until this one had time to try them."""
+        if not self._rests:
+            return set()
+        now, found = time.monotonic(), set()
+        for place in places:
+            until, rest_s = self._rests.get(place, (now + 1, 0.0))
             if until <= now:
-                rest_s = min(2 * rest_s, _LONGEST_REST_S)
-                self._resting[place] = now + rest_s * random.uniform(0.75, 1.0), rest_s
+                self._rests[place] = now + rest_s, rest_s
+                found.add(place)
+        return found
+
+    def _rest(self, place: int, tried_again: bool) -> None:
+        rest_s = self._rests.get(place, (0.0, _FIRST_REST_S / 2))[1]
+        if tried_again or place not in self._rests:
+            rest_s = min(2 * rest_s, _LONGEST_REST_S)
+            self._rests[place] = time.monotonic() + rest_s * random.uniform(0.75, 1.0), rest_s
+
+
+class _Lookup:
+    """The keys of all tables, in one array. *One lookup.*"""
+
+    def __init__(self, tables: Mapping[str, KeyArray]) -> None:
+        self._tables = tables
+        self._flat = np.concatenate([np.empty(0, np.int64), *tables.values()])
+        self._ends = np.cumsum([one.size for one in tables.values()])
+
+    def split(
+        self,
+        missing: IndexArray | None,
+        names: Sequence[str],
+        left_out: Collection[int],
+        done: Iterable[tuple[_Part, PartAnswer]],
+    ) -> list[_Part]:
+        """Split keys over the servers that are not left out.
+
+        Args:
+            missing: flat rows of the keys, in order; None: all.
+            done: answers that say which tables without keys are still to be asked for.
+        """
+        places = places_of(self._flat if missing is None else self._flat[missing], names, left_out)
+        counts = np.bincount(places, minlength=len(names))
+        used = np.flatnonzero(counts).tolist()
+        if missing is None and len(used) <= 1:
+            return [_Part(used[0] if used else min(set(range(len(names))) - set(left_out)), None, None)]
+        order = np.argsort(places.astype(np.min_scalar_type(len(names))), kind="stable")
+        order = order if missing is None else missing[order]
+        answered = {table for _, answer in done for table in answer.vectors}
+        bare = [table for table, keys in self._tables.items() if not keys.size and table not in answered]
+        ends = np.cumsum(counts).tolist()
+        parts: list[_Part] = []
+        for place in used:
+            flat = order[ends[place] - counts[place] : ends[place]]
+            parts.append(_Part(place, flat, self._by_table(flat, () if parts else bare)))
+        return parts
+
+    def keys(self, part: _Part) -> Mapping[str, KeyArray]:
+        """Return the keys of a part by table."""
+        if part.rows is None:
+            return self._tables
+        return {table: self._tables[table][rows] for table, rows in part.rows.items()}
+
+    def _by_table(self, flat: IndexArray, bare: Collection[str]) -> dict[str, IndexArray]:
+        ends = np.searchsorted(flat, self._ends).tolist()
+        rows, first = {}, 0
+        for (table, keys), end, last in zip(self._tables.items(), ends, self._ends.tolist(), strict=True):
+            if end > first or table in bare:
+                rows[table] = flat[first:end] - (last - keys.size)
+            first = end
+        return rows
 
 
 def joined(
@@ -188,38 +247,28 @@ def joined(
     Args:
         out: returns the array that takes the vectors of a table, from its name and shape.
     """
-    if len(parts) == 1:
-        return dict(parts[0][1].vectors), dict(parts[0][1].found)
     vectors: dict[str, FloatArray] = {}
     masks: dict[str, BoolArray] = {}
-    for rows, answer in parts:
-        for table, of_table in rows.items():
+    for by_table, answer in parts:
+        if by_table is None:
+            return dict(answer.vectors), dict(answer.found)
+        for table, rows in by_table.items():
             got = answer.vectors[table]
             if table not in vectors:
                 vectors[table] = out(table, (tables[table].size, got.shape[1]))
-            vectors[table][slice(None) if of_table is None else of_table] = got
-            if f"{table}.found" in answer.found:
-                mask = masks.setdefault(f"{table}.found", np.empty(tables[table].size, np.bool_))
-                mask[slice(None) if of_table is None else of_table] = answer.found[f"{table}.found"]
+            vectors[table][rows] = got
+            if (name := f"{table}.found") in answer.found:
+                masks.setdefault(name, np.empty(tables[table].size, np.bool_))[rows] = answer.found[name]
     return {table: vectors[table] for table in tables}, masks
 
 
-def _of(keys: Mapping[str, KeyArray], rows: Mapping[str, IndexArray | None]) -> Mapping[str, KeyArray]:
-    return {table: keys[table] if of_table is None else keys[table][of_table] for table, of_table in rows.items()}
-
-
-def _joined(outer: IndexArray | None, inner: IndexArray | None) -> IndexArray | None:
-    if outer is None or inner is None:
-        return inner if outer is None else outer
-    return outer[inner]
-
-
-def _of_one_version(done: list[tuple[_Part, PartAnswer]]) -> tuple[list[_Part], list[tuple[_Part, PartAnswer]]]:
-    """Return the parts to ask again where the version of most keys is, and those that have it."""
+def _of_one_version(done: list[tuple[_Part, PartAnswer]]) -> tuple[list[_Part], list[tuple[_Part, PartAnswer]], int]:
+    """Return the parts that lack the version of most keys, those that have it, and a server of this version."""
+    if len({answer.version for _, answer in done}) == 1:
+        return [], done, done[0][0].place
     counts: Counter[str] = Counter()
     for part, answer in done:
-        counts[answer.version] += 1 + sum(0 if rows is None else rows.size for rows in part.rows.values())
+        counts[answer.version] += 0 if part.flat is None else part.flat.size
     version = max(counts, key=counts.__getitem__)
-    place = next(part.place for part, answer in done if answer.version == version)
-    others = [_Part(place, part.rows) for part, answer in done if answer.version != version]
-    return others, [(part, answer) for part, answer in done if answer.version == version]
+    right = [(part, answer) for part, answer in done if answer.version == version]
+    return [part for part, answer in done if answer.version != version], right, right[0][0].place

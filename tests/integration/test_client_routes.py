@@ -74,7 +74,7 @@ def test_it_looks_up_as_one_server_does(servers: list[ServedProcess]) -> None:
         for wrong, error in ((("m", "nobody"), hps.UnknownTableError), (("nobody", "item"), hps.UnknownModelError)):
             with pytest.raises(error):
                 routed.lookup(np.arange(100), *wrong)
-        with pytest.raises(hps.InvalidInputError, match="got a client with a route"):
+        with pytest.raises(hps.InvalidInputError, match="got a client that routes keys"):
             routed.shared_memory(4096)
 
     async def twin() -> None:

@@ -382,3 +382,33 @@ def test_tls_is_spoken_and_certificates_are_checked(ask: Ask, tmp_path: Path) ->
         hps.connect(url, ca_file="nowhere.pem")
     with pytest.raises(hps.InvalidInputError, match="nowhere"):
         hps.connect(url, certificate="nowhere.pem")
+
+
+@pytest.mark.parametrize("step", [silent, half, closed, refused(503, "busy", "Retry-After: 3600"), refused(504, "late")])
+def test_keys_of_a_server_that_fails_are_answered_by_another(ask: Ask, step: Step) -> None:
+    keys = np.arange(100)
+    with ScriptedServer([step] * 100) as failing, ScriptedServer() as good:
+        addresses = [failing.url, good.url]
+        outcomes = ask(addresses, lambda client: [lambda: client.lookup(keys, "m", "item")] * 2, route="keys", timeout_s=3.0)
+        for one in outcomes:
+            np.testing.assert_array_equal(one, vectors_of(keys))
+        assert failing.requests
+
+
+def test_routed_lookups_end_at_their_deadline(ask: Ask) -> None:
+    with ScriptedServer([silent] * 100) as one, ScriptedServer([silent] * 100) as other:
+        lookup = lambda client: [lambda: client.lookup(np.arange(100), "m", "item", timeout_s=0.4)]  # noqa: E731
+        (outcome,) = ask([one.url, other.url], lookup, route="keys")
+        assert type(outcome) is hps.RemoteTimeoutError
+
+
+def test_connections_that_a_routed_lookup_holds_are_free_after_any_failure() -> None:
+    with (
+        ScriptedServer([refused(400, "wrong"), silent, half] * 3) as one,
+        ScriptedServer() as other,
+        hps.connect([one.url, other.url], route="keys", connections=1, timeout_s=3.0) as client,
+    ):
+        outcomes = [_outcome(lambda: client.lookup(np.arange(100), "m", "item")) for _ in range(8)]
+        assert type(outcomes[0]) is hps.InvalidInputError
+        for found in outcomes[1:]:
+            assert isinstance(found, np.ndarray), found

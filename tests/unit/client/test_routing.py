@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.client.routing import PartAnswer, Router, joined, places_of
-from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError, UnknownVersionError
+from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError, RemoteTimeoutError, UnknownVersionError
 
 NAMES = ["http://a:8000", "http://b:8000", "http://c:8000"]
 KEYS = np.arange(-50_000, 50_000)
@@ -50,7 +50,13 @@ class Servers:
         mark = self.marks[place].pop(0) if self.marks[place] else ""
         if mark == "swap":  # a deployment reaches this server before it answers
             self.versions[place] = max(self.versions)
-        errors = {"lost": RemoteConnectionError, "busy": NotReadyError, "old": UnknownVersionError, "wrong": InvalidInputError}
+        errors = {
+            "lost": RemoteConnectionError,
+            "late": RemoteTimeoutError,
+            "busy": NotReadyError,
+            "old": UnknownVersionError,
+            "wrong": InvalidInputError,
+        }
         if mark in errors:
             return errors[mark](mark)
         version = self.versions[place]
@@ -64,6 +70,7 @@ def run(router, servers, keys):
     asked = next(routed)
     while True:
         outcomes = []
+        assert len({place for place, _ in asked}) == len(asked)
         for place, (part, whole) in asked:
             if whole:
                 assert {table: one.tolist() for table, one in part.items()} == {t: k.tolist() for t, k in keys.items()}
@@ -93,8 +100,8 @@ TABLES = st.dictionaries(st.sampled_from(["item", "user", "geo"]), st.lists(st.i
 
 @given(
     TABLES,
-    st.lists(st.integers(1, 2), min_size=1, max_size=4),
-    st.lists(st.lists(st.sampled_from(["", "lost", "busy", "old", "swap"]), max_size=4), min_size=4, max_size=4),
+    st.lists(st.integers(1, 2), min_size=2, max_size=4),
+    st.lists(st.lists(st.sampled_from(["", "lost", "late", "busy", "old", "swap"]), max_size=4), min_size=4, max_size=4),
 )
 def test_whatever_fails_the_answer_is_right_and_of_one_version(keys, versions, marks):
     router = Router([f"http://{place}" for place in range(len(versions))])
@@ -133,6 +140,42 @@ def test_a_server_that_has_rested_is_asked_again(monkeypatch):
     servers = Servers([1, 1, 1], [[], [], []])
     run(router, servers, keys)
     assert sorted(servers.asked) == [0, 1, 2]
+
+
+def test_one_lookup_tries_a_server_that_has_rested(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("hps.client.routing.time.monotonic", lambda: now[0])
+    router, keys = Router(NAMES), {"item": KEYS[:1000]}
+    run(router, Servers([1, 1, 1], [[], ["late"], []]), keys)
+    now[0] += 1
+    trying = router.route(keys, lambda part, whole: part)
+    assert [place for place, _ in next(trying)] == [0, 1, 2]
+    servers = Servers([1, 1, 1], [[], [], []])
+    run(router, servers, keys)
+    assert servers.asked.count(1) == 0
+    one, _, other = (PartAnswer("1", {"item": np.empty((1, 2), np.float32)}, {}) for _ in range(3))
+    trying.send([one, RemoteTimeoutError("late"), other])
+    now[0] += 1.4  # of 1.5 to 2
+    run(router, servers, keys)
+    assert servers.asked.count(1) == 0
+    now[0] += 0.6
+    run(router, servers, keys)
+    run(router, servers, keys)
+    assert servers.asked.count(1) == 2
+
+
+def test_a_busy_server_does_not_rest():
+    router, servers = Router(NAMES), Servers([1, 1, 1], [[], ["busy"], []])
+    for _ in range(2):
+        check({"item": KEYS[:1000]}, run(router, servers, {"item": KEYS[:1000]}))
+    assert servers.asked.count(1) == 2
+
+
+def test_tables_without_keys_are_answered_by_any_part_of_the_version():
+    keys = {"bare": KEYS[:0], "item": KEYS[:1000], "none": KEYS[:0]}
+    for versions, marks in (([1, 1, 1], ["lost", "lost"]), ([1, 2, 2], []), ([2, 1, 1], ["late"])):
+        parts = run(Router(NAMES), Servers(versions, [marks, [], []]), keys)
+        check(keys, parts)
 
 
 def test_the_version_of_most_keys_answers_all_of_them():

@@ -1,6 +1,6 @@
 """Lookups split by key over shards on Ray Serve, each of which caches its own share of the keys.
 
-    ray start --head
+    ray start --head --num-cpus=8
     python -m examples.ray_serve.sharded configs/in_process.json 2   # and with 3, to add a shard to those that run
 
 Every shard can answer every key: while one is away, the others answer its keys. See docs/ray.md.

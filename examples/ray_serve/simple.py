@@ -1,7 +1,7 @@
 """Lookups on Ray Serve: replicas with a parameter server each.
 
     serve run examples.ray_serve.simple:app configuration=configs/in_process.json
-    curl localhost:8000 --json '{"model": "sample", "tables": {"user": [17, 42], "item": [1]}}'
+    curl localhost:8000 -d '{"model": "sample", "tables": {"user": [17, 42], "item": [1]}}'
 
 Other deployments of the application call `lookup` through a handle, with NumPy arrays. See docs/ray.md.
 """

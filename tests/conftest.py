@@ -89,6 +89,7 @@ _NEEDS = {
     "openssl": _tls_missing,
     "promtool": lambda: _program_missing("promtool"),
     "helm": _helm_missing,
+    "ray": lambda: _module_missing("ray"),
 }
 
 

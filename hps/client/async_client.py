@@ -72,7 +72,9 @@ class AsyncClient(Calls):
                 raise attempts.timeout() from None
             raise
 
-    async def _ask_in_parts(self, routed: Routed, timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
+    async def _ask_in_parts(
+        self, routed: Routed[RemoteCall], timeout_s: float | None, joined: Joined, whole: RemoteCall
+    ) -> Any:
         attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
         asked = next(routed)
         while True:

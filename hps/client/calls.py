@@ -72,7 +72,7 @@ class Calls:
     def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
         raise NotImplementedError
 
-    def _ask_in_parts(self, routed: Routed, timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
+    def _ask_in_parts(self, routed: Routed[RemoteCall], timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
         """Ask several servers for parts of a lookup; one for everything if that fails.
 
         Args:

@@ -108,7 +108,7 @@ class Client(Calls):
             _close_all(self._idle)
             self._begin()
 
-    def _ask_in_parts(self, routed: Routed, timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
+    def _ask_in_parts(self, routed: Routed[RemoteCall], timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
         attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
         asked = next(routed)
         while True:
@@ -119,7 +119,7 @@ class Client(Calls):
                 parts: Parts | None = end.value
                 return self._ask(whole, attempts.left()) if parts is None else joined(parts)
 
-    def _ask_each(self, asked: Asked, timeout_s: float) -> list[Any]:
+    def _ask_each(self, asked: Asked[RemoteCall], timeout_s: float) -> list[Any]:
         """Ask servers once each, all of which work while the first answer is awaited; return results and errors."""
         outcomes: list[Any] = [None] * len(asked)
         sent: list[tuple[int, _Sent]] = []

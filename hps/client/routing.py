@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from hps.client.requests import RemoteCall
 from hps.errors import HPSError, NotReadyError, RemoteConnectionError, RemoteTimeoutError, UnknownVersionError
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
@@ -90,11 +89,12 @@ class _Part(NamedTuple):
     rows: Mapping[str, IndexArray] | None
 
 
-Asked: TypeAlias = list[tuple[int, RemoteCall]]
+Call = TypeVar("Call")
+Asked: TypeAlias = list[tuple[int, Call]]
 """Calls to make at the same time, each of another server, by its place."""
 Parts: TypeAlias = Sequence[tuple[Mapping[str, IndexArray] | None, PartAnswer]]
 """Answers, each with the rows of its keys by table; None for all keys."""
-Routed: TypeAlias = Generator[Asked, list[PartAnswer | HPSError], Parts | None]
+Routed: TypeAlias = Generator[list[tuple[int, Call]], list[PartAnswer | HPSError], Parts | None]
 
 
 class Router:
@@ -108,7 +108,7 @@ class Router:
         self._names = names
         self._rests: dict[int, tuple[float, float]] = {}  # by place: until when, and for how long
 
-    def route(self, keys: Mapping[str, KeyArray], call: Callable[[Mapping[str, KeyArray], bool], RemoteCall]) -> Routed:
+    def route(self, keys: Mapping[str, KeyArray], call: Callable[[Mapping[str, KeyArray], bool], Call]) -> Routed[Call]:
         """Ask for the keys of a lookup in parts.
 
         Yields calls, and is sent the answers or errors. A lost connection is tried once more; after that, and where a server

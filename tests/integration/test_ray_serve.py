@@ -1,0 +1,169 @@
+"""The examples of Ray Serve on a cluster of this machine: right vectors while shards are added and killed."""
+
+import json
+import secrets
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.client.routing import places_of
+from tests.servers.child_processes import run_alone
+from tests.servers.running_service import document_of, model_of
+
+ROWS = 5000
+DIMS = {"item": 4, "user": 8}
+WAIT_S = 120.0
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture
+def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in DIMS:
+        hps.write_sparse_model(tmp_path / f"{name}.model", (np.arange(ROWS), vectors_of(name, np.arange(ROWS))))
+    entry = model_of("m", [str(tmp_path / f"{name}.model") for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=ROWS)
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps(document_of(entry)))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    return path
+
+
+def vectors_of(name: str, keys: np.ndarray) -> np.ndarray:
+    return (keys[:, None] * 10.0 + np.arange(DIMS[name])).astype(np.float32)
+
+
+def start_ray(directory: str) -> Any:
+    """Start a cluster that ends with this process."""
+    import ray
+    from ray import serve
+
+    ray.init(
+        num_cpus=16,  # as Ray counts them: replicas want one each
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 << 20,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=directory,  # a short one: there are sockets in it
+    )
+    return serve
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class Load:
+    """Threads that look up all the time, and keep errors and wrong vectors."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle, self.lookups, self.problems = handle, 0, []
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(2)]
+
+    def _run(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not self._stopping.is_set():
+            keys = {name: rng.integers(0, ROWS, 200) for name in DIMS}
+            try:
+                found = self.handle.lookup.remote("m", keys).result(timeout_s=WAIT_S)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is kept
+                self.problems.append(error)
+                continue
+            self.problems += [
+                name for name, of_table in keys.items() if not np.array_equal(found[name], vectors_of(name, of_table))
+            ]
+            self.lookups += 1
+
+    def more(self) -> None:
+        """Wait for lookups that began after this call."""
+        before = self.lookups
+        wait_until(lambda: self.lookups > before + 10)
+
+    def __enter__(self) -> "Load":
+        for one in self._threads:
+            one.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for one in self._threads:
+            one.join(WAIT_S)
+
+
+def look_up_in_replicas(configuration: str) -> None:
+    from examples.ray_serve import simple
+
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+        serve = start_ray(directory)
+        handle = serve.run(simple.app({"configuration": configuration}))
+        with Load(handle) as load:
+            load.more()
+        assert load.problems == [], load.problems[:3]
+        body = json.dumps({"model": "m", "tables": {"item": [7, 3]}}).encode()
+        with urllib.request.urlopen(urllib.request.Request("http://127.0.0.1:8000/", body), timeout=WAIT_S) as answer:
+            assert json.load(answer) == {"item": vectors_of("item", np.array([7, 3])).tolist()}
+
+
+def look_up_in_shards(configuration: str) -> None:
+    import ray
+
+    from examples.ray_serve import sharded
+
+    names = ["shard-0", "shard-1", "shard-2"]
+    every = np.arange(ROWS)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+        serve = start_ray(directory)
+        handle = sharded.start(configuration, 2)
+
+        def asked(name: str) -> int:
+            return serve.get_app_handle(name).keys.remote().result(timeout_s=WAIT_S)
+
+        def grown(count: int) -> list[int]:
+            before = [asked(name) for name in names[:count]]
+            found = handle.lookup.remote("m", {"item": every, "user": every[:0]}).result(timeout_s=WAIT_S)
+            np.testing.assert_array_equal(found["item"], vectors_of("item", every))
+            assert found["user"].shape == (0, DIMS["user"])
+            return [asked(name) - of_name for name, of_name in zip(names, before, strict=False)]
+
+        assert grown(2) == np.bincount(places_of(every, names[:2])).tolist()
+        with Load(handle) as load:
+            load.more()
+            before = asked("shard-0")
+            handle = sharded.start(configuration, 3)
+            load.more()
+            wait_until(lambda: asked("shard-2"))
+            assert asked("shard-0") > before  # it was not restarted
+        assert load.problems == [], load.problems[:3]
+        assert grown(3) == np.bincount(places_of(every, names)).tolist()
+
+        with Load(handle) as load:
+            for _ in range(2):
+                load.more()
+                before = asked("shard-1")
+                (replica,) = [one for one in ray.util.list_named_actors(all_namespaces=True) if "::shard-1#" in one["name"]]
+                ray.kill(ray.get_actor(replica["name"], replica["namespace"]))
+                load.more()
+                wait_until(lambda most=before: 0 < asked("shard-1") < most)  # a new replica is asked
+        assert load.problems == [], load.problems[:3]
+        assert grown(3) == np.bincount(places_of(every, names)).tolist()
+
+
+def test_replicas_look_up_alike(configuration: Path) -> None:
+    run_alone(look_up_in_replicas, str(configuration))
+
+
+def test_shards_can_be_added_and_killed_while_they_are_asked(configuration: Path) -> None:
+    run_alone(look_up_in_shards, str(configuration))

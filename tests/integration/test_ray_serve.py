@@ -6,7 +6,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,27 @@ def vectors_of(name: str, keys: np.ndarray) -> np.ndarray:
     return (keys[:, None] * 10.0 + np.arange(DIMS[name])).astype(np.float32)
 
 
-def start_ray(directory: str) -> Any:
-    """Start a cluster that ends with this process."""
+@contextmanager
+def cluster() -> Iterator[Any]:
+    """Start a cluster; it ends with the process at the latest."""
     import ray
     from ray import serve
 
-    ray.init(
-        num_cpus=16,  # as Ray counts them: replicas want one each
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=directory,  # a short one: there are sockets in it
-    )
-    return serve
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", dir="/tmp", ignore_cleanup_errors=True
+    ) as directory:  # short: it has sockets
+        ray.init(
+            num_cpus=16,  # as Ray counts them: replicas want one each
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 << 20,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=directory,
+        )
+        try:
+            yield serve
+        finally:
+            ray.shutdown()
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -106,8 +114,7 @@ class Load:
 def look_up_in_replicas(configuration: str) -> None:
     from examples.ray_serve import simple
 
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
-        serve = start_ray(directory)
+    with cluster() as serve:
         handle = serve.run(simple.app({"configuration": configuration}))
         with Load(handle) as load:
             load.more()
@@ -124,8 +131,7 @@ def look_up_in_shards(configuration: str) -> None:
 
     names = ["shard-0", "shard-1", "shard-2"]
     every = np.arange(ROWS)
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
-        serve = start_ray(directory)
+    with cluster() as serve:
         handle = sharded.start(configuration, 2)
 
         def asked(name: str) -> int:
@@ -158,7 +164,8 @@ def look_up_in_shards(configuration: str) -> None:
                 load.more()
                 wait_until(lambda most=before: 0 < asked("shard-1") < most)  # a new replica is asked
         assert load.problems == [], load.problems[:3]
-        assert grown(3) == np.bincount(places_of(every, names)).tolist()
+        shares = np.bincount(places_of(every, names)).tolist()
+        wait_until(lambda: grown(3) == shares)  # each replica of `lookups` finds out by itself
 
 
 def test_replicas_look_up_alike(configuration: Path) -> None:

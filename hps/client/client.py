@@ -112,29 +112,31 @@ class Client(Calls):
         attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
         asked = next(routed)
         while True:
-            outcomes = self._ask_each(asked, attempts.left() / 2)  # others have the rest
+            outcomes = self._ask_each(asked, attempts)
             try:
                 asked = routed.send(outcomes)
             except StopIteration as end:
                 parts: Parts | None = end.value
                 return self._ask(whole, attempts.left()) if parts is None else joined(parts)
 
-    def _ask_each(self, asked: Asked[RemoteCall], timeout_s: float) -> list[Any]:
-        """Ask servers once each, all of which work while the first answer is awaited; return results and errors."""
+    def _ask_each(self, asked: Asked[RemoteCall], attempts: Attempts) -> list[Any]:
+        """Ask servers once each, all of which work while the first answer is awaited; return results and errors.
+
+        Each has half of the time that is left when its turn comes: one that is silent leaves time to read the other answers.
+        """
         outcomes: list[Any] = [None] * len(asked)
         sent: list[tuple[int, _Sent]] = []
-        attempts = Attempts(asked[0][1], timeout_s)
         try:
             # Calls that wait for connections in the same order do not block each other.
             for nth, (place, call) in sorted(enumerate(asked), key=lambda one: one[1][0]):
                 try:
-                    sent.append((nth, self._of_servers[place]._send(call, attempts)))
+                    sent.append((nth, self._of_servers[place]._send(call, Attempts(call, attempts.left() / 2))))
                 except HPSError as error:
                     outcomes[nth] = error
             while sent:
                 nth, begun = sent.pop()
                 try:
-                    outcomes[nth] = begun.result()
+                    outcomes[nth] = begun.result(attempts)
                 except HPSError as error:
                     outcomes[nth] = error
         finally:
@@ -160,7 +162,7 @@ class Client(Calls):
             if connection is not None:
                 connection.fail(error, attempts)
             raise
-        return _Sent(self, connection, call, attempts)
+        return _Sent(self, connection, call)
 
     def _exchange(self, connection: "_Connection", call: RemoteCall, attempts: Attempts) -> Answer:
         """Send a request, and receive its answer.
@@ -235,11 +237,14 @@ def _close_all(connections: "list[_Connection]") -> None:
 class _Sent:
     """A request that was sent, and holds one of its client's connections until it is answered. *One call.*"""
 
-    def __init__(self, client: Client, connection: "_Connection", call: RemoteCall, attempts: Attempts) -> None:
-        self._client, self._connection, self._call, self._attempts = client, connection, call, attempts
+    def __init__(self, client: Client, connection: "_Connection", call: RemoteCall) -> None:
+        self._client, self._connection, self._call = client, connection, call
 
-    def result(self) -> Any:
+    def result(self, attempts: Attempts) -> Any:
         """Receive the answer.
+
+        Args:
+            attempts: of the lookup; half of its time is for this answer.
 
         Returns:
             The result of the call.
@@ -249,9 +254,9 @@ class _Sent:
         """
         answer, connection = self._call.answer(), self._connection
         try:
-            self._client._receive(connection, answer, self._attempts)
+            self._client._receive(connection, answer, Attempts(self._call, attempts.left() / 2))
         except BaseException as error:
-            connection.fail(error, self._attempts)
+            connection.fail(error, attempts)
             raise
         finally:
             self._client._free.release()

@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +394,38 @@ def test_keys_of_a_server_that_fails_are_answered_by_another(ask: Ask, step: Ste
         for one in outcomes:
             np.testing.assert_array_equal(one, vectors_of(keys))
         assert failing.requests
+
+
+def test_a_silent_server_does_not_take_the_time_of_the_others(ask: Ask) -> None:
+    keys = np.arange(300)
+    for place in range(3):  # whichever is asked or read first
+        with ExitStack() as stack:
+            scripts = [[silent] * 20 if nth == place else [] for nth in range(3)]
+            servers = [stack.enter_context(ScriptedServer(script)) for script in scripts]
+            calls = lambda client: [lambda: client.lookup(keys, "m", "item")] * 4  # noqa: E731
+            for one in ask([server.url for server in servers], calls, route="keys", timeout_s=2.0):
+                np.testing.assert_array_equal(one, vectors_of(keys))
+            asked = [len(server.requests) for server in servers]
+            assert asked[place] < 4, asked  # it rests
+            assert all(count >= 4 for nth, count in enumerate(asked) if nth != place), asked
+
+
+def test_a_server_that_accepts_no_connection_does_not_take_the_time_of_the_others(ask: Ask) -> None:
+    keys = np.arange(300)
+    for place in range(3):
+        with ExitStack() as stack:
+            full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            for _ in range(2):  # its queue is full: the kernel answers no other one
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(full.getsockname())
+            servers = [stack.enter_context(ScriptedServer()) for _ in range(2)]
+            addresses = [server.url for server in servers]
+            addresses.insert(place, f"http://127.0.0.1:{full.getsockname()[1]}")
+            calls = lambda client: [lambda: client.lookup(keys, "m", "item")] * 4  # noqa: E731
+            for one in ask(addresses, calls, route="keys", timeout_s=2.0):
+                np.testing.assert_array_equal(one, vectors_of(keys))
+            assert all(len(server.requests) >= 4 for server in servers)
 
 
 def test_routed_lookups_end_at_their_deadline(ask: Ask) -> None:

@@ -2,11 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+_GONE_S = 40.0  # a stopping front waits 10 s for its requests, and the owner for its threads
 OWNER = -1
 """Stands for the owner where fronts have numbers."""
 
@@ -78,3 +81,14 @@ def state_of(pid: int) -> str:
 
 def is_gone(pid: int) -> bool:
     return state_of(pid) == "Z"
+
+
+def left_over(pids: Iterable[int]) -> list[int]:
+    """Wait until processes are gone. Returns those that are not within 40 s, which are killed."""
+    deadline, left = time.monotonic() + _GONE_S, list(pids)
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = [pid for pid in left if not is_gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left

@@ -190,7 +190,8 @@ class Node:
 def make_faulty(faults: list[str]) -> None:
     """Make faults on purpose, in this process and those that it forks.
 
-    Wrong vectors go to the embedding cache, where both the loop and lookups read them. Writes are lost, fronts leak.
+    Wrong vectors go to the embedding cache, where both the loop and lookups read them. Writes are lost; fronts leak
+    and drop connections.
     """
     spoiling = [fault for fault in faults if fault in ("default", "torn", "foreign", "invented", "stale")]
     rng = np.random.default_rng(1)
@@ -224,17 +225,18 @@ def make_faulty(faults: list[str]) -> None:
 
     leaked = []
 
-    def publish_and_leak(self: Front) -> None:
-        if len(leaked) < _MOST_LEAKED:
+    def publish_badly(self: Front) -> None:
+        if "front-leak" in faults and len(leaked) < _MOST_LEAKED:
             leaked.append(np.ones(1 << 20))  # 8 MB
+        if "drop" in faults and self.connections.order and rng.random() < 0.1:
+            next(iter(self.connections.order)).transport.abort()
         publish(self)
 
     if spoiling:
         cache._insert, cache.NumpyCache.update = insert_spoiled, update_spoiled  # type: ignore[method-assign]
     if "lost" in faults:
         hps.HPS.insert = lambda *_: None  # type: ignore[method-assign]
-    if "front-leak" in faults:
-        Front.publish = publish_and_leak  # type: ignore[method-assign]
+    Front.publish = publish_badly  # type: ignore[method-assign]
 
 
 def misbehave(faults: list[str]) -> None:

@@ -128,10 +128,10 @@ class Stage:
     def check_idle(self) -> None:
         """Without clients, nothing of any request may stay in a server."""
         for process, port in enumerate(self.ports):
-            deadline = time.monotonic() + _IDLE_S
+            url, deadline = f"http://127.0.0.1:{port}/metrics", time.monotonic() + _IDLE_S
             left: dict[str, float] = {"unknown": 0.0}
             while port and left and time.monotonic() < deadline:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                with suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url, timeout=10) as answer:
                     families = text_string_to_metric_families(answer.read().decode())
                     left = {
                         one.name: one.value

@@ -28,6 +28,7 @@ from tests.servers.front_service import (
     vectors_of,
 )
 from tests.servers.running_service import wait_until
+from tests.servers.service_processes import is_gone, state_of
 
 KEYS = [3, 500, ROWS - 1, 3, ROWS + 7]
 
@@ -84,17 +85,10 @@ def load(service, threads=4):
 def stopped(pid):
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "the process stands")
+        wait_until(lambda: state_of(pid) == "T", "the process stands")
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def posted(service):

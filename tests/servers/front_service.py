@@ -18,6 +18,7 @@ import hps
 from hps.regions.layout import Memory
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.service_processes import service_processes, socket_inodes, tcp_sockets
 
 ROWS, DIM = 1000, 8
 LOOKUP, INFER = "/v1/models/m/lookup", "/v2/models/m/infer"
@@ -136,21 +137,8 @@ class FrontService:
     # -- processes
 
     def processes(self):
-        """Pids of the fronts by number, and of the owner (-1), as far as they have begun: the owner maps all regions."""
-        found = {}
-        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            try:
-                regions = set(
-                    re.findall(r"memfd:hps-front-(\d+)", " ".join(map(os.readlink, Path(f"/proc/{child}/fd").iterdir())))
-                )
-                listens = _listening(int(child), self.port)
-            except OSError:  # it ends
-                continue
-            if len(regions) == self.fronts > 1:
-                found[-1] = int(child)
-            elif len(regions) == 1 and listens:
-                found[int(regions.pop())] = int(child)
-        return found
+        """Pids of the fronts by number, and of the owner (-1), as far as they have begun."""
+        return service_processes(self.process.pid, self.fronts, self.port)
 
     def all_processes(self):
         """The same, once all are there."""
@@ -197,7 +185,7 @@ class FrontService:
             connection = self.connect()
             connection.request("GET", "/v2/health/live")  # now it is accepted
             assert connection.take_answer()[0] == 200
-            (pid,) = [pid for pid in pids if _inode_of(connection.sock) in _inodes(pid)]
+            (pid,) = [pid for pid in pids if _inode_of(connection.sock) in socket_inodes(pid)]
             if len(found[pids[pid]]) < each:
                 found[pids[pid]].append(connection)
             else:
@@ -263,37 +251,10 @@ class Load(threading.Thread):
             raise self.error
 
 
-def _inodes(pid):
-    """Inodes of the sockets of a process."""
-    found = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor)):
-                found.add(match[1])
-        except FileNotFoundError:
-            pass
-    return found
-
-
-def _rows():
-    """Local port, remote port, state and inode of each TCP socket of this machine."""
-    for name in ("tcp", "tcp6"):
-        path = Path(f"/proc/net/{name}")
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            words = line.split()
-            local, remote = (int(words[nth].rpartition(":")[2], 16) for nth in (1, 2))
-            yield local, remote, words[3], words[9]
-
-
-def _listening(pid, port):
-    listening = {inode for local, _, state, inode in _rows() if local == port and state == "0A"}
-    return bool(listening & _inodes(pid))
-
-
 def _inode_of(client):
     """The inode of the server's end of a connection."""
     port, mine = client.getpeername()[1], client.getsockname()[1]
-    return next(inode for local, remote, _, inode in _rows() if (local, remote) == (port, mine))
+    return next(one.inode for one in tcp_sockets() if (one.port, one.remote_port) == (port, mine))
 
 
 def has_ipv6():

@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.service_processes import children_of
 
 ROWS = 5000
 DIMS = {"t0": 32, "t1": 8}
@@ -96,7 +97,7 @@ class FrontedService:
 
     def children(self) -> list[int]:
         """The owner, and then the fronts, unless one was replaced."""
-        return [*map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split())]
+        return children_of(self.process.pid)
 
     def figure(self, name: str) -> float:
         """The sum of a figure of /metrics over all fronts."""

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.harness import RESULTS, Report
 from tests.soak.bad_clients import ATTACKS
 from tests.soak.ledger import COUNTERS, PROCESSES
-from tests.soak.stage import CHAOS, LASTING, OF_FRONTS, Stage
+from tests.soak.stage import CHAOS, OF_FRONTS, Stage
 
 WRONG = ("default", "torn", "foreign", "invented", "stale", "mask", "shape")
 _TICK_S = 0.5
@@ -44,11 +44,12 @@ def _disturb(stage: Stage, kinds: list[str], every_s: float, end: float, rng: np
 def _examine(stage: Stage) -> dict[str, dict[str, float]]:
     """What is only known in the end: memory, whether anything was done at all. Returns the figures of the probes."""
     ledger = stage.ledger
-    for name, budget in stage.budget_bytes.items():
-        if stage.peak_bytes[name] > budget:
-            ledger.violation("memory", process=name, peak_mb=stage.peak_bytes[name] / 1e6, budget_mb=budget / 1e6)
-    if len(stage.resident_bytes) * _TICK_S >= _LEAK_S and stage.growth_bytes > _LEAK_BYTES:
-        ledger.violation("leak", process=LASTING, growth_mb=stage.growth_bytes / 1e6)
+    for name, memory in stage.memory.items():
+        if memory.budget_bytes and memory.peak_bytes > memory.budget_bytes:
+            peak_mb, budget_mb = memory.peak_bytes / 1e6, memory.budget_bytes / 1e6
+            ledger.violation("memory", process=name, peak_mb=peak_mb, budget_mb=budget_mb)
+        if len(memory.own_bytes) * _TICK_S >= _LEAK_S and memory.growth_bytes > _LEAK_BYTES:
+            ledger.violation("leak", process=name, growth_mb=memory.growth_bytes / 1e6)
     figures = {}
     taken = json.loads((stage.directory / "probes.json").read_text())
     for name in taken:
@@ -62,8 +63,6 @@ def _examine(stage: Stage) -> dict[str, dict[str, float]]:
     for process, name in enumerate(PROCESSES):
         if not ledger.total("answers", slice(process, process + 1)) or not ledger.acknowledged[process].any():
             ledger.violation("idle", process=name)
-        if died := (stage.directory / f"{name}.log").read_text(errors="replace").count("has died") - stage.killed[name]:
-            ledger.violation("died", process=name, times=died)
     clients = slice(len(PROCESSES), None)
     answers, refused = ledger.total("answers", clients), ledger.total("refused", clients)
     if answers < refused:
@@ -78,8 +77,8 @@ def soak(arguments: argparse.Namespace, directory: Path, report: Report) -> list
     """Run it. Returns the violations."""
     stage = Stage(
         directory,
-        not arguments.no_eviction,
         arguments.fronts,
+        not arguments.no_eviction,
         {name: faults.split(",") for name, _, faults in (one.partition(":") for one in arguments.fault)},
     )
     try:
@@ -99,14 +98,19 @@ def soak(arguments: argparse.Namespace, directory: Path, report: Report) -> list
     violations = stage.ledger.violations()
     kinds = Counter(one["kind"] for one in violations)
     clients = arguments.good + arguments.bad
-    axes = {"work": "soak", "minutes": arguments.minutes, "clients": clients, "bad_clients": arguments.bad}
-    axes |= {"fronts": arguments.fronts}
+    axes = {
+        "work": "soak",
+        "minutes": arguments.minutes,
+        "fronts": arguments.fronts,
+        "clients": clients,
+        "bad_clients": arguments.bad,
+    }
     totals = {name: stage.ledger.total(name) for name in COUNTERS}
     report.add(axes, {**totals, "wrong_vectors": sum(kinds[kind] for kind in WRONG)})
-    for name in PROCESSES:
-        mb: dict[str, float] = {"peak_mb": stage.peak_bytes[name] / 1e6, "budget_mb": stage.budget_bytes[name] / 1e6}
-        if name == LASTING:
-            mb |= {"growth_mb": stage.growth_bytes / 1e6, "fronts_mb": max(stage.front_bytes, default=0) / 1e6}
+    for name, memory in stage.memory.items():
+        mb: dict[str, float] = {"peak_mb": memory.peak_bytes / 1e6, "budget_mb": memory.budget_bytes / 1e6}
+        if memory.own_bytes:
+            mb |= {"growth_mb": memory.growth_bytes / 1e6}
         report.add({"work": "memory", "process": name}, mb)
     for name, figures in health.items():
         report.add({"work": "health", "process": name, "limit_ms": arguments.health_limit_ms}, figures)
@@ -124,9 +128,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--good", type=int, default=40, help="clients that judge every answer (default: %(default)s)")
     parser.add_argument("--bad", type=int, default=24, help="clients that attack (default: %(default)s)")
+    parser.add_argument(
+        "--fronts", type=int, default=3, help="front processes of a server; 0: it is one process (default: %(default)s)"
+    )
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two kinds of chaos (default: %(default)s)")
     parser.add_argument("--chaos", nargs="*", choices=CHAOS, help="these kinds alone")
-    parser.add_argument("--fronts", type=int, default=3, help="front processes of each server (default: %(default)s)")
     parser.add_argument("--no-eviction", action="store_true", help="let Redis hold every row")
     parser.add_argument("--attacks", nargs="*", choices=ATTACKS, default=list(ATTACKS), help="these attacks alone")
     parser.add_argument("--fault", nargs="*", default=[], help="PROCESS:FAULT,...: make faults on purpose; see server.py")
@@ -134,6 +140,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="leave logs, databases and violations in this new directory")
     arguments = parser.parse_args()
+    if arguments.fronts == 1 or not (arguments.fronts or {*OF_FRONTS}.isdisjoint(arguments.chaos or ())):
+        parser.error(f"--fronts: got {arguments.fronts}; expected at least 2, or 0 without {', '.join(OF_FRONTS)}")
     if arguments.chaos is None:
         arguments.chaos = [kind for kind in CHAOS if arguments.fronts or kind not in OF_FRONTS]
     if arguments.keep:

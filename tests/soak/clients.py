@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from hps.types import BoolArray, FloatArray
-from tests.soak.ledger import FRONT, OWNER, PROCESSES, TABLES, Bounds, Ledger, draw
+from tests.soak.ledger import OWNERLESS, PROCESSES, STOPPED, TABLES, Bounds, Ledger, Opened, draw
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 PROBES = (*PROCESSES[:2], "echo")  # what is probed; the last shows what the machine alone takes
@@ -40,7 +40,7 @@ class GoodClient:
     def __init__(self, ledger: Ledger, ports: list[int], seed: int) -> None:
         self._ledger, self._ports = ledger, ports
         self._rng = np.random.default_rng(seed)
-        self._connections: dict[int, http.client.HTTPConnection] = {}
+        self._connections: dict[int, tuple[http.client.HTTPConnection, Opened]] = {}
 
     def run(self) -> None:
         while not self._ledger.stopped:
@@ -56,23 +56,28 @@ class GoodClient:
         keys = [draw(self._rng, int(self._rng.integers(1, 64))) for _ in tables]
         bounds = [self._ledger.bounds(process, table, some) for table, some in zip(tables, keys, strict=True)]
         how, encode, decode = (("binary", _infer, _vectors), ("json", _lookup, _rows))[self._rng.integers(2)]
-        reused, moment = process in self._connections, self._ledger.moment(process)
         model = TABLES[first].model
+        connection, opened = self._connection(process, generation)
         try:
-            status, headers, body = self._post(process, *encode(model, bounds))
+            if connection.sock is None:
+                connection.connect()
+                opened.to(connection.sock)
+            connection.request("POST", *encode(model, bounds))
+            answer = connection.getresponse()
+            status, headers, body = answer.status, answer.headers, answer.read()
         except (OSError, http.client.HTTPException) as error:
-            self._connections.pop(process).close()
-            if not self._ledger.undisturbed(process, moment, FRONT):
-                self._ledger.count(lost_with_a_front=1)
-            elif reused and moment[OWNER] == self._ledger.moment(process)[OWNER]:  # it may be closed between two requests
-                self._ledger.count(reconnects=1)
-            elif int(self._ledger.generation[process]) == generation:
+            self._connections.pop(process)[0].close()
+            if int(self._ledger.generation[process]) != generation:
+                return
+            if self._ledger.is_lost(process, opened) and not isinstance(error, TimeoutError):
+                self._ledger.count(lost_with_front=1)
+            else:
                 self._ledger.violation("dropped", process=PROCESSES[process], error=repr(error)[:200])
             return
         if status == 200:
             for one, (vectors, found) in zip(bounds, decode(headers, body, bounds), strict=True):
                 self._ledger.check(process, how, one, vectors, found)
-        elif status in (503, 504):
+        elif status == 504 or (status == 503 and "Retry-After" in headers):
             self._ledger.count(refused=1)
         elif status == 404 and model == "reloaded":
             self._ledger.count(refused_reloading=1)
@@ -81,17 +86,23 @@ class GoodClient:
                 "status", process=PROCESSES[process], status=status, body=body[:300].decode(errors="replace")
             )
 
-    def _post(self, process: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any, bytes]:
-        if process not in self._connections:
-            self._connections[process] = http.client.HTTPConnection("127.0.0.1", self._ports[process], timeout=_TIMEOUT_S)
-        self._connections[process].request("POST", path, body, headers)
-        answer = self._connections[process].getresponse()
-        return answer.status, answer.headers, answer.read()
+    def _connection(self, process: int, generation: int) -> tuple[http.client.HTTPConnection, Opened]:
+        """Return the connection to a process, or another one if that was closed by an answer, or is of a former generation."""
+        connection, opened = self._connections.get(process, (None, Opened(0)))
+        if connection is None or connection.sock is None or opened.generation != generation:
+            if connection is not None:
+                connection.close()
+            connection, opened = (
+                http.client.HTTPConnection("127.0.0.1", self._ports[process], timeout=_TIMEOUT_S),
+                Opened(generation),
+            )
+            self._connections[process] = connection, opened
+        return connection, opened
 
 
-def _lookup(model: str, bounds: list[Bounds]) -> tuple[str, dict[str, str], bytes]:
+def _lookup(model: str, bounds: list[Bounds]) -> tuple[str, bytes, dict[str, str]]:
     tables = {TABLES[one.table].name: one.keys.tolist() for one in bounds}
-    return f"/v1/models/{model}/lookup", {}, orjson.dumps({"tables": tables, "found": True})
+    return f"/v1/models/{model}/lookup", orjson.dumps({"tables": tables, "found": True}), {}
 
 
 def _rows(_: Any, body: bytes, bounds: list[Bounds]) -> _Answer:
@@ -100,7 +111,7 @@ def _rows(_: Any, body: bytes, bounds: list[Bounds]) -> _Answer:
     return [(np.array(answer["tables"][name], np.float32), np.array(answer["found"][name], np.bool_)) for name in names]
 
 
-def _infer(model: str, bounds: list[Bounds]) -> tuple[str, dict[str, str], bytes]:
+def _infer(model: str, bounds: list[Bounds]) -> tuple[str, bytes, dict[str, str]]:
     inputs = [
         {
             "name": TABLES[one.table].name,
@@ -111,7 +122,8 @@ def _infer(model: str, bounds: list[Bounds]) -> tuple[str, dict[str, str], bytes
         for one in bounds
     ]
     head = orjson.dumps({"inputs": inputs, "parameters": {"found": True, "binary_data_output": True}})
-    return f"/v2/models/{model}/infer", {_LENGTH: str(len(head))}, head + b"".join(one.keys.tobytes() for one in bounds)
+    body = head + b"".join(one.keys.tobytes() for one in bounds)
+    return f"/v2/models/{model}/infer", body, {_LENGTH: str(len(head))}
 
 
 def _vectors(headers: Any, body: bytes, bounds: list[Bounds]) -> _Answer:
@@ -154,23 +166,26 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
         while not ledger.stopped:
             due = max(due + _PROBE_S, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
-            generation = int(ledger.generation[place]) if place < len(PROCESSES[:2]) else 1
-            moment = ledger.moment(place)
-            start = time.perf_counter()
+            generation = int(ledger.generation[place]) if place < len(servers) else 1
+            opened = Opened(generation)
             try:
-                right = _get(ports[place], LIVE).startswith(b"HTTP/1.1 200")
+                right = _get(ports[place], LIVE, opened).startswith(b"HTTP/1.1 200")
             except OSError:
                 right = False
-            seconds = time.perf_counter() - start
+            ended_ns = time.monotonic_ns()
+            start_ns = opened.began_ns
+            if start_ns < (resumed_ns := ledger.ended(place, STOPPED, start_ns)) <= ended_ns:
+                start_ns = resumed_ns  # its front stood still
+            seconds = (ended_ns - start_ns) / 1e9
             if not generation % 2:
                 if right:
                     taken[STARTING].append(seconds)
-            elif place < 2 and not ledger.undisturbed(place, moment, FRONT):
-                ledger.count(lost_with_a_front=1)
-            elif place >= 2 or int(ledger.generation[place]) == generation:
+            elif not right and ledger.is_lost(place, opened):
+                ledger.count(lost_with_front=1)
+            elif place >= len(servers) or int(ledger.generation[place]) == generation:
                 taken[PROBES[place]].append(seconds)
                 ledger.count(probes=1)
-                if place < 2 and seconds > limit_s:
+                if place < len(servers) and seconds > limit_s:
                     ledger.violation("health", process=PROBES[place], seconds=round(seconds, 3))
                 if not right:
                     ledger.violation("not alive", process=PROBES[place], seconds=round(seconds, 3))
@@ -178,17 +193,20 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
     def scrape(place: int) -> None:
         while not ledger.stopped:
             time.sleep(_SCRAPE_S)
-            generation, moment = int(ledger.generation[place]), ledger.moment(place)
-            start = time.perf_counter()
+            opened = Opened(int(ledger.generation[place]))
             try:
-                text = _get(ports[place], METRICS)
+                text = _get(ports[place], METRICS, opened)
             except OSError as error:
                 text = repr(error).encode()
-            calm = all(ledger.undisturbed(place, moment, what) for what in (FRONT, OWNER))
-            if generation % 2 and int(ledger.generation[place]) == generation and calm:
-                taken[SCRAPED.format(servers[place])].append(time.perf_counter() - start)
+            if not opened.generation % 2 or int(ledger.generation[place]) != opened.generation:
+                continue
+            right = text.startswith(b"HTTP/1.1 200")
+            if not right and ledger.is_lost(place, opened):
+                ledger.count(lost_with_front=1)
+            elif not ledger.ended(place, OWNERLESS, opened.began_ns):
+                taken[SCRAPED.format(servers[place])].append((time.monotonic_ns() - opened.began_ns) / 1e9)
                 ledger.count(scrapes=1)
-                if not text.startswith(b"HTTP/1.1 200"):
+                if not right:
                     ledger.violation("metrics", process=servers[place], answer=text[:200].decode(errors="replace"))
                 for line in re.findall(rb"^hps_threads_ended_total.* (?!0)[0-9.]+$", text, re.MULTILINE):
                     ledger.violation("thread", process=servers[place], metric=line.decode())
@@ -202,8 +220,9 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
     (directory / "probes.json").write_text(json.dumps(taken))
 
 
-def _get(port: int, request: bytes) -> bytes:
+def _get(port: int, request: bytes, opened: Opened) -> bytes:
     with socket.create_connection(("127.0.0.1", port), _PROBE_TIMEOUT_S) as connection:
+        opened.to(connection)
         connection.sendall(request)
         received = b""
         while chunk := connection.recv(65536):

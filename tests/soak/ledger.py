@@ -8,11 +8,13 @@ asked and what had been begun when the answer was there.
 import fcntl
 import json
 import os
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,16 +38,18 @@ class Table(NamedTuple):
 
 TABLES = tuple(Table(model, name, dim) for model in ("steady", "reloaded") for name, dim in (("item", 16), ("user", 8)))
 COUNTERS = (
-    *("answers", "vectors", "refused", "refused_reloading", "reconnects"),  # of good clients and of checkers in process
-    "lost_with_a_front",  # requests and probes of a front that was killed, or waited for one that was stopped
+    *("answers", "vectors", "refused", "refused_reloading"),  # of good clients and of checkers in process
+    "lost_with_front",  # connections of clients and probes that a front took with it
     *("acknowledged", "failed_writes", "deletes", "audits", "forks"),  # of processes
     *("forced", "lags"),  # deploys of a peer, comparisons of its lag
     *("probes", "scrapes", "attacks", "violations"),
 )
 _ACTORS = 64
+_NEVER_NS = 1 << 62
+KILLED, STOPPED, OWNERLESS = range(3)  # a front is killed, a front is stopped, the owner was killed: see `Ledger.during`
+_PORTS = 1 << 16
 _MAX_NOTED = 20  # violations of a kind that a process describes; it counts all
 _STOP, _START, _SEQUENCE = range(3)
-FRONT, OWNER = range(2)  # what is disturbed in a server
 _SEQUENCE_LOCK, _CONTESTED_LOCK = range(2)
 _A, _B, _C = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93))
 
@@ -64,6 +68,19 @@ def encode(
     vectors = bits.astype(np.float32)
     vectors[:, 0], vectors[:, 1], vectors[:, 2] = keys, table, versions
     return vectors
+
+
+@dataclass(slots=True)
+class Opened:
+    """Which connection a client has opened, and when."""
+
+    generation: int  # of the process
+    port: int = 0  # of the client
+    began_ns: int = field(default_factory=time.monotonic_ns)
+    connected_ns: int = _NEVER_NS
+
+    def to(self, connection: socket.socket) -> None:
+        self.port, self.connected_ns = connection.getsockname()[1], time.monotonic_ns()
 
 
 class Bounds(NamedTuple):
@@ -93,7 +110,8 @@ class Ledger:
         self.deleted = self._array("deleted", len(TABLES), keys)  # the last delete of each key that was begun
         self.acknowledged = self._array("acknowledged", len(PROCESSES), len(TABLES), keys)  # by each process
         self.generation = self._array("generation", len(PROCESSES))  # odd while the process is meant to be up
-        self.disturbed = self._array("disturbed", len(PROCESSES), 2)  # odd while a front, or the owner, is killed or stopped
+        self._disturbed = self._array("disturbed", len(PROCESSES), 3, 2)  # when each kind last began and ended
+        self._lost = self._array("lost", len(PROCESSES), _PORTS)  # when the front of a client's port was killed
         self.counts = self._array("counts", _ACTORS, len(COUNTERS))
         self._state = self._array("state", 3)
         self._own = self.counts[actor]
@@ -120,6 +138,31 @@ class Ledger:
     def stop(self) -> None:
         """Tell all processes to end."""
         self._state[_STOP] = 1
+
+    @contextmanager
+    def during(self, process: int, what: int) -> Iterator[None]:
+        """Tell all judges what is done to a process meanwhile."""
+        self._disturbed[process, what] = time.monotonic_ns(), _NEVER_NS
+        try:
+            yield
+        finally:
+            self._disturbed[process, what, 1] = time.monotonic_ns()
+
+    def ended(self, process: int, what: int, since_ns: int) -> int:
+        """Return when something that went on after a time had ended; 0 if nothing did. Times are `time.monotonic_ns`."""
+        began_ns, ended_ns = self._disturbed[process, what]
+        return int(ended_ns) if began_ns and ended_ns >= since_ns else 0
+
+    def lose(self, process: int, ports: Iterable[int]) -> None:
+        """Tell the clients of these ports that the front which has their connections is killed now."""
+        self._lost[process, list(ports)] = time.monotonic_ns()
+
+    def is_lost(self, process: int, opened: Opened) -> bool:
+        """Return whether a front that was killed had a connection, or may have had it: it was opened meanwhile."""
+        if self._lost[process, opened.port] >= opened.began_ns:
+            return True
+        began_ns, ended_ns = self._disturbed[process, KILLED]
+        return bool(began_ns <= opened.connected_ns and opened.began_ns <= ended_ns)
 
     def count(self, **amounts: int) -> None:
         with self._lock:
@@ -170,23 +213,6 @@ class Ledger:
         finally:
             if contested:
                 fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, _CONTESTED_LOCK)
-
-    @contextmanager
-    def disturbing(self, process: int, what: int) -> Iterator[None]:
-        """Let clients know that a front or the owner of a server is disturbed."""
-        self.disturbed[process, what] += 1
-        try:
-            yield
-        finally:
-            self.disturbed[process, what] += 1
-
-    def moment(self, process: int) -> list[int]:
-        """To be taken before a question is sent, for `undisturbed`."""
-        return [int(count) for count in self.disturbed[process]]
-
-    def undisturbed(self, process: int, since: list[int], what: int) -> bool:
-        """Whether no front, or no owner, of a server was disturbed since then."""
-        return not since[what] % 2 and int(self.disturbed[process, what]) == since[what]
 
     def bounds(self, process: int, table: int, keys: KeyArray) -> Bounds:
         """To be taken before the question is sent to a process."""

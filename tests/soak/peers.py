@@ -25,6 +25,7 @@ from hps.registry import implementation
 from hps.updates.publisher import Publisher
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisServer, free_ports
+from tests.servers.service_processes import children_of, left_over
 from tests.soak.ledger import DEFAULT, TABLES, Ledger, encode
 
 NAMES = ("c", "d")
@@ -245,8 +246,12 @@ class Peers:
         forcing.start()
         time.sleep(rng.uniform(0, 1))
         self._up[place].clear()
-        self._servers[place].kill()
-        self._servers[place].wait()
+        server = self._servers[place]
+        children = children_of(server.pid)
+        server.kill()
+        server.wait()
+        if left := left_over(children):
+            self._ledger.violation("orphan", process=NAMES[place], count=len(left))
         self._start(place)
         forcing.join()
 

@@ -2,9 +2,9 @@
 
 python -m tests.soak.server DIRECTORY PROCESS PORT FRONTS [FAULT...]
 
-PROCESS is the place in `PROCESSES`; with port 0 nothing is served. With FRONTS, the process is the parent of so many fronts and
-of the owner, in which all of this is. Commands are lines on the standard input; each is answered by a line of JSON on the
-standard output, by whichever owner lives. A FAULT is made on purpose, so that a soak can be seen to fail.
+PROCESS is the place in `PROCESSES`; with port 0 nothing is served. With FRONTS, this becomes the parent of front processes and
+of an owner, which is the `Node`. Commands come over a unix socket (`command_socket`), where the next owner takes them, too. A
+FAULT is made on purpose, so that a soak can be seen to fail.
 """
 
 import json
@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 import hps
+from hps.cache.cpu import cache
 from hps.configuration.load import load_configuration
+from hps.service.fronts.front import Front
 from hps.service.server import serve
-from hps.types import FloatArray
+from hps.types import BoolArray, FloatArray, KeyArray
 from tests.soak.ledger import ABSENT, DEFAULT, PROCESSES, ROWS, TABLES, Bounds, Ledger, draw, encode
 
 _OWNERS = len(PROCESSES) + 1  # the last share of the keys belongs to all
@@ -31,6 +35,7 @@ _WRITE_KEYS, _CHECK_KEYS, _AUDIT_KEYS = 32, 200, 4000
 _WRITE_PAUSE_S, _CHECK_PAUSE_S = 0.1, 0.1
 _LOOKUPS_OF_A_FORK, _FORK_S = 20, 30
 _DEPLOY_S = 60.0
+_MOST_LEAKED = 64
 
 
 class Node:
@@ -44,7 +49,6 @@ class Node:
 
     def __init__(self, ledger: Ledger, process: int, server: hps.HPS) -> None:
         self._ledger, self._process, self._server = ledger, process, server
-        self._stopping = threading.Event()
         seed = time.monotonic_ns()  # a restarted process goes other ways than before
         loops: tuple[Callable[[np.random.Generator], None], ...] = (self._write, self._check)
         self._threads = [
@@ -55,11 +59,6 @@ class Node:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join(60)
 
     def audit(self) -> None:
         """Check every key of every table once."""
@@ -136,7 +135,7 @@ class Node:
         return sorted(set(problems))
 
     def _repeat(self, loop: Callable[[np.random.Generator], None], rng: np.random.Generator) -> None:
-        while not self._stopping.is_set():
+        while True:
             try:
                 loop(rng)
             except Exception as error:  # noqa: BLE001 - an untyped error of the product is a finding
@@ -162,12 +161,12 @@ class Node:
             else:
                 self._ledger.acknowledged[self._process, table, keys] = number
                 self._ledger.count(acknowledged=1, deletes=int(delete))
-        self._stopping.wait(rng.random() * 2 * _WRITE_PAUSE_S)
+        time.sleep(rng.random() * 2 * _WRITE_PAUSE_S)
 
     def _check(self, rng: np.random.Generator) -> None:
         how = ("lookup", "lookup_tables", "lookup_fromdlpack")[rng.integers(3)]
         self._ask(how, int(rng.integers(len(TABLES))), draw(rng, _CHECK_KEYS))
-        self._stopping.wait(rng.random() * 2 * _CHECK_PAUSE_S)
+        time.sleep(rng.random() * 2 * _CHECK_PAUSE_S)
 
     def _ask(self, how: str, table: int, keys: Any) -> None:
         model, name, dim = TABLES[table]
@@ -188,60 +187,81 @@ class Node:
             self._ledger.check(self._process, how, bounds, out, found)
 
 
-def make_faulty(ledger: Ledger, process: int, faults: list[str], server: hps.HPS) -> None:
-    """Make faults on purpose: wrong vectors in answers over HTTP, lost writes, a leak, a stall."""
+def make_faulty(faults: list[str]) -> None:
+    """Make faults on purpose, in this process and those that it forks.
 
-    def spoil(fault: str, bounds: Bounds, out: FloatArray) -> None:
-        there = np.flatnonzero(bounds.keys < ROWS)[:1]
-        match fault:
-            case "default":
-                out[there] = DEFAULT
-            case "torn":
-                out[there, -1] += 1
-            case "foreign":
-                out[there] = encode(bounds.table, bounds.keys[there] + 1, 0)
-            case "invented":
-                out[there] = encode(bounds.table, bounds.keys[there], 1 << 23)
-            case "stale":
-                all_of_it = bounds.keys < ROWS  # few have been updated when the soak is short
-                out[all_of_it] = encode(bounds.table, bounds.keys[all_of_it], 0)
-
-    honest = hps.HPS.lookup_segments
+    Wrong vectors go to the embedding cache, where both the loop and lookups read them. Writes are lost; fronts leak
+    and drop connections.
+    """
     spoiling = [fault for fault in faults if fault in ("default", "torn", "foreign", "invented", "stale")]
     rng = np.random.default_rng(1)
 
-    def lookup_segments(self: hps.HPS, deployment: Any, segments: Any, device_id: int | None = None) -> int:
-        device = honest(self, deployment, segments, device_id)
-        model_name = deployment.config.model
-        for segment in segments:
-            table = segment.table + next(i for i, one in enumerate(TABLES) if one.model == model_name)
-            spoil(spoiling[rng.integers(len(spoiling))], ledger.bounds(process, table, segment.keys), segment.out)
-        return device
+    def spoiled(keys: KeyArray, vectors: FloatArray, chosen: BoolArray) -> FloatArray:
+        vectors = vectors[: keys.size].copy()
+        there = np.flatnonzero((keys < ROWS) & (chosen if chosen.size else True))
+        if not there.size:
+            return vectors
+        table, fault = int(vectors[there[0], 1]), spoiling[rng.integers(len(spoiling))]
+        match fault:
+            case "default":
+                vectors[there[0]] = DEFAULT
+            case "torn":
+                vectors[there[0], -1] += 1
+            case "foreign":
+                vectors[there[0]] = encode(table, keys[there[:1]] + 1, 0)[0]
+            case "invented":
+                vectors[there[0]] = encode(table, keys[there[:1]], 1 << 23)[0]
+            case "stale":  # few have been updated when the soak is short
+                vectors[there] = encode(table, keys[there], 0)
+        return vectors
+
+    insert, update, publish = cache._insert, cache.NumpyCache.update, Front.publish
+
+    def insert_spoiled(table: Any, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
+        insert(table, keys, spoiled(keys, vectors, chosen), chosen, replace)
+
+    def update_spoiled(self: cache.NumpyCache, table: int, keys: KeyArray, vectors: FloatArray) -> None:
+        update(self, table, keys, spoiled(keys, vectors, np.empty(0, np.bool_)))
+
+    leaked = []
+
+    def publish_badly(self: Front) -> None:
+        if "front-leak" in faults and len(leaked) < _MOST_LEAKED:
+            leaked.append(np.ones(1 << 20))  # 8 MB
+        if "drop" in faults and self.connections.order and rng.random() < 0.1:
+            next(iter(self.connections.order)).transport.abort()
+        publish(self)
 
     if spoiling:
-        server.record_trace(ledger.directory / f"{PROCESSES[process]}.trace", rate=1e-6)  # all lookups pass through Python
-        hps.HPS.lookup_segments = lookup_segments  # type: ignore[method-assign]
+        cache._insert, cache.NumpyCache.update = insert_spoiled, update_spoiled  # type: ignore[method-assign]
     if "lost" in faults:
         hps.HPS.insert = lambda *_: None  # type: ignore[method-assign]
-
-    def misbehave() -> None:
-        leaked = []
-        while True:
-            if "leak" in faults and len(leaked) < 64:
-                leaked.append(np.ones(1 << 20))  # 8 MB
-            if "stall" in faults:
-                sum(range(60_000_000))  # holds the interpreter lock
-            time.sleep(0.2)
-
-    threading.Thread(target=misbehave, daemon=True).start()
+    Front.publish = publish_badly  # type: ignore[method-assign]
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def misbehave(faults: list[str]) -> None:
+    """Leak, and hold the interpreter lock, for as long as the process lives."""
+    leaked = []
+    while True:
+        if "leak" in faults and len(leaked) < _MOST_LEAKED:
+            leaked.append(np.ones(1 << 20))  # 8 MB
+        if "stall" in faults:
+            sum(range(60_000_000))
+        time.sleep(0.2)
 
 
-def _obey(node: Node, base: int, stop: Callable[[], None]) -> None:
-    """Do what the lines of the standard input say, until it ends."""
+def command_socket(directory: Path, process: int) -> str:
+    """Where a process, or its present owner, takes commands."""
+    return str(directory / f"{PROCESSES[process]}.sock")
+
+
+def _live(directory: Path, process: int, base: int, server: hps.HPS) -> None:
+    """Be a node once all models are there, and do what the stage says."""
+    while not all(model.model in server.models for model in server.config.models):
+        time.sleep(0.01)
+    node = Node(Ledger(directory, process, PROCESSES[process]), process, server)
+    node.audit()
+    node.start()
     actions = {
         "redeploy": node.redeploy,
         "refresh": node.refresh,
@@ -249,41 +269,30 @@ def _obey(node: Node, base: int, stop: Callable[[], None]) -> None:
         "audit": node.audit,
         "memory": node.memory,
     }
-    for line in sys.stdin:
-        said = {"did": line.strip(), "base": base, "pid": os.getpid(), **(actions[line.strip()]() or {})}
-        print(json.dumps(said), flush=True)
-    stop()
+    place = command_socket(directory, process)
+    Path(place).unlink(missing_ok=True)  # of an owner that was killed
+    with Listener(place, "AF_UNIX") as listener:
+        while True:
+            with listener.accept() as stage:
+                command = stage.recv()
+                stage.send({"did": command, "base": base, **(actions[command]() or {})})
 
 
 def main(directory: Path, process: int, port: int, fronts: int, faults: list[str]) -> None:
-    """Run until a signal, or until the standard input ends."""
-    ledger = Ledger(directory, process, PROCESSES[process])
-    parent, base = os.getpid(), _resident()
+    """Run until a signal."""
+    base = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    make_faulty(faults)
     configuration = load_configuration(directory / f"{PROCESSES[process]}.json")
-    if not port:
-        with hps.HPS(configuration) as alone:
-            if faults:
-                make_faulty(ledger, process, faults, alone)
-            node = Node(ledger, process, alone)
-            node.audit()
-            node.start()
-            _obey(node, base, node.stop)
-        return
 
-    def run_node(server: hps.HPS) -> None:
-        while set(server.models) < {one.model for one in configuration.models}:
-            time.sleep(0.01)
-        if faults:
-            make_faulty(ledger, process, faults, server)
-        node = Node(ledger, process, server)
-        node.audit()
-        node.start()
-        _obey(node, base, lambda: os.kill(parent, signal.SIGTERM))
+    def begin(server: hps.HPS) -> None:
+        for action in (partial(_live, directory, process, base, server), partial(misbehave, faults)):
+            threading.Thread(target=action, daemon=True).start()
 
-    def on_open(server: hps.HPS) -> None:
-        threading.Thread(target=run_node, args=(server,), daemon=True).start()
-
-    sys.exit(0 if serve(configuration, "127.0.0.1", port, on_open=on_open, fronts=fronts) else 1)
+    if port:
+        sys.exit(0 if serve(configuration, "127.0.0.1", port, on_open=begin, fronts=fronts) else 1)
+    with hps.HPS(configuration) as alone:
+        begin(alone)
+        signal.pause()
 
 
 if __name__ == "__main__":

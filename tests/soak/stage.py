@@ -3,32 +3,66 @@
 import http.client
 import json
 import os
+import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from hps.configuration.load import ServiceConfig
 from hps.models.writer import write_sparse_model
+from hps.service.fronts.sharing import body_bytes, slab_bytes
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisServer, free_ports
-from tests.soak.ledger import DEFAULT, FRONT, OWNER, PROCESSES, ROWS, TABLES, Ledger, encode
+from tests.servers.service_processes import OWNER, is_gone, left_over, service_processes, socket_inodes, state_of, tcp_sockets
+from tests.soak.clients import LIVE
+from tests.soak.ledger import DEFAULT, KILLED, OWNERLESS, PROCESSES, ROWS, STOPPED, TABLES, Ledger, encode
+from tests.soak.server import command_socket
 
 LASTING = "b"  # is never restarted, so that a slow leak shows
-MAX_BODY_BYTES, MAX_HELD_BYTES = 4 << 20, 64 << 20
-_START_S, _EXIT_S, _REPLY_S, _SETTLE_S = 120.0, 40.0, 120.0, 1.0
+_START_S, _EXIT_S, _REPLY_S = 120.0, 40.0, 120.0
 _BASE_BYTES = 160 << 20  # allocators, threads, compiled kernels, RocksDB's buffers for these few rows, answers in flight
-_FRONT_BYTES = 80 << 20  # of a front, for itself
+_FRONT_BYTES = 24 << 20  # of a front alone: its event loop, answers in flight, garbage
 _IDLE_S = 60.0
 _IDLE = {"hps_http_lookups_pending": 0, "hps_http_held_bytes": 4096}  # the question itself is held
+_MOST_STOPPED_S = 3.0  # less than clients wait
+_ASKED_MEANWHILE = 16  # connections to a server of which a front stands still: they reach the others, too
 _MAIN_ACTOR = 63
+_SERVICE: dict[str, Any] = {
+    "max_body_bytes": 4 << 20,
+    "max_held_bytes": 64 << 20,
+    "max_keys_per_request": 8000,
+    "lookup_threads": 4,
+    "drain_s": 1,
+}
+
+
+@dataclass(slots=True)
+class Memory:
+    """Memory of a process, or of all processes of a server together."""
+
+    budget_bytes: float = 0.0
+    peak_bytes: int = 0
+    own_bytes: list[int] = field(default_factory=list)  # of `LASTING`, twice a second; no files, and its part of what is shared
+
+    @property
+    def growth_bytes(self) -> float:
+        """By how much it grew from the middle third of the soak to the last."""
+        third = len(self.own_bytes) // 3
+        middle, last = (np.median(self.own_bytes[part : part + third]) for part in (third, 2 * third))
+        return float(last - middle)
 
 
 class Stage:
@@ -36,32 +70,22 @@ class Stage:
 
     Args:
         directory: for files of all kinds.
+        fronts: number of front processes of each server; 0: each is one process.
         eviction: give Redis room for four fifths of the rows only.
-        fronts: front processes of each server; 0: each server is one process.
         faults: what the processes are to do wrong on purpose.
     """
 
-    def __init__(self, directory: Path, eviction: bool, fronts: int, faults: dict[str, list[str]]) -> None:
-        self.directory, self._eviction, self.fronts, self._faults = directory, eviction, fronts, faults
+    def __init__(self, directory: Path, fronts: int, eviction: bool, faults: dict[str, list[str]]) -> None:
+        self.directory, self.fronts, self._eviction, self._faults = directory, fronts, eviction, faults
         self.ledger = Ledger(directory, _MAIN_ACTOR, "soak")
         self.redis = RedisServer(directory / "redis")
         a, b, self._echo_port = free_ports(3)
         self.ports = (a, b, 0)
         self.nodes: dict[int, subprocess.Popen[str]] = {}
-        self.peak_bytes = dict.fromkeys(PROCESSES, 0)
-        self.budget_bytes = dict.fromkeys(PROCESSES, 0)
-        self.resident_bytes: list[int] = []  # of LASTING, twice a second
-        self.front_bytes: list[int] = []  # of its fronts
-        self.killed = dict.fromkeys(PROCESSES, 0)  # fronts and owners
+        self.members: dict[int, dict[int, int]] = {}  # of each process: pids of its fronts by number, and of its OWNER
+        self.memory: dict[str, Memory] = {}
         self._children = ChildProcesses()
         self._clients: list[subprocess.Popen[str]] = []
-
-    @property
-    def growth_bytes(self) -> float:
-        """By how much `LASTING` grew from the middle third of the soak to the last."""
-        third = len(self.resident_bytes) // 3
-        middle, last = (np.median(self.resident_bytes[part : part + third]) for part in (third, 2 * third))
-        return float(last - middle)
 
     def open(self) -> None:
         """Write the model files, and start Redis and the processes."""
@@ -104,10 +128,10 @@ class Stage:
     def check_idle(self) -> None:
         """Without clients, nothing of any request may stay in a server."""
         for process, port in enumerate(self.ports):
-            deadline = time.monotonic() + _IDLE_S
+            url, deadline = f"http://127.0.0.1:{port}/metrics", time.monotonic() + _IDLE_S
             left: dict[str, float] = {"unknown": 0.0}
             while port and left and time.monotonic() < deadline:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                with suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url, timeout=10) as answer:
                     families = text_string_to_metric_families(answer.read().decode())
                     left = {
                         one.name: one.value
@@ -126,100 +150,107 @@ class Stage:
 
     def start(self, process: int) -> None:
         """Start a process, and wait until it serves."""
-        name = PROCESSES[process]
-        arguments = (self.directory, process, self.ports[process], self.fronts, *self._faults.get(name, ()))
-        self.nodes[process] = self._run(name, "server", *arguments, stdin=subprocess.PIPE)
-        if self.ports[process]:
-            self._wait(process, "/v2/health/ready")
-            self.ledger.generation[process] += 1
-        else:
-            self.tell(process, "memory")
-            self.ledger.generation[process] += 1
+        name, port = PROCESSES[process], self.ports[process]
+        fronts = self.fronts if port else 0
+        arguments = (self.directory, process, port, fronts, *self._faults.get(name, ()))
+        self.nodes[process] = self._run(name, "server", *arguments)
+        self.settle(process)
+        self.ledger.generation[process] += 1
+
+    def settle(self, process: int, gone: int = 0) -> None:
+        """Wait until all processes of a server run and serve, none of which is the one that is gone."""
+        deadline = time.monotonic() + _START_S
+        while self.nodes[process].poll() is None:
+            members = self._find(process)
+            whole = len(members) == (self.fronts + 1 if self._has_fronts(process) else 0)
+            if whole and gone not in members.values() and self._is_ready(process):
+                break
+            if time.monotonic() > deadline:
+                self.ledger.violation("start", process=PROCESSES[process], problem=f"not ready within {_START_S} s")
+                break
+            time.sleep(0.05)
+        self.members[process] = self._find(process)
+        self.tell(process, "memory")
 
     def take_down(self, process: int) -> subprocess.Popen[str]:
-        """From now on a process may be away; the caller ends it."""
+        """From now on a process may be away; the caller ends it, and calls `check_gone`."""
         self.ledger.generation[process] += 1
         return self.nodes[process]
 
+    def check_gone(self, process: int) -> None:
+        """No process of a server that has ended may be left."""
+        names = {pid: _member(process, number) for number, pid in self.members.pop(process).items()}
+        for pid in left_over(names):
+            self.ledger.violation("orphan", process=names[pid])
+
     def tell(self, process: int, command: str) -> dict[str, Any]:
-        """Have a process do something, and return what it says."""
-        node = self.nodes[process]
-        if node.stdin is None or node.stdout is None:
-            raise RuntimeError("a process without pipes")
-        try:
-            node.stdin.write(f"{command}\n")
-            node.stdin.flush()
-            ready, _, _ = select.select([node.stdout], [], [], _REPLY_S)
-            line = node.stdout.readline() if ready else ""
-            return dict(json.loads(line))
-        except (OSError, ValueError) as error:
-            self.ledger.violation("command", process=PROCESSES[process], command=command, error=repr(error))
-            return {}
+        """Have a process do something, and return what it says. Waits for one that has just begun."""
+        deadline = time.monotonic() + _REPLY_S
+        while True:
+            try:
+                with Client(command_socket(self.directory, process)) as node:
+                    node.send(command)
+                    if not node.poll(max(0.0, deadline - time.monotonic())):
+                        raise TimeoutError(f"no reply within {_REPLY_S} s")
+                    return dict(node.recv())
+            except (OSError, EOFError) as error:
+                if time.monotonic() > deadline or self.nodes[process].poll() is not None:
+                    self.ledger.violation("command", process=PROCESSES[process], command=command, error=repr(error))
+                    return {}
+            time.sleep(0.05)
 
     def measure(self, process: int) -> None:
         """Compute how much memory a process may take, from what its tiers hold."""
         said = self.tell(process, "memory")
-        name, budget = PROCESSES[process], said.get("base", 0) + said.get("caches", 0) + MAX_HELD_BYTES + _BASE_BYTES
-        budget += _FRONT_BYTES * (self.fronts if self.ports[process] else 0)
-        self.budget_bytes[name] = max(self.budget_bytes[name], budget)
+        base, owned = said.get("base", 0), said.get("base", 0) + said.get("caches", 0) + _BASE_BYTES
+        settings = ServiceConfig(**_SERVICE)
+        slab, bodies = (size(settings, max(self.fronts, 1)) for size in (slab_bytes, body_bytes))
+        count = self.fronts if self._has_fronts(process) else 0
+        budgets = {PROCESSES[process]: owned + max(count, 1) * (slab + bodies) + count * _FRONT_BYTES}
+        for number in self.members[process]:
+            budgets[_member(process, number)] = owned + count * slab if number == OWNER else base + slab + bodies + _FRONT_BYTES
+        for name, budget in budgets.items():
+            memory = self.memory.setdefault(name, Memory())
+            memory.budget_bytes = max(memory.budget_bytes, budget)
 
     def watch(self) -> None:
-        """Note the memory of all processes, and start again those that died."""
+        """Note the memory of all processes, and find those that died or were replaced; start again what ended."""
         for process, node in self.nodes.items():
-            name = PROCESSES[process]
+            members = self.members[process]
             if node.poll() is not None:
-                self.ledger.violation("died", process=name, status=node.returncode)
+                self.ledger.violation("died", process=PROCESSES[process], status=node.returncode)
                 self.take_down(process)
+                self.check_gone(process)
                 self.start(process)
                 continue
-            owner, fronts = self.processes(process)
-            sizes = {pid: _proportional_bytes(pid) for pid in (node.pid, *([owner] if owner else []), *fronts)}
-            resident = sum(sizes.values())
-            self.peak_bytes[name] = max(self.peak_bytes[name], resident)
-            if name == LASTING:
-                self.resident_bytes.append(resident)
-                self.front_bytes.append(sum(sizes[pid] for pid in fronts))
+            for number in [number for number, pid in members.items() if is_gone(pid)]:
+                self.ledger.violation("died", process=_member(process, number))
+                self.settle(process, members[number])
+            names = {PROCESSES[process]: node.pid, **{_member(process, one): pid for one, pid in members.items()}}
+            self._note_memory(names)
 
-    def processes(self, process: int) -> tuple[int, list[int]]:
-        """The owner and the fronts of a server; 0 and none if it is one process."""
-        parent = self.nodes[process].pid
-        try:
-            children = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-        except OSError:
-            children = []
-        if not self.fronts or not self.ports[process]:
-            return 0, []
-        fronts = [pid for pid in children if _is_front(pid)]
-        return next((pid for pid in children if pid not in fronts), 0), fronts
+    def _note_memory(self, names: dict[str, int]) -> None:
+        """Note the memory of a process by its name, and of all of them under the first name."""
+        whole, *_ = names
+        rollups = {name: _kilobytes(pid, "smaps_rollup") for name, pid in names.items()}
+        peaks = {name: _kilobytes(pid, "status").get("VmHWM", 0) for name, pid in names.items()}
+        if len(names) > 1:  # peaks of processes count twice what they share, and were not at the same time
+            peaks[whole] = sum(one.get("Pss", 0) for one in rollups.values())
+        grown = {name: one.get("Pss_Anon", 0) + one.get("Pss_Shmem", 0) for name, one in rollups.items()}
+        grown[whole] = sum(grown.values())
+        for name in names:
+            memory = self.memory.setdefault(name, Memory())
+            memory.peak_bytes = max(memory.peak_bytes, peaks[name])
+            if name.startswith(LASTING):
+                memory.own_bytes.append(grown[name])
 
-    def whole(self, process: int) -> None:
-        """Wait until a server has an owner and all its fronts again, and is ready."""
-        deadline = time.monotonic() + _START_S
-        while not self.processes(process)[0] or len(self.processes(process)[1]) < self.fronts:
-            if time.monotonic() > deadline:
-                self.ledger.violation("start", process=PROCESSES[process], problem=f"not whole within {_START_S} s")
-                return
-            time.sleep(0.05)
-        self._wait(process, "/v2/health/ready")
+    def _has_fronts(self, process: int) -> bool:
+        return bool(self.fronts and self.ports[process])
 
-    def end(self, process: int, number: int) -> int | str:
-        """Send a signal to a server, and wait until it and its children have ended. Returns its status."""
-        node = self.take_down(process)
-        owner, fronts = self.processes(process)
-        node.send_signal(number)
-        try:
-            status: int | str = node.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            node.kill()
-            status = f"none within {_EXIT_S} s"
-        deadline = time.monotonic() + _EXIT_S
-        for pid in filter(None, (owner, *fronts)):
-            while _lives(pid):
-                if time.monotonic() > deadline:
-                    self.ledger.violation("orphan", process=PROCESSES[process])
-                    os.kill(pid, signal.SIGKILL)
-                time.sleep(0.02)
-        return status
+    def _find(self, process: int) -> dict[int, int]:
+        if not self._has_fronts(process):
+            return {}
+        return service_processes(self.nodes[process].pid, self.fronts, self.ports[process])
 
     def _run(self, name: str, module: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
         """Start a module of this package as a process whose log has a name."""
@@ -227,20 +258,17 @@ class Stage:
             options = {"stdout": subprocess.PIPE if options else log, "stderr": log, **options}
             return self._children.start(sys.executable, "-m", f"tests.soak.{module}", *arguments, **options)
 
-    def _wait(self, process: int, path: str) -> None:
-        deadline = time.monotonic() + _START_S
-        while self.nodes[process].poll() is None and time.monotonic() < deadline:
-            connection = http.client.HTTPConnection("127.0.0.1", self.ports[process], timeout=10)
-            try:
-                connection.request("GET", path)
-                if connection.getresponse().status == 200:
-                    return
-            except (OSError, http.client.HTTPException):
-                pass
-            finally:
-                connection.close()
-            time.sleep(0.05)
-        self.ledger.violation("start", process=PROCESSES[process], problem=f"{path} was not 200 within {_START_S} s")
+    def _is_ready(self, process: int) -> bool:
+        if not self.ports[process]:
+            return True
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[process], timeout=10)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
     def _model_files(self, number: int) -> Path:
         return self.directory / "models" / "-".join(TABLES[number][:2])
@@ -274,38 +302,9 @@ class Stage:
                 "cache_missed_embeddings": True,
             },
             "persistent_db": {"type": "rocks_db", "path": str(self.directory / f"rocksdb-{name}"), "num_threads": 2},
-            "service": {
-                "max_body_bytes": MAX_BODY_BYTES,
-                "max_held_bytes": MAX_HELD_BYTES,
-                "max_keys_per_request": 8000,
-                "lookup_threads": 4,
-            },
+            "service": _SERVICE,
             "models": [model(name) for name in dict.fromkeys(table.model for table in TABLES)],
         }
-
-
-def _is_front(pid: int) -> bool:
-    """Whether a child of a server is a front: it has one thread only. An owner that begins has, too, but not for long."""
-    try:
-        return len(os.listdir(f"/proc/{pid}/task")) == 1
-    except OSError:
-        return False
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def _proportional_bytes(pid: int) -> int:
-    """Memory of a process, in which what is shared counts in parts; 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
 
 
 def _flushall(stage: Stage, _: np.random.Generator) -> None:
@@ -331,50 +330,69 @@ def _redis_restart(stage: Stage, rng: np.random.Generator) -> None:
 
 def _kill(stage: Stage, rng: np.random.Generator) -> None:
     process = PROCESSES.index(("a", "user")[rng.integers(2)])
-    stage.end(process, signal.SIGKILL)
+    node = stage.take_down(process)
+    node.kill()
+    node.wait(_EXIT_S)
+    stage.check_gone(process)
     stage.start(process)
 
 
 def _terminate(stage: Stage, _: np.random.Generator) -> None:
     process = PROCESSES.index("a")
-    if status := stage.end(process, signal.SIGTERM):
+    node = stage.take_down(process)
+    node.send_signal(signal.SIGTERM)
+    try:
+        status: int | str = node.wait(_EXIT_S)
+    except subprocess.TimeoutExpired:
+        node.kill()
+        status = f"none within {_EXIT_S} s"
+    if status:
         stage.ledger.violation("exit", process=PROCESSES[process], status=status)
+    stage.check_gone(process)
     stage.start(process)
 
 
 def _front_kill(stage: Stage, rng: np.random.Generator) -> None:
-    """Its own connections break, and no other."""
-    process = PROCESSES.index("a")
-    _, fronts = stage.processes(process)
-    with stage.ledger.disturbing(process, FRONT):
-        os.kill(fronts[rng.integers(len(fronts))], signal.SIGKILL)
-        stage.killed[PROCESSES[process]] += 1
-        time.sleep(_SETTLE_S)
-        stage.whole(process)
+    """It stands still before it dies, so that it is known which connections are its own: they alone may be lost."""
+    process, port = PROCESSES.index("a"), stage.ports[PROCESSES.index("a")]
+    pid = stage.members[process][int(rng.integers(stage.fronts))]
+    with stage.ledger.during(process, KILLED):
+        _signal(pid, signal.SIGSTOP, "T")
+        own = {*socket_inodes(pid), "0"}  # 0: not accepted yet, perhaps by this front
+        stage.ledger.lose(process, [one.remote_port for one in tcp_sockets() if one.port == port and one.inode in own])
+        _signal(pid, signal.SIGKILL, "Z")
+    stage.settle(process, pid)
 
 
 def _front_stop(stage: Stage, rng: np.random.Generator) -> None:
-    """Its clients wait, and no other."""
+    """Its clients wait; those of the others do not, and nobody loses a connection."""
     process = int(rng.integers(2))
-    _, fronts = stage.processes(process)
-    front = fronts[rng.integers(len(fronts))]
-    with stage.ledger.disturbing(process, FRONT):
-        os.kill(front, signal.SIGSTOP)
-        time.sleep(rng.uniform(0.5, 4))
-        os.kill(front, signal.SIGCONT)
-        time.sleep(_SETTLE_S)
+    pid = stage.members[process][int(rng.integers(stage.fronts))]
+    end = time.monotonic() + rng.uniform(1, _MOST_STOPPED_S)
+    with ExitStack() as stack:
+        with stage.ledger.during(process, STOPPED):
+            try:
+                _signal(pid, signal.SIGSTOP, "T")
+                asked = [socket.create_connection(("127.0.0.1", stage.ports[process]), 10) for _ in range(_ASKED_MEANWHILE)]
+                for one in asked:
+                    stack.enter_context(one).sendall(LIVE)
+                time.sleep(max(0.0, end - time.monotonic()))
+                answered, _, _ = select.select(asked, [], [], 0)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        right = sum(one.recv(65536).startswith(b"HTTP/1.1 200") for one in asked)
+    if not answered or right < len(asked):
+        counts = {"answered_meanwhile": len(answered), "answered": right, "asked": len(asked)}
+        stage.ledger.violation("front stop", process=PROCESSES[process], **counts)
 
 
-def _owner_kill(stage: Stage, rng: np.random.Generator) -> None:
-    """Every connection stays open, and is answered by 503 until there is another owner."""
+def _owner_kill(stage: Stage, _: np.random.Generator) -> None:
+    """Connections stay open, and get their answers, or 503, until another owner serves and is a node."""
     process = PROCESSES.index("a")
-    owner, _ = stage.processes(process)
-    with stage.ledger.disturbing(process, OWNER):
-        os.kill(owner, signal.SIGKILL)
-        stage.killed[PROCESSES[process]] += 1
-        time.sleep(_SETTLE_S)
-        stage.whole(process)
-        stage.tell(process, "memory")  # its writers and checkers are there again
+    pid = stage.members[process][OWNER]
+    with stage.ledger.during(process, OWNERLESS):
+        _signal(pid, signal.SIGKILL, "Z")
+        stage.settle(process, pid)
 
 
 def _redeploy(stage: Stage, rng: np.random.Generator) -> None:
@@ -389,7 +407,6 @@ def _fork(stage: Stage, _: np.random.Generator) -> None:
     stage.tell(PROCESSES.index("user"), "fork")
 
 
-OF_FRONTS = ("front_kill", "front_stop", "owner_kill")
 CHAOS: dict[str, Callable[[Stage, np.random.Generator], None]] = {
     "flushall": _flushall,
     "client_pause": _client_pause,
@@ -397,11 +414,33 @@ CHAOS: dict[str, Callable[[Stage, np.random.Generator], None]] = {
     "redis_restart": _redis_restart,
     "kill": _kill,
     "terminate": _terminate,
-    "front_kill": _front_kill,
-    "front_stop": _front_stop,
-    "owner_kill": _owner_kill,
     "redeploy": _redeploy,
     "refresh": _refresh,
     "fork": _fork,
+    "front_kill": _front_kill,
+    "front_stop": _front_stop,
+    "owner_kill": _owner_kill,
 }
 """What can be done to a stage. Each blocks until the stage is whole again."""
+
+OF_FRONTS = ("front_kill", "front_stop", "owner_kill")
+
+
+def _member(process: int, number: int) -> str:
+    return f"{PROCESSES[process]} {'owner' if number == OWNER else f'front {number}'}"
+
+
+def _signal(pid: int, number: signal.Signals, state: str) -> None:
+    """Send a signal, and wait until the process is in this state."""
+    os.kill(pid, number)
+    deadline = time.monotonic() + _EXIT_S
+    while state_of(pid) != state and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _kilobytes(pid: int, file: str) -> dict[str, int]:
+    """Return the amounts of memory in a file of a process, in bytes; empty if the process is gone."""
+    with suppress(OSError):
+        lines = re.findall(r"^(\w+):\s+(\d+) kB", Path(f"/proc/{pid}/{file}").read_text(), re.MULTILINE)
+        return {name: int(size) << 10 for name, size in lines}
+    return {}

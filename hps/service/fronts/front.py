@@ -427,9 +427,9 @@ class Front:
         loop.add_signal_handler(signal.SIGUSR1, self.leave)
         for number in (signal.SIGINT, signal.SIGHUP):  # the parent says what they mean
             loop.add_signal_handler(number, lambda: None)
-        await self.start(listener, grpc_listener)
-        gc.collect()
+        gc.collect()  # before connections wait for it
         gc.freeze()
+        await self.start(listener, grpc_listener)
         await stopping.wait()
         await self.stop(_STOP_S)
         self.close()

@@ -132,8 +132,8 @@ class Supervisor:
         code = 1
         try:
             shared = self.shared
-            listener = listen_beside(self._place)
-            grpc_listener = None if self._grpc_place is None else listen_beside(self._grpc_place)
+            listener = bind_beside(self._place)
+            grpc_listener = None if self._grpc_place is None else bind_beside(self._grpc_place)
             self._close_places()
             for nth, (region, event) in enumerate(zip(shared.regions, shared.events, strict=True)):
                 if nth != number:
@@ -283,13 +283,15 @@ def reserve(host: str, port: int, key: str = "port") -> socket.socket:
     return place
 
 
-def listen_beside(place: socket.socket) -> socket.socket:
-    """Listen on the address that a socket reserves, beside others."""
+def bind_beside(place: socket.socket) -> socket.socket:
+    """Bind the address that a socket reserves, beside others.
+
+    The kernel sends it connections from when it listens: a front listens when its event loop runs, so that none waits for that.
+    """
     listener = socket.socket(place.family, place.type, place.proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.bind(place.getsockname())
-    listener.listen(2048)
     return listener
 
 

@@ -1,6 +1,7 @@
 """The Helm chart: what it renders is valid, agrees with itself and with the service; its pod runs under its restrictions."""
 
 import json
+import re
 import shutil
 import stat
 import subprocess
@@ -29,12 +30,6 @@ pytestmark = pytest.mark.helm
 ROOT = Path(__file__).parents[2]
 VALUES = sorted((CHART / "ci").glob("*.yaml"))
 ENOUGH = ("--set", "config.model_repository=s3://bucket/models")
-CUSTOM = {  # kinds of other projects, whose schemas kubernetes-validate does not have, and what their specs must have
-    "ServiceMonitor": {"selector", "endpoints"},
-    "PrometheusRule": {"groups"},
-    "Certificate": {"secretName", "issuerRef", "dnsNames"},
-    "ScaledObject": {"scaleTargetRef", "triggers"},
-}
 UID = 10001
 
 
@@ -58,17 +53,13 @@ def test_there_are_five_sets_of_values():
 
 
 def test_what_is_rendered_is_valid(values):
-    import kubernetes_validate
+    from tests.servers.custom_kinds import validate
 
     assert helm("lint", "--strict", CHART, "--values", values).returncode == 0
     objects = rendered("--values", values)
     assert len(objects) >= 6
     for name, one in objects.items():
-        if one["kind"] in CUSTOM:
-            assert CUSTOM[one["kind"]] <= one["spec"].keys()
-        else:
-            for version in ("1.27", "1.31", "1.35"):
-                kubernetes_validate.validate(one, version, strict=True)
+        validate(one)
         assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == "shop-hps", name
 
 
@@ -98,15 +89,21 @@ def test_objects_agree_with_each_other(values):
     )
     for one in services:
         assert {port["targetPort"] for port in one["spec"]["ports"]} == ports.keys()
+        cleartext = [port["name"] for port in one["spec"]["ports"] if port.get("appProtocol") == "kubernetes.io/h2c"]
+        assert cleartext == (["grpc"] if "grpc" in ports and "tls_key_path" not in document["service"] else [])
     if owner["kind"] == "StatefulSet":
         assert f"Service/{owner['spec']['serviceName']}" in objects
         assert document["persistent_db"]["path"].startswith("/var/lib/hps/")
     mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
     kept = [one["metadata"]["name"] for one in owner["spec"].get("volumeClaimTemplates", ())]
     assert mounts.keys() == {one["name"] for one in pod["volumes"]} | set(kept)
-    for key in ("tokens_path", "tls_certificate_path", "tls_key_path", "tls_client_ca_path"):
-        if path := document["service"].get(key):
-            assert any(path.startswith(f"{place}/") for place in mounts.values())
+    named = [
+        document["service"].get(key) for key in ("tokens_path", "tls_certificate_path", "tls_key_path", "tls_client_ca_path")
+    ]
+    named += [document.get("volatile_db", {}).get(key) for key in ("password_path", "tls_ca_certificate")]
+    named += [document.get("update_source", {}).get("config", {}).get("ssl.ca.location")]
+    for path in filter(None, named):
+        assert any(path.startswith(f"{place}/") for place in mounts.values()), path
     for one in objects.values():
         match one["kind"]:
             case "PodDisruptionBudget" | "NetworkPolicy":
@@ -115,7 +112,11 @@ def test_objects_agree_with_each_other(values):
             case "HorizontalPodAutoscaler" | "ScaledObject":
                 target = one["spec"]["scaleTargetRef"]
                 assert f"{target['kind']}/{target['name']}" in objects
+                spec = one["spec"].get("advanced", {}).get("horizontalPodAutoscalerConfig") or one["spec"]
+                assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 1800
                 assert "replicas" not in owner["spec"]
+            case "Certificate":  # the probe and Prometheus show the server's certificate as clients
+                assert ("client auth" in one["spec"]["usages"]) == ("tls_client_ca_path" in document["service"])
             case "ServiceMonitor":
                 selector = one["spec"]["selector"]
                 chosen = [each for each in services if selector["matchLabels"].items() <= each["metadata"]["labels"].items()]
@@ -159,7 +160,8 @@ def test_probes_and_metrics_are_those_of_the_service(tmp_path):
             assert service.client.get(container[probe]["httpGet"]["path"]).status_code == 200
         metrics = service.client.get("/metrics").text
     query = scaled["spec"]["triggers"][0]["metadata"]["query"]
-    assert f"\n{query.removeprefix('sum(').partition('{')[0]}{{" in metrics
+    assert re.findall(r"\bhps_\w+", query) == ["hps_http_lookups_pending"]
+    assert "\nhps_http_lookups_pending{" in metrics
     (rules,) = [one for one in objects.values() if one["kind"] == "PrometheusRule"]
     assert rules["spec"] == yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())
 
@@ -197,6 +199,11 @@ def test_the_chart_decides_places_and_nothing_else():
         ("config.volatile_db.password=abc", "is a secret"),
         ("redis.existingSecret=redis-auth", "names no Redis"),
         ("monitoring.interval=often", "interval"),
+        ("autoscaling.kind=hpa,autoscaling.minReplicas=9", "got minReplicas 9, expected at most maxReplicas, 8"),
+        ("config.service.drain_s=2", "drain_s: expected at least 3"),
+        (r"config.update_source.config.sasl\.password=abc", "sasl.password is a secret"),
+        ("env[0].name=HPS_ADMIN_TOKEN,env[0].value=abc", "HPS_ADMIN_TOKEN is a secret"),
+        ("extraVolumes[0].emptyDir=x", "name"),
     ],
 )
 def test_wrong_values_are_refused(setting, problem):
@@ -209,7 +216,7 @@ def test_no_secret_is_rendered(values):
     objects = rendered("--values", values)
     assert not any(one["kind"] == "Secret" for one in objects.values())
     _, _, container = pods_of(objects)
-    assert not any("value" in one for one in container.get("env", ()))
+    assert not [one["name"] for one in container.get("env", ()) if "value" in one and "PASSWORD" in one["name"]]
 
 
 # -- the pod's command ------------------------------------------------------------------------------------------------------

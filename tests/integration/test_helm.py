@@ -1,8 +1,10 @@
 """The Helm chart: what it renders is valid, agrees with itself and with the service; its pod runs under its restrictions."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from hps.models.writer import write_sparse_model
 from tests.fakes.installation import Installation
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.compose_file import read_dockerfile
-from tests.servers.compose_runner import can_isolate, isolated
+from tests.servers.compose_runner import as_pod
 from tests.servers.helm import CHART, helm, rendered
 from tests.servers.redis_server import free_ports
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
@@ -41,6 +43,10 @@ def values(request) -> Path:
 def pods_of(objects):
     (one,) = [one for one in objects.values() if one["kind"] in ("StatefulSet", "Deployment")]
     return one, one["spec"]["template"]["spec"], one["spec"]["template"]["spec"]["containers"][0]
+
+
+def children_of(process):
+    return [int(one) for one in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def configuration_of(objects):
@@ -231,7 +237,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-@pytest.mark.skipif(not can_isolate(), reason="not root: file systems cannot be made read-only")
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: processes of another user cannot be started")
 def test_the_command_of_a_pod_answers_under_its_restrictions(place, children: ChildProcesses):
     objects = rendered("--values", CHART / "ci" / "gpu-values.yaml", "--set", "config.device=cpu,gpu.count=0")
     _, _, container = pods_of(objects)
@@ -256,7 +262,7 @@ def test_the_command_of_a_pod_answers_under_its_restrictions(place, children: Ch
     environment = {name: value.replace("/var/lib/hps", str(place / "var/lib/hps")) for name, value in environment.items()}
     environment |= {"TMPDIR": str(place / "tmp"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(image.package.parent)}
     assert container["args"] == ["serve", "/etc/hps/ps.json"]
-    command = isolated([sys.executable, "-m", "hps", "serve", str(place / "ps.json")], place, UID)
+    command = as_pod([sys.executable, "-m", "hps", "serve", str(place / "ps.json")], place, UID)
     with (place / "log").open("w") as log:
         pod = children.start(*command, env=environment, cwd="/", stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
@@ -268,19 +274,26 @@ def test_the_command_of_a_pod_answers_under_its_restrictions(place, children: Ch
         except httpx.TransportError:
             return False
 
-    wait_until(answers, "the pod is ready", 120)
-    answer = httpx.post(f"{url}/v1/models/ranking/lookup", json={"tables": {"user": [3, 999, 10**9]}}).json()
-    got = np.array(answer["tables"]["user"], np.float32)
-    np.testing.assert_array_equal(
-        got, np.concatenate([sample_vectors(np.array([3, 999]), 128), np.zeros((1, 128), np.float32)])
-    )
+    def look_up():
+        wait_until(answers, "the pod is ready", 120)
+        answer = httpx.post(f"{url}/v1/models/ranking/lookup", json={"tables": {"user": [3, 999, 10**9]}}).json()
+        expected = np.concatenate([sample_vectors(np.array([3, 999]), 128), np.zeros((1, 128), np.float32)])
+        np.testing.assert_array_equal(np.array(answer["tables"]["user"], np.float32), expected)
+
+    look_up()
     written = [one for one in place.rglob("*") if one.lstat().st_uid == UID and not stat.S_ISSOCK(one.lstat().st_mode)]
     assert written
     allowed = (place / "var/lib/hps", place / "tmp")
     assert all(any(one.is_relative_to(root) for root in allowed) for one in written)
     assert "compiling" not in (place / "log").read_text()
-    status = Path(f"/proc/{pod.pid}/status").read_text()
+    first = children_of(pod.pid)[0] if command[0] == "unshare" else pod.pid
+    status = Path(f"/proc/{first}/status").read_text()
+    assert (f"NSpid:\t{first}\t1\n" in status) == (command[0] == "unshare")
     assert f"Uid:\t{UID}\t{UID}" in status
     assert "CapEff:\t0000000000000000" in status
-    pod.terminate()
+    for one in (killed := children_of(first)):
+        os.kill(one, signal.SIGKILL)
+    wait_until(lambda: not set(killed) & set(children_of(first)), "the first process has buried the others", 20)
+    look_up()
+    os.kill(first, signal.SIGTERM)
     assert pod.wait(60) == 0, (place / "log").read_text()

@@ -69,6 +69,26 @@ def test_what_is_rendered_is_valid(values):
         assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == "shop-hps", name
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "change"),
+    [
+        ("keda", "ScaledObject", {"cooldownPeriods": 5}),
+        ("keda", "ScaledObject", {"advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": {"seconds": 5}}}}}),
+        ("secured", "ServiceMonitor", {"endpoints": [{"port": "http", "tlsConfig": {"caFile": {}}}]}),
+        ("secured", "Certificate", {"usages": ["client"]}),
+        ("gpu", "PrometheusRule", {"groups": [{"name": "hps", "rules": [{"expr": "up", "for": "soon"}]}]}),
+        ("gpu", "Service", {"port": 8000}),
+    ],
+)
+def test_a_wrong_field_is_found(name, kind, change):
+    from tests.servers.custom_kinds import validate
+
+    (one,) = [one for one in rendered("--values", CHART / "ci" / f"{name}-values.yaml").values() if one["kind"] == kind][:1]
+    validate(one)
+    with pytest.raises(Exception, match=r"(?i)additional properties|is not one of|does not match"):
+        validate(one | {"spec": one["spec"] | change})
+
+
 def test_the_configuration_is_one_that_the_service_reads(values, tmp_path, monkeypatch):
     monkeypatch.setenv("HPS_REDIS_PASSWORD", "")
     document = configuration_of(rendered("--values", values))
@@ -145,6 +165,7 @@ def test_a_pod_is_confined(values):
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == UID
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["enableServiceLinks"] is False
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,

@@ -179,7 +179,7 @@ def test_a_pod_is_confined(values):
 
 def test_probes_and_metrics_are_those_of_the_service(tmp_path):
     write_sparse_model(tmp_path / "item.model", (np.arange(10), np.zeros((10, 4), np.float32)))
-    objects = rendered("--values", CHART / "ci" / "keda-values.yaml", "--set", "monitoring.rules=true")
+    objects = rendered("--values", CHART / "ci" / "keda-values.yaml")
     _, _, container = pods_of(objects)
     (scaled,) = [one for one in objects.values() if one["kind"] == "ScaledObject"]
     with running_service(document_of(model_of("m", [tmp_path / "item.model"], {"item": 4}))) as service:
@@ -189,8 +189,44 @@ def test_probes_and_metrics_are_those_of_the_service(tmp_path):
     query = scaled["spec"]["triggers"][0]["metadata"]["query"]
     assert re.findall(r"\bhps_\w+", query) == ["hps_http_lookups_pending"]
     assert "\nhps_http_lookups_pending{" in metrics
-    (rules,) = [one for one in objects.values() if one["kind"] == "PrometheusRule"]
-    assert rules["spec"] == yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())
+
+
+def test_rules_are_those_of_the_repository_and_a_release_counts_its_own_replicas():
+    def rules_of(*settings):
+        objects = rendered(*ENOUGH, "--set", "monitoring.rules=true", *settings)
+        (spec,) = [one["spec"] for one in objects.values() if one["kind"] == "PrometheusRule"]
+        return spec, {one.get("alert", one.get("record")): one for group in spec["groups"] for one in group["rules"]}
+
+    _, rules = rules_of()
+    original = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())
+    expected = {one.get("alert", one.get("record")): one for group in original["groups"] for one in group["rules"]}
+    changed = [name for name, one in expected.items() if rules[name] != one]
+    assert changed == ["HPSNoReplicaReady", "HPSReplicaLost"]
+    assert rules.keys() == expected.keys()
+    assert expected.keys() - rules_of("--set", "autoscaling.kind=hpa")[1].keys() == {"HPSReplicaLost"}
+    for name in changed:
+        assert rules[name]["labels"] == expected[name]["labels"] | {"namespace": "shop", "service": "shop-hps"}
+
+
+@pytest.mark.promtool
+def test_a_release_without_a_ready_replica_is_noticed_beside_another_release(tmp_path):
+    objects = rendered(*ENOUGH, "--set", "monitoring.rules=true")
+    (spec,) = [one["spec"] for one in objects.values() if one["kind"] == "PrometheusRule"]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(spec))
+    series = [
+        {"series": 'hps_ready{namespace="shop",service="shop-hps",instance="a"}', "values": "1x10 0x20"},
+        {"series": 'hps_ready{namespace="other",service="shop-hps",instance="b"}', "values": "1x30"},
+    ]
+    name, service = "HPSNoReplicaReady", {"namespace": "shop", "service": "shop-hps"}
+    (annotations,) = [one["annotations"] for group in spec["groups"] for one in group["rules"] if one.get("alert") == name]
+    fired = [{"exp_labels": {"severity": "critical", **service}, "exp_annotations": annotations}]
+    alerts = [{"eval_time": at, "alertname": name, "exp_alerts": then} for at, then in (("9m", []), ("20m", fired))]
+    test = {"rule_files": ["rules.yml"], "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": alerts}]}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
+    done = subprocess.run(
+        ["promtool", "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_change_of_the_configuration_restarts_pods_and_one_of_replicas_does_not():
@@ -227,6 +263,7 @@ def test_the_chart_decides_places_and_nothing_else():
         ("redis.existingSecret=redis-auth", "names no Redis"),
         ("monitoring.interval=often", "interval"),
         ("autoscaling.kind=hpa,autoscaling.minReplicas=9", "got minReplicas 9, expected at most maxReplicas, 8"),
+        ("tls.clientCA=true", "there is no certificate of the server"),
         ("config.service.drain_s=2", "drain_s: expected at least 3"),
         (r"config.update_source.config.sasl\.password=abc", "sasl.password is a secret"),
         ("env[0].name=HPS_ADMIN_TOKEN,env[0].value=abc", "HPS_ADMIN_TOKEN is a secret"),

@@ -1,5 +1,7 @@
-"""Computes the memory that this process may still allocate, and rejects needs that do not fit."""
+"""Computes the memory and the processors that this process may use, and rejects needs that do not fit."""
 
+import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +11,10 @@ from typing import Literal, TypeAlias
 from hps.errors import CapacityError
 
 _V1_UNBOUNDED = 1 << 60  # version 1 has no word for it and uses a number near 2^63
+_MEMORY_FILES = {  # limit and use; what fields of memory.stat begin with
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 Place: TypeAlias = Literal["gpu", "pinned", "ram", "disk", "redis"]
 """Kind of memory. Pinned memory is part of the machine's memory and counted once: here if a device reads it."""
@@ -68,7 +74,8 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
     """
     meminfo = _numbers(root / "proc/meminfo")
     bounds = [(meminfo["MemAvailable"] * 1024, "in the machine's memory")] if "MemAvailable" in meminfo else []
-    for directory, limit_name, use_name, prefix in _control_groups(root):
+    for directory, version in _control_groups(root, "memory"):
+        limit_name, use_name, prefix = _MEMORY_FILES[version]
         limit, use = _number(directory / limit_name), _number(directory / use_name)
         if limit is not None and use is not None and limit < _V1_UNBOUNDED:
             stat = _numbers(directory / "memory.stat")
@@ -82,21 +89,36 @@ def machine_memory(root: Path = Path("/")) -> int:
     return _numbers(root / "proc/meminfo").get("MemTotal", 0) * 1024
 
 
-def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield the memory control groups of this process up to the root, with the names of their files and fields.
+def available_processors(root: Path = Path("/")) -> int:
+    """Return how many processors this process may use: by its affinity, and by the quota of each of its control groups.
+
+    Args:
+        root: root of the file system with `/proc` and `/sys`.
+    """
+    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for directory, version in _control_groups(root, "cpu"):
+        if version == 2:
+            quota, period = [*_text(directory / "cpu.max").split(), "", ""][:2]
+        else:
+            quota, period = (_text(directory / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+        if quota.isdecimal() and period.isdecimal():  # not `max`, nor -1
+            most = min(most, max(1, math.ceil(int(quota) / int(period))))
+    return most
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the control groups of this process for a controller, up to the root, with their version.
 
     In a container the root is the process' own group, and the path that /proc names may not exist below it.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        version_2 = ("memory.max", "memory.current", "")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_") if controllers else version_2
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = top / path.lstrip("/")
         for directory in (group, *group.parents):
-            yield directory, *names
+            yield directory, 1 if controllers else 2
             if directory == top:
                 break
 

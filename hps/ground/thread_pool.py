@@ -6,36 +6,24 @@ and RocksDB's multi-gets do; otherwise threads gain nothing.
 """
 
 import logging
-import math
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Final
 
+from hps.ground.capacity import available_processors
 from hps.ground.lifetimes import close_at_exit, disown_in_children
 from hps.ground.workers import new_thread
 
 _log = logging.getLogger(__name__)
-QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _MOST_THREADS: Final = 16
 _MOST_ROWS: Final = 16_384  # target per piece: finished pieces are copied to a device while others run
 _PIECES_A_THREAD: Final = 4
 _IDLE_S: Final = 10.0  # idle time after which a thread ends
 _LOOK_S: Final = 10.0
-
-
-def available_processors() -> int:
-    """Return how many processors this process may use: by its affinity, and by the quota of its control group."""
-    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # no control group, or `max`
-        quota, period = QUOTA.read_text().split()
-        most = min(most, math.ceil(int(quota) / int(period)))
-    return most
 
 
 def available_threads() -> int:

@@ -18,7 +18,7 @@ from hps import errors
 from hps.client.addresses import Address, read_addresses
 from hps.client.client import connect
 from hps.client.requests import Encoder, Input
-from hps.ground.thread_pool import available_processors
+from hps.ground.capacity import available_processors
 from hps.profiling.counters import Counters
 from hps.profiling.http_load import HttpLoad, LoadResult, Parts, number_of
 from hps.profiling.keys import KeyPool

@@ -59,6 +59,7 @@ def _settings(config: Any, own: Mapping[str, str | int | bool]) -> dict[str, Any
         "receive.message.max.bytes": _MOST_BYTES,  # an oversized message must still be skipped
         "reconnect.backoff.max.ms": 2000,
         "log_level": 2,  # syslog level; `problem` reports the errors
+        **({"sasl.password": config.password} if config.password else {}),
         **own,
         **config.config,
     }

@@ -31,14 +31,26 @@ def runtime():
 
 def test_the_runtime_serves_the_format_of_the_inference_service(runtime):
     document, spec, container = runtime
-    service = yaml.safe_load((FILES / "inference-service.yaml").read_text())["spec"]["predictor"]["model"]
+    predictor = yaml.safe_load((FILES / "inference-service.yaml").read_text())["spec"]["predictor"]
+    service = predictor["model"]
     assert service["modelFormat"]["name"] in {one["name"] for one in spec["supportedModelFormats"] if one["autoSelect"]}
     assert service["protocolVersion"] in spec["protocolVersions"]
     settings = load_configuration(document).service
     (port,) = container["ports"]
     assert port["containerPort"] == settings.port
+    assert predictor["terminationGracePeriodSeconds"] >= settings.drain_s + 30
     assert all(container[probe]["httpGet"]["port"] == settings.port for probe in ("readinessProbe", "livenessProbe"))
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in spec["volumes"]}
+
+
+@pytest.mark.helm
+def test_the_objects_are_valid():
+    from tests.servers.custom_kinds import validate
+
+    objects = [one for file in sorted(FILES.glob("*.yaml")) for one in yaml.safe_load_all(file.read_text())]
+    assert {one["kind"] for one in objects} == {"ConfigMap", "ServingRuntime", "InferenceService"}
+    for one in objects:
+        validate(one)
 
 
 def test_a_model_that_kserve_has_copied_is_served_by_its_name(runtime, tmp_path):

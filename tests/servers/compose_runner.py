@@ -23,7 +23,7 @@ from tests.servers.compose_file import Compose, seconds
 from tests.servers.redis_server import server_program
 
 HEALTHY_S = 120.0
-_WITHOUT_CAPABILITIES = "setpriv --no-new-privs --inh-caps=-all --bounding-set=-all --pdeathsig KILL --"
+_WITHOUT_CAPABILITIES = ("setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all", "--pdeathsig", "KILL")
 
 
 class Stack:
@@ -222,20 +222,25 @@ class Stack:
         return self.directory / f"{name}.log"
 
 
-def isolated(argv: list[str], writable: Path, user: int | None = None) -> list[str]:
-    """The command with everything but `writable` read-only and without capabilities, where this process can do that.
+def isolated(argv: list[str], writable: Path) -> list[str]:
+    """The command with everything but `writable` read-only and without capabilities, where this process can do that."""
+    return _unshared([*_WITHOUT_CAPABILITIES, "--", *argv], writable) if can_isolate() else argv
 
-    Args:
-        user: that runs it, and its group; None: as this process.
+
+def as_pod(argv: list[str], writable: Path, user: int) -> list[str]:
+    """The command as the first process of a pod: of a user without capabilities, with process numbers of its own.
+
+    Everything but `writable` is read-only where this process, which must be root, can do that; elsewhere what is root's is.
     """
-    if not can_isolate():
-        return argv
+    restricted = [*_WITHOUT_CAPABILITIES, "--reuid", str(user), "--regid", str(user), "--clear-groups", "--", *argv]
+    return _unshared(restricted, writable, "--pid", "--fork", "--kill-child") if can_isolate() else restricted
+
+
+def _unshared(argv: list[str], writable: Path, *more: str) -> list[str]:
     points = sorted({_mount_point(Path(one)) for one in ("/", __file__, sys.prefix, sys.base_prefix)})
     mounts = [f"mount -o remount,bind,ro {shlex.quote(point)}" for point in points]
-    as_user = "" if user is None else f" --reuid {user} --regid {user} --clear-groups"
-    restricted = _WITHOUT_CAPABILITIES.replace(" --pdeathsig", f"{as_user} --pdeathsig")
-    script = f'mount --bind "$0" "$0" && {" && ".join(mounts)} && exec {restricted} "$@"'
-    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(writable), *argv]
+    script = f'mount --bind "$0" "$0" && {" && ".join(mounts)} && exec "$@"'
+    return ["unshare", "--mount", "--propagation", "private", *more, "sh", "-c", script, str(writable), *argv]
 
 
 def can_isolate() -> bool:

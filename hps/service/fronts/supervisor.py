@@ -16,8 +16,8 @@ from typing import Final, NoReturn
 
 from hps.configuration.load import Configuration, ServiceConfig
 from hps.errors import ConfigError
+from hps.ground.capacity import available_processors
 from hps.ground.numba_kernels import compile_kernels
-from hps.ground.thread_pool import available_processors
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only

@@ -1,5 +1,6 @@
 """The files of deploy/: checked by the tools that read them where those are here, and against the code."""
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -192,6 +193,54 @@ def test_images_have_no_build_tools_and_both_are_made_of_constrained_versions():
     assert set(re.findall(r'^ +"([\w-]+)', core[1], re.MULTILINE)) <= pinned
     cuda = {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"}
     assert {*cuda, "hdfs-native", "google-cloud-storage", "confluent-kafka"} <= pinned
+
+
+def test_both_images_list_what_was_installed():
+    stages = read_dockerfile(DEPLOY / "Dockerfile")
+    for name in ("build-cpu", "build-gpu"):
+        last = [text for kind, text in stages[name].instructions if kind == "RUN"][-1]
+        assert last.endswith("&& /opt/hps/bin/python deploy/sbom.py > /opt/hps/sbom.cdx.json")
+
+
+def test_the_list_has_every_package_its_version_and_what_needs_it(tmp_path):
+    def package(name, version, *metadata):
+        place = tmp_path / f"{name}-{version}.dist-info"
+        place.mkdir()
+        lines = ["Metadata-Version: 2.4", f"Name: {name}", f"Version: {version}", *metadata]
+        (place / "METADATA").write_text("\n".join(lines) + "\n\nLicense: of the text\n")
+
+    ours = ("Requires-Dist: Fast.API[all] >=1; python_version > '3'", "Requires-Dist: gpu; extra == 'cuda'")
+    package("hps_server", "0.1.0", "License-Expression: Apache-2.0", *ours)
+    package("Fast_API", "1.2+cpu", "Classifier: License :: OSI Approved :: MIT License", "License: MIT", "Requires-Dist: tiny")
+    package("gpu", "3", "License: BSD", "Requires-Dist: absent", "Requires-Dist: Fast-API; extra == 'more'")
+    package("tiny", "4")
+    code = f"import sys; sys.path[:] = [one for one in sys.path if 'packages' not in one] + [{str(tmp_path)!r}]; import runpy; "
+    code += f"runpy.run_path({str(DEPLOY / 'sbom.py')!r}, run_name='__main__')"
+    found = json.loads(run(sys.executable, "-I", "-S", "-c", code))
+    root = found["metadata"]["component"]
+    assert (found["bomFormat"], root["type"], root["purl"]) == ("CycloneDX", "application", "pkg:pypi/hps-server@0.1.0")
+    assert root["licenses"] == [{"expression": "Apache-2.0"}]
+    assert {one["purl"]: one.get("licenses") for one in found["components"]} == {
+        "pkg:pypi/fast-api@1.2%2Bcpu": [{"license": {"name": "MIT License"}}],
+        "pkg:pypi/gpu@3": [{"license": {"name": "BSD"}}],
+        "pkg:pypi/tiny@4": None,
+    }
+    assert {one["ref"]: one["dependsOn"] for one in found["dependencies"]} == {
+        "pkg:pypi/hps-server@0.1.0": ["pkg:pypi/fast-api@1.2%2Bcpu", "pkg:pypi/gpu@3"],
+        "pkg:pypi/fast-api@1.2%2Bcpu": ["pkg:pypi/tiny@4"],
+        "pkg:pypi/gpu@3": [],
+        "pkg:pypi/tiny@4": [],
+    }
+
+
+def test_the_list_of_this_environment_is_whole():
+    found = json.loads(run(sys.executable, "-I", DEPLOY / "sbom.py"))
+    names = {one["name"]: one["version"] for one in [found["metadata"]["component"], *found["components"]]}
+    assert names["numpy"] == importlib.metadata.version("numpy")
+    assert names["hps-server"] == importlib.metadata.version("hps-server")
+    refs = [one["ref"] for one in found["dependencies"]]
+    assert sorted(refs) == sorted({one["bom-ref"] for one in [found["metadata"]["component"], *found["components"]]})
+    assert {need for one in found["dependencies"] for need in one["dependsOn"]} <= set(refs)
 
 
 def test_build_context_holds_what_the_dockerfile_copies_and_nothing_secret():

@@ -1,12 +1,13 @@
-"""What is free of the memory: the machine's, and what control groups leave, as Linux tells it in files."""
+"""What a process may use: of the machine, and what control groups leave, as Linux tells it in files."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from hps.errors import CapacityError
-from hps.ground.capacity import available_memory, check_fits
+from hps.ground.capacity import available_memory, available_processors, check_fits
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 V1_UNBOUNDED = 9223372036854771712
@@ -27,6 +28,13 @@ def version_1(group: str, limit: int, use: int, cached: tuple[int, int] = (0, 0)
 
 def belongs_to(text: str) -> dict[str, str]:
     return {"proc/self/cgroup": text}
+
+
+def lay_out(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +58,7 @@ def belongs_to(text: str) -> dict[str, str]:
     ],
 )
 def test_the_least_bound_counts_and_reclaimable_pages_are_free(tmp_path: Path, files: dict[str, str], free: int, place: str):
-    for name, text in files.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    lay_out(tmp_path, files)
     got, where = available_memory(tmp_path)
     assert got == free
     assert where.endswith(place) or place in where
@@ -73,3 +78,39 @@ def test_what_does_not_fit_is_refused_with_figures():
         str(refused.value)
         == "doing: got 1,001 bytes to hold (600 for a, 401 for b), expected at most the 1,000 that are free in x; cure"
     )
+
+
+def quota_1(group: str, quota: int) -> dict[str, str]:
+    files = {"cpu.cfs_quota_us": f"{quota}\n", "cpu.cfs_period_us": "100000\n"}
+    return {f"sys/fs/cgroup/cpu{group}/{name}": text for name, text in files.items()}
+
+
+def quota_2(group: str, quota: object) -> dict[str, str]:
+    return {f"{V2}{group}/cpu.max": f"{quota} 100000\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 64),
+        (belongs_to("0::/\n"), 64),
+        (belongs_to("0::/\n") | quota_2("", "max"), 64),
+        (belongs_to("0::/\n") | quota_2("", 400_000), 4),
+        (belongs_to("0::/\n") | quota_2("", 350_000), 4),
+        (belongs_to("0::/\n") | quota_2("", 50_000), 1),
+        (belongs_to("0::/\n") | quota_2("", 9_000_000), 64),
+        (belongs_to("0::/kubepods/pod1/c1\n") | quota_2("", 400_000), 4),  # a container without a namespace of its own
+        (belongs_to("0::/pod/c\n") | quota_2("/pod/c", "max") | quota_2("/pod", 300_000), 3),
+        (belongs_to("4:cpu,cpuacct:/pod/c\n0::/\n") | quota_1("", 400_000), 4),
+        (belongs_to("4:cpu,cpuacct:/pod/c\n0::/\n") | quota_1("/pod/c", 250_000) | quota_1("", -1), 3),
+        (belongs_to("4:cpu:/\n") | quota_1("", -1), 64),
+        (belongs_to("4:cpuset:/\n") | quota_1("", 400_000), 64),
+        (belongs_to("0::/\n") | {f"{V2}/cpu.max": "garbage\n"}, 64),
+    ],
+)
+def test_processors_are_those_of_the_affinity_and_the_least_quota(
+    tmp_path: Path, monkeypatch, files: dict[str, str], expected: int
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    lay_out(tmp_path, files)
+    assert available_processors(tmp_path) == expected

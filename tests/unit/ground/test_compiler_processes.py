@@ -1,7 +1,6 @@
 """Kernels that several processes compile: all of them are there afterwards, whatever happens to the processes."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -84,14 +83,9 @@ def test_no_more_processes_than_processors(installation):
     assert "compiling 2 kernels for this machine in 1 process," in log[0]
 
 
-@pytest.mark.parametrize(
-    ("quota", "memory", "expected"),
-    [("max 100000", 64, 8), ("150000 100000", 64, 2), ("50000 100000", 64, 1), ("max 100000", 1, 2)],
-)
-def test_processes_are_bounded_by_the_processors_and_memory_of_a_container(tmp_path, monkeypatch, quota, memory, expected):
-    (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(thread_pool, "QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+@pytest.mark.parametrize(("processors", "memory", "expected"), [(8, 64, 8), (2, 64, 2), (1, 64, 1), (8, 1, 2)])
+def test_processes_are_bounded_by_the_processors_and_memory_of_a_container(monkeypatch, processors, memory, expected):
+    monkeypatch.setattr(thread_pool, "available_processors", lambda: processors)
     monkeypatch.setattr(numba_kernels, "available_memory", lambda: (memory << 30, ""))
     assert numba_kernels._most_processes() == expected
 

@@ -8,11 +8,12 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 import hps.updates.kafka
 from hps.configuration.tiers import UpdateSourceConfig
+from hps.errors import ConfigError
 from hps.updates.base import Partition
 from hps.updates.kafka import KafkaLog, KafkaWriter
 from tests.contracts.update_log_contract import eventually, polled, values, written
@@ -146,3 +147,27 @@ def test_commits_that_were_never_answered_do_not_count_once_topics_were_made_ane
     with closing(Consumer({"bootstrap.servers": cluster.address, "group.id": "hps.volatile", "log_level": 2})) as reader:
         place = TopicPartition(TOPIC, 0)
         eventually(lambda: log.poll(0.01, 1) == [] and reader.committed([place], timeout=20)[0].offset == 1)
+
+
+def test_a_password_that_is_not_in_config_is_that_of_sasl(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"security.protocol": "sasl_plaintext", "sasl.mechanism": "PLAIN", "sasl.username": "hps"}
+    document = {"type": "kafka", "brokers": "127.0.0.1:1", "config": config}
+    without = UpdateSourceConfig.model_validate(document)
+    with pytest.raises(ConfigError, match="librdkafka refuses it"):
+        KafkaLog.from_config(without, "hps.volatile")
+    for more in ({"password": "s3cret"}, {"config": config | {"sasl.password": "s3cret"}}):
+        settings = UpdateSourceConfig.model_validate(document | more)
+        KafkaLog.from_config(settings, "hps.volatile").close()
+        KafkaWriter.from_config(settings).close()
+        assert "s3cret" not in repr(settings)
+    given: list[str] = []
+
+    class Recording(Producer):
+        def __init__(self, settings: dict[str, Any]) -> None:
+            given.append(settings["sasl.password"])
+            super().__init__(settings)
+
+    monkeypatch.setattr(hps.updates.kafka, "Producer", Recording)
+    both = {"password": "below", "config": config | {"sasl.password": "above"}}
+    KafkaWriter.from_config(UpdateSourceConfig.model_validate(document | both)).close()
+    assert given == ["above"]

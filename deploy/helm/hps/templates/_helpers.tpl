@@ -46,12 +46,41 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if not $config.volatile_db }}{{ fail "redis.existingSecret is set, and config.volatile_db names no Redis" }}{{ end }}
 {{- $_ := set $config.volatile_db "password_path" (printf "/run/hps/redis/%s" .Values.redis.key) }}
 {{- end }}
+{{- if and .Values.tls.clientCA (not (include "hps.tlsSecret" .)) }}{{ fail "tls.clientCA is set, and there is no certificate of the server: set tls.existingSecret or tls.certManager.enabled" }}{{ end }}
 {{- range $section, $keys := dict "service" (list "bearer_token" "admin_token") "volatile_db" (list "password" "sentinel_password") "update_source" (list "password") }}
 {{- range $key := $keys }}{{ if dig $section $key "" $config }}{{ fail (printf "config.%s.%s is a secret, and a ConfigMap is none: name a Secret (tokens, redis, envFrom)" $section $key) }}{{ end }}{{ end }}
+{{- end }}
+{{- range $key, $_ := dig "update_source" "config" (dict) $config }}
+{{- if regexMatch "(password|secret|key\\.pem|token)$" $key }}{{ fail (printf "config.update_source.config.%s is a secret, and a ConfigMap is none: name a Secret in envFrom with HPS_UPDATE_PASSWORD, or mount one with extraVolumes" $key) }}{{ end }}
+{{- end }}
+{{- range .Values.env }}
+{{- if and .value (regexMatch "(PASSWORD|TOKEN|SECRET|SECRET_ACCESS_KEY)$" .name) }}{{ fail (printf "env: the value of %s is a secret: take it from a Secret, with valueFrom or envFrom" .name) }}{{ end }}
+{{- end }}
+{{- if lt (dig "service" "drain_s" 5.0 $config | float64) 3.0 }}
+{{- fail "config.service.drain_s: expected at least 3, since the readiness probe notices a leaving replica after 2 s" }}
 {{- end }}
 {{- if not $config.model_repository }}{{ $_ := unset $config "model_repository" }}{{ end }}
 {{- if not (or $config.model_repository $config.models) }}{{ fail "config has neither model_repository nor models: there is nothing to serve" }}{{ end }}
 {{- toPrettyJson $config }}
+{{- end }}
+
+{{- /* The rules of deploy/prometheus; those that add up replicas count this release's. Autoscalers remove replicas on purpose. */ -}}
+{{- define "hps.rules" -}}
+{{- $spec := .Files.Get "files/alerts.yml" | fromYaml }}
+{{- $own := printf "hps_ready{namespace=%q,service=%q}" .Release.Namespace (include "hps.name" .) }}
+{{- range $group := $spec.groups }}
+{{- $rules := list }}
+{{- range $rule := $group.rules }}
+{{- if contains "sum(hps_ready)" $rule.expr }}
+{{- $_ := set $rule "expr" (replace "hps_ready" $own $rule.expr) }}
+{{- $_ := set $rule.labels "namespace" $.Release.Namespace }}
+{{- $_ := set $rule.labels "service" (include "hps.name" $) }}
+{{- end }}
+{{- if or (eq $.Values.autoscaling.kind "none") (ne (get $rule "alert") "HPSReplicaLost") }}{{ $rules = append $rules $rule }}{{ end }}
+{{- end }}
+{{- $_ := set $group "rules" $rules }}
+{{- end }}
+{{- toYaml $spec }}
 {{- end }}
 
 {{- /* Asks the server itself, as the image's health check does, where the kubelet could not: it has no client certificate. */ -}}
@@ -61,6 +90,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 exec:
   command:
     - python
+    - -I
+    - -S
     - -c
     - "import ssl, urllib.request as r; c = ssl._create_unverified_context(); c.load_cert_chain('/run/hps/tls/tls.crt', '/run/hps/tls/tls.key'); r.urlopen('https://127.0.0.1:8000{{ .path }}', timeout=4, context=c)"
 {{- else -}}

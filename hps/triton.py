@@ -168,7 +168,8 @@ class TritonPythonModel:
             self._server.lookup_concatenated(inputs["KEYS"], counts, out, self._name, self._device)
             return {"OUTPUT0": out}
         if not inputs:
-            raise InvalidInputError(f"reading the inputs: got none, expected keys of tables: {', '.join(deployment.indices)}")
+            known = ", ".join(table.table_name for table in deployment.tables)
+            raise InvalidInputError(f"reading the inputs: got none, expected keys of tables: {known}")
         tables = {name: deployment.tables[deployment.table_index(name)] for name in inputs}
         check_counts(((table, views[name].size) for name, table in tables.items()), self._max_keys)
         outs, pooled = {}, self._settings.bags

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from hps.tensors.dlpack import CAPSULE, adopt
+from hps.tensors.dlpack import CAPSULE, CUDA, adopt
 
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
 _set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
 _Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-_DELETER_AT = 56  # within a DLManagedTensor
+_DEVICE_AT, _DELETER_AT = 8, 56  # within a DLManagedTensor
 _NAME = b"used_dlpack"  # Triton's own
 
 
 class Tensor:
-    """A tensor in host memory, or on a device if `values` is."""
+    """A tensor in host memory, or on the CUDA device 0 if `values` is CuPy's."""
 
     def __init__(self, name: str, values: Any) -> None:
         self._name = name
@@ -42,7 +42,13 @@ class Tensor:
         return self._name
 
     def to_dlpack(self) -> Any:
-        return self.values.__dlpack__()
+        if isinstance(self.values, np.ndarray):
+            return self.values.__dlpack__()
+        capsule = np.empty(self.values.shape, self.values.dtype).__dlpack__()
+        managed = _pointer(capsule, b"dltensor")
+        ctypes.c_void_p.from_address(managed).value = self.values.data.ptr
+        ctypes.c_int32.from_address(managed + _DEVICE_AT).value = CUDA
+        return capsule
 
 
 class TritonError:

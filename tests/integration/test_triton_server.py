@@ -111,7 +111,7 @@ def server(children, repository):
 
     yield start
     if started:
-        assert started[0].stop() == 0, started[0].log.read_text()
+        started[0].stop()
 
 
 @pytest.fixture
@@ -177,6 +177,7 @@ def test_a_thousand_answers_equal_those_of_a_direct_lookup(server, repository, d
             request(number, triton.http)
         for answer in answers:
             answer.result()
+    assert triton.stop() == 0
     assert "Traceback" not in triton.log.read_text()
 
 
@@ -261,6 +262,16 @@ def test_models_are_loaded_and_unloaded_and_what_cannot_be_loaded_says_why(serve
         triton.http.load_model("ranker")
         assert answer("ranker") == content(content_number)
         assert answer("other") == content(7)
+    triton.http.load_model("ranker")  # of which nothing has changed in Triton's repository: nothing happens
+    (repository / "ranker" / "1" / "model.py").touch()
+    with pytest.raises(InferenceServerException, match="rocksdb"):  # its next process opens it before the present one ends
+        triton.http.load_model("ranker")
+    assert answer("ranker") == content(3)
+    for content_number in (8, 9):
+        write(tmp_path / "o", content_number)
+        (repository / "other" / "1" / "model.py").touch()
+        triton.http.load_model("other")
+        assert answer("other") == content(content_number)
     with pytest.raises(InferenceServerException, match="model 'misnamed': it is not configured; configured are: other"):
         triton.http.load_model("misnamed")
     add_model(repository, "misnamed", configuration_of(other, ("model", "other"), ("gpucacheper", "2")))
@@ -268,7 +279,7 @@ def test_models_are_loaded_and_unloaded_and_what_cannot_be_loaded_says_why(serve
         triton.http.load_model("misnamed")
     add_model(repository, "misnamed", configuration_of(other, ("model", "other"), ("gpucacheper", "0.5")))
     triton.http.load_model("misnamed")
-    assert answer("misnamed") == content(7)
+    assert answer("misnamed") == content(9)
     add_model(repository, "second", configuration_of(ps, ("model", "ranker")))
     with pytest.raises(InferenceServerException, match="rocksdb"):  # which one process alone may open
         triton.http.load_model("second")

@@ -73,7 +73,7 @@ class TritonServer:
         self.address, self.grpc_address = (f"127.0.0.1:{port}" for port in ports)
         self.log = repository.with_suffix(".log")
         command = [_home() / "bin" / "tritonserver", "--model-repository", repository, "--model-control-mode", "explicit"]
-        command += ["--backend-directory", _home() / "backends", "--allow-metrics", "false", "--exit-timeout-secs", "10"]
+        command += ["--backend-directory", _home() / "backends", "--allow-metrics", "false", "--exit-timeout-secs", "5"]
         command += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
         command += ["--http-port", ports[0], "--grpc-port", ports[1], "--id", repository.name]
         for program in (command[0], _stub()):
@@ -94,7 +94,7 @@ class TritonServer:
             return False
 
     def stop(self) -> int:
-        """Stop it as an operator does, and return its exit code."""
+        """Stop it as an operator does, and return its exit code: 1 after a load over a loaded model that failed (24.10)."""
         self.http.close()
         self.process.terminate()
         return self.process.wait(60)

@@ -67,6 +67,12 @@ def _kafka_missing() -> str | None:
     return what_is_missing()
 
 
+def _triton_missing() -> str | None:
+    from tests.servers.triton_server import what_is_missing
+
+    return what_is_missing()
+
+
 def _program_missing(program: str) -> str | None:
     return None if shutil.which(program) else f"no {program} on the PATH"
 
@@ -90,6 +96,7 @@ _NEEDS = {
     "promtool": lambda: _program_missing("promtool"),
     "helm": _helm_missing,
     "ray": lambda: _module_missing("ray"),
+    "triton": _triton_missing,
 }
 
 

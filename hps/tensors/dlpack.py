@@ -49,6 +49,8 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 _FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
 _WorkStream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
 _Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+_name_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
+_CONSUMED = b"used_dltensor"  # a capsule keeps the address of its name
 _deleters: dict[int, Callable[[int], None]] = {}
 _exchanges: dict[type, tuple[Callable[..., int], Callable[..., int]] | None] = {}
 
@@ -137,7 +139,7 @@ class TensorView:
     def host_array(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array of the given shape over the first elements of a contiguous tensor in host memory."""
         typestr = _TYPESTRS[self.code, self.bits]
-        if not self.pointer:
+        if not self.pointer or 0 in shape:  # an empty tensor may lie anywhere, also where none of its elements could
             return np.empty(shape, typestr)
         memory = _Memory()
         memory.owner = self.owner
@@ -247,6 +249,11 @@ def read_capsule(capsule: Any, what: str) -> TensorView:
     if name in (b"used_dltensor", b"used_dltensor_versioned"):
         raise InvalidInputError(f"adopting {what}: got a capsule that was consumed already; export the tensor again")
     raise InvalidInputError(f"adopting {what}: got a capsule named {name!r}, expected one of DLPack ('dltensor')")
+
+
+def mark_consumed(capsule: Any) -> None:
+    """Name an unversioned capsule as consumed, after a consumer that deletes its tensor but does not name it so."""
+    _name_capsule(capsule, _CONSUMED)
 
 
 def read_object(tensor: Any, what: str) -> TensorView | None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.array_checks import as_keys, as_output, check_array, view_as_keys, view_as_output
-from hps.tensors.dlpack import TensorView, adopt
+from hps.tensors.dlpack import CAPSULE, TensorView, adopt
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 if TYPE_CHECKING:
@@ -271,7 +271,8 @@ def named_segments(
         index = indices.get(name) if type(name) is str else None
         if index is None:
             index = table_index(name)
-        if (on_cuda and size_on_device(keys) >= 0) or (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)):
+        speaks_dlpack = (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)) or type(keys) is CAPSULE
+        if speaks_dlpack or (on_cuda and size_on_device(keys) >= 0):
             keys, n = adopt_keys(keys, on_cuda)
         else:
             keys = as_host_keys(keys)

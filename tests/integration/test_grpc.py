@@ -447,6 +447,35 @@ def test_a_stop_fails_no_call(children: ChildProcesses, tmp_path) -> None:
     assert all("onnect" in details or "GOAWAY" in details or "refused" in details for _, _, details in failures), failures
 
 
+def test_triton_clients_control_models_and_a_refused_load_is_internal_as_in_triton(children: ChildProcesses, tmp_path) -> None:
+    """What Triton's example simple_grpc_model_control.py asks for."""
+    service = FrontedService(children, tmp_path, model_control_mode="explicit", load_models=["*"])
+    with triton.InferenceServerClient(service.grpc) as client:
+        for content in (16, 32):
+            client.load_model("m", config=f'{{"max_batch_size":"{content}"}}')
+            assert client.get_model_config("m").config.max_batch_size == content
+        client.unload_model("m")
+        assert not client.is_model_ready("m")
+        refused = (
+            {"config": '"parameters": {"config": {{"max_batch_size": "16"}}}'},
+            {"config": "{}", "files": {"file:" + "A" * 256: b"a"}},
+        )
+        for arguments in refused:
+            with pytest.raises(
+                InferenceServerException, match="failed to load 'm', failed to poll from model repository"
+            ) as raised:
+                client.load_model("m", **arguments)
+            assert raised.value.status() == "StatusCode.INTERNAL"
+        with pytest.raises(InferenceServerException, match="failed to load 'none', failed to poll from model repo") as raised:
+            client.load_model("none")
+        assert raised.value.status() == "StatusCode.INTERNAL"
+        assert client.is_server_live()
+        client.load_model("m")
+        assert client.is_model_ready("m")
+    samples = httpx.get(f"{service.url}/metrics").text
+    assert 'status="500"' not in samples, "they are no bugs of ours"
+
+
 def test_one_process_serves_grpc_too(children: ChildProcesses, tmp_path) -> None:
     service = FrontedService(children, tmp_path / "s", fronts=0)
     with grpc.insecure_channel(service.grpc) as channel:

@@ -129,6 +129,12 @@ def test_lookup_fromdlpack_leaves_capsules_usable(server):
     np.testing.assert_array_equal(again.numpy(), vectors_of([5, 6], 7))
 
 
+def test_lookup_tables_takes_capsules(server):
+    capsule = torch.utils.dlpack.to_dlpack(torch.tensor([[5, 6]]))
+    for _ in range(2):
+        np.testing.assert_array_equal(server.lookup_tables({"item": capsule}, "ranker")["item"], vectors_of([5, 6], 7))
+
+
 def test_lookup_fromdlpack_refuses_what_does_not_fit(server):
     with pytest.raises(hps.InvalidInputError):
         server.lookup_fromdlpack(torch.tensor([1, 2]), torch.zeros(13), "ranker", "item")

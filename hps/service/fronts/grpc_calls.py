@@ -65,6 +65,8 @@ _INTERNAL: Final = 13
 _HealthResponse: Final = message("grpc.health.v1.HealthCheckResponse")
 _StreamResponse: Final = message("inference.ModelStreamInferResponse")
 _INFER: Final = "/inference.GRPCInferenceService/ModelInfer"
+_LOAD: Final = "/inference.GRPCInferenceService/RepositoryModelLoad"
+_OF_CLIENTS: Final = (_CODES[400], _CODES[404])  # codes that are INTERNAL for a load, as in Triton, whose examples expect it
 
 
 class CallHead(NamedTuple):
@@ -365,6 +367,8 @@ class Call:
 
     def _fail(self, error: Exception, request_id: bytes) -> None:
         code = _CODES.get(status_of(error), _INTERNAL)
+        if self._method.path == _LOAD and code in _OF_CLIENTS:
+            code = _INTERNAL
         tail = b"" if self._started else _HEAD
         tail += literal(b"grpc-status", b"%d" % code) + literal(b"grpc-message", _percent_encoded(message_of(error)))
         if not self._started:

@@ -84,8 +84,23 @@ def entry_changes(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _tensor(name: str, datatype: str, size: int) -> dict[str, Any]:
-    return {"name": name, "data_type": datatype, "dims": [size]}  # after the batch dimension, which is 1
+def tensors_of(model: ModelConfig, *, pooled: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Describe the inputs and outputs of a model within Triton: those of all its tables, or one of each; all are optional.
+
+    Args:
+        pooled: the keys of a row are answered with one vector.
+    """
+    concatenated = [_tensor("KEYS", "TYPE_INT64", -1), _tensor("NUMKEYS", "TYPE_INT32", -1)]
+    named = [_tensor(name, "TYPE_INT64", -1) for name in model.embedding_table_names]
+    outputs = [
+        _tensor(name, "TYPE_FP32", *([] if pooled else [-1]), dim)
+        for name, dim in zip(model.embedding_table_names, model.embedding_vecsize_per_table, strict=True)
+    ]
+    return [one | {"optional": True} for one in (*concatenated, *named)], [_tensor("OUTPUT0", "TYPE_FP32", -1), *outputs]
+
+
+def _tensor(name: str, datatype: str, *dims: int) -> dict[str, Any]:
+    return {"name": name, "data_type": datatype, "dims": list(dims)}  # after the batch dimension
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from hps.configuration.load import override_model
-from hps.errors import HPSError, InvalidInputError, UnknownModelError
+from hps.errors import ConfigError, HPSError, InvalidInputError, UnknownModelError
 from hps.parameter_server import HPS
 from hps.service.http_answer import RequestError, status_of
 from hps.service.lifecycle import Lifecycle
@@ -45,7 +45,9 @@ def repository_routes(lifecycle: Lifecycle, responses: dict[int | str, dict[str,
             load = partial(_load, lifecycle, model, wanted.parameters.config)
             await change_model(lifecycle.server.live, model, "deploying", request.scope, load)
         except HPSError as error:
-            raise RequestError(status_of(error), f"failed to load {model[:120]!r}, {error}") from error
+            refused = isinstance(error, InvalidInputError | ConfigError | UnknownModelError)
+            phrase = "failed to poll from model repository: " if refused else ""  # which Triton's clients look for
+            raise RequestError(status_of(error), f"failed to load {model[:120]!r}, {phrase}{error}") from error
 
     @router.post("/v2/repository/models/{model}/unload", response_class=Response, openapi_extra=described_object(UnloadRequest))
     async def unload_model(model: _Name, request: Request) -> None:

@@ -8,6 +8,7 @@ import pytest
 TESTS = {
     "tests/integration/test_prepared.py": "cuda and not torch and not static",
     "tests/gpu/test_concatenated.py": "cupy",
+    "tests/gpu/test_triton.py": "keys",
 }
 
 

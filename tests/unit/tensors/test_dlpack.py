@@ -21,6 +21,7 @@ from hps.tensors.dlpack import (
     INT,
     TensorView,
     adopt,
+    mark_consumed,
     read_object,
     work_stream_of,
 )
@@ -206,6 +207,22 @@ class TestCapsules:
         assert kept.shape == (5,)
         with pytest.raises(InvalidInputError, match="adopting keys: got a capsule that was consumed already"):
             as_keys(capsule)
+
+    def test_a_capsule_marked_as_consumed_is_collected_in_silence(self, capfd: pytest.CaptureFixture[str]):
+        capsule = np.arange(5).__dlpack__()
+        mark_consumed(capsule)
+        with pytest.raises(InvalidInputError, match="consumed already"):
+            as_keys(capsule)
+        del capsule
+        gc.collect()
+        assert capfd.readouterr().err == ""
+
+    def test_an_empty_tensor_may_lie_anywhere(self):
+        memory = np.zeros(17, np.uint8)
+        pointer = memory.ctypes.data + 1
+        keys = view_as_keys(TensorView(pointer, (3, 0), None, (INT, 64, 1), (CPU, 0), False, memory))
+        assert keys.shape == (0,)
+        assert keys.ctypes.data % 8 == 0
 
     def test_another_librarys_capsule_is_refused(self):
         with pytest.raises(InvalidInputError, match=r"datetime\.datetime_CAPI"):

@@ -1,0 +1,1 @@
+from hps.triton import TritonPythonModel as TritonPythonModel

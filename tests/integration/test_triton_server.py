@@ -1,0 +1,304 @@
+"""Triton itself answers from `hps.triton`: every vector equals that of a direct lookup, bit for bit."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+import tritonclient.http as http
+from tritonclient.utils import InferenceServerException
+
+import hps
+from tests.servers.redis_server import free_ports
+from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.triton_server import TritonServer, add_model, configuration_of
+
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
+DIMS = {"item": 16, "user": 5, "tag": 1}
+ROWS = 2000
+REQUESTS = 1000
+
+
+def write(place: Path, content: int, version: str = "1") -> list[str]:
+    random = np.random.default_rng(content)
+    made = []
+    for name, dim in DIMS.items():
+        made.append(str(place / version / f"{name}.model"))
+        vectors = random.standard_normal((ROWS, dim), np.float32)
+        hps.write_sparse_model(made[-1], (np.arange(ROWS), vectors), overwrite=True)
+    return made
+
+
+def document(place: Path, content: int, name: str = "ranker", **more: object) -> dict:
+    model = model_of(name, write(place, content), DIMS, hit_rate_threshold=1.1, gpucacheper=0.1, **more)
+    return document_of(model, persistent=place / "rocksdb")
+
+
+def stated(place: Path, document: dict) -> Path:
+    place.write_text(json.dumps(document))
+    return place
+
+
+DOUBLE = """
+import numpy as np
+import triton_python_backend_utils as triton
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(np.from_dlpack(request.inputs()[0])) for request in requests]
+
+    def answer(self, vectors):
+        doubled = (vectors * np.float32(2)).astype(np.float32)
+        return triton.InferenceResponse([triton.Tensor.from_dlpack("DOUBLED", doubled)])
+"""
+SCRIPT = """
+import numpy as np
+import triton_python_backend_utils as triton
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(np.array(np.from_dlpack(request.inputs()[0]))) for request in requests]
+
+    def answer(self, keys):
+        asked = triton.InferenceRequest(
+            model_name="ranker", requested_output_names=["user"], inputs=[triton.Tensor.from_dlpack("user", keys)])
+        answer = asked.exec()
+        if answer.has_error():
+            return triton.InferenceResponse(error=answer.error())
+        vectors = np.array(np.from_dlpack(answer.output_tensors()[0]))
+        return triton.InferenceResponse([triton.Tensor.from_dlpack("DOUBLED", vectors * np.float32(2))])
+"""
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 100
+input [ { name: "IDS" data_type: TYPE_INT64 dims: [ -1 ] } ]
+output [ { name: "DOUBLED" data_type: TYPE_FP32 dims: [ -1, 16 ] } ]
+ensemble_scheduling { step [
+  { model_name: "ranker" model_version: -1 input_map { key: "item" value: "IDS" } output_map { key: "item" value: "VECTORS" } },
+  { model_name: "double" model_version: -1
+    input_map { key: "VECTORS" value: "VECTORS" } output_map { key: "DOUBLED" value: "DOUBLED" } }
+] }
+"""
+
+
+def numpy_model(datatype: str, name: str, width: int, dims: str) -> str:
+    return (
+        f'backend: "python"\nmax_batch_size: 100\ninstance_group [ {{ count: 1 kind: KIND_CPU }} ]\n'
+        f"input [ {{ name: {name!r} data_type: {datatype} dims: {dims} }} ]\n"
+        f"output [ {{ name: 'DOUBLED' data_type: TYPE_FP32 dims: [ -1, {width} ] }} ]\n"
+    )
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    place = tmp_path / "repository"
+    place.mkdir()
+    return place
+
+
+@pytest.fixture
+def server(children, repository):
+    started = []
+
+    def start(*names: str) -> TritonServer:
+        started.append(TritonServer(children, repository, tuple(free_ports(2))))
+        for name in names:
+            started[0].http.load_model(name)
+        return started[0]
+
+    yield start
+    if started:
+        started[0].stop()
+
+
+@pytest.fixture
+def direct(tmp_path: Path):
+    """The same tables, looked up in this process."""
+    (tmp_path / "direct").mkdir()
+    with hps.HPS(document(tmp_path / "direct", 1)) as opened:
+        yield opened
+
+
+def tensors(client, arrays: dict[str, np.ndarray]) -> list:
+    kinds = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32", np.dtype(np.float32): "FP32"}
+    made = []
+    for name, array in arrays.items():
+        made.append(client.InferInput(name, list(array.shape), kinds[array.dtype]))
+        made[-1].set_data_from_numpy(array)
+    return made
+
+
+def ask(client, model: str, arrays: dict[str, np.ndarray], *outputs: str) -> list[np.ndarray]:
+    kind = grpc if isinstance(client, grpc.InferenceServerClient) else http
+    wanted = [kind.InferRequestedOutput(name) for name in outputs]
+    answer = client.infer(model, tensors(kind, arrays), outputs=wanted)
+    return [answer.as_numpy(name) for name in outputs]
+
+
+def same(got: np.ndarray, expected: np.ndarray) -> None:
+    assert got.shape == expected.shape
+    assert got.tobytes() == expected.tobytes()
+
+
+def test_a_thousand_answers_equal_those_of_a_direct_lookup(server, repository, direct, tmp_path):
+    ps = stated(tmp_path / "ps.json", document(tmp_path, 1))
+    add_model(repository, "ranker", configuration_of(ps))
+    triton = server("ranker")
+    random = np.random.default_rng(0)
+    with grpc.InferenceServerClient(triton.grpc_address) as by_grpc, ThreadPoolExecutor(8) as threads:
+
+        def request(number: int, client: Any) -> None:
+            if number % 4 in (0, 1):  # as HugeCTR's backend
+                keys = {name: cases[number][name].reshape(-1) for name in DIMS}
+                counts = np.array([[one.size for one in keys.values()]], np.int32)
+                [vectors] = ask(
+                    client, "ranker", {"KEYS": np.concatenate([*keys.values()])[None], "NUMKEYS": counts}, "OUTPUT0"
+                )
+                parts = [direct.lookup(one, "ranker", name).reshape(-1) for name, one in keys.items()]
+                same(vectors, np.concatenate(parts)[None])
+                return
+            keys = {name: cases[number][name] for name in [*DIMS][: 1 + number % 3]}
+            for name, vectors in zip(keys, ask(client, "ranker", keys, *keys), strict=True):
+                expected = direct.lookup(keys[name].reshape(-1), "ranker", name)
+                same(vectors, expected.reshape(*keys[name].shape, DIMS[name]))
+
+        def case() -> dict[str, np.ndarray]:  # of some keys that no tier has; a row has one key of each table, or none
+            rows = int(random.integers(1, 200))
+            return {
+                name: random.integers(-50, ROWS + 50, (rows, int(random.integers(0, 2) or name == "item"))) for name in DIMS
+            }
+
+        cases = [case() for _ in range(REQUESTS)]
+        answers = [threads.submit(request, number, by_grpc) for number in range(0, REQUESTS, 2)]
+        for number in range(1, REQUESTS, 2):  # the client for HTTP stays in its thread
+            request(number, triton.http)
+        for answer in answers:
+            answer.result()
+    assert triton.stop() == 0
+    assert "Traceback" not in triton.log.read_text()
+
+
+def test_a_wrong_request_fails_alone_and_says_why(server, repository, direct, tmp_path):
+    ps = stated(tmp_path / "ps.json", document(tmp_path, 1))
+    add_model(repository, "ranker", configuration_of(ps))
+    triton = server("ranker")
+    good = {"KEYS": np.arange(6)[None], "NUMKEYS": np.array([[3, 2, 1]], np.int32)}
+    wrong = {
+        "its sum is 7, expected 6": {**good, "NUMKEYS": np.array([[3, 3, 1]], np.int32)},
+        "got 2 numbers, expected 3": {**good, "NUMKEYS": np.array([[3, 3]], np.int32)},
+        "expected numbers of at least 0": {**good, "NUMKEYS": np.array([[9, -2, -1]], np.int32)},
+        "expected KEYS and NUMKEYS alone": {**good, "item": np.array([[1]])},
+        "got 1001 keys, expected at most 1000": {"KEYS": np.arange(1001)[None], "NUMKEYS": np.array([[1001, 0, 0]], np.int32)},
+    }
+    with ThreadPoolExecutor(8) as threads, grpc.InferenceServerClient(triton.grpc_address) as client:
+        answers = [threads.submit(ask, client, "ranker", good, "OUTPUT0") for _ in range(50)]
+        failures = {text: threads.submit(ask, client, "ranker", inputs, "OUTPUT0") for text, inputs in wrong.items()}
+        expected = np.concatenate(
+            [direct.lookup(keys, "ranker", name).reshape(-1) for name, keys in zip(DIMS, ([0, 1, 2], [3, 4], [5]), strict=True)]
+        )
+        for text, failure in failures.items():
+            with pytest.raises(InferenceServerException, match=text) as raised:
+                failure.result()
+            assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
+        for answer in answers:
+            same(answer.result()[0], expected[None])
+        with pytest.raises(InferenceServerException, match="'nothing'"):  # by Triton itself
+            ask(client, "ranker", {"nothing": np.array([[1]])}, "OUTPUT0")
+
+
+def test_models_of_an_ensemble_and_a_script_find_their_vectors(server, repository, direct, tmp_path):
+    ps = stated(tmp_path / "ps.json", document(tmp_path, 1))
+    add_model(repository, "ranker", configuration_of(ps))
+    add_model(repository, "double", numpy_model("TYPE_FP32", "VECTORS", 16, "[ -1, 16 ]"), DOUBLE)
+    add_model(repository, "script", numpy_model("TYPE_INT64", "IDS", 5, "[ -1 ]"), SCRIPT)
+    add_model(repository, "ensemble", ENSEMBLE)
+    triton = server("ensemble", "script")  # an ensemble loads its models
+    keys = np.arange(30).reshape(10, 3)
+    for model, table in (("ensemble", "item"), ("script", "user")):
+        [doubled] = ask(triton.http, model, {"IDS": keys}, "DOUBLED")
+        same(doubled, direct.lookup(keys.reshape(-1), "ranker", table).reshape(10, 3, -1) * np.float32(2))
+
+
+def test_combiners_answer_each_row_with_one_vector(server, repository, direct, tmp_path):
+    ps = stated(tmp_path / "ps.json", document(tmp_path, 1, maxnum_catfeature_query_per_table_per_sample=[4, 4, 4]))
+    add_model(repository, "ranker", configuration_of(ps, ("combiner", "mean"), ("item.combiner", "sum"), ("padding_key", "-1")))
+    triton = server("ranker")
+    keys = np.array([[1, 2, -1], [3, -1, -1], [-1, -1, -1]])
+    item, user = ask(triton.http, "ranker", {"item": keys, "user": keys}, "item", "user")
+    bags = {"item": hps.Bags(keys, padding_key=-1), "user": hps.Bags(keys, combiner="mean", padding_key=-1)}
+    expected = direct.lookup_pooled(bags, "ranker")
+    same(item, expected["item"])
+    same(user, expected["user"])
+    assert triton.http.get_model_metadata("ranker")["outputs"][1] == {"name": "item", "datatype": "FP32", "shape": [-1, 16]}
+
+
+def test_models_are_loaded_and_unloaded_and_what_cannot_be_loaded_says_why(server, repository, tmp_path):
+    ps = stated(tmp_path / "ps.json", document(tmp_path, 1))
+    other = stated(tmp_path / "other.json", document_of(model_of("other", write(tmp_path / "o", 7), DIMS)))
+    add_model(repository, "ranker", configuration_of(ps))
+    add_model(repository, "other", configuration_of(other, instances=3))
+    add_model(repository, "misnamed", configuration_of(other))
+    triton = server("ranker", "other")
+
+    def answer(model: str) -> float:
+        return float(ask(triton.http, model, {"tag": np.array([[5]])}, "tag")[0][0, 0, 0])
+
+    def content(number: int) -> float:
+        random = np.random.default_rng(number)
+        return float([random.standard_normal((ROWS, dim), np.float32) for dim in DIMS.values()][-1][5, 0])
+
+    assert answer("ranker") == content(1)
+    assert [answer("other") for _ in range(30)] == [content(7)] * 30
+    for content_number in (2, 3):  # a second round, too
+        triton.http.unload_model("ranker")
+        wait_until(lambda: not triton.http.is_model_ready("ranker"), "the model is unloaded")
+        ps.write_text("{")
+        with pytest.raises(InferenceServerException, match=r"ps\.json"):
+            triton.http.load_model("ranker")
+        stated(ps, document(tmp_path, content_number))
+        triton.http.load_model("ranker")
+        assert answer("ranker") == content(content_number)
+        assert answer("other") == content(7)
+    triton.http.load_model("ranker")  # of which nothing has changed in Triton's repository: nothing happens
+    (repository / "ranker" / "1" / "model.py").touch()
+    with pytest.raises(InferenceServerException, match="rocksdb"):  # its next process opens it before the present one ends
+        triton.http.load_model("ranker")
+    assert answer("ranker") == content(3)
+    for content_number in (8, 9):
+        write(tmp_path / "o", content_number)
+        (repository / "other" / "1" / "model.py").touch()
+        triton.http.load_model("other")
+        assert answer("other") == content(content_number)
+    with pytest.raises(InferenceServerException, match="model 'misnamed': it is not configured; configured are: other"):
+        triton.http.load_model("misnamed")
+    add_model(repository, "misnamed", configuration_of(other, ("model", "other"), ("gpucacheper", "2")))
+    with pytest.raises(InferenceServerException, match="gpucacheper"):
+        triton.http.load_model("misnamed")
+    add_model(repository, "misnamed", configuration_of(other, ("model", "other"), ("gpucacheper", "0.5")))
+    triton.http.load_model("misnamed")
+    assert answer("misnamed") == content(9)
+    add_model(repository, "second", configuration_of(ps, ("model", "ranker")))
+    with pytest.raises(InferenceServerException, match="rocksdb"):  # which one process alone may open
+        triton.http.load_model("second")
+
+
+def test_a_new_version_takes_over_while_the_model_is_loaded(server, repository, tmp_path):
+    versions = document(tmp_path / "v", 1)
+    versions["models"][0]["version_path"] = str(tmp_path / "v")
+    versions["models"][0]["sparse_files"] = [f"{name}.model" for name in DIMS]
+    versions["service"] = {"model_control_mode": "poll", "repository_poll_s": 0.1}
+    add_model(repository, "ranker", configuration_of(stated(tmp_path / "ps.json", versions)))
+    triton = server("ranker")
+    for number in (2, 3):
+        write(tmp_path / "v", number, str(number))
+        random = np.random.default_rng(number)
+        expected = random.standard_normal((ROWS, 16), np.float32)[:1]
+        wait_until(
+            lambda expected=expected: np.array_equal(
+                ask(triton.http, "ranker", {"item": np.array([[0]])}, "item")[0][0], expected
+            ),
+            "the version takes over",
+        )

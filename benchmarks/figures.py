@@ -663,10 +663,12 @@ def routes() -> list[str]:
     names = {"routed": "three caches of 10 %, by key", "in turn": "three caches of 10 %, in turn", "one": "one cache of 30 %"}
     for kind, name in names.items():
         rate = figures("routes", work="hit rate", servers=kind)["hit_rate"]
-        asked = () if kind == "in turn" else (1000, 26_000)
-        times = [f"{_round(figures('routes', work='call', servers=kind, keys=keys)['p50_us'])} us" for keys in asked]
-        rows.append((name, f"{rate:.3f}", *(times or ("", ""))))
-    return _table(("", "hit rate", "1,000 popular keys, p50", "26,000 popular keys, p50"), *rows)
+        tables = () if kind == "in turn" else (1, 26)
+        calls = [figures("routes", work="call", servers=kind, tables=count) for count in tables]
+        times = [f"{_round(call['p50_us'])} us ({call['relative']:.2g} x)" for call in calls] or ["", ""]
+        rows.append((name, f"{rate:.3f}", *times, _each(f"{_round(call['cpu_us'])} us" for call in calls)))
+    head = ("", "hit rate", "1 table x 1,000 keys, p50", "26 tables x 1,000 keys, p50", "processor time of the caller")
+    return _table(head, *rows)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {

@@ -534,7 +534,9 @@ def test_a_lookup_is_not_retired_for_ever(play):
             await asyncio.sleep(0.001)
         assert await answer in (503, 504)
         assert len(dues) == 1
-        assert front.exchange.slots.used == 0
+        while (job := owner.board.next_job()) is not None:  # one may have been posted again just before
+            owner.complete(job, RETIRED)
+        await until(lambda: front.exchange.slots.used == 0)
 
     play(script)
 

@@ -21,6 +21,8 @@
     │   └── ForkedProcessError                        opened by the parent process, before a fork
     ├── TrainingModeError        (RuntimeError)       a layer of torch was called in training mode
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
+    ├── NetworkError             (RuntimeError)       a dense network failed
+    ├── DeadlineError            (TimeoutError)       the time that a request allows was over before work began
     ├── DatabaseError            (RuntimeError)       a volatile or persistent database failed
     │   ├── DatabaseTimeoutError (TimeoutError)
     │   ├── DatabaseLockedError                       another process holds the directory
@@ -132,6 +134,14 @@ class TrainingModeError(HPSError, RuntimeError):
 
 class WorkspaceTimeoutError(HPSError, TimeoutError):
     """Every lookup workspace of the model stayed busy for the whole timeout."""
+
+
+class NetworkError(HPSError, RuntimeError):
+    """A dense network failed, or its outputs are not what it promised."""
+
+
+class DeadlineError(HPSError, TimeoutError):
+    """The time that the caller allowed was over before any work was done."""
 
 
 class DatabaseError(HPSError, RuntimeError):

@@ -22,6 +22,8 @@ from hps.ground.thread_pool import POOL
 from hps.lookup.refresh import RefreshReport
 from hps.lookup.session import DirectSession, RecordedLookup, Session
 from hps.models.table_load import LoadTargets
+from hps.scoring.deployed import Scores, network_of_model
+from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import ServerStatistics, UpdateStatus
@@ -448,6 +450,38 @@ class HPS:
         """
         deployment = self.model(model_name)
         return deployment.prefetch(deployment.table_index(table_id), as_host_keys(keys), device_id)
+
+    @repeated_after_takeover
+    def score(
+        self, model_name: str, inputs: Mapping[str, Any], device_id: int | None = None, *, version: str | None = None
+    ) -> Scores:
+        """Look the vectors of samples up, and run the model's network on them: `dense` of its configuration.
+
+        Args:
+            inputs: by name of the network's inputs. Of a lookup: int64 keys (samples, hotness), or (samples,) for one key each,
+                or `Bags` of keys and offsets; of a feature: values of its dtype and shape, samples first. Inputs that are
+                `per_request` may have one row for all samples. Arrays or nested sequences in host memory.
+            device_id: as for `lookup_tables`.
+            version: default: the serving one.
+
+        Returns:
+            Outputs of the network by name, (samples, ...) in host memory, and the version that answered.
+
+        Raises:
+            UnknownModelError: the model is not deployed, or has no network. UnknownVersionError: the version is not.
+            InvalidInputError: inputs are missing, unknown, or of another shape or dtype.
+            TooManyKeysError: more samples or keys than the model allows.
+            NetworkError: the network failed, or an output is not a number.
+            HPSError: as `lookup_tables`.
+        """
+        deployment = self.model(model_name, version)
+        scores = network_of_model(deployment.scores, model_name)
+        request = scores.read(arrays_of(scores.opened.features, inputs))
+        device = deployment.one_device if device_id is None else device_id
+        if device is None:
+            device = deployment.choose_device()
+        deployment.session(device)
+        return Scores(deployment.version, scores.score(request, device))
 
     def lookup_segments(self, deployment: Deployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
         """Look up several tables into arrays of the caller's layout, for the HTTP service.

@@ -83,6 +83,11 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
         "torch": Ours("hps.models.formats.torch_state:TorchState", "pip install torch"),
         "parquet": Ours("hps.models.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
     },
+    "network": {
+        "pt2": Ours("hps.networks.torch_networks:ExportedProgram", "pip install 'hps-server[torch]'"),
+        "torchscript": Ours("hps.networks.torch_networks:TorchScript", "pip install 'hps-server[torch]'"),
+        "onnx": Ours("hps.networks.onnx_runtime:OnnxNetwork", "pip install 'hps-server[onnx]'"),
+    },
 }
 _BASES = {
     "cache": "hps.cache.base:EmbeddingCache",
@@ -90,6 +95,7 @@ _BASES = {
     "database": "hps.databases.base:Database",
     "filesystem": "hps.filesystems.base:FileSystem",
     "format": "hps.models.formats.base:ArraySource",
+    "network": "hps.networks.base:Network",
     "update_log": "hps.updates.base:UpdateLog",
     "update_log_writer": "hps.updates.base:UpdateLogWriter",
 }

@@ -14,13 +14,16 @@ from hps.configuration.document import Location, path_of, plain, problems_of, re
 from hps.configuration.fields import Notices
 from hps.configuration.hugectr_structs import PYTHON_NAMES, ParameterServerConfig, document_of, python_path
 from hps.configuration.models import Configuration, ModelConfig, ServiceConfig, VersionConfig
+from hps.configuration.networks import DenseConfig, NetworkInputConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.errors import ConfigError
 
 __all__ = [
     "Configuration",
+    "DenseConfig",
     "ModelConfig",
     "ModelSourceConfig",
+    "NetworkInputConfig",
     "PersistentDbConfig",
     "ServiceConfig",
     "UpdateSourceConfig",
@@ -44,6 +47,10 @@ _SECTIONS: dict[str, type[Section]] = {
     "service": ServiceConfig,
     "models": ModelConfig,
     "models.versions": VersionConfig,
+    "models.dense": DenseConfig,
+    "models.dense.inputs": NetworkInputConfig,
+    "models.versions.dense": DenseConfig,
+    "models.versions.dense.inputs": NetworkInputConfig,
 }
 _KEYS = {name: section.model_fields.keys() for name, section in _SECTIONS.items()}
 _SECRETS = {

@@ -5,7 +5,7 @@ checks a whole object. So one load reports every problem.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
@@ -51,6 +51,7 @@ from hps.configuration.fields import (
     problem,
     validate_with,
 )
+from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.registry import IMPLEMENTATIONS, keeps_order
 from hps.types import TableSpec
@@ -202,6 +203,7 @@ class VersionConfig(Section):
     version: Version
     sparse_files: NonEmptyListOf[Place]
     delta_of: Version | None = None
+    dense: DenseConfig | None = None
 
 
 _COUNTED = {
@@ -260,6 +262,7 @@ class ModelConfig(Section):
     insert_queue_length: Annotated[Whole, Field(ge=1, le=65536)] = 64
     miss_path: MissPath = "auto"
     index_on_device: Flag = False
+    dense: DenseConfig | None = None
 
     dense_file: Ignored = None
     network_file: Ignored = None
@@ -317,6 +320,15 @@ class ModelConfig(Section):
             )
         return value
 
+    @field_validator("dense")
+    @classmethod
+    def _of_these_tables(cls, value: DenseConfig | None, info: ValidationInfo) -> DenseConfig | None:
+        names = info.data.get("embedding_table_names", ())
+        most = info.data.get("maxnum_catfeature_query_per_table_per_sample", ())
+        if value is not None and len(names) == len(most):
+            check_tables(value, dict(zip(names, most, strict=True)))
+        return value
+
     @field_validator("versions")
     @classmethod
     def _complete(cls, value: tuple[VersionConfig, ...], info: ValidationInfo) -> tuple[VersionConfig, ...]:
@@ -345,6 +357,25 @@ class ModelConfig(Section):
             if getattr(self, key)
         )
         return self
+
+
+def check_tables(dense: DenseConfig, tables: Mapping[str, int]) -> None:
+    """Check that the lookups of a network are of a model's tables.
+
+    Args:
+        tables: by name, the most keys of a sample.
+
+    Raises:
+        PydanticCustomError: they are not.
+    """
+    for name, one in dense.inputs.items():
+        if one.table is not None and one.table not in tables:
+            raise problem(f"input {json.dumps(name)} is of table {json.dumps(one.table)}, expected one of {', '.join(tables)}")
+        if one.table is not None and (one.hotness or 1) > tables[one.table]:
+            raise problem(
+                f"input {json.dumps(name)} has {one.hotness} keys a sample, expected at most {tables[one.table]} "
+                f"(maxnum_catfeature_query_per_table_per_sample of table {one.table})"
+            )
 
 
 def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:

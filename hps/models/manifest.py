@@ -1,7 +1,7 @@
 """`version.json`: the content of a version of a model, with checks for a complete copy.
 
 {"delta_of": "1", "note": "hourly", "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...},
- "updates": {"item": {"0": "8123", "1": "7990"}}}
+ "updates": {"item": {"0": "8123", "1": "7990"}}, "dense": {"format": "pt2", "file": "dense.pt2", ...}}
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import pydantic
 
+from hps.configuration.networks import DenseConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.base import FileSystem
 from hps.models.sources import ModelSources
@@ -49,6 +50,7 @@ class VersionManifest(pydantic.BaseModel):
         files: checks by path relative to the version's directory.
         updates: by directory of a table relative to the version's, the position of the last message that the files contain in
             each partition of the log of updates. A partition is its number, or `<topic>/<number>`.
+        dense: the version's network, instead of that of the model's entry; its file is relative to the version's directory.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -57,12 +59,18 @@ class VersionManifest(pydantic.BaseModel):
     note: str = ""
     files: Mapping[str, FileCheck] = {}
     updates: Mapping[str, Mapping[_Partition, _Position]] = {}
+    dense: DenseConfig | None = None
 
     def of_table(self, sparse_file: str) -> dict[str, FileCheck]:
         """Return the checks of a table's files by name; the table's directory is relative to the version's."""
         below = posixpath.normpath(sparse_file)
         names = ((posixpath.split(posixpath.normpath(path)), check) for path, check in self.files.items())
         return {name: check for (directory, name), check in names if (directory or ".") == below}
+
+    def of_file(self, name: str) -> FileCheck | None:
+        """Return the check of a file; its path is relative to the version's directory."""
+        wanted = posixpath.normpath(name)
+        return next((check for path, check in self.files.items() if posixpath.normpath(path) == wanted), None)
 
     def updates_of(self, sparse_file: str) -> Mapping[str, str]:
         """Return the positions of a table; its directory is relative to the version's."""
@@ -84,7 +92,7 @@ def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
         return VersionManifest.model_validate(content)
     except pydantic.ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())
-        raise ModelFileError(f"reading {path}: {problems}; write delta_of, note, files and updates") from error
+        raise ModelFileError(f"reading {path}: {problems}; write delta_of, note, files, updates and dense") from error
 
 
 def within(directory: str, name: str) -> str:

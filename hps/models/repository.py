@@ -4,6 +4,7 @@
     <repository>/<model>/<version>/         a positive decimal number without leading zeros, as in Triton
     <repository>/<model>/<version>/version.json     optional; see `VersionManifest`
     <repository>/<model>/<version>/<sparse file>/key, emb_vector
+    <repository>/<model>/<version>/<file>           of its network, if it has one
 
 **Incomplete versions.** Any directory with such a name counts as a version. So a publisher writes under another name
 (`.2.tmp`) and renames the directory, where that is atomic (local disk, HDFS). Object stores cannot rename: there `version.json`
@@ -18,9 +19,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hps.configuration.networks import DenseConfig
 from hps.errors import HPSError, ModelFileError, ModelFileNotFoundError
 from hps.models.deltas import MOST_DELTAS, HeldTable, TableSource
 from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, read_json, read_manifest, within
+from hps.models.network_file import NetworkFile
 from hps.models.sources import ModelSources
 
 MODEL_ENTRY = "model.json"
@@ -88,6 +91,7 @@ class VersionFiles:
         sparse_files: directory or URI of each table.
         delta_of: the version that it changes; None for a whole version.
         checks, updates: by table, from `version.json`; empty without it.
+        network: its network; None if it has none, or, of a delta, that of its base.
     """
 
     version: str
@@ -95,14 +99,18 @@ class VersionFiles:
     delta_of: str | None = None
     checks: tuple[Mapping[str, FileCheck], ...] = ()
     updates: tuple[Mapping[str, str], ...] = ()
+    network: NetworkFile | None = None
 
 
-def version_files(version: str, place: str, sparse_files: Sequence[str], sources: ModelSources) -> VersionFiles:
+def version_files(
+    version: str, place: str, sparse_files: Sequence[str], sources: ModelSources, dense: DenseConfig | None = None
+) -> VersionFiles:
     """List the files of a version. Reads its `version.json`, if any.
 
     Args:
         place: path or URI of its directory.
         sparse_files: directory of each table, relative to `place`.
+        dense: the network of versions whose `version.json` names none; its file is relative to `place`.
 
     Raises:
         ModelFileError: `version.json` is invalid or cannot be read.
@@ -111,7 +119,10 @@ def version_files(version: str, place: str, sparse_files: Sequence[str], sources
     below = (posixpath.normpath(sparse_file) for sparse_file in sparse_files)  # a bucket would take dots literally
     places = tuple(place if path == "." else within(place, path) for path in below)
     checks, updates = tuple(map(manifest.of_table, sparse_files)), tuple(map(manifest.updates_of, sparse_files))
-    return VersionFiles(version, places, manifest.delta_of or None, checks, updates)
+    network = None
+    if (own := manifest.dense or (None if manifest.delta_of else dense)) is not None:
+        network = NetworkFile(own, within(place, posixpath.normpath(own.file)), manifest.of_file(own.file))
+    return VersionFiles(version, places, manifest.delta_of or None, checks, updates, network)
 
 
 def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tuple[Mapping[str, str], ...]:
@@ -181,6 +192,16 @@ def table_sources(
             for place, checks, base, here, updates in parts
         )
     return tables
+
+
+def network_of(version: str, find: Callable[[str], VersionFiles | None]) -> NetworkFile | None:
+    """Return the network of a version: its own, or that of the version that it changes; `table_sources` has checked the chain."""
+    wanted: str | None = version
+    while wanted and (found := find(wanted)) is not None:
+        if found.network is not None:
+            return found.network
+        wanted = found.delta_of
+    return None
 
 
 def _checked_entry(place: str, name: str, entry: dict[str, Any]) -> dict[str, Any]:

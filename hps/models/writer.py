@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pydantic
 
+from hps.configuration.networks import DenseConfig
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.filesystems.base import FileSystem, FileWriter
 from hps.filesystems.local import local_path, sync_directory
@@ -69,6 +70,7 @@ def write_version(
     deleted: Mapping[str, KeyArray] | None = None,
     note: str = "",
     updates: Mapping[str, Mapping[str, str]] | None = None,
+    network: tuple[DenseConfig, bytes] | None = None,
     sources: ModelSources | None = None,
 ) -> None:
     """Write a version of a model, with its `version.json`. Readers find all of it, none, or a part that they refuse.
@@ -86,6 +88,7 @@ def write_version(
         updates: position in the log of online updates of the last message that the rows contain, as text, by the same names
             and by partition (its number, or `<topic>/<number>`). Servers that start from these files read the log from there.
             Kafka's position of a message is its offset, one less than the offset that a consumer commits after it.
+        network: the version's network and the content of its file.
         sources: file systems to use; by default new ones with default settings.
 
     Raises:
@@ -104,7 +107,8 @@ def write_version(
             f"writing version {place}: got updates of {sorted(updates or ())}, expected of {sorted(tables)}"
         )
     try:
-        blank = VersionManifest(delta_of=delta_of, note=note, updates=updates or {})
+        dense = None if network is None else network[0]
+        blank = VersionManifest(delta_of=delta_of, note=note, updates=updates or {}, dense=dense)
     except pydantic.ValidationError as error:
         raise InvalidInputError(f"writing version {place}: got updates {updates}, expected positions by partition") from error
     if filesystem.exists(place):
@@ -120,8 +124,14 @@ def write_version(
             gone = deleted.get(name, np.empty(0, np.int64)) if delta_of else None
             written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
             files |= {f"{name}/{file}": check for file, check in written.items()}
+        if network is not None:
+            name, content = network[0].file, network[1]
+            write_file(filesystem, f"{target}/{name}", content)
+            files[name] = FileCheck(size_bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
+            if not filesystem.is_local:
+                undo.callback(_delete, filesystem, [f"{target}/{name}"])
         manifest = blank.model_copy(update={"files": files})
-        write_file(filesystem, f"{target}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+        write_file(filesystem, f"{target}/{MANIFEST}", manifest.model_dump_json(indent=1, exclude_defaults=True).encode())
         if filesystem.is_local:
             for name in tables:
                 sync_directory(local_path(f"{target}/{name}"))

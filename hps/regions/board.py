@@ -52,7 +52,7 @@ from hps.regions.exchange import (
     store_word,
 )
 from hps.regions.layout import BEGUN_EPOCH, MOST_SEGMENTS, RING, SEGMENT_WORDS, Memory
-from hps.statistics.metrics import LOOKUP_BOUNDS_NS
+from hps.statistics.times import LOOKUP_BOUNDS_NS
 from hps.types import IndexArray, TableSpec
 
 FRONT_KERNELS: Final = (post, completions, arm, store_word)

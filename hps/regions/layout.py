@@ -64,6 +64,8 @@ TRACED: Final = 1
 """The owner writes the trace of the lookup aside."""
 POOLED: Final = 2
 """The keys are in bags, which the front describes aside."""
+SCORED: Final = 4
+"""No segments: the front describes the inputs of the model's network aside, and wants its outputs."""
 
 # Status of a completed slot.
 ANSWERED, MALFORMED, RETIRED, FAILED = 1, 2, 3, 4

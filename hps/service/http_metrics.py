@@ -9,8 +9,8 @@ from typing import Any, Final
 from prometheus_client import ProcessCollector
 
 from hps.service.refusals import Refusals
-from hps.statistics.metrics import Times
 from hps.statistics.prometheus import Family, family, histogram, label_text
+from hps.statistics.times import Times
 from hps.versions.deployment import Deployment
 
 _BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

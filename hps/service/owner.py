@@ -24,10 +24,13 @@ from hps.parameter_server import HPS
 from hps.regions import layout
 from hps.regions.board import OWNER_KERNELS, Board, Job
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
-from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, TRACED, FrontDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontDescriptors, Memory
+from hps.scoring.batching import ScoreCall
+from hps.scoring.scorer import Outputs, ScoreTimes
 from hps.service.http_answer import release_frames, status_of
 from hps.service.http_metrics import are_figures
 from hps.service.lifecycle import Lifecycle
+from hps.service.scored_slots import read_scored
 from hps.service.shared_memory import SharedMemoryRegistry
 from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
@@ -238,6 +241,7 @@ class FrontLink:
                     "tables": made[0].tables if made else [asdict(table) for table in one.tables],
                     "keys_per_sample": one.keys_per_sample,
                     "serials": self._serials_of(one, made),
+                    "network": _network_of(one),
                 }
             serving = (
                 {} if server is None else {name: one.version for name, one in server.live.serving.items() if name in models}
@@ -321,19 +325,26 @@ class FrontLink:
                     return
 
     def _answer(self, board: Board, job: Job) -> None:
-        memory, at = board.memories[job.place], job.slot >> 3
-        words, began = memory.words, time.perf_counter_ns()
+        memory, began = board.memories[job.place], time.perf_counter_ns()
         status, deferred, aside = job.status, 0, b""
         try:
             if status == 0:
                 served = self._by_serial.get(int(job.header[H_SERIAL]))
                 if served is None:
                     status = RETIRED
+                elif int(job.header[H_FLAGS]) & SCORED:
+                    self._score(served, board, job, began)
+                    return
                 else:
                     status, deferred, aside = self._look_up(served, memory, job)
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             status, aside = self._failure(error, int(job.header[H_SERIAL]))
             release_frames(error)
+        self._complete(board, job, status, began, aside, deferred)
+
+    def _complete(self, board: Board, job: Job, status: int, began: int, aside: bytes = b"", deferred: int = 0) -> None:
+        memory, at = board.memories[job.place], job.slot >> 3
+        words = memory.words
         if status != MALFORMED:
             room = int(job.header[H_ASIDE_BYTES])
             if len(aside) > room:
@@ -347,6 +358,32 @@ class FrontLink:
             words[at + layout.ENDED_NS // 8] = time.perf_counter_ns()
         words[at + layout.STATUS // 8] = status
         board.complete(job)
+
+    def _score(self, served: _Served, board: Board, job: Job, began: int) -> None:
+        """Begin to score a request; it is completed in another thread, or here."""
+        memory, scores = board.memories[job.place], served.deployment.scores
+        if scores is None:
+            raise InvalidInputError("scoring: got a model without a network")
+        start, size = int(job.header[H_ASIDE]), int(job.header[H_ASIDE_BYTES])
+        due, arrays, outputs = read_scored(memory, job.slot, start, size)
+        request = scores.read(arrays)
+        for one in outputs:
+            if one.shape[:1] != (request.samples,):
+                raise InvalidInputError(f"scoring: got room for {one.shape[:1]} samples, expected {request.samples}")
+
+        def done(answer: Outputs | HPSError, times: ScoreTimes | None) -> None:
+            try:
+                if isinstance(answer, HPSError):
+                    raise answer
+                for one in outputs:
+                    one.place[...] = answer[one.name]
+                self._complete(board, job, ANSWERED, began if times is None else times.began_ns)
+            except Exception as error:  # noqa: BLE001 - the client gets an answer
+                status, aside = self._failure(error, int(job.header[H_SERIAL]))
+                release_frames(error)
+                self._complete(board, job, status, began, aside)
+
+        scores.submit(ScoreCall(request, done, due), served.device)
 
     def _look_up(self, served: _Served, memory: Memory, job: Job) -> tuple[int, int, bytes]:
         deployment, flags = served.deployment, int(job.header[H_FLAGS])
@@ -388,6 +425,18 @@ class FrontLink:
         reason = "workspaces" if isinstance(error, WorkspaceTimeoutError) else ""
         found = {"status": status_of(error), "message": message[:_MOST_MESSAGE], "reason": reason}
         return FAILED, json.dumps(found).encode()
+
+
+def _network_of(deployment: Deployment) -> dict[str, Any] | None:
+    """Return what fronts have to know of a deployment's network."""
+    scores = deployment.scores
+    if scores is None:
+        return None
+    return {
+        "features": [asdict(one) for one in scores.opened.features],
+        "outputs": [asdict(one) for one in scores.opened.outputs],
+        "max_samples": scores.max_samples,
+    }
 
 
 def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Segment:

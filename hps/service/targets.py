@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from hps.service.protocol.schemas import INFER, INFER_VERSION, LOOKUP
+from hps.service.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
 
 _MOST_TARGETS: Final = 256
 
@@ -15,6 +15,11 @@ class LookupTarget(NamedTuple):
     model_name: str
     version: str | None = None  # the serving one
 
+    @property
+    def is_json(self) -> bool:
+        """Whether the body of a request is JSON alone."""
+        return self.route in (LOOKUP, SCORE)
+
 
 @lru_cache(_MOST_TARGETS)
 def lookup_target(path: str) -> LookupTarget | None:
@@ -24,6 +29,8 @@ def lookup_target(path: str) -> LookupTarget | None:
             return LookupTarget(INFER, model)
         case ["", "v1", "models", model, "lookup"]:
             return LookupTarget(LOOKUP, model)
+        case ["", "v1", "models", model, "score"]:
+            return LookupTarget(SCORE, model)
         case ["", "v2", "models", model, "versions", version, "infer"]:
             return LookupTarget(INFER_VERSION, model, version)
     return None

@@ -2,13 +2,11 @@
 
 import threading
 from array import array
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate
 from time import perf_counter_ns
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 from weakref import WeakMethod
@@ -24,16 +22,13 @@ from hps.ground.compilations import COMPILATIONS
 from hps.ground.pacing import in_turns
 from hps.ground.workers import THREADS
 from hps.statistics.prometheus import Family, Values, expose, family, histogram, label_text, update_families
+from hps.statistics.scores import ScoreCounters, score_families
 from hps.statistics.series import Models, Series
 from hps.statistics.snapshot import Latency, UpdateStatus
+from hps.statistics.times import LOOKUP_BUCKETS, Times
 from hps.statistics.tracing import STAGES
 from hps.types import IndexArray
 
-_STAGE_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5)
-_LOOKUP_BUCKETS = (2.5e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
-_BOUNDS = (*_STAGE_BUCKETS, *_LOOKUP_BUCKETS)
-LOOKUP_BOUNDS_NS: Final = tuple(round(1e9 * bound) for bound in _BOUNDS)
-"""Bounds of the buckets of `LookupTimes`."""
 _VISIBLE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)
 TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 _TABLE = ("model", "table")
@@ -96,43 +91,6 @@ class DeviceCounters:
     lookups: int = 0
 
 
-class Times:
-    """A histogram of durations. Change it only while holding `Metrics.lock`.
-
-    A histogram of prometheus-client takes a lock and scans its buckets: 1.2 us per duration; this one takes 0.4 us.
-
-    Args:
-        bounds_s: bucket bounds, ascending.
-
-    Attributes:
-        buckets: counts per bucket, not cumulative; the last bucket is unbounded.
-        total_ns: sum of the durations.
-    """
-
-    __slots__ = ("_bounds_ns", "_bounds_s", "buckets", "total_ns")
-
-    def __init__(self, bounds_s: tuple[float, ...] = _BOUNDS) -> None:
-        self._bounds_s = bounds_s
-        self._bounds_ns = [round(bound * 1e9) for bound in bounds_s]
-        self.buckets = [0] * (len(bounds_s) + 1)
-        self.total_ns = 0
-
-    def add(self, ns: int) -> None:
-        """Add one duration."""
-        self.buckets[bisect_left(self._bounds_ns, ns)] += 1
-        self.total_ns += ns
-
-    def add_buckets(self, buckets: Iterable[int], total_ns: int) -> None:
-        """Add the counts of a histogram with the same buckets."""
-        self.buckets = [have + more for have, more in zip(self.buckets, buckets, strict=True)]
-        self.total_ns += total_ns
-
-    def latency(self) -> Latency:
-        """Return the histogram for `HPS.stats`."""
-        below = list(accumulate(self.buckets))
-        return Latency(below[-1], self.total_ns / 1e9, tuple(zip(self._bounds_s, below, strict=False)))
-
-
 class LiveMethods(Generic[_Method]):
     """Methods of objects, as long as these live. *Thread-safe.*
 
@@ -183,8 +141,8 @@ class LookupTimes:
         kinds = len(self._of_every_lookup)
         times = np.array(self.recent, np.int64).reshape(-1, kinds)
         del self.recent[:]
-        size = len(_BOUNDS) + 1
-        places = np.searchsorted(self.whole._bounds_ns, times) + size * np.arange(kinds)
+        size = len(self.whole.bounds_ns) + 1
+        places = np.searchsorted(self.whole.bounds_ns, times) + size * np.arange(kinds)
         counts = np.bincount(places.ravel(), minlength=kinds * size).reshape(kinds, size)
         for one, new, total_ns in zip(self._of_every_lookup, counts.tolist(), times.sum(axis=0).tolist(), strict=True):
             one.add_buckets(new, total_ns)
@@ -214,8 +172,9 @@ class Metrics(Collector):
         self._tables = Series(self.models, _TABLE, lambda labels: TableCounters())
         self._devices = Series(self.models, ("model", "device"), lambda labels: DeviceCounters())
         self._lookups = Series(self.models, ("model",), lambda labels: LookupTimes())
+        self._scores = Series(self.models, ("model",), lambda labels: ScoreCounters())
         self._fetches = Series(self.models, ("model", "tier"), lambda labels: Times())
-        self._applied = Series(self.models, ("tier",), lambda labels: Times(_LOOKUP_BUCKETS))
+        self._applied = Series(self.models, ("tier",), lambda labels: Times(LOOKUP_BUCKETS))
         self._visible = Series(self.models, _TABLE, lambda labels: Times(_VISIBLE_BUCKETS))
         self._values: list[Values] = []
         self.feeds = LiveMethods[Callable[[], Sequence[UpdateStatus]]]()
@@ -304,6 +263,10 @@ class Metrics(Collector):
     def lookup_times(self, model: str) -> LookupTimes:
         """Return the times of a model's lookups."""
         return self._lookups.of(model)
+
+    def scores(self, model: str) -> ScoreCounters:
+        """Return the counters of a model's scores."""
+        return self._scores.of(model)
 
     def fetch_times(self, model: str, tier: str) -> Times:
         """Return the times of fetches from a database for a model."""
@@ -438,6 +401,7 @@ class Metrics(Collector):
         yield family("counter", "hps_device_lookups", "Lookups by device.", devices)
         yield histogram("hps_lookup_seconds", "Duration of a lookup.", whole)
         yield histogram("hps_lookup_stage_seconds", "Duration of a stage of a lookup, over all its tables.", stages)
+        yield from score_families([(label_text(["model"], labels), one) for labels, one in self._scores.items()])
         yield histogram("hps_fetch_seconds", "Duration of one fetch from a database.", fetches)
         yield histogram("hps_update_apply_seconds", "Duration of applying one batch of online updates, by tier.", applied)
         yield histogram(

@@ -13,6 +13,8 @@ from hps.torch.embedding_bags import BagTable as BagTable
 from hps.torch.embedding_bags import EmbeddingBag as EmbeddingBag
 from hps.torch.embedding_bags import EmbeddingBagCollection as EmbeddingBagCollection
 from hps.torch.lookup_layer import LookupLayer as LookupLayer
+from hps.torch.packaging import PackagedModel as PackagedModel
+from hps.torch.packaging import package as package
 from hps.torch.saving import SavedModel as SavedModel
 from hps.torch.saving import save as save
 from hps.torch.servers import attach as attach
@@ -23,9 +25,11 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "LookupLayer",
+    "PackagedModel",
     "SavedModel",
     "attach",
     "close",
     "convert",
+    "package",
     "save",
 ]

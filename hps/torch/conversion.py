@@ -64,7 +64,7 @@ def convert(
     """
     found = embeddings_of(module)
     for one in found:
-        _check(one)
+        refuse_unequal(one)
     hps = server_of(server) if isinstance(server, str) else server
     if repository is not None:
         place = within(os.fspath(repository), model_name)
@@ -178,8 +178,12 @@ def _layer(one: Embedding, server: HPS | str, model_name: str, version: str, wai
     return layer if embedding.weight.dtype == torch.float32 else _Rounded(layer, embedding.weight.dtype)
 
 
-def _check(one: Embedding) -> None:
-    """Refuse an embedding whose answers a layer cannot reproduce."""
+def refuse_unequal(one: Embedding) -> None:
+    """Refuse an embedding whose answers a lookup cannot reproduce.
+
+    Raises:
+        InvalidInputError: as for `convert`.
+    """
     collections = [torchrec_class("EmbeddingBagCollection"), torchrec_class("EmbeddingCollection")]
     kinds: list[Any] = [nn.Embedding, nn.EmbeddingBag, *collections]
     for part in one.module.modules():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hps.configuration.load import load_configuration
+from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
 from hps.models.discovery import default_settings, name_of
 from hps.models.files import rows_of_a_chunk
@@ -75,6 +75,7 @@ def save(
     settings: Mapping[str, Any] | None = None,
     note: str = "",
     updates: Mapping[str, Mapping[str, str]] | None = None,
+    network: tuple[DenseConfig, bytes] | None = None,
     sources: ModelSources | None = None,
 ) -> SavedModel:
     """Write every embedding of a module as a table of one version of a model. Readers see all of it or nothing.
@@ -98,7 +99,7 @@ def save(
         settings: keys of the entry of `models`, such as `max_batch_size` and `gpucacheper`. Others keep
             their values in `model.json`; a new model gets 4,096 samples and half of the rows cached, and present keys are
             never answered with default vectors.
-        note, updates, sources: as for `hps.write_version`.
+        note, updates, network, sources: as for `hps.write_version`.
 
     Returns:
         What was written, with the entry of `models`, which `model.json` contains too, so that a `model_repository` finds the
@@ -135,7 +136,7 @@ def save(
         except ModelFileNotFoundError:
             there = {}
         version = str(1 + max(map(int, there), default=0))
-    write_version(within(place, version), rows, delta_of=delta_of, note=note, updates=updates, sources=sources)
+    write_version(within(place, version), rows, delta_of=delta_of, note=note, updates=updates, network=network, sources=sources)
     if entry != written:
         write_file(filesystem, within(place, MODEL_ENTRY), json.dumps(entry, indent=2).encode() + b"\n")
     return SavedModel(place, version, entry | {"version_path": place}, {one.path: tuple(one.tables) for one in embeddings})

@@ -5,11 +5,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hps.configuration.load import Configuration, ModelConfig, load_configuration
-from hps.errors import ConflictError, HPSError, UnknownModelError, UnknownVersionError
+from pydantic_core import PydanticCustomError
+
+from hps.configuration.load import Configuration, DenseConfig, ModelConfig, load_configuration
+from hps.configuration.models import check_tables
+from hps.errors import ConflictError, HPSError, ModelFileError, UnknownModelError, UnknownVersionError
 from hps.models.deltas import HeldTable, TableSource, fingerprints_of
+from hps.models.files import joint_fingerprint
 from hps.models.manifest import within
-from hps.models.repository import VersionFiles, list_models, list_versions, log_starts_beside, table_sources, version_files
+from hps.models.network_file import NetworkFile
+from hps.models.repository import (
+    VersionFiles,
+    list_models,
+    list_versions,
+    log_starts_beside,
+    network_of,
+    table_sources,
+    version_files,
+)
 from hps.models.sources import ModelSources
 from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, following
 from hps.versions.pins import Pins
@@ -20,12 +33,14 @@ class ModelVersion:
     """A deployable version of a model. *Immutable.*
 
     Attributes:
-        config: the model's entry, with the `version` and `sparse_files` of this version.
+        config: the model's entry, with the `version`, the `sparse_files` and the `dense` of this version.
         sources: location of each table's rows.
+        network: its network.
     """
 
     config: ModelConfig
     sources: tuple[TableSource, ...]
+    network: NetworkFile | None = None
 
 
 class ModelCatalog:
@@ -139,9 +154,28 @@ class ModelCatalog:
             tables = model.model_copy(update={"version": number}).tables
             return held(number) or [HeldTable(table.tag) for table in tables]
 
-        sources = table_sources(version, lambda number: find(number) if number in versions else None, held_or_loaded)
+        known_files: dict[str, VersionFiles] = {}
+
+        def files(number: str) -> VersionFiles | None:
+            if number in versions and number not in known_files:
+                known_files[number] = find(number)
+            return known_files.get(number)
+
+        sources, network = table_sources(version, files, held_or_loaded), network_of(version, files)
         places = tuple(source.place for source in sources)
-        return ModelVersion(model.model_copy(update={"version": version, "sparse_files": places}), sources)
+        dense = None if network is None else network.config
+        if dense is not None:
+            self._check_network(model, dense)
+        config = model.model_copy(update={"version": version, "sparse_files": places, "dense": dense})
+        return ModelVersion(config, sources, network)
+
+    def _check_network(self, model: ModelConfig, dense: DenseConfig) -> None:
+        """Check that a network, which may be of a `version.json`, has lookups of the model's tables."""
+        most = model.maxnum_catfeature_query_per_table_per_sample
+        try:
+            check_tables(dense, dict(zip(model.embedding_table_names, most, strict=True)))
+        except PydanticCustomError as error:
+            raise ModelFileError(f"deploying model {model.model!r}: dense: {error}") from error
 
     def fingerprints(self, version: ModelVersion) -> tuple[str, ...]:
         """Return the fingerprint of each table's current files, without reading rows.
@@ -151,6 +185,18 @@ class ModelCatalog:
         """
         tables = zip(version.sources, version.config.embedding_vecsize_per_table, strict=True)
         return fingerprints_of(list(tables), self._sources)
+
+    def fingerprint(self, version: ModelVersion, tables: Sequence[str] | None = None) -> str:
+        """Return the fingerprint of all files of a version.
+
+        Args:
+            tables: `fingerprints` of it, if they are known.
+
+        Raises:
+            ModelFileError: as `fingerprints`.
+        """
+        own = "" if version.network is None else version.network.fingerprint(self._sources)
+        return joint_fingerprint((*(self.fingerprints(version) if tables is None else tables), own))
 
     def to_serve(self, name: str, *, pinned: bool = True) -> list[str]:
         """Return the versions to serve, ascending; the last one answers requests that name none.
@@ -240,12 +286,19 @@ class ModelCatalog:
         if model.version_path:
             places = list_versions(model.version_path, self._sources, known=self._seen.get(model.version_path, ()))
             self._seen[model.version_path] = places
-            find = partial(version_files, sparse_files=model.sparse_files, sources=self._sources)
+            find = partial(version_files, sparse_files=model.sparse_files, sources=self._sources, dense=model.dense)
             return set(places), lambda version: find(version, places[version])
-        files = {one.version: VersionFiles(one.version, one.sparse_files, one.delta_of) for one in model.versions}
-        files[model.version] = VersionFiles(model.version, model.sparse_files)
+        files = {
+            one.version: VersionFiles(one.version, one.sparse_files, one.delta_of, network=_network(one.dense))
+            for one in model.versions
+        }
+        files[model.version] = VersionFiles(model.version, model.sparse_files, network=_network(model.dense))
         if not self._followed:
             return set(files), files.__getitem__
         return set(files), lambda version: replace(
             files[version], updates=log_starts_beside(files[version].sparse_files, self._sources)
         )
+
+
+def _network(dense: DenseConfig | None) -> NetworkFile | None:
+    return None if dense is None else NetworkFile(dense, dense.file)

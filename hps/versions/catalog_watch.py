@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hps.errors import HPSError, UnknownVersionError
-from hps.models.files import joint_fingerprint
 from hps.versions.catalog import ModelCatalog
 from hps.versions.fleet import ServingDocument
 from hps.versions.live_models import LiveModels, VersionState, Wanted
@@ -137,7 +136,7 @@ class CatalogWatch:
             elif (pin := self._catalog.pins.of(name)) and pin.version not in numbers and self._serves(name, pin.version):
                 raise UnknownVersionError(f"version {pin.version}, which serves, is {pin}, and its files are gone")
             chosen = [self._catalog.version(name, version) for version in numbers]
-            versions = tuple((one.config.version, joint_fingerprint(self._catalog.fingerprints(one))) for one in chosen)
+            versions = tuple((one.config.version, self._catalog.fingerprint(one)) for one in chosen)
             wanted = self._catalog.model(name), versions
         except HPSError as error:
             if self._unreadable.get(name) != str(error):

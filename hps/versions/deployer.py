@@ -12,7 +12,6 @@ from hps.errors import CapacityError, ConflictError, DatabaseError, HPSError
 from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
-from hps.models.files import joint_fingerprint
 from hps.models.table_load import LoadTargets
 from hps.types import TableSpec
 from hps.versions.catalog import ModelCatalog
@@ -240,7 +239,7 @@ class Deployer:
                 "of their own, or undeploy the model first"
             )
         fingerprints = self._catalog.fingerprints(wanted)
-        fingerprint = joint_fingerprint(fingerprints)
+        fingerprint = self._catalog.fingerprint(wanted, fingerprints)
         if there and there.fingerprint == fingerprint and not force:
             same = _same_settings(there.config, config)
             if same or there.chain.databases:

@@ -18,7 +18,9 @@ from hps.cache.base import STATIC_LOAD, EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
 from hps.databases.base import Database, LogPosition, Partition, RowChanges
 from hps.errors import (
+    CapacityError,
     DatabaseError,
+    DeviceMemoryError,
     InvalidInputError,
     NotReadyError,
     ReadOnlyError,
@@ -41,6 +43,7 @@ from hps.models.sources import ModelSources
 from hps.models.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.warm_up import DatabaseRows, WarmUpSource, last_rows, warm_up
 from hps.registry import implementation
+from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.statistics.metrics import TIERS, Metrics
 from hps.tensors.dlpack import cuda_device_of
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
@@ -95,6 +98,8 @@ class Deployment:
         log_starts: per table, the position of the last log message contained in its files, by partition; None if the table
             follows no log.
         log_positions: per table, its position in the log just before its caches were filled.
+        network: its network, which deployments that take over the same tables share.
+        scores: scores of its samples; None without a network.
         stop_following: called with a timeout when the deployment is closed: stop the feeds of its tables, and return whether
             they have stopped. Shared by all deployments that hold the tables in turn.
         indices: table indices, by name and by id, and of tuples of names that lookups used.
@@ -119,6 +124,8 @@ class Deployment:
     modified: threading.Event = field(default_factory=threading.Event, repr=False)
     log_starts: tuple[Mapping[str, str] | None, ...] = ()
     log_positions: tuple[dict[Partition, LogPosition], ...] = ()
+    network: OpenedNetwork | None = field(default=None, repr=False)
+    scores: DeploymentScores | None = field(init=False, repr=False)
     stop_following: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
     indices: dict[Any, Any] = field(init=False, repr=False)
     dims: tuple[int, ...] = field(init=False, repr=False)
@@ -148,6 +155,17 @@ class Deployment:
             self.config.cache_refresh_percentage_per_iteration,
         )
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
+        self.scores = None
+        if self.network is not None and self.config.dense is not None:
+            sessions = {id(session): session.lookup for session in self.sessions.values()}
+            self.scores = DeploymentScores(
+                self.network,
+                self.config,
+                self.config.dense,
+                self.tables,
+                {device: sessions[id(session)] for device, session in self.sessions.items()},
+                self.chain.metrics.scores(self.config.model),
+            )
 
     @property
     def version(self) -> str:
@@ -155,7 +173,8 @@ class Deployment:
 
     @property
     def fingerprint(self) -> str:
-        return joint_fingerprint(self.fingerprints)
+        own = "" if self.network is None else self.network.fingerprint
+        return joint_fingerprint((*self.fingerprints, own))
 
     def held_tables(self) -> list[HeldTable]:
         """Location of each table, for a version that modifies it."""
@@ -368,6 +387,8 @@ class Deployment:
                 return False
             self.stop_following.clear()
         self.refresher.stop()
+        if self.scores is not None and not self.scores.close(DRAIN_S):
+            return False
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
         if all(ended):
             self.lookups_ended.set()
@@ -375,6 +396,8 @@ class Deployment:
             return False
         if tables in ("keep", "hand over"):
             return True
+        if self.network is not None:
+            self.network.close()
         try:
             for table in self.tables:
                 self.chain.release_table(table, everywhere=tables == "drop")
@@ -452,6 +475,7 @@ def deploy(
         targets = replace(targets, load=(), keep=())
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
+    network = _open_network(version, targets.sources, cache_class)
     _check_room(config, tables, rows, targets, None if is_direct(config, cache_class) else cache_class)
     what = f"deploying model {config.model!r}, version {config.version}"
     _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
@@ -469,15 +493,44 @@ def deploy(
         sessions = build(config, tables, fill)
         _log.debug("%s: its caches are warm; it takes over", what)
         deployment = Deployment(
-            config, tables, sessions, chain, rows, fingerprints, build, log_starts=starts, log_positions=positions
+            config,
+            tables,
+            sessions,
+            chain,
+            rows,
+            fingerprints,
+            build,
+            log_starts=starts,
+            log_positions=positions,
+            network=network,
         )
         _tell_complete(deployment)
         return deployment
     except BaseException:
+        if network is not None:
+            network.close()
         for table in tables:  # loaded tables of a model that does not serve
             with suppress(DatabaseError):
                 chain.release_table(table)
         raise
+
+
+def _open_network(version: ModelVersion, sources: ModelSources, cache_class: type[EmbeddingCache]) -> OpenedNetwork | None:
+    """Open the network of a version, before its tables take memory.
+
+    Raises:
+        CapacityError: it does not fit on a device.
+        HPSError: it is not what the configuration says; see `OpenedNetwork`.
+    """
+    if version.network is None:
+        return None
+    config = version.config
+    devices = () if cache_class.device == "cpu" else config.deployed_device_list
+    content, fingerprint = version.network.read(sources), version.network.fingerprint(sources)
+    try:
+        return OpenedNetwork(config, version.network.config, content, fingerprint, devices)
+    except DeviceMemoryError as error:
+        raise CapacityError(f"deploying model {config.model!r}: {error}") from error
 
 
 def reconfigure(there: Deployment, config: ModelConfig) -> Deployment:

@@ -44,7 +44,7 @@ from hps.service.logs.requests import POLLED, RequestLog, Served, new_ids, reque
 from hps.service.logs.spans import spans_of
 from hps.service.protocol.json_size import SMALL_JSON_BYTES
 from hps.service.protocol.open_inference import parse_header_length
-from hps.service.protocol.schemas import LOOKUP
+from hps.service.protocol.score_requests import score_header
 from hps.service.refusals import Refusals
 from hps.service.request_body import MOST_OBJECT_BYTES, check_encoding, too_large
 from hps.service.routes.rows import row_target
@@ -230,7 +230,7 @@ class Front:
             InvalidInputError: it is no length.
         """
         target = lookup_target(head.path)
-        if target is None or target.route == LOOKUP or b"content-encoding" in head.headers:
+        if target is None or target.is_json or b"content-encoding" in head.headers:
             return -1
         size = parse_header_length(head.headers.get(b"inference-header-content-length"), head.length)
         return size if size is not None and size < SMALL_JSON_BYTES else -1
@@ -244,6 +244,8 @@ class Front:
         if served.traced or (self.settings.shared_memory_bytes and MARK in text):
             return None
         version = self.published.version_of(target)
+        if version.network is not None and score_header(text, version.network) is not None:
+            return None
         began = time.perf_counter_ns()
         plan = plan_of(text, version.tables, self.settings.max_keys_per_request)
         if plan is None:
@@ -286,7 +288,7 @@ class Front:
                 raise too_large(f"its tensors in shared memory have {shared.size_bytes} bytes", most)
             requester.hold(len(body) + shared.size_bytes, "reading the request")
             lookup.body = self.exchange.segments.body_of(shared)
-        elif target.route != LOOKUP:
+        elif not target.is_json:
             try:
                 lookup.json_bytes = parse_header_length(length, len(body))
             except HPSError:
@@ -300,7 +302,7 @@ class Front:
         self, target: LookupTarget, body: bytes | bytearray, length: bytes | None, client: str, headers: Mapping[bytes, bytes]
     ) -> SharedTensors | None:
         """Find the tensors in shared memory of a request; None if there are none, or if it is off."""
-        if not self.settings.shared_memory_bytes or target.route == LOOKUP:
+        if not self.settings.shared_memory_bytes or target.is_json:
             return None
         return shared_tensors(body, parse_header_length(length, len(body)), client, headers)
 

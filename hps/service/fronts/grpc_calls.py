@@ -22,9 +22,9 @@ from google.protobuf.message import DecodeError
 
 from hps.errors import InvalidInputError
 from hps.service.authorization import Identity
+from hps.service.fronts.answers import EncodedAnswer
 from hps.service.fronts.connection import Beginning
 from hps.service.fronts.http2 import HTTP2Connection, Stream, literal
-from hps.service.fronts.lookups import EncodedAnswer
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import DEFERRED_KEYS, RequestError, message_of, status_of
 from hps.service.http_metrics import DISCONNECTED

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -17,6 +17,7 @@ from hps.regions.layout import (
     TRACED,
     Memory,
 )
+from hps.service.fronts.answers import HEAD_ROOM, EncodedAnswer
 from hps.service.fronts.heads import answer_head
 from hps.service.http_answer import BINARY
 from hps.service.http_metrics import InferenceCounts
@@ -25,29 +26,14 @@ from hps.service.protocol.json_lookup import JSONLookup
 from hps.service.protocol.open_inference import AnswerLayout, Inference, Laid, cached_layout
 from hps.service.protocol.open_inference_header import CACHED_BYTES, cached_header
 from hps.service.protocol.request_checks import ModelTables
+from hps.service.protocol.score_requests import PublishedNetwork
 from hps.tensors.segments import Segment
 
-HEAD_ROOM: Final = 768
-"""Bytes before the JSON part of an answer, for its HTTP head."""
 ASIDE_ROOM: Final = 2048
 TRACE_ROOM: Final = 65_536
 _VECTORS_ALIGNED = 128
 _CACHED_PLANS = 1024
 _WORDS = struct.Struct("<5q")  # serial, flags, segments, aside, its bytes: see `regions/layout.py`
-
-
-class EncodedAnswer(NamedTuple):
-    """An answer as it is sent.
-
-    Attributes:
-        text: its JSON part, in pieces; none if `binary` is one piece that has it, too.
-        binary: views of the memory that follows it.
-        text_bytes: length of the JSON part of a binary answer; None if all of it is JSON.
-    """
-
-    text: Sequence[bytes]
-    binary: Sequence[memoryview]
-    text_bytes: int | None
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +44,7 @@ class FrontVersion:
         tables: its tables.
         serials: by device, what descriptors call it.
         counts: of Triton's statistics.
+        network: its network; None if it has none.
         turn: which device is next.
         devices: those of the serials.
     """
@@ -65,6 +52,7 @@ class FrontVersion:
     tables: ModelTables
     serials: dict[int, int]
     counts: InferenceCounts
+    network: PublishedNetwork | None = None
     turn: int = 0
     devices: tuple[int, ...] = field(init=False)
 

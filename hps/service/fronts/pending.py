@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hps.errors import HPSError
-from hps.service.fronts.lookups import EncodedAnswer, FrontVersion, LaidOut, Placed, Plan
+from hps.errors import HPSError, UnknownModelError
+from hps.service.fronts.answers import EncodedAnswer
+from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan
+from hps.service.fronts.scores import PlacedScores
 from hps.service.fronts.shared_memory import SharedTensors
 from hps.service.logs.requests import Served
 from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import lay_out_body
-from hps.service.protocol.schemas import LOOKUP
+from hps.service.protocol.schemas import LOOKUP, SCORE
+from hps.service.protocol.score_requests import ScoreBody, decode_rows, decode_scores
 from hps.service.targets import LookupTarget
 
 
@@ -56,7 +59,7 @@ class Lookup:
     version: FrontVersion
     text: bytes
     plan: Plan | None = None
-    placed: Placed | None = None
+    placed: Placed | PlacedScores | None = None
     body: bytes | bytearray = b""
     json_bytes: int | None = None
     traced: bool = False
@@ -82,7 +85,10 @@ def decode(lookup: Lookup, most_keys: int) -> None:
         if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.requester is not None:
             size = len(body) + parsed_bytes(memoryview(body)[:header], most_keys)
             lookup.requester.hold(size, "parsing the request")
-        if lookup.target.route == LOOKUP:
+        scores = _scores(lookup, most_keys)
+        if scores is not None:
+            request = PlacedScores(scores, version.tables)
+        elif lookup.target.route == LOOKUP:
             request = decode_lookup(body, version.tables, most_keys)
         else:
             request = LaidOut(lay_out_body(body, header, version.tables, most_keys))
@@ -91,8 +97,26 @@ def decode(lookup: Lookup, most_keys: int) -> None:
         raise
     lookup.served.version = version.tables.version
     lookup.report = request.wants_report
-    lookup.traced = lookup.served.traced or request.wants_report
+    lookup.traced = scores is None and (lookup.served.traced or request.wants_report)
     lookup.device = request.device_id
-    lookup.placed = Placed(request, lookup.traced)
+    lookup.placed = Placed(request, lookup.traced) if scores is None else request
     if lookup.requester is not None:
         lookup.requester.hold(len(body) + request.held_bytes, "answering the request")
+
+
+def _scores(lookup: Lookup, most_keys: int) -> ScoreBody | None:
+    """Decode a request for scores; None if it is a lookup.
+
+    Raises:
+        UnknownModelError: the model has no network.
+    """
+    network, target = lookup.version.network, lookup.target
+    if target.route == SCORE:
+        if network is None:
+            raise UnknownModelError(
+                f"scoring with model {target.model_name!r}: it has no network (`dense`); look its vectors up"
+            )
+        return decode_rows(lookup.body, network, most_keys)
+    if network is None or target.route == LOOKUP:
+        return None
+    return decode_scores(lookup.body, lookup.json_bytes, network, most_keys)

@@ -6,9 +6,12 @@ from typing import Any, Final
 from hps.errors import NotReadyError, UnknownModelError, UnknownVersionError
 from hps.regions import layout
 from hps.regions.layout import Memory
+from hps.scoring.features import Feature
+from hps.scoring.scorer import Output
 from hps.service.fronts.lookups import FrontVersion
 from hps.service.http_metrics import InferenceCounts, counted_as
 from hps.service.protocol.request_checks import ModelTables
+from hps.service.protocol.score_requests import PublishedNetwork
 from hps.service.targets import LookupTarget
 from hps.types import TableSpec
 
@@ -64,7 +67,10 @@ class Published:
                     continue
                 tables = tuple(TableSpec(**table) for table in one["tables"])
                 counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
-                models[name][number] = FrontVersion(ModelTables(name, tables, number, one["keys_per_sample"]), serials, counts)
+                network = None if one["network"] is None else _network(one["network"])
+                models[name][number] = FrontVersion(
+                    ModelTables(name, tables, number, one["keys_per_sample"]), serials, counts, network
+                )
         self._models = models
         if not self.blocked:  # a new owner begins without models
             self.counts = {
@@ -95,3 +101,9 @@ class Published:
             known = ", ".join(versions)
             raise UnknownVersionError(f"looking up model {name!r}: got version {number[:40]!r}, deployed: {known}")
         return found
+
+
+def _network(published: dict[str, Any]) -> PublishedNetwork:
+    features = tuple(Feature(**{**one, "shape": tuple(one["shape"])}) for one in published["features"])
+    outputs = tuple(Output(one["name"], one["dtype"], tuple(one["shape"])) for one in published["outputs"])
+    return PublishedNetwork(features, outputs, published["max_samples"])

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from hps.errors import InvalidInputError
-from hps.service.fronts.lookups import EncodedAnswer
+from hps.service.fronts.answers import EncodedAnswer
 from hps.service.protocol.open_inference_header import CACHED_BYTES
 from hps.service.protocol.request_checks import kind_of, parse_object
 from hps.service.shared_memory import Region, check_local, open_segment

@@ -4,7 +4,7 @@ With binary tensors it holds only names, datatypes, shapes and options, and clie
 headers are cached, and most requests parse no JSON.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -97,13 +97,13 @@ def read_header(text: bytes) -> InferenceHeader:
     request_id = request.get("id")
     if request_id is not None and type(request_id) is not str:
         raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
-    parameters = _parameters(request, "reading the request")
+    parameters = read_parameters(request, "reading the request")
     binary = _flag(parameters, "binary_data_output", "reading 'parameters'", default=False)
     found = _flag(parameters, "found", "reading 'parameters'", default=False)
     report = _flag(parameters, "report", "reading 'parameters'", default=False)
     inputs, binary_size = read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
-    requested = _read_outputs(request.get("outputs"), binary)
+    requested = read_outputs(request.get("outputs"), binary)
     device_id = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
     options = _bag_options(parameters)
     bags = bool(options) or any(map(_may_be_of_bags, inputs))
@@ -118,12 +118,15 @@ def reading_input(name: str) -> str:
     return f"reading input {name[:120]!r}"
 
 
-def read_inputs(given: Any, floats: Container[str] = ()) -> tuple[dict[str, InputTensor], int]:
+def read_inputs(
+    given: Any, floats: Container[str] = (), datatypes: Mapping[str, Any] | None = None
+) -> tuple[dict[str, InputTensor], int]:
     """Read the inputs of a request: by name, in order; and the total bytes of their binary data.
 
     Args:
         given: `inputs` of the JSON part.
         floats: names of FP32 inputs. Weights may be FP32, and a table may have their name; the others are integers.
+        datatypes: dtypes that any input may have, by their names; default: as `floats` says.
 
     Raises:
         InvalidInputError, InvalidDtypeError: the inputs are invalid.
@@ -138,7 +141,9 @@ def read_inputs(given: Any, floats: Container[str] = ()) -> tuple[dict[str, Inpu
             raise InvalidInputError(f"reading inputs[{len(inputs)}]: expected an object whose 'name' is a string")
         if name in inputs:
             raise InvalidInputError(f"{reading_input(name)}: it is given twice; name each input once")
-        expected = _FLOATS if name in floats else _ANY if _may_be_weights(name) else _INTEGERS
+        expected = (
+            datatypes if datatypes is not None else _FLOATS if name in floats else _ANY if _may_be_weights(name) else _INTEGERS
+        )
         dtype, shape = _dtype(name, one.get("datatype"), expected), _shape(name, one.get("shape"))
         count = prod(shape)
         size = _binary_size(name, one)
@@ -155,12 +160,11 @@ def read_inputs(given: Any, floats: Container[str] = ()) -> tuple[dict[str, Inpu
     return inputs, binary_size
 
 
-def _dtype(name: str, datatype: Any, expected: dict[str, _Dtype]) -> _Dtype:
+def _dtype(name: str, datatype: Any, expected: Mapping[str, _Dtype]) -> _Dtype:
     if type(datatype) is not str or datatype not in expected:
         got = repr(datatype[:40]) if isinstance(datatype, str) else kind_of(datatype)
-        raise InvalidDtypeError(
-            f"{reading_input(name)}: got datatype {got}, expected {'INT64 (or INT32)' if expected is _INTEGERS else 'FP32'}"
-        )
+        names = "INT64 (or INT32)" if expected is _INTEGERS else "FP32" if expected in (_FLOATS, _ANY) else ", ".join(expected)
+        raise InvalidDtypeError(f"{reading_input(name)}: got datatype {got}, expected {names}")
     return expected[datatype]
 
 
@@ -175,7 +179,7 @@ def _shape(name: str, shape: Any) -> list[int]:
 
 
 def _binary_size(name: str, given: dict[str, Any]) -> int | None:
-    parameters = _parameters(given, reading_input(name))
+    parameters = read_parameters(given, reading_input(name))
     if "shared_memory_region" in parameters:
         raise InvalidInputError(
             f"{reading_input(name)}: shared memory is not supported; send the values as 'data' or as binary data"
@@ -222,7 +226,12 @@ def _bag_options(parameters: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _read_outputs(outputs: Any, binary: bool) -> dict[str, bool] | None:
+def read_outputs(outputs: Any, binary: bool) -> dict[str, bool] | None:
+    """Read the outputs that a request names, and whether each is binary; None if it names none.
+
+    Raises:
+        InvalidInputError: they are invalid.
+    """
     if outputs is None:
         return None
     if type(outputs) is not list or not outputs:
@@ -235,14 +244,19 @@ def _read_outputs(outputs: Any, binary: bool) -> dict[str, bool] | None:
             raise InvalidInputError(f"{what}: expected an object whose 'name' is a string")
         if name in requested:
             raise InvalidInputError(f"{what}: {name[:120]!r} is named twice; name each output once")
-        parameters = _parameters(output, what)
+        parameters = read_parameters(output, what)
         if unsupported := {"classification", "shared_memory_region"} & parameters.keys():
             raise InvalidInputError(f"{what}: the parameter {min(unsupported)!r} is not supported")
         requested[name] = _flag(parameters, "binary_data", what, default=binary)
     return requested
 
 
-def _parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
+def read_parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
+    """Read the parameters of a request or tensor.
+
+    Raises:
+        InvalidInputError: they are no object.
+    """
     parameters = given.get("parameters")
     if parameters is None:
         return {}

@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 INFER: Final = "/v2/models/{model}/infer"
 INFER_VERSION: Final = "/v2/models/{model}/versions/{version}/infer"
 LOOKUP: Final = "/v1/models/{model}/lookup"
+SCORE: Final = "/v1/models/{model}/score"
 ROWS: Final = "/v1/models/{model}/tables/{table}/rows"
 ROW: Final = "/v1/models/{model}/tables/{table}/rows/{key}"
 

@@ -14,7 +14,7 @@ from hps.regions import layout
 from hps.regions.board import Board
 from hps.regions.exchange import MALFORMED_COUNT
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, MALFORMED, POOLED, RETIRED, SLAB, TRACED
-from hps.statistics.metrics import LOOKUP_BOUNDS_NS
+from hps.statistics.times import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import WAIT_S, RegionFront, tables_of
 
 DIMS = (4, 1, 33)

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseError, UnknownVersionError
-from hps.statistics.metrics import TIERS, LookupTimes, Metrics, Times
+from hps.statistics.metrics import TIERS, LookupTimes, Metrics
+from hps.statistics.times import Times
 from hps.statistics.prometheus import expose
 from hps.statistics.snapshot import Latency
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import hps
-from hps.statistics.metrics import LookupTimes, Times
+from hps.statistics.metrics import LookupTimes
+from hps.statistics.times import Times
 from hps.statistics.tracing import STAGES, traced
 from tests.servers.running_service import document_of, model_of
 

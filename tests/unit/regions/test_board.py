@@ -34,7 +34,7 @@ from hps.regions.exchange import (
     hand_over,
 )
 from hps.regions.layout import FRONT_SLEEPS, MALFORMED, RETIRED, RING, SLAB
-from hps.statistics.metrics import LOOKUP_BOUNDS_NS
+from hps.statistics.times import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import RegionFront, tables_of
 
 MOST_TABLES = 1 << 14

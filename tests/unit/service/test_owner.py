@@ -14,7 +14,7 @@ from hps.regions.exchange import D_IN_FLIGHT, D_SERIAL, D_TIMES, MOST_DEPLOYMENT
 from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.service.owner import _Served
 from hps.service.refusals import Refusals
-from hps.statistics.metrics import LOOKUP_BOUNDS_NS
+from hps.statistics.times import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import RegionFront, tables_of
 
 TABLES = tables_of(4, 8)

@@ -1,0 +1,101 @@
+"""The contract of an engine that runs dense networks.
+
+A network takes named tensors and returns named tensors. Each has the samples as its first dimension. Some of its inputs are vectors
+that were looked up, and are in the memory of the network's device already; `Network.empty` is where lookups write them.
+
+Another package adds an engine by an entry point of the group `hps.networks`, whose name is the `format` (docs/extending.md).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeAlias
+
+import numpy as np
+
+from hps.errors import ModelFileError
+from hps.types import IndexArray
+
+Tensor: TypeAlias = Any
+"""A tensor of the engine, with `__dlpack__`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkTensor:
+    """An input or output of a network. *Immutable.*
+
+    Attributes:
+        shape: -1 where the size is free; the first is the number of samples.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+class Network(ABC):
+    """A network on one device. *Thread-safe.* `close` is called once, after the last call."""
+
+    on_cuda: ClassVar[bool] = False
+    """Whether it can run on CUDA devices; others run on the CPU, also where a GPU looks up."""
+
+    @classmethod
+    @abstractmethod
+    def open(
+        cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
+    ) -> Self:
+        """Load a network.
+
+        Args:
+            name: of its file, for errors.
+            content: of its file.
+            inputs: those that the configuration names, in its order.
+            outputs: names of the outputs, in the network's order unless it names them itself.
+            device: a CUDA device; None: the CPU.
+
+        Raises:
+            ModelFileError: the file is something else, holds what is not allowed, or has other inputs.
+            DeviceMemoryError: it does not fit on the device. DeviceError: the engine cannot use it.
+        """
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Allocate a tensor in the memory of a CUDA device; only if `on_cuda`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def put(self, array: np.ndarray) -> Tensor:
+        """Return a tensor with these values in the memory of the device; on the CPU it may share the array's memory."""
+
+    @abstractmethod
+    def repeat(self, tensor: Tensor, counts: IndexArray) -> Tensor:
+        """Repeat each row of a tensor as often as counts, (rows,) int64, says."""
+
+    @abstractmethod
+    def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Run the network on tensors of its device. The outputs may be of the same memory as the next call's."""
+
+    @abstractmethod
+    def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """Wait for outputs, and return them in host memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the network's memory."""
+
+
+def refuse_inputs(name: str, has: Sequence[str], inputs: Sequence[NetworkTensor]) -> None:
+    """Check that a network has the inputs that the configuration names.
+
+    Raises:
+        ModelFileError: it has others.
+    """
+    named = [one.name for one in inputs]
+    if sorted(has) != sorted(named):
+        missing, extra = sorted(set(has) - set(named)), sorted(set(named) - set(has))
+        problem = (
+            f"got no input {missing[0]!r}, which it has" if missing else f"got input {(extra or named)[0]!r}, which it has not"
+        )
+        raise ModelFileError(f"opening the network {name}: {problem}; expected in dense.inputs: {', '.join(has)}")

@@ -1,0 +1,77 @@
+"""Networks in ONNX files, run by ONNX Runtime."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import onnxruntime
+
+from hps.errors import ModelFileError
+from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
+from hps.types import IndexArray
+
+_TYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(bool)": "bool",
+}
+
+
+class OnnxNetwork(Network):
+    """A network in an ONNX file without external data, on the CPU."""
+
+    def __init__(self, name: str, session: Any, outputs: Sequence[str]) -> None:
+        self._name = name
+        self._session = session
+        self._outputs = list(outputs)
+
+    @classmethod
+    def open(
+        cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
+    ) -> Self:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        try:
+            session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            what = lines[0][:300] if lines else repr(error)
+            raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: {what}") from error
+        has = {one.name: one for one in session.get_inputs()}
+        refuse_inputs(name, list(has), inputs)
+        for one in inputs:
+            found = NetworkTensor(
+                one.name,
+                _TYPES.get(has[one.name].type, has[one.name].type),
+                tuple(size if isinstance(size, int) else -1 for size in has[one.name].shape),
+            )
+            fits = len(found.shape) == len(one.shape) and all(
+                a == b or -1 in (a, b) for a, b in zip(found.shape, one.shape, strict=True)
+            )
+            if found.dtype != one.dtype or not fits:
+                raise ModelFileError(
+                    f"opening the network {name}: got {one} for input {one.name!r} (dense.inputs), expected {found}"
+                )
+        has_outputs = [one.name for one in session.get_outputs()]
+        if missing := [one for one in outputs if one not in has_outputs]:
+            raise ModelFileError(
+                f"opening the network {name}: got output {missing[0]!r} (dense.outputs), expected some of {', '.join(has_outputs)}"
+            )
+        return cls(name, session, outputs)
+
+    def put(self, array: np.ndarray) -> Tensor:
+        return array
+
+    def repeat(self, tensor: Tensor, counts: IndexArray) -> Tensor:
+        return np.repeat(tensor, counts, axis=0)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))
+
+    def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        return dict(outputs)
+
+    def close(self) -> None:
+        self._session = None

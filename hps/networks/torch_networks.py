@@ -1,0 +1,203 @@
+"""Networks of PyTorch: programs of `torch.export`, packages of AOTInductor, and TorchScript."""
+
+import io
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+import numpy as np
+import torch
+
+from hps.errors import DeviceError, DeviceMemoryError, ModelFileError
+from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
+from hps.types import IndexArray
+
+_FORBIDDEN: Final = ("prim::PythonOp", "aten::save", "aten::from_file", "prim::rpc_async", "prim::rpc_sync")
+"""What TorchScript can do beside arithmetic."""
+
+
+class _TorchNetwork(Network):
+    """What all of PyTorch's networks have in common.
+
+    Args:
+        call: takes the inputs by name, and returns the outputs as the network does.
+        outputs: names of the outputs.
+    """
+
+    on_cuda: ClassVar[bool] = True
+
+    def __init__(
+        self, name: str, call: Callable[[Mapping[str, Tensor]], Any], outputs: Sequence[str], device: torch.device
+    ) -> None:
+        self._name = name
+        self._call: Callable[[Mapping[str, Tensor]], Any] | None = call
+        self._outputs = tuple(outputs)
+        self._device = device
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+
+    def put(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def repeat(self, tensor: Tensor, counts: IndexArray) -> Tensor:
+        if len(counts) == 1:
+            return tensor.expand(int(counts[0]), *tensor.shape[1:])
+        return torch.repeat_interleave(tensor, self.put(counts), dim=0, output_size=int(counts.sum()))
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self._call is None:
+            raise DeviceError(f"running the network {self._name}: it is closed")
+        with torch.inference_mode():
+            found = self._call(inputs)
+        return _named(self._name, found, self._outputs)
+
+    def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        if self._device.type == "cpu":
+            return {name: tensor.numpy() for name, tensor in outputs.items()}
+        with torch.inference_mode():
+            copies = {name: tensor.to("cpu", non_blocking=True) for name, tensor in outputs.items()}
+        torch.cuda.current_stream(self._device).synchronize()
+        return {name: tensor.numpy() for name, tensor in copies.items()}
+
+    def close(self) -> None:
+        self._call = None
+
+
+class ExportedProgram(_TorchNetwork):
+    """A `.pt2` file: what `torch.export.save` writes, or a package of AOTInductor.
+
+    An input is called as the parameter that takes it or, in a dict, by its key. A package has no names of inputs: they are in the
+    order of `dense.inputs`.
+    """
+
+    @classmethod
+    def open(
+        cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
+    ) -> Self:
+        place = _device(device)
+        members = _members(name, content)
+        try:
+            if any("/data/aotinductor/" in f"/{one}" for one in members):
+                return cls(name, _package(content, inputs, place), outputs, place)
+            program = torch.export.load(io.BytesIO(content))
+            names = [str(one) for one in program.graph_signature.user_inputs]
+            arguments = program.example_inputs
+            module = program.module().to(place)
+        except ModelFileError:
+            raise
+        except Exception as error:
+            raise _failure(name, "a program of torch.export", error) from error
+        if arguments is not None:
+            names = _names(arguments, iter(names))
+        refuse_inputs(name, names, inputs)
+        if arguments is None:
+            return cls(name, lambda given: module(*[given[one] for one in names]), outputs, place)
+
+        def call(given: Mapping[str, Tensor]) -> Any:
+            positional, named = _filled(arguments, iter([given[one] for one in names]))
+            return module(*positional, **named)
+
+        return cls(name, call, outputs, place)
+
+
+class TorchScript(_TorchNetwork):
+    """A TorchScript archive. Pickles of modules, which `torch.save` writes, are refused: loading them runs any code."""
+
+    @classmethod
+    def open(
+        cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
+    ) -> Self:
+        place = _device(device)
+        members = _members(name, content)
+        if not any("/code/" in one for one in members):
+            raise ModelFileError(
+                f"opening the network {name}: it is a pickle of torch.save, which may run any code when it is read; expected "
+                "TorchScript (torch.jit.save), or better a program (torch.export.save) with format pt2"
+            )
+        try:
+            module = torch.jit.load(io.BytesIO(content), map_location=place).eval()
+            kinds = {node.kind() for node in module.inlined_graph.nodes()}
+            names = [one.name for one in module.forward.schema.arguments[1:]]
+        except Exception as error:
+            raise _failure(name, "TorchScript", error) from error
+        if forbidden := sorted(kinds.intersection(_FORBIDDEN)):
+            raise ModelFileError(f"opening the network {name}: it does {forbidden[0]}, expected arithmetic alone")
+        refuse_inputs(name, names, inputs)
+        return cls(name, lambda given: module(*[given[one] for one in names]), outputs, place)
+
+
+def _members(name: str, content: bytes) -> list[str]:
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return archive.namelist()
+    except zipfile.BadZipFile as error:
+        raise ModelFileError(
+            f"opening the network {name}: got a file that is no archive of PyTorch, expected what torch.export.save or "
+            "torch.jit.save writes"
+        ) from error
+
+
+def _package(content: bytes, inputs: Sequence[NetworkTensor], device: torch.device) -> Callable[[Mapping[str, Tensor]], Any]:
+    import torch._inductor  # the documented home of packages
+
+    with tempfile.TemporaryDirectory(prefix="hps-network-") as directory:
+        file = Path(directory, "network.pt2")
+        file.write_bytes(content)
+        package = torch._inductor.aoti_load_package(str(file), device_index=device.index if device.type == "cuda" else -1)
+    names = [one.name for one in inputs]
+    return lambda given: package(*[given[one].contiguous() for one in names])
+
+
+def _filled(structure: Any, leaves: Any) -> Any:
+    """Put leaves into the places of tensors in nested tuples, lists and dicts."""
+    if isinstance(structure, Mapping):
+        return {key: _filled(one, leaves) for key, one in structure.items()}
+    if isinstance(structure, tuple | list):
+        return type(structure)(_filled(one, leaves) for one in structure)
+    return next(leaves)
+
+
+def _names(structure: Any, placeholders: Iterator[str], key: str = "") -> list[str]:
+    """Name the tensors of nested tuples, lists and dicts."""
+    if isinstance(structure, Mapping):
+        return [name for key, one in structure.items() for name in _names(one, placeholders, str(key))]
+    if isinstance(structure, tuple | list):
+        return [name for one in structure for name in _names(one, placeholders)]
+    placeholder = next(placeholders)
+    return [key or placeholder]
+
+
+def _named(name: str, found: Any, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+    if isinstance(found, torch.Tensor):
+        found = (found,)
+    if isinstance(found, Mapping):
+        if missing := [one for one in outputs if one not in found]:
+            raise ModelFileError(
+                f"running the network {name}: it returned {', '.join(map(str, found))}, expected {missing[0]!r} (dense.outputs)"
+            )
+        return {one: found[one] for one in outputs}
+    if not isinstance(found, tuple | list) or len(found) != len(outputs):
+        got = f"{len(found)} outputs" if isinstance(found, tuple | list) else type(found).__name__
+        raise ModelFileError(f"running the network {name}: it returned {got}, expected {len(outputs)} (dense.outputs)")
+    return dict(zip(outputs, found, strict=True))
+
+
+def _device(device: int | None) -> torch.device:
+    if device is None:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError("opening a network on a GPU: this PyTorch has no CUDA; install a build that has")
+    return torch.device("cuda", device)
+
+
+def _failure(name: str, what: str, error: Exception) -> Exception:
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceMemoryError(f"opening the network {name}: it does not fit on the device: {error}")
+    lines = str(error).strip().splitlines()
+    return ModelFileError(f"opening the network {name}: it cannot be read as {what}: {lines[0][:300] if lines else error!r}")

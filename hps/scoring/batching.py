@@ -1,0 +1,157 @@
+"""Dynamic batching: requests that wait at the same time are answered by one lookup and one call of the network."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hps.errors import DeadlineError, HPSError, NetworkError, NotReadyError
+from hps.ground.workers import new_thread
+from hps.scoring.features import ScoreRequest
+from hps.scoring.scorer import Outputs, Scorer, ScoreTimes
+from hps.statistics.scores import ScoreCounters
+
+_MOST_WAITING = 4096
+_LOOK_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class ScoreCall:
+    """A request that waits for its scores.
+
+    Attributes:
+        done: called once, in any thread, with the outputs or why there are none, and the times of the batch.
+        due_ns: when it is too late to begin, as `perf_counter_ns`; 0: never.
+    """
+
+    request: ScoreRequest
+    done: Callable[[Outputs | HPSError, ScoreTimes | None], None]
+    due_ns: int = 0
+
+
+class Batcher:
+    """Scores requests of one deployment and device in batches, by one thread. *Thread-safe.*
+
+    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table. It begins as soon as the batch
+    before it has ended, or, with a delay, when the oldest has waited so long or the batch is full.
+
+    If the network fails on a batch, each of its requests is tried alone: a request can fail no other.
+
+    Args:
+        max_delay_us: how long a batch that is not full waits for more.
+    """
+
+    def __init__(self, what: str, scorer: Scorer, counters: ScoreCounters, max_samples: int, max_delay_us: int) -> None:
+        self._what = what
+        self._scorer = scorer
+        self._counters = counters
+        self._max_samples = max_samples
+        self._delay_s = max_delay_us * 1e-6
+        self._limits = {place: one.max_keys for place, one in enumerate(scorer.features) if one.is_lookup}
+        self._waiting: deque[tuple[ScoreCall, float]] = deque()
+        self._samples = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._idle = True
+        self._thread = new_thread(f"scores-{what}", self._run)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that no batch has taken."""
+        return len(self._waiting)
+
+    def submit(self, call: ScoreCall) -> None:
+        """Queue a request.
+
+        Raises:
+            NotReadyError: it is closed, or too many wait.
+        """
+        with self._changed:
+            if self._closed:
+                raise NotReadyError(f"scoring with {self._what}: it was undeployed")
+            if len(self._waiting) >= _MOST_WAITING:
+                raise NotReadyError(
+                    f"scoring with {self._what}: {len(self._waiting)} requests wait; send the request again later"
+                )
+            self._waiting.append((call, time.monotonic()))
+            self._samples += call.request.samples
+            if self._idle or self._samples >= self._max_samples:
+                self._changed.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse further requests, and answer those that wait; False if that takes longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            if batch:
+                self._answer(batch)
+            batch.clear()  # not kept while the next one is waited for
+
+    def _next(self) -> list[ScoreCall] | None:
+        """Take the next batch; None once it is closed and nothing waits."""
+        with self._changed:
+            while not self._waiting:
+                if self._closed:
+                    return None
+                self._idle = True
+                self._changed.wait(_LOOK_S)
+            if self._delay_s:
+                until = self._waiting[0][1] + self._delay_s
+                while self._samples < self._max_samples and not self._closed and (left := until - time.monotonic()) > 0:
+                    self._changed.wait(left)
+            self._idle = False
+            batch: list[ScoreCall] = []
+            late: list[ScoreCall] = []
+            samples, keys, now = 0, dict.fromkeys(self._limits, 0), time.perf_counter_ns()
+            while self._waiting:
+                call = self._waiting[0][0]
+                request = call.request
+                if call.due_ns and call.due_ns <= now:
+                    late.append(call)
+                elif batch and (
+                    samples + request.samples > self._max_samples
+                    or any(keys[place] + request.given[place].values.size > most for place, most in self._limits.items())
+                ):
+                    break
+                else:
+                    batch.append(call)
+                    samples += request.samples
+                    for place in keys:
+                        keys[place] += request.given[place].values.size
+                self._waiting.popleft()
+                self._samples -= request.samples
+        for call in late:
+            self._counters.count_late()
+            call.done(
+                DeadlineError(f"scoring with {self._what}: the request's timeout was over before a batch could take it"), None
+            )
+        return batch
+
+    def _answer(self, batch: list[ScoreCall]) -> None:
+        try:
+            answers, times = self._scorer.score([call.request for call in batch])
+        except NetworkError as error:
+            if len(batch) == 1:
+                self._counters.count_failure("network")
+                batch[0].done(error, None)
+                return
+            for call in batch:
+                self._answer([call])
+            return
+        except HPSError as error:
+            for call in batch:
+                call.done(error, None)
+            return
+        samples = sum(one.request.samples for one in batch)
+        self._counters.count(len(batch), samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
+        for call, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, HPSError):
+                self._counters.count_failure("nan")
+            call.done(answer, times)

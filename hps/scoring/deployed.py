@@ -1,0 +1,182 @@
+"""The network of a deployment, on each of its devices."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from hps.configuration.load import ModelConfig
+from hps.configuration.networks import DenseConfig
+from hps.errors import HPSError, NetworkError, UnknownModelError
+from hps.ground.open_calls import OpenCalls
+from hps.networks.base import Network
+from hps.registry import implementation
+from hps.scoring.batching import Batcher, ScoreCall
+from hps.scoring.features import Feature, ScoreRequest, features_of, read_request
+from hps.scoring.scorer import Output, Outputs, Scorer
+from hps.statistics.scores import ScoreCounters
+from hps.tensors.segments import Segment
+from hps.types import TableSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The answer of a network. *Immutable.*
+
+    Attributes:
+        version: version of the model that answered.
+        outputs: by name, (samples, ...) in host memory.
+    """
+
+    version: str
+    outputs: Mapping[str, npt.NDArray[Any]]
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self.outputs[name]
+
+
+class OpenedNetwork:
+    """A version's network on its devices. *Thread-safe.* Shared by the deployments that hold the version's tables in turn.
+
+    Args:
+        content: of its file.
+        fingerprint: of its file.
+        devices: CUDA devices that answer lookups; empty: the CPU does.
+
+    Attributes:
+        features: its inputs.
+        outputs: its outputs.
+        on_device: whether it runs on the devices that look up.
+
+    Raises:
+        ModelFileError: as of `Network.open`. NetworkError: it does not run, or its outputs are wrong.
+        DeviceMemoryError, DeviceError: as of `Network.open`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dense: DenseConfig, content: bytes, fingerprint: str, devices: Sequence[int]
+    ) -> None:
+        engine: type[Network] = implementation("network", dense.format)
+        self.fingerprint = fingerprint
+        self.features: tuple[Feature, ...] = features_of(dense, config.tables)
+        self.on_device = bool(devices) and engine.on_cuda
+        tensors = [one.tensor() for one in self.features]
+        self.networks: dict[int | None, Network] = {}
+        self.outputs: tuple[Output, ...] = ()
+        try:
+            for device in devices if self.on_device else [None]:
+                network = engine.open(dense.file, content, tensors, dense.outputs, device)
+                self.networks[device] = network
+                self.outputs = Scorer(config.model, config.tables, self.features, network, _none).try_out()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Free the networks; no deployment uses them any more. Idempotent."""
+        for network in self.networks.values():
+            network.close()
+        self.networks.clear()
+
+
+def _none(segments: Sequence[Segment]) -> None:
+    raise NotImplementedError
+
+
+class DeploymentScores:
+    """Scores of one deployment. *Thread-safe.*
+
+    Args:
+        lookups: by device, what looks segments up there; on the CPU all devices have the same.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedNetwork,
+        config: ModelConfig,
+        dense: DenseConfig,
+        tables: Sequence[TableSpec],
+        lookups: Mapping[int, Callable[[Sequence[Segment]], None]],
+        counters: ScoreCounters,
+    ) -> None:
+        self.opened = opened
+        self._what = f"model {config.model!r}, version {config.version}"
+        self._model = config.model
+        self.max_samples = config.max_batch_size
+        self._counters = counters
+        self._calls = OpenCalls(f"scoring with {self._what}")
+        made: dict[int, Scorer] = {}
+        self._scorers: dict[int, Scorer] = {}
+        for device, lookup in lookups.items():
+            network = opened.networks[device if opened.on_device else None]
+            if id(lookup) not in made:
+                made[id(lookup)] = Scorer(
+                    config.model,
+                    tables,
+                    opened.features,
+                    network,
+                    lookup,
+                    on_device=opened.on_device,
+                    refuse_nan=dense.refuse_nan,
+                    outputs=opened.outputs,
+                )
+            self._scorers[device] = made[id(lookup)]
+        self._batchers: dict[int, Batcher] = {}
+        if dense.dynamic_batching:
+            batchers = {
+                id(scorer): Batcher(self._what, scorer, counters, config.max_batch_size, dense.max_queue_delay_us)
+                for scorer in made.values()
+            }
+            self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
+
+    def read(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ScoreRequest:
+        """Check the inputs of a request; see `read_request`."""
+        return read_request(self.opened.features, arrays, self.max_samples, self._model)
+
+    def score(self, request: ScoreRequest, device: int) -> Outputs:
+        """Score one request by itself.
+
+        Raises:
+            NotReadyError: the deployment is closed. NetworkError: the network failed. HPSError: a tier failed.
+        """
+        with self._calls:
+            try:
+                (answer,), times = self._scorers[device].score([request])
+            except NetworkError:
+                self._counters.count_failure("network")
+                raise
+            if isinstance(answer, HPSError):
+                self._counters.count_failure("nan")
+                raise answer
+            self._counters.count(1, request.samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
+            return answer
+
+    def submit(self, call: ScoreCall, device: int) -> None:
+        """Score a request in a batch, or by itself where batches are off; `call.done` gets the scores.
+
+        Raises:
+            NotReadyError: the deployment is closed, or too many requests wait.
+        """
+        if batcher := self._batchers.get(device):
+            batcher.submit(call)
+            return
+        call.done(self.score(call.request, device), None)
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse further requests, and wait for those under way; False if they take longer."""
+        until = time.monotonic() + timeout_s
+        ended = [one.close(max(0.0, until - time.monotonic())) for one in dict.fromkeys(self._batchers.values())]
+        return self._calls.close(max(0.0, until - time.monotonic())) and all(ended)
+
+
+def network_of_model(scores: DeploymentScores | None, model: str) -> DeploymentScores:
+    """Return the scores of a deployment.
+
+    Raises:
+        UnknownModelError: its model has no network.
+    """
+    if scores is None:
+        raise UnknownModelError(f"scoring with model {model!r}: it has no network; configure `dense`, or look its vectors up")
+    return scores

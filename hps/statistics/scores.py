@@ -1,0 +1,79 @@
+"""Counters of scores: requests, batches, and where their time went."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from hps.statistics.prometheus import Family, family, histogram
+from hps.statistics.times import Times
+
+
+@dataclass(slots=True)
+class ScoreCounters:
+    """Counters of one model's scores since the start. *Thread-safe.*
+
+    Attributes:
+        requests, samples, batches: of batches that the network answered.
+        failures: requests that the network failed, by reason: `network` (an error), `nan`.
+        late: requests whose timeout was over before a batch could take them.
+        lookup_times, network_times: of batches.
+    """
+
+    requests: int = 0
+    samples: int = 0
+    batches: int = 0
+    failures: dict[str, int] = field(default_factory=lambda: {"network": 0, "nan": 0})
+    late: int = 0
+    lookup_times: Times = field(default_factory=Times)
+    network_times: Times = field(default_factory=Times)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, requests: int, samples: int, lookup_ns: int, network_ns: int) -> None:
+        """Count a batch that was answered."""
+        with self.lock:
+            self.batches += 1
+            self.requests += requests
+            self.samples += samples
+            self.lookup_times.add(lookup_ns)
+            self.network_times.add(network_ns)
+
+    def count_failure(self, reason: str) -> None:
+        """Count a request that the network failed."""
+        with self.lock:
+            self.failures[reason] += 1
+
+    def count_late(self) -> None:
+        """Count a request that came too late for any batch."""
+        with self.lock:
+            self.late += 1
+
+
+def score_families(counted: Iterable[tuple[str, ScoreCounters]]) -> Iterator[Family]:
+    """Return the metric families of scores.
+
+    Args:
+        counted: labels of each model, and its counters.
+    """
+    figures: list[tuple[str, tuple[int, int, int, int]]] = []
+    failures: list[tuple[str, float]] = []
+    lookups, networks = [], []
+    for where, one in counted:
+        with one.lock:
+            figures.append((where, (one.requests, one.samples, one.batches, one.late)))
+            failures += [(f'{where},reason="{reason}"', count) for reason, count in one.failures.items()]
+            lookups.append((where, one.lookup_times.latency()))
+            networks.append((where, one.network_times.latency()))
+    if not figures:
+        return
+    for place, (name, text) in enumerate(
+        (
+            ("hps_score_requests", "Requests for scores that the network answered."),
+            ("hps_score_samples", "Samples of these requests."),
+            ("hps_score_batches", "Calls of the network for them."),
+            ("hps_score_late_requests", "Requests for scores whose timeout was over before a batch could take them."),
+        )
+    ):
+        yield family("counter", name, text, [(where, counts[place]) for where, counts in figures])
+    yield family("counter", "hps_score_failed_requests", "Requests that the network failed, by error or NaN.", failures)
+    yield histogram("hps_score_lookup_seconds", "Duration of the lookups of a batch of scores.", lookups)
+    yield histogram("hps_score_network_seconds", "Duration of the network for a batch of scores.", networks)

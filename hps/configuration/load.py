@@ -5,6 +5,7 @@ Only this module reads configuration files and the environment, and only while a
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -73,7 +74,7 @@ def load_configuration(source: Source) -> Configuration:
     yet, the notices of a `Configuration` are logged when it is used later and there is a handler.
 
     Args:
-        source: path of a `ps.json`, its content as a mapping, a `ParameterServerConfig`, or a `Configuration`, which is
+        source: path of a `ps.json`, path or URI of a repository of models, content of a `ps.json` as a mapping, a `ParameterServerConfig`, or a `Configuration`, which is
             returned unchanged.
 
     Raises:
@@ -122,7 +123,8 @@ def document_of_source(source: Source) -> Document:
         elif isinstance(source, str | os.PathLike):
             place = os.fsdecode(source)
             name = place.encode(errors="backslashreplace").decode()  # a file name need not be Unicode, a message must
-            document = read_json(place, name)
+            repository = _repository(place)
+            document = {"model_repository": repository} if repository else read_json(place, name)
         content = plain(document, problems, path=path)
     except RecursionError:
         raise ConfigError(name, ["top level: objects and lists are nested too deeply, or contain themselves"]) from None
@@ -131,6 +133,14 @@ def document_of_source(source: Source) -> Document:
         raise ConfigError(name, [f"top level: got {shown(content)}, expected {expected}"])
     origins = _take_secrets(content)
     return Document(name, content, problems, lambda location: origins.get(location) or path(location))
+
+
+def _repository(place: str) -> str:
+    """Return the repository that a path or URI names in place of a `ps.json`; empty if it names none."""
+    if remote := re.fullmatch(r"([a-z0-9]{2,}):/{1,2}([^/].*)", place):  # a Path keeps one slash
+        return f"{remote[1]}://{remote[2]}"
+    models = os.path.isdir(place) and any(os.path.isfile(os.path.join(place, one, "model.json")) for one in os.listdir(place))
+    return place if models else ""
 
 
 def read_configuration(source: Source) -> Configuration:

@@ -222,6 +222,8 @@ def _as(values: Any, dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:
 def _feature(doing: str, one: Feature, values: npt.NDArray[Any]) -> Given:
     if values.dtype != one.dtype:
         raise InvalidDtypeError(f"{doing}: got input {one.name!r} of {values.dtype}, expected {one.dtype}")
+    if not one.shape and values.ndim == 2 and values.shape[1] == 1:
+        values = values.reshape(-1)
     if values.shape[1:] != one.shape or not values.ndim:
         expected = ["samples", *one.shape]
         raise InvalidInputError(

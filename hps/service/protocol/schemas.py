@@ -13,7 +13,7 @@ ROW: Final = "/v1/models/{model}/tables/{table}/rows/{key}"
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]
 TableState = Literal["waiting", "loading", "done", "failed"]
-Datatype = Literal["INT64", "INT32", "FP32", "BOOL"]
+Datatype = Literal["INT64", "INT32", "FP32", "BOOL", "FP16", "FP64"]
 Version = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
@@ -244,6 +244,23 @@ class LookupResponse(BaseModel):
         default=None, description="If requested: false for keys that got the default vector."
     )
     report: LookupReport | None = Field(default=None, description="If requested.")
+
+
+class ScoreRequest(BaseModel):
+    """Samples to score."""
+
+    user: dict[str, Any] = Field({}, description="Inputs that all samples share, by name.")
+    items: list[dict[str, Any]] = Field(description="For each sample, its own inputs by name.")
+    timeout_us: int = Field(0, description="How long the scores are of use, in microseconds; 0: always.")
+    device: int | None = Field(None, description="The device that shall answer.")
+
+
+class ScoreAnswer(BaseModel):
+    """The outputs of a network."""
+
+    model: str
+    version: str
+    outputs: dict[str, list[Any]] = Field(description="By name, a value or list for each sample.")
 
 
 class RowsRequest(BaseModel):

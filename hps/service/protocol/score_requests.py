@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -225,7 +225,7 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
         raise TooManyKeysError(
             f"reading the request: got {len(items)} items, expected at most {network.max_samples} (max_batch_size)"
         )
-    timeout = request.get("timeout_us", 0)
+    timeout: Any = request.get("timeout_us", 0)
     if type(timeout) is not int or not 0 <= timeout <= _MOST_TIMEOUT_US:
         raise InvalidInputError(
             f"reading the request: 'timeout_us' is {kind_of(timeout)}, expected an integer, at most an hour"
@@ -241,17 +241,14 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
         if one.index:
             continue
         if one.name in user:
-            if not one.per_request and len(items) > 1:
-                values = [user[one.name]] * len(items)
-            else:
-                values = [user[one.name]]
+            values = [user[one.name]] * (1 if one.per_request else len(items))
             if any(one.name in item for item in items):
                 raise InvalidInputError(f"reading items: got {one.name!r}, which 'user' has, too; expected it once")
         else:
             values = [item[one.name] for item in items if one.name in item]
             if len(values) != len(items):
-                where = next(place for place, item in enumerate(items) if one.name not in item)
-                raise InvalidInputError(f"reading items[{where}]: {one.name!r} is missing, and 'user' has none")
+                first = next(place for place, item in enumerate(items) if one.name not in item)
+                raise InvalidInputError(f"reading items[{first}]: {one.name!r} is missing, and 'user' has none")
         _add_rows(arrays, one, values)
     outputs = tuple((one, False) for one in network.outputs)
     header = ScoreHeader(None, {}, 0, len(items), outputs, timeout, device)
@@ -280,6 +277,31 @@ def _add_rows(arrays: dict[str, npt.NDArray[Any]], one: Feature, values: list[An
         values = [inner for value in values for inner in value]
     flat_values = _json_values(values, dtype, what)
     arrays[one.name] = flat_values.reshape(-1, *shape)
+
+
+class DescribedTensor(NamedTuple):
+    """A tensor of a request or an answer, as clients are told of it. `shape` is that of a sample."""
+
+    name: str
+    datatype: Any
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+def described(features: Sequence[Feature], outputs: Sequence[Output]) -> tuple[list[DescribedTensor], list[DescribedTensor]]:
+    """Describe the inputs and outputs of a network."""
+    inputs = []
+    for one in features:
+        if one.index:
+            continue
+        if not one.is_lookup:
+            inputs.append(DescribedTensor(one.name, _NAMES[one.dtype], one.shape or (1,)))
+            continue
+        inputs.append(DescribedTensor(one.name, "INT64", (-1 if one.bags else one.hotness or 1,)))
+        if one.bags:
+            inputs.append(DescribedTensor(one.name + OFFSETS, "INT64", (1,), optional=True))
+            inputs.append(DescribedTensor(one.name + WEIGHTS, "FP32", (-1,), optional=True))
+    return inputs, [DescribedTensor(one.name, _NAMES[one.dtype], one.shape or (1,)) for one in outputs]
 
 
 def answer_text(header: ScoreHeader, model: str, version: str, data: Mapping[str, Any]) -> dict[str, Any]:

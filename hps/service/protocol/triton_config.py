@@ -3,12 +3,14 @@
 Source: https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from hps.configuration.load import ModelConfig
 from hps.errors import InvalidInputError
+from hps.service.protocol.score_requests import DescribedTensor
 
 _ELSEWHERE = {
     "model",  # name
@@ -24,11 +26,14 @@ _ELSEWHERE = {
 _OURS = ("hps", "")
 
 
-def triton_config(model: ModelConfig, *, on_cuda: bool) -> dict[str, Any]:
+def triton_config(
+    model: ModelConfig, network: tuple[Sequence[DescribedTensor], Sequence[DescribedTensor]] | None, *, on_cuda: bool
+) -> dict[str, Any]:
     """Describe a model to Triton's clients.
 
     Args:
         model: entry of `models`.
+        network: inputs and outputs of its network, if it has one.
         on_cuda: whether it is served from GPUs.
     """
     entry = model.model_dump(exclude=_ELSEWHERE)
@@ -38,19 +43,31 @@ def triton_config(model: ModelConfig, *, on_cuda: bool) -> dict[str, Any]:
         "count": model.num_of_worker_buffer_in_pool,
         "gpus": list(model.deployed_device_list) if on_cuda else [],
     }
+    inputs = [
+        _tensor("KEYS", "TYPE_INT64", -1) | {"format": "FORMAT_NONE"},
+        _tensor("NUMKEYS", "TYPE_INT32", len(model.sparse_files)) | {"format": "FORMAT_NONE"},
+        _tensor("OFFSETS", "TYPE_INT64", -1) | {"format": "FORMAT_NONE", "optional": True},  # of keys in bags
+        _tensor("WEIGHTS", "TYPE_FP32", -1) | {"format": "FORMAT_NONE", "optional": True},
+    ]
+    outputs = [_tensor("OUTPUT0", "TYPE_FP32", -1)]
+    batching = {}
+    if network is not None and model.dense is not None:
+        inputs = [
+            _tensor(one.name, f"TYPE_{one.datatype}", *one.shape) | ({"optional": True} if one.optional else {})
+            for one in network[0]
+        ]
+        outputs = [_tensor(one.name, f"TYPE_{one.datatype}", *one.shape) for one in network[1]]
+        if model.dense.dynamic_batching:
+            batching = {"dynamic_batching": {"max_queue_delay_microseconds": model.dense.max_queue_delay_us}}
     return {
         "name": model.model,
         "platform": "hps",
         "backend": "hps",
         "version_policy": model.version_policy.as_written(),
         "max_batch_size": model.max_batch_size,
-        "input": [
-            _tensor("KEYS", "TYPE_INT64", -1) | {"format": "FORMAT_NONE"},
-            _tensor("NUMKEYS", "TYPE_INT32", len(model.sparse_files)) | {"format": "FORMAT_NONE"},
-            _tensor("OFFSETS", "TYPE_INT64", -1) | {"format": "FORMAT_NONE", "optional": True},  # of keys in bags
-            _tensor("WEIGHTS", "TYPE_FP32", -1) | {"format": "FORMAT_NONE", "optional": True},
-        ],
-        "output": [_tensor("OUTPUT0", "TYPE_FP32", -1)],
+        "input": inputs,
+        "output": outputs,
+        **batching,
         "instance_group": [group],
         "parameters": {key: {"string_value": _text(value)} for key, value in entry.items()},
     }
@@ -72,6 +89,7 @@ def entry_changes(name: str, config: dict[str, Any]) -> dict[str, Any]:
             raise InvalidInputError(f"{key}: got {got!r}, expected {accepted[0]!r}")
     changes.pop("input", None)  # they follow from the tables
     changes.pop("output", None)
+    changes.pop("dynamic_batching", None)
     try:
         for group in changes.pop("instance_group", []):
             changes.update({"deployed_device_list": group["gpus"]} if group.get("gpus") else {})

@@ -22,6 +22,7 @@ from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import HTTPMetrics, InferenceStatistics
 from hps.service.lifecycle import STOPPING, Lifecycle
 from hps.service.protocol import schemas
+from hps.service.protocol.score_requests import described
 from hps.service.routes.repository import repository_routes
 from hps.service.routes.statistics import statistics_routes
 from hps.service.shared_text import SharedText
@@ -246,6 +247,19 @@ def lookup(model: str, request: schemas.LookupRequest) -> None: ...
 
 
 @lookups.post(
+    schemas.SCORE,
+    operation_id="score",
+    tags=["lookups"],
+    responses=_LOOKUP_ERRORS,
+    summary="Score samples with curl",
+    description="Of models that have a network (`dense`): look up, and run it.",
+    response_model=schemas.ScoreAnswer,
+    response_description="The outputs of the network, by name.",
+)
+def score(model: str, request: schemas.ScoreRequest) -> None: ...
+
+
+@lookups.post(
     schemas.ROWS,
     operation_id="insert_rows",
     tags=["rows"],
@@ -305,18 +319,26 @@ def _model_ready(lifecycle: Lifecycle, model: str, version: str | None) -> schem
 
 
 def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetadata:
-    tables = server.model(name, version).tables
+    deployment = server.model(name, version)
+    tables = deployment.tables
+    inputs = [
+        schemas.TensorMetadata(name="KEYS", datatype="INT64", shape=[1, -1]),
+        schemas.TensorMetadata(name="NUMKEYS", datatype="INT32", shape=[1, len(tables)]),
+        schemas.TensorMetadata(name="OFFSETS", datatype="INT64", shape=[1, -1]),
+        schemas.TensorMetadata(name="WEIGHTS", datatype="FP32", shape=[1, -1]),
+    ]
+    outputs = [schemas.TensorMetadata(name="OUTPUT0", datatype="FP32", shape=[-1])]
+    if (scores := deployment.scores) is not None:
+        inputs, outputs = (
+            [schemas.TensorMetadata(name=one.name, datatype=one.datatype, shape=[-1, *one.shape]) for one in tensors]
+            for tensors in described(scores.opened.features, scores.opened.outputs)
+        )
     return schemas.ModelMetadata(
         name=name,
         versions=[one.version for one in server.versions(name) if one.state in ("serving", "available")],
         platform="hps",
-        inputs=[
-            schemas.TensorMetadata(name="KEYS", datatype="INT64", shape=[1, -1]),
-            schemas.TensorMetadata(name="NUMKEYS", datatype="INT32", shape=[1, len(tables)]),
-            schemas.TensorMetadata(name="OFFSETS", datatype="INT64", shape=[1, -1]),
-            schemas.TensorMetadata(name="WEIGHTS", datatype="FP32", shape=[1, -1]),
-        ],
-        outputs=[schemas.TensorMetadata(name="OUTPUT0", datatype="FP32", shape=[-1])],
+        inputs=inputs,
+        outputs=outputs,
         tables=[
             schemas.TableMetadata(
                 name=table.table_name,

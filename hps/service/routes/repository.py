@@ -15,6 +15,7 @@ from hps.service.http_answer import RequestError, status_of
 from hps.service.lifecycle import Lifecycle
 from hps.service.model_changes import change_model
 from hps.service.protocol.request_checks import parse_object
+from hps.service.protocol.score_requests import described
 from hps.service.protocol.triton_config import entry_changes, triton_config
 from hps.service.protocol.triton_schemas import IndexedVersion, IndexRequest, IndexState, LoadRequest, UnloadRequest
 from hps.service.request_body import described_object, read_object
@@ -114,4 +115,6 @@ def _unload(lifecycle: Lifecycle, name: str) -> str:
 
 def _config(server: HPS, name: str, version: str | None) -> dict[str, Any]:
     deployment = server.model(name, version)
-    return triton_config(deployment.config, on_cuda=deployment.session(None).on_cuda)
+    scores = deployment.scores
+    network = None if scores is None else described(scores.opened.features, scores.opened.outputs)
+    return triton_config(deployment.config, network, on_cuda=deployment.session(None).on_cuda)

@@ -7,7 +7,7 @@ Another package adds an engine by an entry point of the group `hps.networks`, wh
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -34,6 +34,19 @@ class NetworkTensor:
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRun:
+    """A run of a network on fixed tensors. *Immutable.*
+
+    Attributes:
+        inputs: by name; the caller writes them.
+        run: runs it; the outputs are of the same memory each time.
+    """
+
+    inputs: Mapping[str, Tensor]
+    run: Callable[[], Mapping[str, Tensor]]
 
 
 class Network(ABC):
@@ -69,6 +82,10 @@ class Network(ABC):
     def put(self, array: np.ndarray) -> Tensor:
         """Return a tensor with these values in the memory of the device; on the CPU it may share the array's memory."""
 
+    def write(self, tensor: Tensor, source: Tensor) -> None:
+        """Copy a tensor of the device to another one of the same shape there; only if `on_cuda`."""
+        raise NotImplementedError
+
     @abstractmethod
     def repeat(self, tensor: Tensor, counts: IndexArray) -> Tensor:
         """Repeat each row of a tensor as often as counts, (rows,) int64, says."""
@@ -76,6 +93,10 @@ class Network(ABC):
     @abstractmethod
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Run the network on tensors of its device. The outputs may be of the same memory as the next call's."""
+
+    def fixed(self, inputs: Mapping[str, Tensor]) -> "FixedRun":
+        """Prepare to run the network on the same tensors of a CUDA device again and again; only if `on_cuda`."""
+        return FixedRun(inputs, lambda: self.run(inputs))
 
     @abstractmethod
     def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

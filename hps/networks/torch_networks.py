@@ -1,6 +1,7 @@
 """Networks of PyTorch: programs of `torch.export`, packages of AOTInductor, and TorchScript."""
 
 import io
+import logging
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,9 +12,11 @@ import numpy as np
 import torch
 
 from hps.errors import DeviceError, DeviceMemoryError, ModelFileError
-from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
+from hps.networks.base import FixedRun, Network, NetworkTensor, Tensor, refuse_inputs
 from hps.types import IndexArray
 
+_log = logging.getLogger(__name__)
+_WARM_UPS = 3
 _FORBIDDEN: Final = ("prim::PythonOp", "aten::save", "aten::from_file", "prim::rpc_async", "prim::rpc_sync")
 """What TorchScript can do beside arithmetic."""
 
@@ -45,6 +48,10 @@ class _TorchNetwork(Network):
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
+    def write(self, tensor: Tensor, source: Tensor) -> None:
+        with torch.inference_mode():
+            tensor.copy_(source, non_blocking=True)
+
     def repeat(self, tensor: Tensor, counts: IndexArray) -> Tensor:
         if len(counts) == 1:
             return tensor.expand(int(counts[0]), *tensor.shape[1:])
@@ -56,6 +63,28 @@ class _TorchNetwork(Network):
         with torch.inference_mode():
             found = self._call(inputs)
         return _named(self._name, found, self._outputs)
+
+    def fixed(self, inputs: Mapping[str, Tensor]) -> FixedRun:
+        """Capture the network in a CUDA graph; where it cannot be captured, run it as it is."""
+        with torch.cuda.device(self._device):
+            try:
+                stream = torch.cuda.Stream(self._device)
+                with torch.cuda.stream(stream):
+                    for _ in range(_WARM_UPS):  # libraries choose kernels and take memory
+                        self.run(inputs)
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    outputs = self.run(inputs)
+            except RuntimeError as error:
+                _log.info("network %s: it runs without a CUDA graph: %s", self._name, str(error).strip().splitlines()[0])
+                return FixedRun(inputs, lambda: self.run(inputs))
+
+        def replay() -> Mapping[str, Tensor]:
+            graph.replay()
+            return outputs
+
+        return FixedRun(inputs, replay)
 
     def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         if self._device.type == "cpu":

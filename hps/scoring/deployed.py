@@ -122,6 +122,7 @@ class DeploymentScores:
                     refuse_nan=dense.refuse_nan,
                     outputs=opened.outputs,
                 )
+                made[id(lookup)].warm(config.max_batch_size)
             self._scorers[device] = made[id(lookup)]
         self._batchers: dict[int, Batcher] = {}
         if dense.dynamic_batching:

@@ -1,7 +1,8 @@
 """One call of a network on the vectors of one deployment: look up, pool, run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import DeviceError, HPSError, NetworkError
-from hps.networks.base import Network, Tensor
+from hps.networks.base import FixedRun, Network, Tensor
 from hps.scoring.features import Feature, Given, ScoreRequest
 from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import Segment, named_segments
@@ -17,6 +18,10 @@ from hps.types import TableSpec
 
 Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
+
+
+_LEAST_FIXED = 16
+_STEP = 4  # between the numbers of samples of fixed runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ class Scorer:
         self._refuse_nan = refuse_nan
         self.outputs = tuple(outputs)
         self._names = [table.table_name for table in tables]
+        self._fixed: list[tuple[int, FixedRun]] = []
 
     def score(self, requests: Sequence[ScoreRequest]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         """Score requests in one call of the network.
@@ -81,11 +87,17 @@ class Scorer:
             HPSError: a tier failed. NetworkError: the network failed.
         """
         began = perf_counter_ns()
-        vectors = self._vectors(requests)
-        looked_up = perf_counter_ns()
         counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
-        inputs: dict[str, Tensor] = {}
         split = any(one.index for one in self.features)
+        fixed = None if split else self._fixed_for(int(counts.sum()))
+        repeats = {
+            place: found
+            for place, one in enumerate(self.features)
+            if one.per_request and not split and (found := _repeats(requests, place)) is not None
+        }
+        vectors = self._vectors(requests, fixed, repeats)
+        looked_up = perf_counter_ns()
+        inputs: dict[str, Tensor] = {}
         for place, one in enumerate(self.features):
             if one.index:
                 inputs[one.name] = self._network.put(np.repeat(np.arange(len(requests)), counts))
@@ -95,11 +107,19 @@ class Scorer:
             else:
                 values = [request.given[place].values for request in requests]
                 tensor = self._network.put(values[0] if len(values) == 1 else np.concatenate(values))
-            if one.per_request and not split and (repeats := _repeats(requests, place)) is not None:
-                tensor = self._network.repeat(tensor, repeats)
+            if place in repeats:
+                tensor = self._network.repeat(tensor, repeats[place])
+            if fixed is not None and (place in repeats or not one.is_lookup):
+                self._network.write(fixed.inputs[one.name][: len(tensor)], tensor)
             inputs[one.name] = tensor
-        outputs = self._run(inputs)
+        if fixed is not None:
+            run: Callable[[], Mapping[str, Tensor]] = fixed.run
+        else:
+            run = partial(self._network.run, inputs)
+        outputs = self._run(run)
         total = int(counts.sum())
+        if fixed is not None:
+            outputs = {name: values[:total] for name, values in outputs.items()}
         answers: list[Outputs | HPSError] = []
         start = 0
         self._check(outputs, total)
@@ -121,7 +141,7 @@ class Scorer:
                 one.name: self._network.put(np.zeros((samples, *one.tensor().shape[1:]), one.tensor().dtype))
                 for one in self.features
             }
-            outputs = self._run(inputs)
+            outputs = self._run(partial(self._network.run, inputs))
             self._check(outputs, samples)
             shapes.append({name: (values.dtype.name, values.shape[1:]) for name, values in outputs.items()})
         if shapes[0] != shapes[1]:
@@ -131,9 +151,27 @@ class Scorer:
         self.outputs = tuple(Output(name, dtype, shape) for name, (dtype, shape) in shapes[0].items())
         return self.outputs
 
-    def _run(self, inputs: dict[str, Tensor]) -> Outputs:
+    def warm(self, max_samples: int) -> None:
+        """Prepare runs of several numbers of samples, if the network is on a CUDA device."""
+        if not self._on_device or any(one.index for one in self.features):
+            return
+        samples = _LEAST_FIXED
+        while samples < _STEP * max_samples:
+            samples = min(samples, max_samples)
+            inputs = {}
+            for one in self.features:
+                tensor = one.tensor()
+                inputs[one.name] = self._network.empty((samples, *tensor.shape[1:]), tensor.dtype)
+                self._network.write(inputs[one.name], self._network.put(np.zeros((samples, *tensor.shape[1:]), tensor.dtype)))
+            self._fixed.append((samples, self._network.fixed(inputs)))
+            samples *= _STEP
+
+    def _fixed_for(self, samples: int) -> FixedRun | None:
+        return next((run for most, run in self._fixed if most >= samples), None)
+
+    def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
         try:
-            return self._network.fetch(self._network.run(inputs))
+            return self._network.fetch(run())
         except DeviceError:
             raise
         except Exception as error:
@@ -161,7 +199,9 @@ class Scorer:
                     )
         return outputs
 
-    def _vectors(self, requests: Sequence[ScoreRequest]) -> dict[int, Tensor]:
+    def _vectors(
+        self, requests: Sequence[ScoreRequest], fixed: FixedRun | None, repeats: Mapping[int, Any]
+    ) -> dict[int, Tensor]:
         """Look up the vectors of all lookups; by place of the feature."""
         found: dict[int, Tensor] = {}
         turns: dict[tuple[bool, int], dict[int, Any]] = {}
@@ -174,12 +214,28 @@ class Scorer:
             turn = seen[pooled, one.table] = seen.get((pooled, one.table), -1) + 1
             turns.setdefault((pooled, turn), {})[place] = bags
         for (pooled, _), group in turns.items():
-            self._look_up(pooled, group, found)
+            places = (
+                {place: fixed.inputs[self.features[place].name] for place in group if place not in repeats} if fixed else {}
+            )
+            self._look_up(pooled, group, found, places)
         return found
 
-    def _look_up(self, pooled: bool, group: dict[int, Any], found: dict[int, Tensor]) -> None:
+    def _look_up(self, pooled: bool, group: dict[int, Any], found: dict[int, Tensor], places: Mapping[int, Tensor]) -> None:
+        """Look up one lookup of each table.
+
+        Args:
+            found: receives the vectors.
+            places: where they go, if that is given.
+        """
         tables, outs = {}, {}
         network, on_device = self._network, self._on_device
+        on_card: dict[int, Tensor] = {}
+        if on_device:
+            all_keys = [np.reshape(one.keys if pooled else one, -1) for one in group.values()]
+            copied, start = network.put(np.concatenate(all_keys)), 0
+            for place, keys in zip(group, all_keys, strict=True):
+                on_card[place] = copied[start : start + keys.size]
+                start += keys.size
         for place, given in group.items():
             one = self.features[place]
             keys = given.keys if pooled else given
@@ -191,14 +247,17 @@ class Scorer:
                 shape = (len(given.offsets) - 1, one.dim)
             name = self._names[one.table]
             flat = (int(np.prod(shape[:-1])), one.dim)
-            out = network.empty(flat, "float32") if on_device else np.empty(flat, np.float32)
+            if place in places:
+                out = places[place][: shape[0]].reshape(flat)
+            else:
+                out = network.empty(flat, "float32") if on_device else np.empty(flat, np.float32)
             if on_device:
                 if pooled:
-                    given.keys = network.put(np.ascontiguousarray(keys))
+                    given.keys = on_card[place].reshape(keys.shape)
                     given.offsets = None if given.offsets is None else network.put(given.offsets)
                     given.weights = None if given.weights is None else network.put(given.weights)
                 else:
-                    keys = network.put(keys.reshape(-1))
+                    keys = on_card[place]
             outs[name] = out
             tables[name] = given if pooled else keys if on_device else keys.reshape(-1)
             found[place] = out.reshape(shape)
@@ -206,8 +265,8 @@ class Scorer:
         if pooled:
             segments: Sequence[Segment] = pooled_segments(tables, outs, index, self._tables, on_cuda=on_device)
         else:
-            places = {name: index(name) for name in tables}
-            segments = named_segments(tables, outs, index, places, self._tables, on_cuda=on_device, with_found=False)
+            indices = {name: index(name) for name in tables}
+            segments = named_segments(tables, outs, index, indices, self._tables, on_cuda=on_device, with_found=False)
         self._lookup(segments)
         if not on_device:
             for place in group:

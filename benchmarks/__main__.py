@@ -34,6 +34,7 @@ CASES = {  # name: what is measured, and beside what
     "captured": "GPU: lookups in CUDA graphs, all keys resident or all but a few, beside the query alone",
     "pooled": "GPU: pooled lookups, beside a plain kernel and torch",
     "layers": "GPU: layers of hps.torch, beside the calls beneath them",
+    "scores": "scores of a whole model over HTTP, beside a plain FastAPI application (GPU or CPU)",
 }
 
 

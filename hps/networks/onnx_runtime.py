@@ -1,5 +1,6 @@
 """Networks in ONNX files, run by ONNX Runtime."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ class OnnxNetwork(Network):
     ) -> Self:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
         try:
             session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except Exception as error:

@@ -101,6 +101,8 @@ def serve(
         shared: FrontDescriptors | None = None,
         url: str | None = None,
     ) -> bool:
+        if shared is not None:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # of networks: threads of theirs would wait for busy processors
         lifecycle = Lifecycle(configuration, progress=progress, force=force)
         lifecycle.on_open.insert(0, on_open)
         app = Application(lifecycle)

@@ -1,0 +1,141 @@
+"""Whole models on a GPU: keys to scores without a vector on the host."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from tests.gpu.cupy_if_installed import cupy  # noqa: F401 - skips without it
+
+torch = pytest.importorskip("torch")
+import hps.torch  # noqa: E402 - after torch is known to be there
+from benchmarks.dlrm import DLRM, FEATURES  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+TABLES, ROWS = 5, 3_000
+
+
+class Ranker(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """Two lookups of one table, bags of any size, and a feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = torch.nn.EmbeddingBag(ROWS, 16, mode="mean")
+        self.item = torch.nn.Embedding(ROWS, 16)
+        self.top = torch.nn.Linear(16 * 3 + 1, 1)
+
+    def forward(self, history: Any, age: Any, first: Any, second: Any) -> Any:
+        features = [self.history(history), self.item(first), self.item(second), age[:, None]]
+        return torch.sigmoid(self.top(torch.cat(features, 1))).squeeze(1)
+
+
+def dlrm(place: Path, version: int, seed: int, **settings: Any) -> Any:
+    torch.manual_seed(seed)
+    module = DLRM(TABLES, ROWS, 32).eval()
+    examples = torch.rand(4, FEATURES), torch.randint(0, ROWS, (4, TABLES))
+    hps.torch.package(module, place / "m" / str(version), examples, settings={"max_batch_size": 300, **settings})
+    return module
+
+
+def request(rng: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    keys, dense = rng.integers(0, ROWS, (samples, TABLES)), rng.random((samples, FEATURES), np.float32)
+    return dense, keys, {"dense": dense} | {f"emb_{table}": np.ascontiguousarray(keys[:, table]) for table in range(TABLES)}
+
+
+def scores_of(module: Any, dense: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    with torch.inference_mode():
+        answer: np.ndarray = module(torch.from_numpy(dense), torch.from_numpy(keys)).numpy()
+    return answer
+
+
+@pytest.fixture(
+    params=[{"embedding_cache_type": "static"}, {"gpucacheper": 1.0}, {"gpucacheper": 0.3}], ids=["static", "all", "part"]
+)
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, hps.HPS]]:
+    module = dlrm(tmp_path, 1, 1, **request.param)
+    with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:
+        yield module, server
+
+
+def test_scores_are_the_modules(served: tuple[Any, hps.HPS]) -> None:
+    module, server = served
+    rng = np.random.default_rng(0)
+    for samples in (1, 15, 16, 17, 64, 65, 255, 256, 257, 300, 3, 1):
+        dense, keys, given = request(rng, samples)
+        answer = server.score("m", given)
+        np.testing.assert_allclose(answer["score"], scores_of(module, dense, keys), atol=1e-5)
+        assert answer.version == "1"
+
+
+def test_threads_get_their_own_scores(served: tuple[Any, hps.HPS]) -> None:
+    module, server = served
+    failed = []
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(40):
+            dense, keys, given = request(rng, int(rng.integers(1, 300)))
+            answer = server.score("m", given)["score"]
+            if np.abs(answer - scores_of(module, dense, keys)).max() > 1e-5:
+                failed.append(seed)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
+    assert not failed
+
+
+def test_bags_and_what_a_request_gives_once(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    module = Ranker().eval()
+    examples = {
+        "history": torch.randint(0, ROWS, (4, 7)),
+        "age": torch.rand(4),
+        "first": torch.randint(0, ROWS, (4,)),
+        "second": torch.randint(0, ROWS, (4,)),
+    }
+    hps.torch.package(module, tmp_path / "m" / "1", examples, per_request=("history", "age"), settings={"max_batch_size": 300})
+    with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:
+        rng = np.random.default_rng(2)
+        for samples in (1, 2, 17, 300):
+            history, age = rng.integers(0, ROWS, (1, 9)), rng.random(1, np.float32)
+            first, second = rng.integers(0, ROWS, (2, samples))
+            once = server.score("m", {"history": history, "age": age, "first": first, "second": second})["score"]
+            repeated = [torch.from_numpy(one).repeat_interleave(samples, 0) for one in (history, age)]
+            with torch.inference_mode():
+                expected = module(*repeated, torch.from_numpy(first), torch.from_numpy(second)).numpy()
+            np.testing.assert_allclose(once, expected, atol=1e-5)
+            bags = hps.Bags(history[0], np.array([0, history.size]))
+            ragged = server.score("m", {"history": bags, "age": age, "first": first, "second": second})["score"]
+            np.testing.assert_array_equal(ragged, once)
+
+
+def test_each_answer_is_of_one_version_while_others_take_over(tmp_path: Path) -> None:
+    modules = {str(version): dlrm(tmp_path, version, version) for version in (1, 2)}
+    with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:
+        stop, wrong, seen = threading.Event(), [], set()
+
+        def ask(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            while not stop.is_set():
+                dense, keys, given = request(rng, int(rng.integers(1, 100)))
+                answer = server.score("m", given)
+                seen.add(answer.version)
+                if np.abs(answer["score"] - scores_of(modules[answer.version], dense, keys)).max() > 1e-5:
+                    wrong.append(answer.version)
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+        for one in threads:
+            one.start()
+        for number in range(10):
+            server.deploy("m", str(1 + number % 2))
+        stop.set()
+        for one in threads:
+            one.join()
+        assert not wrong
+        assert seen == {"1", "2"}

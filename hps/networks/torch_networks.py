@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import torch
+from torch.export.passes import move_to_device_pass
 
 from hps.errors import DeviceError, DeviceMemoryError, ModelFileError
 from hps.networks.base import FixedRun, Network, NetworkTensor, Tensor, refuse_inputs
@@ -117,7 +118,7 @@ class ExportedProgram(_TorchNetwork):
             program = torch.export.load(io.BytesIO(content))
             names = [str(one) for one in program.graph_signature.user_inputs]
             arguments = program.example_inputs
-            module = program.module().to(place)
+            module = (program if device is None else move_to_device_pass(program, str(place))).module()
         except ModelFileError:
             raise
         except Exception as error:

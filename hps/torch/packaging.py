@@ -284,7 +284,8 @@ class _Injected(nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         embedding = self._embedding[0]
         if not isinstance(embedding, torchrec_class("EmbeddingBagCollection")):
-            return self._take().to(embedding.weight.dtype)
+            vectors, dtype = self._take(), embedding.weight.dtype
+            return vectors if dtype == torch.float32 else vectors.to(dtype)
         configs = embedding.embedding_bag_configs()
         vectors = [self._take() for one in configs for _ in one.feature_names]
         return _keyed(embedding, torch.cat(vectors, 1))

@@ -68,6 +68,7 @@ def write_version(
     delta_of: str = "",
     deleted: Mapping[str, KeyArray] | None = None,
     note: str = "",
+    step: int | None = None,
     updates: Mapping[str, Mapping[str, str]] | None = None,
     sources: ModelSources | None = None,
 ) -> None:
@@ -83,6 +84,7 @@ def write_version(
         delta_of: the version that this one changes; `tables` then has the changed rows of every table, perhaps none.
         deleted: deleted keys of a delta, (n,) int64, by the same names.
         note: text for people.
+        step: step of the training that the rows are of, if known.
         updates: position in the log of online updates of the last message that the rows contain, as text, by the same names
             and by partition (its number, or `<topic>/<number>`). Servers that start from these files read the log from there.
             Kafka's position of a message is its offset, one less than the offset that a consumer commits after it.
@@ -104,7 +106,7 @@ def write_version(
             f"writing version {place}: got updates of {sorted(updates or ())}, expected of {sorted(tables)}"
         )
     try:
-        blank = VersionManifest(delta_of=delta_of, note=note, updates=updates or {})
+        blank = VersionManifest(delta_of=delta_of, note=note, step=step, updates=updates or {})
     except pydantic.ValidationError as error:
         raise InvalidInputError(f"writing version {place}: got updates {updates}, expected positions by partition") from error
     if filesystem.exists(place):
@@ -121,7 +123,8 @@ def write_version(
             written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
             files |= {f"{name}/{file}": check for file, check in written.items()}
         manifest = blank.model_copy(update={"files": files})
-        write_file(filesystem, f"{target}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+        content = manifest.model_dump_json(indent=1, exclude={"step"} if step is None else None)
+        write_file(filesystem, f"{target}/{MANIFEST}", content.encode())
         if filesystem.is_local:
             for name in tables:
                 sync_directory(local_path(f"{target}/{name}"))

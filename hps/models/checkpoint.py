@@ -182,10 +182,11 @@ def find_tables(
         one = whole or Checkpoint(os.path.join(path, name), file_format)
         if delta and whole and whole.arrays.array(name).shape == (0, 0):  # of an unknown width
             continue
-        if whole and keys is None and first_key is None and whole.arrays.keys_of(name) is None:
-            first_key = 0
+        first = first_key
+        if whole and keys is None and whole.arrays.keys_of(name) is None:
+            first = first_key or 0
         chosen[table] = CheckpointTable(
-            one, select(one.arrays, own_keys, name if whole else vectors, first_key, dtype, dim=dim, empty=delta)
+            one, select(one.arrays, own_keys, name if whole else vectors, first, dtype, dim=dim, empty=delta)
         )
     if not chosen and not delta:
         raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(held[:30])}")

@@ -111,7 +111,8 @@ def import_command(
         if destination is None:
             raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, expected a path or URI, or --list")
         if tables is None and (model or write_config or delta_of):
-            raise errors.InvalidInputError(f"importing {source}: --model, --write-config and --delta-of need --tables")
+            named = "--delta-of needs" if delta_of else "--model and --write-config need"
+            raise errors.InvalidInputError(f"importing {source}: {named} --tables")
         if delta_of is None and (after is not None or every is not None):
             raise errors.InvalidInputError(f"importing {source}: --after and --every need --delta-of")
         if delta_of is not None and (model or write_config or overwrite or vectors or dim):

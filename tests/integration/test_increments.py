@@ -232,7 +232,7 @@ def test_without_the_base_there_is_no_delta(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--delta-of", "1"], "--model, --write-config and --delta-of need --tables"),
+        (["--delta-of", "1"], "--delta-of needs --tables"),
         (["--tables", "*", "--after", "3"], "--after and --every need --delta-of"),
         (["--tables", "*", "--delta-of", "1", "--overwrite"], "goes without --model, --write-config, --overwrite"),
     ],

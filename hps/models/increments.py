@@ -1,12 +1,11 @@
 """Writes what a trainer dumped after a version as the next version of the model, a delta.
 
-A trainer dumps increments at steps. A directory of increments has an entry for each, named by its step: `step_1200`, a
-directory with the files of any format that `hps import` reads, or `<prefix>_step_1200.parquet`. They are applied in the order
-of their
-steps: of a key that several change, the last one counts; a key that one deletes and a later one changes is present.
+A directory of increments has an entry for each, named by its step: `step_1200`, a directory with the files of any format that
+`hps import` reads, or `<prefix>_step_1200.parquet`. They are applied in the order of their steps: of a key that several change,
+the last one counts; a key that one deletes and a later one changes is present.
 
-Which steps there should be is the trainer's secret. Those that are missing are found by the interval between steps, which is
-the most frequent one, and by the step that `version.json` of the base has.
+No file says which steps there should be. Missing ones are found by the interval between steps, by default the most frequent,
+and by the step in the `version.json` of the base.
 """
 
 import os
@@ -14,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -98,10 +97,10 @@ def import_delta(
             f"importing to {place}: got version {version!r} as a delta of {delta_of!r}, expected <model>/<number> and a number"
         )
     manifest, dims = _base(model or ".", delta_of, sources)
-    steps = find_steps(path)
+    steps, start = find_steps(path), _start(manifest, delta_of, after)
     increments: dict[int, str] = {}
     if steps is not None:
-        increments = _choose(path, steps, _start(manifest, delta_of, after), every)
+        increments = _choose(path, steps, start, every)
     elif after is not None or every is not None:
         raise InvalidInputError(
             f"importing {path}: got --after or --every, expected a directory of increments named by their steps"
@@ -132,7 +131,7 @@ def import_delta(
         deleted={name: one.deleted for name, one in changes.items()},
         note=f"imported from {os.path.basename(path.rstrip('/'))}"
         + (f", steps {_text(list(increments))}" if increments else ""),
-        step=max(increments, default=None),
+        step=max(increments, default=start),
         sources=sources,
     )
     return ImportedDelta(
@@ -144,11 +143,13 @@ def import_delta(
 
 
 def find_steps(path: str) -> dict[int, str] | None:
-    """Find the increments in a directory, by step and ascending; None if it has none.
+    """Find the increments in a directory, by step and ascending, or the one that a path is; None if no name has a step.
 
     Raises:
         ModelFileError: two entries are of one step.
     """
+    if match := _STEP.fullmatch(os.path.basename(path.rstrip("/"))):
+        return {int(match["step"]): path}
     if not os.path.isdir(path):
         return None
     found: dict[int, str] = {}
@@ -190,7 +191,7 @@ def _choose(path: str, steps: Mapping[int, str], after: int | None, every: int |
     first = min(chosen) if after is None else after + 1
     if interval:
         due = range(-(-first // interval) * interval, max(chosen) + 1, interval)
-        missing = [step for step in due if step not in chosen]
+        missing = list(islice((step for step in due if step not in chosen), _LISTED))
         if missing:
             raise ModelFileError(
                 f"importing {path}: got no increment of step {_text(missing)} among steps {_text(list(chosen))}, expected one "

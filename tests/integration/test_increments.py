@@ -186,6 +186,32 @@ def test_one_increment_without_a_step(base: Path, tmp_path: Path) -> None:
         import_delta(source, base / "3", "2", tables="*", every=100)
 
 
+def test_the_directory_of_one_step_is_that_step(base: Path, tmp_path: Path) -> None:
+    for number, world in ((100, 3), (200, 1)):
+        source = write_step(tmp_path / "deltas", number, STEPS[number], world)
+        imported = import_delta(source, base / str(number // 100 + 1), str(number // 100), tables=PATTERN)
+        assert imported.steps == (number,)
+    assert answers(base, "3") == expected(STEPS[100], STEPS[200])
+    with pytest.raises(ModelFileError, match="got steps 100, expected one after 200"):
+        import_delta(tmp_path / "deltas" / "step_100", base / "4", "3", tables=PATTERN)
+    source = save_torcheasyrec(tmp_path / "sparse", {}, {"user": rows([1], 2, 5)})
+    import_delta(source, base / "4", "3", tables="*")  # does not say its step: what follows is still after 200
+    manifest = read_manifest(str(base / "4"), ModelSources())
+    assert manifest is not None
+    assert manifest.step == 200
+
+
+def test_a_huge_range_of_steps_or_ranks_is_refused_at_once(base: Path, tmp_path: Path) -> None:
+    for number in (1, 2, 10**17):
+        write_step(tmp_path / "deltas", number, {"item": ([1], 0, [])}, world=1)
+    with pytest.raises(ModelFileError, match="no increment of step 3, 4, 5, 6, 7, 8, 9, 10 among"):
+        import_delta(tmp_path / "deltas", base / "2", "1", tables=PATTERN)
+    (tmp_path / "t_emb_keys.rank_0.world_size_99999999999999").touch()
+    (tmp_path / "t_emb_values.rank_0.world_size_99999999999999").touch()
+    with pytest.raises(ModelFileError, match="rank 1, 2, 3, "):
+        import_delta(tmp_path, base / "2", "1", tables="*", file_format="dynamicemb")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
 import numpy.typing as npt
@@ -128,7 +129,7 @@ def by_rank(path: str, what: str, parts: Iterable[tuple[re.Match[str], str]]) ->
     if not files:
         raise ModelFileError(f"importing {path}: got no files of {what}, expected one for each rank; copy all of them")
     [world] = worlds
-    missing = [str(rank) for rank in range(world) if rank not in files]
+    missing = list(islice((str(rank) for rank in range(world) if rank not in files), _LISTED))
     if missing or len(files) != world:
         beyond = [str(rank) for rank in sorted(files) if rank >= world]
         problem = f"rank {', '.join(missing)} of {world} missing" if missing else f"rank {', '.join(beyond)} of only {world}"

@@ -115,15 +115,16 @@ class DistributedCheckpoint(ArraySource):
         return list(self._infos.values())
 
     def chunks(self, names: Sequence[str], step: int) -> Iterator[Sequence[AnyArray]]:
-        tables = [self._bands(name) for name in names]
         rows = self._infos[names[0]].shape[0]
-        for shard in (one for name in names for one in self._shards[name]):
-            self._refuse_absent(shard)
-        mapped: dict[_Shard, torch.Tensor] = {}
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            mapped = {shard: tensor for shard, tensor in mapped.items() if shard.rows.stop > start}
-            yield [self._block(name, bands, mapped, start, stop) for name, bands in zip(names, tables, strict=True)]
+        with reading(self.path):
+            tables = [self._bands(name) for name in names]
+            for shard in (one for name in names for one in self._shards[name]):
+                self._refuse_absent(shard)
+            mapped: dict[_Shard, torch.Tensor] = {}
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                mapped = {shard: tensor for shard, tensor in mapped.items() if shard.rows.stop > start}
+                yield [self._block(name, bands, mapped, start, stop) for name, bands in zip(names, tables, strict=True)]
 
     def _bands(self, name: str) -> list[tuple[range, list[_Shard]]]:
         """Arrange the shards of a tensor by the rows that they share. Each band must have every column once."""
@@ -241,6 +242,8 @@ def _tensors(metadata: Any, directory: str) -> tuple[dict[str, ArrayInfo], dict[
         for chunk in tensor.chunks:
             if 0 in chunk.sizes:
                 continue
+            if min(*chunk.offsets, 0) < 0:
+                raise ValueError(f"got a shard of {name!r} at {chunk.offsets}, expected offsets from 0 on")
             place = places.get((name, chunk.offsets)) or places[name, None]
             if os.path.basename(place.relative_path) != place.relative_path or getattr(place, "transform_descriptors", None):
                 raise ValueError(

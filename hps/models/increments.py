@@ -75,18 +75,15 @@ def import_delta(
         delta_of: number of the version that the increments change, beside the new one. It has every table that they name.
         tables: pattern of the tables' names in the source, as in `import_tables`. A table changes `<name>.model` or `<name>`.
         after: step that the rows of `delta_of` are of; earlier increments are left out. By default that of its `version.json`.
-        every: interval between steps; 0 if it is irregular, so that no missing step can be found. By default the most frequent
-            one.
+        every: interval between steps, by default the most frequent one; 0 if it is irregular, so that none can be missed.
         keys, file_format, dtype, first_key: as in `import_tables`.
         model_source: how to reach the destination.
         progress: receives the number of written rows.
 
     Raises:
-        ModelFileError: a step is missing or there twice, none is new, an increment cannot be read or does not fit the tables,
-            the
-            other version is missing, or the new one exists.
-        InvalidInputError: as in `import_model`; or `after` is before the step of `delta_of`, or is given for a source without
-            steps.
+        ModelFileError: a step is missing or there twice, none is new, an increment cannot be read or does not fit the
+            tables, the other version is missing, or the new one exists.
+        InvalidInputError: as in `import_model`; or `after` is before the step of `delta_of`, or given without steps.
         CapacityError: there is no memory for the keys of a table in shards.
     """
     path, sources = local_path(os.fspath(source)), ModelSources(model_source)
@@ -215,9 +212,8 @@ def _base(model: str, version: str, sources: ModelSources) -> tuple[VersionManif
             f"importing a delta of version {version}: it is delta {MOST_DELTAS} in a row; import all rows again"
         )
     filesystem, directory = sources.locate(place)
-    names = [
-        name for name in sorted(filesystem.directories(directory)) if filesystem.exists(within(within(directory, name), "key"))
-    ]
+    below = [name for name in sorted(filesystem.directories(directory)) if not name.startswith(".")]
+    names = [name for name in below if filesystem.exists(within(within(directory, name), "key"))]
     if not names:
         raise ModelFileNotFoundError(
             f"importing a delta of version {version}: {place} has no table, expected directories with key and emb_vector; "

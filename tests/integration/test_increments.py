@@ -242,6 +242,12 @@ def test_an_increment_that_is_damaged_leaves_no_version(base: Path, tmp_path: Pa
     assert sorted(one.name for one in base.iterdir()) == ["1"]
 
 
+def test_what_a_killed_import_left_in_the_base_is_no_table(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base / "1" / "item.model", base / "1" / ".item.model.0123.tmp")
+    source = write_step(tmp_path / "deltas", 100, STEPS[100])
+    assert set(import_delta(source, base / "2", "1", tables=PATTERN).changed) == {"item.model", "user.model"}
+
+
 def test_without_the_base_there_is_no_delta(base: Path, tmp_path: Path) -> None:
     source = write_step(tmp_path / "deltas", 100, STEPS[100])
     for version, delta_of in (("x", "1"), ("2", "x"), ("02", "1")):

@@ -1,4 +1,4 @@
-"""`python -m tests.tables.torchrec_ranks PATH DTYPE`: three ranks save a torchrec model: by rows, by columns and whole."""
+"""`python -m tests.tables.torchrec_ranks PATH`: three ranks save a torchrec model: by rows, by columns and whole."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ from tests.tables.trainer_dumps import TORCHREC_DIM, TORCHREC_ROWS, torchrec_row
 WORLD = 3
 
 
-def save(rank: int, store: str, place: str, dtype: str) -> None:
+def save(rank: int, store: str, place: str) -> None:
     """Save as one of the ranks."""
     warnings.simplefilter("ignore")
     logging.disable()
@@ -43,14 +43,14 @@ def save(rank: int, store: str, place: str, dtype: str) -> None:
     )
     state = model.state_dict()
     for name, weight in state.items():
-        rows = torch.from_numpy(torchrec_rows(name.split(".")[2], dtype))
+        rows = torch.from_numpy(torchrec_rows(name.split(".")[2]))
         for shard in weight.local_shards():
             (row, column), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             shard.tensor.copy_(rows[row : row + height, column : column + width])
-    dcp.save({"model": state, "step": 7, "half": torch.ones(4, 2, dtype=getattr(torch, dtype))}, checkpoint_id=place)
+    dcp.save({"model": state, "step": 7, "dense": torch.ones(4, 2)}, checkpoint_id=place)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(save, (f"{directory}/store", sys.argv[1], sys.argv[2]), nprocs=WORLD)
+        torch.multiprocessing.spawn(save, (f"{directory}/store", sys.argv[1]), nprocs=WORLD)

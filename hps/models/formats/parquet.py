@@ -126,8 +126,7 @@ class DeltaParquet(ArraySource):
         if lacks:
             raise ModelFileError(
                 f"importing {path}: got no column {', '.join(sorted(lacks))}, expected those of TorchEasyRec's delta dump, "
-                "as the name of "
-                "the file says; of any other file say --format parquet"
+                "as the name of the file says; of any other file say --format parquet"
             )
         self._rows: dict[str, int] = {}
         self._groups: dict[str, dict[str, list[int]]] = {}

@@ -82,6 +82,11 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
         "safetensors": Ours("hps.models.formats.safetensors_files:SafetensorsFile", "pip install 'hps-server[import]'"),
         "torch": Ours("hps.models.formats.torch_state:TorchState", "pip install torch"),
         "parquet": Ours("hps.models.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
+        "dcp": Ours("hps.models.formats.torch_distributed:DistributedCheckpoint", "pip install torch"),
+        "dynamicemb": Ours("hps.models.formats.raw_dumps:DynamicembDump"),
+        "sok": Ours("hps.models.formats.raw_dumps:SokDump"),
+        "torcheasyrec": Ours("hps.models.formats.numpy_files:NpzShards"),
+        "torcheasyrec_delta": Ours("hps.models.formats.parquet:DeltaParquet", "pip install 'hps-server[import]'"),
     },
     "network": {
         "pt2": Ours("hps.networks.torch_networks:ExportedProgram", "pip install 'hps-server[torch]'"),

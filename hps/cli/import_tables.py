@@ -17,7 +17,8 @@ def import_command(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A .npz, .npy, .safetensors, .pt, .pth, .bin or .parquet file, or a directory of .npy or .parquet files.",
+            help="A .npz, .npy, .safetensors, .pt, .pth, .bin or .parquet file, a directory of .npy or .parquet files, or what "
+            "a trainer wrote: a directory of torch.distributed.checkpoint, dynamicemb, TorchEasyRec or SOK.",
             show_default=False,
         ),
     ],
@@ -51,7 +52,40 @@ def import_command(
     ] = None,
     first_key: Annotated[int | None, typer.Option(help="Use row numbers, starting here, as keys.")] = None,
     file_format: Annotated[
-        str | None, typer.Option("--format", help="npy, npz, safetensors, torch or parquet. Default: by SOURCE's name.")
+        str | None,
+        typer.Option(
+            "--format",
+            help="npy, npz, safetensors, torch, parquet, dcp, dynamicemb, torcheasyrec, torcheasyrec_delta or sok. "
+            "Default: by the names of the files.",
+        ),
+    ] = None,
+    dim: Annotated[
+        int | None, typer.Option(min=1, help="Refuse vectors of another number of elements, where no file says it.")
+    ] = None,
+    delta_of: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help="With --tables: write DESTINATION, <model>/<number>, as a version that changes this one. SOURCE is an "
+            "increment, or a directory of increments named by steps, step_N or ..._step_N.parquet, which are applied in order.",
+        ),
+    ] = None,
+    after: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP",
+            min=0,
+            help="With --delta-of: the step that VERSION is of; leave out earlier ones. Default: as VERSION says.",
+        ),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="With --delta-of: refuse increments that lack a multiple of N. 0: check none. Default: the most "
+            "frequent interval.",
+        ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, if SOURCE stores its bits as other 16-bit elements.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace existing models and an existing ps.json.")] = False,
@@ -68,6 +102,7 @@ def import_command(
         from hps.configuration.load import load_configuration
         from hps.models.checkpoint import list_arrays
         from hps.models.importing import import_model, import_tables
+        from hps.models.increments import import_delta
 
         if listing:
             for info in list_arrays(source, file_format=file_format):
@@ -75,18 +110,36 @@ def import_command(
             return
         if destination is None:
             raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, expected a path or URI, or --list")
-        if tables is None and (model or write_config):
-            raise errors.InvalidInputError(f"importing {source}: --model and --write-config need --tables")
+        if tables is None and (model or write_config or delta_of):
+            named = "--delta-of needs" if delta_of else "--model and --write-config need"
+            raise errors.InvalidInputError(f"importing {source}: {named} --tables")
+        if delta_of is None and (after is not None or every is not None):
+            raise errors.InvalidInputError(f"importing {source}: --after and --every need --delta-of")
+        if delta_of is not None and (model or write_config or overwrite or vectors or dim):
+            raise errors.InvalidInputError(
+                f"importing {source}: --delta-of goes without --model, --write-config, --overwrite, --vectors and --dim"
+            )
         with terminal.progress() as progress:  # logging is set up from here on, also for notices of the configuration
             model_source = load_configuration(config).model_source if config is not None else None
             options: dict[str, Any] = {
-                **{"keys": keys, "vectors": vectors, "file_format": file_format, "dtype": dtype},
-                **{"first_key": first_key, "overwrite": overwrite, "model_source": model_source, "progress": progress},
+                **{"keys": keys, "file_format": file_format, "dtype": dtype, "first_key": first_key},
+                **{"model_source": model_source, "progress": progress},
             }
-            if tables is None:
+            if tables is not None and delta_of is not None:
+                delta = import_delta(source, destination, delta_of, tables=tables, after=after, every=every, **options)
+            options |= {"vectors": vectors, "dim": dim, "overwrite": overwrite}
+            if delta_of is not None:
+                written = {}
+            elif tables is None:
                 written = {destination: import_model(source, destination, **options)}
             else:
                 written = import_tables(source, destination, tables, model=model, write_config=write_config, **options)
+        if delta_of is not None:
+            for name, rows in delta.changed.items():
+                typer.echo(f"{delta.place}/{name}: {terminal.rows_text(rows)} changed, {delta.deleted[name]:,} keys deleted")
+            steps = f", steps {delta.steps[0]} to {delta.steps[-1]}" if delta.steps else ""
+            typer.echo(f"{delta.place}: a delta of version {delta_of}{steps}")
+            return
         for place, table in written.items():
             origin = "" if table.dtype == "float32" else f" (from {table.dtype})"
             from_keys = repr(table.keys.name) if table.keys else f"row numbers from {table.first_key} on"

@@ -5,6 +5,7 @@ import posixpath
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -149,7 +150,9 @@ def _chunks(
             if old is not None:
                 raise errors.InvalidInputError(f"publishing {source}: --since needs sparse model files; `hps import` it first")
             table = find_table(source, **names)
-            return table.selection.rows, (Difference(keys, vectors, none, keys.size) for keys, vectors in table.chunks())
+            empty = np.empty((0, dim), np.float32)
+            gone = (Difference(none, empty, keys, 0) for keys in table.deleted())
+            return table.selection.rows, chain((Difference(*some, none, some[0].size) for some in table.chunks()), gone)
     model = open_table_files(source, dim, sources=sources)
     if old is not None:
         return model.rows, differences(open_sparse_model(old, dim, sources=sources), model)

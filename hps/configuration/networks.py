@@ -90,7 +90,7 @@ class NetworkInputConfig(Section):
     @field_validator("dtype", "shape")
     @classmethod
     def _of_a_feature(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.data.get("table"):
+        if info.data.get("table") and value not in ("float32", (-1,)):
             raise problem("a lookup has the dtype and width of its table, expected neither dtype nor shape")
         return value
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem, local_path
+from hps.models.deltas import key_set
 from hps.models.discovery import in_order, name_of
 from hps.models.files import open_file, rows_of_a_chunk
-from hps.models.formats.base import ArrayInfo
+from hps.models.formats.base import ArrayInfo, ArraySource
 from hps.models.formats.conversion import to_keys, to_vectors
 from hps.models.formats.selection import Selection, select
 from hps.registry import implementation, names
@@ -25,6 +26,15 @@ _FORMATS = {
 }
 """Formats by the end of a file's name."""
 
+_LAYOUTS = {
+    "dcp": re.compile(r"\.metadata|__\d+_\d+\.distcp"),
+    "dynamicemb": re.compile(r".+_emb_(keys|values)\.rank_\d+\.world_size_\d+|.+_opt_args\.json"),
+    "torcheasyrec": re.compile(r"sparse_(embeddings|dynamic_embedding)-\d+-of-\d+\.(npz|json)"),
+    "torcheasyrec_delta": re.compile(r".+_step_\d+(_rank_\d+_of_\d+)?\.parquet"),
+    "sok": re.compile(r".+-(key|weight)"),
+}
+"""Formats of trainers by the names of their files, which lie in one directory."""
+
 _FILES = LocalFileSystem()
 
 
@@ -32,8 +42,8 @@ class Checkpoint:
     """Open files of one format, which must not change until they are read. *One thread.*
 
     Args:
-        place: a local path, of a file or of a directory of .npy or Parquet files.
-        file_format: npy, npz, safetensors, torch or parquet; by default from the suffix of the name.
+        place: a local path, of a file or of a directory of .npy or Parquet files or of a trainer's.
+        file_format: a name in `hps.registry.names("format")`; by default from the names of the files.
         keys: path of a second .npy file to read.
 
     Raises:
@@ -45,13 +55,14 @@ class Checkpoint:
     def __init__(self, place: str | os.PathLike[str], file_format: str | None = None, keys: str | None = None) -> None:
         path = local_path(os.fspath(place))
         held = [os.path.join(path, name) for name in _entries(path)] if os.path.isdir(path) else [path]
-        if not (held and os.path.exists(path)):
+        if not (os.path.exists(path) and (held or _layout_of(path, file_format))):
             raise ModelFileNotFoundError(
                 f"importing {os.fspath(place)}: there is no such file on this machine, or it is an empty directory; copy a "
                 "remote source first"
             )
-        kind = file_format or _format_of(path, held)
-        files = [file for file in held if _format(file) == kind] or held
+        layout = _layout_of(path, file_format)
+        kind = layout or file_format or _format_of(path, held)
+        files = _files_of(path, layout) if layout else [file for file in held if _format(file) == kind] or held
         if kind == "npy" and keys is not None and keys.endswith(".npy") and path in files:
             files.append(keys)
         self._files = [open_file(_FILES, file, {}) for file in files]
@@ -74,9 +85,12 @@ class CheckpointTable:
         """Yield the rows, converted to (n,) int64 keys and (n, dim) float32 vectors.
 
         Raises:
-            ModelFileError: a row cannot be converted, or the files changed since they were opened.
+            ModelFileError: a row cannot be converted, a key is in two shards, or the files changed since they were opened.
+        CapacityError: there is no memory for the keys of a table in shards, which are compared.
         """
         source, selection, vectors = self.checkpoint.arrays, self.selection, self.selection.vectors.name
+        compared = selection.keys is not None and source.repeats_are_errors
+        seen = key_set(selection.rows, f"importing {source.path}", "import it where there is more") if compared else None
         columns = [vectors] if selection.keys is None else [vectors, selection.keys.name]
         row, step = 0, rows_of_a_chunk(selection.dim)
         self.checkpoint.verify()
@@ -87,11 +101,24 @@ class CheckpointTable:
                 keys = np.arange(first, first + len(out), dtype=np.int64)
             else:
                 keys = to_keys(source.path, selection.keys.name, blocks[1], row)
+            if seen is not None and not (new := seen.add(keys)).all():
+                at = int(np.argmin(new))
+                raise ModelFileError(
+                    f"importing {source.path}: row {row + at} of {vectors!r} has key {keys[at]}, which an earlier row has, "
+                    "too, expected each key in one row of one shard; they may be of different dumps"
+                )
             yield keys, out
             row += keys.size
             self.checkpoint.verify()  # before the next read: reading a mapped file beyond a new end would kill the process
         if row != selection.rows:
             raise ModelFileError(f"importing {source.path}: got {row} rows, expected {selection.rows}; it changed meanwhile")
+
+    def deleted(self) -> Iterator[KeyArray]:
+        """Yield the keys that a delta deletes: (n,) int64."""
+        source, name, row = self.checkpoint.arrays, self.selection.vectors.name, 0
+        for block in source.deleted(name, rows_of_a_chunk(1)):
+            yield to_keys(source.path, f"deleted keys of {name}", block, row)
+            row += len(block)
 
 
 def find_table(
@@ -101,11 +128,12 @@ def find_table(
     vectors: str | None = None,
     file_format: str | None = None,
     dtype: str | None = None,
+    dim: int | None = None,
     first_key: int | None = None,
 ) -> CheckpointTable:
     """Find one table in a file of another format; arguments and errors as for `import_model`."""
     checkpoint = Checkpoint(source, file_format, keys)
-    return CheckpointTable(checkpoint, select(checkpoint.arrays, keys, vectors, first_key, dtype))
+    return CheckpointTable(checkpoint, select(checkpoint.arrays, keys, vectors, first_key, dtype, dim=dim))
 
 
 def find_tables(
@@ -116,21 +144,27 @@ def find_tables(
     vectors: str | None = None,
     file_format: str | None = None,
     dtype: str | None = None,
+    dim: int | None = None,
     first_key: int | None = None,
+    delta: bool = False,
 ) -> dict[str, CheckpointTable]:
-    """Find the tables of a checkpoint by name, in its order; arguments and errors as for `import_tables`."""
+    """Find the tables of a checkpoint by name, in its order; arguments and errors as for `import_tables`.
+
+    Args:
+        delta: accept tables without rows, and a checkpoint that has none of the tables.
+    """
     path = local_path(os.fspath(source))
     if keys is not None and keys.count("*") not in (0, tables.count("*")):
         raise InvalidInputError(f"importing {path}: got tables {tables!r} and keys {keys!r}, expected as many * in both")
     whole = None
-    if os.path.isdir(path) and file_format != "npy" and not any(_format(name) == "npy" for name in _entries(path)):
+    one_each = os.path.isdir(path) and file_format != "npy" and _layout_of(path, file_format) is None
+    if one_each and not any(_format(name) == "npy" for name in _entries(path)):
         held = _entries(path)  # one table each
     else:
         if vectors is not None:
             raise InvalidInputError(f"importing {path}: got tables {tables!r} and vectors {vectors!r}, expected one of them")
         whole = Checkpoint(path, file_format)
-        held = [info.name for info in whole.arrays.arrays() if keys is None or not _match(keys, info.name)]
-        first_key = first_key if keys else first_key or 0
+        held = [name for name in _tables(whole.arrays) if keys is None or not _match(keys, name)]
     chosen: dict[str, CheckpointTable] = {}
     matches = {
         name: match
@@ -146,8 +180,15 @@ def find_tables(
             )
         own_keys = keys and reduce(lambda pattern, text: pattern.replace("*", text, 1), match.groups(), keys)
         one = whole or Checkpoint(os.path.join(path, name), file_format)
-        chosen[table] = CheckpointTable(one, select(one.arrays, own_keys, name if whole else vectors, first_key, dtype))
-    if not chosen:
+        if delta and whole and whole.arrays.array(name).shape == (0, 0):  # of an unknown width
+            continue
+        first = first_key
+        if whole and keys is None and whole.arrays.keys_of(name) is None:
+            first = first_key or 0
+        chosen[table] = CheckpointTable(
+            one, select(one.arrays, own_keys, name if whole else vectors, first, dtype, dim=dim, empty=delta)
+        )
+    if not chosen and not delta:
         raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(held[:30])}")
     return chosen
 
@@ -165,7 +206,9 @@ def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = Non
 
 def is_checkpoint(path: str) -> bool:
     """Whether a path is a file or a directory with files of a known format."""
-    return os.path.isfile(path) or (os.path.isdir(path) and any(_format(name) for name in os.listdir(path)))
+    if os.path.isfile(path):
+        return True
+    return os.path.isdir(path) and (_layout_of(path) is not None or any(_format(name) for name in os.listdir(path)))
 
 
 def tables_pattern(source: str) -> str | None:
@@ -174,10 +217,13 @@ def tables_pattern(source: str) -> str | None:
     Raises:
         InvalidInputError: every such pattern matches other arrays, too.
     """
-    held = {info.name: info for info in list_arrays(source)}
+    arrays = Checkpoint(source).arrays
+    infos = {info.name: info for info in arrays.arrays()}
+    held = {name: infos[name] for name in _tables(arrays)}
     wide = [name for name, info in held.items() if len(info.shape) == 2 and "float" in info.dtype]
     named = [name for name in wide if "emb" in name.lower()] or wide
-    if len(named) < 2 or "vectors" in held or os.path.isdir(source):  # one table, perhaps with keys
+    one = "vectors" in held or (os.path.isdir(source) and _layout_of(source) is None)
+    if len(named) < 2 or one:  # one table, perhaps with keys
         return None
     prefix = _common(named)
     suffix = _common([name[len(prefix) :][::-1] for name in named])[::-1]
@@ -191,6 +237,44 @@ def _common(texts: list[str]) -> str:
     """Find the common prefix of texts, up to a separator, or else up to a number."""
     begun = os.path.commonprefix(texts)  # noqa: RUF071 - of characters
     return re.sub(r"(?<=[^a-zA-Z0-9])[a-zA-Z0-9]+$" if re.search("[^a-zA-Z0-9]", begun) else "[0-9]+$", "", begun)
+
+
+def _tables(arrays: ArraySource) -> list[str]:
+    """List the arrays that may be tables: all but the keys that belong to others."""
+    names = [info.name for info in arrays.arrays()]
+    paired = {keys for name in names if (keys := arrays.keys_of(name)) is not None}
+    return [name for name in names if name not in paired]
+
+
+def _layout_of(path: str, file_format: str | None = None) -> str | None:
+    """Find the format of a trainer's files in a directory, or of one of them; None for other files.
+
+    Raises:
+        ModelFileError: there are files of several trainers.
+    """
+    if file_format is not None:
+        return file_format if file_format in _LAYOUTS else None
+    names = _FILES.list(path) if os.path.isdir(path) else [os.path.basename(path)]
+    kinds = [kind for kind, pattern in _LAYOUTS.items() if any(map(pattern.fullmatch, names))]
+    if "sok" in kinds and any(map(_format, names)):  # its names are those of any file
+        kinds.remove("sok")
+    if len(kinds) > 1:
+        raise ModelFileError(
+            f"importing {path}: got files of {' and of '.join(kinds)}, expected one format; say it with --format"
+        )
+    return kinds[0] if kinds else None
+
+
+def _files_of(path: str, layout: str) -> list[str]:
+    """List the files of a trainer's format in a directory."""
+    if not os.path.isdir(path):
+        return [path]
+    files = [os.path.join(path, name) for name in sorted(_FILES.list(path)) if _LAYOUTS[layout].fullmatch(name)]
+    if not (files := [file for file in files if os.path.isfile(file)]):
+        raise ModelFileError(
+            f"importing {path}: got no file of the format {layout}, expected names like {_LAYOUTS[layout].pattern}"
+        )
+    return files
 
 
 def _entries(directory: str) -> list[str]:

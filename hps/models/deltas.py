@@ -246,16 +246,24 @@ def first_rows(chunks: Chunks, rows: int) -> Chunks:
         left = max(left - keys.size, 0)
 
 
+def key_set(count: int, doing: str, instead: str) -> KeySet:
+    """Make a set for so many keys.
+
+    Raises:
+        CapacityError: there is no memory for it; the message says `doing` and `instead`.
+    """
+    if _KEY_BYTES * count > (free := available_memory()[0]):
+        raise CapacityError(
+            f"{doing}: {count} keys take {_KEY_BYTES * count:,} bytes of memory, and {free:,} are free; {instead}"
+        )
+    return KeySet(count)
+
+
 def _touched(delta: Delta) -> tuple[KeySet, str]:
     """Read the keys that a delta changes or deletes, and the checksum of the deleted ones."""
     deleted, crc = delta.deleted, 0
     count = delta.changed.rows + (deleted.size_bytes // 8 if deleted else 0)
-    if _KEY_BYTES * count > (free := available_memory()[0]):
-        raise CapacityError(
-            f"reading the keys that {delta.changed.place} changes or deletes: {count} keys take {_KEY_BYTES * count:,} "
-            f"bytes of memory, and {free:,} are free; write a version with all rows"
-        )
-    keys = KeySet(count)
+    keys = key_set(count, f"reading the keys that {delta.changed.place} changes or deletes", "write a version with all rows")
     for _, chunk in delta.changed.keys.key_chunks():
         keys.add(chunk)
     for _, chunk in deleted.key_chunks() if deleted else ():

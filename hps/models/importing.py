@@ -29,6 +29,7 @@ def import_model(
     vectors: str | None = None,
     file_format: str | None = None,
     dtype: str | None = None,
+    dim: int | None = None,
     first_key: int | None = None,
     overwrite: bool = False,
     model_source: ModelSourceConfig | None = None,
@@ -40,13 +41,14 @@ def import_model(
     `write_sparse_model`. Repeated keys, NaN and infinite elements are kept; databases keep the later row of a key.
 
     Args:
-        source: local path of a file, or of a directory of .npy or Parquet files.
+        source: local path of a file, or of a directory of .npy or Parquet files or of a trainer's.
         destination: a path or URI, as in the `sparse_files` of a configuration.
         keys: name of the array of keys; by default `keys`, `key`, `ids` or `id`. With a .npy file also the path of another.
         vectors: name of the array of vectors; by default `vectors`, `embeddings`, `emb_vector` or similar, or the only (n, dim)
             array of floats.
-        file_format: npy, npz, safetensors, torch or parquet; by default from the suffix of the name.
+        file_format: a name in `hps.registry.names("format")`; by default from the names of the files.
         dtype: `bfloat16` if the file stores its bits as uint16 or void, since NumPy has no such dtype.
+        dim: expected number of elements of a vector, for files that do not say it; another one is refused.
         first_key: use row numbers, starting here, as keys. The default for torch and safetensors files without an array of keys
             is 0.
         overwrite: replace an existing sparse model.
@@ -62,7 +64,7 @@ def import_model(
             `ConfigError`: there is no such format.
         MissingDependencyError: the format's package is not installed.
     """
-    table = find_table(source, keys=keys, vectors=vectors, file_format=file_format, dtype=dtype, first_key=first_key)
+    table = find_table(source, keys=keys, vectors=vectors, file_format=file_format, dtype=dtype, dim=dim, first_key=first_key)
     _write(table, os.fspath(destination), overwrite, ModelSources(model_source), progress)
     return table.selection
 
@@ -78,6 +80,7 @@ def import_tables(
     vectors: str | None = None,
     file_format: str | None = None,
     dtype: str | None = None,
+    dim: int | None = None,
     first_key: int | None = None,
     overwrite: bool = False,
     model_source: ModelSourceConfig | None = None,
@@ -100,7 +103,7 @@ def import_tables(
         keys: name of the keys of each table; each `*` is replaced by the match of the same `*`. By default row numbers, and in
             a directory with one table per entry as in `import_model`.
         vectors: name of the vectors in an entry, as in `import_model`.
-        file_format, dtype, first_key, progress: as in `import_model`.
+        file_format, dtype, dim, first_key, progress: as in `import_model`.
         overwrite: replace existing sparse models and an existing configuration, which is removed first.
         model_source: how to reach the destination; copied to the configuration.
 
@@ -124,7 +127,9 @@ def import_tables(
     config = os.path.join(directory, "ps.json") if write_config is None else os.fspath(write_config)
     if model is None:
         model = name_of(re.split("[/:]+", directory.rstrip("/"))[-1])
-    found = find_tables(source, tables, keys=keys, vectors=vectors, file_format=file_format, dtype=dtype, first_key=first_key)
+    found = find_tables(
+        source, tables, keys=keys, vectors=vectors, file_format=file_format, dtype=dtype, dim=dim, first_key=first_key
+    )
     places = {name: f"{directory}/{name}.model" for name in found}
     shapes = tuple(FoundTable(name, places[name], table.selection.dim, table.selection.rows) for name, table in found.items())
     content: dict[str, object] = {"supportlonglong": True, "volatile_db": {"type": "hash_map"}}

@@ -1,6 +1,6 @@
 """`version.json`: the content of a version of a model, with checks for a complete copy.
 
-{"delta_of": "1", "note": "hourly", "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...},
+{"delta_of": "1", "note": "hourly", "step": 1300, "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...},
  "updates": {"item": {"0": "8123", "1": "7990"}}, "dense": {"format": "pt2", "file": "dense.pt2", ...}}
 """
 
@@ -47,6 +47,7 @@ class VersionManifest(pydantic.BaseModel):
     Attributes:
         delta_of: the version that this one changes; empty for a whole version.
         note: text for people.
+        step: step of the training that the rows are of, if known; `hps import --delta-of` continues after it.
         files: checks by path relative to the version's directory.
         updates: by directory of a table relative to the version's, the position of the last message that the files contain in
             each partition of the log of updates. A partition is its number, or `<topic>/<number>`.
@@ -57,6 +58,7 @@ class VersionManifest(pydantic.BaseModel):
 
     delta_of: str = pydantic.Field(default="", pattern=rf"^({VERSION.pattern})?$")
     note: str = ""
+    step: int | None = pydantic.Field(default=None, ge=0)
     files: Mapping[str, FileCheck] = {}
     updates: Mapping[str, Mapping[_Partition, _Position]] = {}
     dense: DenseConfig | None = None
@@ -92,7 +94,7 @@ def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
         return VersionManifest.model_validate(content)
     except pydantic.ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())
-        raise ModelFileError(f"reading {path}: {problems}; write delta_of, note, files, updates and dense") from error
+        raise ModelFileError(f"reading {path}: {problems}; write delta_of, note, step, files, updates, dense") from error
 
 
 def within(directory: str, name: str) -> str:

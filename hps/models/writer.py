@@ -69,6 +69,7 @@ def write_version(
     delta_of: str = "",
     deleted: Mapping[str, KeyArray] | None = None,
     note: str = "",
+    step: int | None = None,
     updates: Mapping[str, Mapping[str, str]] | None = None,
     network: tuple[DenseConfig, bytes] | None = None,
     sources: ModelSources | None = None,
@@ -85,6 +86,7 @@ def write_version(
         delta_of: the version that this one changes; `tables` then has the changed rows of every table, perhaps none.
         deleted: deleted keys of a delta, (n,) int64, by the same names.
         note: text for people.
+        step: step of the training that the rows are of, if known.
         updates: position in the log of online updates of the last message that the rows contain, as text, by the same names
             and by partition (its number, or `<topic>/<number>`). Servers that start from these files read the log from there.
             Kafka's position of a message is its offset, one less than the offset that a consumer commits after it.
@@ -108,7 +110,7 @@ def write_version(
         )
     try:
         dense = None if network is None else network[0]
-        blank = VersionManifest(delta_of=delta_of, note=note, updates=updates or {}, dense=dense)
+        blank = VersionManifest(delta_of=delta_of, note=note, step=step, updates=updates or {}, dense=dense)
     except pydantic.ValidationError as error:
         raise InvalidInputError(f"writing version {place}: got updates {updates}, expected positions by partition") from error
     if filesystem.exists(place):
@@ -131,7 +133,9 @@ def write_version(
             if not filesystem.is_local:
                 undo.callback(_delete, filesystem, [f"{target}/{name}"])
         manifest = blank.model_copy(update={"files": files})
-        write_file(filesystem, f"{target}/{MANIFEST}", manifest.model_dump_json(indent=1, exclude_defaults=True).encode())
+        absent = {key for key in ("step", "dense") if getattr(manifest, key) is None}
+        written_as = manifest.model_dump_json(indent=1, exclude=absent)
+        write_file(filesystem, f"{target}/{MANIFEST}", written_as.encode())
         if filesystem.is_local:
             for name in tables:
                 sync_directory(local_path(f"{target}/{name}"))

@@ -254,9 +254,9 @@ def test_a_source_that_is_replaced_after_its_head_was_read_is_noticed(
     other.write_bytes(source.read_bytes())
     select = hps.models.checkpoint.select
 
-    def replaced(*arguments: Any) -> Any:
+    def replaced(*arguments: Any, **named: Any) -> Any:
         other.replace(source)
-        return select(*arguments)
+        return select(*arguments, **named)
 
     monkeypatch.setattr(hps.models.checkpoint, "select", replaced)
     with pytest.raises(ModelFileChangedError, match=source.name):
@@ -281,7 +281,7 @@ def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> 
             ModelFileError,
             r"got table\.csv, expected a name .* one of: \.npy, \.npz, \.safetensors, .*--format",
         ),
-        ("table.csv", "csv", ConfigError, "got 'csv', expected one of: npy, npz, parquet, safetensors, torch"),
+        ("table.csv", "csv", ConfigError, "got 'csv', expected one of: dcp, dynamicemb, npy, npz, parquet, "),
         ("dir.npz", None, ModelFileError, r"got a\.npz, expected .* a directory of \.npy or of Parquet files alone"),
         ("dir.npz", "npz", ModelFileError, r"dir\.npz: .*directory"),
         ("both", None, ModelFileError, r"got a\.npy, b\.parquet, expected .* alone; say the format with --format"),

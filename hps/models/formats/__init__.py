@@ -1,1 +1,1 @@
-"""Files that `hps import` reads: the contract (`base.py`), NumPy, safetensors, PyTorch and Parquet."""
+"""Files that `hps import` reads: the contract (`base.py`), NumPy, safetensors, PyTorch, Parquet, and what trainers write."""

@@ -1,9 +1,11 @@
 """The contract of a file format with embedding tables."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
 import numpy.typing as npt
@@ -51,6 +53,9 @@ class ArraySource(ABC):
     keys_are_optional: ClassVar[bool] = False
     """Whether tables of this format commonly use row numbers as keys."""
 
+    repeats_are_errors: bool = False
+    """Whether a key that occurs twice is an error, as in shards, where the order of files says nothing."""
+
     def __init__(self, path: str, files: Sequence[str]) -> None:
         self.path = path
         self.files = files
@@ -71,6 +76,14 @@ class ArraySource(ABC):
             One block per name, all with the same number of rows, in the dtype of the file. A block is valid until the next.
         """
 
+    def keys_of(self, vectors: str) -> str | None:
+        """Return the array of keys that belongs to an array of vectors, if the format pairs them."""
+        return None
+
+    def deleted(self, vectors: str, step: int) -> Iterator[AnyArray]:
+        """Yield the keys that a delta deletes from the table of these vectors: (at most `step`,) integers."""
+        yield from ()
+
     def array(self, name: str) -> ArrayInfo:
         """Find the array of a name.
 
@@ -88,6 +101,42 @@ class ArraySource(ABC):
         found = [str(info) for info in self.arrays()]
         more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         return "; ".join(found[:_LISTED]) + more or "no array"
+
+
+def by_rank(path: str, what: str, parts: Iterable[tuple[re.Match[str], str]]) -> dict[int, str]:
+    """Arrange the files that the ranks of a training wrote by rank, from 0 to the last.
+
+    Args:
+        what: the table, for messages.
+        parts: match of a file's name, with the groups `rank` and `world`, and the file.
+
+    Raises:
+        ModelFileError: a rank is missing or there twice, or files are of trainings with different numbers of ranks.
+    """
+    files: dict[int, str] = {}
+    worlds: set[int] = set()
+    for match, file in parts:
+        rank = int(match["rank"])
+        worlds.add(int(match["world"]))
+        if len(worlds) > 1:
+            raise ModelFileError(
+                f"importing {path}: got files of {what} by {' and by '.join(map(str, sorted(worlds)))} ranks, expected one "
+                "dump; remove the files of the older one"
+            )
+        if rank in files:
+            raise ModelFileError(f"importing {path}: got {file} and {files[rank]} for rank {rank} of {what}, expected one file")
+        files[rank] = file
+    if not files:
+        raise ModelFileError(f"importing {path}: got no files of {what}, expected one for each rank; copy all of them")
+    [world] = worlds
+    missing = list(islice((str(rank) for rank in range(world) if rank not in files), _LISTED))
+    if missing or len(files) != world:
+        beyond = [str(rank) for rank in sorted(files) if rank >= world]
+        problem = f"rank {', '.join(missing)} of {world} missing" if missing else f"rank {', '.join(beyond)} of only {world}"
+        raise ModelFileError(
+            f"importing {path}: got files of {what} with {problem}, expected ranks 0 to {world - 1}; copy all of them"
+        )
+    return {rank: files[rank] for rank in sorted(files)}
 
 
 @contextmanager

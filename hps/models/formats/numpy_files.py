@@ -1,19 +1,25 @@
-""".npy files and .npz archives of them. Pickled objects are never read."""
+""".npy files, .npz archives of them, and TorchEasyRec's archives by rank. Pickled objects are never read."""
 
+import json
 import math
 import os
+import re
 import stat
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
 
 from hps.errors import ModelFileError
-from hps.models.formats.base import AnyArray, ArrayInfo, ArraySource, reading
+from hps.models.formats.base import AnyArray, ArrayInfo, ArraySource, by_rank, reading
 from hps.types import KeyArray
 
+_SHARD = re.compile(
+    r"(?P<kind>sparse_embeddings|sparse_dynamic_embedding)-(?P<rank>\d+)-of-(?P<world>\d+)\.(?P<suffix>npz|json)"
+)
 _READ_HEAD = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -76,6 +82,12 @@ class NpzArchive(ArraySource):
     def arrays(self) -> list[ArrayInfo]:
         return self._infos
 
+    def checksum(self, name: str) -> tuple[int, int]:
+        """Return the size and the CRC-32 of a member."""
+        with reading(self.path), zipfile.ZipFile(self.path) as archive:
+            member = archive.getinfo(f"{name}.npy")
+            return member.file_size, member.CRC
+
     def chunks(self, names: Sequence[str], step: int) -> Iterator[Sequence[AnyArray]]:
         with reading(self.path), zipfile.ZipFile(self.path) as archive, ExitStack() as stack:
             streams = [stack.enter_context(archive.open(f"{name}.npy")) for name in names]
@@ -93,6 +105,112 @@ class NpzArchive(ArraySource):
             for name, stream in zip(names, streams, strict=True):
                 if stream.read(1):  # also checks the checksum, which follows the last byte
                     raise ValueError(f"{name} has bytes beyond its last row")
+
+
+class NpzShards(ArraySource):
+    """What TorchEasyRec exports with `USE_DISTRIBUTED_EMBEDDING` (`tzrec/utils/export_util.py`): archives by rank.
+
+    `sparse_embeddings-RR-of-WW.npz` has this rank's rows of each table, which follow those of the rank before, and
+    `sparse_dynamic_embedding-RR-of-WW.npz` the members `<table>.keys`, `.values` and `.scores`, if the rank has any. The
+    `.json` beside the former says which tables the rank has. Listed are the vectors `<table>` and, of dynamic tables,
+    `<table>.keys`.
+    """
+
+    keys_are_optional = True
+
+    def __init__(self, path: str, files: Sequence[str]) -> None:
+        super().__init__(path, files)
+        self._parts: dict[str, list[tuple[NpzArchive, dict[str, str]]]] = {}
+        self._infos: dict[str, ArrayInfo] = {}
+        found = [(match, file) for file in files if (match := _SHARD.fullmatch(os.path.basename(file)))]
+        kinds: dict[tuple[str, str], list[tuple[re.Match[str], str]]] = {}
+        for match, file in found:
+            kinds.setdefault((match["kind"], match["suffix"]), []).append((match, file))
+        described = by_rank(path, "descriptions of tables", kinds.get(("sparse_embeddings", "json"), ()))
+        static = by_rank(path, "tables", kinds.get(("sparse_embeddings", "npz"), ()))
+        dynamic = {
+            int(match["rank"]): (int(match["world"]), file)
+            for match, file in kinds.get(("sparse_dynamic_embedding", "npz"), ())
+        }
+        if len(described) != len(static) or any(world != len(static) for world, _ in dynamic.values()):
+            raise ModelFileError(
+                f"importing {path}: got archives of several exports, with different numbers of ranks, expected one export; "
+                "remove the files of the older one"
+            )
+        self.repeats_are_errors = len(static) > 1
+        for rank, file in static.items():
+            with reading(described[rank]), open(described[rank], encoding="utf-8") as stream:
+                tables = {name: _Described.read(one) for name, one in json.load(stream).items()}
+            if rank not in dynamic and (names := [name for name, one in tables.items() if one.dynamic]):
+                raise ModelFileError(
+                    f"importing {path}: got no sparse_dynamic_embedding of rank {rank}, which has rows of "
+                    f"{', '.join(names[:8])}; copy all files"
+                )
+            archives = {False: NpzArchive(file, [file])}
+            if rank in dynamic:
+                archives[True] = NpzArchive(dynamic[rank][1], [dynamic[rank][1]])
+            for name, one in tables.items():
+                self._add(name, one, archives[one.dynamic])
+        for name, parts in self._parts.items():
+            self._refuse_copies(name, [archive.checksum(members[name]) for archive, members in parts])
+
+    def _add(self, name: str, table: "_Described", archive: NpzArchive) -> None:
+        """Add a rank's rows of a table to the arrays."""
+        members = {name: f"{name}.values", f"{name}.keys": f"{name}.keys"} if table.dynamic else {name: name}
+        for array, member in members.items():
+            own = archive.array(member)
+            if array == name and table.shape is not None and own.shape != table.shape:
+                raise ModelFileError(
+                    f"importing {archive.path}: got {own}, expected shape {table.shape}, as its .json says; they are of "
+                    "different exports"
+                )
+            known = self._infos.get(array, ArrayInfo(array, (0, *own.shape[1:]), own.dtype))
+            if (own.shape[1:], own.dtype) != (known.shape[1:], known.dtype):
+                raise ModelFileError(f"importing {archive.path}: got {own}, expected {known} as of the ranks before")
+            self._infos[array] = ArrayInfo(array, (known.shape[0] + own.shape[0], *own.shape[1:]), own.dtype)
+        if table.dynamic and archive.array(f"{name}.keys").shape[0] != archive.array(f"{name}.values").shape[0]:
+            raise ModelFileError(
+                f"importing {archive.path}: got {archive.array(f'{name}.keys')} and {archive.array(f'{name}.values')}, "
+                "expected as many keys as vectors; export again"
+            )
+        self._parts.setdefault(name, []).append((archive, members))
+
+    def _refuse_copies(self, name: str, checksums: list[tuple[int, int]]) -> None:
+        """Refuse a table of which each rank has the same rows, since row numbers would go on where they begin again."""
+        if f"{name}.keys" not in self._infos and len(checksums) > 1 and len(set(checksums)) == 1 and checksums[0][0]:
+            raise ModelFileError(
+                f"importing {self.path}: got the same rows of {name} from every rank, expected a part from each: the table "
+                "was not sharded; import the .npz of rank 0 alone with --format npz"
+            )
+
+    def arrays(self) -> list[ArrayInfo]:
+        return list(self._infos.values())
+
+    def keys_of(self, vectors: str) -> str | None:
+        return f"{vectors}.keys" if f"{vectors}.keys" in self._infos else None
+
+    def chunks(self, names: Sequence[str], step: int) -> Iterator[Sequence[AnyArray]]:
+        table = next(name for name in names if name in self._parts or name.removesuffix(".keys") in self._parts)
+        for archive, members in self._parts.get(table) or self._parts[table.removesuffix(".keys")]:
+            yield from archive.chunks([members[name] for name in names], step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A rank's rows of a table, as TorchEasyRec describes them. *Immutable.*
+
+    Attributes:
+        dynamic: whether the rows have keys.
+        shape: of the vectors; None if unknown.
+    """
+
+    dynamic: bool
+    shape: tuple[int, ...] | None
+
+    @classmethod
+    def read(cls, content: Any) -> "_Described":
+        shape = content.get("storage_shape") or content.get("shape")
+        return cls(bool(content.get("is_dynamic")), tuple(shape) if shape else None)
 
 
 def _stem(file: str) -> str:

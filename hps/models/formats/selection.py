@@ -42,13 +42,22 @@ class Selection:
 
 
 def select(
-    source: ArraySource, keys: str | None, vectors: str | None, first_key: int | None, dtype: str | None = None
+    source: ArraySource,
+    keys: str | None,
+    vectors: str | None,
+    first_key: int | None,
+    dtype: str | None = None,
+    *,
+    dim: int | None = None,
+    empty: bool = False,
 ) -> Selection:
     """Find keys and vectors by the given or conventional names, and check their shapes and dtypes.
 
     Args:
         first_key: use row numbers, starting here, as keys.
         dtype: dtype of the vectors, if the source has only their bits.
+        dim: expected number of elements of a vector, if known.
+        empty: accept a table without rows.
 
     Raises:
         ModelFileError: an array is absent, ambiguous or of the wrong shape; the message lists all arrays.
@@ -63,6 +72,8 @@ def select(
     arrays, key_info = source.arrays(), None
     if vectors is not None:
         vector_info = source.array(vectors)
+    elif len(own := [info for info in arrays if source.keys_of(info.name)]) == 1:
+        vector_info = source.array(own[0].name)
     else:
         floats = [info for info in arrays if len(info.shape) == 2 and info.dtype in VECTOR_DTYPES]
         vector_info = _only(
@@ -70,10 +81,17 @@ def select(
         )
     if keys is not None:
         key_info = source.array(keys)
+    elif (paired := source.keys_of(vector_info.name)) is not None:
+        if first_key is not None:
+            raise InvalidInputError(
+                f"importing {source.path}: got first key {first_key} for {vector_info.name!r}, which has the keys "
+                f"{paired!r}; leave it out"
+            )
+        key_info = source.array(paired)
     elif first_key is None and ((found := _named(arrays, CONVENTIONAL_KEYS)) or not source.keys_are_optional):
         cure = "name it with --keys, or give --first-key if the keys are row numbers"
         key_info = _only(source, "keys", found, cure)
-    _check_shapes(source, key_info, vector_info)
+    _check_shapes(source, key_info, vector_info, dim, empty)
     if key_info is not None and not re.fullmatch("u?int(8|16|32|64)", key_info.dtype):
         raise InvalidDtypeError(
             f"importing {source.path}: got keys {key_info}, expected integers of at most 64 bits; convert them first"
@@ -98,7 +116,7 @@ def _named(arrays: list[ArrayInfo], names: tuple[str, ...]) -> list[ArrayInfo]:
     return [info for info in arrays if info.name.rpartition(".")[2].lower() in names]
 
 
-def _check_shapes(source: ArraySource, keys: ArrayInfo | None, vectors: ArrayInfo) -> None:
+def _check_shapes(source: ArraySource, keys: ArrayInfo | None, vectors: ArrayInfo, dim: int | None, empty: bool) -> None:
     problem = None
     if len(vectors.shape) != 2:
         problem = f"got vectors {vectors}, expected shape (n, dim); it holds {source.listed()}"
@@ -106,7 +124,9 @@ def _check_shapes(source: ArraySource, keys: ArrayInfo | None, vectors: ArrayInf
         problem = f"got keys {keys}, expected shape (n,) or (n, 1)"
     elif keys is not None and keys.shape[0] != vectors.shape[0]:
         problem = f"got keys {keys} and vectors {vectors}, expected as many rows in both"
-    elif min(vectors.shape) < 1:
+    elif dim is not None and vectors.shape[1] != dim:
+        problem = f"got vectors {vectors}, expected {dim} elements in each; is it another table, or is a file cut short?"
+    elif vectors.shape[1] < 1 or (vectors.shape[0] < 1 and not empty):
         problem = f"got vectors {vectors}, expected at least 1 row and at least 1 element in each"
     if problem:
         raise ModelFileError(f"importing {source.path}: {problem}")

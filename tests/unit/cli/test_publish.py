@@ -17,6 +17,7 @@ from hps.updates.framing import decode, encode
 from tests.fakes.memory_log import MemoryBroker
 from tests.servers.running_service import document_of, model_of
 from tests.tables.hugectr_messages import encode_hugectr
+from tests.tables.trainer_dumps import save_delta
 from tests.unit.cli.test_cli import run, words
 
 DIMS = {"user": 2, "item": 4}
@@ -123,6 +124,13 @@ def test_other_formats_and_deletions_are_published(tmp_path: Path, config: Path,
     np.save(tmp_path / "gone.npy", KEYS[1:3])
     assert run("publish", config, "shop", "item", "--delete", tmp_path / "gone.npy").exit_code == 0
     assert published(broker, "item")[1] == {-50, 7, -49, -48}
+
+
+def test_evicted_keys_of_a_trainers_increment_are_deleted(tmp_path: Path, config: Path, broker: MemoryBroker) -> None:
+    step = save_delta(tmp_path, 100, {"item": (KEYS[:9], vectors_of(KEYS[:9], 4), KEYS[20:22])})
+    done = run("publish", config, "shop", "item", step, "--create-partitions", 2)
+    assert done.exit_code == 0, done.output
+    assert published(broker, "item") == (rows_of(KEYS[:9], 4), set(KEYS[20:22].tolist()))
 
 
 @pytest.mark.parametrize(

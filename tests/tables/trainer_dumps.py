@@ -1,0 +1,122 @@
+"""Writes tables as trainers do, by the layouts in their sources; `torchrec_checkpoint` runs the real libraries.
+
+The sources: NVIDIA/recsys-examples 43465ae (dynamicemb), alibaba/TorchEasyRec 54cac31 and, for `dynamicemb_evicted`, its pull
+request 638, NVIDIA-Merlin/HugeCTR 2f2016f (SOK).
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.tables.table_files import lists
+
+Array = np.ndarray[Any, Any]
+Rows = tuple[Array, Array]
+NO_KEYS = np.empty(0, np.int64)
+
+
+def of_rank(rows: Rows, rank: int, world: int) -> Rows:
+    mine = rows[0] % world == rank
+    return rows[0][mine], rows[1][mine]
+
+
+def save_dynamicemb(path: Path, tables: Mapping[str, Rows], world: int = 3) -> Path:
+    """Write the directory of a collection, as `DynamicEmbDump(optim=True, counter=True)` does with Adam."""
+    path.mkdir(parents=True, exist_ok=True)
+    for table, rows in tables.items():
+        (path / f"{table}_opt_args.json").write_text(
+            json.dumps({"opt_type": "adam", "lr": 0.1, "evict_strategy": "EvictStrategy.KLru", "dist_type": "roundrobin"})
+        )
+        for rank in range(world):
+            keys, vectors = of_rank(rows, rank, world)
+            parts = {
+                **{"emb_keys": keys, "emb_values": vectors, "emb_scores": keys + 1},
+                **{"emb_opt_values": np.hstack([vectors, vectors]), "counter_keys": keys, "counter_frequencies": keys},
+            }
+            for item, array in parts.items():
+                array.tofile(path / f"{table}_{item}.rank_{rank}.world_size_{world}")
+    return path
+
+
+def save_sok(path: Path, tables: Mapping[str, Rows]) -> Path:
+    """Write what `sok.dump(path, variables, optimizer)` does; keys of SOK's dtypes."""
+    path.mkdir(parents=True, exist_ok=True)
+    codes = {"int32": 0, "int64": 1, "uint32": 2, "uint64": 3, "float16": 4, "float32": 5, "float64": 6}
+    for table, (keys, vectors) in tables.items():
+        for name, kind, array in (("key", 0, keys), ("weight", 1, vectors), ("Adam-m", 2, vectors)):
+            head = b"".rjust(256) + kind.to_bytes(4, "big") + b"m".rjust(32) + codes[array.dtype.name].to_bytes(4, "big")
+            (path / f"{table}-{name}").write_bytes(head + array.tobytes())
+    return path
+
+
+def save_torcheasyrec(path: Path, static: Mapping[str, Array], dynamic: Mapping[str, Rows], world: int = 3) -> Path:
+    """Write `sparse/` of an export with `USE_DISTRIBUTED_EMBEDDING`; a rank without dynamic rows has no archive of them."""
+    path.mkdir(parents=True, exist_ok=True)
+    for rank in range(world):
+        suffix = f"{rank:02d}-of-{world:02d}"
+        blocks = {name: np.array_split(vectors, world)[rank] for name, vectors in static.items()}
+        np.savez(path / f"sparse_embeddings-{suffix}.npz", **blocks)
+        described: dict[str, Any] = {name: {"is_dynamic": False, "shape": list(one.shape)} for name, one in blocks.items()}
+        members = {}
+        for name, rows in dynamic.items():
+            keys, vectors = of_rank(rows, rank, world)
+            if keys.size:
+                members |= {f"{name}.keys": keys, f"{name}.values": vectors, f"{name}.scores": keys}
+                described[name] = {"is_dynamic": True, "dimension": vectors.shape[1], "shape": list(vectors.shape)}
+        if members:
+            np.savez(path / f"sparse_dynamic_embedding-{suffix}.npz", **members)
+        (path / f"sparse_embeddings-{suffix}.json").write_text(json.dumps(described))
+    return path
+
+
+def save_delta(
+    path: Path, step: int, tables: Mapping[str, tuple[Array, Array, Array]], world: int = 3, *, says: int | None = None
+) -> Path:
+    """Write a step of TorchEasyRec's delta dump: keys, vectors and evicted keys of each table. Returns what names the step.
+
+    Args:
+        says: another step than that of the name, in the rows.
+    """
+    names = ("global_step", "rank", "world_size", "feature_name", "table_fqn", "key_id", "embedding", "source")
+    types = (pa.int64(), pa.int32(), pa.int32(), pa.string(), pa.string(), pa.int64(), pa.list_(pa.float32()), pa.string())
+    schema = pa.schema(list(zip(names, types, strict=True)))
+    place = path / f"step_{step}" if world > 1 else path
+    place.mkdir(parents=True, exist_ok=True)
+    for rank in range(world):
+        name = f"delta_embedding_step_{step}" + (f"_rank_{rank}_of_{world}" if world > 1 else "")
+        with pq.ParquetWriter(place / f"{name}.parquet", schema) as writer:
+            writer.write_table(schema.empty_table())
+            for table, (keys, vectors, evicted) in tables.items():
+                zeros = np.zeros((evicted.size, vectors.shape[1]), np.float32)
+                for source, rows in (("model_delta_tracker", (keys, vectors)), ("dynamicemb_evicted", (evicted, zeros))):
+                    own, block = of_rank(rows, rank, world)
+                    labels = ((step if says is None else says), rank, world, "f", table)
+                    columns = [pa.repeat(pa.scalar(one, kind), own.size) for one, kind in zip(labels, types, strict=False)]
+                    columns += [pa.array(own), lists(block), pa.repeat(pa.scalar(source), own.size)]
+                    if own.size:
+                        writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+    return place if world > 1 else place / f"delta_embedding_step_{step}.parquet"
+
+
+def torchrec_checkpoint(path: Path) -> dict[str, Array]:
+    """Let three ranks shard a torchrec model and save it by torch.distributed.checkpoint; return what each table has."""
+    command = [sys.executable, "-m", "tests.tables.torchrec_ranks", path]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    return {name: torchrec_rows(name) for name in TORCHREC_ROWS}
+
+
+TORCHREC_ROWS = {"rows": 100, "columns": 20, "whole": 31}
+TORCHREC_DIM = 12
+
+
+def torchrec_rows(name: str) -> Array:
+    """The vectors of a table of `torchrec_checkpoint`."""
+    rows = TORCHREC_ROWS[name]
+    return np.arange(rows * TORCHREC_DIM, dtype=np.float32).reshape(rows, TORCHREC_DIM) + len(name)

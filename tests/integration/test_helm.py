@@ -208,6 +208,17 @@ def test_rules_are_those_of_the_repository_and_a_release_counts_its_own_replicas
         assert rules[name]["labels"] == expected[name]["labels"] | {"namespace": "shop", "service": "shop-hps"}
 
 
+@pytest.mark.parametrize("base", ["https://docs.example.com/hps", "https://docs.example.com/hps/"])
+def test_runbooks_are_where_the_value_says(base):
+    objects = rendered(*ENOUGH, "--set", f"monitoring.rules=true,monitoring.runbookBase={base}")
+    (spec,) = [one["spec"] for one in objects.values() if one["kind"] == "PrometheusRule"]
+    urls = {
+        one["alert"]: one["annotations"]["runbook_url"] for group in spec["groups"] for one in group["rules"] if "alert" in one
+    }
+    assert len(urls) > 20
+    assert urls == {name: f"https://docs.example.com/hps/operations.html#{name.lower()}" for name in urls}
+
+
 @pytest.mark.promtool
 def test_a_release_without_a_ready_replica_is_noticed_beside_another_release(tmp_path):
     objects = rendered(*ENOUGH, "--set", "monitoring.rules=true")
@@ -268,6 +279,11 @@ def test_the_chart_decides_places_and_nothing_else():
         (r"config.update_source.config.sasl\.password=abc", "sasl.password is a secret"),
         ("env[0].name=HPS_ADMIN_TOKEN,env[0].value=abc", "HPS_ADMIN_TOKEN is a secret"),
         ("extraVolumes[0].emptyDir=x", "name"),
+        ("config.service=null", "/config/service': got null, want object"),
+        ("config.volatile_db=null", "/config/volatile_db': got null, want object"),
+        ("config.update_source.config=null", "/config/update_source/config': got null, want object"),
+        ("tls.existingSecret=one,tls.certManager.enabled=true", "are both set, expected one"),
+        ("monitoring.runbookBase=docs", "runbookBase"),
     ],
 )
 def test_wrong_values_are_refused(setting, problem):

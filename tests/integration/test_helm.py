@@ -208,6 +208,18 @@ def test_rules_are_those_of_the_repository_and_a_release_counts_its_own_replicas
         assert rules[name]["labels"] == expected[name]["labels"] | {"namespace": "shop", "service": "shop-hps"}
 
 
+def test_the_image_is_the_one_for_the_driver():
+    def image(*settings):
+        _, _, container = pods_of(rendered(*ENOUGH, *settings))
+        return container["image"]
+
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert image() == f"hps-server:{version}-cpu"
+    assert image("--set", "gpu.count=1") == f"hps-server:{version}-cuda13"
+    assert image("--set", "gpu.count=1,gpu.cuda=12") == f"hps-server:{version}-cuda12"
+    assert image("--set", "gpu.count=1,image.tag=mine") == "hps-server:mine"
+
+
 @pytest.mark.parametrize("base", ["https://docs.example.com/hps", "https://docs.example.com/hps/"])
 def test_runbooks_are_where_the_value_says(base):
     objects = rendered(*ENOUGH, "--set", f"monitoring.rules=true,monitoring.runbookBase={base}")
@@ -268,6 +280,7 @@ def test_the_chart_decides_places_and_nothing_else():
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("tokens.existingSecret=Not A Name", "existingSecret"),
         ("gpu.count=one", "count"),
+        ("gpu.cuda=11", "cuda"),
         ("podDisruptionBudget.maxUnavailable=0", "maxUnavailable"),
         ("config.service.bearer_token=abc", "is a secret"),
         ("config.volatile_db.password=abc", "is a secret"),

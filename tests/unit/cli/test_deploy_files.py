@@ -207,6 +207,13 @@ def test_images_are_made_of_locked_wheels_and_list_what_was_installed():
         assert ("COPY", f"--from=build-{name} /opt/hps /opt/hps") == stages[name].instructions[-1]
 
 
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_compose_builds_the_image_for_the_driver(cuda):
+    compose = compose_of(("gpu",), HPS_CUDA=cuda)
+    assert compose.services["hps-gpu"]["image"].endswith(f"-cuda{cuda}")
+    assert compose.stage("hps-gpu").environment["NVIDIA_REQUIRE_CUDA"] == f"cuda>={cuda}.0"
+
+
 def test_labels_say_what_pyproject_says():
     (text,) = [text for kind, text in read_dockerfile(DEPLOY / "Dockerfile")["runtime"].instructions if kind == "LABEL"]
     labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', text))

@@ -312,6 +312,19 @@ def test_no_secret_is_rendered(values):
     assert not [one["name"] for one in container.get("env", ()) if "value" in one and "PASSWORD" in one["name"]]
 
 
+def test_a_packaged_chart_renders_the_same_elsewhere(tmp_path):
+    assert helm("package", CHART, "--destination", tmp_path).returncode == 0  # as the release does
+    (package,) = tmp_path.glob("hps-*.tgz")
+    settings = (
+        *ENOUGH,
+        "--set",
+        "monitoring.rules=true,monitoring.dashboard=true",
+    )  # of files that are links in the repository
+    ours, packaged = (helm("template", "r", chart, *settings).stdout for chart in (CHART, package))
+    assert "HPSNoReplicaReady" in packaged
+    assert ours == packaged
+
+
 # -- the pod's command ------------------------------------------------------------------------------------------------------
 
 

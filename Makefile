@@ -9,7 +9,7 @@ PARALLEL ?= --numprocesses $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)
 # Tests start hundreds of processes. Without cached bytecode, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install dev sample serve test test-slow test-gpu mutants check lint types imports format soak bench docs site wheel clean
+.PHONY: help install dev sample serve test test-slow test-gpu mutants check lint types imports format soak bench docs site wheel locks clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,9 @@ site: dev        ## build the documentation into site/, which needs nothing from
 
 wheel: dev       ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
+
+locks: dev       ## write the locked packages of the images, deploy/requirements-*.txt: make locks ARGS=--upgrade
+	$(BIN)/python deploy/lock.py $(ARGS)
 
 clean:           ## remove what the targets made, but for models and data
 	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ def document() -> dict[str, Any]:
 def component(name: str, one: Distribution) -> dict[str, Any]:
     purl = f"pkg:pypi/{name}@{quote(one.version, safe='')}"
     found: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": name, "version": one.version, "purl": purl}
-    if expression := one.metadata["License-Expression"]:
+    if expression := one.metadata.get("License-Expression"):
         found["licenses"] = [{"expression": expression}]
     elif names := licences(one):
         found["licenses"] = [{"license": {"name": name}} for name in names]
@@ -45,7 +45,7 @@ def licences(one: Distribution) -> list[str]:
     classifiers = [
         text.rpartition(" :: ")[2] for text in one.metadata.get_all("Classifier") or () if text.startswith("License ::")
     ]
-    return classifiers or [text for text in [(one.metadata["License"] or "").strip()] if text and "\n" not in text]
+    return classifiers or [text for text in [(one.metadata.get("License") or "").strip()] if text and "\n" not in text]
 
 
 def needed(name: str, one: Distribution) -> list[str]:

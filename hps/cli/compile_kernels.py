@@ -40,6 +40,14 @@ def compile_command(
             "--baseline", help="Compile for any recent processor (x86-64-v3, or arm64), not for the one of this machine."
         ),
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Compile in so many processes; by default one for each processor. With 1, and PYTHONHASHSEED=0 in the "
+            "environment, the same sources give the same files.",
+        ),
+    ] = None,
 ) -> None:
     """Compile kernels, so that later starts need not. What is compiled already is skipped.
 
@@ -58,7 +66,7 @@ def compile_command(
         configuration = read_configuration(config) if config else None
         kernels = _kernels(configuration) if configuration else declared_kernels()
         began = time.monotonic()
-        compile_kernels(*kernels)
+        compile_kernels(*kernels, processes=processes)
         compiled = COMPILATIONS.all().get("numba", (0, 0.0))[0]
         target = "the baseline" if baseline else "this processor"
         _report(f"{len(kernels)} kernels for {target}", compiled, len(kernels) - compiled, began)

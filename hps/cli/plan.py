@@ -45,6 +45,12 @@ def plan_command(
     ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for RAM.")] = None,
     disk: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for the disk.")] = None,
     redis: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for Redis.")] = None,
+    processors: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processors of another machine, which decide the number of fronts unless service.fronts does."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw hit rates by cache size: .svg or .png (extra `plot`).")
@@ -68,6 +74,7 @@ def plan_command(
         machine = memory.this_machine(configuration, sizes)
         on_cuda = memory.caches_on_cuda(configuration, machine)
         needs = memory.planned_needs(configuration, versions, on_cuda)
+        needs += memory.front_needs(configuration.service, on_cuda, processors)
         totals = memory.totals(needs, machine)
         traces = read_traces(trace) if trace else []
         forecasts = [Forecast(version, traces, alpha, fit) for version in versions if version.config.gpucache]

@@ -80,11 +80,15 @@ def read_only(array: Any) -> Any:
     return array.copy(readonly=True)
 
 
-def compile_kernels(*kernels: Callable[..., Any]) -> None:
+def compile_kernels(*kernels: Callable[..., Any], processes: int | None = None) -> None:
     """Compile kernels, or load their machine code; without arguments all of the imported modules. Cheap if already done.
 
     Called when a tier is constructed, with the kernels of its lookups, so that no lookup waits for a compiler. Other processes
     compile a share of many kernels. *Thread-safe*. Processes that start at the same time may do the same work.
+
+    Args:
+        processes: at most; by default as many as processors and memory suffice for. Machine code has numbers that depend on
+            what its process compiled before, so only one process makes the same files again.
     """
     wanted = [_declared[id(one)] for one in kernels] if kernels else list(_declared.values())
     if all(one.ready for one in wanted):
@@ -92,7 +96,7 @@ def compile_kernels(*kernels: Callable[..., Any]) -> None:
     with _compiling:
         missing = [one for one in wanted if not one.load()]
         if missing:
-            _compile(missing)
+            _compile(missing, processes or _most_processes())
 
 
 def declared_kernels() -> list[Callable[..., Any]]:
@@ -107,6 +111,10 @@ def compile_named(name: str) -> None:
     machine_code.refuse_baseline()
     module, _, function = name.partition(":")
     _declared[id(getattr(import_module(module), function))].compile()
+
+
+_TYPES: Final = 6
+"""Of numba's parts of a compiled kernel: the text of inferred types. It has addresses of this process, and nothing reads it."""
 
 
 class _Kernel:
@@ -164,7 +172,9 @@ class _Kernel:
     def save_overload(self, signature: Any, result: Any) -> None:
         if signature == self._signature:
             processor = result.target_context.codegen().magic_tuple()
-            machine_code.write(*self._place(processor), dumps(result._reduce()))  # type: ignore[no-untyped-call]
+            parts = list(result._reduce())
+            parts[_TYPES] = ""
+            machine_code.write(*self._place(processor), dumps(tuple(parts)))  # type: ignore[no-untyped-call]
 
 
 def _processors(codegen: Any) -> list[tuple[str, ...]]:
@@ -180,14 +190,14 @@ def _has(features: str) -> bool:
     return all(host.get(one[1:], one in ("+64bit", "+cx8", "+fxsr", "+mmx", "+sse", "+sse2")) for one in features.split(","))
 
 
-def _compile(missing: "Sequence[_Kernel]") -> None:
+def _compile(missing: "Sequence[_Kernel]", most_processes: int) -> None:
     """Compile kernels here and in other processes, the largest first."""
     began = time.monotonic()
     place = machine_code.directory()
     work = _Work(missing)
     seconds = work.weight * _PARSINGS_A_BYTE * _seconds_to_parse_a_byte()
     most = min(_MOST_PROCESSES, len(work.shared), 1 + int(seconds / _PROCESS_WORTH_S)) if place else 1
-    processes = max(1, min(most, _most_processes()))
+    processes = max(1, min(most, most_processes))
     _log.info(
         "compiling %d kernel%s for this machine in %d process%s, which takes about %d s; later starts load them from %s",
         len(missing),

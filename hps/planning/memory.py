@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Final
 
 from hps.cache.base import CachePlan, EmbeddingCache
-from hps.configuration.load import Configuration, ModelConfig
+from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
 from hps.databases.base import Database
 from hps.errors import ConfigError, HPSError, MissingDependencyError
 from hps.ground.capacity import Need, Place, available_memory
 from hps.models.deltas import open_table_files
 from hps.models.files import CHUNK_BYTES
 from hps.models.sources import ModelSources
+from hps.regions.layout import MOST_PAGE_BYTES, SLAB
+from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
 from hps.registry import implementation
 from hps.versions.catalog import ModelCatalog
 from hps.versions.deployment import RESIDENT, cache_capacities, index_sizes, is_direct, is_static
@@ -22,6 +24,8 @@ from hps.versions.deployment import RESIDENT, cache_capacities, index_sizes, is_
 PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
 _PROCESS_BYTES: Final = 300 << 20
 """Memory of an idle process: Python, NumPy, numba and its kernels, RocksDB's and Redis' clients."""
+_FRONT_BYTES: Final = 65 << 20
+"""Memory of a front process, and of the parent: what each does not share with the others."""
 _CHUNKS: Final = 4  # chunks of model files that a load holds at once
 
 
@@ -38,7 +42,7 @@ class PlannedNeed:
     """Memory that a version needs on one tier; `model` is empty for what all models share. *Immutable.*
 
     Attributes:
-        tier: `embedding_cache`, `volatile_db`, `persistent_db`, `workspaces` or `process`.
+        tier: `embedding_cache`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`.
         device: id of the GPU.
     """
 
@@ -147,6 +151,24 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
     if stored:
         found.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, passing=True)))
     return found
+
+
+def front_needs(settings: ServiceConfig, on_cuda: bool, processors: int | None = None) -> list[PlannedNeed]:
+    """Compute what the front processes of a service take, and at most hold for clients.
+
+    Args:
+        on_cuda: whether embedding caches are on GPUs, which pins the slabs.
+        processors: of the machine, for the default number of fronts; by default those that this process may use.
+    """
+    processes = default_fronts(processors) if settings.fronts is None else settings.fronts
+    fronts = processes or 1  # without processes one front runs in the owner
+    held = [
+        Need("pinned" if on_cuda else "ram", "keys and vectors of lookups", fronts * (SLAB + slab_bytes(settings, fronts))),
+        Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_PAGE_BYTES),
+    ]
+    if processes:
+        held.insert(0, Need("ram", f"the parent and {processes} front processes", (1 + processes) * _FRONT_BYTES))
+    return [PlannedNeed("", "", "fronts", need) for need in held]
 
 
 def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:

@@ -26,11 +26,11 @@ from hps.ground.progress import Progress
 from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.regions.layout import FrontDescriptors
+from hps.regions.sharing import default_fronts, share
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import exposures, is_loopback
 from hps.service.fronts.front import BACKLOG, Front
-from hps.service.fronts.sharing import share
-from hps.service.fronts.supervisor import Supervisor, default_fronts, url_of
+from hps.service.fronts.supervisor import Supervisor, url_of
 from hps.service.fronts.tls import context_of
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import LogFormat, use

@@ -122,8 +122,9 @@ def test_an_image_answers_its_first_lookup_without_compiling(tmp_path):
     stages = read_dockerfile(ROOT / "deploy" / "Dockerfile")
     (step,) = [rest for name, rest in stages["build-cpu"].instructions if name == "RUN" and "hps compile" in rest]
     image = Installation(tmp_path / "image")
-    program, *arguments = shlex.split(step.partition("&&")[0])
-    assert program == "/opt/hps/bin/hps"
+    seed, program, *arguments, processes, one = shlex.split(step.partition("&&")[0])
+    assert (seed, program) == ("PYTHONHASHSEED=0", "/opt/hps/bin/hps")
+    assert (processes, one) == ("--processes", "1")  # the same code in one order, in twice the time
     python = [sys.executable, "-m", "hps"]
     done = subprocess.run(
         [*python, *arguments], cwd=tmp_path, env=image.environment, capture_output=True, text=True, timeout=240, check=False

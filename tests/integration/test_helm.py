@@ -208,6 +208,29 @@ def test_rules_are_those_of_the_repository_and_a_release_counts_its_own_replicas
         assert rules[name]["labels"] == expected[name]["labels"] | {"namespace": "shop", "service": "shop-hps"}
 
 
+def test_the_image_is_the_one_for_the_driver():
+    def image(*settings):
+        _, _, container = pods_of(rendered(*ENOUGH, *settings))
+        return container["image"]
+
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert image() == f"hps-server:{version}-cpu"
+    assert image("--set", "gpu.count=1") == f"hps-server:{version}-cuda13"
+    assert image("--set", "gpu.count=1,gpu.cuda=12") == f"hps-server:{version}-cuda12"
+    assert image("--set", "gpu.count=1,image.tag=mine") == "hps-server:mine"
+
+
+@pytest.mark.parametrize("base", ["https://docs.example.com/hps", "https://docs.example.com/hps/"])
+def test_runbooks_are_where_the_value_says(base):
+    objects = rendered(*ENOUGH, "--set", f"monitoring.rules=true,monitoring.runbookBase={base}")
+    (spec,) = [one["spec"] for one in objects.values() if one["kind"] == "PrometheusRule"]
+    urls = {
+        one["alert"]: one["annotations"]["runbook_url"] for group in spec["groups"] for one in group["rules"] if "alert" in one
+    }
+    assert len(urls) > 20
+    assert urls == {name: f"https://docs.example.com/hps/operations.html#{name.lower()}" for name in urls}
+
+
 @pytest.mark.promtool
 def test_a_release_without_a_ready_replica_is_noticed_beside_another_release(tmp_path):
     objects = rendered(*ENOUGH, "--set", "monitoring.rules=true")
@@ -257,6 +280,7 @@ def test_the_chart_decides_places_and_nothing_else():
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("tokens.existingSecret=Not A Name", "existingSecret"),
         ("gpu.count=one", "count"),
+        ("gpu.cuda=11", "cuda"),
         ("podDisruptionBudget.maxUnavailable=0", "maxUnavailable"),
         ("config.service.bearer_token=abc", "is a secret"),
         ("config.volatile_db.password=abc", "is a secret"),
@@ -268,6 +292,11 @@ def test_the_chart_decides_places_and_nothing_else():
         (r"config.update_source.config.sasl\.password=abc", "sasl.password is a secret"),
         ("env[0].name=HPS_ADMIN_TOKEN,env[0].value=abc", "HPS_ADMIN_TOKEN is a secret"),
         ("extraVolumes[0].emptyDir=x", "name"),
+        ("config.service=null", "/config/service': got null, want object"),
+        ("config.volatile_db=null", "/config/volatile_db': got null, want object"),
+        ("config.update_source.config=null", "/config/update_source/config': got null, want object"),
+        ("tls.existingSecret=one,tls.certManager.enabled=true", "are both set, expected one"),
+        ("monitoring.runbookBase=docs", "runbookBase"),
     ],
 )
 def test_wrong_values_are_refused(setting, problem):
@@ -281,6 +310,19 @@ def test_no_secret_is_rendered(values):
     assert not any(one["kind"] == "Secret" for one in objects.values())
     _, _, container = pods_of(objects)
     assert not [one["name"] for one in container.get("env", ()) if "value" in one and "PASSWORD" in one["name"]]
+
+
+def test_a_packaged_chart_renders_the_same_elsewhere(tmp_path):
+    assert helm("package", CHART, "--destination", tmp_path).returncode == 0  # as the release does
+    (package,) = tmp_path.glob("hps-*.tgz")
+    settings = (
+        *ENOUGH,
+        "--set",
+        "monitoring.rules=true,monitoring.dashboard=true",
+    )  # of files that are links in the repository
+    ours, packaged = (helm("template", "r", chart, *settings).stdout for chart in (CHART, package))
+    assert "HPSNoReplicaReady" in packaged
+    assert ours == packaged
 
 
 # -- the pod's command ------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ def test_every_alert_has_its_heading_and_every_heading_its_alert() -> None:
 
 
 def test_every_alert_leads_to_its_heading() -> None:
-    assert {name: annotations.get("runbook") for name, annotations in ALERTS.items()} == {
-        name: f"docs/operations.md#{name.lower()}" for name in ALERTS
+    assert {name: annotations.get("runbook_url") for name, annotations in ALERTS.items()} == {
+        name: f"site/operations.html#{name.lower()}" for name in ALERTS
     }
 
 

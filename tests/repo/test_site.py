@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 from playwright.sync_api import sync_playwright
 
 from docs.site_hooks import http_routes
@@ -64,6 +65,15 @@ def test_every_page_is_built_and_found(site: Path) -> None:
     assert pages <= {path.stem for path in site.glob("*.html")}
     index = (site / "search" / "search_index.json").read_text()
     assert [page for page in pages if f'"{page}.html' not in index and page != "index"] == []
+
+
+def test_every_alert_leads_to_a_heading_of_the_site(site: Path) -> None:
+    groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
+    urls = [rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"] if "alert" in rule]
+    assert len(urls) > 20
+    for url in urls:
+        page, _, heading = url.removeprefix("site/").partition("#")
+        assert f'<h3 id="{heading}"' in (site / page).read_text()
 
 
 @pytest.mark.browser

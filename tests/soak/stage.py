@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hps.configuration.load import ServiceConfig
 from hps.models.writer import write_sparse_model
-from hps.service.fronts.sharing import body_bytes, slab_bytes
+from hps.regions.sharing import body_bytes, slab_bytes
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisServer, free_ports
 from tests.servers.service_processes import OWNER, is_gone, left_over, service_processes, socket_inodes, state_of, tcp_sockets

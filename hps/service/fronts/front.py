@@ -17,6 +17,7 @@ from hps.configuration.tokens import TokenConfig
 from hps.errors import HPSError, NotReadyError
 from hps.regions import layout
 from hps.regions.layout import FrontDescriptors, Memory
+from hps.regions.sharing import body_bytes
 from hps.service.authorization import CERTIFICATE, Authorization
 from hps.service.fronts.connection import Beginning, Connection
 from hps.service.fronts.connections import UNREAD_S, ClientConnection, Connections
@@ -27,7 +28,6 @@ from hps.service.fronts.pending import Lookup, Requester, decode
 from hps.service.fronts.proxy import OwnerConnections
 from hps.service.fronts.published import Published
 from hps.service.fronts.shared_memory import MARK, SharedTensors, shared_tensors
-from hps.service.fronts.sharing import body_bytes
 from hps.service.fronts.tls import TLS
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import (

@@ -21,9 +21,9 @@ from hps.ground.numba_kernels import compile_kernels
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
+from hps.regions.sharing import share
 from hps.service.authorization import is_loopback
 from hps.service.fronts.front import Front
-from hps.service.fronts.sharing import share
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
@@ -32,12 +32,6 @@ _TICK_S: Final = 0.1
 _PR_SET_PDEATHSIG: Final = 1
 _SPIN_NS: Final = 20_000
 _CORES_TO_SPIN: Final = 6
-_MOST_BY_DEFAULT: Final = 16  # one owner answers all of them, and each has a slab of at least 64 MB
-
-
-def default_fronts() -> int:
-    """Return the number of fronts of a machine: its cores less two, for the owner; at least 1, at most `_MOST_BY_DEFAULT`."""
-    return min(max(1, available_processors() - 2), _MOST_BY_DEFAULT)
 
 
 class Supervisor:

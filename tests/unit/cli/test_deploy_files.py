@@ -5,11 +5,14 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
+from deploy import lock
 from hps.configuration.load import load_configuration
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
@@ -19,6 +22,8 @@ from tests.servers.running_service import document_of, model_of, running_service
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VARIANTS = ("cpu", "cuda12", "cuda13")
 PROFILES = ("cpu", "gpu", "cluster", "monitoring")
 SECRETS = {"HPS_BEARER_TOKEN": "a", "HPS_REDIS_PASSWORD": "b", "GRAFANA_PASSWORD": "c"}
 EVERYTHING = compose_of(PROFILES)
@@ -107,7 +112,8 @@ def test_every_image_is_pinned_and_runs_as_nobody_special(name):
     assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+[\w.-]*", image)
     stage = EVERYTHING.stage(name)
     if "build" in EVERYTHING.services[name]:
-        assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", stage.image)
+        assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", stage.image)
+        assert stage.image.startswith(f"python:{lock.PYTHON}.")
         assert stage.user == "10001:10001"
 
 
@@ -180,26 +186,84 @@ def test_configuration_fits_what_the_compose_file_mounts_and_calls_its_services(
     assert aliases == [["redis"]] * 6
 
 
-def test_images_have_no_build_tools_and_both_are_made_of_constrained_versions():
+def test_images_have_no_build_tools():
     stages = read_dockerfile(DEPLOY / "Dockerfile")
-    for name in ("cpu", "gpu"):
+    for name in VARIANTS:
         assert not [text for kind, text in stages[name].instructions if kind == "RUN" and re.search(r"apt|pip|gcc", text)]
-    text = (DEPLOY / "Dockerfile").read_text()
-    assert text.count("install --constraint deploy/constraints.txt") == 2
-    pinned = set(re.findall(r"^([\w-]+)==", (DEPLOY / "constraints.txt").read_text(), re.MULTILINE))
-    project = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[0]
-    core = re.search(r"\ndependencies = \[(.*?)\n\]", project, re.DOTALL)
-    assert core
-    assert set(re.findall(r'^ +"([\w-]+)', core[1], re.MULTILINE)) <= pinned
-    cuda = {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"}
-    assert {*cuda, "hdfs-native", "google-cloud-storage", "confluent-kafka"} <= pinned
 
 
-def test_both_images_list_what_was_installed():
+def test_images_are_made_of_locked_wheels_and_list_what_was_installed():
     stages = read_dockerfile(DEPLOY / "Dockerfile")
-    for name in ("build-cpu", "build-gpu"):
-        last = [text for kind, text in stages[name].instructions if kind == "RUN"][-1]
-        assert last.endswith("&& /opt/hps/bin/python deploy/sbom.py > /opt/hps/sbom.cdx.json")
+    for name in VARIANTS:
+        runs = [text for kind, text in stages[f"build-{name}"].instructions if kind == "RUN"]
+        installing = [re.sub(r" {2,}", " ", one) for text in runs for one in text.split("&&") if " install " in one]
+        ours = [one for one in installing if one.endswith("--no-index --no-deps dist/*.whl ")]
+        locked = [one for one in installing if "--no-compile --require-hashes --only-binary :all: " in one]
+        assert len(ours) == 1
+        assert len(locked) == len(installing) - 1 == (1 if name == "cpu" else 2)
+        assert f"--requirement deploy/requirements-{name}.txt" in locked[-1]
+        assert runs[-1].endswith("&& /opt/hps/bin/python deploy/sbom.py > /opt/hps/sbom.cdx.json")
+        assert {"NVIDIA_REQUIRE_CUDA": f"cuda>={name[4:]}.0"}.items() <= stages[name].environment.items() or name == "cpu"
+        assert ("COPY", f"--from=build-{name} /opt/hps /opt/hps") == stages[name].instructions[-1]
+
+
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_compose_builds_the_image_for_the_driver(cuda):
+    compose = compose_of(("gpu",), HPS_CUDA=cuda)
+    assert compose.services["hps-gpu"]["image"].endswith(f"-cuda{cuda}")
+    assert compose.stage("hps-gpu").environment["NVIDIA_REQUIRE_CUDA"] == f"cuda>={cuda}.0"
+
+
+def test_labels_say_what_pyproject_says():
+    (text,) = [text for kind, text in read_dockerfile(DEPLOY / "Dockerfile")["runtime"].instructions if kind == "LABEL"]
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', text))
+    assert (labels["version"], labels["licenses"]) == (PROJECT["version"], PROJECT["license"])
+    assert PROJECT["description"].startswith(labels["description"])
+
+
+def pins(name):
+    """The versions of a file of requirements, and how many hashes each has."""
+    entries = lock.packages(lock.path_of(name).read_text())
+    assert len(entries) == len(re.findall(r"^[\w-]+==", lock.path_of(name).read_text(), re.MULTILINE))
+    return {
+        (one := Requirement(key)).name: (next(iter(one.specifier)).version, entry.count("sha256:"))
+        for key, entry in entries.items()
+    }
+
+
+@pytest.mark.parametrize("name", lock.sets())
+def test_locked_versions_are_those_that_pyproject_asks_for(name):
+    found = pins(name) | (pins("cpu") if name in VARIANTS else {})
+    wanted = [Requirement(one) for one in lock.sets()[name]]
+    assert wanted
+    for one in wanted:
+        version, hashes = found[one.name]
+        assert one.specifier.contains(version), one
+        assert hashes > 0, one
+    assert name != "cpu" or len(found) > 2 * len(wanted), "what they need in turn is not there"
+
+
+def test_what_cuda_adds_is_nothing_that_every_image_has():
+    assert not pins("cuda12").keys() & pins("cpu").keys()
+    assert [name.rpartition("-cu")[0] or name for name in pins("cuda12") if "nvidia" in name] == [
+        name for name in pins("cuda13") if "nvidia" in name
+    ]
+
+
+def test_a_change_of_pyproject_makes_the_files_stale(tmp_path):
+    assert lock.stale() == []
+    text = (ROOT / "pyproject.toml").read_text()
+
+    def stale_with(old, new):
+        assert old in text
+        (tmp_path / "pyproject.toml").write_text(text.replace(old, new))
+        return lock.stale(tmp_path)
+
+    assert stale_with("description = ", "readme2 = ") == []
+    assert stale_with('"orjson>=3.10"', '"orjson>=3.11"') == [f"requirements-{name}.txt" for name in VARIANTS]
+    assert stale_with("cupy-cuda12x>=14", "cupy-cuda12x>=15") == ["requirements-cuda12.txt"]
+    assert stale_with("hdfs-native>=0.14.7", "hdfs-native>=0.15") == [f"requirements-{name}.txt" for name in VARIANTS]
+    assert stale_with('requires = ["hatchling>=1.26"]', 'requires = ["hatchling>=1.27"]') == ["requirements-build.txt"]
 
 
 def test_the_list_has_every_package_its_version_and_what_needs_it(tmp_path):

@@ -70,6 +70,17 @@ def test_a_gb_is_as_large_as_it_is_printed_and_a_gib_is_called_so(config):
     assert {size: given(size) for size in sizes} == sizes
 
 
+def test_another_machine_has_the_fronts_of_its_processors(config):
+    def fronts(*options):
+        needs = json.loads(run(config, *options, "--json").output)["needs"]
+        return next(one["what"] for one in needs if one["tier"] == "fronts")
+
+    assert fronts("--processors", "16") == "the parent and 14 front processes"
+    document = json.loads(config.read_text())
+    config.write_text(json.dumps(document | {"service": {"fronts": 3}}))
+    assert fronts("--processors", "16") == "the parent and 3 front processes"
+
+
 @pytest.mark.parametrize("options", [["--disk", "1MB"], ["--ram", "1MB"], ["--gpu-memory", "1K"]])
 def test_what_does_not_fit_is_exit_code_1(config, options):
     content = json.loads(config.read_text())

@@ -6,14 +6,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hps.configuration.load import load_configuration
+from hps.configuration.load import ServiceConfig, load_configuration
 from hps.configuration.tiers import VolatileDbConfig
 from hps.errors import ConfigError
 from hps.ground.capacity import Need
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
-from hps.planning.memory import Machine, PlannedNeed, planned_needs, served_versions, share_within, this_machine, totals
+from hps.planning.memory import (
+    Machine,
+    PlannedNeed,
+    front_needs,
+    planned_needs,
+    served_versions,
+    share_within,
+    this_machine,
+    totals,
+)
 from hps.registry import implementation
 from tests.servers.redis_server import RedisServer
 from tests.servers.running_service import document_of, model_of
@@ -225,3 +234,28 @@ def test_the_share_within_a_budget_is_the_largest(tmp_path):
 def test_databases_of_others_need_nothing_by_default():
     database = implementation("database", "rocks_db")
     assert database.room_for(SimpleNamespace(read_only=True), [("t", 4, 100)]) == []
+
+
+def of_fronts(service, processors=4, on_cuda=False):
+    return [one.need for one in front_needs(ServiceConfig(**service), on_cuda, processors)]
+
+
+@pytest.mark.parametrize(
+    ("processors", "fronts", "held_mb"), [(1, 1, 1024), (2, 1, 1024), (4, 2, 1024), (16, 14, 2688), (256, 16, 3072)]
+)
+def test_fronts_are_planned_with_what_the_table_of_the_docs_says(processors, fronts, held_mb):
+    processes, *held = of_fronts({}, processors)
+    assert (processes.what, processes.size_bytes) == (f"the parent and {fronts} front processes", (fronts + 1) * (65 << 20))
+    overhead = fronts * (1 << 18) + (16 << 20)
+    assert sum(need.size_bytes for need in held) == (held_mb << 20) + overhead
+
+
+def test_configured_fronts_count_and_not_processors():
+    assert of_fronts({"fronts": 3}, 64)[0].what == "the parent and 3 front processes"
+    slab, held = of_fronts({"fronts": 0}, 64)
+    assert slab.size_bytes + held.size_bytes == (1 << 30) + (1 << 18) + (16 << 20)
+
+
+def test_slabs_of_fronts_are_pinned_for_a_gpu():
+    assert [need.place for need in of_fronts({}, on_cuda=True)] == ["ram", "pinned", "ram"]
+    assert [need.place for need in of_fronts({})] == ["ram", "ram", "ram"]

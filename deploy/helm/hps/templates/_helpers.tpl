@@ -46,6 +46,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if not $config.volatile_db }}{{ fail "redis.existingSecret is set, and config.volatile_db names no Redis" }}{{ end }}
 {{- $_ := set $config.volatile_db "password_path" (printf "/run/hps/redis/%s" .Values.redis.key) }}
 {{- end }}
+{{- if and .Values.tls.existingSecret .Values.tls.certManager.enabled }}{{ fail "tls.existingSecret and tls.certManager.enabled are both set, expected one: a certificate has one source" }}{{ end }}
 {{- if and .Values.tls.clientCA (not (include "hps.tlsSecret" .)) }}{{ fail "tls.clientCA is set, and there is no certificate of the server: set tls.existingSecret or tls.certManager.enabled" }}{{ end }}
 {{- range $section, $keys := dict "service" (list "bearer_token" "admin_token") "volatile_db" (list "password" "sentinel_password") "update_source" (list "password") }}
 {{- range $key := $keys }}{{ if dig $section $key "" $config }}{{ fail (printf "config.%s.%s is a secret, and a ConfigMap is none: name a Secret (tokens, redis, envFrom)" $section $key) }}{{ end }}{{ end }}
@@ -64,13 +65,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- toPrettyJson $config }}
 {{- end }}
 
-{{- /* The rules of deploy/prometheus; those that add up replicas count this release's. Autoscalers remove replicas on purpose. */ -}}
+{{- /* The rules of deploy/prometheus; those that add up replicas count this release's. Autoscalers remove replicas on purpose.
+       Runbooks are where the value says. */ -}}
 {{- define "hps.rules" -}}
 {{- $spec := .Files.Get "files/alerts.yml" | fromYaml }}
 {{- $own := printf "hps_ready{namespace=%q,service=%q}" .Release.Namespace (include "hps.name" .) }}
 {{- range $group := $spec.groups }}
 {{- $rules := list }}
 {{- range $rule := $group.rules }}
+{{- if and $.Values.monitoring.runbookBase $rule.annotations }}
+{{- $_ := set $rule.annotations "runbook_url" (replace "site/" (printf "%s/" (trimSuffix "/" $.Values.monitoring.runbookBase)) $rule.annotations.runbook_url) }}
+{{- end }}
 {{- if contains "sum(hps_ready)" $rule.expr }}
 {{- $_ := set $rule "expr" (replace "hps_ready" $own $rule.expr) }}
 {{- $_ := set $rule.labels "namespace" $.Release.Namespace }}

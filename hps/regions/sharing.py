@@ -1,13 +1,24 @@
-"""How much memory fronts get, and what they share with the owner."""
+"""How many fronts there are, how much memory they get, and what they share with the owner."""
 
 import os
 from typing import Final
 
 from hps.configuration.load import ServiceConfig
+from hps.ground.capacity import available_processors
 from hps.regions.layout import MOST_PAGE_BYTES, SLAB, FrontDescriptors, shared_memory
 
+_MOST_BY_DEFAULT: Final = 16  # one owner answers all of them, and each has a slab of at least 64 MB
 _LEAST_SLAB_BYTES: Final = 64 << 20
 _MOST_SLAB_BYTES: Final = 512 << 20
+
+
+def default_fronts(processors: int | None = None) -> int:
+    """Return the number of fronts by default: processors less two, for the owner; at least 1, at most `_MOST_BY_DEFAULT`.
+
+    Args:
+        processors: of another machine; by default those that this process may use.
+    """
+    return min(max(1, (available_processors() if processors is None else processors) - 2), _MOST_BY_DEFAULT)
 
 
 def slab_bytes(settings: ServiceConfig, fronts: int) -> int:

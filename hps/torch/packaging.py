@@ -287,8 +287,8 @@ class _Injected(nn.Module):
             vectors, dtype = self._take(), embedding.weight.dtype
             return vectors if dtype == torch.float32 else vectors.to(dtype)
         configs = embedding.embedding_bag_configs()
-        vectors = [self._take() for one in configs for _ in one.feature_names]
-        return _keyed(embedding, torch.cat(vectors, 1))
+        every = [self._take() for one in configs for _ in one.feature_names]
+        return _keyed(embedding, torch.cat(every, 1))
 
 
 def _keyed(embedding: Any, values: torch.Tensor) -> Any:

@@ -323,16 +323,16 @@ class RedisNodes:
             self._refreshed_at = time.monotonic()
             self._refreshing.release()
 
-    def _doubt(self, node: ClusterNode) -> None:
-        """Refresh the topology before the next call, if there are several nodes."""
+    def _doubt(self, failed: ClusterNode | None = None) -> None:
+        """Refresh the topology before the next call, if there are several nodes; ask one that failed after the others."""
         if self._cluster or self._service or len(self._seeds) > 1:
-            self._failed = node.name
+            self._failed = failed.name if failed else self._failed
             self._stale = True
 
     def _node_of(self, cluster: NodesManager, slot: int) -> ClusterNode:
         serving = cluster.slots_cache.get(slot)  # the master and its replicas
         if not serving:
-            self._doubt(self._seeds[0])
+            self._doubt()
             raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS")
         return serving[0]
 
@@ -342,7 +342,7 @@ class RedisNodes:
         if isinstance(error, exceptions.MovedError):
             with suppress(KeyError):  # no node served the slot
                 cluster.move_slot(error)
-            self._doubt(node)
+            self._doubt()
         target = ClusterNode(error.host, error.port, "primary")
         return cluster.nodes_cache.setdefault(target.name, target)
 
@@ -394,7 +394,7 @@ class RedisNodes:
             failures.append(_database_error(node, error))
             request.refused = True
             if isinstance(error, (exceptions.ClusterDownError, exceptions.ReadOnlyError)):
-                self._doubt(node)
+                self._doubt()
             return
         again.setdefault(target, []).append(request)
 

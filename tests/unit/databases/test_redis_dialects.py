@@ -3,11 +3,15 @@
 import re
 from contextlib import closing
 
+import numpy as np
 import pytest
 
 from hps.configuration.tiers import VolatileDbConfig
+from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.database import RedisDatabase
-from hps.errors import CapacityError, DatabaseError
+from hps.databases.redis.layout import KeyPartition
+from hps.databases.redis.marks import Mark
+from hps.errors import CapacityError, DatabaseError, UnknownTableError
 from hps.types import TableSpec
 from tests.contracts.database_contract import TAG, distinct_keys, vectors_of
 from tests.servers.redis_proxy import Proxy
@@ -85,6 +89,23 @@ def test_its_eviction_is_warned_of_and_makes_room(dragonfly, client, caplog):
     with closing(RedisDatabase(dragonfly.address, num_partitions=4)) as database:
         database.check_room([(TAG, 8, 1_000_000)])
     assert "maxmemory-policy is eviction" in caplog.text
+
+
+def test_a_script_that_is_refused_half_way_leaves_no_mark_where_rows_are_missing(opened, client):
+    """A full Dragonfly refuses SET in a script; so does a server to a user without that right."""
+    keys = distinct_keys(100)
+    database = opened()
+    database.open_table(TAG, 8)
+    database.insert(TAG, keys, vectors_of(keys, 8))
+    client.acl_setuser("hps", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all", "-set"])
+    nodes = opened(user_name="hps", password="secret")._nodes
+    partition = KeyPartition(TAG, 0)
+    with pytest.raises(DatabaseError, match="may not do this"):
+        Catalog(nodes, 4).change([(partition, client.get(partition.mark), Mark("new", "new"))], empty=[True])
+    client.acl_deluser("hps")
+    assert not client.exists(partition.values)
+    with pytest.raises(UnknownTableError, match="is not what it was"):
+        database.fetch(TAG, keys, np.empty((100, 8), np.float32), np.zeros(100, np.bool_))
 
 
 def test_its_error_when_it_is_full_says_what_to_do(dragonfly, client):

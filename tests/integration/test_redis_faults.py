@@ -405,7 +405,7 @@ class TestCluster:
             database.close()
 
     def test_a_shard_that_hangs_is_not_asked_who_serves_what(self, cluster, caplog):
-        database = redis_database(cluster.address, timeout_s=4, read_timeout_s=4)
+        database = redis_database(cluster.address, timeout_s=4, read_timeout_s=2)
         try:
             database.open_table(TAG, DIM)
             cluster.masters[2].pause()
@@ -506,7 +506,7 @@ class TestClusterOfSix:
         with tiers(patient_database(cluster.address), None) as chain, Traffic(chain).running() as traffic:
             database = chain.databases[0]
             database.open_table(ANOTHER, DIM)
-            for version, (old, new) in enumerate([(first, second), (second, first)] * 2, start=1):
+            for version, (old, new) in enumerate([(first, second), (second, first)], start=1):
                 cluster.promote(new)
                 traffic.wait_for(50)
                 written = vectors_of(KEYS, DIM, version)

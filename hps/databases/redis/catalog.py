@@ -23,11 +23,12 @@ _ATTEMPTS: Final = 8
 _CHANGE: Final = """
 local mark = redis.call('get', KEYS[1]) or ''
 if mark ~= ARGV[1] then return mark end
-if KEYS[2] then redis.call('unlink', unpack(KEYS, 2)) end
+if KEYS[2] then redis.call('unlink', unpack(KEYS)) end
 redis.call('set', KEYS[1], ARGV[2])
 return ARGV[2]
 """
-"""Replaces an unchanged mark, and drops the named keys of its partition."""
+"""Replaces an unchanged mark, and drops the named keys of its partition. The old mark goes with them: if the SET is refused, by
+Dragonfly when it is full, or to a user, no mark says that the missing rows are absent."""
 _NOTE_POSITIONS: Final = """
 if not redis.call('hget', KEYS[1], 'dim') then return 0 end
 redis.call('hset', KEYS[1], unpack(ARGV))

@@ -22,6 +22,7 @@ from hps.databases.redis.authority import TableAuthority
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.codec import group_by_partition, read_rows, write_fields, write_rows
 from hps.databases.redis.connections import tls_context
+from hps.databases.redis.dialects import evicts_any_key
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
@@ -330,12 +331,11 @@ class RedisDatabase(SharedDatabase):
             raise
 
     def _warn_of_eviction(self, facts: dict[str, Any]) -> None:
-        policy = facts.get("maxmemory_policy", "")
-        if policy.startswith("allkeys") and facts.get("maxmemory") != 0:
+        if evicts_any_key(facts) and facts.get("maxmemory") != 0:
             _log.warning(
                 "redis: maxmemory-policy is %s: when Redis is full it evicts whole partitions, whose keys then count as "
                 "absent; set it to noeviction, and bound the tables with overflow_margin",
-                policy,
+                facts["maxmemory_policy"],
             )
 
     def _forget(self, tag: str) -> None:

@@ -20,6 +20,7 @@ from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
 from hps.databases.redis.connections import BulkConnection, IdleConnections, PasswordFile, ReplyParser, time_left, until
+from hps.databases.redis.dialects import is_replica
 from hps.databases.redis.requests import Buffer, Call, Request
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.ground.lifetimes import disown_in_children, refusal
@@ -255,7 +256,7 @@ class RedisNodes:
             if facts.get("cluster_enabled"):
                 self._cluster = self._find_cluster()
                 return
-            if facts.get("role") != "slave":
+            if not is_replica(facts):
                 self._server = seed
                 return
             replica = replica or seed
@@ -278,7 +279,7 @@ class RedisNodes:
                     asked = self._primaries.get(at) or self._node(*at, self._credentials)
                     self._primaries[at] = asked
                     facts = asked.redis_connection.info()
-                    if facts.get("role") == "slave":
+                    if is_replica(facts):
                         raise DatabaseError(f"it is a replica, and sentinel {sentinel.name} takes it for the primary")
             except (exceptions.RedisError, DatabaseError) as error:
                 failures.append(str(_database_error(asked, error)))
@@ -322,16 +323,16 @@ class RedisNodes:
             self._refreshed_at = time.monotonic()
             self._refreshing.release()
 
-    def _doubt(self, node: ClusterNode) -> None:
-        """Refresh the topology before the next call, if there are several nodes."""
+    def _doubt(self, failed: ClusterNode | None = None) -> None:
+        """Refresh the topology before the next call, if there are several nodes; ask one that failed after the others."""
         if self._cluster or self._service or len(self._seeds) > 1:
-            self._failed = node.name
+            self._failed = failed.name if failed else self._failed
             self._stale = True
 
     def _node_of(self, cluster: NodesManager, slot: int) -> ClusterNode:
         serving = cluster.slots_cache.get(slot)  # the master and its replicas
         if not serving:
-            self._doubt(self._seeds[0])
+            self._doubt()
             raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS")
         return serving[0]
 
@@ -341,7 +342,7 @@ class RedisNodes:
         if isinstance(error, exceptions.MovedError):
             with suppress(KeyError):  # no node served the slot
                 cluster.move_slot(error)
-            self._doubt(node)
+            self._doubt()
         target = ClusterNode(error.host, error.port, "primary")
         return cluster.nodes_cache.setdefault(target.name, target)
 
@@ -393,7 +394,7 @@ class RedisNodes:
             failures.append(_database_error(node, error))
             request.refused = True
             if isinstance(error, (exceptions.ClusterDownError, exceptions.ReadOnlyError)):
-                self._doubt(node)
+                self._doubt()
             return
         again.setdefault(target, []).append(request)
 
@@ -536,6 +537,8 @@ def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError
         advice = _ADVICE.get(code)
         if "without any password configured" in str(error):
             advice = "it has no password: leave password empty"
+        if "Out of memory" in str(error):  # Dragonfly, which has no code for it
+            advice = _ADVICE["OOM"]
         if "can't run this command" in str(error):  # in a script
             advice = _ADVICE["NOPERM"]
         refusal = f"{code} {error}" if error.status_code else str(error)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from hps.databases.redis.dialects import evicts_any_key
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
@@ -49,7 +50,7 @@ def check_room(nodes: RedisNodes, tables: Sequence[tuple[str, int, int]], num_pa
         lines = nodes.ask(slots[name], "INFO", "memory").decode().splitlines()
         facts = dict(line.split(":", 1) for line in lines if ":" in line)
         limit = int(facts["maxmemory"])
-        if limit and facts["maxmemory_policy"].startswith("allkeys"):
+        if limit and evicts_any_key(facts):
             continue
         check_fits(
             f"redis {name}: making room for tables",

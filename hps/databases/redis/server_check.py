@@ -13,6 +13,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.connections import tls_context
+from hps.databases.redis.dialects import is_replica, program_of
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.errors import ConfigError, DatabaseError
@@ -65,13 +66,13 @@ def _level(error: Exception) -> Any:
 
 def _state(nodes: RedisNodes, address: str) -> CheckResult:
     facts = nodes.facts
-    what = f"Redis {facts.get('redis_version', '?')} at {address}"
+    what = f"{program_of(facts)} at {address}"
     if nodes.clustered:
         missing = REDIS_CLUSTER_HASH_SLOTS - nodes.served_slots
         if missing:
             return CheckResult("unreachable", f"{_WHERE}.address", f"{what}: {missing} slots have no node; see CLUSTER INFO")
         return CheckResult("good", f"{_WHERE}.address", f"{what}: a whole cluster")
-    if facts.get("role") == "slave":
+    if is_replica(facts):
         return CheckResult("wrong", f"{_WHERE}.address", f"{what} is a replica; give the address of the primary")
     return CheckResult("good", f"{_WHERE}.address", f"{what}: a server")
 

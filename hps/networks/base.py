@@ -82,6 +82,14 @@ class Network(ABC):
     def put(self, array: np.ndarray) -> Tensor:
         """Return a tensor with these values in the memory of the device; on the CPU it may share the array's memory."""
 
+    def staging(self, size: int) -> np.ndarray:
+        """Allocate so many bytes of host memory, as uint8, that `put` takes best."""
+        return np.empty(size, np.uint8)
+
+    def part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor that begins at a byte of a uint8 tensor; only if `on_cuda`."""
+        raise NotImplementedError
+
     def write(self, tensor: Tensor, source: Tensor) -> None:
         """Copy a tensor of the device to another one of the same shape there; only if `on_cuda`."""
         raise NotImplementedError

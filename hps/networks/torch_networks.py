@@ -5,6 +5,7 @@ import logging
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -47,7 +48,17 @@ class _TorchNetwork(Network):
         tensor = torch.from_numpy(array)
         if self._device.type == "cpu":
             return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        if not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+    def staging(self, size: int) -> np.ndarray:
+        memory: np.ndarray = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type != "cpu").numpy()
+        return memory
+
+    def part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        kind = getattr(torch, dtype)
+        return memory[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
 
     def write(self, tensor: Tensor, source: Tensor) -> None:
         with torch.inference_mode():

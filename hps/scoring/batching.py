@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from hps.errors import DeadlineError, HPSError, NetworkError, NotReadyError
 from hps.ground.workers import new_thread
-from hps.scoring.features import ScoreRequest
-from hps.scoring.scorer import Outputs, Scorer, ScoreTimes
+from hps.scoring.scorer import Outputs, Request, Scorer, ScoreTimes
 from hps.statistics.scores import ScoreCounters
 
 _MOST_WAITING = 4096
@@ -25,7 +24,7 @@ class ScoreCall:
         due_ns: when it is too late to begin, as `perf_counter_ns`; 0: never.
     """
 
-    request: ScoreRequest
+    request: Request
     done: Callable[[Outputs | HPSError, ScoreTimes | None], None]
     due_ns: int = 0
 
@@ -117,14 +116,14 @@ class Batcher:
                     late.append(call)
                 elif batch and (
                     samples + request.samples > self._max_samples
-                    or any(keys[place] + request.given[place].values.size > most for place, most in self._limits.items())
+                    or any(keys[place] + request.keys[place] > most for place, most in self._limits.items())
                 ):
                     break
                 else:
                     batch.append(call)
                     samples += request.samples
                     for place in keys:
-                        keys[place] += request.given[place].values.size
+                        keys[place] += request.keys[place]
                 self._waiting.popleft()
                 self._samples -= request.samples
         for call in late:

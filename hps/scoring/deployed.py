@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy.typing as npt
@@ -15,10 +16,13 @@ from hps.networks.base import Network
 from hps.registry import implementation
 from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import Feature, ScoreRequest, features_of, read_request
-from hps.scoring.scorer import Output, Outputs, Scorer
+from hps.scoring.packing import Description, PackedRequest, read_description
+from hps.scoring.scorer import Output, Outputs, Request, Scorer
 from hps.statistics.scores import ScoreCounters
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
+
+_DESCRIPTIONS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +124,14 @@ class DeploymentScores:
                     lookup,
                     on_device=opened.on_device,
                     refuse_nan=dense.refuse_nan,
+                    max_samples=config.max_batch_size,
                     outputs=opened.outputs,
                 )
-                made[id(lookup)].warm(config.max_batch_size)
+                made[id(lookup)].warm()
             self._scorers[device] = made[id(lookup)]
+        self._described = lru_cache(_DESCRIPTIONS)(
+            partial(read_description, features=opened.features, max_samples=config.max_batch_size, model=config.model)
+        )
         self._batchers: dict[int, Batcher] = {}
         if dense.dynamic_batching:
             batchers = {
@@ -136,7 +144,15 @@ class DeploymentScores:
         """Check the inputs of a request; see `read_request`."""
         return read_request(self.opened.features, arrays, self.max_samples, self._model)
 
-    def score(self, request: ScoreRequest, device: int) -> Outputs:
+    def describe(self, text: bytes) -> Description:
+        """Read the description of a request in shared memory; see `read_description`."""
+        return self._described(text)
+
+    def unpack(self, request: PackedRequest) -> ScoreRequest:
+        """Copy the values of a request in shared memory, and check them; see `read_request`."""
+        return request.unpacked(self.opened.features, self.max_samples, self._model)
+
+    def score(self, request: Request, device: int) -> Outputs:
         """Score one request by itself.
 
         Raises:

@@ -131,12 +131,12 @@ class ScoreRequest:
     Attributes:
         given: in the order of the features; nothing for the request index.
         samples: number of samples.
-        keys: number of keys of all lookups.
+        keys: number of keys, by place of the feature; 0 of those that are no lookups.
     """
 
     given: Sequence[Given]
     samples: int
-    keys: int
+    keys: tuple[int, ...]
 
 
 def read_request(
@@ -154,7 +154,7 @@ def read_request(
     """
     doing = f"scoring with model {model!r}"
     given: list[Given] = []
-    used = total = 0
+    used = 0
     for one in features:
         if one.index:
             given.append(_NOTHING)
@@ -175,13 +175,13 @@ def read_request(
                 f"{doing}: got {values.size} keys of input {one.name!r}, expected at most {one.max_keys} "
                 "(max_batch_size x maxnum_catfeature_query_per_table_per_sample); send fewer samples at once"
             )
-        total += values.size
         given.append(keys)
     if used != len(arrays):
         known = {one.name + end for one in features for end in ("", OFFSETS, WEIGHTS)}
         extra = min(set(arrays) - known, default="") or next(name for name in arrays if name.endswith((OFFSETS, WEIGHTS)))
         raise InvalidInputError(f"{doing}: got input {extra[:120]!r}, which the network does not have")
-    return ScoreRequest(given, _samples(doing, features, given, max_samples), total)
+    keys_of = tuple(got.values.size if one.is_lookup else 0 for one, got in zip(features, given, strict=True))
+    return ScoreRequest(given, _samples(doing, features, given, max_samples), keys_of)
 
 
 def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:

@@ -1,5 +1,6 @@
 """One call of a network on the vectors of one deployment: look up, pool, run."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +13,14 @@ import numpy.typing as npt
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.networks.base import FixedRun, Network, Tensor
 from hps.scoring.features import Feature, Given, ScoreRequest
+from hps.scoring.packing import Gathered, Gathering, PackedRequest
 from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import Segment, named_segments
 from hps.types import TableSpec
 
 Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
-
+Request: TypeAlias = ScoreRequest | PackedRequest
 
 _LEAST_FIXED = 16
 _STEP = 4  # between the numbers of samples of fixed runs
@@ -42,8 +44,26 @@ class ScoreTimes:
     ended_ns: int
 
 
+@dataclass(slots=True)
+class _Batch:
+    """The inputs of a batch.
+
+    Attributes:
+        columns: by place of the feature, values; of a lookup, keys or `Bags`.
+        gathered: the memory that has all of them, if one has.
+        repeats: by place of the feature, how often each row counts; without those that count once.
+    """
+
+    columns: dict[int, Any]
+    gathered: Gathered | None
+    repeats: dict[int, npt.NDArray[np.int64]]
+
+
 class Scorer:
     """Answers requests from one deployment on one device. *Thread-safe.*
+
+    On a CUDA device, the inputs of the network are tensors that stay where they are, so that it can be a CUDA graph; one call at a time
+    uses them. Calls beside it run the network as it is.
 
     Args:
         model: its name, for errors.
@@ -64,6 +84,7 @@ class Scorer:
         *,
         on_device: bool = False,
         refuse_nan: bool = True,
+        max_samples: int = 1,
         outputs: Sequence[Output] = (),
     ) -> None:
         self._model = model
@@ -73,11 +94,16 @@ class Scorer:
         self._lookup = lookup
         self._on_device = on_device
         self._refuse_nan = refuse_nan
+        self._max_samples = max_samples
         self.outputs = tuple(outputs)
         self._names = [table.table_name for table in tables]
+        self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
+        self._split = any(one.index for one in self.features)
+        self._own = threading.Lock()  # of what only one call can use: the fixed tensors and the memory of batches
         self._fixed: list[tuple[int, FixedRun]] = []
+        self._gathering = Gathering(self.features, network.staging)
 
-    def score(self, requests: Sequence[ScoreRequest]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
+    def score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         """Score requests in one call of the network.
 
         Returns:
@@ -86,47 +112,48 @@ class Scorer:
         Raises:
             HPSError: a tier failed. NetworkError: the network failed.
         """
+        if not self._own.acquire(False):
+            return self._score(requests, alone=False)
+        try:
+            return self._score(requests, alone=True)
+        finally:
+            self._own.release()
+
+    def _score(self, requests: Sequence[Request], *, alone: bool) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         began = perf_counter_ns()
         counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
-        split = any(one.index for one in self.features)
-        fixed = None if split else self._fixed_for(int(counts.sum()))
-        repeats = {
-            place: found
-            for place, one in enumerate(self.features)
-            if one.per_request and not split and (found := _repeats(requests, place)) is not None
-        }
-        vectors = self._vectors(requests, fixed, repeats)
+        total = int(counts.sum())
+        batch = self._batch(requests, counts, alone=alone)
+        fixed = next((run for most, run in self._fixed if most >= total), None) if alone else None
+        given = self._on_card(batch)
+        vectors = self._vectors(batch, given, fixed)
         looked_up = perf_counter_ns()
         inputs: dict[str, Tensor] = {}
         for place, one in enumerate(self.features):
             if one.index:
                 inputs[one.name] = self._network.put(np.repeat(np.arange(len(requests)), counts))
                 continue
-            if one.is_lookup:
-                tensor = vectors[place]
-            else:
-                values = [request.given[place].values for request in requests]
-                tensor = self._network.put(values[0] if len(values) == 1 else np.concatenate(values))
-            if place in repeats:
-                tensor = self._network.repeat(tensor, repeats[place])
-            if fixed is not None and (place in repeats or not one.is_lookup):
-                self._network.write(fixed.inputs[one.name][: len(tensor)], tensor)
+            tensor = vectors[place] if one.is_lookup else given[place]
+            if place in batch.repeats:
+                tensor = self._network.repeat(tensor, batch.repeats[place])
+            if fixed is not None and (place in batch.repeats or not one.is_lookup):
+                self._network.write(fixed.inputs[one.name][:total], tensor)
             inputs[one.name] = tensor
-        if fixed is not None:
-            run: Callable[[], Mapping[str, Tensor]] = fixed.run
-        else:
-            run = partial(self._network.run, inputs)
+        run: Callable[[], Mapping[str, Tensor]] = partial(self._network.run, inputs) if fixed is None else fixed.run
         outputs = self._run(run)
-        total = int(counts.sum())
         if fixed is not None:
             outputs = {name: values[:total] for name, values in outputs.items()}
-        answers: list[Outputs | HPSError] = []
-        start = 0
         self._check(outputs, total)
-        for samples in counts.tolist():
-            own = {name: values[start : start + samples] for name, values in outputs.items()}
-            answers.append(self._checked(own))
-            start += samples
+        answers: list[Outputs | HPSError] = []
+        if len(requests) == 1:
+            answers.append(self._checked(outputs))
+        else:
+            whole = self._checked(outputs)
+            start = 0
+            for samples in counts.tolist():
+                own = {name: values[start : start + samples] for name, values in outputs.items()}
+                answers.append(own if whole is outputs else self._checked(own))
+                start += samples
         return answers, ScoreTimes(began, looked_up, perf_counter_ns())
 
     def try_out(self) -> tuple[Output, ...]:
@@ -137,10 +164,8 @@ class Scorer:
         """
         shapes: list[dict[str, tuple[str, tuple[int, ...]]]] = []
         for samples in (1, 3):
-            inputs = {
-                one.name: self._network.put(np.zeros((samples, *one.tensor().shape[1:]), one.tensor().dtype))
-                for one in self.features
-            }
+            tensors = [one.tensor() for one in self.features]
+            inputs = {one.name: self._network.put(np.zeros((samples, *one.shape[1:]), one.dtype)) for one in tensors}
             outputs = self._run(partial(self._network.run, inputs))
             self._check(outputs, samples)
             shapes.append({name: (values.dtype.name, values.shape[1:]) for name, values in outputs.items()})
@@ -151,23 +176,20 @@ class Scorer:
         self.outputs = tuple(Output(name, dtype, shape) for name, (dtype, shape) in shapes[0].items())
         return self.outputs
 
-    def warm(self, max_samples: int) -> None:
+    def warm(self) -> None:
         """Prepare runs of several numbers of samples, if the network is on a CUDA device."""
-        if not self._on_device or any(one.index for one in self.features):
+        if not self._on_device or self._split:
             return
         samples = _LEAST_FIXED
-        while samples < _STEP * max_samples:
-            samples = min(samples, max_samples)
+        while samples < _STEP * self._max_samples:
+            samples = min(samples, self._max_samples)
             inputs = {}
-            for one in self.features:
-                tensor = one.tensor()
-                inputs[one.name] = self._network.empty((samples, *tensor.shape[1:]), tensor.dtype)
-                self._network.write(inputs[one.name], self._network.put(np.zeros((samples, *tensor.shape[1:]), tensor.dtype)))
+            for one in (feature.tensor() for feature in self.features):
+                shape = (samples, *one.shape[1:])
+                inputs[one.name] = self._network.empty(shape, one.dtype)
+                self._network.write(inputs[one.name], self._network.put(np.zeros(shape, one.dtype)))
             self._fixed.append((samples, self._network.fixed(inputs)))
             samples *= _STEP
-
-    def _fixed_for(self, samples: int) -> FixedRun | None:
-        return next((run for most, run in self._fixed if most >= samples), None)
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
         try:
@@ -184,105 +206,141 @@ class Scorer:
         for name, values in outputs.items():
             if not values.ndim or len(values) != samples:
                 raise NetworkError(
-                    f"running the network of model {self._model!r}: got output {name!r} of shape {list(values.shape)} for {samples} "
-                    "samples, expected them as its first dimension"
+                    f"running the network of model {self._model!r}: got output {name!r} of shape {list(values.shape)} for "
+                    f"{samples} samples, expected them as its first dimension"
                 )
 
     def _checked(self, outputs: Outputs) -> Outputs | HPSError:
-        if self._refuse_nan:
-            for name, values in outputs.items():
-                if values.dtype.kind == "f" and np.isnan(values).any():
-                    place = int(np.argmax(np.isnan(values.reshape(len(values), -1)).any(axis=1)))
-                    return NetworkError(
-                        f"running the network of model {self._model!r}: output {name!r} of sample {place} is not a number "
-                        "(dense.refuse_nan)"
-                    )
+        for name, values in outputs.items() if self._refuse_nan else ():
+            if values.dtype.kind == "f" and np.isnan(values).any():
+                place = int(np.argmax(np.isnan(values.reshape(len(values), -1)).any(axis=1)))
+                return NetworkError(
+                    f"running the network of model {self._model!r}: output {name!r} of sample {place} is not a number "
+                    "(dense.refuse_nan)"
+                )
         return outputs
 
-    def _vectors(
-        self, requests: Sequence[ScoreRequest], fixed: FixedRun | None, repeats: Mapping[int, Any]
-    ) -> dict[int, Tensor]:
-        """Look up the vectors of all lookups; by place of the feature."""
-        found: dict[int, Tensor] = {}
-        turns: dict[tuple[bool, int], dict[int, Any]] = {}
-        seen: dict[tuple[bool, int], int] = {}
+    def _batch(self, requests: Sequence[Request], counts: npt.NDArray[np.int64], *, alone: bool) -> _Batch:
+        """Put the inputs of requests together."""
+        packed = [one for one in requests if isinstance(one, PackedRequest)]
+        gathered = self._gathering.gather(packed) if alone and len(packed) == len(requests) else None
+        columns: dict[int, Any] = {}
+        if gathered is not None:
+            for place, values in gathered.values.items():
+                one = self.features[place]
+                columns[place] = _bags(one, [Given(values, len(values))]) if one.is_lookup else values
+            rows = gathered.rows
+        else:
+            given = [
+                one if isinstance(one, ScoreRequest) else one.unpacked(self.features, self._max_samples, self._model)
+                for one in requests
+            ]
+            for place, one in enumerate(self.features):
+                parts = [request.given[place] for request in given]
+                if one.is_lookup:
+                    columns[place] = _bags(one, parts)
+                elif not one.index:
+                    columns[place] = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
+            rows = {
+                place: np.array([request.given[place].rows for request in given])
+                for place, one in enumerate(self.features)
+                if one.per_request
+            }
+        repeats = {}
         for place, one in enumerate(self.features):
-            if not one.is_lookup:
-                continue
-            bags = _bags(one, [request.given[place] for request in requests])
-            pooled = not isinstance(bags, np.ndarray)
-            turn = seen[pooled, one.table] = seen.get((pooled, one.table), -1) + 1
-            turns.setdefault((pooled, turn), {})[place] = bags
-        for (pooled, _), group in turns.items():
-            places = (
-                {place: fixed.inputs[self.features[place].name] for place in group if place not in repeats} if fixed else {}
-            )
-            self._look_up(pooled, group, found, places)
+            if one.per_request and not self._split and not np.array_equal(rows[place], counts):
+                # a row that stands for all samples of its request, or one of several
+                times = np.where(rows[place] == 1, counts, 1)
+                repeats[place] = np.repeat(times, rows[place])
+        return _Batch(columns, gathered, repeats)
+
+    def _on_card(self, batch: _Batch) -> dict[int, Tensor]:
+        """Return the values of features, and on a CUDA device the keys, in the memory of the network's device."""
+        network, found = self._network, {}
+        if not self._on_device:
+            for place, one in enumerate(self.features):
+                if not (one.is_lookup or one.index):
+                    found[place] = network.put(batch.columns[place])
+            return found
+        if batch.gathered is not None:
+            memory = network.put(batch.gathered.memory)
+            for place, values in batch.gathered.values.items():
+                keys = batch.columns[place]
+                shape = keys.keys.shape if isinstance(keys, Bags) else keys.shape
+                found[place] = network.part(memory, batch.gathered.starts[place], values.dtype.name, shape)
+            return found
+        for place, one in enumerate(self.features):
+            if not one.index:
+                column = batch.columns[place]
+                found[place] = network.put(np.ascontiguousarray(column.keys if isinstance(column, Bags) else column))
         return found
 
-    def _look_up(self, pooled: bool, group: dict[int, Any], found: dict[int, Tensor], places: Mapping[int, Tensor]) -> None:
-        """Look up one lookup of each table.
+    def _vectors(self, batch: _Batch, given: Mapping[int, Tensor], fixed: FixedRun | None) -> dict[int, Tensor]:
+        """Look up the vectors of all lookups; by place of the feature."""
+        found: dict[int, Tensor] = {}
+        turns: dict[tuple[bool, int], list[int]] = {}
+        seen: dict[tuple[bool, int], int] = {}
+        for place, one in enumerate(self.features):
+            if one.is_lookup:
+                pooled = isinstance(batch.columns[place], Bags)
+                turn = seen[pooled, one.table] = seen.get((pooled, one.table), -1) + 1
+                turns.setdefault((pooled, turn), []).append(place)
+        for (pooled, _), places in turns.items():
+            self._look_up(pooled, places, batch, given, fixed, found)
+        return found
 
-        Args:
-            found: receives the vectors.
-            places: where they go, if that is given.
-        """
-        tables, outs = {}, {}
+    def _look_up(
+        self,
+        pooled: bool,
+        places: Sequence[int],
+        batch: _Batch,
+        given: Mapping[int, Tensor],
+        fixed: FixedRun | None,
+        found: dict[int, Tensor],
+    ) -> None:
+        """Look up one lookup of each table."""
         network, on_device = self._network, self._on_device
-        on_card: dict[int, Tensor] = {}
-        if on_device:
-            all_keys = [np.reshape(one.keys if pooled else one, -1) for one in group.values()]
-            copied, start = network.put(np.concatenate(all_keys)), 0
-            for place, keys in zip(group, all_keys, strict=True):
-                on_card[place] = copied[start : start + keys.size]
-                start += keys.size
-        for place, given in group.items():
-            one = self.features[place]
-            keys = given.keys if pooled else given
-            if not pooled:
-                shape = (*keys.shape, one.dim) if one.hotness is not None and not one.combiner else (len(keys), one.dim)
-            elif given.offsets is None:
-                shape = (len(keys), one.dim)
+        tables: dict[str, Any] = {}
+        outs: dict[str, Any] = {}
+        for place in places:
+            one, column, name = self.features[place], batch.columns[place], self._names[self.features[place].table]
+            keys = column.keys if pooled else column
+            if pooled:
+                shape: tuple[int, ...] = (len(keys) if column.offsets is None else len(column.offsets) - 1, one.dim)
+            elif one.hotness is not None and not one.combiner:
+                shape = (*keys.shape, one.dim)
             else:
-                shape = (len(given.offsets) - 1, one.dim)
-            name = self._names[one.table]
+                shape = (len(keys), one.dim)
             flat = (int(np.prod(shape[:-1])), one.dim)
-            if place in places:
-                out = places[place][: shape[0]].reshape(flat)
+            if fixed is not None and place not in batch.repeats:
+                out = fixed.inputs[one.name][: shape[0]].reshape(flat)
             else:
                 out = network.empty(flat, "float32") if on_device else np.empty(flat, np.float32)
-            if on_device:
-                if pooled:
-                    given.keys = on_card[place].reshape(keys.shape)
-                    given.offsets = None if given.offsets is None else network.put(given.offsets)
-                    given.weights = None if given.weights is None else network.put(given.weights)
-                else:
-                    keys = on_card[place]
-            outs[name] = out
-            tables[name] = given if pooled else keys if on_device else keys.reshape(-1)
-            found[place] = out.reshape(shape)
-        index = self._names.index
+            outs[name], found[place] = out, out.reshape(shape)
+            if not pooled:
+                tables[name] = (given[place] if on_device else keys).reshape(-1)
+            elif on_device:
+                offsets = None if column.offsets is None else network.put(column.offsets)
+                weights = None if column.weights is None else network.put(column.weights)
+                tables[name] = Bags(
+                    given[place],
+                    offsets,
+                    weights,
+                    combiner=column.combiner,
+                    max_norm=column.max_norm,
+                    padding_key=column.padding_key,
+                )
+            else:
+                tables[name] = column
+        index = self._indices.__getitem__
         if pooled:
             segments: Sequence[Segment] = pooled_segments(tables, outs, index, self._tables, on_cuda=on_device)
         else:
-            indices = {name: index(name) for name in tables}
-            segments = named_segments(tables, outs, index, indices, self._tables, on_cuda=on_device, with_found=False)
+            segments = named_segments(tables, outs, index, self._indices, self._tables, on_cuda=on_device, with_found=False)
         self._lookup(segments)
         if not on_device:
-            for place in group:
+            for place in places:
                 found[place] = network.put(found[place])
-
-
-def _repeats(requests: Sequence[ScoreRequest], place: int) -> npt.NDArray[np.int64] | None:
-    """Return how often each row of an input counts; None if each does once."""
-    rows = [request.given[place].rows for request in requests]
-    if all(count == request.samples for count, request in zip(rows, requests, strict=True)):
-        return None
-    parts = [
-        np.full(1, request.samples, np.int64) if count == 1 else np.ones(count, np.int64)
-        for count, request in zip(rows, requests, strict=True)
-    ]
-    return np.concatenate(parts)
 
 
 def _bags(one: Feature, given: Sequence[Given]) -> Any:

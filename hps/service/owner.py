@@ -26,11 +26,11 @@ from hps.regions.board import OWNER_KERNELS, Board, Job
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
 from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontDescriptors, Memory
 from hps.scoring.batching import ScoreCall
-from hps.scoring.scorer import Outputs, ScoreTimes
+from hps.scoring.packing import PackedRequest
+from hps.scoring.scorer import Outputs, Request, ScoreTimes
 from hps.service.http_answer import release_frames, status_of
 from hps.service.http_metrics import are_figures
 from hps.service.lifecycle import Lifecycle
-from hps.service.scored_slots import read_scored
 from hps.service.shared_memory import SharedMemoryRegistry
 from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
@@ -364,19 +364,23 @@ class FrontLink:
         memory, scores = board.memories[job.place], served.deployment.scores
         if scores is None:
             raise InvalidInputError("scoring: got a model without a network")
-        start, size = int(job.header[H_ASIDE]), int(job.header[H_ASIDE_BYTES])
-        due, arrays, outputs = read_scored(memory, job.slot, start, size)
-        request = scores.read(arrays)
-        for one in outputs:
-            if one.shape[:1] != (request.samples,):
-                raise InvalidInputError(f"scoring: got room for {one.shape[:1]} samples, expected {request.samples}")
+        start, slot = job.slot + layout.HEADER_BYTES, job.slot
+        described = scores.describe(bytes(memory.view[start : int(job.header[H_ASIDE])]))
+        if slot + described.end > memory.size:
+            raise InvalidInputError("scoring: a tensor does not fit in the memory of the front")
+        packed = PackedRequest(described, memory.view, slot, memory.address + slot)
+        request: Request = packed if described.samples else scores.unpack(packed)
+        outputs = [(one.name, one.array(memory.view, slot)) for one in described.outputs]
+        if any(place.shape[:1] != (request.samples,) for _, place in outputs):
+            raise InvalidInputError(f"scoring: got no room for {request.samples} samples")
+        due = began + 1000 * described.timeout_us if described.timeout_us else 0
 
         def done(answer: Outputs | HPSError, times: ScoreTimes | None) -> None:
             try:
                 if isinstance(answer, HPSError):
                     raise answer
-                for one in outputs:
-                    one.place[...] = answer[one.name]
+                for name, place in outputs:
+                    place[...] = answer[name]
                 self._complete(board, job, ANSWERED, began if times is None else times.began_ns)
             except Exception as error:  # noqa: BLE001 - the client gets an answer
                 status, aside = self._failure(error, int(job.header[H_SERIAL]))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from hps.errors import HPSError
-from hps.service.fronts.answers import EncodedAnswer
+from hps.service.fronts.answers import EncodedAnswer, Plan
 from hps.service.fronts.connections import TOO_MANY, ClientConnection
 from hps.service.fronts.heads import MAX_HEAD_BYTES, MAX_HEADERS, Chunks, Head, MalformedRequestError, answer_head, read_head
-from hps.service.fronts.lookups import FrontVersion, Plan
+from hps.service.fronts.lookups import FrontVersion
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.service.http_metrics import DISCONNECTED

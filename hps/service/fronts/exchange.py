@@ -18,8 +18,7 @@ from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
-from hps.service.fronts.answers import EncodedAnswer
-from hps.service.fronts.lookups import Plan
+from hps.service.fronts.answers import EncodedAnswer, Plan
 from hps.service.fronts.pending import Lookup, Requester, decode
 from hps.service.fronts.published import Published
 from hps.service.fronts.shared_memory import Segments

@@ -44,7 +44,6 @@ from hps.service.logs.requests import POLLED, RequestLog, Served, new_ids, reque
 from hps.service.logs.spans import spans_of
 from hps.service.protocol.json_size import SMALL_JSON_BYTES
 from hps.service.protocol.open_inference import parse_header_length
-from hps.service.protocol.score_requests import score_header
 from hps.service.refusals import Refusals
 from hps.service.request_body import MOST_OBJECT_BYTES, check_encoding, too_large
 from hps.service.routes.rows import row_target
@@ -244,8 +243,6 @@ class Front:
         if served.traced or (self.settings.shared_memory_bytes and MARK in text):
             return None
         version = self.published.version_of(target)
-        if version.network is not None and score_header(text, version.network) is not None:
-            return None
         began = time.perf_counter_ns()
         plan = plan_of(text, version.tables, self.settings.max_keys_per_request)
         if plan is None:
@@ -254,7 +251,7 @@ class Front:
             return None  # the generic path says what is wrong with it
         lookup = Lookup(requester, target, served, version, text, plan, device=plan.device, began_ns=began)
         served.version = version.tables.version
-        self.authorization.take_keys(served.identity, plan.keys_bytes // 8)
+        self.authorization.take_keys(served.identity, plan.keys)
         return lookup
 
     def decoded(
@@ -282,7 +279,7 @@ class Front:
             lookup.plan = None if served.traced else plan_of(shared.text, version.tables, self.settings.max_keys_per_request)
             if lookup.plan is not None:
                 served.version, lookup.device = version.tables.version, lookup.plan.device
-                self.authorization.take_keys(served.identity, lookup.plan.keys_bytes // 8)
+                self.authorization.take_keys(served.identity, lookup.plan.keys)
                 return lookup
             if shared.size_bytes > (most := self.settings.max_body_bytes):
                 raise too_large(f"its tensors in shared memory have {shared.size_bytes} bytes", most)

@@ -17,8 +17,9 @@ from hps.regions.layout import (
     TRACED,
     Memory,
 )
-from hps.service.fronts.answers import HEAD_ROOM, EncodedAnswer
+from hps.service.fronts.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
 from hps.service.fronts.heads import answer_head
+from hps.service.fronts.scores import score_plan, up
 from hps.service.http_answer import BINARY
 from hps.service.http_metrics import InferenceCounts
 from hps.service.logs.lookup_report import LookupBreakdown
@@ -26,10 +27,9 @@ from hps.service.protocol.json_lookup import JSONLookup
 from hps.service.protocol.open_inference import AnswerLayout, Inference, Laid, cached_layout
 from hps.service.protocol.open_inference_header import CACHED_BYTES, cached_header
 from hps.service.protocol.request_checks import ModelTables
-from hps.service.protocol.score_requests import PublishedNetwork
+from hps.service.protocol.score_requests import score_header
 from hps.tensors.segments import Segment
 
-ASIDE_ROOM: Final = 2048
 TRACE_ROOM: Final = 65_536
 _VECTORS_ALIGNED = 128
 _CACHED_PLANS = 1024
@@ -44,7 +44,6 @@ class FrontVersion:
         tables: its tables.
         serials: by device, what descriptors call it.
         counts: of Triton's statistics.
-        network: its network; None if it has none.
         turn: which device is next.
         devices: those of the serials.
     """
@@ -52,7 +51,6 @@ class FrontVersion:
     tables: ModelTables
     serials: dict[int, int]
     counts: InferenceCounts
-    network: PublishedNetwork | None = None
     turn: int = 0
     devices: tuple[int, ...] = field(init=False)
 
@@ -78,37 +76,17 @@ class FrontVersion:
         return device
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Plan:
-    """What all binary requests with the same JSON part have in common. *Immutable.*
-
-    Attributes:
-        descriptor: header and segments; its serial is missing.
-        keys_at, keys_bytes: where the binary part of the request goes.
-        text: JSON part of the answer.
-        vectors_at: of the vectors that follow it.
-        end: of the answer.
-        device: the requested device.
-        answer: head of the answer over HTTP, up to the request's id.
-    """
-
-    descriptor: bytes
-    keys_at: int
-    keys_bytes: int
-    text: bytes
-    vectors_at: int
-    end: int
-    device: int | None
-    answer: bytes
-
-
 def plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     """Return the plan of requests with this JSON part; None if what follows the JSON part has to be read as well.
 
     Raises:
         HPSError: as `open_inference.decode_request`.
     """
-    return _plan_of(text, model, max_keys) if len(text) <= CACHED_BYTES else None
+    if len(text) > CACHED_BYTES:
+        return None
+    if model.network is not None and score_header(text, model.network) is not None:
+        return score_plan(text, model, max_keys)
+    return _plan_of(text, model, max_keys)
 
 
 @lru_cache(_CACHED_PLANS)
@@ -122,8 +100,8 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     if not layout.text or layout.device_place:
         return None
     tensors = list(header.inputs.values())
-    keys_at = _up(HEADER_BYTES + 8 * SEGMENT_WORDS * len(layout.ranges) + ASIDE_ROOM, 64)
-    vectors_at = _up(keys_at + header.binary_size + HEAD_ROOM + len(layout.text), _VECTORS_ALIGNED)
+    keys_at = up(HEADER_BYTES + 8 * SEGMENT_WORDS * len(layout.ranges) + ASIDE_ROOM, 64)
+    vectors_at = up(keys_at + header.binary_size + HEAD_ROOM + len(layout.text), _VECTORS_ALIGNED)
     words, out, mask = [], vectors_at, vectors_at + layout.vectors_size
     for one in layout.ranges:
         count = one.stop - one.start
@@ -142,6 +120,7 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
         vectors_at + layout.size - len(layout.text),
         header.device_id,
         answer,
+        header.binary_size // 8,
     )
 
 
@@ -172,12 +151,12 @@ class Placed:
         count = len(segments)
         self._bags: list[dict[str, Any] | None] = []
         self.keys = sum(one.n for one in segments)
-        at = _up(HEADER_BYTES + 8 * SEGMENT_WORDS * count, 64)
+        at = up(HEADER_BYTES + 8 * SEGMENT_WORDS * count, 64)
         self._keys_at = []
         extra: list[tuple[int, np.ndarray]] = []
         for one in segments:
             self._keys_at.append(at)
-            at = _up(at + 8 * one.n, 8)
+            at = up(at + 8 * one.n, 8)
             self._bags.append(None)
             if (pooling := one.pooling) is None:
                 continue
@@ -187,7 +166,7 @@ class Placed:
                     host = np.ascontiguousarray(array)
                     extra.append((at, host))
                     arrays[name] = [at, int(host.size), host.dtype.str]
-                    at = _up(at + host.nbytes, 8)
+                    at = up(at + host.nbytes, 8)
             self._bags[-1] = {
                 **arrays,
                 "count": pooling.count,
@@ -198,10 +177,10 @@ class Placed:
                 "strides": None,
             }
         self._extra = extra
-        self._aside_at = _up(at, 64)
+        self._aside_at = up(at, 64)
         text = orjson.dumps(self._bags) if self._pooled else b""
         self._aside_room = max(TRACE_ROOM if traced else ASIDE_ROOM, 2 * len(text) + 4096 * self._pooled)
-        self._vectors_at = _up(self._aside_at + self._aside_room + HEAD_ROOM + request.text_bytes, _VECTORS_ALIGNED)
+        self._vectors_at = up(self._aside_at + self._aside_room + HEAD_ROOM + request.text_bytes, _VECTORS_ALIGNED)
         self.size = self._vectors_at + request.memory_bytes
         self.slot = 0
 
@@ -276,7 +255,3 @@ class LaidOut:
 
 def _address(array: Any) -> int:
     return int(array.ctypes.data)
-
-
-def _up(value: int, to: int) -> int:
-    return -(-value // to) * to

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hps.errors import HPSError, UnknownModelError
-from hps.service.fronts.answers import EncodedAnswer
-from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed, Plan
+from hps.service.fronts.answers import EncodedAnswer, Plan
+from hps.service.fronts.lookups import FrontVersion, LaidOut, Placed
 from hps.service.fronts.scores import PlacedScores
 from hps.service.fronts.shared_memory import SharedTensors
 from hps.service.logs.requests import Served
@@ -110,7 +110,7 @@ def _scores(lookup: Lookup, most_keys: int) -> ScoreBody | None:
     Raises:
         UnknownModelError: the model has no network.
     """
-    network, target = lookup.version.network, lookup.target
+    network, target = lookup.version.tables.network, lookup.target
     if target.route == SCORE:
         if network is None:
             raise UnknownModelError(

@@ -10,8 +10,7 @@ from hps.scoring.features import Feature
 from hps.scoring.scorer import Output
 from hps.service.fronts.lookups import FrontVersion
 from hps.service.http_metrics import InferenceCounts, counted_as
-from hps.service.protocol.request_checks import ModelTables
-from hps.service.protocol.score_requests import PublishedNetwork
+from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.service.targets import LookupTarget
 from hps.types import TableSpec
 
@@ -68,9 +67,8 @@ class Published:
                 tables = tuple(TableSpec(**table) for table in one["tables"])
                 counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
                 network = None if one["network"] is None else _network(one["network"])
-                models[name][number] = FrontVersion(
-                    ModelTables(name, tables, number, one["keys_per_sample"]), serials, counts, network
-                )
+                known = ModelTables(name, tables, number, one["keys_per_sample"], network)
+                models[name][number] = FrontVersion(known, serials, counts)
         self._models = models
         if not self.blocked:  # a new owner begins without models
             self.counts = {

@@ -1,30 +1,95 @@
-"""Requests for scores as a front posts them: arrays in a slot, and a description beside them.
+"""Requests for scores as a front posts them: a description of their tensors, and the tensors, in a slot.
 
-The description is JSON: `{"inputs": [[name, dtype, shape, offset], ...], "outputs": [...]}`, offsets from the slot. The first 8 bytes of
-the room for it are the deadline, as `time.perf_counter_ns`; 0: none.
+The description (`hps.scoring.packing`) follows the header of the slot and ends where the room for what the owner writes aside begins.
+Binary requests with the same JSON part have a `Plan`, as lookups have: their tensors are received where they are read from, and scores
+are sent from where the owner wrote them.
 """
 
 import struct
-import time
+from functools import lru_cache
+from math import prod
 from typing import Any, Final
 
 import numpy as np
-import orjson
 
+from hps.errors import InvalidInputError
 from hps.regions.layout import HEADER_BYTES, SCORED, Memory
-from hps.service.fronts.answers import HEAD_ROOM, EncodedAnswer
+from hps.scoring.packing import describe
+from hps.service.fronts.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
+from hps.service.fronts.heads import answer_head
+from hps.service.http_answer import BINARY
 from hps.service.logs.lookup_report import LookupBreakdown
 from hps.service.protocol.request_checks import ModelTables
-from hps.service.protocol.score_requests import ScoreBody, answer_text, rows_text, text_of
+from hps.service.protocol.score_requests import (
+    ScoreBody,
+    ScoreHeader,
+    answer_text,
+    check_keys,
+    keys_of_header,
+    rows_text,
+    score_header,
+    text_of,
+)
 
 _ALIGNED: Final = 64
-_WORDS = struct.Struct("<5q")
-_LEAST_ROOM = 4096
-_JSON_SHARE = 6  # text of a number, in bytes a byte
+_WORDS: Final = struct.Struct("<5q")
+_JSON_SHARE: Final = 6  # text of a number, in bytes a byte
+_CACHED: Final = 1024
+
+
+def _descriptor(description: bytes) -> tuple[bytes, int]:
+    """Return the head of a slot, whose serial is missing, and where its tensors may begin."""
+    aside = up(HEADER_BYTES + len(description), 8)
+    head = bytearray(HEADER_BYTES)
+    _WORDS.pack_into(head, 0, 0, SCORED, 0, aside, ASIDE_ROOM)
+    return bytes(head) + description.ljust(aside - HEADER_BYTES), up(aside + ASIDE_ROOM, _ALIGNED)
+
+
+@lru_cache(_CACHED)
+def score_plan(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
+    """Return the plan of requests for scores with this JSON part; None if they are none, or not planned.
+
+    Raises:
+        HPSError: as `score_header`.
+    """
+    network = model.network
+    header = None if network is None else score_header(text, network)
+    if header is None or not all(binary for _, binary in header.outputs):
+        return None
+    keys = keys_of_header(header, network)  # type: ignore[arg-type]  # there is one
+    if keys is None or any(one.start < 0 for one in header.inputs.values()):
+        return None
+    check_keys(keys, max_keys)
+    written = text_of(answer_text(header, model.name, model.version, {}))
+    written += b" " * (-len(written) % 16)
+    # Offsets depend on the length of the description, and that on their digits: they are written twice.
+    at, begin, vectors_at = 0, 0, 0
+    descriptor = b""
+    outputs: list[list[Any]] = []
+    for _ in range(3):
+        inputs = [[one.name, one.dtype.str, one.shape, at + one.start] for one in header.inputs.values()]
+        outputs, end = _outputs(header, vectors_at)
+        descriptor, begin = _descriptor(describe(inputs, outputs, header.timeout_us))
+        at, vectors_at = begin, up(begin + header.binary_size + HEAD_ROOM + len(written), _ALIGNED)
+    if outputs[0][3] != vectors_at:
+        raise InvalidInputError("laying out a request for scores: its description does not settle")
+    headers = BINARY, (b"inference-header-content-length", b"%d" % len(written))
+    answer = answer_head(200, headers, len(written) + end - vectors_at, b"", close=False).removesuffix(b"\r\n\r\n")
+    return Plan(descriptor, at, header.binary_size, written, vectors_at, end, header.device_id, answer, keys)
+
+
+def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
+    """Lay the outputs out, one behind the other; also return their end."""
+    outputs: list[list[Any]] = []
+    for one, _ in header.outputs:
+        shape, dtype = [header.samples, *one.shape], np.dtype(one.dtype)
+        outputs.append([one.name, dtype.str, shape, at])
+        at += prod(shape) * dtype.itemsize
+    return outputs, at
 
 
 class PlacedScores:
-    """A request for scores that is laid out for a slot. *One request.*
+    """A request for scores that is laid out for a slot, other than by a plan. *One request.*
 
     Attributes:
         size: of the slot that it needs.
@@ -40,62 +105,49 @@ class PlacedScores:
         header = body.header
         self.device_id = header.device_id
         self.keys = body.keys
-        samples = header.samples
-        outputs = [one for one, _ in header.outputs]
-        sizes = [samples * int(np.prod(one.shape, dtype=np.int64)) * np.dtype(one.dtype).itemsize for one in outputs]
-        names = sum(len(name) + 80 for name in (*body.arrays, *(one.name for one in outputs)))
-        self._room = _up(8 + names + _LEAST_ROOM, _ALIGNED)
-        at = HEADER_BYTES + self._room
-        self._inputs: list[list[Any]] = []
-        for name, array in body.arrays.items():
-            self._inputs.append([name, array.dtype.str, list(array.shape), at])
-            at = _up(at + array.nbytes, _ALIGNED)
+        at, begin = 0, 0
+        for _ in range(3):
+            self._inputs: list[list[Any]] = []
+            at = begin
+            for name, array in body.arrays.items():
+                self._inputs.append([name, array.dtype.str, list(array.shape), at])
+                at = up(at + array.nbytes, _ALIGNED)
+            self._outputs, end = _outputs(header, up(at + HEAD_ROOM, _ALIGNED))
+            self._descriptor, begin = _descriptor(describe(self._inputs, self._outputs, header.timeout_us))
+        self.size = up(end, _ALIGNED)
         binary = all(binary for _, binary in header.outputs)
-        self._text = b""
-        if binary:
-            text = text_of(answer_text(header, model.name, model.version, {}))
-            self._text = text + b" " * (-len(text) % _ALIGNED)
-        at = _up(at + HEAD_ROOM + len(self._text), _ALIGNED)
-        self._outputs: list[list[Any]] = []
-        for one, size in zip(outputs, sizes, strict=True):
-            self._outputs.append([one.name, np.dtype(one.dtype).str, [samples, *one.shape], at])
-            at += size if binary else _up(size, _ALIGNED)
-        self.size = _up(at, _ALIGNED)
-        self.held_bytes = 0 if binary else _JSON_SHARE * sum(sizes)
+        self.held_bytes = 0 if binary else _JSON_SHARE * (end - self._outputs[0][3])
         self._memory: Memory | None = None
         self._slot = 0
 
     def write(self, memory: Memory, slot: int, serial: int) -> None:
-        """Write descriptor, description and arrays to a slot."""
+        """Write descriptor and tensors to a slot."""
         self._memory, self._slot = memory, slot
-        view, timeout = memory.view, self._body.header.timeout_us
+        view = memory.view
         for (*_, at), array in zip(self._inputs, self._body.arrays.values(), strict=True):
             if array.nbytes:
                 view[slot + at : slot + at + array.nbytes] = np.ascontiguousarray(array).data.cast("B")
-        due = time.perf_counter_ns() + 1000 * timeout if timeout else 0
-        text = struct.pack("<q", due) + orjson.dumps({"inputs": self._inputs, "outputs": self._outputs}) + b"\0"
-        view[slot + HEADER_BYTES : slot + HEADER_BYTES + len(text)] = text
-        head = bytearray(HEADER_BYTES)
-        _WORDS.pack_into(head, 0, serial, SCORED, 0, HEADER_BYTES, self._room)
-        view[slot : slot + HEADER_BYTES] = head
+        view[slot : slot + len(self._descriptor)] = self._descriptor
+        memory.longs[slot >> 3] = serial
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
         """Encode the answer, whose outputs are in the slot."""
-        memory, slot, header = self._memory, self._slot, self._body.header
+        memory, slot, header, model = self._memory, self._slot, self._body.header, self._model
         if memory is None:
             raise RuntimeError("the request was not written")
         data, binary = {}, []
         for (name, dtype, shape, at), (_, is_binary) in zip(self._outputs, header.outputs, strict=True):
-            array = np.ndarray(shape, dtype, memory.view, slot + at)
-            data[name] = array
+            size = prod(shape) * np.dtype(dtype).itemsize
             if is_binary:
-                binary.append(memory.view[slot + at : slot + at + array.nbytes])
-        model = self._model
+                binary.append(memory.view[slot + at : slot + at + size])
+            else:
+                data[name] = np.frombuffer(bytes(memory.view[slot + at : slot + at + size]), dtype).reshape(shape)
         if self._body.rows:
             return EncodedAnswer([text_of(rows_text(model.name, model.version, data))], (), None)
-        text = self._text or text_of(answer_text(header, model.name, model.version, data))
+        text = text_of(answer_text(header, model.name, model.version, data))
         return EncodedAnswer([text], binary, len(text) if binary else None)
 
 
-def _up(value: int, to: int) -> int:
+def up(value: int, to: int) -> int:
+    """Round up to a multiple."""
     return -(-value // to) * to

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
+from hps.scoring.features import Feature
+from hps.scoring.scorer import Output
 from hps.types import FloatArray, KeyArray, TableSpec
 
 BAG_OPTIONS = ("combiner", "max_norm", "padding_key")
@@ -154,22 +157,44 @@ def read_device(value: Any, what: str) -> int | None:
     raise InvalidInputError(f"{what} is {kind_of(value)}, expected the id of a device")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishedNetwork:
+    """What a front knows of a network. *Immutable*; equal only to itself.
+
+    Attributes:
+        max_samples: of a request.
+    """
+
+    features: tuple[Feature, ...]
+    outputs: tuple[Output, ...]
+    max_samples: int
+
+
 class ModelTables:
     """The tables of one version of a model, by name and by index. *Immutable*; equal only to itself.
 
     Args:
         tables: at least one, in the order of their ids.
         keys_per_sample: maximum keys of a sample over all tables.
+        network: its network, if it has one.
 
     Attributes:
         indices: index by name.
     """
 
-    def __init__(self, name: str, tables: tuple[TableSpec, ...], version: str = "1", keys_per_sample: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        tables: tuple[TableSpec, ...],
+        version: str = "1",
+        keys_per_sample: int = 1,
+        network: PublishedNetwork | None = None,
+    ) -> None:
         self.name = name
         self.tables = tables
         self.version = version
         self.keys_per_sample = keys_per_sample
+        self.network = network
         self.indices = {table.table_name: index for index, table in enumerate(tables)}
 
     def table_index(self, name: str, what: str) -> int:

@@ -25,7 +25,15 @@ from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKe
 from hps.scoring.features import OFFSETS, WEIGHTS, Feature
 from hps.scoring.scorer import Output
 from hps.service.protocol.open_inference_header import InputTensor, read_inputs, read_outputs, read_parameters, reading_input
-from hps.service.protocol.request_checks import flattened, float32_array, int64_array, kind_of, parse_object, read_device
+from hps.service.protocol.request_checks import (
+    PublishedNetwork,
+    flattened,
+    float32_array,
+    int64_array,
+    kind_of,
+    parse_object,
+    read_device,
+)
 
 DATATYPES: Final[dict[str, "np.dtype[Any]"]] = {
     "FP32": np.dtype("<f4"),
@@ -40,19 +48,6 @@ _TAKEN = {name: dtype for name, dtype in DATATYPES.items() if name != "FP64"}
 _EXAMPLE = '{"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
 _MOST_TIMEOUT_US = 3_600_000_000
 _CACHED = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PublishedNetwork:
-    """What a front knows of a network. *Immutable*; equal only to itself.
-
-    Attributes:
-        max_samples: of a request.
-    """
-
-    features: tuple[Feature, ...]
-    outputs: tuple[Output, ...]
-    max_samples: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,11 +169,28 @@ def decode_scores(
             values = values.astype(np.int64)
         arrays[name] = values.reshape(tensor.shape)
     found = ScoreBody(header, arrays)
-    _check_keys(found.keys, max_keys)
+    check_keys(found.keys, max_keys)
     return found
 
 
-def _check_keys(keys: int, max_keys: int) -> None:
+def keys_of_header(header: ScoreHeader, network: PublishedNetwork) -> int | None:
+    """Return the number of keys of a request whose values the network takes as they are sent; None if it does not."""
+    keys = 0
+    features = {one.name: one for one in network.features}
+    for name, one in header.inputs.items():
+        feature = features.get(name)
+        if feature is None or (feature.is_lookup and one.dtype != DATATYPES["INT64"]):
+            return None  # offsets, weights, or narrow keys
+        keys += one.count if feature.is_lookup else 0
+    return keys
+
+
+def check_keys(keys: int, max_keys: int) -> None:
+    """Check the limit on the keys of a request.
+
+    Raises:
+        TooManyKeysError: there are more.
+    """
     if keys > max_keys:
         expected = f"expected at most {max_keys} (service.max_keys_per_request); send fewer at once"
         raise TooManyKeysError(f"reading the request: got {keys} keys, {expected}")
@@ -253,7 +265,7 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
     outputs = tuple((one, False) for one in network.outputs)
     header = ScoreHeader(None, {}, 0, len(items), outputs, timeout, device)
     found = ScoreBody(header, arrays, rows=True)
-    _check_keys(found.keys, max_keys)
+    check_keys(found.keys, max_keys)
     return found
 
 

@@ -15,8 +15,8 @@ from hps.regions import layout
 from hps.regions.board import Board
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SEGMENTS, HEADER_WORDS, read_job
 from hps.regions.layout import HEADER_BYTES, MOST_SEGMENTS, POOLED, SEGMENT_WORDS, SLAB, TRACED
-from hps.service.fronts.answers import HEAD_ROOM
-from hps.service.fronts.lookups import ASIDE_ROOM, TRACE_ROOM, FrontVersion, LaidOut, Placed, plan_of
+from hps.service.fronts.answers import ASIDE_ROOM, HEAD_ROOM
+from hps.service.fronts.lookups import TRACE_ROOM, FrontVersion, LaidOut, Placed, plan_of
 from hps.service.http_metrics import InferenceCounts
 from hps.service.owner import _segment
 from hps.service.protocol.json_lookup import decode_lookup

@@ -58,7 +58,7 @@ def scores_of(module: Any, dense: np.ndarray, keys: np.ndarray) -> np.ndarray:
     params=[{"embedding_cache_type": "static"}, {"gpucacheper": 1.0}, {"gpucacheper": 0.3}], ids=["static", "all", "part"]
 )
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, hps.HPS]]:
-    module = dlrm(tmp_path, 1, 1, **request.param)
+    module = dlrm(tmp_path, 1, 1, **CACHES[request.param])
     with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:
         yield module, server
 

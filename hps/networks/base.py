@@ -82,16 +82,17 @@ class Network(ABC):
     def put(self, array: np.ndarray) -> Tensor:
         """Return a tensor with these values in the memory of the device; on the CPU it may share the array's memory."""
 
-    def staging(self, size: int) -> np.ndarray:
-        """Allocate so many bytes of host memory, as uint8, that `put` takes best."""
-        return np.empty(size, np.uint8)
+    def staging(self, size: int) -> tuple[np.ndarray, Tensor]:
+        """Allocate so many bytes of host memory, uint8: as an array, and as a tensor that `write` takes."""
+        memory = np.empty(size, np.uint8)
+        return memory, memory
 
     def part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor that begins at a byte of a uint8 tensor; only if `on_cuda`."""
         raise NotImplementedError
 
     def write(self, tensor: Tensor, source: Tensor) -> None:
-        """Copy a tensor of the device to another one of the same shape there; only if `on_cuda`."""
+        """Copy a tensor of the device, or of `staging`, to one of the device; only if `on_cuda`."""
         raise NotImplementedError
 
     @abstractmethod

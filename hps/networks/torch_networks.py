@@ -3,6 +3,7 @@
 import io
 import logging
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
@@ -52,9 +53,9 @@ class _TorchNetwork(Network):
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
-    def staging(self, size: int) -> np.ndarray:
-        memory: np.ndarray = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type != "cpu").numpy()
-        return memory
+    def staging(self, size: int) -> tuple[np.ndarray, Tensor]:
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        return memory.numpy(), memory
 
     def part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         kind = getattr(torch, dtype)
@@ -126,7 +127,9 @@ class ExportedProgram(_TorchNetwork):
         try:
             if any("/data/aotinductor/" in f"/{one}" for one in members):
                 return cls(name, _package(content, inputs, place), outputs, place)
-            program = torch.export.load(io.BytesIO(content))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable")  # of PyTorch's own reader
+                program = torch.export.load(io.BytesIO(content))
             names = [str(one) for one in program.graph_signature.user_inputs]
             arguments = program.example_inputs
             module = (program if device is None else move_to_device_pass(program, str(place))).module()

@@ -1,10 +1,10 @@
 """The network of a deployment, on each of its devices."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
@@ -89,11 +89,19 @@ def _none(segments: Sequence[Segment]) -> None:
     raise NotImplementedError
 
 
+class Session(Protocol):
+    """What looks up on a device: `hps.lookup.session.Session`."""
+
+    def lookup(self, segments: Sequence[Segment]) -> None: ...
+
+    def fixed(self, segments: Sequence[Segment]) -> Sequence[Segment]: ...
+
+
 class DeploymentScores:
     """Scores of one deployment. *Thread-safe.*
 
     Args:
-        lookups: by device, what looks segments up there; on the CPU all devices have the same.
+        sessions: by device, what looks up there; on the CPU all devices have the same.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class DeploymentScores:
         config: ModelConfig,
         dense: DenseConfig,
         tables: Sequence[TableSpec],
-        lookups: Mapping[int, Callable[[Sequence[Segment]], None]],
+        sessions: Mapping[int, Session],
         counters: ScoreCounters,
     ) -> None:
         self.opened = opened
@@ -113,22 +121,23 @@ class DeploymentScores:
         self._calls = OpenCalls(f"scoring with {self._what}")
         made: dict[int, Scorer] = {}
         self._scorers: dict[int, Scorer] = {}
-        for device, lookup in lookups.items():
+        for device, session in sessions.items():
             network = opened.networks[device if opened.on_device else None]
-            if id(lookup) not in made:
-                made[id(lookup)] = Scorer(
+            if id(session) not in made:
+                made[id(session)] = Scorer(
                     config.model,
                     tables,
                     opened.features,
                     network,
-                    lookup,
+                    session.lookup,
+                    bind=session.fixed,
                     on_device=opened.on_device,
                     refuse_nan=dense.refuse_nan,
                     max_samples=config.max_batch_size,
                     outputs=opened.outputs,
                 )
-                made[id(lookup)].warm()
-            self._scorers[device] = made[id(lookup)]
+                made[id(session)].warm()
+            self._scorers[device] = made[id(session)]
         self._described = lru_cache(_DESCRIPTIONS)(
             partial(read_description, features=opened.features, max_samples=config.max_batch_size, model=config.model)
         )

@@ -6,8 +6,8 @@ call without the interpreter lock.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
@@ -16,13 +16,12 @@ import numpy.typing as npt
 from numba import int64, types, void
 
 from hps.errors import InvalidInputError
-from hps.ground.numba_kernels import compile_kernels, kernel
-from hps.scoring.features import Feature, ScoreRequest, read_request
+from hps.ground.numba_kernels import kernel
+from hps.scoring.features import Feature, Given, ScoreRequest, read_request
 from hps.types import IndexArray
 
 _KINDS: Final = frozenset({"<f4", "<f2", "<f8", "<i8", "<i4", "|b1"})
 _MOST_RANK: Final = 8
-_ALIGNED: Final = 64
 _I64: Any = types.int64
 _memcpy: Any = types.ExternalFunction("memcpy", _I64(_I64, _I64, _I64))
 _WORDS: Any = int64[::1]
@@ -52,6 +51,28 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What `gather` has to know of the inputs of a request but the request index. *Immutable.*
+
+    Attributes:
+        columns: dtype, and shape of a row.
+        widths: bytes of a row.
+        rows: number of rows.
+    """
+
+    columns: tuple[tuple["np.dtype[Any]", tuple[int, ...]], ...]
+    widths: IndexArray
+    rows: IndexArray
+
+
+def layout_of(given: Sequence[Given]) -> Layout:
+    """Return the layout of what a request gives."""
+    columns = tuple([(one.values.dtype, one.values.shape[1:]) for one in given])
+    widths = np.array([prod(shape) * dtype.itemsize for dtype, shape in columns], np.int64)
+    return Layout(columns, widths, np.array([one.rows for one in given], np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Description:
     """What requests that look alike have in common. *Immutable.*
 
@@ -59,9 +80,8 @@ class Description:
         end: bytes that such a request takes at least.
         samples: number of samples; 0: only the values say it.
         keys: by place of the feature, number of keys.
-        columns: of each feature but the request index, its dtype and the shape of a row.
-        offsets, rows: of the same, where the values are and how many rows; None unless `gather` can read them: it cannot read bags of
-            any size.
+        layout: None if `gather` cannot read them: it cannot read bags of any size.
+        offsets: of each feature but the request index, where its values are.
     """
 
     inputs: tuple[Described, ...]
@@ -70,9 +90,8 @@ class Description:
     end: int
     samples: int
     keys: tuple[int, ...]
-    columns: tuple[tuple["np.dtype[Any]", tuple[int, ...]], ...]
-    offsets: IndexArray | None
-    rows: IndexArray | None
+    layout: Layout | None
+    offsets: IndexArray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def describe(inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], timeout_us: int) -> bytes:
@@ -97,23 +116,14 @@ def read_description(text: bytes, features: Sequence[Feature], max_samples: int,
     if any(one.name not in by_name for one in features if not one.index) or len(by_name) != len(features) - sum(
         one.index for one in features
     ):
-        return Description(
-            inputs, outputs, timeout_us, end, 0, (), (), None, None
-        )  # whose values say what is wrong, or are bags
+        # its values say what is wrong, or it has bags
+        return Description(inputs, outputs, timeout_us, end, 0, (), None)
     blank = {name: np.broadcast_to(np.zeros((), one.dtype), one.shape) for name, one in by_name.items()}
     request = read_request(features, blank, max_samples, model)
-    asked = [(one, by_name[one.name], given) for one, given in zip(features, request.given, strict=True) if not one.index]
-    return Description(
-        inputs,
-        outputs,
-        timeout_us,
-        end,
-        request.samples,
-        request.keys,
-        tuple((tensor.dtype, tensor.shape[1:] if one.is_lookup else one.shape) for one, tensor, _ in asked),
-        np.array([tensor.at for _, tensor, _ in asked], np.int64),
-        np.array([given.rows for *_, given in asked], np.int64),
-    )
+    asked = [(one, given) for one, given in zip(features, request.given, strict=True) if not one.index]
+    layout = layout_of([given for _, given in asked])
+    offsets = np.array([by_name[one.name].at for one, _ in asked], np.int64)
+    return Description(inputs, outputs, timeout_us, end, request.samples, request.keys, layout, offsets)
 
 
 def _described(name: str, dtype: str, shape: list[int], at: int) -> Described:
@@ -159,67 +169,53 @@ class PackedRequest:
         return read_request(features, arrays, max_samples, model)
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The inputs of a batch in one piece of memory. *Immutable*; the next batch overwrites it.
-
-    Attributes:
-        values: by place of the feature; keys are (rows, hotness), or (rows,) for one key each.
-        starts: where they are in the memory, in bytes.
-        rows: by place of the feature, the rows of each request.
-    """
-
-    memory: npt.NDArray[np.uint8]
-    values: dict[int, npt.NDArray[Any]]
-    starts: dict[int, int]
-    rows: dict[int, IndexArray]
-
-
-class Gathering:
-    """Where the inputs of batches go: one piece of memory, which grows. *One thread at a time.*
+def gather_into(
+    requests: Sequence[PackedRequest | ScoreRequest],
+    memory: npt.NDArray[np.uint8],
+    starts: IndexArray,
+    limits: IndexArray,
+) -> IndexArray | None:
+    """Gather the inputs of requests that are alike; return the rows of all together, by input.
 
     Args:
-        allocate: makes memory of so many bytes, as uint8.
+        memory: where they go.
+        starts, limits: by input, where its values begin in the memory, and how many bytes have room.
+
+    Returns:
+        None if they are not alike, do not fit, or some have bags of any size.
     """
-
-    def __init__(self, features: Sequence[Feature], allocate: Callable[[int], npt.NDArray[np.uint8]]) -> None:
-        self._features = features
-        self._places = [place for place, one in enumerate(features) if not one.index]
-        self._allocate = allocate
-        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        compile_kernels(gather)
-
-    def gather(self, requests: Sequence[PackedRequest]) -> Gathered | None:
-        """Gather the inputs of requests; None if they differ in more than the number of their samples."""
-        first = requests[0].description
-        if first.offsets is None or any(
-            one.description is not first and not _alike(one.description, first) for one in requests
-        ):
+    count = len(requests)
+    first = _layout_of(requests[0])
+    if first is None:
+        return None
+    if all(type(one) is PackedRequest and one.description.layout is first for one in requests):
+        sizes = np.broadcast_to(first.rows * first.widths, (count, first.rows.size))
+        before = np.arange(count)[:, None] * sizes[0]
+        rows = first.rows * count
+    else:
+        layouts = [_layout_of(one) for one in requests]
+        if any(one is None or one.columns != first.columns for one in layouts):
             return None
-        offsets = np.stack([one.description.offsets for one in requests])  # type: ignore[misc]  # all have some
-        rows = np.stack([one.description.rows for one in requests])  # type: ignore[misc]
-        widths = np.array([prod(shape) * dtype.itemsize for dtype, shape in first.columns], np.int64)
-        sizes = rows * widths
-        totals = sizes.sum(axis=0)
-        starts = np.zeros(len(widths) + 1, np.int64)
-        np.cumsum(-(-totals // _ALIGNED) * _ALIGNED, out=starts[1:])
-        if self._memory.size < starts[-1]:
-            self._memory = self._allocate(2 * int(starts[-1]))
+        by_request = np.array([one.rows for one in layouts if one is not None])
+        sizes = by_request * first.widths
         before = np.zeros_like(sizes)
         np.cumsum(sizes[:-1], axis=0, out=before[1:])
-        sources = offsets + np.array([one.address for one in requests], np.int64)[:, None]
-        targets = before + (starts[:-1] + self._memory.ctypes.data)
-        gather(sources.reshape(-1), sizes.reshape(-1), targets.reshape(-1))
-        counts, begins = rows.sum(axis=0).tolist(), starts.tolist()
-        values, places = {}, {}
-        for number, place in enumerate(self._places):
-            dtype, shape = first.columns[number]
-            values[place] = np.ndarray((counts[number], *shape), dtype, self._memory, begins[number])
-            places[place] = begins[number]
-        by_place = {place: rows[:, number] for number, place in enumerate(self._places)}
-        return Gathered(self._memory[: begins[-1]], values, places, by_place)
+        rows = by_request.sum(axis=0)
+    if (rows * first.widths > limits).any():
+        return None
+    sources = np.array([_addresses_of(one) for one in requests], np.int64)
+    targets = before + (starts + memory.ctypes.data)
+    gather(sources.reshape(-1), np.ascontiguousarray(sizes).reshape(-1), targets.reshape(-1))
+    return rows
 
 
-def _alike(one: Description, other: Description) -> bool:
-    """Whether requests can be gathered together."""
-    return one.offsets is not None and one.columns == other.columns
+def _layout_of(request: PackedRequest | ScoreRequest) -> Layout | None:
+    if isinstance(request, PackedRequest):
+        return request.description.layout
+    return layout_of(request.given) if all(one.offsets is None and one.weights is None for one in request.given) else None
+
+
+def _addresses_of(request: PackedRequest | ScoreRequest) -> Any:
+    if isinstance(request, PackedRequest):
+        return request.description.offsets + request.address
+    return [one.values.ctypes.data for one in request.given]

@@ -1,9 +1,16 @@
-"""One call of a network on the vectors of one deployment: look up, pool, run."""
+"""One call of a network on the vectors of one deployment: look up, pool, run.
+
+There are two ways. In general, the inputs of all requests are put together, the vectors are looked up into new memory, and the network
+runs on both. Batches of requests that look alike take the other way wherever every lookup is of rows: all memory from their keys to the
+inputs of the network is kept, for some numbers of samples, and so is what a lookup of it prepares; on a CUDA device the network is
+a CUDA graph. Then a batch is one copy of its inputs, one prepared lookup, one launch.
+"""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
@@ -11,19 +18,22 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import DeviceError, HPSError, NetworkError
+from hps.ground.numba_kernels import compile_kernels
 from hps.networks.base import FixedRun, Network, Tensor
 from hps.scoring.features import Feature, Given, ScoreRequest
-from hps.scoring.packing import Gathered, Gathering, PackedRequest
+from hps.scoring.packing import PackedRequest, gather, gather_into
 from hps.tensors.bags import Bags, pooled_segments
-from hps.tensors.segments import Segment, named_segments
+from hps.tensors.segments import Segment, fixed_segments, named_segments
 from hps.types import TableSpec
 
 Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
 Request: TypeAlias = ScoreRequest | PackedRequest
 
-_LEAST_FIXED = 16
-_STEP = 4  # between the numbers of samples of fixed runs
+_ALIGNED = 64
+_LEAST_KEPT = 16
+_STEP = 4  # between the numbers of samples that memory is kept for
+_MOST_BOUND = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +60,54 @@ class _Batch:
 
     Attributes:
         columns: by place of the feature, values; of a lookup, keys or `Bags`.
-        gathered: the memory that has all of them, if one has.
         repeats: by place of the feature, how often each row counts; without those that count once.
     """
 
     columns: dict[int, Any]
-    gathered: Gathered | None
     repeats: dict[int, npt.NDArray[np.int64]]
+
+
+@dataclass(slots=True)
+class _Bound:
+    """What a batch of a number of samples prepares once: the lookup of its keys, and the run of the network."""
+
+    segments: Sequence[Segment]
+    run: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """Memory of batches of up to `samples`.
+
+    Attributes:
+        staged, source: where inputs are gathered, as an array, and as what the network copies to `memory`.
+        memory: where lookups and network read them; `staged` itself on the CPU.
+        starts, limits: by input, where its values begin, and how many bytes have room.
+        inputs: of the network, by name.
+        run: on a CUDA device, the run of the network on all samples.
+        bound: by number of samples.
+    """
+
+    samples: int
+    staged: npt.NDArray[np.uint8]
+    source: Tensor
+    memory: Tensor
+    starts: npt.NDArray[np.int64]
+    limits: npt.NDArray[np.int64]
+    inputs: dict[str, Tensor]
+    run: FixedRun | None = None
+    bound: dict[int, _Bound] = field(default_factory=dict)
 
 
 class Scorer:
     """Answers requests from one deployment on one device. *Thread-safe.*
 
-    On a CUDA device, the inputs of the network are tensors that stay where they are, so that it can be a CUDA graph; one call at a time
-    uses them. Calls beside it run the network as it is.
+    One call at a time uses the memory that is kept; calls beside it take the general way.
 
     Args:
         model: its name, for errors.
         lookup: looks segments up.
+        bind: prepares segments for lookups again and again; None: they are looked up as they are.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
 
     Attributes:
@@ -82,6 +122,7 @@ class Scorer:
         network: Network,
         lookup: Callable[[Sequence[Segment]], None],
         *,
+        bind: Callable[[Sequence[Segment]], Sequence[Segment]] | None = None,
         on_device: bool = False,
         refuse_nan: bool = True,
         max_samples: int = 1,
@@ -99,9 +140,16 @@ class Scorer:
         self._names = [table.table_name for table in tables]
         self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
         self._split = any(one.index for one in self.features)
-        self._own = threading.Lock()  # of what only one call can use: the fixed tensors and the memory of batches
-        self._fixed: list[tuple[int, FixedRun]] = []
-        self._gathering = Gathering(self.features, network.staging)
+        self._bind = bind or (lambda segments: segments)
+        lookups = [one for one in self.features if one.is_lookup]
+        self._keeps = not (
+            self._split
+            or any(one.combiner or one.max_norm for one in lookups)
+            or len({one.table for one in lookups}) < len(lookups)
+        )
+        self._own = threading.Lock()  # of what is kept
+        self._kept: dict[int, _Kept] = {}
+        compile_kernels(gather)
 
     def score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         """Score requests in one call of the network.
@@ -112,21 +160,114 @@ class Scorer:
         Raises:
             HPSError: a tier failed. NetworkError: the network failed.
         """
-        if not self._own.acquire(False):
-            return self._score(requests, alone=False)
-        try:
-            return self._score(requests, alone=True)
-        finally:
-            self._own.release()
-
-    def _score(self, requests: Sequence[Request], *, alone: bool) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         began = perf_counter_ns()
         counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
-        total = int(counts.sum())
-        batch = self._batch(requests, counts, alone=alone)
-        fixed = next((run for most, run in self._fixed if most >= total), None) if alone else None
+        outputs: Outputs | None = None
+        looked_up = began
+        if self._keeps and self._own.acquire(False):
+            try:
+                outputs, looked_up = self._score_kept(requests, int(counts.sum()))
+            finally:
+                self._own.release()
+        if outputs is None:
+            outputs, looked_up = self._score_any(requests, counts)
+        self._check(outputs, int(counts.sum()))
+        whole = self._checked(outputs)
+        answers: list[Outputs | HPSError] = []
+        if len(requests) == 1:
+            answers.append(whole)
+        else:
+            start = 0
+            for samples in counts.tolist():
+                own = {name: values[start : start + samples] for name, values in outputs.items()}
+                answers.append(own if whole is outputs else self._checked(own))
+                start += samples
+        return answers, ScoreTimes(began, looked_up, perf_counter_ns())
+
+    def _score_kept(self, requests: Sequence[Request], total: int) -> tuple[Outputs | None, int]:
+        """Score requests that look alike in the memory that is kept; None if they do not."""
+        size = _LEAST_KEPT
+        while size < total:
+            size *= _STEP
+        kept = self._kept_for(min(size, self._max_samples))
+        rows = gather_into(requests, kept.staged, kept.starts, kept.limits)
+        if rows is None or (rows != total).any():  # or some are given once for several samples
+            return None, 0
+        if (bound := kept.bound.get(total)) is None:
+            if len(kept.bound) >= _MOST_BOUND:
+                kept.bound.clear()
+            bound = kept.bound[total] = self._bound(kept, total)
+        if self._on_device:
+            self._network.write(kept.memory, kept.source)
+        self._lookup(bound.segments)
+        looked_up = perf_counter_ns()
+        outputs = self._run(bound.run)
+        if not self._on_device:  # a network may return its inputs
+            outputs = {name: values.copy() for name, values in outputs.items()}
+        return outputs, looked_up
+
+    def _kept_for(self, samples: int) -> _Kept:
+        """Return the memory of batches of up to a number of samples."""
+        if (kept := self._kept.get(samples)) is not None:
+            return kept
+        network, at = self._network, 0
+        starts, limits, places = [], [], {}
+        for one in self.features:
+            keys = (one.hotness,) if one.hotness is not None else ()
+            shape, dtype = (keys, "int64") if one.is_lookup else (one.shape, one.dtype)
+            size = samples * prod(shape) * np.dtype(dtype).itemsize
+            places[one.name] = at, dtype, (samples, *shape)
+            starts.append(at)
+            limits.append(size)
+            at += -(-size // _ALIGNED) * _ALIGNED
+        staged, source = network.staging(at)
+        memory = network.empty((at,), "uint8") if self._on_device else staged
+        inputs: dict[str, Tensor] = {}
+        for one in self.features:
+            start, dtype, shape = places[one.name]
+            if one.is_lookup:
+                tensor = one.tensor()
+                vectors = (samples, *tensor.shape[1:])
+                inputs[one.name] = network.empty(vectors, "float32") if self._on_device else np.empty(vectors, np.float32)
+            elif self._on_device:
+                inputs[one.name] = network.part(memory, start, dtype, shape)
+            else:
+                inputs[one.name] = np.ndarray(shape, dtype, staged, start)
+        kept = _Kept(samples, staged, source, memory, np.array(starts), np.array(limits), inputs)
+        if self._on_device:
+            staged[:] = 0
+            network.write(memory, source)
+            kept.run = network.fixed(inputs)
+        self._kept[samples] = kept
+        return kept
+
+    def _bound(self, kept: _Kept, samples: int) -> _Bound:
+        """Prepare the lookup and the run of a number of samples in the memory that is kept."""
+        network, tables, outs = self._network, {}, {}
+        for place, one in enumerate(self.features):
+            if not one.is_lookup:
+                continue
+            hotness = one.hotness or 1
+            start, count = int(kept.starts[place]), samples * hotness
+            if self._on_device:
+                keys = network.part(kept.memory, start, "int64", (count,))
+            else:
+                keys = np.ndarray((count,), np.int64, kept.staged, start)
+            name = self._names[one.table]
+            tables[name], outs[name] = keys, kept.inputs[one.name][:samples].reshape(count, one.dim)
+        index = self._indices.__getitem__
+        segments = fixed_segments(tables, outs, {}, index, self._tables, on_cuda=self._on_device)
+        if kept.run is not None:
+            whole = kept.run.run
+            return _Bound(self._bind(segments), lambda: {name: values[:samples] for name, values in whole().items()})
+        inputs = {name: network.put(values[:samples]) for name, values in kept.inputs.items()}
+        return _Bound(self._bind(segments), partial(network.run, inputs))
+
+    def _score_any(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> tuple[Outputs, int]:
+        """Score any requests."""
+        batch = self._batch(requests, counts)
         given = self._on_card(batch)
-        vectors = self._vectors(batch, given, fixed)
+        vectors = self._vectors(batch, given)
         looked_up = perf_counter_ns()
         inputs: dict[str, Tensor] = {}
         for place, one in enumerate(self.features):
@@ -136,25 +277,8 @@ class Scorer:
             tensor = vectors[place] if one.is_lookup else given[place]
             if place in batch.repeats:
                 tensor = self._network.repeat(tensor, batch.repeats[place])
-            if fixed is not None and (place in batch.repeats or not one.is_lookup):
-                self._network.write(fixed.inputs[one.name][:total], tensor)
             inputs[one.name] = tensor
-        run: Callable[[], Mapping[str, Tensor]] = partial(self._network.run, inputs) if fixed is None else fixed.run
-        outputs = self._run(run)
-        if fixed is not None:
-            outputs = {name: values[:total] for name, values in outputs.items()}
-        self._check(outputs, total)
-        answers: list[Outputs | HPSError] = []
-        if len(requests) == 1:
-            answers.append(self._checked(outputs))
-        else:
-            whole = self._checked(outputs)
-            start = 0
-            for samples in counts.tolist():
-                own = {name: values[start : start + samples] for name, values in outputs.items()}
-                answers.append(own if whole is outputs else self._checked(own))
-                start += samples
-        return answers, ScoreTimes(began, looked_up, perf_counter_ns())
+        return self._run(partial(self._network.run, inputs)), looked_up
 
     def try_out(self) -> tuple[Output, ...]:
         """Run the network on zeros, without lookups, and return its outputs.
@@ -177,18 +301,12 @@ class Scorer:
         return self.outputs
 
     def warm(self) -> None:
-        """Prepare runs of several numbers of samples, if the network is on a CUDA device."""
-        if not self._on_device or self._split:
+        """Keep memory for batches, and capture the network for them, if it is on a CUDA device."""
+        if not (self._on_device and self._keeps):
             return
-        samples = _LEAST_FIXED
+        samples = _LEAST_KEPT
         while samples < _STEP * self._max_samples:
-            samples = min(samples, self._max_samples)
-            inputs = {}
-            for one in (feature.tensor() for feature in self.features):
-                shape = (samples, *one.shape[1:])
-                inputs[one.name] = self._network.empty(shape, one.dtype)
-                self._network.write(inputs[one.name], self._network.put(np.zeros(shape, one.dtype)))
-            self._fixed.append((samples, self._network.fixed(inputs)))
+            self._kept_for(min(samples, self._max_samples))
             samples *= _STEP
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
@@ -220,39 +338,29 @@ class Scorer:
                 )
         return outputs
 
-    def _batch(self, requests: Sequence[Request], counts: npt.NDArray[np.int64], *, alone: bool) -> _Batch:
+    def _batch(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> _Batch:
         """Put the inputs of requests together."""
-        packed = [one for one in requests if isinstance(one, PackedRequest)]
-        gathered = self._gathering.gather(packed) if alone and len(packed) == len(requests) else None
+        given = [
+            one if isinstance(one, ScoreRequest) else one.unpacked(self.features, self._max_samples, self._model)
+            for one in requests
+        ]
         columns: dict[int, Any] = {}
-        if gathered is not None:
-            for place, values in gathered.values.items():
-                one = self.features[place]
-                columns[place] = _bags(one, [Given(values, len(values))]) if one.is_lookup else values
-            rows = gathered.rows
-        else:
-            given = [
-                one if isinstance(one, ScoreRequest) else one.unpacked(self.features, self._max_samples, self._model)
-                for one in requests
-            ]
-            for place, one in enumerate(self.features):
-                parts = [request.given[place] for request in given]
-                if one.is_lookup:
-                    columns[place] = _bags(one, parts)
-                elif not one.index:
-                    columns[place] = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
-            rows = {
-                place: np.array([request.given[place].rows for request in given])
-                for place, one in enumerate(self.features)
-                if one.per_request
-            }
+        rows = {}
+        for place, one in enumerate(self.features):
+            parts = [request.given[place] for request in given]
+            if one.is_lookup:
+                columns[place] = _bags(one, parts)
+            elif not one.index:
+                columns[place] = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
+            if one.per_request:
+                rows[place] = np.array([part.rows for part in parts])
         repeats = {}
         for place, one in enumerate(self.features):
             if one.per_request and not self._split and not np.array_equal(rows[place], counts):
                 # a row that stands for all samples of its request, or one of several
                 times = np.where(rows[place] == 1, counts, 1)
                 repeats[place] = np.repeat(times, rows[place])
-        return _Batch(columns, gathered, repeats)
+        return _Batch(columns, repeats)
 
     def _on_card(self, batch: _Batch) -> dict[int, Tensor]:
         """Return the values of features, and on a CUDA device the keys, in the memory of the network's device."""
@@ -262,20 +370,13 @@ class Scorer:
                 if not (one.is_lookup or one.index):
                     found[place] = network.put(batch.columns[place])
             return found
-        if batch.gathered is not None:
-            memory = network.put(batch.gathered.memory)
-            for place, values in batch.gathered.values.items():
-                keys = batch.columns[place]
-                shape = keys.keys.shape if isinstance(keys, Bags) else keys.shape
-                found[place] = network.part(memory, batch.gathered.starts[place], values.dtype.name, shape)
-            return found
         for place, one in enumerate(self.features):
             if not one.index:
                 column = batch.columns[place]
                 found[place] = network.put(np.ascontiguousarray(column.keys if isinstance(column, Bags) else column))
         return found
 
-    def _vectors(self, batch: _Batch, given: Mapping[int, Tensor], fixed: FixedRun | None) -> dict[int, Tensor]:
+    def _vectors(self, batch: _Batch, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Look up the vectors of all lookups; by place of the feature."""
         found: dict[int, Tensor] = {}
         turns: dict[tuple[bool, int], list[int]] = {}
@@ -286,7 +387,7 @@ class Scorer:
                 turn = seen[pooled, one.table] = seen.get((pooled, one.table), -1) + 1
                 turns.setdefault((pooled, turn), []).append(place)
         for (pooled, _), places in turns.items():
-            self._look_up(pooled, places, batch, given, fixed, found)
+            self._look_up(pooled, places, batch, given, found)
         return found
 
     def _look_up(
@@ -295,7 +396,6 @@ class Scorer:
         places: Sequence[int],
         batch: _Batch,
         given: Mapping[int, Tensor],
-        fixed: FixedRun | None,
         found: dict[int, Tensor],
     ) -> None:
         """Look up one lookup of each table."""
@@ -312,10 +412,7 @@ class Scorer:
             else:
                 shape = (len(keys), one.dim)
             flat = (int(np.prod(shape[:-1])), one.dim)
-            if fixed is not None and place not in batch.repeats:
-                out = fixed.inputs[one.name][: shape[0]].reshape(flat)
-            else:
-                out = network.empty(flat, "float32") if on_device else np.empty(flat, np.float32)
+            out = network.empty(flat, "float32") if on_device else np.empty(flat, np.float32)
             outs[name], found[place] = out, out.reshape(shape)
             if not pooled:
                 tables[name] = (given[place] if on_device else keys).reshape(-1)

@@ -157,13 +157,12 @@ class Deployment:
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
         self.scores = None
         if self.network is not None and self.config.dense is not None:
-            sessions = {id(session): session.lookup for session in self.sessions.values()}
             self.scores = DeploymentScores(
                 self.network,
                 self.config,
                 self.config.dense,
                 self.tables,
-                {device: sessions[id(session)] for device, session in self.sessions.items()},
+                self.sessions,
                 self.chain.metrics.scores(self.config.model),
             )
 

@@ -54,9 +54,10 @@ def scores_of(module: Any, dense: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return answer
 
 
-@pytest.fixture(
-    params=[{"embedding_cache_type": "static"}, {"gpucacheper": 1.0}, {"gpucacheper": 0.3}], ids=["static", "all", "part"]
-)
+CACHES = {"static": {"embedding_cache_type": "static"}, "all": {"gpucacheper": 1.0}, "part": {"gpucacheper": 0.3}}
+
+
+@pytest.fixture(params=[*CACHES])
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, hps.HPS]]:
     module = dlrm(tmp_path, 1, 1, **CACHES[request.param])
     with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:

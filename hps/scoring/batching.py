@@ -20,12 +20,12 @@ class ScoreCall:
     """A request that waits for its scores.
 
     Attributes:
-        done: called once, in any thread, with the outputs or why there are none, and the times of the batch.
+        done: called once, in any thread, with the outputs or why there are none, and the times of the batch. Raises nothing.
         due_ns: when it is too late to begin, as `perf_counter_ns`; 0: never.
     """
 
     request: Request
-    done: Callable[[Outputs | HPSError, ScoreTimes | None], None]
+    done: Callable[[Outputs | Exception, ScoreTimes | None], None]
     due_ns: int = 0
 
 
@@ -39,13 +39,24 @@ class Batcher:
 
     Args:
         max_delay_us: how long a batch that is not full waits for more.
+        alone: each request is a batch by itself.
     """
 
-    def __init__(self, what: str, scorer: Scorer, counters: ScoreCounters, max_samples: int, max_delay_us: int) -> None:
+    def __init__(
+        self,
+        what: str,
+        scorer: Scorer,
+        counters: ScoreCounters,
+        max_samples: int,
+        max_delay_us: int = 0,
+        *,
+        alone: bool = False,
+    ) -> None:
         self._what = what
         self._scorer = scorer
         self._counters = counters
         self._max_samples = max_samples
+        self._alone = alone
         self._delay_s = max_delay_us * 1e-6
         self._limits = {place: one.max_keys for place, one in enumerate(scorer.features) if one.is_lookup}
         self._waiting: deque[tuple[ScoreCall, float]] = deque()
@@ -115,7 +126,8 @@ class Batcher:
                 if call.due_ns and call.due_ns <= now:
                     late.append(call)
                 elif batch and (
-                    samples + request.samples > self._max_samples
+                    self._alone
+                    or samples + request.samples > self._max_samples
                     or any(keys[place] + request.keys[place] > most for place, most in self._limits.items())
                 ):
                     break
@@ -144,7 +156,7 @@ class Batcher:
             for call in batch:
                 self._answer([call])
             return
-        except HPSError as error:
+        except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread goes on
             for call in batch:
                 call.done(error, None)
             return

@@ -141,13 +141,13 @@ class DeploymentScores:
         self._described = lru_cache(_DESCRIPTIONS)(
             partial(read_description, features=opened.features, max_samples=config.max_batch_size, model=config.model)
         )
-        self._batchers: dict[int, Batcher] = {}
-        if dense.dynamic_batching:
-            batchers = {
-                id(scorer): Batcher(self._what, scorer, counters, config.max_batch_size, dense.max_queue_delay_us)
-                for scorer in made.values()
-            }
-            self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
+        alone = not dense.dynamic_batching
+        delay_us = 0 if alone else dense.max_queue_delay_us
+        batchers = {
+            id(scorer): Batcher(self._what, scorer, counters, config.max_batch_size, delay_us, alone=alone)
+            for scorer in made.values()
+        }
+        self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
 
     def read(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ScoreRequest:
         """Check the inputs of a request; see `read_request`."""
@@ -180,15 +180,12 @@ class DeploymentScores:
             return answer
 
     def submit(self, call: ScoreCall, device: int) -> None:
-        """Score a request in a batch, or by itself where batches are off; `call.done` gets the scores.
+        """Score a request with others, or by itself where batches are off; `call.done` gets the scores.
 
         Raises:
             NotReadyError: the deployment is closed, or too many requests wait.
         """
-        if batcher := self._batchers.get(device):
-            batcher.submit(call)
-            return
-        call.done(self.score(call.request, device), None)
+        self._batchers[device].submit(call)
 
     def close(self, timeout_s: float) -> bool:
         """Refuse further requests, and wait for those under way; False if they take longer."""

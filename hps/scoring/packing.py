@@ -16,7 +16,7 @@ import numpy.typing as npt
 from numba import int64, types, void
 
 from hps.errors import InvalidInputError
-from hps.ground.numba_kernels import kernel
+from hps.ground.numba_kernels import kernel, read_only
 from hps.scoring.features import Feature, Given, ScoreRequest, read_request
 from hps.types import IndexArray
 
@@ -27,7 +27,7 @@ _memcpy: Any = types.ExternalFunction("memcpy", _I64(_I64, _I64, _I64))
 _WORDS: Any = int64[::1]
 
 
-@kernel(void, _WORDS, _WORDS, _WORDS)
+@kernel(void, read_only(_WORDS), read_only(_WORDS), read_only(_WORDS))
 def gather(sources: IndexArray, sizes: IndexArray, targets: IndexArray) -> None:
     """Copy `sizes` bytes from each address of `sources` to that of `targets`."""
     for place in range(sources.size):

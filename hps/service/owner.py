@@ -375,9 +375,9 @@ class FrontLink:
             raise InvalidInputError(f"scoring: got no room for {request.samples} samples")
         due = began + 1000 * described.timeout_us if described.timeout_us else 0
 
-        def done(answer: Outputs | HPSError, times: ScoreTimes | None) -> None:
+        def done(answer: Outputs | Exception, times: ScoreTimes | None) -> None:
             try:
-                if isinstance(answer, HPSError):
+                if isinstance(answer, Exception):
                     raise answer
                 for name, place in outputs:
                     place[...] = answer[name]

@@ -36,6 +36,7 @@ CASES = {  # name: what is measured, and beside what
     "pooled": "GPU: pooled lookups, beside a plain kernel and torch",
     "layers": "GPU: layers of hps.torch, beside the calls beneath them",
     "scores": "scores of a whole model over HTTP, beside a plain FastAPI application (GPU or CPU)",
+    "loadgen": "scores under MLCommons LoadGen, scenarios Server and Offline (GPU or CPU)",
 }
 
 

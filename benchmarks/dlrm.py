@@ -3,6 +3,8 @@
 Source: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, arXiv:1906.00091.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -40,7 +42,7 @@ class DLRM(nn.Module):
 
 def _perceptron(widths: tuple[int, ...], *, last: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for place, (above, below) in enumerate(zip(widths, widths[1:], strict=False)):
+    for place, (above, below) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(above, below))
         if last or place < len(widths) - 2:
             layers.append(nn.ReLU())

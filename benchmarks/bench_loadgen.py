@@ -106,7 +106,7 @@ def _drive(report: Report, scenario: str, service: Service, pairs: int, rate: fl
         settings.server_target_latency_ns = _BOUND_NS
         settings.server_target_latency_percentile = 0.99
     else:
-        settings.offline_expected_qps = rate
+        settings.offline_expected_qps = 16 * rate
     output = loadgen.LogOutputSettings()
     output.outdir = str(logs)
     log = loadgen.LogSettings()
@@ -153,7 +153,7 @@ def run(report: Report, quick: bool) -> None:
             for scenario, seconds in (("server", 2.0 if quick else 30.0), ("offline", 2.0 if quick else 20.0)):
                 logs = place / scenario
                 logs.mkdir()
-                service = Service(requests, answers, _PORT, 64 if cores >= 16 else 8)
+                service = Service(requests, answers, _PORT, 16 if cores >= 16 else 8)
                 drive = lambda s=service, n=scenario, t=seconds, to=logs: _drive(report, n, s, pairs, rate, t, to)  # noqa: E731
                 part(report, scenario, 120, drive)
                 service.close()

@@ -22,7 +22,7 @@ from hps.ground.thread_pool import POOL
 from hps.lookup.refresh import RefreshReport
 from hps.lookup.session import DirectSession, RecordedLookup, Session
 from hps.models.table_load import LoadTargets
-from hps.scoring.deployed import Scores, network_of_model
+from hps.scoring.deployed import network_of_model
 from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
@@ -37,7 +37,7 @@ from hps.tensors.segments import (
     refuse_repeated_tables,
     tensor_segment,
 )
-from hps.types import BoolArray, FloatArray
+from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
 from hps.versions.catalog_watch import CatalogWatch, FleetStatus, IndexEntry
 from hps.versions.collection import StatisticsCollector

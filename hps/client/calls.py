@@ -8,7 +8,17 @@ import numpy as np
 
 from hps.client.addresses import Address
 from hps.client.answers import Answer
-from hps.client.requests import Encoder, Input, RemoteCall, bag_inputs, json_call, rows_call, rows_path
+from hps.client.requests import (
+    Encoder,
+    Input,
+    RemoteCall,
+    bag_inputs,
+    deadline,
+    json_call,
+    rows_call,
+    rows_path,
+    score_inputs,
+)
 from hps.client.retries import Attempts
 from hps.client.routing import PartAnswer, Parts, Routed, Router, joined
 from hps.client.shared_memory import SharedMemory
@@ -215,6 +225,37 @@ class Calls:
             parameters=parameters,
         )
         return self._ask(call, timeout_s)
+
+    def score(
+        self,
+        model_name: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: str | None = None,
+        device_id: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Look the vectors of samples up, and run the model's network on them, as `HPS.score` does.
+
+        Args:
+            inputs: by name of the network's inputs, as for `HPS.score`. Python's integers are sent as int64 and its floats as
+                float32; a feature of another dtype wants an array of that dtype.
+            timeout_s: the server knows it, and does not begin to score after it.
+
+        Returns:
+            `Scores`: outputs of the network by name, (samples, ...), and the version that answered.
+
+        Raises:
+            InvalidInputError: inputs are wrong, or the client routes keys: scores come from one server.
+            RemoteError: the network failed.
+        """
+        if self._router is not None:
+            raise InvalidInputError("scoring: got a client that routes keys, expected one without a route")
+        arrays, samples = score_inputs(inputs)
+        parameters = deadline(self._timeout_s if timeout_s is None else timeout_s)
+        if device_id is not None:
+            parameters["DeviceID"] = device_id
+        return self._ask(self._encoder.score(model_name, version, arrays, samples, parameters), timeout_s)
 
     def report(
         self, tables: Mapping[str, Any], model_name: str, *, version: str | None = None, timeout_s: float | None = None

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -19,22 +18,6 @@ from hps.scoring.scorer import Output, Outputs, Scorer
 from hps.statistics.scores import ScoreCounters
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """The answer of a network. *Immutable.*
-
-    Attributes:
-        version: version of the model that answered.
-        outputs: by name, (samples, ...) in host memory.
-    """
-
-    version: str
-    outputs: Mapping[str, npt.NDArray[Any]]
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self.outputs[name]
 
 
 class OpenedNetwork:

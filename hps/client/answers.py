@@ -239,6 +239,11 @@ class Answer:
         return self._place(needed)
 
     @property
+    def version(self) -> str:
+        """Version of the model that answered; empty if the answer does not say."""
+        return "" if self.layout is None else self.layout.version
+
+    @property
     def outputs(self) -> dict[str, npt.NDArray[Any]]:
         """All outputs by name, once the answer is complete."""
         return self._arrays

@@ -184,7 +184,7 @@ class Encoder:
             form.rest,
             arrays,
             lambda: Answer(expected),
-            lambda answer: Scores("" if answer.layout is None else answer.layout.version, answer.outputs),
+            lambda answer: Scores(answer.version, answer.outputs),
         )
 
     def _keep(self, key: Any, form: _Form) -> _Form:

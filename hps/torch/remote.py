@@ -209,6 +209,11 @@ class RemoteTables:
                 if own == version:
                     raise
                 return None
+            except UnknownTableError:
+                self._names.pop((model_name, version), None)
+                if not by_id or self._names_of(model_name, version, left) == names:
+                    raise
+                return None
             if by_id and (right := self._names_of(model_name, answered, left)) != names:
                 self._names[model_name, ""] = right
                 return None

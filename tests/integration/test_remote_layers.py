@@ -260,8 +260,10 @@ def test_a_client_of_the_callers_has_its_token_and_stays_open(service: ServedPro
             assert server_of(named.ps_config_file).client is client  # type: ignore[union-attr]
         close()
         assert client.lookup([5], "m", "item").shape == (1, 5)
-    with pytest.raises(hps.NotReadyError):
-        named(torch.tensor([5]))
+    attach(client, "named")
+    for options in ({}, {"fallback": 0.0}):
+        with pytest.raises(hps.NotReadyError, match="closed"):
+            LookupLayer("named", "m", "item", 5, **options)(torch.tensor([5]))
     assert torch.equal(layer(torch.tensor([5])), before), "an address opens by itself"
 
 

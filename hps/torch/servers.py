@@ -114,7 +114,7 @@ def _options_of_no_use() -> InvalidInputError:
 def known(place: str) -> HPS | None:
     """Return the server of a path or name if it is in this process and open."""
     server = _known.get(place)
-    return server if isinstance(server, HPS) else None
+    return server if isinstance(server, HPS) and not server.closed else None
 
 
 def server_of(place: str) -> HPS | RemoteTables:

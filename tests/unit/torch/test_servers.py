@@ -110,6 +110,8 @@ def test_a_server_opened_from_a_path_has_that_name_until_it_is_closed(
             assert (other(keys) == 7).all()
             assert not (layer(keys) == 7).any()
             assert server_of(served.path) is first
+        pinned = LookupLayer(served.path, "m", "user", 8, version=1)
+        assert torch.equal(pinned(keys), served.rows(keys, "user"))
         opened = server_of(served.path)
         assert opened is not first
         assert torch.equal(layer(keys), served.rows(keys, "user"))

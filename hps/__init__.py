@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hps.statistics.snapshot import TableStatistics as TableStatistics
     from hps.statistics.snapshot import TierStatistics as TierStatistics
     from hps.tensors.bags import Bags as Bags
+    from hps.types import Scores as Scores
     from hps.updates.publisher import Publisher as Publisher
     from hps.updates.publisher import open_publisher as open_publisher
     from hps.versions.fixed_lookups import CapturedLookup as CapturedLookup
@@ -68,6 +69,8 @@ _ERRORS = (
     "ForkedProcessError",
     "TrainingModeError",
     "WorkspaceTimeoutError",
+    "NetworkError",
+    "DeadlineError",
     "DatabaseError",
     "DatabaseTimeoutError",
     "DatabaseLockedError",
@@ -94,6 +97,7 @@ _STATISTICS = (
 _HOME = {
     "HPS": "hps.parameter_server",
     "Bags": "hps.tensors.bags",
+    "Scores": "hps.types",
     "connect": "hps.client.client",
     "Client": "hps.client.client",
     "connect_async": "hps.client.async_client",

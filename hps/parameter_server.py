@@ -22,7 +22,7 @@ from hps.ground.thread_pool import POOL
 from hps.lookup.refresh import RefreshReport
 from hps.lookup.session import DirectSession, RecordedLookup, Session
 from hps.models.table_load import LoadTargets
-from hps.scoring.deployed import Scores, network_of_model
+from hps.scoring.deployed import network_of_model
 from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
@@ -37,7 +37,7 @@ from hps.tensors.segments import (
     refuse_repeated_tables,
     tensor_segment,
 )
-from hps.types import BoolArray, FloatArray
+from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
 from hps.versions.catalog_watch import CatalogWatch, FleetStatus, IndexEntry
 from hps.versions.collection import StatisticsCollector
@@ -65,6 +65,8 @@ class HPS:
     Exception: if it uses only Redis (no other database, no embedding cache), the child opens its own connections.
 
     Attributes:
+        path: absolute path of the `ps.json` or repository that it was opened from; empty for any other configuration.
+        closed: whether it is closed, or belongs to the parent process.
         cache_class: the kind of embedding cache that `device` chose.
 
     Args:
@@ -87,11 +89,12 @@ class HPS:
         deploy_models: bool = True,
     ) -> None:
         self.config = load_configuration(config)
+        self.path = os.path.abspath(config) if isinstance(config, str | os.PathLike) and os.path.exists(config) else ""
         self.metrics = Metrics()
         self.cache_class = choose_cache(self.config.device)
         self.live = LiveModels(counted=self.metrics.models)
         self._closing = threading.Lock()
-        self._closed = False
+        self.closed = False
         self._recorder: KeyRecorder | None = None
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
         POOL.limit_to(self.config.fetch_threads)
@@ -142,7 +145,7 @@ class HPS:
             if self._reopenable:
                 self._reopen()
                 return self.model(name, version)
-            if self._closed:
+            if self.closed:
                 raise refusal(self, "the parameter server") from None
             raise
 
@@ -654,7 +657,7 @@ class HPS:
             CapacityError, ModelFileError, DatabaseError, DeviceError: it cannot be loaded. The serving version continues.
         """
         self._reopen()
-        if self._closed:
+        if self.closed:
             raise refusal(self, "the parameter server")
         name = model if isinstance(model, str) else model.model
         self._deployer.deploy(name, None if isinstance(model, str) else model, version, progress, force, remember, pin)
@@ -676,7 +679,7 @@ class HPS:
             DatabaseError, DeviceError, ModelFileError: it cannot be put into service. The serving version continues.
         """
         self._reopen()
-        if self._closed:
+        if self.closed:
             raise refusal(self, "the parameter server")
         self._deployer.rollback(model_name)
         return self.model(model_name)
@@ -693,7 +696,7 @@ class HPS:
             As `deploy`.
         """
         self._reopen()
-        if self._closed:
+        if self.closed:
             raise refusal(self, "the parameter server")
         self._deployer.unpin(model_name, progress)
         return self.model(model_name)
@@ -719,7 +722,7 @@ class HPS:
             ModelFileError: it cannot be written. ModelSourceError: no answer; it may have been written.
         """
         self._reopen()
-        if self._closed:
+        if self.closed:
             raise refusal(self, "the parameter server")
         serving = self.live.serving.get(model_name)
         return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version)
@@ -823,7 +826,7 @@ class HPS:
             ForkedProcessError: it was created before this process was forked.
         """
         self._reopen()
-        if self._closed:
+        if self.closed:
             raise refusal(self, "the parameter server")
         return self.statistics.statistics()
 
@@ -839,10 +842,10 @@ class HPS:
         """As `close`, with a limit on the wait for a load on another thread, which then fails."""
         self._reopenable = {}
         with self._closing:
-            if self._closed:
+            if self.closed:
                 return
             deployments = self.live.close(timeout_s)
-            self._closed = True
+            self.closed = True
             self.statistics.close()
             if self._recorder is not None:
                 self._recorder.close()
@@ -855,7 +858,7 @@ class HPS:
     def disown(self) -> None:
         """In a forked child: refuse every call, and close nothing that belongs to the parent."""
         self._closing = threading.Lock()
-        self._closed = True
+        self.closed = True
         serving = self.live.serving
         self._disowned = self.live.disown(), self._updates.disown()  # kept alive: freeing a cache would call its device
         shared = [database.shared for database in self._chain.databases]
@@ -882,7 +885,7 @@ class HPS:
             self._watch = CatalogWatch(self.catalog, self.live)
             self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
             self._deployer = self._make_deployer(targets)
-            self._closed, self._reopenable = False, {}
+            self.closed, self._reopenable = False, {}
             disown_in_children(self)
             close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
 

@@ -1,5 +1,6 @@
 """Array types and the description of a table, used by every layer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -38,6 +39,22 @@ class TableSpec:
         """Name of the table in every database (HugeCTR HPS: `hps_et.<model>.<table>`); model names contain no `@`."""
         slot = f"@{self.slot}" if self.slot else ""
         return f"hps_et.{self.model_name}{slot}.{self.table_name}"
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The answer of a network. *Immutable.*
+
+    Attributes:
+        version: version of the model that answered.
+        outputs: by name, (samples, ...) in host memory.
+    """
+
+    version: str
+    outputs: Mapping[str, npt.NDArray[Any]]
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self.outputs[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from hps.errors import (
@@ -17,6 +18,7 @@ from hps.errors import (
     HPSError,
     InvalidInputError,
     NotReadyError,
+    RemoteConnectionError,
     RemoteError,
     RemoteTimeoutError,
     TooManyKeysError,
@@ -40,10 +42,21 @@ _ERRORS: Final[dict[int, type[HPSError]]] = {
     409: ConflictError,
     413: TooManyKeysError,
     429: NotReadyError,
+    502: RemoteConnectionError,  # a proxy cannot reach the server
     503: NotReadyError,
     504: RemoteTimeoutError,
     507: CapacityError,
 }
+DTYPES: Final[dict[str, "np.dtype[Any]"]] = {
+    "FP32": np.dtype("<f4"),
+    "FP16": np.dtype("<f2"),
+    "FP64": np.dtype("<f8"),
+    "INT64": np.dtype("<i8"),
+    "INT32": np.dtype("<i4"),
+    "BOOL": np.dtype("?"),
+}
+"""Of tensors, by the names of the Open Inference Protocol."""
+
 _UNKNOWN: Final = (("got table", UnknownTableError), ("got version", UnknownVersionError), ("got device", UnknownDeviceError))
 
 
@@ -59,6 +72,7 @@ class Tensor(NamedTuple):
     """An output in an answer: its bytes begin at `start` of the binary part; -1: they are in shared memory."""
 
     name: str
+    dtype: "np.dtype[Any]"
     shape: tuple[int, ...]
     start: int
     size: int
@@ -72,12 +86,14 @@ class Layout:
         size: of the binary part in bytes.
         parameters: of the answer.
         version: of the model.
+        aligned: whether arrays may lie where their tensors do in the binary part.
     """
 
     tensors: tuple[Tensor, ...]
     size: int
     parameters: Mapping[str, Any]
     version: str
+    aligned: bool
 
 
 @dataclass(slots=True)
@@ -89,6 +105,7 @@ class Expected:
         masks: likewise, for found-masks.
         version: the requested version; None for any.
         shared: outputs that are to be in shared memory.
+        samples: number of samples of scores, which have outputs of any names in place of vectors; None for a lookup.
         first_bytes: length of head and JSON part of the last answer.
     """
 
@@ -96,6 +113,7 @@ class Expected:
     masks: Mapping[str, tuple[int, ...]]
     version: str | None
     shared: frozenset[str] = frozenset()
+    samples: int | None = None
     first_bytes: int = _FIRST_BYTES
     _layouts: dict[bytes, Layout] = field(default_factory=dict)
 
@@ -123,28 +141,35 @@ class Expected:
                 raise RemoteError(f"reading an answer: got version {answer['model_version']!r:.40}, expected {self.version!r}")
             for output in answer["outputs"]:
                 name, shape, parameters = output["name"], tuple(output["shape"]), output["parameters"]
-                keys = self.vectors.get(name)
-                if keys is not None:
-                    good = output["datatype"] == "FP32" and shape[:-1] == keys and type(shape[-1]) is int and shape[-1] > 0
+                datatype = output["datatype"]
+                if self.samples is not None:
+                    keys: tuple[int, ...] = (self.samples,)
+                    good = shape[:1] == keys and type(name) is str and all(type(one) is int and one >= 0 for one in shape)
+                elif name in self.vectors:
+                    keys = self.vectors[name]
+                    good = datatype == "FP32" and shape[:-1] == keys and type(shape[-1]) is int and shape[-1] > 0
                 else:
                     keys = self.masks[name]
-                    good = output["datatype"] == "BOOL" and shape == keys
-                size = prod(shape) * (4 if name in self.vectors else 1)
+                    good = datatype == "BOOL" and shape == keys
+                dtype = DTYPES[datatype]
+                size = prod(shape) * dtype.itemsize
                 shared = name in self.shared
                 told = parameters["shared_memory_byte_size" if shared else "binary_data_size"]
                 if not good or told != size:
                     raise RemoteError(
-                        f"reading an answer: got {output['datatype']!r:.20} {shape!r:.80} of {told!r:.20} bytes for "
+                        f"reading an answer: got {datatype!r:.20} {shape!r:.80} of {told!r:.20} bytes for "
                         f"{name!r:.120}, expected one for each of {keys} keys"
                     )
-                tensors.append(Tensor(name, shape, -1 if shared else start, size))
+                tensors.append(Tensor(name, dtype, shape, -1 if shared else start, size))
                 start += 0 if shared else size
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise RemoteError(f"reading an answer: got {text[:200]!r}, expected the outputs of this request") from error
-        if sorted(one.name for one in tensors) != sorted((*self.vectors, *self.masks)):
-            got = [one.name for one in tensors]
-            raise RemoteError(f"reading an answer: got outputs {got!r:.200}, expected {[*self.vectors, *self.masks]!r:.200}")
-        return Layout(tuple(tensors), start, answer.get("parameters") or {}, str(answer.get("model_version", "")))
+        got = [one.name for one in tensors]
+        expected = [*self.vectors, *self.masks] if self.samples is None else list(dict.fromkeys(got))
+        if sorted(got) != sorted(expected) or not got:
+            raise RemoteError(f"reading an answer: got outputs {got!r:.200}, expected {expected or 'some'!r:.200}")
+        aligned = all(one.start % one.dtype.itemsize == 0 for one in tensors)
+        return Layout(tuple(tensors), start, answer.get("parameters") or {}, str(answer.get("model_version", "")), aligned)
 
 
 class Answer:
@@ -212,6 +237,16 @@ class Answer:
             self._grow(needed)
             return False
         return self._place(needed)
+
+    @property
+    def version(self) -> str:
+        """Version of the model that answered; empty if the answer does not say."""
+        return "" if self.layout is None else self.layout.version
+
+    @property
+    def outputs(self) -> dict[str, npt.NDArray[Any]]:
+        """All outputs by name, once the answer is complete."""
+        return self._arrays
 
     @property
     def vectors(self) -> dict[str, FloatArray]:
@@ -297,16 +332,17 @@ class Answer:
     def _allocate(self, layout: Layout) -> list[memoryview]:
         """Make the arrays of an answer; return the memory of those that arrive, in order."""
         vectors = () if self._expected is None else self._expected.vectors
-        if self._out is None:
+        if self._out is None and layout.aligned:
             body = np.empty(layout.size, np.uint8)
             for tensor in layout.tensors:
-                kind = np.float32 if tensor.name in vectors else np.bool_
-                self._arrays[tensor.name] = np.ndarray(tensor.shape, kind, body, tensor.start)
+                self._arrays[tensor.name] = np.ndarray(tensor.shape, tensor.dtype, body, tensor.start)
             return [body.data] if layout.size else []
         targets = []
         for tensor in layout.tensors:
-            is_vectors = tensor.name in vectors
-            array = self._out(tensor.name, tensor.shape) if is_vectors else np.empty(tensor.shape, np.bool_)
+            if self._out is not None and tensor.name in vectors:
+                array: npt.NDArray[Any] = self._out(tensor.name, tensor.shape)
+            else:
+                array = np.empty(tensor.shape, tensor.dtype)
             self._arrays[tensor.name] = array
             if tensor.start >= 0 and tensor.size:
                 targets.append(array.reshape(-1).view(np.uint8).data)

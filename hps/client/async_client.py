@@ -52,7 +52,7 @@ class AsyncClient(Calls):
         self._free = asyncio.Semaphore(connections)
 
     async def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
-        attempts = Attempts(call, self._timeout_s if timeout_s is None else timeout_s)
+        attempts = Attempts(call, self.timeout_s if timeout_s is None else timeout_s)
         try:
             async with asyncio.timeout(attempts.left()), self._free:
                 while True:
@@ -75,7 +75,7 @@ class AsyncClient(Calls):
     async def _ask_in_parts(
         self, routed: Routed[RemoteCall], timeout_s: float | None, joined: Joined, whole: RemoteCall
     ) -> Any:
-        attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
+        attempts = Attempts(whole, self.timeout_s if timeout_s is None else timeout_s)
         asked = next(routed)
         while True:
             timeout_s = attempts.left() / 2  # others have the rest

@@ -8,7 +8,17 @@ import numpy as np
 
 from hps.client.addresses import Address
 from hps.client.answers import Answer
-from hps.client.requests import Encoder, Input, RemoteCall, bag_inputs, json_call, rows_call, rows_path
+from hps.client.requests import (
+    Encoder,
+    Input,
+    RemoteCall,
+    bag_inputs,
+    deadline,
+    json_call,
+    rows_call,
+    rows_path,
+    score_inputs,
+)
 from hps.client.retries import Attempts
 from hps.client.routing import PartAnswer, Parts, Routed, Router, joined
 from hps.client.shared_memory import SharedMemory
@@ -27,6 +37,9 @@ class Calls:
     Args:
         addresses: of servers with the same models.
         route: "keys": ask each server for the keys that belong to it; "": ask one server for everything.
+
+    Attributes:
+        timeout_s: of calls that name none.
     """
 
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
@@ -41,10 +54,20 @@ class Calls:
             raise InvalidInputError(f"connecting to a server: got connections {connections!r}, expected at least 1")
         self._encoder = Encoder(token)
         self._router = Router(names) if len(names) > 1 and route else None
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._addresses = addresses
         self._current = 0  # place of the one that could be reached last
         self._closed = False
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the servers, as given."""
+        return tuple(one.text for one in self._addresses)
+
+    @property
+    def closed(self) -> bool:
+        """Whether calls are refused."""
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:
@@ -88,14 +111,14 @@ class Calls:
         version: str | None,
         device_id: int | None,
         out: Mapping[str, Any] | None,
-        result: Callable[[Mapping[str, FloatArray], Mapping[str, BoolArray]], Any],
+        result: Callable[[Mapping[str, FloatArray], Mapping[str, BoolArray], str], Any],
         found: bool,
         timeout_s: float | None,
     ) -> Any:
         """Look up the keys of tables.
 
         Args:
-            result: makes the result of the call from vectors and found-masks.
+            result: makes the result of the call from vectors, found-masks and version.
         """
         parameters = {} if device_id is None else {"DeviceID": device_id}
 
@@ -108,9 +131,9 @@ class Calls:
             return made._replace(repeatable=False)  # the router repeats
 
         def of_parts(parts: Parts) -> Any:
-            return result(*joined(tables, parts, lambda name, shape: _output(out, name, shape)))
+            return result(*joined(tables, parts, lambda name, shape: _output(out, name, shape)), parts[0][1].version)
 
-        whole = call(tables, out, lambda answer: result(answer.vectors, answer.found))
+        whole = call(tables, out, lambda answer: result(answer.vectors, answer.found, answer.version))
         if self._router is None:
             return self._ask(whole, timeout_s)
         return self._ask_in_parts(self._router.route(tables, part), timeout_s, of_parts, whole)
@@ -139,7 +162,7 @@ class Calls:
             (n, dim) float32, or `out`. With `return_found` also (n,) bool: True for keys that a tier has.
         """
 
-        def result(vectors: Mapping[str, FloatArray], found: Mapping[str, BoolArray]) -> Any:
+        def result(vectors: Mapping[str, FloatArray], found: Mapping[str, BoolArray], _: str) -> Any:
             taken = vectors[table] if out is None else out
             return (taken, found[f"{table}.found"]) if return_found else taken
 
@@ -156,6 +179,7 @@ class Calls:
         device_id: int | None = None,
         out: Mapping[str, Any] | None = None,
         return_found: bool = False,
+        return_version: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
         """Look up several tables of a model at once, in one version.
@@ -166,13 +190,14 @@ class Calls:
 
         Returns:
             {table: (n, dim) float32}, or `out`; views of one array unless keys are routed. With `return_found` also
-            {table: (n,) bool}.
+            {table: (n,) bool}, and with `return_version` also the version that answered.
         """
         _check_outputs(tables, out)
 
-        def result(vectors: Mapping[str, FloatArray], found: Mapping[str, BoolArray]) -> Any:
+        def result(vectors: Mapping[str, FloatArray], found: Mapping[str, BoolArray], answered: str) -> Any:
             taken = vectors if out is None else dict(out)
-            return (taken, {name: found[f"{name}.found"] for name in tables}) if return_found else taken
+            more = [{name: found[f"{name}.found"] for name in tables}] if return_found else []
+            return (taken, *more, answered) if return_version else (taken, *more) if more else taken
 
         flat = {name: as_host_keys(keys) for name, keys in tables.items()}
         return self._look_up(flat, model_name, version, device_id, out, result, return_found, timeout_s)
@@ -185,6 +210,7 @@ class Calls:
         version: str | None = None,
         device_id: int | None = None,
         out: Mapping[str, Any] | None = None,
+        return_version: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
         """Look up bags of keys in several tables at once; the server combines the vectors of each bag into one.
@@ -194,7 +220,7 @@ class Calls:
             out: by table, as for `lookup`.
 
         Returns:
-            {table: (bags, dim) float32}, or `out`; views of one array.
+            {table: (bags, dim) float32}, or `out`; views of one array. With `return_version` also the version that answered.
         """
         inputs: list[Input] = []
         rows: dict[str, tuple[int, ...]] = {}
@@ -205,16 +231,44 @@ class Calls:
             rows[name] = (count,)
             parameters |= options
         _check_outputs(tables, out)
-        call = self._encoder.lookup(
-            model_name,
-            version,
-            inputs,
-            rows,
-            out,
-            lambda answer: answer.vectors if out is None else dict(out),
-            parameters=parameters,
-        )
+
+        def result(answer: Answer) -> Any:
+            taken = answer.vectors if out is None else dict(out)
+            return (taken, answer.version) if return_version else taken
+
+        call = self._encoder.lookup(model_name, version, inputs, rows, out, result, parameters=parameters)
         return self._ask(call, timeout_s)
+
+    def score(
+        self,
+        model_name: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: str | None = None,
+        device_id: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Look the vectors of samples up, and run the model's network on them, as `HPS.score` does.
+
+        Args:
+            inputs: by name of the network's inputs, as for `HPS.score`. Python's integers are sent as int64 and its floats as
+                float32; a feature of another dtype wants an array of that dtype.
+            timeout_s: the server knows it, and does not begin to score after it.
+
+        Returns:
+            `Scores`: outputs of the network by name, (samples, ...), and the version that answered.
+
+        Raises:
+            InvalidInputError: inputs are wrong, or the client routes keys: scores come from one server.
+            RemoteError: the network failed.
+        """
+        if self._router is not None:
+            raise InvalidInputError("scoring: got a client that routes keys, expected one without a route")
+        arrays, samples = score_inputs(inputs)
+        parameters = deadline(self.timeout_s if timeout_s is None else timeout_s)
+        if device_id is not None:
+            parameters["DeviceID"] = device_id
+        return self._ask(self._encoder.score(model_name, version, arrays, samples, parameters), timeout_s)
 
     def report(
         self, tables: Mapping[str, Any], model_name: str, *, version: str | None = None, timeout_s: float | None = None
@@ -339,7 +393,7 @@ class Calls:
 
 
 def _part_answer(answer: Answer) -> PartAnswer:
-    return PartAnswer("" if answer.layout is None else answer.layout.version, answer.vectors, answer.found)
+    return PartAnswer(answer.version, answer.vectors, answer.found)
 
 
 def _output(out: Mapping[str, Any] | None, name: str, shape: tuple[int, ...]) -> FloatArray:

@@ -82,7 +82,7 @@ class Client(Calls):
         self._free = threading.Semaphore(self._most)
 
     def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
-        attempts = Attempts(call, self._timeout_s if timeout_s is None else timeout_s)
+        attempts = Attempts(call, self.timeout_s if timeout_s is None else timeout_s)
         self._follow_fork()
         free = self._free
         if not free.acquire(timeout=attempts.left()):
@@ -109,7 +109,7 @@ class Client(Calls):
             self._begin()
 
     def _ask_in_parts(self, routed: Routed[RemoteCall], timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
-        attempts = Attempts(whole, self._timeout_s if timeout_s is None else timeout_s)
+        attempts = Attempts(whole, self.timeout_s if timeout_s is None else timeout_s)
         asked = next(routed)
         while True:
             outcomes = self._ask_each(asked, attempts)

@@ -11,16 +11,17 @@ import numpy as np
 import orjson
 
 from hps.client.addresses import Address
-from hps.client.answers import Answer, Expected
+from hps.client.answers import DTYPES, Answer, Expected
 from hps.client.shared_memory import Reference, SharedMemory
-from hps.errors import InvalidInputError, RemoteError
+from hps.errors import InvalidDtypeError, InvalidInputError, RemoteError
 from hps.tensors.array_checks import as_output
-from hps.tensors.bags import Bags, pooling_of
+from hps.tensors.bags import Bags, input_arrays, pooling_of
 from hps.tensors.segments import as_host_array, as_host_keys, as_host_vectors
-from hps.types import FloatArray
+from hps.types import FloatArray, Scores
 
 _MOST_FORMS: Final = 256
-_DATATYPES: Final = {"<i8": "INT64", "<f4": "FP32"}
+_DATATYPES: Final = {dtype.str: name for name, dtype in DTYPES.items()}
+_MOST_DEADLINE_US: Final = 3_600_000_000
 
 
 class RemoteCall(NamedTuple):
@@ -118,10 +119,7 @@ class Encoder:
         key = (model, version, shapes, tuple(rows.items()), found, tuple(parameters.items()), *places, *targets.items())
         form = self._forms.get(key)
         if form is None:
-            form = self._form(model, version, inputs, rows, found, parameters, places, targets)
-            if len(self._forms) >= _MOST_FORMS:
-                self._forms.clear()
-            self._forms[key] = form
+            form = self._keep(key, self._form(model, version, inputs, rows, found, parameters, places, targets))
         taken = None if out is None else lambda name, shape: _output(out[name], shape)
         expected = form.expected
         return RemoteCall(form.start, form.rest, arrays, lambda: Answer(expected, taken), result)
@@ -140,11 +138,11 @@ class Encoder:
         tensors, size = [], 0
         for nth, one in enumerate(inputs):
             place = places[nth] if places else None
-            tensor = {"name": one.name, "datatype": _DATATYPES[one.array.dtype.str], "shape": one.array.shape}
-            tensors.append(tensor | {"parameters": place.parameters if place else {"binary_data_size": one.array.nbytes}})
+            tensors.append(_tensor(one, place))
             size += 0 if place else one.array.nbytes
         masks = {f"{name}.found": shape for name, shape in rows.items()} if found else {}
-        document: dict[str, Any] = {"inputs": tensors, "parameters": {**parameters, "binary_data_output": True}}
+        options = {**parameters, "binary_data_output": True, "vectors": True}  # of a model with a network, too
+        document: dict[str, Any] = {"inputs": tensors, "parameters": options}
         shared = frozenset(name for name, place in targets.items() if place is not None)
         if shared:
             names = [*rows, *masks]
@@ -153,12 +151,65 @@ class Encoder:
                 for name in names
             ]
         elif found:
-            document["parameters"]["found"] = True
-        text = orjson.dumps(document)
-        of_version = "" if version is None else f"/versions/{quote(version, safe='')}"
-        start = f"POST /v2/models/{quote(model, safe='')}{of_version}/infer".encode()
-        rest = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%s" % (len(text), len(text) + size, text)
-        return _Form(start, rest, Expected(dict(rows), masks, version, shared))
+            options["found"] = True
+        return _Form(*_infer(model, version, document, size), Expected(dict(rows), masks, version, shared))
+
+    def score(
+        self, model: str, version: str | None, inputs: Sequence[Input], samples: int, parameters: Mapping[str, Any]
+    ) -> RemoteCall:
+        """Encode a request for scores.
+
+        Args:
+            inputs: C-contiguous arrays of any dtype that has a name in `DTYPES`.
+            samples: number of samples of the answer.
+            parameters: of the request.
+        """
+        arrays = [one.array for one in inputs]
+        key = (
+            model,
+            version,
+            tuple((one.name, one.array.shape, one.array.dtype.str) for one in inputs),
+            samples,
+            tuple(parameters.items()),
+        )
+        form = self._forms.get(key)
+        if form is None:
+            options = {**parameters, "binary_data_output": True}
+            document = {"inputs": [_tensor(one) for one in inputs], "parameters": options}
+            start, rest = _infer(model, version, document, sum(one.nbytes for one in arrays))
+            form = self._keep(key, _Form(start, rest, Expected({}, {}, version, samples=samples)))
+        expected = form.expected
+        return RemoteCall(
+            form.start,
+            form.rest,
+            arrays,
+            lambda: Answer(expected),
+            lambda answer: Scores(answer.version, answer.outputs),
+        )
+
+    def _keep(self, key: Any, form: _Form) -> _Form:
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms.clear()
+        self._forms[key] = form
+        return form
+
+
+def _infer(model: str, version: str | None, document: Mapping[str, Any], size: int) -> tuple[bytes, bytes]:
+    """Return start and rest of an inference request, whose binary part has `size` bytes."""
+    text = orjson.dumps(document)
+    of_version = "" if version is None else f"/versions/{quote(version, safe='')}"
+    start = f"POST /v2/models/{quote(model, safe='')}{of_version}/infer".encode()
+    return start, b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%s" % (len(text), len(text) + size, text)
+
+
+def _tensor(one: Input, place: Reference | None = None) -> dict[str, Any]:
+    """Describe an input whose values are in the binary part, or in shared memory."""
+    return {
+        "name": one.name,
+        "datatype": _DATATYPES[one.array.dtype.str],
+        "shape": one.array.shape,
+        "parameters": place.parameters if place else {"binary_data_size": one.array.nbytes},
+    }
 
 
 def json_call(
@@ -198,16 +249,7 @@ def rows_call(method: str, model: str, table: str, version: str | None, keys: An
     inputs = [Input("KEYS", flat)]
     if vectors is not None:
         inputs.append(Input("VECTORS", as_host_vectors(vectors)))
-    tensors = [
-        {
-            "name": one.name,
-            "datatype": _DATATYPES[one.array.dtype.str],
-            "shape": one.array.shape,
-            "parameters": {"binary_data_size": one.array.nbytes},
-        }
-        for one in inputs
-    ]
-    text = orjson.dumps({"inputs": tensors})
+    text = orjson.dumps({"inputs": [_tensor(one) for one in inputs]})
     size = len(text) + sum(one.array.nbytes for one in inputs)
     rest = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%s" % (len(text), size, text)
     path = rows_path(model, table, version)
@@ -250,6 +292,31 @@ def bag_inputs(name: str, bags: Bags) -> tuple[list[Input], int, dict[str, Any]]
     if pooling.weights is not None:
         inputs.append(Input(f"{name}.weights", pooling.weights))
     return inputs, pooling.count, parameters
+
+
+def score_inputs(inputs: Mapping[str, Any]) -> tuple[list[Input], int]:
+    """Return the inputs of a request for scores, and its number of samples.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: an input is no array in host memory, or of a dtype that no request has.
+    """
+    found: list[Input] = []
+    samples = 0
+    for name, given in inputs.items():
+        arrays = input_arrays(name, given)
+        for its_name, array in arrays.items():
+            if array.dtype.str not in _DATATYPES:
+                names = ", ".join(map(str, DTYPES.values()))
+                raise InvalidDtypeError(f"scoring: got input {its_name!r} of {array.dtype}, expected one of {names}")
+            found.append(Input(its_name, array))
+        offsets = arrays.get(f"{name}.offsets")
+        samples = max(samples, len(arrays[name]) if offsets is None else len(offsets) - 1)
+    return found, samples
+
+
+def deadline(timeout_s: float) -> dict[str, int]:
+    """Return the parameter that says for how long an answer is of use."""
+    return {"timeout": max(1, min(int(1e6 * timeout_s), _MOST_DEADLINE_US))}
 
 
 def _place(array: Any, memories: Sequence[SharedMemory]) -> Reference | None:

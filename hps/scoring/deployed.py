@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -23,22 +22,6 @@ from hps.tensors.segments import Segment
 from hps.types import TableSpec
 
 _DESCRIPTIONS = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """The answer of a network. *Immutable.*
-
-    Attributes:
-        version: version of the model that answered.
-        outputs: by name, (samples, ...) in host memory.
-    """
-
-    version: str
-    outputs: Mapping[str, npt.NDArray[Any]]
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self.outputs[name]
 
 
 class OpenedNetwork:

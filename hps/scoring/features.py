@@ -21,8 +21,7 @@ import numpy.typing as npt
 from hps.configuration.networks import DenseConfig
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError
 from hps.networks.base import NetworkTensor
-from hps.tensors.bags import Bags
-from hps.tensors.segments import as_host_array
+from hps.tensors.bags import input_arrays
 from hps.types import KeyArray, TableSpec
 
 OFFSETS: Final = ".offsets"
@@ -193,30 +192,9 @@ def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[st
     known = {one.name: one for one in features}
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, given in inputs.items():
-        if isinstance(given, Bags):
-            arrays[name] = _as(given.keys, np.int64, name)
-            if given.offsets is not None:
-                offsets = _as(given.offsets, np.int64, name)
-                if not given.include_last_offset:
-                    offsets = np.append(offsets, arrays[name].size)
-                arrays[name + OFFSETS] = offsets
-            if given.weights is not None:
-                arrays[name + WEIGHTS] = _as(given.weights, np.float32, name).reshape(-1)
-            continue
         one = known.get(name)
-        arrays[name] = _as(given, np.int64 if one is None or one.is_lookup else np.dtype(one.dtype), name)
+        arrays |= input_arrays(name, given, np.int64 if one is None or one.is_lookup else np.dtype(one.dtype))
     return arrays
-
-
-def _as(values: Any, dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:
-    array = as_host_array(values, f"input {name!r}", "an array in host memory")
-    if not hasattr(values, "dtype") and (
-        array.dtype.kind in "iub" or (array.dtype.kind == "f" and np.dtype(dtype).kind == "f")
-    ):
-        array = array.astype(dtype)  # Python's numbers
-    if array.dtype == np.int32 and np.dtype(dtype) == np.int64:
-        array = array.astype(np.int64)
-    return np.ascontiguousarray(array)
 
 
 def _feature(doing: str, one: Feature, values: npt.NDArray[Any]) -> Given:

@@ -19,6 +19,7 @@ from enum import IntEnum
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import CAPSULE, adopt
@@ -166,6 +167,41 @@ def pooled_segments(
         segments.append(Segment(index, keys, place, None, n, pooling))
     refuse_repeated_tables([segment.table for segment in segments], specs)
     return segments
+
+
+def input_arrays(name: str, given: Any, dtype: npt.DTypeLike | None = None) -> dict[str, npt.NDArray[Any]]:
+    """Make the arrays of an input of a network from what a caller gives for it.
+
+    Args:
+        given: an array or nested sequences in host memory; or `Bags`, whose offsets and weights become `<name>.offsets` and
+            `<name>.weights`. Their combiner is that of the network's configuration.
+        dtype: of Python's numbers. Default: int64, float32 or bool.
+
+    Raises:
+        InvalidInputError: it cannot be read as an array in host memory.
+    """
+    if not isinstance(given, Bags):
+        return {name: _input_array(name, given, dtype)}
+    keys = _input_array(name, given.keys, np.int64)
+    arrays = {name: keys}
+    if given.offsets is not None:
+        offsets = _input_array(name, given.offsets, np.int64)
+        arrays[f"{name}.offsets"] = offsets if given.include_last_offset else np.append(offsets, keys.size)
+    if given.weights is not None:
+        arrays[f"{name}.weights"] = _input_array(name, given.weights, np.float32).reshape(-1)
+    return arrays
+
+
+def _input_array(name: str, values: Any, dtype: npt.DTypeLike | None) -> npt.NDArray[Any]:
+    array = as_host_array(values, f"input {name!r}", "an array in host memory")
+    if not hasattr(values, "dtype"):  # Python's numbers
+        if dtype is None:
+            array = array.astype(np.float32) if array.dtype.kind == "f" else array
+        elif array.dtype.kind in "iub" or (array.dtype.kind == "f" and np.dtype(dtype).kind == "f"):
+            array = array.astype(dtype)
+    if array.dtype == np.int32 and dtype is not None and np.dtype(dtype) == np.int64:
+        array = array.astype(np.int64)
+    return np.ascontiguousarray(array)
 
 
 def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:

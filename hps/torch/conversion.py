@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,22 +14,25 @@ from hps.models.manifest import within
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
 from hps.torch.embedding_bags import BagTable, EmbeddingBag, EmbeddingBagCollection
-from hps.torch.lookup_layer import LookupLayer
+from hps.torch.lookup_layer import LookupLayer, version_of
+from hps.torch.remote import RemoteTables
 from hps.torch.saving import Embedding, embeddings_of, save, torchrec_class
-from hps.torch.servers import server_of
+from hps.torch.servers import Server, place_of, server_of
 
 
 def convert(
     module: nn.Module,
-    server: HPS | str,
+    server: Server,
     model_name: str,
     *,
     repository: str | os.PathLike[str] | None = None,
-    version: str | None = None,
+    version: str | int | None = None,
     in_place: bool = False,
     hotness: int | Mapping[str, int] | None = None,
     settings: Mapping[str, Any] | None = None,
     wait: bool = True,
+    timeout_s: float | None = None,
+    fallback: float | None = None,
 ) -> nn.Module:
     """Replace the embeddings of a trained module with layers that look the same rows up in a parameter server.
 
@@ -42,15 +45,19 @@ def convert(
     deployed, a warning is logged, and they go on with theirs.
 
     Args:
-        module: the trained module, on any devices.
-        server: an `HPS`, the path of a `ps.json`, or the name of an attached server.
+        module: the trained module, on any devices; without `repository` also on the meta device.
+        server: an `HPS`, the path of a `ps.json`, the name of an attached server, or the address of one over HTTP, as for
+            `LookupLayer`.
         model_name: the model of the server to look up in.
         repository: path or URI; the weights are saved as `<repository>/<model_name>/<version>`, with the server's
-            `model_source` settings, and deployed. Default: the model is already deployed from what `save` wrote.
-        version, hotness, settings: with `repository`, as for `save`.
+            `model_source` settings, and deployed. Default: the model is already deployed from what `save` wrote. Not with an
+            address.
+        version: with `repository`, as for `save`; else the deployed version that the layers are of, by default the serving one,
+            or `latest`: the layers follow the serving version, whose rows the rest of the module must fit.
+        hotness, settings: with `repository`, as for `save`.
         in_place: replace the embeddings in `module` itself. By default `module` is unchanged, and the result has copies of all
             parameters except the embeddings.
-        wait: as for the layers.
+        wait, timeout_s, fallback: as for the layers.
 
     Returns:
         The converted module in evaluation mode; if `module` is itself an embedding, its layer.
@@ -58,37 +65,55 @@ def convert(
     Raises:
         InvalidInputError: as for `save`; or an embedding without an equivalent layer: mode `max`, a `norm_type` other than 2, a
             `forward` or hooks of its own; or a table that is deployed with another width.
-        UnknownModelError, UnknownTableError: the model is not deployed, or has no such table.
+        UnknownModelError, UnknownVersionError, UnknownTableError: the model or version is not deployed, or has no such table.
         CapacityError: the tables do not fit the server's tiers.
         HPSError: as for `save` and `HPS.deploy`. After any error `module` is unchanged.
     """
-    found = embeddings_of(module)
+    found = embeddings_of(module, with_values=repository is not None)
     for one in found:
         refuse_unequal(one)
-    hps = server_of(server) if isinstance(server, str) else server
+    place = place_of(server, timeout_s, fallback)
+    hps = server_of(place)
     if repository is not None:
-        place = within(os.fspath(repository), model_name)
+        if isinstance(hps, RemoteTables):
+            raise InvalidInputError(
+                f"converting to model {model_name!r}: got a repository with a server over HTTP, expected one in this process; "
+                "write the version with hps.torch.save, deploy it there with `hps deploy`, and convert without repository"
+            )
         sources = ModelSources(hps.config.model_source)
-        saved = save(module, place, version=version, hotness=hotness, settings=settings, sources=sources)
-        deployed = hps.deploy(load_configuration({"models": [saved.entry]}).models[0], saved.version, pin=False)
-    elif version is not None or hotness is not None or settings is not None:
-        raise InvalidInputError(f"converting to model {model_name!r}: got version, hotness or settings, but no repository")
-    else:
-        deployed = hps.model(model_name)
+        uri, number = within(os.fspath(repository), model_name), None if version is None else str(version)
+        saved = save(module, uri, version=number, hotness=hotness, settings=settings, sources=sources)
+        hps.deploy(load_configuration({"models": [saved.entry]}).models[0], saved.version, pin=False)
+        version = saved.version
+    elif hotness is not None or settings is not None:
+        raise InvalidInputError(f"converting to model {model_name!r}: got hotness or settings, but no repository")
+    tables = [name for one in found for name in one.tables]
+    deployed, dims = _deployed(hps, model_name, version_of(version), tables)
     for one in found:
         for name, weight in one.tables.items():
-            if (dim := deployed.tables[deployed.table_index(name)].dim) != weight.shape[1]:
+            if (dim := dims[name]) != weight.shape[1]:
                 raise InvalidInputError(
                     f"converting {one.path}: got vectors of {weight.shape[1]} elements, but table {name!r} of model "
                     f"{model_name!r} is deployed with {dim}; deploy what was saved of this module"
                 )
-    layers = {one.module: _layer(one, server, model_name, deployed.version, wait) for one in found}
+    own = version if version == "latest" else deployed
+    layers = {one.module: _layer(one, place, model_name, own, wait) for one in found}
     if not in_place:
         converted = copy.deepcopy(module, {id(embedding): layer for embedding, layer in layers.items()})
         return converted.eval()
     for path in [path for path, part in module.named_modules(remove_duplicate=False) if part in layers and path]:
         module.set_submodule(path, layers[module.get_submodule(path)])
     return layers.get(module, module).eval()
+
+
+def _deployed(
+    server: HPS | RemoteTables, model_name: str, version: str, tables: Sequence[str]
+) -> tuple[str, Mapping[str, int]]:
+    """Return a deployed version, and the widths of its tables. `version` empty: the serving one."""
+    if isinstance(server, RemoteTables):
+        return server.deployed(model_name, version, tables)
+    found = server.model(model_name, version or None)
+    return found.version, {name: found.tables[found.table_index(name)].dim for name in tables}
 
 
 class EmbeddingCollection(nn.Module):
@@ -137,7 +162,7 @@ def _widened(given: Any) -> Any:
     return given.float() if isinstance(given, torch.Tensor) and given.is_floating_point() else given
 
 
-def _layer(one: Embedding, server: HPS | str, model_name: str, version: str, wait: bool) -> nn.Module:
+def _layer(one: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
     embedding: Any = one.module
     names = list(one.tables)
     if isinstance(embedding, torchrec_class("EmbeddingBagCollection")):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hps.errors import InvalidInputError
-from hps.parameter_server import HPS
-from hps.torch.lookup_layer import called_directly, hold, place_of, version_of, version_text
+from hps.torch.lookup_layer import called_directly, hold, version_of, version_text
 from hps.torch.operators import Feature, as_text, lookup_bags, lookup_jagged
+from hps.torch.servers import Server, place_of
 
 
 class EmbeddingBag(torch.nn.Module):
@@ -20,7 +20,7 @@ class EmbeddingBag(torch.nn.Module):
     Vectors are float32, also under autocast, without gradient; weights are detached.
 
     Args:
-        ps_config_file, model_name, table_id, emb_vec_size, version, wait: as for `LookupLayer`.
+        ps_config_file, model_name, table_id, emb_vec_size, version, wait, timeout_s, fallback: as for `LookupLayer`.
         mode: sum, mean or sqrtn.
         max_norm: vectors with a larger L2 norm are scaled down to it before pooling. Default: no limit.
         padding_idx: a key that is ignored.
@@ -29,7 +29,7 @@ class EmbeddingBag(torch.nn.Module):
 
     def __init__(
         self,
-        ps_config_file: str | HPS,
+        ps_config_file: Server,
         model_name: str,
         table_id: int | str,
         emb_vec_size: int,
@@ -40,9 +40,11 @@ class EmbeddingBag(torch.nn.Module):
         padding_idx: int | None = None,
         include_last_offset: bool = False,
         wait: bool = True,
+        timeout_s: float | None = None,
+        fallback: float | None = None,
     ) -> None:
         super().__init__()
-        self.ps_config_file: str = place_of(ps_config_file)
+        self.ps_config_file: str = place_of(ps_config_file, timeout_s, fallback)
         self.model_name: str = model_name
         self.table_id = table_id if isinstance(table_id, str) else operator.index(table_id)
         self.emb_vec_size = emb_vec_size
@@ -69,7 +71,7 @@ class EmbeddingBag(torch.nn.Module):
 
         Raises:
             TrainingModeError: the layer is in training mode.
-            HPSError: as `HPS.lookup_pooled`.
+            HPSError: as `HPS.lookup_pooled`, or with an address as `Client.lookup_pooled`.
         """
         weights = per_sample_weights
         if weights is not None:
@@ -136,25 +138,27 @@ class EmbeddingBagCollection(torch.nn.Module):
     One kernel looks up and pools all features; features that share a table need one launch each. It has no parameters.
 
     Args:
-        ps_config_file, model_name, version, wait: as for `LookupLayer`.
+        ps_config_file, model_name, version, wait, timeout_s, fallback: as for `LookupLayer`.
         tables: the tables; each names a feature at most once.
         is_weighted: whether keys have weights.
     """
 
     def __init__(
         self,
-        ps_config_file: str | HPS,
+        ps_config_file: Server,
         model_name: str,
         tables: Sequence[BagTable],
         *,
         version: str | int | None = None,
         is_weighted: bool = False,
         wait: bool = True,
+        timeout_s: float | None = None,
+        fallback: float | None = None,
     ) -> None:
         super().__init__()
         if not tables:
             raise InvalidInputError(f"making a collection for model {model_name!r}: got no tables, expected at least one")
-        self.ps_config_file = place_of(ps_config_file)
+        self.ps_config_file = place_of(ps_config_file, timeout_s, fallback)
         self.model_name = model_name
         self.tables = tuple(tables)
         self.is_weighted = is_weighted
@@ -195,7 +199,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         Raises:
             TrainingModeError: the layer is in training mode.
             InvalidInputError: a feature is missing, or has another number of bags than others.
-            HPSError: as `HPS.lookup_pooled`.
+            HPSError: as `HPS.lookup_pooled`, or with an address as `Client.lookup_pooled`.
         """
         if isinstance(features, Mapping):
             return dict(zip(self.output_names, self._separate(features).split(self.dims, 1), strict=True))

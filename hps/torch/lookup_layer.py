@@ -8,14 +8,8 @@ from torch import Tensor
 
 from hps.errors import InvalidInputError, UnknownModelError
 from hps.models.manifest import VERSION
-from hps.parameter_server import HPS
 from hps.torch.operators import lookup_rows
-from hps.torch.servers import attach, known
-
-
-def place_of(server: str | HPS) -> str:
-    """Return the string under which a layer finds its server."""
-    return attach(server) if isinstance(server, HPS) else str(server)
+from hps.torch.servers import Server, known, place_of
 
 
 def version_of(version: str | int | None) -> str:
@@ -32,7 +26,7 @@ def version_text(version: str) -> str:
 
 
 def hold(layer: torch.nn.Module, place: str, model_name: str, version: str) -> None:
-    """Keep the version of a layer in service while the layer lives, if its server is open and has it."""
+    """Keep the version of a layer in service while the layer lives, if its server is open in this process and has it."""
     server = known(place)
     if version and server is not None:
         with suppress(UnknownModelError):  # it may be deployed later
@@ -50,8 +44,9 @@ class LookupLayer(torch.nn.Module):
     Vectors are float32, also under autocast, without gradient.
 
     Args:
-        ps_config_file: path of a `ps.json`, opened once per process at the first lookup; a name returned by
-            `hps.torch.attach`; or an `HPS`, which is then attached.
+        ps_config_file: path of a `ps.json`, opened once per process at the first lookup; an address as `hps.connect` takes it,
+            or several, of servers that look up and pool for this process; a name returned by `hps.torch.attach`; or an `HPS`
+            or a `Client`, which is then attached.
         model_name: a deployed model.
         table_id: the table's id (its position in `sparse_files`) or name.
         emb_vec_size: its width.
@@ -59,12 +54,15 @@ class LookupLayer(torch.nn.Module):
             version in service while the layer lives. Default, and `latest`: the version that serves at each call.
         max_norm: vectors with a larger L2 norm are scaled down to it. Default: no limit.
         wait: False enqueues the lookup on torch's current stream and returns at once; see `HPS.lookup_fromdlpack`. While a
-            CUDA graph captures that stream, no lookup waits.
+            CUDA graph captures that stream, no lookup waits. Not with an address.
+        timeout_s: with an address: of each call, with all its attempts. Default: that of the client, 10 s.
+        fallback: with an address: each element of the output of a call while the server cannot be reached, does not answer in
+            time or is not ready. Default: such calls raise.
     """
 
     def __init__(
         self,
-        ps_config_file: str | HPS,
+        ps_config_file: Server,
         model_name: str,
         table_id: int | str,
         emb_vec_size: int,
@@ -72,9 +70,11 @@ class LookupLayer(torch.nn.Module):
         version: str | int | None = None,
         max_norm: float | None = None,
         wait: bool = True,
+        timeout_s: float | None = None,
+        fallback: float | None = None,
     ) -> None:
         super().__init__()
-        self.ps_config_file: str = place_of(ps_config_file)
+        self.ps_config_file: str = place_of(ps_config_file, timeout_s, fallback)
         self.model_name: str = model_name
         self.table_id: int = -1 if isinstance(table_id, str) else operator.index(table_id)
         self.table_name: str = table_id if isinstance(table_id, str) else ""
@@ -97,7 +97,7 @@ class LookupLayer(torch.nn.Module):
         Raises:
             TrainingModeError: the layer is in training mode.
             VersionMismatchError: its version is not in service any more.
-            HPSError: as `HPS.lookup_fromdlpack`.
+            HPSError: as `HPS.lookup_fromdlpack`, or with an address as `Client.lookup`.
         """
         if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
             if self.max_norm is None and not self.training and called_directly(keys):

@@ -15,7 +15,7 @@ them at compile time, even for constant keys. It may merge two lookups of the sa
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from time import perf_counter_ns
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ from hps.lookup.session import Session
 from hps.parameter_server import HPS
 from hps.tensors.bags import Bags, Columns, Pooling, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, refuse_repeated_tables, tensor_segment
+from hps.torch.remote import RemoteTables
 from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, repeated_after_takeover
 
@@ -43,6 +44,7 @@ _LIBRARY = torch.library.Library("hps", "DEF")
 _TAGS = (torch.Tag.nondeterministic_seeded,)
 _KEY_DTYPES = (torch.int64, torch.int32)
 _MOST_POOLINGS = 1 << 12
+_TENSORS = "keys", "offsets", "weights"  # of `Bags`
 _TO_TABLES = "str ps_config_file, str model_name"
 
 
@@ -150,15 +152,23 @@ def _check_beside(
 
 def _check_widths(deployment: Deployment, features: Sequence[Feature]) -> None:
     for feature in features:
-        if deployment.tables[deployment.table_index(feature.table)].dim != feature.dim:
-            _refuse_width(deployment, feature.table, feature.dim)
+        spec = deployment.tables[deployment.table_index(feature.table)]
+        if spec.dim != feature.dim:
+            _refuse_width(spec.model_name, feature.table, feature.dim, spec.dim)
 
 
-def _refuse_width(deployment: Deployment, table: int | str, dim: int) -> NoReturn:
-    spec = deployment.tables[deployment.table_index(table)]
+def _refuse_width(model_name: str, table: int | str, dim: int, expected: int) -> NoReturn:
     raise InvalidInputError(
-        f"{_doing(spec.model_name, table)}: got emb_vec_size {dim}, expected {spec.dim}, the table's width; give the layer that"
+        f"{_doing(model_name, table)}: got emb_vec_size {dim}, expected {expected}, the table's width; give the layer that"
     )
+
+
+def _refuse_unwaited(doing: str, keys_on_cuda: bool, wait: bool) -> None:
+    """Refuse what a lookup over HTTP cannot be: left on a stream."""
+    capturing = keys_on_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or not wait:
+        got = "a CUDA graph that is being captured" if capturing else "wait=False"
+        raise InvalidInputError(f"{doing}: got {got} with a server over HTTP, which the caller must wait for")
 
 
 def _deployment(server: HPS, model_name: str, version: str) -> Deployment:
@@ -199,7 +209,23 @@ def lookup_rows(
         _refuse_keys(keys, model_name, table)
     if not keys.is_contiguous():
         keys = keys.contiguous()
-    return _rows(server_of(ps_config_file), keys, model_name, version, table, emb_vec_size, wait)
+    server = server_of(ps_config_file)
+    if isinstance(server, RemoteTables):
+        return _remote_rows(server, keys, model_name, version, table, emb_vec_size, wait)
+    return _rows(server, keys, model_name, version, table, emb_vec_size, wait)
+
+
+def _remote_rows(
+    server: RemoteTables, keys: Tensor, model_name: str, version: str, table: int | str, emb_vec_size: int, wait: bool
+) -> Tensor:
+    _refuse_unwaited(_doing(model_name, table), keys.is_cuda, wait)
+    shape = *keys.shape, emb_vec_size
+    vectors = server.rows(keys.cpu().numpy().reshape(-1), model_name, version, table)
+    if vectors is None:
+        return torch.full(shape, server.options.fallback or 0.0, dtype=torch.float32, device=keys.device)
+    if vectors.shape[1] != emb_vec_size:
+        _refuse_width(model_name, table, emb_vec_size, vectors.shape[1])
+    return torch.from_numpy(vectors).reshape(shape).to(keys.device)
 
 
 @repeated_after_takeover
@@ -208,7 +234,7 @@ def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int |
     deployment = _deployment(server, model_name, version)
     index = deployment.table_index(table)
     if deployment.tables[index].dim != emb_vec_size:
-        _refuse_width(deployment, table, emb_vec_size)
+        _refuse_width(model_name, table, emb_vec_size, deployment.tables[index].dim)
     on_cuda = keys.is_cuda
     session = deployment.session(keys.get_device() if on_cuda else None)
     if wait and not on_cuda:
@@ -348,9 +374,8 @@ def _adopted(tensor: Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-@repeated_after_takeover
 def _pooled(
-    server: HPS,
+    server: HPS | RemoteTables,
     model_name: str,
     version: str,
     features: _Features,
@@ -360,6 +385,63 @@ def _pooled(
     wait: bool,
 ) -> Tensor:
     """Look up bags of all features in one version: the k-th feature of every table in the k-th call."""
+    if isinstance(server, RemoteTables):
+        parts = _remote_parts(server, model_name, version, features, bags, count, device, wait)
+    else:
+        parts = _parts(server, model_name, version, features, bags, count, device, wait)
+    if len(parts) == 1:
+        return parts[0]
+    columns: dict[int, Tensor] = {}
+    for places, part in zip(features.calls, parts, strict=True):
+        columns.update(zip(places, part.split([features.of[place].dim for place in places], 1), strict=True))
+    return torch.cat([columns[place] for place in range(len(features.of))], 1)
+
+
+def _remote_parts(
+    server: RemoteTables,
+    model_name: str,
+    version: str,
+    features: _Features,
+    bags: Sequence[Bags],
+    count: int,
+    device: torch.device,
+    wait: bool,
+) -> list[Tensor]:
+    """Look up bags over HTTP; returns the answer of each call."""
+    _refuse_unwaited(_doing(model_name, None), device.type == "cuda", wait)
+    if device.type != "cpu":
+        bags = [
+            replace(one, **{name: getattr(one, name).cpu().numpy() for name in _TENSORS if getattr(one, name) is not None})
+            for one in bags
+        ]
+    turns = [{features.of[place].table: bags[place] for place in places} for places in features.calls]
+    found = server.pooled(turns, model_name, version)
+    parts = []
+    for nth, places in enumerate(features.calls):
+        dims = [features.of[place].dim for place in places]
+        if found is None:
+            parts.append(torch.full((count, sum(dims)), server.options.fallback or 0.0, dtype=torch.float32, device=device))
+            continue
+        for place, vectors in zip(places, found[nth], strict=True):
+            if vectors.shape[1] != features.of[place].dim:
+                _refuse_width(model_name, features.of[place].table, features.of[place].dim, vectors.shape[1])
+        part = found[nth][0] if len(places) == 1 else np.concatenate(found[nth], 1)
+        parts.append(torch.from_numpy(part).to(device))
+    return parts
+
+
+@repeated_after_takeover
+def _parts(
+    server: HPS,
+    model_name: str,
+    version: str,
+    features: _Features,
+    bags: Sequence[Bags],
+    count: int,
+    device: torch.device,
+    wait: bool,
+) -> list[Tensor]:
+    """Look up bags in this process; returns the answer of each call."""
     deployment = _deployment(server, model_name, version)
     features.indices(deployment)
 
@@ -373,13 +455,7 @@ def _pooled(
         _look_up(session, segments, not on_host, wait)
         return torch.from_numpy(out) if on_host else out
 
-    if len(features.calls) == 1:
-        return call(features.calls[0])
-    columns: dict[int, Tensor] = {}
-    for places in features.calls:
-        part = call(places)
-        columns.update(zip(places, part.split([features.of[place].dim for place in places], 1), strict=True))
-    return torch.cat([columns[place] for place in range(len(features.of))], 1)
+    return [call(places) for places in features.calls]
 
 
 @repeated_after_takeover
@@ -435,9 +511,11 @@ def lookup_bags(
     """Implement `hps::lookup_bags`; also called directly, bypassing the dispatcher."""
     described = _features_of(features)
     if len(described.calls) == 1 and not training and [*offsets, *weights] == [None] * (2 * len(keys)):
-        plain = _plain_bags(server_of(ps_config_file), model_name, version, described, keys, wait)
-        if plain is not None:
-            return plain
+        server = server_of(ps_config_file)
+        if isinstance(server, HPS):
+            plain = _plain_bags(server, model_name, version, described, keys, wait)
+            if plain is not None:
+                return plain
     count, _ = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
     bags = [_bags(*one, include_last_offset) for one in zip(described.of, keys, offsets, weights, strict=True)]
     return _pooled(server_of(ps_config_file), model_name, version, described, bags, count, keys[0].device, wait)

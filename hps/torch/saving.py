@@ -142,8 +142,11 @@ def save(
     return SavedModel(place, version, entry | {"version_path": place}, {one.path: tuple(one.tables) for one in embeddings})
 
 
-def embeddings_of(module: nn.Module) -> list[Embedding]:
+def embeddings_of(module: nn.Module, *, with_values: bool = True) -> list[Embedding]:
     """List the embeddings of a module, each once, in the order of `named_modules`.
+
+    Args:
+        with_values: refuse weights on the meta device.
 
     Raises:
         InvalidInputError: as for `save`.
@@ -158,7 +161,7 @@ def embeddings_of(module: nn.Module) -> list[Embedding]:
                     f"both be table {name!r}; rename one of them"
                 )
             owners[name] = one.path
-            _check_weight(one.path or type(module).__name__, weight)
+            _check_weight(one.path or type(module).__name__, weight, with_values)
     if not found:
         raise InvalidInputError(
             f"saving the embeddings of a {type(module).__name__}: it has none, expected nn.Embedding, nn.EmbeddingBag, or "
@@ -194,12 +197,12 @@ def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
             yield from _walk(f"{path}.{name}" if path else name, child, seen)
 
 
-def _check_weight(path: str, weight: torch.Tensor) -> None:
+def _check_weight(path: str, weight: torch.Tensor, with_values: bool) -> None:
     if type(weight) not in (torch.Tensor, nn.Parameter):
         raise InvalidInputError(
             f"saving {path}: got weights of type {type(weight).__name__}, expected torch.Tensor; gather them"
         )
-    if weight.is_meta:
+    if weight.is_meta and with_values:
         raise InvalidInputError(f"saving {path}: got weights on the meta device, which have no values; load them first")
     if weight.dtype not in _DTYPES:
         raise InvalidDtypeError(f"saving {path}: got weights {weight.dtype}, expected float32, float16 or bfloat16")

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import hps
+import hps.torch
 from hps.torch import BagTable, EmbeddingBag, EmbeddingBagCollection, LookupLayer
 from tests.servers.running_service import document_of, model_of
+from tests.servers.served_process import ServedProcess
 
 pytestmark = pytest.mark.gpu
 DIMS, ROWS, ABSENT = {"a": 32, "b": 5}, 20_000, -1.0
@@ -165,3 +167,24 @@ def test_bad_calls_are_refused(server: hps.HPS) -> None:
         LookupLayer(server, "m", "a", DIMS["a"])(keys.float())
     with pytest.raises(hps.TrainingModeError):
         bag.train()(keys.view(1, 3))
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_layers_over_http_answer_tensors_of_the_gpu_there(tmp_path: Path, tables: dict[str, np.ndarray]) -> None:
+    for name, rows in tables.items():
+        hps.write_sparse_model(tmp_path / name, (np.arange(ROWS), rows[:-1]))
+    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT], **SETTINGS)
+    with ServedProcess(document_of(model, device="cpu"), tmp_path) as served:
+        layer = LookupLayer(served.url, "m", "a", DIMS["a"])
+        bag = EmbeddingBag(served.url, "m", "b", DIMS["b"], mode="sum", include_last_offset=True)
+        for seed in range(3):
+            keys = torch.randint(0, ROWS + 9, (30, HOTNESS), generator=torch.Generator().manual_seed(seed)).cuda()
+            assert torch.equal(layer(keys), expected("rows", keys, tables).cuda())
+            ends = torch.arange(0, keys.numel() + 1, HOTNESS).cuda()
+            torch.testing.assert_close(bag(keys.flatten(), ends), expected("bag", keys, tables).cuda())
+            torch.testing.assert_close(bag(keys), bag(keys.flatten(), ends, torch.ones(keys.numel()).cuda()))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for call in (lambda: layer(keys), lambda: bag(keys)):
+                with pytest.raises(hps.InvalidInputError, match="being captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    call()
+    hps.torch.close()

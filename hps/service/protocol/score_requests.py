@@ -47,7 +47,7 @@ _NAMES = {dtype.name: name for name, dtype in DATATYPES.items()}
 _TAKEN = {name: dtype for name, dtype in DATATYPES.items() if name != "FP64"}
 _EXAMPLE = '{"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
 _MOST_TIMEOUT_US = 3_600_000_000
-_CACHED = 256
+_CACHED = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)

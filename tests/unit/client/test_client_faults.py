@@ -134,7 +134,7 @@ def test_lookups_are_repeated_until_a_whole_answer(ask: Ask, script: list[Step])
         (refused(503, "loading"), hps.NotReadyError, "loading"),
         (refused(504, "late"), hps.RemoteTimeoutError, "late"),
         (refused(500, "bug"), hps.RemoteError, "bug"),
-        (sent(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 6\r\n\r\n<html>"), hps.RemoteError, "<html>"),
+        (sent(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 6\r\n\r\n<html>"), hps.RemoteConnectionError, "<html>"),
     ],
 )
 def test_what_is_no_answer_is_an_error_and_the_next_call_is_answered(

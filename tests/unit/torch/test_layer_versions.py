@@ -139,3 +139,24 @@ def test_a_converted_module_does_not_mix_versions_and_says_so(tmp_path: Path, ca
         convert(trained(3.0), server, "m", repository=tmp_path)
         assert settled(server).get("1") != "available"
         torch.testing.assert_close(again(KEYS), second(KEYS))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_is_converted_to_the_serving_a_given_or_the_latest_version(server: HPS, device: str) -> None:
+    def layer(version: str | int | None) -> nn.Module:
+        return convert(nn.ModuleDict({"t": nn.Embedding(ROWS, DIM, device=device)}), server, "m", version=version)["t"]  # type: ignore[index]
+
+    serving, latest = layer(None), layer("latest")
+    for version in ("2", "3"):
+        server.deploy("m", version)
+        assert serving(KEYS)[:, 0].tolist() == layer(1)(KEYS)[:, 0].tolist() == [1.0] * 4
+        assert latest(KEYS)[:, 0].tolist() == layer(None)(KEYS)[:, 0].tolist() == [float(version)] * 4
+    server.undeploy("m", "1")
+    for _ in range(2):
+        with pytest.raises(VersionMismatchError, match="of version 1"):
+            serving(KEYS)
+    with pytest.raises(hps.UnknownVersionError):
+        layer(1)
+    with pytest.raises(InvalidInputError, match="expected a number or 'latest'"):
+        layer("first")
+    assert latest(KEYS)[:, 0].tolist() == [3.0] * 4

@@ -50,16 +50,19 @@ def test_a_server_keeps_its_name_and_a_name_takes_another_server(served: Served,
         assert (layer(torch.tensor([1])) == 7).all()
 
 
-def test_a_new_name_is_none_that_stands_for_a_server_already(served: Served, tmp_path: Path) -> None:
-    number = int(attach(served.server).rpartition("-")[2])
-    close()  # as in a process that restores a program which was made in another one
+def test_a_new_name_stands_for_no_server_of_another_process(served: Served, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     document, _ = configuration(tmp_path / "other")
-    with hps.HPS(document) as other:
-        other.insert([1], [[7.0] * 8], "m", "user")
-        restored = LookupLayer(attach(other, f"attached-{number + 1}"), "m", "user", 8)
-        LookupLayer(served.server, "m", "user", 8)
-        assert (restored(torch.tensor([1])) == 7).all()
+    names = []
+    for _ in range(3):
+        with hps.HPS(document) as server:
+            names.append(LookupLayer(server, "m", "user", 8).ps_config_file)
+            assert attach(server) == names[-1]
+        close()  # as in a process that restores a program which was made in another one
+    assert len(set(names)) == 3
+    LookupLayer(served.server, "m", "user", 8)
+    with pytest.raises(hps.NotReadyError, match=r"call hps.torch.attach\(server, 'attached-"):
+        LookupLayer(names[0], "m", "user", 8)(torch.tensor([1]))
 
 
 def test_a_path_that_cannot_be_opened_is_tried_again(served: Served, tmp_path: Path) -> None:
@@ -91,3 +94,44 @@ def test_a_forked_child_opens_the_path_itself(served: Served) -> None:
     with os.fdopen(read) as pipe:
         assert json.loads(pipe.read()) == expected
     os.waitpid(child, 0)
+
+
+def test_a_server_opened_from_a_path_has_that_name_until_it_is_closed(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = torch.tensor([3])
+    for _ in range(3):
+        with hps.HPS("ps.json") as first, hps.HPS(Path("ps.json")) as second:
+            layer, other = LookupLayer(first, "m", "user", 8), LookupLayer(second, "m", "user", 8)
+            assert layer.ps_config_file == served.path
+            assert other.ps_config_file.startswith("attached-"), "the path is the other's"
+            second.insert([3], [[7.0] * 8], "m", "user")
+            assert (other(keys) == 7).all()
+            assert not (layer(keys) == 7).any()
+            assert server_of(served.path) is first
+        pinned = LookupLayer(served.path, "m", "user", 8, version=1)
+        assert torch.equal(pinned(keys), served.rows(keys, "user"))
+        opened = server_of(served.path)
+        assert opened is not first
+        assert torch.equal(layer(keys), served.rows(keys, "user"))
+        with pytest.raises(hps.NotReadyError, match="it is closed"):
+            other(keys)
+        with hps.HPS("ps.json") as third:
+            assert LookupLayer(third, "m", "user", 8).ps_config_file.startswith("attached-"), "it is open already"
+        close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_opens_the_path_of_a_server(served: Served) -> None:
+    with hps.HPS(served.path) as server:
+        layer = LookupLayer(server, "m", "user", 8)
+        server.insert([3], [[7.0] * 8], "m", "user")
+        assert (layer(torch.tensor([3])) == 7).all()
+        if (child := os.fork()) == 0:
+            right = False
+            try:
+                right = torch.equal(layer(torch.tensor([3])), served.rows(torch.tensor([3]), "user"))
+            finally:
+                os._exit(0 if right else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

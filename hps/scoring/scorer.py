@@ -221,6 +221,7 @@ class Scorer:
             limits.append(size)
             at += -(-size // _ALIGNED) * _ALIGNED
         staged, source = network.staging(at)
+        staged[:] = 0
         memory = network.empty((at,), "uint8") if self._on_device else staged
         inputs: dict[str, Tensor] = {}
         for one in self.features:
@@ -228,14 +229,13 @@ class Scorer:
             if one.is_lookup:
                 tensor = one.tensor()
                 vectors = (samples, *tensor.shape[1:])
-                inputs[one.name] = network.empty(vectors, "float32") if self._on_device else np.empty(vectors, np.float32)
+                inputs[one.name] = network.empty(vectors, "float32") if self._on_device else np.zeros(vectors, np.float32)
             elif self._on_device:
                 inputs[one.name] = network.part(memory, start, dtype, shape)
             else:
                 inputs[one.name] = np.ndarray(shape, dtype, staged, start)
         kept = _Kept(samples, staged, source, memory, np.array(starts), np.array(limits), inputs)
         if self._on_device:
-            staged[:] = 0
             network.write(memory, source)
             kept.run = network.fixed(inputs)
         self._kept[samples] = kept
@@ -301,12 +301,12 @@ class Scorer:
         return self.outputs
 
     def warm(self) -> None:
-        """Keep memory for batches, and capture the network for them, if it is on a CUDA device."""
-        if not (self._on_device and self._keeps):
-            return
+        """Keep memory for batches of all numbers of samples, and run the network on it once: the first request shall not wait for that."""
         samples = _LEAST_KEPT
-        while samples < _STEP * self._max_samples:
-            self._kept_for(min(samples, self._max_samples))
+        while self._keeps and samples < _STEP * self._max_samples:
+            kept = self._kept_for(min(samples, self._max_samples))
+            if kept.run is None:
+                self._run(self._bound(kept, kept.samples).run)
             samples *= _STEP
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:

@@ -74,8 +74,8 @@ def load_configuration(source: Source) -> Configuration:
     yet, the notices of a `Configuration` are logged when it is used later and there is a handler.
 
     Args:
-        source: path of a `ps.json`, path or URI of a repository of models, content of a `ps.json` as a mapping, a `ParameterServerConfig`, or a `Configuration`, which is
-            returned unchanged.
+        source: path of a `ps.json`, path or URI of a repository of models, content of a `ps.json` as a mapping, a
+            `ParameterServerConfig`, or a `Configuration`, which is returned unchanged.
 
     Raises:
         ConfigError: the file is missing, is not JSON or has wrong keys or values; one report of all problems.

@@ -50,8 +50,8 @@ def _free_first(value: tuple[int, ...]) -> tuple[int, ...]:
 class NetworkInputConfig(Section):
     """An entry of `models[].dense.inputs`: a lookup if it has a `table`, else a feature of the request.
 
-    Only one of the forms is complete: a lookup (`table`, with `pooling`, `hotness`, `max_norm`, `padding_key`), a feature (`dtype`,
-    `shape`), or `request_index`.
+    Only one of the forms is complete: a lookup (`table`, with `pooling`, `hotness`, `max_norm`, `padding_key`), a feature
+    (`dtype`, `shape`), or `request_index`.
     """
 
     model_config = ConfigDict(title="models[].dense.inputs")

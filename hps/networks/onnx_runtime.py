@@ -59,7 +59,8 @@ class OnnxNetwork(Network):
         has_outputs = [one.name for one in session.get_outputs()]
         if missing := [one for one in outputs if one not in has_outputs]:
             raise ModelFileError(
-                f"opening the network {name}: got output {missing[0]!r} (dense.outputs), expected some of {', '.join(has_outputs)}"
+                f"opening the network {name}: got output {missing[0]!r} (dense.outputs), expected some of "
+                f"{', '.join(has_outputs)}"
             )
         return cls(name, session, outputs)
 

@@ -114,8 +114,8 @@ class _TorchNetwork(Network):
 class ExportedProgram(_TorchNetwork):
     """A `.pt2` file: what `torch.export.save` writes, or a package of AOTInductor.
 
-    An input is called as the parameter that takes it or, in a dict, by its key. A package has no names of inputs: they are in the
-    order of `dense.inputs`.
+    An input is called as the parameter that takes it or, in a dict, by its key. A package has no names of inputs: they are in
+    the order of `dense.inputs`.
     """
 
     @classmethod

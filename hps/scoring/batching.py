@@ -32,8 +32,8 @@ class ScoreCall:
 class Batcher:
     """Scores requests of one deployment and device in batches, by one thread. *Thread-safe.*
 
-    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table. It begins as soon as the batch
-    before it has ended, or, with a delay, when the oldest has waited so long or the batch is full.
+    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table. It begins as soon as the
+    batch before it has ended, or, with a delay, when the oldest has waited so long or the batch is full.
 
     If the network fails on a batch, each of its requests is tried alone: a request can fail no other.
 

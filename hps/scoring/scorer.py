@@ -295,7 +295,8 @@ class Scorer:
             shapes.append({name: (values.dtype.name, values.shape[1:]) for name, values in outputs.items()})
         if shapes[0] != shapes[1]:
             raise NetworkError(
-                f"trying the network of model {self._model!r}: its outputs are {shapes[0]} for one sample, {shapes[1]} for three"
+                f"trying the network of model {self._model!r}: its outputs are {shapes[0]} for one sample, {shapes[1]} for "
+                "three"
             )
         self.outputs = tuple(Output(name, dtype, shape) for name, (dtype, shape) in shapes[0].items())
         return self.outputs

@@ -2,9 +2,9 @@
 
 Over `/v2/models/{model}/infer`, of a model that has a network, an input is named like the network's and has its samples first:
 INT64 (or INT32) keys of a lookup, FP32, FP16, INT64, INT32 or BOOL of a feature. Keys in bags of any size are flat, and have
-`<input>.offsets` INT64 [samples + 1] and perhaps `<input>.weights` FP32 beside them. The request parameter `timeout`, in microseconds,
-is how long the scores are of use. With the parameter `vectors: true` a request is a lookup (`open_inference.py`), as it is if one of
-its inputs is none of the network's.
+`<input>.offsets` INT64 [samples + 1] and perhaps `<input>.weights` FP32 beside them. The request parameter `timeout`, in
+microseconds, is how long the scores are of use. With the parameter `vectors: true` a request is a lookup (`open_inference.py`),
+as it is if one of its inputs is none of the network's.
 
 Over `/v1/models/{model}/score`, one object has what all samples share, and a list what each has of its own:
 
@@ -150,7 +150,8 @@ def decode_scores(
     """Decode the body of an inference request; None if it is a lookup.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: it is invalid. TooManyKeysError: it has more keys than `max_keys`, or too many samples.
+        InvalidInputError, InvalidDtypeError: it is invalid.
+        TooManyKeysError: it has more keys than `max_keys`, or too many samples.
     """
     text = bytes(body if header_length is None else body[:header_length])
     header = score_header(text, network)

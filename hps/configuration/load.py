@@ -1,6 +1,6 @@
 """Load a configuration: a `ps.json` as HugeCTR takes it, its content as a mapping, or HugeCTR's Python structs.
 
-Only this module reads configuration files and the environment, and only while a configuration is loaded.
+Only this module reads configuration files and the environment, and none of it at import.
 """
 
 import logging
@@ -62,6 +62,7 @@ _SECRETS = {
     ("update_source", "password"): "HPS_UPDATE_PASSWORD",
 }
 _OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable
+_THREADS = "OMP_NUM_THREADS"  # OpenMP's, which PyTorch reads, too
 
 
 def load_configuration(source: Source) -> Configuration:
@@ -170,6 +171,39 @@ def override_model(name: str, model: ModelConfig | None, changes: Mapping[str, A
     """
     known = {} if model is None else model.model_dump(exclude_unset=True)
     return load_configuration({"models": [{**known, **changes, "model": name}]}).models[0]
+
+
+def load_dense(said: Mapping[str, Any] | DenseConfig) -> DenseConfig:
+    """Check what is said of a network, as in `models[].dense`.
+
+    Raises:
+        ConfigError: it is wrong; one report of all problems.
+    """
+    if isinstance(said, DenseConfig):
+        return said
+    problems: list[str] = []
+    content = plain(said, problems)
+    keys = {
+        name.removeprefix("models.dense").removeprefix("."): known for name, known in _KEYS.items() if "models.dense" in name
+    }
+    try:
+        dense = DenseConfig.model_validate(content)
+    except ValidationError as error:
+        problems += problems_of(error, keys, {})
+    if problems:
+        raise ConfigError("dense", problems)
+    return dense
+
+
+def default_network_threads(count: int) -> None:
+    """Let networks of this process run each operator with `count` threads, unless `OMP_NUM_THREADS` is set."""
+    os.environ.setdefault(_THREADS, str(count))
+
+
+def network_threads() -> int:
+    """Return how many threads run an operator of a network; 0: the engine decides."""
+    number = os.environ.get(_THREADS, "").partition(",")[0]  # a list is one number a level of nesting
+    return int(number) if number.isdecimal() else 0
 
 
 def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:

@@ -104,7 +104,7 @@ class NetworkInputConfig(Section):
 
 def _inputs(value: Any) -> Any:
     if isinstance(value, dict) and not value:
-        raise expected("at least one input")
+        raise problem("got none, expected at least one input")
     return value
 
 

@@ -1,12 +1,12 @@
 """Networks in ONNX files, run by ONNX Runtime."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import onnxruntime
 
+from hps.configuration.load import network_threads
 from hps.errors import ModelFileError
 from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
 from hps.types import IndexArray
@@ -34,7 +34,7 @@ class OnnxNetwork(Network):
     ) -> Self:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
+        options.intra_op_num_threads = network_threads()
         try:
             session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except Exception as error:

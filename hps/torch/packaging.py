@@ -618,8 +618,9 @@ def _compare(
         worst = float(torch.nan_to_num(difference, nan=float("inf")).max()) if difference.numel() else 0.0
         if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
             raise InvalidInputError(
-                f"packaging {place}: output {name!r} differs by up to {worst:.3g} from the module's on the examples; "
-                f"expected at most {tolerance:g} (tolerance): does the module read its keys, or other samples, outside of its embeddings?"
+                f"packaging {place}: output {name!r} differs by up to {worst:.3g} from the module's on the examples; expected "
+                f"at most {tolerance:g} (tolerance): does the module read its keys, or other samples, outside of its "
+                "embeddings?"
             )
         largest = max(largest, worst)
     return largest

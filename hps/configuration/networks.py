@@ -22,7 +22,7 @@ from hps.configuration.tiers import Section
 from hps.registry import IMPLEMENTATIONS
 
 DTYPES: Final = ("float32", "float16", "int64", "int32", "bool")
-"""Of the features of a request, and of outputs."""
+"""Of the features of a request."""
 
 _FORMATS = IMPLEMENTATIONS["network"]
 NetworkFormat: TypeAlias = Annotated[

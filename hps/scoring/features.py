@@ -177,8 +177,9 @@ def read_request(
             )
         given.append(keys)
     if used != len(arrays):
-        known = {one.name + end for one in features for end in ("", OFFSETS, WEIGHTS)}
-        extra = min(set(arrays) - known, default="") or next(name for name in arrays if name.endswith((OFFSETS, WEIGHTS)))
+        ends = ("", OFFSETS, WEIGHTS)
+        known = {one.name + end for one in features if not one.index for end in (ends if one.is_lookup else ends[:1])}
+        extra = min(set(arrays) - known)
         raise InvalidInputError(f"{doing}: got input {extra[:120]!r}, which the network does not have")
     keys_of = tuple(got.values.size if one.is_lookup else 0 for one, got in zip(features, given, strict=True))
     return ScoreRequest(given, _samples(doing, features, given, max_samples), keys_of)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hps.configuration.networks import DTYPES
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
 from hps.networks.base import FixedRun, Network, Tensor
@@ -30,6 +31,7 @@ Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
 Request: TypeAlias = ScoreRequest | PackedRequest
 
+_OUTPUT_DTYPES = (*DTYPES, "float64")
 _ALIGNED = 64
 _LEAST_KEPT = 16
 _STEP = 4  # between the numbers of samples that memory is kept for
@@ -298,6 +300,12 @@ class Scorer:
                 f"trying the network of model {self._model!r}: its outputs are {shapes[0]} for one sample, {shapes[1]} for "
                 "three"
             )
+        for name, (dtype, _) in shapes[0].items():
+            if dtype not in _OUTPUT_DTYPES:
+                raise NetworkError(
+                    f"trying the network of model {self._model!r}: output {name!r} is of {dtype}, expected "
+                    f"{', '.join(_OUTPUT_DTYPES)}"
+                )
         self.outputs = tuple(Output(name, dtype, shape) for name, (dtype, shape) in shapes[0].items())
         return self.outputs
 

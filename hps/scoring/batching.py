@@ -1,5 +1,6 @@
 """Dynamic batching: requests that wait at the same time are answered by one lookup and one call of the network."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from hps.ground.workers import new_thread
 from hps.scoring.scorer import Outputs, Request, Scorer, ScoreTimes
 from hps.statistics.scores import ScoreCounters
 
+_log = logging.getLogger(__name__)
 _MOST_WAITING = 4096
 _LOOK_S = 0.5
 
@@ -140,9 +142,7 @@ class Batcher:
                 self._samples -= request.samples
         for call in late:
             self._counters.count_late()
-            call.done(
-                DeadlineError(f"scoring with {self._what}: the request's timeout was over before a batch could take it"), None
-            )
+            self._tell(call, too_late(self._what))
         return batch
 
     def _answer(self, batch: list[ScoreCall]) -> None:
@@ -151,18 +151,29 @@ class Batcher:
         except NetworkError as error:
             if len(batch) == 1:
                 self._counters.count_failure("network")
-                batch[0].done(error, None)
+                self._tell(batch[0], error)
                 return
             for call in batch:
                 self._answer([call])
             return
         except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread goes on
             for call in batch:
-                call.done(error, None)
+                self._tell(call, error)
             return
         samples = sum(one.request.samples for one in batch)
         self._counters.count(len(batch), samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
         for call, answer in zip(batch, answers, strict=True):
             if isinstance(answer, HPSError):
                 self._counters.count_failure("nan")
+            self._tell(call, answer, times)
+
+    def _tell(self, call: ScoreCall, answer: Outputs | Exception, times: ScoreTimes | None = None) -> None:
+        try:
             call.done(answer, times)
+        except Exception:  # noqa: BLE001 - of this request alone
+            _log.exception("scoring with %s: a request could not be told its scores", self._what)
+
+
+def too_late(what: str) -> DeadlineError:
+    """Return why a request was not scored whose time was over."""
+    return DeadlineError(f"scoring with {what}: the request's timeout was over before a batch could take it")

@@ -56,7 +56,7 @@ def test_inputs_are_in_the_order_of_the_configuration() -> None:
         "int32 [-1, 2, 3]",
     ]
     request = read(arrays())
-    assert (request.samples, request.keys) == (3, 1 + 5 + 6 + 3)
+    assert (request.samples, request.keys) == (3, (1, 5, 6, 3, 0, 0))
     assert [one.rows for one in request.given] == [1, 1, 3, 3, 3, 3]
 
 
@@ -78,7 +78,7 @@ def test_too_few_and_too_many_samples(samples: int) -> None:
 
 def test_the_most_keys() -> None:
     most = arrays(history=np.arange(20), **{"history.offsets": np.array([0, 20])})
-    assert read(most).keys == 20 + 1 + 6 + 3
+    assert read(most).keys == (1, 20, 6, 3, 0, 0)
     more = arrays(history=np.arange(21), **{"history.offsets": np.array([0, 21])})
     with pytest.raises(hps.TooManyKeysError, match="got 21 keys of input 'history', expected at most 20"):
         read(more)

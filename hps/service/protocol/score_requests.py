@@ -48,6 +48,7 @@ _TAKEN = {name: dtype for name, dtype in DATATYPES.items() if name != "FP64"}
 _EXAMPLE = '{"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
 _MOST_TIMEOUT_US = 3_600_000_000
 _CACHED = 1024
+_BEYOND_FP16 = 65520.0  # and beyond, rounds to infinity
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,6 +215,8 @@ def _json_values(data: Any, dtype: "np.dtype[Any]", what: str, count: int = -1) 
         values = float32_array(data, what) if dtype.kind == "f" else int64_array(data, what)
         if dtype.itemsize == 4 and dtype.kind == "i" and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
             raise InvalidDtypeError(f"{what}: a value does not fit INT32")
+        if dtype == np.float16 and values.size and max(values.max(), -values.min()) >= _BEYOND_FP16:
+            raise InvalidInputError(f"{what}: a value does not fit FP16")
         values = values.astype(dtype)
     if count >= 0 and values.size != count:
         raise InvalidInputError(f"{what}: got {values.size} values, expected {count}")

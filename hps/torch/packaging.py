@@ -461,14 +461,16 @@ class _Rest(nn.Module):
         self._vectors[:] = [given[name] for name in self._names]
         self._turn[0] = 0
         samples = next(iter(given.values())).shape[0]
-        others = {name: given[name] for name in self._inputs.tensors if name in given}
+        others = {name: given[name] for name in self._inputs.tensors if name in given and name not in self._names}
         for name in self._inputs.keys:
-            if name not in given:
+            if name not in others:
                 tensor = self._inputs.tensors[name]
                 others[name] = torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype)
         positional, named = self._inputs.arguments(others)
-        outputs = _outputs(self.module(*positional, **named), self._outputs)
-        self._vectors.clear()
+        try:
+            outputs = _outputs(self.module(*positional, **named), self._outputs)
+        finally:
+            self._vectors.clear()
         return outputs
 
 
@@ -509,7 +511,7 @@ def _exported(
 
 
 def _outputs(found: Any, names: Sequence[str] | None) -> dict[str, torch.Tensor]:
-    if isinstance(found, torch.Tensor):
+    if not isinstance(found, tuple | list | Mapping):
         found = (found,)
     if isinstance(found, Mapping):
         named = {str(name): one for name, one in found.items()}

@@ -182,10 +182,11 @@ class _Inputs:
         self.positional, self.named = bound.args, bound.kwargs
         self.given: dict[str, Any] = dict(bound.arguments)
         self.tensors = {name: one for name, one in self.given.items() if isinstance(one, torch.Tensor)}
-        self.samples = max((len(one) for one in self.tensors.values() if one.ndim and one.is_floating_point()), default=0)
         for name, one in self.tensors.items():
             if one.device.type != "cpu":
                 raise InvalidInputError(f"packaging a {self.module}: got input {name!r} on {one.device}, expected the CPU")
+            if not one.ndim:
+                raise InvalidInputError(f"packaging a {self.module}: got a number for input {name!r}, expected samples first")
             if one.dtype not in _DTYPES:
                 raise InvalidInputError(
                     f"packaging a {self.module}: got input {name!r} of {one.dtype}, expected {', '.join(_DTYPES.values())}"
@@ -482,7 +483,7 @@ def _exported(
     others = [
         name for name in inputs.tensors if name not in {source for call in calls for source in (call.source, call.offsets)}
     ]
-    samples = max(2, inputs.samples)
+    samples = max([2, *(len(inputs.tensors[name]) for name in others)])
     given = {
         call.name: torch.zeros(samples, *(() if call.pooling != "none" else call.shape), dims[call.table]) for call in calls
     }

@@ -370,6 +370,7 @@ class AgeOfIds(nn.Module):
         ({"ids": torch.arange(4), "years": torch.rand(4)}, "its forward does not take the examples"),
         ((torch.arange(4), torch.rand(4).double()), "got input 'age' of torch.float64, expected float32, float16"),
         ((torch.arange(4, dtype=torch.int16), torch.rand(4)), "got input 'ids' of torch.int16"),
+        ((torch.arange(4), torch.tensor(1.0)), "got a number for input 'age', expected samples first"),
     ],
 )
 def test_examples_are_refused(tmp_path: Path, examples: Any, message: str) -> None:
@@ -413,7 +414,7 @@ def test_integers_that_have_to_be_small_are_refused(tmp_path: Path) -> None:
         def forward(self, ids: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
             return self.item(ids).sum(1) + torch.eye(4)[age].sum(1)
 
-    with pytest.raises(hps.InvalidInputError, match="it cannot run with other keys than those of the examples .IndexError"):
+    with pytest.raises(hps.InvalidInputError, match=r"it cannot run with other keys than those of the examples \(IndexError"):
         package(Hot(), tmp_path / "m" / "1", (torch.arange(4), torch.arange(4)))
     assert not list(tmp_path.iterdir())
 

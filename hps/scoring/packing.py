@@ -193,7 +193,7 @@ def gather_into(
     if first is None:
         return None
     if all(type(one) is PackedRequest and one.description.layout is first for one in requests):
-        sizes = np.broadcast_to(first.rows * first.widths, (count, first.rows.size))
+        sizes = np.tile(first.rows * first.widths, (count, 1))  # a view would be read-only, which the kernel does not take
         before = np.arange(count)[:, None] * sizes[0]
         rows = first.rows * count
     else:
@@ -209,7 +209,7 @@ def gather_into(
         return None
     sources = np.array([_addresses_of(one) for one in requests], np.int64)
     targets = before + (starts + memory.ctypes.data)
-    gather(sources.reshape(-1), np.ascontiguousarray(sizes).reshape(-1), targets.reshape(-1))
+    gather(sources.reshape(-1), sizes.reshape(-1), targets.reshape(-1))
     return rows
 
 

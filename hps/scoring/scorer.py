@@ -1,9 +1,9 @@
 """One call of a network on the vectors of one deployment: look up, pool, run.
 
-There are two ways. In general, the inputs of all requests are put together, the vectors are looked up into new memory, and the network
-runs on both. Batches of requests that look alike take the other way wherever every lookup is of rows: all memory from their keys to the
-inputs of the network is kept, for some numbers of samples, and so is what a lookup of it prepares; on a CUDA device the network is
-a CUDA graph. Then a batch is one copy of its inputs, one prepared lookup, one launch.
+There are two ways. In general, the inputs of all requests are put together, the vectors are looked up into new memory, and the
+network runs on both. Batches of requests that look alike take the other way wherever every lookup is of rows: all memory from
+their keys to the inputs of the network is kept, for some numbers of samples, and so is what a lookup of it prepares; on a CUDA
+device the network is a CUDA graph. Then a batch is one copy of its inputs, one prepared lookup, one launch.
 """
 
 import threading

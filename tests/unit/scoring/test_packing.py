@@ -41,7 +41,8 @@ FEATURES: tuple[Feature, ...] = features_of(
 class Region:
     """Memory with requests one behind the other, each at another distance from any boundary."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: tuple[Feature, ...] = FEATURES) -> None:
+        self._features = features
         self.memory = np.zeros(SIZE, np.uint8)
         self.at = 8
         self.described: dict[bytes, Description] = {}
@@ -55,7 +56,7 @@ class Region:
             at += array.nbytes + 5  # values need not be aligned
         text = describe(inputs, [["all", "<f4", [samples, 17], at]], 0)
         if text not in self.described:
-            self.described[text] = read_description(text, FEATURES, MOST, "m")
+            self.described[text] = read_description(text, self._features, MOST, "m")
         packed = PackedRequest(self.described[text], self.memory.data, self.at, self.memory.ctypes.data + self.at)
         self.at += at + 3
         return packed
@@ -76,59 +77,149 @@ def request(rng: np.random.Generator, samples: int, form: str) -> dict[str, np.n
     return found
 
 
-def scorer() -> Scorer:
-    return Scorer("m", TABLES.specs, FEATURES, ArrayNetwork(everything), TABLES.look_up, max_samples=MOST)
+def scorer(features: tuple[Feature, ...] = FEATURES) -> Scorer:
+    return Scorer("m", TABLES.specs, features, ArrayNetwork(everything), TABLES.look_up, max_samples=MOST)
 
 
 @pytest.mark.parametrize(
-    "forms", [("once",), ("each",), ("columns",), ("ragged",), ("once", "each"), ("each", "columns", "ragged")]
+    "forms", [("once",), ("each",), ("columns",), ("ragged",), ("once", "each"), ("each", "columns", "ragged")], ids=str
 )
-def test_gathered_requests_are_scored_like_any_others(forms: tuple[str, ...]) -> None:
+def test_requests_in_shared_memory_are_scored_like_any_others(forms: tuple[str, ...]) -> None:
     rng, region, ours = np.random.default_rng(3), Region(), scorer()
-    for samples in ((1,), (3, 1, 2), (7, 7), (1,)):  # the memory of a batch grows, and is used again
+    for samples in ((1,), (3, 1, 2), (7, 7), (1,)):
         plain = [request(rng, n, forms[at % len(forms)]) for at, n in enumerate(samples)]
         packed = [region.pack(one, n) for one, n in zip(plain, samples, strict=True)]
-        assert [one.samples for one in packed] == [
-            0 if "tags.offsets" in one else n for one, n in zip(plain, samples, strict=True)
-        ]
+        assert [one.samples == 0 for one in packed] == ["tags.offsets" in one for one in plain]
         wanted, _ = ours.score([read_request(FEATURES, one, MOST, "m") for one in plain])
-        asked = [one if one.samples else one.unpacked(FEATURES, MOST, "m") for one in packed]
-        got, _ = ours.score(asked)
+        got, _ = ours.score([one if one.samples else one.unpacked(FEATURES, MOST, "m") for one in packed])
         for one, other in zip(got, wanted, strict=True):
             np.testing.assert_array_equal(one["all"], other["all"])
-    assert len(region.described) < 7
 
 
-def test_an_output_that_is_an_input_is_not_overwritten_by_the_next_request() -> None:
-    network = ArrayNetwork(lambda given: {"all": given["age"]})
-    features = features_of(
-        load_dense({"format": "onnx", "file": "f", "inputs": {"age": {}, "item": {"table": "t0"}}, "outputs": ["all"]}),
-        TABLES.specs,
-    )
-    ours = Scorer("m", TABLES.specs, features, network, TABLES.look_up, max_samples=MOST)
-    memory = np.zeros(1024, np.uint8)
-    inputs = [["age", "<f4", [2], 64], ["item", "<i8", [2], 128]]
-    described = read_description(describe(inputs, [["all", "<f4", [2], 256]], 0), features, MOST, "m")
-    answers = []
-    for value in (1.0, 2.0):
-        memory[64:72].view(np.float32)[:] = value
-        packed = PackedRequest(described, memory.data, 0, memory.ctypes.data)
-        ((answer,), _) = ours.score([packed])
-        answers.append(answer["all"])
-    assert [one.tolist() for one in answers] == [[1.0, 1.0], [2.0, 2.0]]
+# -- requests that look alike, in memory that is kept -----------------------------------------------------------------
+
+ALIKE: dict[str, Any] = {
+    "item": {"table": "t0"},
+    "pair": {"table": "t1", "hotness": 2},
+    "age": {"per_request": True},
+    "flag": {"dtype": "bool", "shape": [-1, 3]},
+}
+KEPT: tuple[Feature, ...] = features_of(
+    load_dense({"format": "onnx", "file": "f", "inputs": ALIKE, "outputs": ["all"]}), TABLES.specs
+)
 
 
-def test_beside_a_call_that_gathers_another_one_does_not() -> None:
-    """The memory of batches is one call's at a time."""
-    rng, region, ours = np.random.default_rng(3), Region(), scorer()
-    plain = [request(rng, 2, "once") for _ in range(2)]
-    packed = [region.pack(one, 2) for one in plain]
-    wanted, _ = ours.score(packed)
+def alike(rng: np.random.Generator, samples: int, *, columns: bool = False, once: bool = False) -> dict[str, np.ndarray]:
+    return {
+        "item": rng.integers(0, 50, (samples, 1) if columns else samples),
+        "pair": rng.integers(0, 50, (samples, 2)),
+        "age": rng.random(1 if once else samples, np.float32),
+        "flag": rng.random((samples, 3)) < 0.5,
+    }
+
+
+def wanted_of(given: dict[str, np.ndarray]) -> np.ndarray:
+    samples = len(given["item"])
+    columns = [
+        TABLES.vectors(0, given["item"].reshape(-1)),
+        TABLES.vectors(1, given["pair"]).reshape(samples, -1),
+        np.broadcast_to(given["age"], samples)[:, None],
+        given["flag"],
+    ]
+    return np.concatenate(columns, 1).astype(np.float32)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Of each call, the number of its samples if it was answered in memory that is kept, or None."""
+    calls: list[int | None] = []
+    score = Scorer._score_kept
+
+    def counting(self: Scorer, requests: Any, total: int) -> Any:
+        found = score(self, requests, total)
+        calls.append(None if found[0] is None else total)
+        return found
+
+    monkeypatch.setattr(Scorer, "_score_kept", counting)
+    return calls
+
+
+def test_batches_of_any_size_are_scored_in_memory_that_is_kept(kept: list[int | None]) -> None:
+    rng, region, ours = np.random.default_rng(3), Region(KEPT), scorer(KEPT)
+    batches: list[tuple[int, ...]] = [(1,), (16,), (1,), (17,), (3, 1, 2), (8, 8), (25, 25), (50,), (2,) * 25, (1,)]
+    before: list[tuple[np.ndarray, np.ndarray]] = []
+    for samples in batches:
+        plain = [alike(rng, n) for n in samples]
+        requests = [
+            region.pack(one, n) if at % 2 == 0 else read_request(KEPT, one, MOST, "m")
+            for at, (one, n) in enumerate(zip(plain, samples, strict=True))
+        ]
+        got, _ = ours.score(requests)
+        for one, asked in zip(got, plain, strict=True):
+            np.testing.assert_array_equal(one["all"], wanted_of(asked))
+            before.append((one["all"], wanted_of(asked)))
+    assert kept == [sum(samples) for samples in batches]
+    for answer, wanted in before:  # an answer is not overwritten by the next one
+        np.testing.assert_array_equal(answer, wanted)
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        [{"once": True}],
+        [{}, {"once": True}],
+        [{}, {"columns": True}],
+        [{"columns": True}, {}],
+    ],
+    ids=str,
+)
+def test_requests_that_are_not_alike_take_the_general_way(kept: list[int | None], forms: list[dict[str, bool]]) -> None:
+    rng, ours = np.random.default_rng(3), scorer(KEPT)
+    for packs in (True, False):
+        region = Region(KEPT)
+        plain = [alike(rng, 3, **form) for form in forms]
+        got, _ = ours.score([region.pack(one, 3) if packs else read_request(KEPT, one, MOST, "m") for one in plain])
+        for one, asked in zip(got, plain, strict=True):
+            np.testing.assert_array_equal(one["all"], wanted_of(asked))
+    assert kept == [None, None]
+
+
+def test_beside_a_call_that_uses_the_memory_another_takes_the_general_way(kept: list[int | None]) -> None:
+    rng, region, ours = np.random.default_rng(3), Region(KEPT), scorer(KEPT)
+    given = alike(rng, 2)
+    packed = region.pack(given, 2)
     assert ours._own.acquire(timeout=1)
-    got, _ = ours.score(packed)
+    ((answer,), _) = ours.score([packed])
     ours._own.release()
-    for one, other in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(one["all"], other["all"])
+    np.testing.assert_array_equal(answer["all"], wanted_of(given))
+    assert kept == []
+    ((answer,), _) = ours.score([packed])
+    np.testing.assert_array_equal(answer["all"], wanted_of(given))
+    assert kept == [2]
+
+
+def test_after_a_failure_the_memory_is_used_again(kept: list[int | None]) -> None:
+    rng, ours = np.random.default_rng(3), scorer(KEPT)
+    given = alike(rng, 2)
+    try:
+        TABLES.fails = hps.DatabaseError("away")
+        with pytest.raises(hps.DatabaseError):
+            ours.score([read_request(KEPT, given, MOST, "m")])
+    finally:
+        TABLES.fails = None
+    ((answer,), _) = ours.score([read_request(KEPT, given, MOST, "m")])
+    np.testing.assert_array_equal(answer["all"], wanted_of(given))
+    assert kept == [2]
+
+
+def test_an_output_that_is_an_input_is_not_overwritten_by_the_next_request(kept: list[int | None]) -> None:
+    ours = Scorer("m", TABLES.specs, KEPT, ArrayNetwork(lambda given: {"all": given["age"]}), TABLES.look_up, max_samples=MOST)
+    rng, region = np.random.default_rng(3), Region(KEPT)
+    every = [alike(rng, 2) for _ in range(3)]
+    answers = [ours.score([region.pack(one, 2)])[0][0]["all"] for one in every]
+    for answer, asked in zip(answers, every, strict=True):
+        np.testing.assert_array_equal(answer, asked["age"])
+    assert kept == [2, 2, 2]
 
 
 # -- descriptions that are wrong --------------------------------------------------------------------------------------

@@ -142,7 +142,10 @@ class Batcher:
                 self._samples -= request.samples
         for call in late:
             self._counters.count_late()
-            self._tell(call, too_late(self._what))
+            self._tell(
+                call,
+                DeadlineError(f"scoring with {self._what}: the request's timeout was over before a batch could take it"),
+            )
         return batch
 
     def _answer(self, batch: list[ScoreCall]) -> None:
@@ -172,8 +175,3 @@ class Batcher:
             call.done(answer, times)
         except Exception:  # noqa: BLE001 - of this request alone
             _log.exception("scoring with %s: a request could not be told its scores", self._what)
-
-
-def too_late(what: str) -> DeadlineError:
-    """Return why a request was not scored whose time was over."""
-    return DeadlineError(f"scoring with {what}: the request's timeout was over before a batch could take it")

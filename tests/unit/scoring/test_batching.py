@@ -33,12 +33,12 @@ class Bench:
         told: answers by name of the request, in the order in which they came.
     """
 
-    def __init__(self, function: Any = first_keys, max_delay_us: int = 0) -> None:
+    def __init__(self, function: Any = first_keys, max_delay_us: int = 0, *, alone: bool = False) -> None:
         self.tables, self.network, self.counters = FakeTables(4, 2, max_keys=MOST_KEYS), ArrayNetwork(function), ScoreCounters()
         dense = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]})
         features = features_of(dense, self.tables.specs)
         scorer = Scorer("m", self.tables.specs, features, self.network, self.tables.look_up, max_samples=MOST_SAMPLES)
-        self.batcher = Batcher("model 'm'", scorer, self.counters, MOST_SAMPLES, max_delay_us)
+        self.batcher = Batcher("model 'm'", scorer, self.counters, MOST_SAMPLES, max_delay_us, alone=alone)
         self._features = features
         self.told: dict[str, Any] = {}
         self._changed = threading.Condition()
@@ -131,6 +131,19 @@ def test_a_delay_waits_for_more_until_the_batch_is_full() -> None:
     bench.submit("e", [5])
     assert bench.batcher.close(30)  # answers what waits, before its delay is over
     assert bench.wait("e") == [[5]]
+
+
+def test_each_request_may_be_a_batch_by_itself() -> None:
+    bench = Bench(alone=True)
+    bench.occupy()
+    for name in "abc":
+        bench.submit(name, [1, 2])
+    bench.submit("late", [3], due_ns=1)
+    bench.release()
+    assert bench.wait("a", "b", "c") == [[1, 2]] * 3
+    assert isinstance(bench.wait("late")[0], hps.DeadlineError)
+    assert bench.network.calls == [1, 2, 2, 2]
+    assert bench.batcher.close(30)
 
 
 def test_a_delay_ends() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ValidationError
@@ -125,7 +126,8 @@ def document_of_source(source: Source) -> Document:
             place = os.fsdecode(source)
             name = place.encode(errors="backslashreplace").decode()  # a file name need not be Unicode, a message must
             repository = _repository(place)
-            document = {"model_repository": repository} if repository else read_json(place, name)
+            what = "a ps.json" if not os.path.isdir(place) else "a ps.json, or of a directory with <model>/model.json"
+            document = {"model_repository": repository} if repository else read_json(place, name, what)
         content = plain(document, problems, path=path)
     except RecursionError:
         raise ConfigError(name, ["top level: objects and lists are nested too deeply, or contain themselves"]) from None
@@ -140,8 +142,7 @@ def _repository(place: str) -> str:
     """Return the repository that a path or URI names in place of a `ps.json`; empty if it names none."""
     if remote := re.fullmatch(r"([a-z0-9]{2,}):/{1,2}([^/].*)", place):  # a Path keeps one slash
         return f"{remote[1]}://{remote[2]}"
-    models = os.path.isdir(place) and any(os.path.isfile(os.path.join(place, one, "model.json")) for one in os.listdir(place))
-    return place if models else ""
+    return place if any(Path(place).glob("*/model.json")) else ""
 
 
 def read_configuration(source: Source) -> Configuration:

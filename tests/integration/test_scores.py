@@ -355,6 +355,26 @@ def test_a_network_that_hangs_holds_up_its_own_model_alone(repository: Path, tmp
         wait_until(lambda: rows(service).status_code == 200, "the network answers again")
 
 
+def test_a_network_that_hangs_is_freed_once_its_last_call_has_ended(
+    repository: Path, tmp_path: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until = tmp_path / "until"
+    until.touch()
+    monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
+    write(repository, 2, network(2, does="hang", until=str(until)))
+    model_json(repository, keep_versions=0)
+    with running_service(document(repository)) as service, ThreadPoolExecutor(1) as pool:
+        hung = pool.submit(rows, service)
+        wait_until(lambda: opened[-1].calls[2:], "the network hangs")
+        assert post(service, "/v1/models/m/deploy", {"version": "1"}).status_code == 200
+        assert rows(service).json()["version"] == "1"
+        assert [one.closed for one in opened] == [False, False]
+        until.unlink()
+        assert hung.result().json()["version"] == "2"
+        wait_until(lambda: opened[0].closed, "the network is freed")
+        assert rows(service).json()["version"] == "1"
+
+
 def test_a_deadline_that_has_passed_is_504_and_costs_no_work(
     repository: Path, tmp_path: Path, opened: list[ArrayNetwork]
 ) -> None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hps.models.writer import write_sparse_model as write_sparse_model
     from hps.models.writer import write_version as write_version
     from hps.parameter_server import HPS as HPS
-    from hps.scoring.deployed import Scores as Scores
     from hps.statistics.snapshot import DeviceStatistics as DeviceStatistics
     from hps.statistics.snapshot import Latency as Latency
     from hps.statistics.snapshot import ModelStatistics as ModelStatistics
@@ -103,7 +102,6 @@ _HOME = {
     "Client": "hps.client.client",
     "connect_async": "hps.client.async_client",
     "AsyncClient": "hps.client.async_client",
-    "Scores": "hps.scoring.deployed",
     "CapturedLookup": "hps.versions.fixed_lookups",
     "PreparedLookup": "hps.versions.fixed_lookups",
     "Configuration": "hps.configuration.load",

@@ -165,6 +165,8 @@ def problems_of(
         kind, location, value = detail["type"], detail["loc"], detail["input"]
         if kind == "default_factory_not_called":  # another detail has the cause
             continue
+        if location[-1:] == ("[key]",):
+            location = location[:-1]
         context = detail.get("ctx", {})
         got = "a value that is not shown" if _SECRETS.intersection(location) else shown(value)
         if kind == "problem":
@@ -212,8 +214,10 @@ _BYTES = {
 
 def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_names: Mapping[str, str]) -> str:
     """Describe an unknown key, with the key that was probably meant."""
-    key, section = str(location[-1]), ".".join(step for step in location[:-1] if isinstance(step, str))
-    here = keys[section]
+    key, steps = str(location[-1]), [step for step in location[:-1] if isinstance(step, str)]
+    while ".".join(steps) not in keys:  # the name of an input of a network
+        steps.pop()
+    here = keys[".".join(steps)]
     word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[\s-]", "_", key).lower()  # maxBatchSize, max-batch-size
     if (name := other_names.get(key) or _SYNONYMS.get(word)) in here:
         return f"unknown key; it is called {name} here"

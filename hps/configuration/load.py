@@ -1,12 +1,13 @@
 """Load a configuration: a `ps.json` as HugeCTR takes it, its content as a mapping, or HugeCTR's Python structs.
 
-Only this module reads configuration files and the environment, and only while a configuration is loaded.
+Only this module reads configuration files and the environment, and none of it at import.
 """
 
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ValidationError
@@ -62,6 +63,7 @@ _SECRETS = {
     ("update_source", "password"): "HPS_UPDATE_PASSWORD",
 }
 _OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable
+_THREADS = "OMP_NUM_THREADS"  # OpenMP's, which PyTorch reads, too
 
 
 def load_configuration(source: Source) -> Configuration:
@@ -74,8 +76,8 @@ def load_configuration(source: Source) -> Configuration:
     yet, the notices of a `Configuration` are logged when it is used later and there is a handler.
 
     Args:
-        source: path of a `ps.json`, path or URI of a repository of models, content of a `ps.json` as a mapping, a `ParameterServerConfig`, or a `Configuration`, which is
-            returned unchanged.
+        source: path of a `ps.json`, path or URI of a repository of models, content of a `ps.json` as a mapping, a
+            `ParameterServerConfig`, or a `Configuration`, which is returned unchanged.
 
     Raises:
         ConfigError: the file is missing, is not JSON or has wrong keys or values; one report of all problems.
@@ -124,7 +126,8 @@ def document_of_source(source: Source) -> Document:
             place = os.fsdecode(source)
             name = place.encode(errors="backslashreplace").decode()  # a file name need not be Unicode, a message must
             repository = _repository(place)
-            document = {"model_repository": repository} if repository else read_json(place, name)
+            what = "a ps.json" if not os.path.isdir(place) else "a ps.json, or of a directory with <model>/model.json"
+            document = {"model_repository": repository} if repository else read_json(place, name, what)
         content = plain(document, problems, path=path)
     except RecursionError:
         raise ConfigError(name, ["top level: objects and lists are nested too deeply, or contain themselves"]) from None
@@ -139,8 +142,7 @@ def _repository(place: str) -> str:
     """Return the repository that a path or URI names in place of a `ps.json`; empty if it names none."""
     if remote := re.fullmatch(r"([a-z0-9]{2,}):/{1,2}([^/].*)", place):  # a Path keeps one slash
         return f"{remote[1]}://{remote[2]}"
-    models = os.path.isdir(place) and any(os.path.isfile(os.path.join(place, one, "model.json")) for one in os.listdir(place))
-    return place if models else ""
+    return place if any(Path(place).glob("*/model.json")) else ""
 
 
 def read_configuration(source: Source) -> Configuration:
@@ -170,6 +172,39 @@ def override_model(name: str, model: ModelConfig | None, changes: Mapping[str, A
     """
     known = {} if model is None else model.model_dump(exclude_unset=True)
     return load_configuration({"models": [{**known, **changes, "model": name}]}).models[0]
+
+
+def load_dense(said: Mapping[str, Any] | DenseConfig) -> DenseConfig:
+    """Check what is said of a network, as in `models[].dense`.
+
+    Raises:
+        ConfigError: it is wrong; one report of all problems.
+    """
+    if isinstance(said, DenseConfig):
+        return said
+    problems: list[str] = []
+    content = plain(said, problems)
+    keys = {
+        name.removeprefix("models.dense").removeprefix("."): known for name, known in _KEYS.items() if "models.dense" in name
+    }
+    try:
+        dense = DenseConfig.model_validate(content)
+    except ValidationError as error:
+        problems += problems_of(error, keys, {})
+    if problems:
+        raise ConfigError("dense", problems)
+    return dense
+
+
+def default_network_threads(count: int) -> None:
+    """Let networks of this process run each operator with `count` threads, unless `OMP_NUM_THREADS` is set."""
+    os.environ.setdefault(_THREADS, str(count))
+
+
+def network_threads() -> int:
+    """Return how many threads run an operator of a network; 0: the engine decides."""
+    number = os.environ.get(_THREADS, "").partition(",")[0]  # a list is one number a level of nesting
+    return int(number) if number.isdecimal() else 0
 
 
 def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:

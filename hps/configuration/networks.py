@@ -22,7 +22,7 @@ from hps.configuration.tiers import Section
 from hps.registry import IMPLEMENTATIONS
 
 DTYPES: Final = ("float32", "float16", "int64", "int32", "bool")
-"""Of the features of a request, and of outputs."""
+"""Of the features of a request."""
 
 _FORMATS = IMPLEMENTATIONS["network"]
 NetworkFormat: TypeAlias = Annotated[
@@ -50,8 +50,8 @@ def _free_first(value: tuple[int, ...]) -> tuple[int, ...]:
 class NetworkInputConfig(Section):
     """An entry of `models[].dense.inputs`: a lookup if it has a `table`, else a feature of the request.
 
-    Only one of the forms is complete: a lookup (`table`, with `pooling`, `hotness`, `max_norm`, `padding_key`), a feature (`dtype`,
-    `shape`), or `request_index`.
+    Only one of the forms is complete: a lookup (`table`, with `pooling`, `hotness`, `max_norm`, `padding_key`), a feature
+    (`dtype`, `shape`), or `request_index`.
     """
 
     model_config = ConfigDict(title="models[].dense.inputs")
@@ -104,7 +104,7 @@ class NetworkInputConfig(Section):
 
 def _inputs(value: Any) -> Any:
     if isinstance(value, dict) and not value:
-        raise expected("at least one input")
+        raise problem("got none, expected at least one input")
     return value
 
 

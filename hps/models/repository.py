@@ -195,7 +195,7 @@ def table_sources(
 
 
 def network_of(version: str, find: Callable[[str], VersionFiles | None]) -> NetworkFile | None:
-    """Return the network of a version: its own, or that of the version that it changes; `table_sources` has checked the chain."""
+    """Return the network of a version, or of the one that it changes; `table_sources` has checked the chain."""
     wanted: str | None = version
     while wanted and (found := find(wanted)) is not None:
         if found.network is not None:

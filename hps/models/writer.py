@@ -8,11 +8,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pydantic
 
-from hps.configuration.networks import DenseConfig
+from hps.configuration.load import DenseConfig, load_dense
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.filesystems.base import FileSystem, FileWriter
 from hps.filesystems.local import local_path, sync_directory
@@ -71,7 +72,7 @@ def write_version(
     note: str = "",
     step: int | None = None,
     updates: Mapping[str, Mapping[str, str]] | None = None,
-    network: tuple[DenseConfig, bytes] | None = None,
+    network: tuple[Mapping[str, Any] | DenseConfig, bytes] | None = None,
     sources: ModelSources | None = None,
 ) -> None:
     """Write a version of a model, with its `version.json`. Readers find all of it, none, or a part that they refuse.
@@ -90,12 +91,13 @@ def write_version(
         updates: position in the log of online updates of the last message that the rows contain, as text, by the same names
             and by partition (its number, or `<topic>/<number>`). Servers that start from these files read the log from there.
             Kafka's position of a message is its offset, one less than the offset that a consumer commits after it.
-        network: the version's network and the content of its file.
+        network: what the version's `dense` says, and the content of its file, which is written as `dense["file"]`.
         sources: file systems to use; by default new ones with default settings.
 
     Raises:
         ModelFileError: the target exists, the files cannot be written, or there are no rows and no `delta_of`.
         InvalidInputError: a chunk has the wrong shape (`InvalidDtypeError`: or dtype), or `updates` has another form.
+        ConfigError: `dense` is wrong.
     """
     filesystem, place = (sources or ModelSources()).locate(os.fspath(directory))
     parent, _, version = place.rstrip("/").rpartition("/")
@@ -108,8 +110,8 @@ def write_version(
         raise InvalidInputError(
             f"writing version {place}: got updates of {sorted(updates or ())}, expected of {sorted(tables)}"
         )
+    dense = None if network is None else load_dense(network[0])
     try:
-        dense = None if network is None else network[0]
         blank = VersionManifest(delta_of=delta_of, note=note, step=step, updates=updates or {}, dense=dense)
     except pydantic.ValidationError as error:
         raise InvalidInputError(f"writing version {place}: got updates {updates}, expected positions by partition") from error
@@ -126,8 +128,8 @@ def write_version(
             gone = deleted.get(name, np.empty(0, np.int64)) if delta_of else None
             written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
             files |= {f"{name}/{file}": check for file, check in written.items()}
-        if network is not None:
-            name, content = network[0].file, network[1]
+        if network is not None and dense is not None:
+            name, content = dense.file, network[1]
             write_file(filesystem, f"{target}/{name}", content)
             files[name] = FileCheck(size_bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
             if not filesystem.is_local:

@@ -1,7 +1,7 @@
 """The contract of an engine that runs dense networks.
 
-A network takes named tensors and returns named tensors. Each has the samples as its first dimension. Some of its inputs are vectors
-that were looked up, and are in the memory of the network's device already; `Network.empty` is where lookups write them.
+A network takes named tensors and returns named tensors. Each has the samples as its first dimension. Some of its inputs are
+vectors that were looked up, and are in the memory of the network's device already; `Network.empty` is where lookups write them.
 
 Another package adds an engine by an entry point of the group `hps.networks`, whose name is the `format` (docs/extending.md).
 """

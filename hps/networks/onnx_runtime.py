@@ -1,12 +1,12 @@
 """Networks in ONNX files, run by ONNX Runtime."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import onnxruntime
 
+from hps.configuration.load import network_threads
 from hps.errors import ModelFileError
 from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
 from hps.types import IndexArray
@@ -34,7 +34,7 @@ class OnnxNetwork(Network):
     ) -> Self:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
+        options.intra_op_num_threads = network_threads()
         try:
             session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except Exception as error:
@@ -59,7 +59,8 @@ class OnnxNetwork(Network):
         has_outputs = [one.name for one in session.get_outputs()]
         if missing := [one for one in outputs if one not in has_outputs]:
             raise ModelFileError(
-                f"opening the network {name}: got output {missing[0]!r} (dense.outputs), expected some of {', '.join(has_outputs)}"
+                f"opening the network {name}: got output {missing[0]!r} (dense.outputs), expected some of "
+                f"{', '.join(has_outputs)}"
             )
         return cls(name, session, outputs)
 

@@ -1,5 +1,6 @@
 """Dynamic batching: requests that wait at the same time are answered by one lookup and one call of the network."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from hps.ground.workers import new_thread
 from hps.scoring.scorer import Outputs, Request, Scorer, ScoreTimes
 from hps.statistics.scores import ScoreCounters
 
+_log = logging.getLogger(__name__)
 _MOST_WAITING = 4096
 _LOOK_S = 0.5
 
@@ -32,8 +34,8 @@ class ScoreCall:
 class Batcher:
     """Scores requests of one deployment and device in batches, by one thread. *Thread-safe.*
 
-    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table. It begins as soon as the batch
-    before it has ended, or, with a delay, when the oldest has waited so long or the batch is full.
+    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table. It begins as soon as the
+    batch before it has ended, or, with a delay, when the oldest has waited so long or the batch is full.
 
     If the network fails on a batch, each of its requests is tried alone: a request can fail no other.
 
@@ -140,8 +142,9 @@ class Batcher:
                 self._samples -= request.samples
         for call in late:
             self._counters.count_late()
-            call.done(
-                DeadlineError(f"scoring with {self._what}: the request's timeout was over before a batch could take it"), None
+            self._tell(
+                call,
+                DeadlineError(f"scoring with {self._what}: the request's timeout was over before a batch could take it"),
             )
         return batch
 
@@ -151,18 +154,24 @@ class Batcher:
         except NetworkError as error:
             if len(batch) == 1:
                 self._counters.count_failure("network")
-                batch[0].done(error, None)
+                self._tell(batch[0], error)
                 return
             for call in batch:
                 self._answer([call])
             return
         except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread goes on
             for call in batch:
-                call.done(error, None)
+                self._tell(call, error)
             return
         samples = sum(one.request.samples for one in batch)
         self._counters.count(len(batch), samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
         for call, answer in zip(batch, answers, strict=True):
             if isinstance(answer, HPSError):
                 self._counters.count_failure("nan")
+            self._tell(call, answer, times)
+
+    def _tell(self, call: ScoreCall, answer: Outputs | Exception, times: ScoreTimes | None = None) -> None:
+        try:
             call.done(answer, times)
+        except Exception:  # noqa: BLE001 - of this request alone
+            _log.exception("scoring with %s: a request could not be told its scores", self._what)

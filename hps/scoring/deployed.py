@@ -156,10 +156,10 @@ class DeploymentScores:
             except NetworkError:
                 self._counters.count_failure("network")
                 raise
+            self._counters.count(1, request.samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
             if isinstance(answer, HPSError):
                 self._counters.count_failure("nan")
                 raise answer
-            self._counters.count(1, request.samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
             return answer
 
     def submit(self, call: ScoreCall, device: int) -> None:

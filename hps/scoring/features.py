@@ -2,13 +2,14 @@
 
 An input of a network is one of three:
 
-- a *lookup*: keys of a table, answered with a vector a key (`pooling: none`) or one a bag. A request gives keys (samples, hotness),
-  or (samples,) for one key each, or, where they are pooled, keys (n,) of bags with `<input>.offsets` (samples + 1,), and perhaps
-  `<input>.weights` (n,);
+- a *lookup*: keys of a table, answered with a vector a key (`pooling: none`) or one a bag. A request gives keys (samples,
+  hotness), or (samples,) for one key each, or, where they are pooled, keys (n,) of bags with `<input>.offsets` (samples + 1,),
+  and perhaps `<input>.weights` (n,);
 - a *feature*: values (samples, ...) of the configured dtype and shape;
 - the *request index*: for each sample the number of its request within the batch, which nobody gives.
 
-An input that is given once per request (`per_request`) has one row, or one a sample. Its row counts for all samples of the request.
+An input that is given once per request (`per_request`) has one row, or one a sample. Its row counts for all samples of the
+request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -176,8 +177,9 @@ def read_request(
             )
         given.append(keys)
     if used != len(arrays):
-        known = {one.name + end for one in features for end in ("", OFFSETS, WEIGHTS)}
-        extra = min(set(arrays) - known, default="") or next(name for name in arrays if name.endswith((OFFSETS, WEIGHTS)))
+        ends = ("", OFFSETS, WEIGHTS)
+        known = {one.name + end for one in features if not one.index for end in (ends if one.is_lookup else ends[:1])}
+        extra = min(set(arrays) - known)
         raise InvalidInputError(f"{doing}: got input {extra[:120]!r}, which the network does not have")
     keys_of = tuple(got.values.size if one.is_lookup else 0 for one, got in zip(features, given, strict=True))
     return ScoreRequest(given, _samples(doing, features, given, max_samples), keys_of)
@@ -226,7 +228,8 @@ def _keys(
         hotness = one.hotness or 1
         if values.ndim not in (1, 2) or (values.ndim == 1 and hotness != 1):
             raise InvalidInputError(
-                f"{doing}: got keys of shape {list(values.shape)} for input {one.name!r}, expected [samples, {one.hotness or 'keys'}]"
+                f"{doing}: got keys of shape {list(values.shape)} for input {one.name!r}, expected "
+                f"[samples, {one.hotness or 'keys'}]"
             )
         if values.ndim == 2 and values.shape[1] != hotness and not one.bags:
             raise InvalidInputError(f"{doing}: got {values.shape[1]} keys a sample for input {one.name!r}, expected {hotness}")
@@ -236,8 +239,8 @@ def _keys(
         raise InvalidInputError(f"{doing}: got {got} for input {one.name!r}, expected [n] and [samples + 1] of int64")
     if offsets[0] != 0 or offsets[-1] != values.size or np.any(offsets[1:] < offsets[:-1]):
         raise InvalidInputError(
-            f"{doing}: got offsets of input {one.name!r} that begin with {offsets[0]} and end with {offsets[-1]}, expected 0 to "
-            f"{values.size}, the number of its keys, never falling"
+            f"{doing}: got offsets of input {one.name!r} that begin with {offsets[0]} and end with {offsets[-1]}, expected "
+            f"0 to {values.size}, the number of its keys, never falling"
         )
     return Given(values, offsets.size - 1, offsets, weights)
 
@@ -254,9 +257,8 @@ def _samples(doing: str, features: Sequence[Feature], given: Sequence[Given], mo
             raise InvalidInputError(f"{doing}: {got}, expected 1, since the network gets it once a request")
         if one.name in rows and rows[one.name] != samples and not (one.per_request and rows[one.name] == 1):
             expected = f"{samples}, as of {next(name for name in rows if rows[name] == samples)!r}"
-            raise InvalidInputError(
-                f"{doing}: got {rows[one.name]} samples of input {one.name!r}, expected {'1 or ' if one.per_request else ''}{expected}"
-            )
+            expected = f"1 or {expected}" if one.per_request else expected
+            raise InvalidInputError(f"{doing}: got {rows[one.name]} samples of input {one.name!r}, expected {expected}")
     if not 0 < samples <= most:
         raise TooManyKeysError(
             f"{doing}: got {samples} samples, expected 1 to {most} (max_batch_size)"

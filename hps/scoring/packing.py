@@ -1,8 +1,8 @@
 """Requests for scores in memory that others share: how they are described, and how batches of them are gathered.
 
-A description is JSON: `{"inputs": [[name, dtype, shape, offset], ...], "outputs": [...], "timeout_us": n}`, offsets from the request. It
-is the same for all requests that look alike, so it is read once; then a batch costs one copy of each input of each request, made by one
-call without the interpreter lock.
+A description is JSON: `{"inputs": [[name, dtype, shape, offset], ...], "outputs": [...], "timeout_us": n}`, offsets from the
+request. It is the same for all requests that look alike, so it is read once; then a batch costs one copy of each input of each
+request, made by one call without the interpreter lock.
 """
 
 import json
@@ -22,6 +22,7 @@ from hps.types import IndexArray
 
 _KINDS: Final = frozenset({"<f4", "<f2", "<f8", "<i8", "<i4", "|b1"})
 _MOST_RANK: Final = 8
+_MOST_BYTES: Final = 1 << 40
 _I64: Any = types.int64
 _memcpy: Any = types.ExternalFunction("memcpy", _I64(_I64, _I64, _I64))
 _WORDS: Any = int64[::1]
@@ -132,7 +133,10 @@ def _described(name: str, dtype: str, shape: list[int], at: int) -> Described:
     if not all(type(width) is int and 0 <= width <= 1 << 40 for width in shape):
         raise ValueError(shape)
     kind = np.dtype(dtype)
-    return Described(name, kind, tuple(shape), at, prod(shape) * kind.itemsize)
+    size = prod(shape) * kind.itemsize
+    if at + size > _MOST_BYTES:
+        raise ValueError(at)
+    return Described(name, kind, tuple(shape), at, size)
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +193,7 @@ def gather_into(
     if first is None:
         return None
     if all(type(one) is PackedRequest and one.description.layout is first for one in requests):
-        sizes = np.broadcast_to(first.rows * first.widths, (count, first.rows.size))
+        sizes = np.tile(first.rows * first.widths, (count, 1))  # a view would be read-only, which the kernel does not take
         before = np.arange(count)[:, None] * sizes[0]
         rows = first.rows * count
     else:
@@ -205,7 +209,7 @@ def gather_into(
         return None
     sources = np.array([_addresses_of(one) for one in requests], np.int64)
     targets = before + (starts + memory.ctypes.data)
-    gather(sources.reshape(-1), np.ascontiguousarray(sizes).reshape(-1), targets.reshape(-1))
+    gather(sources.reshape(-1), sizes.reshape(-1), targets.reshape(-1))
     return rows
 
 

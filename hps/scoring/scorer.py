@@ -1,9 +1,9 @@
 """One call of a network on the vectors of one deployment: look up, pool, run.
 
-There are two ways. In general, the inputs of all requests are put together, the vectors are looked up into new memory, and the network
-runs on both. Batches of requests that look alike take the other way wherever every lookup is of rows: all memory from their keys to the
-inputs of the network is kept, for some numbers of samples, and so is what a lookup of it prepares; on a CUDA device the network is
-a CUDA graph. Then a batch is one copy of its inputs, one prepared lookup, one launch.
+There are two ways. In general, the inputs of all requests are put together, the vectors are looked up into new memory, and the
+network runs on both. Batches of requests that look alike take the other way wherever every lookup is of rows: all memory from
+their keys to the inputs of the network is kept, for some numbers of samples, and so is what a lookup of it prepares; on a CUDA
+device the network is a CUDA graph. Then a batch is one copy of its inputs, one prepared lookup, one launch.
 """
 
 import threading
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hps.configuration.networks import DTYPES
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
 from hps.networks.base import FixedRun, Network, Tensor
@@ -30,6 +31,7 @@ Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
 Request: TypeAlias = ScoreRequest | PackedRequest
 
+_OUTPUT_DTYPES = (*DTYPES, "float64")
 _ALIGNED = 64
 _LEAST_KEPT = 16
 _STEP = 4  # between the numbers of samples that memory is kept for
@@ -295,8 +297,15 @@ class Scorer:
             shapes.append({name: (values.dtype.name, values.shape[1:]) for name, values in outputs.items()})
         if shapes[0] != shapes[1]:
             raise NetworkError(
-                f"trying the network of model {self._model!r}: its outputs are {shapes[0]} for one sample, {shapes[1]} for three"
+                f"trying the network of model {self._model!r}: its outputs are {shapes[0]} for one sample, {shapes[1]} for "
+                "three"
             )
+        for name, (dtype, _) in shapes[0].items():
+            if dtype not in _OUTPUT_DTYPES:
+                raise NetworkError(
+                    f"trying the network of model {self._model!r}: output {name!r} is of {dtype}, expected "
+                    f"{', '.join(_OUTPUT_DTYPES)}"
+                )
         self.outputs = tuple(Output(name, dtype, shape) for name, (dtype, shape) in shapes[0].items())
         return self.outputs
 

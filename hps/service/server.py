@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import uvicorn
 import uvloop
 
-from hps.configuration.load import Configuration, ServiceConfig, load_configuration
+from hps.configuration.load import Configuration, ServiceConfig, default_network_threads, load_configuration
 from hps.configuration.tokens import load_tokens
 from hps.errors import ConfigError, MissingDependencyError
 from hps.ground.log_limits import OnceAMinute
@@ -102,7 +102,7 @@ def serve(
         url: str | None = None,
     ) -> bool:
         if shared is not None:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # of networks: threads of theirs would wait for busy processors
+            default_network_threads(1)  # threads of a network's operators would wait for busy processors
         lifecycle = Lifecycle(configuration, progress=progress, force=force)
         lifecycle.on_open.insert(0, on_open)
         app = Application(lifecycle)

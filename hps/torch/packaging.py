@@ -77,15 +77,16 @@ def package(
 ) -> PackagedModel:
     """Write a trained module as one version of a model, which `hps serve` answers with scores.
 
-    The embeddings of the module (`nn.Embedding`, `nn.EmbeddingBag`, torchrec's `EmbeddingBagCollection`) become tables; all the rest
-    becomes a program of `torch.export`, whose inputs are their vectors and the other inputs of the module. Keys must reach the
-    embeddings as the module is given them: whole inputs, or columns of one. A column is an input of its own, named like the table.
+    The embeddings of the module (`nn.Embedding`, `nn.EmbeddingBag`, torchrec's `EmbeddingBagCollection`) become tables; all the
+    rest becomes a program of `torch.export`, whose inputs are their vectors and the other inputs of the module. Keys must reach
+    the embeddings as the module is given them: whole inputs, or columns of one. A column is an input of its own, named like the
+    table.
 
     Args:
         module: in evaluation mode its outputs must not depend on the other samples. On the CPU.
         directory: path or URI of the version, `<repository>/<model>/<version>`; without the version, the next one is written.
-        example_inputs: positional arguments of the module, or arguments by name: tensors with two samples or more, samples first, and
-            KeyedJaggedTensors. They are kept in the program's file.
+        example_inputs: positional arguments of the module, or arguments by name: tensors with two samples or more, samples
+            first, and KeyedJaggedTensors. They are kept in the program's file.
         outputs: names of the outputs. Default: `score`, or the keys of a dict that the module returns, or `output0` and so on.
         per_request: names of inputs that a request may give once for all its samples.
         hotness: most keys of a sample, as for `save`. Default: those of the examples, and 100 for bags of any size.
@@ -181,10 +182,11 @@ class _Inputs:
         self.positional, self.named = bound.args, bound.kwargs
         self.given: dict[str, Any] = dict(bound.arguments)
         self.tensors = {name: one for name, one in self.given.items() if isinstance(one, torch.Tensor)}
-        self.samples = max((len(one) for one in self.tensors.values() if one.ndim and one.is_floating_point()), default=0)
         for name, one in self.tensors.items():
             if one.device.type != "cpu":
                 raise InvalidInputError(f"packaging a {self.module}: got input {name!r} on {one.device}, expected the CPU")
+            if not one.ndim:
+                raise InvalidInputError(f"packaging a {self.module}: got a number for input {name!r}, expected samples first")
             if one.dtype not in _DTYPES:
                 raise InvalidInputError(
                     f"packaging a {self.module}: got input {name!r} of {one.dtype}, expected {', '.join(_DTYPES.values())}"
@@ -319,7 +321,7 @@ def _zeros(embedding: Any, bound: Mapping[str, Any]) -> Any:
 
 
 def _calls_of(module: nn.Module, embeddings: Sequence[Embedding], inputs: _Inputs) -> list[_Call]:
-    """Find where the keys of each call of an embedding come from: every integer of the inputs is marked with a number of its own."""
+    """Find where the keys of each call of an embedding come from: each integer of the inputs gets a number of its own."""
     asked: list[tuple[Any, tuple[Any, ...]]] = []
     stand_ins = {id(one.module): _Recorder(one.module, asked, one) for one in embeddings}
     marked: dict[str, torch.Tensor] = {}
@@ -460,14 +462,16 @@ class _Rest(nn.Module):
         self._vectors[:] = [given[name] for name in self._names]
         self._turn[0] = 0
         samples = next(iter(given.values())).shape[0]
-        others = {name: given[name] for name in self._inputs.tensors if name in given}
+        others = {name: given[name] for name in self._inputs.tensors if name in given and name not in self._names}
         for name in self._inputs.keys:
-            if name not in given:
+            if name not in others:
                 tensor = self._inputs.tensors[name]
                 others[name] = torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype)
         positional, named = self._inputs.arguments(others)
-        outputs = _outputs(self.module(*positional, **named), self._outputs)
-        self._vectors.clear()
+        try:
+            outputs = _outputs(self.module(*positional, **named), self._outputs)
+        finally:
+            self._vectors.clear()
         return outputs
 
 
@@ -479,7 +483,7 @@ def _exported(
     others = [
         name for name in inputs.tensors if name not in {source for call in calls for source in (call.source, call.offsets)}
     ]
-    samples = max(2, inputs.samples)
+    samples = max([2, *(len(inputs.tensors[name]) for name in others)])
     given = {
         call.name: torch.zeros(samples, *(() if call.pooling != "none" else call.shape), dims[call.table]) for call in calls
     }
@@ -508,7 +512,7 @@ def _exported(
 
 
 def _outputs(found: Any, names: Sequence[str] | None) -> dict[str, torch.Tensor]:
-    if isinstance(found, torch.Tensor):
+    if not isinstance(found, tuple | list | Mapping):
         found = (found,)
     if isinstance(found, Mapping):
         named = {str(name): one for name, one in found.items()}
@@ -610,15 +614,16 @@ def _compare(
         ours, theirs = torch.from_numpy(np.array(answer[name])).double(), module_says.detach().double()
         if ours.shape != theirs.shape:
             raise InvalidInputError(
-                f"packaging {place}: output {name!r} has shape {list(ours.shape)} when it is served, {list(theirs.shape)} from the "
-                "module; expected samples as the first dimension of inputs and outputs"
+                f"packaging {place}: output {name!r} has shape {list(ours.shape)} when it is served, {list(theirs.shape)} from "
+                "the module; expected samples as the first dimension of inputs and outputs"
             )
         difference = (ours - theirs).abs()
         worst = float(torch.nan_to_num(difference, nan=float("inf")).max()) if difference.numel() else 0.0
         if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
             raise InvalidInputError(
-                f"packaging {place}: output {name!r} differs by up to {worst:.3g} from the module's on the examples; expected at "
-                f"most {tolerance:g} (tolerance): does the module read its keys, or other samples, outside of its embeddings?"
+                f"packaging {place}: output {name!r} differs by up to {worst:.3g} from the module's on the examples; expected "
+                f"at most {tolerance:g} (tolerance): does the module read its keys, or other samples, outside of its "
+                "embeddings?"
             )
         largest = max(largest, worst)
     return largest

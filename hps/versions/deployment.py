@@ -525,7 +525,8 @@ def _open_network(version: ModelVersion, sources: ModelSources, cache_class: typ
         return None
     config = version.config
     devices = () if cache_class.device == "cpu" else config.deployed_device_list
-    content, fingerprint = version.network.read(sources), version.network.fingerprint(sources)
+    fingerprint = version.network.fingerprint(sources)  # of the content or an older one, so that polling finds a newer one
+    content = version.network.read(sources)
     try:
         return OpenedNetwork(config, version.network.config, content, fingerprint, devices)
     except DeviceMemoryError as error:

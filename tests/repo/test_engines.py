@@ -22,7 +22,8 @@ OWNERS = {
     "hdfs_native": "hps/filesystems/hdfs",
     "google": ("hps/filesystems/gcs", "hps/service/protocol/grpc_messages", "hps/service/fronts/grpc_calls"),  # protobuf
     "hpack": "hps/service/fronts/http2",
-    "torch": ("hps/models/formats/torch_", "hps/torch/"),
+    "torch": ("hps/models/formats/torch_", "hps/networks/torch_", "hps/torch/"),
+    "onnxruntime": "hps/networks/onnx_",
     "pyarrow": "hps/models/formats/parquet",
     "safetensors": "hps/models/formats/safetensors_",
     "ml_dtypes": "hps/models/formats/safetensors_",

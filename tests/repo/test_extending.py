@@ -12,6 +12,7 @@ import pytest
 from hps import ConfigError, MissingDependencyError
 from hps.configuration.load import load_configuration
 from hps.registry import IMPLEMENTATIONS, implementation, names
+from tests.fakes import entry_points
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -68,12 +69,8 @@ def test_options_are_checked_by_the_package(package: Path) -> None:
 def install(
     directory: Path, monkeypatch: pytest.MonkeyPatch, group: str, points: dict[str, str], package: str = "acme"
 ) -> None:
-    """Put a package with these entry points on sys.path, as an installer leaves it."""
-    info = directory / f"{package}-2.1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 2.1\n")
-    lines = "\n".join(f"{name} = {target}" for name, target in points.items())
-    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}\n")
+    """Put a package with these entry points on sys.path."""
+    entry_points.install(directory, group, points, package)
     monkeypatch.syspath_prepend(directory)
 
 
@@ -131,6 +128,7 @@ def test_a_name_of_ours_cannot_be_taken_over(tmp_path: Path, monkeypatch: pytest
         ("cache", "hps.cache.cpu.cache:NumpyCache"),
         ("filesystem", "hps.filesystems.local:LocalFileSystem"),
         ("format", "hps.models.formats.numpy_files:NpyFiles"),
+        ("network", "tests.fakes.networks:ArrayNetwork"),
         ("update_log", "hps.updates.kafka:KafkaLog"),
         ("update_log_writer", "hps.updates.kafka:KafkaWriter"),
     ],

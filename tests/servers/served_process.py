@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.servers.child_processes import ChildProcesses
+from tests.servers.service_processes import OWNER, service_processes
 
 _START_S = 120.0
 
@@ -16,16 +17,21 @@ class ServedProcess:
     """A running `hps serve` on a free port of 127.0.0.1, which it keeps when it is started again.
 
     Args:
-        document: the configuration.
+        document: the configuration; or the directory of a repository, which is served as it is.
+        directory: where the log goes, and the configuration.
+        more: further arguments of the command.
 
     Attributes:
         url: address of the service.
     """
 
-    def __init__(self, document: dict[str, Any], directory: Path, fronts: int = 1) -> None:
+    def __init__(self, document: dict[str, Any] | Path, directory: Path, fronts: int = 1, *more: object) -> None:
         self._config, self._log = directory / "ps.json", directory / "log"
-        self._config.write_text(json.dumps(document))
-        self._fronts = fronts
+        if isinstance(document, Path):
+            self._config = document
+        else:
+            self._config.write_text(json.dumps(document))
+        self._fronts, self._more = fronts, more
         self._children = ChildProcesses()
         self._scheme, self._port = "http", "0"
 
@@ -33,10 +39,22 @@ class ServedProcess:
     def url(self) -> str:
         return f"{self._scheme}://127.0.0.1:{self._port}"
 
+    @property
+    def grpc(self) -> str:
+        """Address of gRPC, with `--grpc-port`."""
+        found = re.search(r"listening for gRPC on ([\w.:]+)", self.log())
+        assert found, self.log()
+        return found[1]
+
+    @property
+    def owner(self) -> int:
+        """Process of the owner."""
+        return service_processes(self._process.pid, self._fronts, int(self._port))[OWNER]
+
     def start(self) -> None:
         """Start it, and wait until it is ready."""
         with self._log.open("w") as log:
-            arguments = ("serve", self._config, "--port", self._port, "--fronts", self._fronts)
+            arguments = ("serve", self._config, "--port", self._port, "--fronts", self._fronts, *self._more)
             self._process = self._children.hps(*arguments, stdout=log, stderr=log)
         deadline = time.monotonic() + _START_S
         while True:

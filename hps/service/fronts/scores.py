@@ -1,8 +1,8 @@
 """Requests for scores as a front posts them: a description of their tensors, and the tensors, in a slot.
 
-The description (`hps.scoring.packing`) follows the header of the slot and ends where the room for what the owner writes aside begins.
-Binary requests with the same JSON part have a `Plan`, as lookups have: their tensors are received where they are read from, and scores
-are sent from where the owner wrote them.
+The description (`hps.scoring.packing`) follows the header of the slot and ends where the room for what the owner writes aside
+begins. Binary requests with the same JSON part have a `Plan`, as lookups have: their tensors are received where they are read
+from, and scores are sent from where the owner wrote them.
 """
 
 import struct

@@ -2,9 +2,9 @@
 
 Over `/v2/models/{model}/infer`, of a model that has a network, an input is named like the network's and has its samples first:
 INT64 (or INT32) keys of a lookup, FP32, FP16, INT64, INT32 or BOOL of a feature. Keys in bags of any size are flat, and have
-`<input>.offsets` INT64 [samples + 1] and perhaps `<input>.weights` FP32 beside them. The request parameter `timeout`, in microseconds,
-is how long the scores are of use. With the parameter `vectors: true` a request is a lookup (`open_inference.py`), as it is if one of
-its inputs is none of the network's.
+`<input>.offsets` INT64 [samples + 1] and perhaps `<input>.weights` FP32 beside them. The request parameter `timeout`, in
+microseconds, is how long the scores are of use. With the parameter `vectors: true` a request is a lookup (`open_inference.py`),
+as it is if one of its inputs is none of the network's.
 
 Over `/v1/models/{model}/score`, one object has what all samples share, and a list what each has of its own:
 
@@ -48,6 +48,7 @@ _TAKEN = {name: dtype for name, dtype in DATATYPES.items() if name != "FP64"}
 _EXAMPLE = '{"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
 _MOST_TIMEOUT_US = 3_600_000_000
 _CACHED = 1024
+_BEYOND_FP16 = 65520.0  # and beyond, rounds to infinity
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +151,8 @@ def decode_scores(
     """Decode the body of an inference request; None if it is a lookup.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: it is invalid. TooManyKeysError: it has more keys than `max_keys`, or too many samples.
+        InvalidInputError, InvalidDtypeError: it is invalid.
+        TooManyKeysError: it has more keys than `max_keys`, or too many samples.
     """
     text = bytes(body if header_length is None else body[:header_length])
     header = score_header(text, network)
@@ -213,6 +215,8 @@ def _json_values(data: Any, dtype: "np.dtype[Any]", what: str, count: int = -1) 
         values = float32_array(data, what) if dtype.kind == "f" else int64_array(data, what)
         if dtype.itemsize == 4 and dtype.kind == "i" and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
             raise InvalidDtypeError(f"{what}: a value does not fit INT32")
+        if dtype == np.float16 and values.size and max(values.max(), -values.min()) >= _BEYOND_FP16:
+            raise InvalidInputError(f"{what}: a value does not fit FP16")
         values = values.astype(dtype)
     if count >= 0 and values.size != count:
         raise InvalidInputError(f"{what}: got {values.size} values, expected {count}")

@@ -322,3 +322,27 @@ def test_what_is_read_and_not_done_is_a_warning(model: dict[str, Any], top: dict
 
 def test_an_index_on_the_device_that_is_kept_gives_no_warning() -> None:
     assert "index_on_device" not in notices({"index_on_device": True}, device="cuda")
+
+
+# -- a repository in place of a ps.json -------------------------------------------------------------------------------
+
+
+def test_the_directory_of_models_is_a_repository(tmp_path: Path) -> None:
+    (tmp_path / "ctr").mkdir()
+    (tmp_path / "ctr" / "model.json").write_text("{}")
+    for place in (tmp_path, f"{tmp_path}/"):
+        assert load_configuration(place).model_repository == str(place)
+    with pytest.raises(ConfigError, match=r"expected the path of a ps\.json, or of a directory with <model>/model\.json"):
+        load_configuration(tmp_path / "ctr")
+
+
+@pytest.mark.parametrize(
+    ("place", "repository"),
+    [
+        ("s3://bucket/models", "s3://bucket/models"),
+        ("hdfs://host:8020/models/", "hdfs://host:8020/models/"),
+        (Path("gs://bucket/models"), "gs://bucket/models"),  # which keeps one slash
+    ],
+)
+def test_a_uri_is_a_repository(place: str | Path, repository: str) -> None:
+    assert load_configuration(place).model_repository == repository

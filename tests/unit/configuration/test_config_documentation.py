@@ -11,8 +11,10 @@ from pydantic_core import PydanticUndefined
 from hps.configuration.hugectr_structs import PYTHON_NAMES
 from hps.configuration.load import (
     Configuration,
+    DenseConfig,
     ModelConfig,
     ModelSourceConfig,
+    NetworkInputConfig,
     PersistentDbConfig,
     ServiceConfig,
     UpdateSourceConfig,
@@ -28,6 +30,8 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text()
 SECTIONS: list[tuple[str, type[Section], dict[str, Any]]] = [
     ("Top level", Configuration, REFERENCE),
     ("`models[]`", ModelConfig, REFERENCE["models"][0]),
+    ("`models[].dense`", DenseConfig, REFERENCE["models"][0]["dense"]),
+    ("`models[].dense.inputs`", NetworkInputConfig, REFERENCE["models"][0]["dense"]["inputs"]["items"]),
     ("`volatile_db`", VolatileDbConfig, REFERENCE["volatile_db"]),
     ("`persistent_db`", PersistentDbConfig, REFERENCE["persistent_db"]),
     ("`model_source`", ModelSourceConfig, REFERENCE["model_source"]),

@@ -441,7 +441,10 @@ def test_not_a_number_in_a_file_is_refused(tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("missing.json", "file: cannot be read (No such file or directory); expected the path of a ps.json"),
-        ("", "file: cannot be read (Is a directory); expected the path of a ps.json"),
+        (
+            "",
+            "file: cannot be read (Is a directory); expected the path of a ps.json, or of a directory with <model>/model.json",
+        ),
         ("nul\0", "file: cannot be read (embedded null byte); expected the path of a ps.json"),
     ],
 )

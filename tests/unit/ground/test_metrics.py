@@ -3,9 +3,9 @@ import pytest
 
 from hps.errors import DatabaseError, UnknownVersionError
 from hps.statistics.metrics import TIERS, LookupTimes, Metrics
-from hps.statistics.times import Times
 from hps.statistics.prometheus import expose
 from hps.statistics.snapshot import Latency
+from hps.statistics.times import Times
 
 
 def test_counters_of_a_table_are_shown_under_its_model_and_its_tiers():

@@ -1,0 +1,135 @@
+"""A network on arrays whose file says what it does, and tables that answer a scorer without a server."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from hps.errors import DeviceMemoryError, ModelFileError
+from hps.networks.base import Network, NetworkTensor
+from hps.tensors.segments import Segment
+from tests.fakes.region_front import tables_of
+from tests.tables.pooling_oracle import pooled
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class ArrayNetwork(Network):
+    """Runs a function of arrays; opened from a file, the function that its JSON describes.
+
+    `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: `hang` until the file beside it is
+    removed (`"until"`), `raise`, `nan`, `short` (one sample too few), `memory` (it does not fit).
+
+    Attributes:
+        calls: numbers of samples of its runs.
+        opened: all networks that were opened from files.
+    """
+
+    opened: ClassVar[list["ArrayNetwork"]] = []
+
+    def __init__(self, function: Callable[[Arrays], Mapping[str, np.ndarray]]) -> None:
+        self.function = function
+        self.calls: list[int] = []
+        self.closed = False
+
+    @classmethod
+    def open(
+        cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
+    ) -> Self:
+        try:
+            said = json.loads(content)
+        except ValueError as error:
+            raise ModelFileError(f"opening the network {name}: it is not JSON") from error
+        if said.get("does") == "memory":
+            raise DeviceMemoryError(f"opening the network {name}: it does not fit on the device")
+        tried: list[int] = []
+
+        def run(given: Arrays) -> Mapping[str, np.ndarray]:
+            sums = sum(one.reshape(len(one), -1).sum(1, dtype=np.float64) for one in given.values())
+            scores = (said.get("factor", 1.0) * sums).astype(np.float32)
+            tried.append(len(scores))
+            if len(tried) > 2:  # two trials come first
+                scores = _misbehaving(said, scores)
+            return dict.fromkeys(outputs, scores)
+
+        network = cls(run)
+        cls.opened.append(network)
+        return network
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def repeat(self, tensor: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        return np.repeat(tensor, counts, axis=0)
+
+    def run(self, inputs: Arrays) -> Mapping[str, np.ndarray]:
+        assert not self.closed, "a closed network runs"
+        self.calls.append(len(next(iter(inputs.values()))))
+        return self.function(inputs)
+
+    def fetch(self, outputs: Arrays) -> dict[str, np.ndarray]:
+        return dict(outputs)
+
+    def close(self) -> None:
+        assert not self.closed, "a network is closed twice"
+        self.closed = True
+
+
+def _misbehaving(said: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:
+    match said.get("does"):
+        case "hang":
+            until = time.monotonic() + 60
+            while Path(said["until"]).exists() and time.monotonic() < until:
+                time.sleep(0.01)
+        case "raise":
+            raise ValueError("the network's own trouble\nin two lines")
+        case "nan":
+            return np.full_like(scores, np.nan)
+        case "short":
+            return scores[1:]
+    return scores
+
+
+class FakeTables:
+    """Looks up vectors that say their table and key: (table + 1) * key, then the same plus 0.5 and so on.
+
+    Attributes:
+        lookups: tables of each lookup, in order.
+        fails: raised by the next lookups, if not None.
+    """
+
+    def __init__(self, *dims: int, max_keys: int = 1000) -> None:
+        self.specs = tables_of(*dims, max_keys=max_keys)
+        self.lookups: list[list[int]] = []
+        self.fails: Exception | None = None
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def vectors(self, table: int, keys: np.ndarray) -> np.ndarray:
+        dim = self.specs[table].dim
+        first = (table + 1.0) * np.asarray(keys, np.float64)[..., None]
+        return (first + 0.5 * np.arange(dim)).astype(np.float32)
+
+    def look_up(self, segments: Sequence[Segment]) -> None:
+        assert self.may_answer.wait(30)
+        self.lookups.append([one.table for one in segments])
+        assert len({one.table for one in segments}) == len(segments), "one lookup asks a table twice"
+        if self.fails is not None:
+            raise self.fails
+        for one in segments:
+            rows = self.vectors(one.table, one.keys)
+            if (bags := one.pooling) is None:
+                one.out[:] = rows
+                continue
+            starts = np.arange(bags.count + 1) * bags.hotness if bags.offsets is None else np.asarray(bags.offsets)
+            if starts.size == bags.count:
+                starts = np.append(starts, one.n)
+            weights = None if bags.weights is None else np.asarray(bags.weights)
+            keys = np.asarray(one.keys).reshape(-1)
+            flat = rows.reshape(keys.size, self.specs[one.table].dim)
+            combiner = bags.combiner.name.lower()
+            one.out[:] = pooled(flat, keys, starts, weights, combiner, bags.max_norm or None, bags.padding_key).vectors

@@ -1,0 +1,499 @@
+"""Whole models in this process and over HTTP: tables and network are one version, and a network can harm only its own requests.
+
+The scores are made so that mixing shows: version v has vectors v times as large and a network that divides by v.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from tests.fakes import entry_points
+from tests.fakes.networks import ArrayNetwork
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
+from tests.servers.served_process import ServedProcess
+
+ROWS, DIM = 500, 4
+KEYS = np.arange(ROWS)
+SAID = {"format": "arrays", "file": "dense.json", "inputs": {"item": {"table": "item"}, "age": {}}, "outputs": ["score"]}
+
+
+def rows_of(version: float) -> tuple[np.ndarray, np.ndarray]:
+    return KEYS, np.repeat((version * KEYS).astype(np.float32)[:, None], DIM, 1)
+
+
+def network(version: float, **more: Any) -> bytes:
+    return json.dumps({"factor": 1 / version, **more}).encode()
+
+
+def write(place: Path, version: int, content: bytes | None = None, said: Any = SAID, **more: Any) -> None:
+    with_network = {"network": (said, content or network(version))}
+    hps.write_version(place / "m" / str(version), {"item": rows_of(version)}, **{**with_network, **more})
+
+
+def wanted(keys: Any, age: Any, version: int) -> np.ndarray:
+    return DIM * np.asarray(keys) + np.asarray(age) / version
+
+
+def check(found: hps.Scores, keys: Any, age: Any) -> str:
+    np.testing.assert_allclose(found["score"], wanted(keys, age, int(found.version)), rtol=1e-6)
+    return found.version
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The engine `arrays`, of another package, here and in processes that are started."""
+    directory = tmp_path_factory.mktemp("engine")
+    entry_points.install(directory, "hps.networks", {"arrays": "tests.fakes.networks:ArrayNetwork"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        patch.setenv("PYTHONPATH", f"{directory}:{Path(hps.__file__).parents[1]}")
+        yield
+
+
+@pytest.fixture
+def opened() -> list[ArrayNetwork]:
+    """All networks that a test opens here."""
+    ArrayNetwork.opened.clear()
+    return ArrayNetwork.opened
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Model `m` with version 1."""
+    place = tmp_path / "repository"
+    write(place, 1)
+    model = model_of("m", ["item"], {"item": DIM}, hit_rate_threshold=1.1, max_batch_size=64)
+    (place / "m" / "model.json").write_text(json.dumps(model))
+    return place
+
+
+def document(place: Path, **more: Any) -> dict[str, Any]:
+    return document_of(model_repository=str(place), **more)
+
+
+def model_json(place: Path, **more: Any) -> None:
+    file = place / "m" / "model.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+
+
+def ask(server: hps.HPS, keys: Any = (1, 2, 3), **more: Any) -> str:
+    ages = np.arange(len(keys), dtype=np.float32)
+    return check(server.score("m", {"item": np.asarray(keys), "age": ages}, **more), keys, ages)
+
+
+# -- versions in this process -----------------------------------------------------------------------------------------
+
+
+def test_deploying_and_rolling_back_move_tables_and_network(repository: Path, opened: list[ArrayNetwork]) -> None:
+    write(repository, 2)
+    write(repository, 3)
+    with hps.HPS(document(repository)) as server:
+        assert ask(server) == "3"
+        for version in ("1", "3", "2"):
+            server.deploy("m", version)
+            assert ask(server) == version
+        server.rollback("m")
+        assert ask(server) == "3"
+        assert [one.closed for one in opened] == [False, True, False]  # of 3, 1 and 2: that of 3 is kept, as its tables are
+
+
+def test_several_versions_answer_beside_each_other(repository: Path) -> None:
+    write(repository, 2)
+    model_json(repository, version_policy={"all": {}})
+    with hps.HPS(document(repository)) as server:
+        assert [ask(server, version=version) for version in ("1", "2", None)] == ["1", "2", "2"]
+        server.undeploy("m", "2")
+        assert ask(server) == "1"
+        with pytest.raises(hps.UnknownVersionError):
+            ask(server, version="2")
+
+
+def test_a_delta_keeps_the_network_of_its_base_or_has_its_own(repository: Path) -> None:
+    write(repository, 2, delta_of="1", network=None)  # rows twice as large, and the network of version 1
+    with hps.HPS(document(repository)) as server:
+        found = server.score("m", {"item": KEYS[:3], "age": np.ones(3, np.float32)})
+        assert (found.version, found["score"].tolist()) == ("2", (2 * DIM * KEYS[:3] + 1).tolist())
+        write(repository, 3, delta_of="2")
+        server.deploy("m", "3")
+        assert ask(server) == "3"
+
+
+def test_the_network_of_the_models_entry_serves_versions_without_one(repository: Path) -> None:
+    write(repository, 2, network=None)
+    (repository / "m" / "2" / "dense.json").write_bytes(network(2))
+    model_json(repository, dense=SAID)
+    with hps.HPS(document(repository)) as server:
+        assert ask(server) == "2"
+        server.deploy("m", "1")
+        assert ask(server) == "1"
+
+
+def test_versions_that_are_configured_one_by_one_have_their_networks(tmp_path: Path) -> None:
+    entries = []
+    for number in (1, 2):
+        hps.write_sparse_model(tmp_path / f"item{number}", rows_of(number))
+        (tmp_path / f"dense{number}.json").write_bytes(network(number))
+        dense = {**SAID, "file": str(tmp_path / f"dense{number}.json")}
+        entries.append({"version": str(number), "sparse_files": [str(tmp_path / f"item{number}")], "dense": dense})
+    model = model_of("m", [tmp_path / "item1"], {"item": DIM}, hit_rate_threshold=1.1, dense=entries[0]["dense"])
+    with hps.HPS(document_of({**model, "versions": entries[1:]})) as server:
+        for version in ("2", "1", "2"):
+            server.deploy("m", version)
+            assert ask(server) == version
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "error", "message"),
+    [
+        (b"no json", {}, hps.ModelFileError, "it is not JSON"),
+        (network(2, does="memory"), {}, hps.CapacityError, "it does not fit on the device"),
+        (network(2), {"format": "torchscript"}, hps.ModelFileError, "no archive of PyTorch"),
+        (network(2), {"inputs": {"item": {"table": "itme"}}}, hps.ModelFileError, 'is of table "itme", expected one of item'),
+        (network(2), {"inputs": {"item": {"table": "item", "hotness": 2}}}, hps.ModelFileError, "has 2 keys a sample"),
+    ],
+)
+def test_a_version_with_a_wrong_network_leaves_the_serving_one(
+    repository: Path, content: bytes, said: Any, error: Any, message: str
+) -> None:
+    with hps.HPS(document(repository)) as server:
+        write(repository, 2, content, {**SAID, **said})
+        for _ in range(2):
+            with pytest.raises(error, match=message):
+                server.deploy("m", "2")
+            assert ask(server) == "1"
+        write(repository, 3)
+        server.deploy("m", "3")
+        assert ask(server) == "3"
+
+
+def test_another_file_is_another_version_and_the_same_file_is_not(repository: Path, opened: list[ArrayNetwork]) -> None:
+    (repository / "m" / "1" / "version.json").unlink()
+    model_json(repository, dense=SAID)
+    with hps.HPS(document(repository)) as server:
+        assert ask(server) == "1"
+        before = len(opened)
+        server.deploy("m", "1")
+        assert len(opened) == before
+        file = repository / "m" / "1" / "dense.json"
+        file.unlink()
+        file.write_bytes(network(0.5))
+        server.deploy("m", "1")
+        found = server.score("m", {"item": KEYS[:2], "age": np.zeros(2, np.float32)})
+        assert found["score"].tolist() == [0, 2 * DIM]
+        assert len(opened) == before + 1
+
+
+def test_other_settings_need_no_other_network(repository: Path, opened: list[ArrayNetwork]) -> None:
+    with hps.HPS(document(repository)) as server:
+        ask(server)
+        text = json.loads((repository / "m" / "1" / "version.json").read_text())
+        text["dense"]["dynamic_batching"] = False
+        (repository / "m" / "1" / "version.json").write_text(json.dumps(text))
+        deployed = server.deploy("m", "1")
+        assert deployed.config.dense is not None
+        assert not deployed.config.dense.dynamic_batching
+        assert ask(server) == "1"
+        assert len(opened) == 1
+
+
+def test_what_cannot_be_scored_is_refused(repository: Path, tmp_path: Path) -> None:
+    hps.write_sparse_model(tmp_path / "plain", rows_of(1))
+    plain = model_of("plain", [tmp_path / "plain"], {"item": DIM})
+    with hps.HPS(document_of(plain, model_repository=str(repository))) as server:
+        with pytest.raises(hps.UnknownModelError, match="it has no network; configure `dense`"):
+            server.score("plain", {"item": KEYS})
+        with pytest.raises(hps.UnknownModelError):
+            server.score("other", {"item": KEYS})
+        with pytest.raises(hps.UnknownDeviceError):
+            ask(server, device_id=3)
+        with pytest.raises(hps.InvalidInputError, match="input 'age' is missing"):
+            server.score("m", {"item": KEYS[:2]})
+
+
+def test_rows_that_are_written_online_are_scored(repository: Path) -> None:
+    with hps.HPS(document(repository)) as server:
+        server.insert(np.array([7]), np.full((1, DIM), 100, np.float32), "m", "item")
+        found = server.score("m", {"item": np.array([7, 8]), "age": np.zeros(2, np.float32)})
+        assert found["score"].tolist() == [100 * DIM, 8 * DIM]
+
+
+# -- the service ------------------------------------------------------------------------------------------------------
+
+
+def post(service: RunningService, path: str, said: Any, **more: Any) -> Any:
+    return service.client.post(path, json=said, **more)
+
+
+def rows(service: RunningService, keys: Any = (1, 2), **more: Any) -> Any:
+    return post(service, "/v1/models/m/score", {"user": {"age": 1}, "items": [{"item": int(key)} for key in keys], **more})
+
+
+def test_scores_over_http_name_their_version(repository: Path) -> None:
+    with running_service(document(repository)) as service:
+        answer = rows(service, [3, 5])
+        assert answer.json() == {"model": "m", "version": "1", "outputs": {"score": [13.0, 21.0]}}
+        write(repository, 2)
+        assert post(service, "/v1/models/m/deploy", {"version": "2"}).status_code == 200
+        assert rows(service, [3]).json() == {"model": "m", "version": "2", "outputs": {"score": [12.5]}}
+        assert post(service, "/v1/models/m/rollback", None).status_code == 200
+        assert rows(service, [3]).json()["version"] == "1"
+        of_version = post(
+            service,
+            "/v2/models/m/versions/1/infer",
+            {
+                "inputs": [
+                    {"name": "item", "datatype": "INT64", "shape": [1], "data": [3]},
+                    {"name": "age", "datatype": "FP32", "shape": [1], "data": [1]},
+                ]
+            },
+        )
+        assert of_version.json() == {
+            "model_name": "m",
+            "model_version": "1",
+            "outputs": [{"name": "score", "datatype": "FP32", "shape": [1], "data": [13.0]}],
+        }
+
+
+def test_networks_are_described_and_their_vectors_can_be_looked_up(repository: Path) -> None:
+    with running_service(document(repository)) as service:
+        metadata = service.client.get("/v2/models/m").json()
+        assert {one["name"]: one["datatype"] for one in metadata["inputs"]} == {"item": "INT64", "age": "FP32"}
+        assert [one["name"] for one in metadata["outputs"]] == ["score"]
+        config = service.client.get("/v2/models/m/config").json()
+        assert [one["name"] for one in config["input"]] == ["item", "age"]
+        assert config["max_batch_size"] == 64
+        lookup = {"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [3]}], "parameters": {"vectors": True}}
+        assert post(service, "/v2/models/m/infer", lookup).json()["outputs"][0]["data"] == [3.0] * DIM
+        assert post(service, "/v1/models/m/lookup", {"tables": {"item": [3]}}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "message"),
+    [
+        ({"items": [{"item": 1}]}, 400, "'age' is missing"),
+        ({"items": [{"item": "1", "age": 1}]}, 400, "got a string at position 0"),
+        ({"items": [{"item": 1, "age": 1}] * 65}, 413, "expected at most 64 (max_batch_size)"),
+        ({"items": [{"item": 1, "age": 1}], "device": 3}, 404, "got device 3"),
+        ({"items": []}, 400, "expected {"),
+    ],
+)
+def test_bad_rows_are_refused_and_others_are_answered(repository: Path, said: Any, status: int, message: str) -> None:
+    with running_service(document(repository)) as service:
+        answer = post(service, "/v1/models/m/score", said)
+        assert (answer.status_code, message in answer.text) == (status, True), answer.text
+        assert rows(service).status_code == 200
+        assert post(service, "/v1/models/other/score", said).status_code == 404
+        assert service.is_idle
+
+
+@pytest.mark.parametrize(
+    ("does", "message"), [("nan", "is not a number"), ("raise", "ValueError: the network's own"), ("short", "shape")]
+)
+@pytest.mark.parametrize("batching", [True, False])
+def test_a_network_that_fails_is_500_and_the_service_goes_on(repository: Path, does: str, message: str, batching: bool) -> None:
+    write(repository, 2, network(2, does=does), {**SAID, "dynamic_batching": batching})
+    with running_service(document(repository)) as service:
+        answers = [rows(service) for _ in range(3)]
+        assert [one.status_code for one in answers] == [500] * 3
+        assert all(message in one.text for one in answers), answers[0].text
+        assert len({one.json()["request_id"] for one in answers}) == 3
+        assert post(service, "/v1/models/m/deploy", {"version": "1"}).status_code == 200
+        assert rows(service).json()["version"] == "1"
+        figures = samples(service)
+        reason = "nan" if does == "nan" else "network"
+        assert figures["hps_score_failed_requests_total", "m", reason] == 3
+        assert figures["hps_score_requests_total", "m"] == (4 if does == "nan" else 1)
+
+
+def test_a_network_that_does_not_fit_is_507(repository: Path) -> None:
+    with running_service(document(repository)) as service:
+        write(repository, 2, network(2, does="memory"))
+        answer = post(service, "/v1/models/m/deploy", {"version": "2"})
+        assert (answer.status_code, "it does not fit on the device" in answer.text) == (507, True), answer.text
+        assert rows(service).json()["version"] == "1"
+
+
+def test_scores_are_counted(repository: Path) -> None:
+    with running_service(document(repository)) as service:
+        for count in (1, 2, 5):
+            assert rows(service, range(count)).status_code == 200
+        figures = samples(service)
+        assert figures["hps_score_requests_total", "m"] == figures["hps_score_batches_total", "m"] == 3
+        assert figures["hps_score_samples_total", "m"] == 8
+        assert figures["hps_score_lookup_seconds_count", "m"] == figures["hps_score_network_seconds_count", "m"] == 3
+        assert figures["hps_score_late_requests_total", "m"] == 0
+
+
+def test_a_network_that_hangs_holds_up_its_own_model_alone(repository: Path, tmp_path: Path) -> None:
+    hps.write_sparse_model(tmp_path / "plain", rows_of(1))
+    plain = model_of("plain", [tmp_path / "plain"], {"item": DIM}, hit_rate_threshold=1.1)
+    until = tmp_path / "until"
+    until.touch()
+    write(repository, 2, network(2, does="hang", until=str(until)))
+    settings = {"request_timeout_s": 0.3}
+    with running_service(document_of(plain, model_repository=str(repository), service=settings)) as service:
+        try:
+            answers = [rows(service) for _ in range(2)]
+            assert [one.status_code for one in answers] == [504] * 2, answers[0].text
+            assert service.client.get("/v2/health/ready").status_code == 200
+            assert service.client.get("/v2/health/live").status_code == 200
+            assert post(service, "/v1/models/plain/lookup", {"tables": {"item": [3]}}).status_code == 200
+            assert service.client.get("/metrics").status_code == 200
+        finally:
+            until.unlink()
+        wait_until(lambda: rows(service).status_code == 200, "the network answers again")
+
+
+def test_a_network_that_hangs_is_freed_once_its_last_call_has_ended(
+    repository: Path, tmp_path: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until = tmp_path / "until"
+    until.touch()
+    monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
+    write(repository, 2, network(2, does="hang", until=str(until)))
+    model_json(repository, keep_versions=0)
+    with running_service(document(repository)) as service, ThreadPoolExecutor(1) as pool:
+        hung = pool.submit(rows, service)
+        wait_until(lambda: opened[-1].calls[2:], "the network hangs")
+        assert post(service, "/v1/models/m/deploy", {"version": "1"}).status_code == 200
+        assert rows(service).json()["version"] == "1"
+        assert [one.closed for one in opened] == [False, False]
+        until.unlink()
+        assert hung.result().json()["version"] == "2"
+        wait_until(lambda: opened[0].closed, "the network is freed")
+        assert rows(service).json()["version"] == "1"
+
+
+def test_a_deadline_that_has_passed_is_504_and_costs_no_work(
+    repository: Path, tmp_path: Path, opened: list[ArrayNetwork]
+) -> None:
+    until = tmp_path / "until"
+    until.touch()
+    write(repository, 2, network(2, does="hang", until=str(until)))
+    with running_service(document(repository)) as service, ThreadPoolExecutor(2) as pool:
+        hung = pool.submit(rows, service)
+        wait_until(lambda: opened[-1].calls[2:], "the network hangs")
+        late = pool.submit(rows, service, timeout_us=1)
+        wait_until(lambda: service.requests == 2, "the second request waits")
+        time.sleep(0.01)
+        until.unlink()
+        assert hung.result().status_code == 200
+        assert late.result().status_code == 504
+        assert "the request's timeout was over before a batch could take it" in late.result().text
+        assert opened[-1].calls[2:] == [2]
+        assert samples(service)["hps_score_late_requests_total", "m"] == 1
+
+
+def test_polling_takes_over_another_network(repository: Path) -> None:
+    settings = {"repository_poll_s": 0.1, "model_control_mode": "poll"}
+    with running_service(document(repository, service=settings)) as service:
+        assert rows(service, [3]).json()["outputs"]["score"] == [13.0]
+        (repository / "m" / "1" / "version.json").unlink()
+        model_json(repository, dense=SAID)
+        file = repository / "m" / "1" / "dense.json"
+        (repository / "m" / "1" / "new").write_bytes(network(0.25))
+        (repository / "m" / "1" / "new").rename(file)
+        wait_until(lambda: rows(service, [3]).json()["outputs"]["score"] == [52.0], "the new network serves")
+
+
+# -- many at a time ---------------------------------------------------------------------------------------------------
+
+
+class Clients:
+    """Ask for scores without a pause, and check every answer."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self.host, self.port = url.removeprefix("http://").split(":")
+        self.stop = threading.Event()
+        self.wrong: list[str] = []
+        self.seen: dict[str, int] = {}
+        self._threads = [threading.Thread(target=self._ask, args=(seed,)) for seed in range(count)]
+
+    def __enter__(self) -> "Clients":
+        for one in self._threads:
+            one.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop.set()
+        for one in self._threads:
+            one.join(60)
+
+    @property
+    def answered(self) -> int:
+        return sum(self.seen.values())
+
+    def _ask(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        connection = HTTPConnection(self.host, int(self.port), timeout=30)
+        while not self.stop.is_set():
+            keys, age = rng.integers(0, ROWS, rng.integers(1, 9)).tolist(), int(rng.integers(0, 50))
+            try:
+                body = json.dumps({"user": {"age": age}, "items": [{"item": key} for key in keys]})
+                connection.request("POST", "/v1/models/m/score", body)
+                answer = connection.getresponse()
+                text = answer.read()
+                if answer.status != 200:
+                    self.wrong.append(f"{answer.status} {text!r}")
+                    continue
+                found = json.loads(text)
+                self.seen[found["version"]] = self.seen.get(found["version"], 0) + 1
+                if not np.allclose(found["outputs"]["score"], wanted(keys, age, int(found["version"])), rtol=1e-5):
+                    self.wrong.append(f"{found} for {keys} {age}")
+            except Exception as error:  # noqa: BLE001 - each is a failure of the test
+                self.wrong.append(repr(error))
+                connection.close()
+        connection.close()
+
+
+def swapped(url: str, swaps: int) -> None:
+    with Clients(url, 32) as clients:
+        host, port = url.removeprefix("http://").split(":")
+        changes = HTTPConnection(host, int(port), timeout=60)
+        for number in range(swaps):
+            before = clients.answered
+            changes.request("POST", "/v1/models/m/deploy", json.dumps({"version": str(1 + (number + 1) % 2)}))
+            answer = changes.getresponse()
+            assert answer.status == 200, answer.read()
+            answer.read()
+            wait_until(lambda before=before: clients.answered > before or clients.wrong, "scores are answered")
+        changes.close()
+    assert clients.wrong == []
+    assert clients.seen.keys() == {"1", "2"}
+
+
+@pytest.mark.parametrize("swaps", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_no_answer_mixes_versions_while_they_are_swapped(repository: Path, tmp_path: Path, swaps: int) -> None:
+    write(repository, 2)
+    with ServedProcess(document(repository), tmp_path, 1) as served:
+        swapped(served.url, swaps)
+
+
+def test_scores_go_on_when_the_owner_is_started_again(repository: Path, tmp_path: Path) -> None:
+    with ServedProcess(document(repository), tmp_path, 1) as served:
+        for _ in range(2):
+            with Clients(served.url, 4) as clients:
+                wait_until(lambda clients=clients: clients.answered > 20, "scores are answered")
+                os.kill(served.owner, signal.SIGKILL)
+                wait_until(lambda clients=clients: clients.wrong, "the owner is missed")
+                failed = len(clients.wrong)
+
+                def recovers(clients: Clients = clients) -> bool:
+                    before = clients.answered
+                    time.sleep(0.05)
+                    return clients.answered > before + 5
+
+                wait_until(recovers, "scores are answered again")
+            assert failed
+            assert all(one.startswith("503") for one in clients.wrong), set(clients.wrong)

@@ -1,0 +1,256 @@
+"""Requests that wait at the same time are one batch, and none of them can harm another."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.configuration.load import load_dense
+from hps.scoring import batching
+from hps.scoring.batching import Batcher, ScoreCall
+from hps.scoring.features import features_of, read_request
+from hps.scoring.scorer import Scorer
+from hps.statistics.scores import ScoreCounters
+from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
+
+MOST_KEYS, MOST_SAMPLES = 20, 10
+INPUTS = {"item": {"table": "t0"}, "tags": {"table": "t1", "pooling": "sum"}}
+
+
+def first_keys(given: Arrays) -> Mapping[str, np.ndarray]:
+    return {"score": given["item"][:, 0]}
+
+
+class Bench:
+    """A batcher over a fake network and fake tables, and what requests were told.
+
+    Attributes:
+        told: answers by name of the request, in the order in which they came.
+    """
+
+    def __init__(self, function: Any = first_keys, max_delay_us: int = 0, *, alone: bool = False) -> None:
+        self.tables, self.network, self.counters = FakeTables(4, 2, max_keys=MOST_KEYS), ArrayNetwork(function), ScoreCounters()
+        dense = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]})
+        features = features_of(dense, self.tables.specs)
+        scorer = Scorer("m", self.tables.specs, features, self.network, self.tables.look_up, max_samples=MOST_SAMPLES)
+        self.batcher = Batcher("model 'm'", scorer, self.counters, MOST_SAMPLES, max_delay_us, alone=alone)
+        self._features = features
+        self.told: dict[str, Any] = {}
+        self._changed = threading.Condition()
+
+    def submit(self, name: str, keys: Sequence[int], tags: int = 1, due_ns: int = 0, fails: bool = False) -> None:
+        counts = np.full(len(keys), tags)
+        arrays = {
+            "item": np.array(keys),
+            "tags": np.zeros(counts.sum(), np.int64),
+            "tags.offsets": np.concatenate([[0], np.cumsum(counts)]),
+        }
+
+        def done(answer: Any, times: Any) -> None:
+            with self._changed:
+                assert name not in self.told, "a request is told twice"
+                self.told[name] = answer if isinstance(answer, Exception) else answer["score"].tolist()
+                self._changed.notify_all()
+            if fails:
+                raise RuntimeError("cannot be told")
+
+        self.batcher.submit(ScoreCall(read_request(self._features, arrays, MOST_SAMPLES, "m"), done, due_ns))
+
+    def wait(self, *names: str) -> list[Any]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: set(names) <= self.told.keys(), 30), f"only {list(self.told)} were answered"
+            return [self.told[name] for name in names]
+
+    def occupy(self) -> None:
+        """Keep the batcher busy, until `release`."""
+        self.tables.may_answer.clear()
+        before = len(self.network.calls)
+        self.submit("first", [0])
+        until = time.monotonic() + 30
+        while self.batcher.waiting:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert len(self.network.calls) == before
+
+    def release(self) -> None:
+        self.tables.may_answer.set()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.release()
+    assert made.batcher.close(30)
+
+
+def test_what_waits_is_answered_in_one_call(bench: Bench) -> None:
+    bench.occupy()
+    for number in range(5):
+        bench.submit(str(number), [number, number + 10])
+    assert bench.batcher.waiting == 5
+    bench.release()
+    assert bench.wait(*"01234") == [[number, number + 10.0] for number in range(5)]
+    assert bench.network.calls == [1, 10]
+    counters = bench.counters
+    assert (counters.requests, counters.samples, counters.batches, counters.late) == (6, 11, 2, 0)
+    assert counters.lookup_times.latency().count == counters.network_times.latency().count == 2
+
+
+def test_a_batch_has_at_most_so_many_samples_and_keeps_the_order(bench: Bench) -> None:
+    bench.occupy()
+    for name, samples in (("a", 6), ("b", 4), ("c", 1), ("d", 10), ("e", 1)):
+        bench.submit(name, [7] * samples)
+    bench.release()
+    bench.wait(*"abcde")
+    assert bench.network.calls == [1, 10, 1, 10, 1]  # what follows "d" overtakes it not
+    assert list(bench.told) == ["first", *"abcde"]
+
+
+def test_a_batch_has_at_most_so_many_keys_of_each_lookup(bench: Bench) -> None:
+    bench.occupy()
+    for name, tags in (("a", 12), ("b", 8), ("c", 1), ("d", MOST_KEYS)):
+        bench.submit(name, [1], tags=tags)
+    bench.release()
+    bench.wait(*"abcd")
+    assert bench.network.calls == [1, 2, 1, 1]
+
+
+def test_a_delay_waits_for_more_until_the_batch_is_full() -> None:
+    bench = Bench(max_delay_us=20_000_000)
+    for name in "abc":
+        bench.submit(name, [1, 2, 3])
+    bench.submit("d", [4])
+    assert bench.wait("a", "d") == [[1, 2, 3], [4]]
+    assert bench.network.calls == [10]
+    bench.submit("e", [5])
+    assert bench.batcher.close(30)  # answers what waits, before its delay is over
+    assert bench.wait("e") == [[5]]
+
+
+def test_each_request_may_be_a_batch_by_itself() -> None:
+    bench = Bench(alone=True)
+    bench.occupy()
+    for name in "abc":
+        bench.submit(name, [1, 2])
+    bench.submit("late", [3], due_ns=1)
+    bench.release()
+    assert bench.wait("a", "b", "c") == [[1, 2]] * 3
+    assert isinstance(bench.wait("late")[0], hps.DeadlineError)
+    assert bench.network.calls == [1, 2, 2, 2]
+    assert bench.batcher.close(30)
+
+
+def test_a_delay_ends() -> None:
+    bench = Bench(max_delay_us=1000)
+    bench.submit("a", [1])
+    assert bench.wait("a") == [[1]]
+    assert bench.batcher.close(30)
+
+
+def test_a_request_whose_time_is_over_costs_no_work(bench: Bench) -> None:
+    bench.occupy()
+    now = time.perf_counter_ns()
+    bench.submit("late", [1], due_ns=now)
+    bench.submit("in time", [2], due_ns=now + 3600 * 10**9)
+    bench.submit("too", [3], due_ns=1)
+    bench.release()
+    late, answer, too = bench.wait("late", "in time", "too")
+    assert answer == [2]
+    assert isinstance(late, hps.DeadlineError)
+    assert isinstance(too, TimeoutError)
+    assert str(late) == "scoring with model 'm': the request's timeout was over before a batch could take it"
+    assert bench.network.calls == [1, 1]
+    assert (bench.counters.late, bench.counters.requests) == (2, 2)
+
+
+def test_if_all_are_late_nothing_is_looked_up(bench: Bench) -> None:
+    bench.submit("late", [1], due_ns=1)
+    bench.wait("late")
+    assert (bench.network.calls, bench.tables.lookups) == ([], [])
+
+
+def test_a_request_that_the_network_fails_fails_alone(bench: Bench) -> None:
+    def picky(given: Arrays) -> Mapping[str, np.ndarray]:
+        if (given["item"][:, 0] == 13).any():
+            raise ValueError("thirteen")
+        return first_keys(given)
+
+    bench.network.function = picky
+    bench.occupy()
+    for name, key in (("a", 1), ("b", 13), ("c", 3)):
+        bench.submit(name, [key])
+    bench.release()
+    a, b, c = bench.wait(*"abc")
+    assert (a, c) == ([1], [3])
+    assert isinstance(b, hps.NetworkError)
+    assert bench.counters.failures == {"network": 1, "nan": 0}
+    assert bench.counters.requests == 3
+
+
+def test_not_a_number_is_counted_and_fails_alone(bench: Bench) -> None:
+    bench.network.function = lambda given: {"score": np.where(given["item"][:, 0] == 13, np.nan, 1)}
+    bench.occupy()
+    bench.submit("a", [1])
+    bench.submit("b", [13])
+    bench.release()
+    a, b = bench.wait(*"ab")
+    assert a == [1]
+    assert "output 'score' of sample 0 is not a number" in str(b)
+    assert bench.counters.failures == {"network": 0, "nan": 1}
+    assert bench.network.calls == [1, 2]
+
+
+@pytest.mark.parametrize("error", [hps.DatabaseTimeoutError("away"), MemoryError("full"), IndexError("a bug")])
+def test_an_error_of_a_tier_is_told_to_each_and_the_next_batch_is_answered(bench: Bench, error: Exception) -> None:
+    bench.occupy()
+    bench.submit("a", [1])
+    bench.submit("b", [2])
+    bench.tables.fails = error
+    bench.release()
+    assert bench.wait("first", "a", "b") == [error] * 3
+    bench.tables.fails = None
+    bench.submit("c", [3])
+    assert bench.wait("c") == [[3]]
+
+
+def test_one_that_cannot_be_told_harms_no_other(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.occupy()
+    bench.submit("a", [1], fails=True)
+    bench.submit("b", [2])
+    bench.submit("late", [2], due_ns=1, fails=True)
+    with caplog.at_level(logging.ERROR):
+        bench.release()
+        assert bench.wait("a", "b") == [[1], [2]]
+        bench.submit("c", [3])
+        assert bench.wait("c") == [[3]]
+    assert caplog.text.count("a request could not be told its scores") == 2
+
+
+def test_a_closed_batcher_answers_what_waits_and_takes_no_more(bench: Bench) -> None:
+    bench.occupy()
+    for number in range(3):
+        bench.submit(str(number), [number] * 9)
+    assert not bench.batcher.close(0.01)
+    with pytest.raises(hps.NotReadyError, match="it was undeployed"):
+        bench.submit("more", [1])
+    bench.release()
+    assert bench.batcher.close(30)
+    assert bench.wait(*"012") == [[number] * 9 for number in range(3)]
+    assert bench.batcher.close(0)
+
+
+def test_the_queue_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_MOST_WAITING", 2)
+    bench.occupy()
+    bench.submit("a", [1])
+    bench.submit("b", [2])
+    with pytest.raises(hps.NotReadyError, match="2 requests wait; send the request again later"):
+        bench.submit("c", [3])
+    bench.release()
+    assert bench.wait("a", "b") == [[1], [2]]

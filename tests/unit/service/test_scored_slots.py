@@ -1,0 +1,224 @@
+"""Requests for scores in a slot: what a front lays out the owner scores, and what a broken front writes harms nobody else."""
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.configuration.load import load_dense
+from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES
+from hps.scoring.batching import ScoreCall
+from hps.scoring.features import features_of
+from hps.scoring.packing import describe, read_description
+from hps.scoring.scorer import Output, Scorer
+from hps.service.fronts.scores import PlacedScores, score_plan
+from hps.service.owner import FrontLink
+from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
+from hps.service.protocol.score_requests import decode_scores
+from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
+from tests.fakes.region_front import GuardedMemory
+
+INPUTS: dict[str, Any] = {
+    "item": {"table": "t0"},
+    "tags": {"table": "t1", "pooling": "sum", "per_request": True},
+    "age": {"per_request": True},
+}
+SIZE, MOST = 1 << 16, 50
+TABLES = FakeTables(4, 2)
+FEATURES = features_of(load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]}), TABLES.specs)
+NETWORK = PublishedNetwork(FEATURES, (Output("score", "float32", ()), Output("pair", "int64", (2,))), MOST)
+MODEL = ModelTables("m", TABLES.specs, network=NETWORK)
+
+
+def first_keys(given: Arrays) -> dict[str, np.ndarray]:
+    with np.errstate(all="ignore"):
+        score = given["item"][:, 0] + given["tags"][:, 0] + given["age"]
+        return {"score": score.astype(np.float32), "pair": np.repeat(score.astype(np.int64)[:, None], 2, 1)}
+
+
+class Owner:
+    """The owner's side of slots, with one model.
+
+    Attributes:
+        completed: status and error of each request.
+    """
+
+    def __init__(self) -> None:
+        self.memory = GuardedMemory(SIZE)  # whoever reads or writes beyond it dies
+        self.completed: list[tuple[int, str]] = []
+        self._scorer = Scorer("m", TABLES.specs, FEATURES, ArrayNetwork(first_keys), TABLES.look_up, max_samples=MOST)
+
+    def describe(self, text: bytes) -> Any:
+        return read_description(text, FEATURES, MOST, "m")
+
+    def unpack(self, packed: Any) -> Any:
+        return packed.unpacked(FEATURES, MOST, "m")
+
+    def submit(self, call: ScoreCall, device: int) -> None:
+        ((answer,), times) = self._scorer.score([call.request])
+        call.done(answer, times)
+
+    def _complete(self, board: Any, job: Any, status: int, began: int, aside: bytes = b"", deferred: int = 0) -> None:
+        self.completed.append((status, aside.decode()))
+
+    def _failure(self, error: Exception, serial: int) -> tuple[int, bytes]:
+        return FAILED, repr(error).encode()
+
+    def score(self, slot: int, aside: int) -> int:
+        """Answer what is in a slot, as the owner does, and return its status."""
+        served = SimpleNamespace(deployment=SimpleNamespace(scores=self), device=0)
+        board = SimpleNamespace(memories=[self.memory])
+        job = SimpleNamespace(place=0, slot=slot, header=np.array([1, 0, 0, aside, 0, 0]))
+        FrontLink._score(self, served, board, job, 0)  # type: ignore[arg-type]
+        return self.completed[-1][0]
+
+    def score_posted(self, slot: int) -> int:
+        return self.score(slot, slot + int(self.memory.longs[(slot >> 3) + 3]))
+
+    def score_text(self, text: bytes, slot: int = 0) -> int:
+        end = slot + HEADER_BYTES + len(text)
+        self.memory.view[slot + HEADER_BYTES : end] = text
+        return self.score(slot, end)
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+def request(samples: int, *, binary: bool, tags: Any = (1, 2), outputs: Any = None) -> tuple[bytes, int | None]:
+    arrays = {"item": np.arange(samples), "tags": np.array([tags]), "age": np.ones(1, np.float32)}
+    inputs, data = [], b""
+    for name, array in arrays.items():
+        kind = "FP32" if array.dtype == np.float32 else "INT64"
+        one: dict[str, Any] = {"name": name, "datatype": kind, "shape": list(array.shape)}
+        one |= {"parameters": {"binary_data_size": array.nbytes}} if binary else {"data": array.reshape(-1).tolist()}
+        data += array.tobytes() if binary else b""
+        inputs.append(one)
+    asked = {"outputs": outputs} if outputs else {"parameters": {"binary_data_output": binary}}
+    text = json.dumps({"inputs": inputs, **asked}).encode()
+    return text + data, len(text) if binary else None
+
+
+def wanted(samples: int, tags: Any = (1, 2)) -> list[float]:
+    return (np.arange(samples) + 2.0 * sum(tags) + 1).tolist()
+
+
+@pytest.mark.parametrize("samples", [1, 3, MOST])
+@pytest.mark.parametrize("binary", [True, False])
+def test_what_a_front_places_is_scored_and_encoded(owner: Owner, samples: int, binary: bool) -> None:
+    body = decode_scores(*request(samples, binary=binary), NETWORK, 1000)
+    assert body is not None
+    placed = PlacedScores(body, MODEL)
+    for slot in (0, 4096):
+        assert slot + placed.size <= SIZE
+        placed.write(owner.memory, slot, 1)
+        assert owner.score_posted(slot) == ANSWERED, owner.completed
+        answer = placed.encode(None, 0)
+        if not binary:
+            scores, pairs = json.loads(b"".join(answer.text))["outputs"]
+            assert scores["data"] == wanted(samples)
+            assert pairs["shape"] == [samples, 2]
+            continue
+        scores, pairs = (bytes(one) for one in answer.binary)
+        assert np.frombuffer(scores, np.float32).tolist() == wanted(samples)
+        assert np.frombuffer(pairs, np.int64).reshape(samples, 2)[:, 1].tolist() == wanted(samples)
+
+
+@pytest.mark.parametrize("samples", [1, 3, MOST])
+def test_what_a_front_plans_is_scored_where_it_is_sent_from(owner: Owner, samples: int) -> None:
+    body, length = request(samples, binary=True)
+    plan = score_plan(body[:length], MODEL, 1000)
+    assert plan is not None
+    for slot in (0, 8192):
+        owner.memory.view[slot : slot + len(plan.descriptor)] = plan.descriptor
+        owner.memory.view[slot + plan.keys_at : slot + plan.keys_at + plan.keys_bytes] = body[length:]
+        assert owner.score_posted(slot) == ANSWERED, owner.completed
+        scores = bytes(owner.memory.view[slot + plan.vectors_at : slot + plan.end])
+        assert np.frombuffer(scores[: 4 * samples], np.float32).tolist() == wanted(samples)
+        assert np.frombuffer(scores[4 * samples :], np.int64)[::2].tolist() == wanted(samples)
+
+
+def test_requests_that_are_no_scores_or_not_binary_have_no_plan() -> None:
+    body, length = request(2, binary=True)
+    assert score_plan(body[:length], ModelTables("m", TABLES.specs), 1000) is None
+    for outputs in ([{"name": "score"}], [{"name": "score", "parameters": {"binary_data": True}}, {"name": "pair"}]):
+        body, length = request(2, binary=True, outputs=outputs)
+        assert score_plan(body[:length], MODEL, 1000) is None
+    assert score_plan(request(2, binary=False)[0], MODEL, 1000) is None
+    body, length = request(40, binary=True)
+    with pytest.raises(hps.TooManyKeysError, match="got 42 keys, expected at most 41"):
+        score_plan(body[:length], MODEL, 41)
+
+
+# -- fronts that are broken -------------------------------------------------------------------------------------------
+
+GOOD: list[list[Any]] = [["item", "<i8", [2], 4096], ["tags", "<i8", [1, 2], 4200], ["age", "<f4", [1], 4300]]
+OUT: list[list[Any]] = [["score", "<f4", [2], 4400]]
+
+
+def test_tensors_may_lie_at_the_end_of_the_memory_and_not_beyond(owner: Owner) -> None:
+    for slot in (0, 512):
+        room = SIZE - slot
+        for name, dtype, shape, size in (("item", "<i8", [2], 16), ("tags", "<i8", [1, 2], 16), ("age", "<f4", [1], 4)):
+            for beyond in (0, 1, 8, 1 << 30):
+                inputs = [one for one in GOOD if one[0] != name] + [[name, dtype, shape, room - size + beyond]]
+                if beyond:
+                    with pytest.raises(hps.InvalidInputError, match="a tensor does not fit in the memory of the front"):
+                        owner.score_text(describe(inputs, OUT, 0), slot)
+                else:
+                    assert owner.score_text(describe(inputs, OUT, 0), slot) == ANSWERED
+        with pytest.raises(hps.InvalidInputError, match="does not fit"):
+            owner.score_text(describe(GOOD, [["score", "<f4", [2], room - 7]], 0), slot)
+        assert owner.score_text(describe(GOOD, [["score", "<f4", [2], room - 8]], 0), slot) == ANSWERED
+
+
+@pytest.mark.parametrize(
+    "output",
+    [["score", "<f4", [3], 4400], ["score", "<f4", [1], 4400], ["score", "<f4", [0], 4400]],
+)
+def test_room_for_other_samples_is_refused(owner: Owner, output: list[Any]) -> None:
+    with pytest.raises(hps.InvalidInputError, match="got no room for 2 samples"):
+        owner.score_text(describe(GOOD, [output], 0))
+
+
+@pytest.mark.parametrize(
+    ("output", "error"), [(["other", "<f4", [2], 4400], "KeyError"), (["pair", "<i8", [2, 3], 4400], "ValueError")]
+)
+def test_an_output_that_the_network_does_not_have_fails_its_request_alone(owner: Owner, output: list[Any], error: str) -> None:
+    assert owner.score_text(describe(GOOD, [output], 0)) == FAILED
+    assert owner.completed[-1][1].startswith(error)
+    assert owner.score_text(describe(GOOD, OUT, 0)) == ANSWERED
+
+
+def test_a_bag_whose_offsets_are_garbage_is_refused(owner: Owner) -> None:
+    inputs = [GOOD[0], ["tags", "<i8", [4], 4200], ["tags.offsets", "<i8", [2], 5000], GOOD[2]]
+    for offsets in ([0, 1 << 40], [-1, 4], [4, 0], [0, 3]):
+        owner.memory.longs[5000 // 8 : 5000 // 8 + 2] = memoryview(np.array(offsets)).cast("B").cast("q")
+        with pytest.raises(hps.InvalidInputError, match="got offsets of input 'tags'"):
+            owner.score_text(describe(inputs, OUT, 0))
+    owner.memory.longs[5000 // 8 : 5000 // 8 + 2] = memoryview(np.array([0, 4])).cast("B").cast("q")
+    assert owner.score_text(describe(inputs, OUT, 0)) == ANSWERED
+
+
+def test_a_description_with_bits_that_changed_is_refused_or_scored(owner: Owner) -> None:
+    """Nothing but an error of the request, and nothing beyond the memory."""
+    rng = random.Random(4)
+    good = describe(GOOD, OUT, 0)
+    outcomes = set()
+    for _ in range(3000):
+        text = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            text[rng.randrange(len(text))] = (
+                rng.choice(b'0123456789-.,[]{}":<fi8 \x00\xff') if rng.random() < 0.8 else rng.randrange(256)
+            )
+        try:
+            outcomes.add(owner.score_text(bytes(text)))
+        except hps.InvalidInputError:
+            outcomes.add(-1)
+    assert {-1, ANSWERED} <= outcomes
+    assert owner.score_text(good) == ANSWERED

@@ -66,7 +66,7 @@ class Published:
                     continue
                 tables = tuple(TableSpec(**table) for table in one["tables"])
                 counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
-                network = None if one["network"] is None else _network(one["network"])
+                network = _network(one["network"]) if one.get("network") else None
                 known = ModelTables(name, tables, number, one["keys_per_sample"], network)
                 models[name][number] = FrontVersion(known, serials, counts)
         self._models = models

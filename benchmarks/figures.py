@@ -739,6 +739,60 @@ def routes() -> list[str]:
     return _table(head, *rows)
 
 
+def scores() -> list[str]:
+    """Scores over HTTP: with batches, without, and of a plain application; on a GPU and on two processors."""
+    rows = []
+    for file, where in (("scores", "H100"), ("scores_cpu", "two processors")):
+        for samples, clients in ((32, 64), (256, 16), (32, 1)):
+            axes = {"work": "http", "samples": samples, "clients": clients, "turn": 0}
+            found = {name: figures(file, service=name, **axes) for name in ("batched", "alone", "plain")}
+            ours = found["batched"]
+            cells = [f"{_round(one['requests_s'])} ({ours['requests_s'] / one['requests_s']:.2g} x)" for one in found.values()]
+            cells[0] = _round(ours["requests_s"])
+            rows.append((f"{where}, {clients} x {samples}", *cells, f"{_round(ours['p50_ms'])} / {_round(ours['p99_ms'])}"))
+    head = ("clients x samples", "batches, requests/s", "one by one", "FastAPI", "p50 / p99 of batches, ms")
+    return _table(head, *rows)
+
+
+def scores_once() -> list[str]:
+    """One user and 2,048 candidates, the user given once or with each."""
+    rows = []
+    for file, where in (("scores", "H100"), ("scores_cpu", "two processors")):
+        once, each = (
+            median(row["figures"]["requests_s"] for row in result_rows(file) if row["axes"].get("user") == user)
+            for user in ("once", "with each candidate")
+        )
+        rows.append((where, _round(once), _round(each), f"{once / each:.2g} x"))
+    return _table(("", "given once, requests/s", "with each candidate", "more"), *rows)
+
+
+def scores_device() -> list[str]:
+    """Calls in process on a GPU."""
+    rows = []
+    for batch in (256, 2048):
+        found = {
+            row["axes"]["what"]: _round(row["figures"]["us"])
+            for row in result_rows("scores")
+            if row["axes"]["work"] == "device" and row["axes"]["batch"] == batch
+        }
+        rows.append((f"{batch:,}", *found.values()))
+        names = [*found]
+    return _table(("us, samples", *names), *rows)
+
+
+def scores_loadgen() -> list[str]:
+    """LoadGen's runs."""
+    rows = []
+    for row in result_rows("loadgen"):
+        axes, found = row["axes"], row["figures"]
+        target = "" if axes["target_s"] is None else f", {axes['target_s']:.0f} requests/s"
+        p99 = f"{_round(found['p99_ms'])} ms" if axes["target_s"] else ""
+        rows.append(
+            (f"{axes['scenario']}{target}", found["result"], _round(found["requests_s"]), _round(found["pairs_s"]), p99)
+        )
+    return _table(("scenario", "result", "requests/s", "pairs/s", "p99"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "clients": clients,
     "fronts": fronts,
@@ -764,6 +818,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "prepared": prepared,
     "pooled": pooled,
     "layers": layers,
+    "scores": scores,
+    "scores-once": scores_once,
+    "scores-device": scores_device,
+    "scores-loadgen": scores_loadgen,
     "updates": updates,
     "planning": planning,
     "planning-cost": planning_cost,

@@ -310,7 +310,7 @@ class Scorer:
         return self.outputs
 
     def warm(self) -> None:
-        """Keep memory for batches of all numbers of samples, and run the network on it, so that no request waits for that."""
+        """Keep memory for batches of all numbers of samples, and run the network on it once, before the first request does."""
         samples = _LEAST_KEPT
         while self._keeps and samples < _STEP * self._max_samples:
             kept = self._kept_for(min(samples, self._max_samples))

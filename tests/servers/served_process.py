@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.servers.child_processes import ChildProcesses
-from tests.servers.service_processes import OWNER, service_processes
+from tests.servers.service_processes import OWNER, children_of, left_over, service_processes
 
 _START_S = 120.0
 
@@ -67,8 +67,11 @@ class ServedProcess:
             time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGINT) -> None:
+        """Stop it, and wait until none of its processes answers: those of a killed parent end after it."""
+        children = children_of(self._process.pid)
         self._process.send_signal(number)
         self._process.wait(60)
+        assert not left_over(children)
 
     def log(self) -> str:
         return self._log.read_text()

@@ -21,8 +21,8 @@ Arrays = Mapping[str, np.ndarray]
 class ArrayNetwork(Network):
     """Runs a function of arrays; opened from a file, the function that its JSON describes.
 
-    `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: `hang` until the file beside it is
-    removed (`"until"`), `raise`, `nan`, `short` (one sample too few), `memory` (it does not fit).
+    `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with two samples, `hang` until the file
+    beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few); `memory` (it does not fit).
 
     Attributes:
         calls: numbers of samples of its runs.
@@ -46,13 +46,11 @@ class ArrayNetwork(Network):
             raise ModelFileError(f"opening the network {name}: it is not JSON") from error
         if said.get("does") == "memory":
             raise DeviceMemoryError(f"opening the network {name}: it does not fit on the device")
-        tried: list[int] = []
 
         def run(given: Arrays) -> Mapping[str, np.ndarray]:
             sums = sum(one.reshape(len(one), -1).sum(1, dtype=np.float64) for one in given.values())
             scores = (said.get("factor", 1.0) * sums).astype(np.float32)
-            tried.append(len(scores))
-            if len(tried) > 2:  # two trials come first
+            if len(scores) == 2:  # trials and warm-ups have other numbers
                 scores = _misbehaving(said, scores)
             return dict.fromkeys(outputs, scores)
 

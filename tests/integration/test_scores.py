@@ -365,7 +365,7 @@ def test_a_network_that_hangs_is_freed_once_its_last_call_has_ended(
     model_json(repository, keep_versions=0)
     with running_service(document(repository)) as service, ThreadPoolExecutor(1) as pool:
         hung = pool.submit(rows, service)
-        wait_until(lambda: opened[-1].calls[2:], "the network hangs")
+        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
         assert post(service, "/v1/models/m/deploy", {"version": "1"}).status_code == 200
         assert rows(service).json()["version"] == "1"
         assert [one.closed for one in opened] == [False, False]
@@ -383,7 +383,7 @@ def test_a_deadline_that_has_passed_is_504_and_costs_no_work(
     write(repository, 2, network(2, does="hang", until=str(until)))
     with running_service(document(repository)) as service, ThreadPoolExecutor(2) as pool:
         hung = pool.submit(rows, service)
-        wait_until(lambda: opened[-1].calls[2:], "the network hangs")
+        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
         late = pool.submit(rows, service, timeout_us=1)
         wait_until(lambda: service.requests == 2, "the second request waits")
         time.sleep(0.01)
@@ -391,7 +391,7 @@ def test_a_deadline_that_has_passed_is_504_and_costs_no_work(
         assert hung.result().status_code == 200
         assert late.result().status_code == 504
         assert "the request's timeout was over before a batch could take it" in late.result().text
-        assert opened[-1].calls[2:] == [2]
+        assert opened[-1].calls.count(2) == 1
         assert samples(service)["hps_score_late_requests_total", "m"] == 1
 
 

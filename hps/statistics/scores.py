@@ -63,8 +63,6 @@ def score_families(counted: Iterable[tuple[str, ScoreCounters]]) -> Iterator[Fam
             failures += [(f'{where},reason="{reason}"', count) for reason, count in one.failures.items()]
             lookups.append((where, one.lookup_times.latency()))
             networks.append((where, one.network_times.latency()))
-    if not figures:
-        return
     for place, (name, text) in enumerate(
         (
             ("hps_score_requests", "Requests for scores that the network answered."),

@@ -22,6 +22,7 @@ class FakeDeployment:
     version: str = "1"
     keys_per_sample: int = 1
     one_device: int | None = None
+    scores: None = None
 
     @property
     def config(self) -> SimpleNamespace:

@@ -5,7 +5,7 @@ law. Server: requests arrive as a Poisson process of a target rate, and 99 % hav
 there at once. LoadGen's log says whether a run is valid by its settings, which are in the results: they are shorter than those
 of a submission.
 
-Source: https://github.com/mlcommons/inference/tree/master/loadgen.
+It needs `pip install mlcommons-loadgen`. Source: https://github.com/mlcommons/inference/tree/master/loadgen.
 """
 
 import os

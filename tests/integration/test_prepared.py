@@ -218,6 +218,7 @@ def test_a_version_that_retires_during_a_run_is_not_an_error(start: Start, tmp_p
             if not deployed:
                 deployed.append(write(tmp_path, 1))
                 server.deploy("m")
+                assert found.lookups_ended.wait(30)
             return found
 
         lookup._serving = late

@@ -53,7 +53,9 @@ def test_every_command_is_one_that_there_is():
             words = shlex.split(command)
             assert words[0] in {"python", "installed/bin/python", "echo", "printf", "helm"}, command
             if words[0].endswith("python"):
-                assert find_spec(words[2]) if words[1] == "-m" else (ROOT / words[1]).is_file(), command
+                # pip's finder warns where another test has imported distutils
+                there = words[1:3] == ["-m", "pip"] or words[1] != "-m" or find_spec(words[2])
+                assert there and (words[1] == "-m" or (ROOT / words[1]).is_file()), command
             files = [word for word in words if word.startswith("deploy/")]
             assert all((ROOT / word).exists() for word in files), command
 

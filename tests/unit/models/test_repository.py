@@ -99,7 +99,7 @@ def test_a_manifest_says_what_a_version_is(tmp_path: Path) -> None:
         (b"\xff\xfe", "it is not JSON"),
         (b"[" * 100_000, "it is not JSON"),
         (b"[]", "got list, expected a JSON object"),
-        ({"delta_off": "1"}, "delta_off: .*write delta_of, note, step, files and updates"),
+        ({"delta_off": "1"}, "delta_off: .*write delta_of, note, step, files, updates, dense"),
         ({"delta_of": 1}, "delta_of: "),
         ({"delta_of": "01"}, "delta_of: "),
         ({"delta_of": "1\n"}, "delta_of: "),

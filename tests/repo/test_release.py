@@ -53,9 +53,10 @@ def test_every_command_is_one_that_there_is():
             words = shlex.split(command)
             assert words[0] in {"python", "installed/bin/python", "echo", "printf", "helm"}, command
             if words[0].endswith("python"):
-                # pip's finder warns where another test has imported distutils
-                there = words[1:3] == ["-m", "pip"] or words[1] != "-m" or find_spec(words[2])
-                assert there and (words[1] == "-m" or (ROOT / words[1]).is_file()), command
+                if words[1] != "-m":
+                    assert (ROOT / words[1]).is_file(), command
+                elif words[2] != "pip":  # whose finder warns where another test has imported distutils
+                    assert find_spec(words[2]), command
             files = [word for word in words if word.startswith("deploy/")]
             assert all((ROOT / word).exists() for word in files), command
 

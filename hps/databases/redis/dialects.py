@@ -7,7 +7,7 @@ a replica `replica`.
 from collections.abc import Mapping
 from typing import Any, Final
 
-_PROGRAMS: Final = {"valkey_version": "Valkey", "dragonfly_version": "Dragonfly", "redis_version": "Redis"}
+_PROGRAMS: Final = {"dragonfly_version": "Dragonfly", "valkey_version": "Valkey", "redis_version": "Redis"}
 """Fields of INFO with a version. All programs have Redis' too, for clients that ask for it."""
 
 

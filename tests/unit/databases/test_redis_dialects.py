@@ -100,7 +100,7 @@ def test_a_script_that_is_refused_half_way_leaves_no_mark_where_rows_are_missing
     client.acl_setuser("hps", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all", "-set"])
     nodes = opened(user_name="hps", password="secret")._nodes
     partition = KeyPartition(TAG, 0)
-    with pytest.raises(DatabaseError, match="may not do this|ACL failure"):  # as Redis says it, and as Valkey does
+    with pytest.raises(DatabaseError, match=r"may not do this|ACL failure"):  # as Redis says it, and as Valkey does
         Catalog(nodes, 4).change([(partition, client.get(partition.mark), Mark("new", "new"))], empty=[True])
     client.acl_deluser("hps")
     assert not client.exists(partition.values)

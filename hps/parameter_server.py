@@ -480,10 +480,8 @@ class HPS:
         deployment = self.model(model_name, version)
         scores = network_of_model(deployment.scores, model_name)
         request = scores.read(arrays_of(scores.opened.features, inputs))
-        device = deployment.one_device if device_id is None else device_id
-        if device is None:
-            device = deployment.choose_device()
-        deployment.session(device)
+        device = deployment.device(device_id)
+        deployment.session(device)  # or there is none
         return Scores(deployment.version, scores.score(request, device))
 
     def lookup_segments(self, deployment: Deployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
@@ -503,10 +501,7 @@ class HPS:
         """
         began = perf_counter_ns()
         refuse_repeated_tables([segment.table for segment in segments], deployment.tables)
-        if device_id is None:
-            device_id = deployment.one_device
-            if device_id is None:
-                device_id = deployment.choose_device()
+        device_id = deployment.device(device_id)
         self._answer(deployment, deployment.session(device_id), segments, True, began)
         return device_id
 

@@ -36,19 +36,6 @@ class NetworkTensor:
         return f"{self.dtype} {list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class FixedRun:
-    """A run of a network on fixed tensors. *Immutable.*
-
-    Attributes:
-        inputs: by name; the caller writes them.
-        run: runs it; the outputs are of the same memory each time.
-    """
-
-    inputs: Mapping[str, Tensor]
-    run: Callable[[], Mapping[str, Tensor]]
-
-
 class Network(ABC):
     """A network on one device. *Thread-safe.* `close` is called once, after the last call."""
 
@@ -103,9 +90,9 @@ class Network(ABC):
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Run the network on tensors of its device. The outputs may be of the same memory as the next call's."""
 
-    def fixed(self, inputs: Mapping[str, Tensor]) -> "FixedRun":
-        """Prepare to run the network on the same tensors of a CUDA device again and again; only if `on_cuda`."""
-        return FixedRun(inputs, lambda: self.run(inputs))
+    def fixed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
+        """Return what runs the network on the same tensors of a CUDA device again and again; only if `on_cuda`."""
+        return lambda: self.run(inputs)
 
     @abstractmethod
     def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

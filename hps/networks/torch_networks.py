@@ -16,7 +16,7 @@ import torch
 from torch.export.passes import move_to_device_pass
 
 from hps.errors import DeviceError, DeviceMemoryError, ModelFileError
-from hps.networks.base import FixedRun, Network, NetworkTensor, Tensor, refuse_inputs
+from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
 from hps.types import IndexArray
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class _TorchNetwork(Network):
             found = self._call(inputs)
         return _named(self._name, found, self._outputs)
 
-    def fixed(self, inputs: Mapping[str, Tensor]) -> FixedRun:
+    def fixed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
         """Capture the network in a CUDA graph; where it cannot be captured, run it as it is."""
         with torch.cuda.device(self._device):
             try:
@@ -92,13 +92,13 @@ class _TorchNetwork(Network):
                     outputs = self.run(inputs)
             except RuntimeError as error:
                 _log.info("network %s: it runs without a CUDA graph: %s", self._name, str(error).strip().splitlines()[0])
-                return FixedRun(inputs, lambda: self.run(inputs))
+                return lambda: self.run(inputs)
 
         def replay() -> Mapping[str, Tensor]:
             graph.replay()
             return outputs
 
-        return FixedRun(inputs, replay)
+        return replay
 
     def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         if self._device.type == "cpu":

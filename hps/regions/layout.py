@@ -65,7 +65,13 @@ TRACED: Final = 1
 POOLED: Final = 2
 """The keys are in bags, which the front describes aside."""
 SCORED: Final = 4
-"""No segments: the front describes the inputs of the model's network aside, and wants its outputs."""
+"""No segments: a description of the inputs and outputs of the model's network follows the header, up to the room aside."""
+
+
+def tensors_at(aside_end: int) -> int:
+    """Return where the tensors of a scored request begin, from the end of the room aside."""
+    return -(-aside_end // LINE) * LINE
+
 
 # Status of a completed slot.
 ANSWERED, MALFORMED, RETIRED, FAILED = 1, 2, 3, 4

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 
@@ -11,12 +11,13 @@ from hps.configuration.load import ModelConfig
 from hps.configuration.networks import DenseConfig
 from hps.errors import HPSError, NetworkError, UnknownModelError
 from hps.ground.open_calls import OpenCalls
+from hps.lookup.session import Session
 from hps.networks.base import Network
 from hps.registry import implementation
 from hps.scoring.batching import Batcher, ScoreCall
-from hps.scoring.features import Feature, ScoreRequest, features_of, read_request
+from hps.scoring.features import Feature, Output, ScoreRequest, features_of, read_request
 from hps.scoring.packing import Description, PackedRequest, read_description
-from hps.scoring.scorer import Output, Outputs, Request, Scorer
+from hps.scoring.scorer import Outputs, Request, Scorer
 from hps.statistics.scores import ScoreCounters
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
@@ -70,14 +71,6 @@ class OpenedNetwork:
 
 def _none(segments: Sequence[Segment]) -> None:
     raise NotImplementedError
-
-
-class Session(Protocol):
-    """What looks up on a device: `hps.lookup.session.Session`."""
-
-    def lookup(self, segments: Sequence[Segment]) -> None: ...
-
-    def fixed(self, segments: Sequence[Segment]) -> Sequence[Segment]: ...
 
 
 class DeploymentScores:

@@ -76,6 +76,15 @@ class Feature:
         return NetworkTensor(self.name, self.dtype, (-1, *self.shape))
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output of a network. *Immutable.* `shape` is that of one sample."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 def features_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> tuple[Feature, ...]:
     """Return the inputs of a network, in the order of the configuration, which was checked against the tables."""
     places = {table.table_name: place for place, table in enumerate(tables)}

@@ -1,8 +1,8 @@
 """Requests for scores in memory that others share: how they are described, and how batches of them are gathered.
 
-A description is JSON: `{"inputs": [[name, dtype, shape, offset], ...], "outputs": [...], "timeout_us": n}`, offsets from the
-request. It is the same for all requests that look alike, so it is read once; then a batch costs one copy of each input of each
-request, made by one call without the interpreter lock.
+A description is JSON: `{"inputs": [[name, dtype, shape, offset], ...], "outputs": [...], "timeout_us": n}`, with offsets from
+where the tensors begin. It is the same for all requests that look alike, so it is read once; then a batch costs one copy of
+each input of each request, made by one call without the interpreter lock.
 """
 
 import json
@@ -38,7 +38,7 @@ def gather(sources: IndexArray, sizes: IndexArray, targets: IndexArray) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor of a description. *Immutable.* `at` is its offset from the request, `size` its bytes."""
+    """A tensor of a description. *Immutable.* `at` is its offset from where the tensors begin, `size` its bytes."""
 
     name: str
     dtype: "np.dtype[Any]"
@@ -47,7 +47,7 @@ class Described:
     size: int
 
     def array(self, memory: Any, start: int) -> npt.NDArray[Any]:
-        """Return the tensor of the request that begins at `start` of a memory."""
+        """Return the tensor of the request whose tensors begin at `start` of a memory."""
         return np.ndarray(self.shape, self.dtype, memory, start + self.at)
 
 
@@ -78,7 +78,7 @@ class Description:
     """What requests that look alike have in common. *Immutable.*
 
     Attributes:
-        end: bytes that such a request takes at least.
+        end: bytes that its tensors take.
         samples: number of samples; 0: only the values say it.
         keys: by place of the feature, number of keys.
         layout: None if `gather` cannot read them: it cannot read bags of any size.
@@ -145,8 +145,8 @@ class PackedRequest:
 
     Attributes:
         memory: that it is in.
-        start: where in the memory it begins.
-        address: of its begin.
+        start: where in the memory its tensors begin.
+        address: of the same.
     """
 
     description: Description

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from hps.configuration.networks import DTYPES
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
-from hps.networks.base import FixedRun, Network, Tensor
-from hps.scoring.features import Feature, Given, ScoreRequest
+from hps.networks.base import Network, Tensor
+from hps.scoring.features import Feature, Given, Output, ScoreRequest
 from hps.scoring.packing import PackedRequest, gather, gather_into
 from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import Segment, fixed_segments, named_segments
@@ -36,15 +36,6 @@ _ALIGNED = 64
 _LEAST_KEPT = 16
 _STEP = 4  # between the numbers of samples that memory is kept for
 _MOST_BOUND = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An output of a network. *Immutable.* `shape` is that of one sample."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +88,7 @@ class _Kept:
     starts: npt.NDArray[np.int64]
     limits: npt.NDArray[np.int64]
     inputs: dict[str, Tensor]
-    run: FixedRun | None = None
+    run: Callable[[], Mapping[str, Tensor]] | None = None
     bound: dict[int, _Bound] = field(default_factory=dict)
 
 
@@ -260,7 +251,7 @@ class Scorer:
         index = self._indices.__getitem__
         segments = fixed_segments(tables, outs, {}, index, self._tables, on_cuda=self._on_device)
         if kept.run is not None:
-            whole = kept.run.run
+            whole = kept.run
             return _Bound(self._bind(segments), lambda: {name: values[:samples] for name, values in whole().items()})
         inputs = {name: network.put(values[:samples]) for name, values in kept.inputs.items()}
         return _Bound(self._bind(segments), partial(network.run, inputs))

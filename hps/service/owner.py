@@ -48,7 +48,7 @@ class _Served:
     def __init__(self, deployment: Deployment, device: int, boards: Sequence[Board], drivers: Sequence[BatchDriver]) -> None:
         self.deployment = deployment
         self.device = device
-        self.tables = [asdict(table) for table in deployment.tables]  # for the page
+        self.published = _published(deployment)
         self._boards = boards
         self._drivers = drivers
         session = deployment.sessions[device]
@@ -238,10 +238,8 @@ class FrontLink:
             for one in deployments:
                 made = [self._served[id(one), device] for device in self._devices(one) if (id(one), device) in self._served]
                 models.setdefault(one.config.model, {})[one.version] = {
-                    "tables": made[0].tables if made else [asdict(table) for table in one.tables],
-                    "keys_per_sample": one.keys_per_sample,
+                    **(made[0].published if made else _published(one)),
                     "serials": self._serials_of(one, made),
-                    "network": _network_of(one),
                 }
             serving = (
                 {} if server is None else {name: one.version for name, one in server.live.serving.items() if name in models}
@@ -364,13 +362,14 @@ class FrontLink:
         memory, scores = board.memories[job.place], served.deployment.scores
         if scores is None:
             raise InvalidInputError("scoring: got a model without a network")
-        start, slot = job.slot + layout.HEADER_BYTES, job.slot
-        described = scores.describe(bytes(memory.view[start : int(job.header[H_ASIDE])]))
-        if slot + described.end > memory.size:
+        aside = int(job.header[H_ASIDE])
+        described = scores.describe(bytes(memory.view[job.slot + layout.HEADER_BYTES : aside]))
+        start = layout.tensors_at(aside + int(job.header[H_ASIDE_BYTES]))
+        if start + described.end > memory.size:
             raise InvalidInputError("scoring: a tensor does not fit in the memory of the front")
-        packed = PackedRequest(described, memory.view, slot, memory.address + slot)
+        packed = PackedRequest(described, memory.view, start, memory.address + start)
         request: Request = packed if described.samples else scores.unpack(packed)
-        outputs = [(one.name, one.array(memory.view, slot)) for one in described.outputs]
+        outputs = [(one.name, one.array(memory.view, start)) for one in described.outputs]
         if any(place.shape[:1] != (request.samples,) for _, place in outputs):
             raise InvalidInputError(f"scoring: got no room for {request.samples} samples")
         due = began + 1000 * described.timeout_us if described.timeout_us else 0
@@ -431,16 +430,16 @@ class FrontLink:
         return FAILED, json.dumps(found).encode()
 
 
-def _network_of(deployment: Deployment) -> dict[str, Any] | None:
-    """Return what fronts have to know of a deployment's network."""
+def _published(deployment: Deployment) -> dict[str, Any]:
+    """Return what fronts have to know of a deployment, which does not change."""
     scores = deployment.scores
-    if scores is None:
-        return None
-    return {
+    network = scores and {
         "features": [asdict(one) for one in scores.opened.features],
         "outputs": [asdict(one) for one in scores.opened.outputs],
         "max_samples": scores.max_samples,
     }
+    tables = [asdict(table) for table in deployment.tables]
+    return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
 
 
 def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Segment:

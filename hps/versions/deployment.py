@@ -157,14 +157,16 @@ class Deployment:
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
         self.scores = None
         if self.network is not None and self.config.dense is not None:
-            self.scores = DeploymentScores(
-                self.network,
-                self.config,
-                self.config.dense,
-                self.tables,
-                self.sessions,
-                self.chain.metrics.scores(self.config.model),
-            )
+            counters = self.chain.metrics.scores(self.config.model)
+            try:
+                self.scores = DeploymentScores(
+                    self.network, self.config, self.config.dense, self.tables, self.sessions, counters
+                )
+            except BaseException:  # its network fails: nobody else knows the sessions
+                self.refresher.stop()
+                for session in dict.fromkeys(self.sessions.values()):
+                    session.close(0.0)
+                raise
 
     @property
     def version(self) -> str:
@@ -217,13 +219,21 @@ class Deployment:
         sessions = self.sessions
         return min(next(self._turns), key=lambda device: sessions[device].busy)
 
+    def device(self, device_id: int | None) -> int:
+        """Return a device; for None, the one that `choose_device` chooses."""
+        if device_id is None:
+            device_id = self.one_device
+            if device_id is None:
+                device_id = self.choose_device()
+        return device_id
+
     def session(self, device_id: int | None, *tensors: Any) -> Session:
         """Return the session of a device; for None, of the device that `choose_device` chooses.
 
         Raises:
             UnknownDeviceError: the model is not deployed there.
         """
-        if device_id is None:
+        if device_id is None:  # as `device` says: a lookup pays for each call
             device_id = self.one_device
             if device_id is None:
                 device_id = self.choose_device(*tensors)
@@ -475,7 +485,12 @@ def deploy(
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
     network = _open_network(version, targets.sources, cache_class)
-    _check_room(config, tables, rows, targets, None if is_direct(config, cache_class) else cache_class)
+    try:
+        _check_room(config, tables, rows, targets, None if is_direct(config, cache_class) else cache_class)
+    except BaseException:
+        if network is not None:
+            network.close()
+        raise
     what = f"deploying model {config.model!r}, version {config.version}"
     _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
     try:

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 import hps
+from hps.lookup.session import CachedSession
+from hps.scoring.scorer import Scorer
 from tests.fakes import entry_points
 from tests.fakes.networks import ArrayNetwork
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
@@ -175,6 +177,34 @@ def test_a_version_with_a_wrong_network_leaves_the_serving_one(
         write(repository, 3)
         server.deploy("m", "3")
         assert ask(server) == "3"
+
+
+def test_a_network_that_fails_when_it_is_warmed_leaves_nothing_open(
+    repository: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+
+    def fail(scorer: Scorer) -> None:
+        raise hps.NetworkError("warming")
+
+    def close(session: CachedSession, timeout_s: float = 10.0) -> bool:
+        closed.append(session)
+        return closes(session, timeout_s)
+
+    closes = CachedSession.close
+    with hps.HPS(document(repository)) as server:
+        write(repository, 2, network(2))
+        monkeypatch.setattr(Scorer, "warm", fail)
+        monkeypatch.setattr(CachedSession, "close", close)
+        for count in (1, 2):
+            with pytest.raises(hps.NetworkError, match="warming"):
+                server.deploy("m", "2")
+            assert len(set(map(id, closed))) == count
+            assert opened[-1].closed
+        assert ask(server) == "1"
+        monkeypatch.undo()
+        server.deploy("m", "2")
+        assert ask(server) == "2"
 
 
 def test_another_file_is_another_version_and_the_same_file_is_not(repository: Path, opened: list[ArrayNetwork]) -> None:

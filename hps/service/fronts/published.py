@@ -6,8 +6,7 @@ from typing import Any, Final
 from hps.errors import NotReadyError, UnknownModelError, UnknownVersionError
 from hps.regions import layout
 from hps.regions.layout import Memory
-from hps.scoring.features import Feature
-from hps.scoring.scorer import Output
+from hps.scoring.features import Feature, Output
 from hps.service.fronts.lookups import FrontVersion
 from hps.service.http_metrics import InferenceCounts, counted_as
 from hps.service.protocol.request_checks import ModelTables, PublishedNetwork

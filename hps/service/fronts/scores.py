@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hps.errors import InvalidInputError
-from hps.regions.layout import HEADER_BYTES, SCORED, Memory
+from hps.regions.layout import HEADER_BYTES, SCORED, Memory, tensors_at
 from hps.scoring.packing import describe
 from hps.service.fronts.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
 from hps.service.fronts.heads import answer_head
@@ -38,11 +37,11 @@ _CACHED: Final = 1024
 
 
 def _descriptor(description: bytes) -> tuple[bytes, int]:
-    """Return the head of a slot, whose serial is missing, and where its tensors may begin."""
+    """Return the head of a slot, whose serial is missing, and where its tensors begin."""
     aside = up(HEADER_BYTES + len(description), 8)
     head = bytearray(HEADER_BYTES)
     _WORDS.pack_into(head, 0, 0, SCORED, 0, aside, ASIDE_ROOM)
-    return bytes(head) + description.ljust(aside - HEADER_BYTES), up(aside + ASIDE_ROOM, _ALIGNED)
+    return bytes(head) + description.ljust(aside - HEADER_BYTES), tensors_at(aside + ASIDE_ROOM)
 
 
 @lru_cache(_CACHED)
@@ -62,20 +61,13 @@ def score_plan(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     check_keys(keys, max_keys)
     written = text_of(answer_text(header, model.name, model.version, {}))
     written += b" " * (-len(written) % 16)
-    # Offsets depend on the length of the description, and that on their digits: they are written twice.
-    at, begin, vectors_at = 0, 0, 0
-    descriptor = b""
-    outputs: list[list[Any]] = []
-    for _ in range(3):
-        inputs = [[one.name, one.dtype.str, one.shape, at + one.start] for one in header.inputs.values()]
-        outputs, end = _outputs(header, vectors_at)
-        descriptor, begin = _descriptor(describe(inputs, outputs, header.timeout_us))
-        at, vectors_at = begin, up(begin + header.binary_size + HEAD_ROOM + len(written), _ALIGNED)
-    if outputs[0][3] != vectors_at:
-        raise InvalidInputError("laying out a request for scores: its description does not settle")
+    inputs = [[one.name, one.dtype.str, one.shape, one.start] for one in header.inputs.values()]
+    outputs, end = _outputs(header, up(header.binary_size + HEAD_ROOM + len(written), _ALIGNED))
+    descriptor, begin = _descriptor(describe(inputs, outputs, header.timeout_us))
+    vectors_at, end = begin + outputs[0][3], begin + end
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(written))
     answer = answer_head(200, headers, len(written) + end - vectors_at, b"", close=False).removesuffix(b"\r\n\r\n")
-    return Plan(descriptor, at, header.binary_size, written, vectors_at, end, header.device_id, answer, keys)
+    return Plan(descriptor, begin, header.binary_size, written, vectors_at, end, header.device_id, answer, keys)
 
 
 def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
@@ -105,16 +97,14 @@ class PlacedScores:
         header = body.header
         self.device_id = header.device_id
         self.keys = body.keys
-        at, begin = 0, 0
-        for _ in range(3):
-            self._inputs: list[list[Any]] = []
-            at = begin
-            for name, array in body.arrays.items():
-                self._inputs.append([name, array.dtype.str, list(array.shape), at])
-                at = up(at + array.nbytes, _ALIGNED)
-            self._outputs, end = _outputs(header, up(at + HEAD_ROOM, _ALIGNED))
-            self._descriptor, begin = _descriptor(describe(self._inputs, self._outputs, header.timeout_us))
-        self.size = up(end, _ALIGNED)
+        at = 0
+        self._inputs: list[list[Any]] = []
+        for name, array in body.arrays.items():
+            self._inputs.append([name, array.dtype.str, list(array.shape), at])
+            at = up(at + array.nbytes, _ALIGNED)
+        self._outputs, end = _outputs(header, up(at + HEAD_ROOM, _ALIGNED))
+        self._descriptor, self._begin = _descriptor(describe(self._inputs, self._outputs, header.timeout_us))
+        self.size = up(self._begin + end, _ALIGNED)
         binary = all(binary for _, binary in header.outputs)
         self.held_bytes = 0 if binary else _JSON_SHARE * (end - self._outputs[0][3])
         self._memory: Memory | None = None
@@ -123,25 +113,25 @@ class PlacedScores:
     def write(self, memory: Memory, slot: int, serial: int) -> None:
         """Write descriptor and tensors to a slot."""
         self._memory, self._slot = memory, slot
-        view = memory.view
+        view, start = memory.view, slot + self._begin
         for (*_, at), array in zip(self._inputs, self._body.arrays.values(), strict=True):
             if array.nbytes:
-                view[slot + at : slot + at + array.nbytes] = np.ascontiguousarray(array).data.cast("B")
+                view[start + at : start + at + array.nbytes] = np.ascontiguousarray(array).data.cast("B")
         view[slot : slot + len(self._descriptor)] = self._descriptor
         memory.longs[slot >> 3] = serial
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
         """Encode the answer, whose outputs are in the slot."""
-        memory, slot, header, model = self._memory, self._slot, self._body.header, self._model
+        memory, start, header, model = self._memory, self._slot + self._begin, self._body.header, self._model
         if memory is None:
             raise RuntimeError("the request was not written")
         data, binary = {}, []
         for (name, dtype, shape, at), (_, is_binary) in zip(self._outputs, header.outputs, strict=True):
             size = prod(shape) * np.dtype(dtype).itemsize
             if is_binary:
-                binary.append(memory.view[slot + at : slot + at + size])
+                binary.append(memory.view[start + at : start + at + size])
             else:
-                data[name] = np.frombuffer(bytes(memory.view[slot + at : slot + at + size]), dtype).reshape(shape)
+                data[name] = np.frombuffer(bytes(memory.view[start + at : start + at + size]), dtype).reshape(shape)
         if self._body.rows:
             return EncodedAnswer([text_of(rows_text(model.name, model.version, data))], (), None)
         text = text_of(answer_text(header, model.name, model.version, data))

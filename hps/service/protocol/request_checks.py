@@ -10,8 +10,7 @@ import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
-from hps.scoring.features import Feature
-from hps.scoring.scorer import Output
+from hps.scoring.features import Feature, Output
 from hps.types import FloatArray, KeyArray, TableSpec
 
 BAG_OPTIONS = ("combiner", "max_norm", "padding_key")

@@ -22,8 +22,7 @@ import numpy.typing as npt
 import orjson
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
-from hps.scoring.features import OFFSETS, WEIGHTS, Feature
-from hps.scoring.scorer import Output
+from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output
 from hps.service.protocol.open_inference_header import InputTensor, read_inputs, read_outputs, read_parameters, reading_input
 from hps.service.protocol.request_checks import (
     PublishedNetwork,

@@ -9,8 +9,8 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import ScoreRequest, features_of, read_request
-from hps.scoring.scorer import Output, Scorer
+from hps.scoring.features import Output, ScoreRequest, features_of, read_request
+from hps.scoring.scorer import Scorer
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 from tests.tables.pooling_oracle import pooled
 

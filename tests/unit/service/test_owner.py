@@ -46,7 +46,9 @@ def board():
 
 
 def deployment_of(session):
-    return SimpleNamespace(tables=TABLES, sessions={0: session}, config=SimpleNamespace(model="m"))
+    return SimpleNamespace(
+        tables=TABLES, sessions={0: session}, config=SimpleNamespace(model="m"), keys_per_sample=1, scores=None
+    )
 
 
 def serve(board, session, driver=None):

@@ -10,8 +10,7 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import features_of
-from hps.scoring.scorer import Output
+from hps.scoring.features import Output, features_of
 from hps.service.protocol.request_checks import PublishedNetwork
 from hps.service.protocol.score_requests import (
     ScoreBody,

@@ -12,9 +12,9 @@ import hps
 from hps.configuration.load import load_dense
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES
 from hps.scoring.batching import ScoreCall
-from hps.scoring.features import features_of
+from hps.scoring.features import Output, features_of
 from hps.scoring.packing import describe, read_description
-from hps.scoring.scorer import Output, Scorer
+from hps.scoring.scorer import Scorer
 from hps.service.fronts.scores import PlacedScores, score_plan
 from hps.service.owner import FrontLink
 from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
@@ -28,6 +28,8 @@ INPUTS: dict[str, Any] = {
     "age": {"per_request": True},
 }
 SIZE, MOST = 1 << 16, 50
+TENSORS = 1024
+"""Where the tensors of a slot begin that a test describes."""
 TABLES = FakeTables(4, 2)
 FEATURES = features_of(load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]}), TABLES.specs)
 NETWORK = PublishedNetwork(FEATURES, (Output("score", "float32", ()), Output("pair", "int64", (2,))), MOST)
@@ -68,21 +70,22 @@ class Owner:
     def _failure(self, error: Exception, serial: int) -> tuple[int, bytes]:
         return FAILED, repr(error).encode()
 
-    def score(self, slot: int, aside: int) -> int:
+    def score(self, slot: int, aside: int, aside_bytes: int) -> int:
         """Answer what is in a slot, as the owner does, and return its status."""
         served = SimpleNamespace(deployment=SimpleNamespace(scores=self), device=0)
         board = SimpleNamespace(memories=[self.memory])
-        job = SimpleNamespace(place=0, slot=slot, header=np.array([1, 0, 0, aside, 0, 0]))
+        job = SimpleNamespace(place=0, slot=slot, header=np.array([1, 0, 0, aside, aside_bytes, 0]))
         FrontLink._score(self, served, board, job, 0)  # type: ignore[arg-type]
         return self.completed[-1][0]
 
     def score_posted(self, slot: int) -> int:
-        return self.score(slot, slot + int(self.memory.longs[(slot >> 3) + 3]))
+        aside, aside_bytes = self.memory.longs[(slot >> 3) + 3], self.memory.longs[(slot >> 3) + 4]
+        return self.score(slot, slot + int(aside), int(aside_bytes))
 
     def score_text(self, text: bytes, slot: int = 0) -> int:
         end = slot + HEADER_BYTES + len(text)
         self.memory.view[slot + HEADER_BYTES : end] = text
-        return self.score(slot, end)
+        return self.score(slot, end, slot + TENSORS - end)
 
 
 @pytest.fixture
@@ -163,7 +166,7 @@ OUT: list[list[Any]] = [["score", "<f4", [2], 4400]]
 
 def test_tensors_may_lie_at_the_end_of_the_memory_and_not_beyond(owner: Owner) -> None:
     for slot in (0, 512):
-        room = SIZE - slot
+        room = SIZE - slot - TENSORS
         for name, dtype, shape, size in (("item", "<i8", [2], 16), ("tags", "<i8", [1, 2], 16), ("age", "<f4", [1], 4)):
             for beyond in (0, 1, 8, 1 << 30):
                 inputs = [one for one in GOOD if one[0] != name] + [[name, dtype, shape, room - size + beyond]]
@@ -197,11 +200,12 @@ def test_an_output_that_the_network_does_not_have_fails_its_request_alone(owner:
 
 def test_a_bag_whose_offsets_are_garbage_is_refused(owner: Owner) -> None:
     inputs = [GOOD[0], ["tags", "<i8", [4], 4200], ["tags.offsets", "<i8", [2], 5000], GOOD[2]]
+    at = (TENSORS + 5000) // 8
     for offsets in ([0, 1 << 40], [-1, 4], [4, 0], [0, 3]):
-        owner.memory.longs[5000 // 8 : 5000 // 8 + 2] = memoryview(np.array(offsets)).cast("B").cast("q")
+        owner.memory.longs[at : at + 2] = memoryview(np.array(offsets)).cast("B").cast("q")
         with pytest.raises(hps.InvalidInputError, match="got offsets of input 'tags'"):
             owner.score_text(describe(inputs, OUT, 0))
-    owner.memory.longs[5000 // 8 : 5000 // 8 + 2] = memoryview(np.array([0, 4])).cast("B").cast("q")
+    owner.memory.longs[at : at + 2] = memoryview(np.array([0, 4])).cast("B").cast("q")
     assert owner.score_text(describe(inputs, OUT, 0)) == ANSWERED
 
 

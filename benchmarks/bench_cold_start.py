@@ -298,7 +298,7 @@ def _query(dim: int) -> Callable[[], Any]:
     table, out, missing = cache.open_tables()[0], np.zeros((8192, dim), np.float32), np.empty(8192, np.int64)
 
     def query() -> Any:
-        kernels.query(table.lines, table.vectors, table.state, keys, out, np.empty(0, np.bool_), missing)
+        kernels.query(table.lines, table.vectors, table.state, keys, out, np.empty(0, np.bool_), missing, dim, 0)
         return out
 
     return query
@@ -372,7 +372,7 @@ def _pooled(dim: int, combiner: str) -> Callable[[], Any]:
     bags = (np.empty(0, np.int64), 8, np.empty(0, np.float32), ("sum", "mean").index(combiner), 0.0, False, 0)
 
     def pooled() -> Any:
-        pool(table.lines, table.vectors, table.state, keys, *bags, 0, 1024, np.empty((2, dim), np.float32), out, missing)
+        pool(table.lines, table.vectors, table.state, keys, *bags, 0, 1024, np.empty((3, dim), np.float32), out, missing, 0)
         return out
 
     return pooled

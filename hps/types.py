@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +10,25 @@ import numpy.typing as npt
 KeyArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+RowArray: TypeAlias = npt.NDArray[np.float32]
+"""Stored rows, (n, width) float32: vectors where a table's `row_dtype` is float32, else memory whose floats mean nothing."""
 IndexArray: TypeAlias = npt.NDArray[np.int64]
 DeviceArray: TypeAlias = Any
 """An array in the memory of the cache's device: numpy.ndarray for the NumPy cache, cupy.ndarray for the CuPy cache."""
+
+
+ROW_DTYPES: Final = ("float32", "float16", "bfloat16", "int8")
+"""How tiers may store vectors; the places are the numbers that kernels know. `ground/rows.py` describes the rows."""
+
+
+def row_width(dim: int, row_dtype: str) -> int:
+    """Return the words of 4 bytes that a stored row takes: `dim` for float32."""
+    match row_dtype:
+        case "float16" | "bfloat16":
+            return (dim + 1) // 2
+        case "int8":
+            return (dim + 3) // 4 + 1
+    return dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +41,7 @@ class TableSpec:
         default_value: every element of an absent key's vector.
         max_keys: maximum keys of this table per lookup.
         slot: distinguishes the tables of a model's versions; empty for the first, whose tables have HugeCTR's names.
+        row_dtype: one of ROW_DTYPES: how tiers store the vectors. Callers see float32.
     """
 
     model_name: str
@@ -33,12 +50,22 @@ class TableSpec:
     default_value: float
     max_keys: int
     slot: str = ""
+    row_dtype: str = "float32"
+
+    @property
+    def width(self) -> int:
+        """Words of 4 bytes of a stored row."""
+        return row_width(self.dim, self.row_dtype)
 
     @property
     def tag(self) -> str:
-        """Name of the table in every database (HugeCTR HPS: `hps_et.<model>.<table>`); model names contain no `@`."""
+        """Name of the table in every database (HugeCTR HPS: `hps_et.<model>.<table>`); model names contain no `@` or `~`.
+
+        Rows of another format are another table, so that nobody takes the one for the other.
+        """
         slot = f"@{self.slot}" if self.slot else ""
-        return f"hps_et.{self.model_name}{slot}.{self.table_name}"
+        rows = "" if self.row_dtype == "float32" else f"~{self.row_dtype}"
+        return f"hps_et.{self.model_name}{slot}{rows}.{self.table_name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +99,19 @@ class CheckResult:
     text: str
 
 
+def rows_text(table: TableSpec) -> str:
+    """Describe the rows of a table for people."""
+    return f"dim {table.dim}" if table.row_dtype == "float32" else f"dim {table.dim}, {table.row_dtype}"
+
+
+def row_dtype_of(tag: str) -> str:
+    """Return how a table's rows are stored, by its tag."""
+    return tag.rpartition(".")[0].partition("~")[2] or "float32"
+
+
 def split_tag(tag: str) -> tuple[str, str, str] | None:
     """Return the model, slot and table of a tag; None if it is not a tag of `hps`."""
     match tag.split(".", 1)[1].rpartition(".") if tag.startswith("hps_et.") else ("", "", ""):
         case (model, ".", table) if model:
-            return *model.partition("@")[::2], table
+            return *model.partition("~")[0].partition("@")[::2], table
     return None

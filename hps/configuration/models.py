@@ -54,7 +54,7 @@ from hps.configuration.fields import (
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.registry import IMPLEMENTATIONS, keeps_order
-from hps.types import TableSpec
+from hps.types import ROW_DTYPES, TableSpec
 
 FIRST_VERSION: Final = "1"
 """The default version of a model."""
@@ -63,6 +63,7 @@ CacheType: TypeAlias = Annotated[
     Literal["dynamic", "static", "uvm", "stochastic"], choice("dynamic", "static", "uvm", "stochastic")
 ]
 MissPath: TypeAlias = Annotated[Literal["auto", "link", "copy"], choice("auto", "link", "copy")]
+RowDtype: TypeAlias = Annotated[Literal["float32", "float16", "bfloat16", "int8"], choice(*ROW_DTYPES)]
 ControlMode: TypeAlias = Annotated[Literal["none", "explicit", "poll"], choice("none", "explicit", "poll")]
 DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache")]
 LogLevel: TypeAlias = Annotated[
@@ -211,7 +212,9 @@ _COUNTED = {
     "embedding_vecsize_per_table": "width",
     "maxnum_catfeature_query_per_table_per_sample": "maximum",
     "default_value_for_each_table": "default value",
+    "row_dtype": "row format",
 }
+_REPEATED = ("default_value_for_each_table", "row_dtype")
 
 
 class ModelConfig(Section):
@@ -230,6 +233,7 @@ class ModelConfig(Section):
     default_value_for_each_table: ListOf[Float32]
     deployed_device_list: NonEmptyListOf[NonNegative]
 
+    row_dtype: ListOf[RowDtype] = Field(default_factory=lambda data: ("float32",) * len(data["sparse_files"]))
     gpucache: Flag = True
     gpucacheper: Share = 0.2
     hit_rate_threshold: Real = 0.9
@@ -284,11 +288,12 @@ class ModelConfig(Section):
             self.embedding_vecsize_per_table,
             self.default_value_for_each_table,
             self.maxnum_catfeature_query_per_table_per_sample,
+            self.row_dtype,
             strict=True,
         )
         return tuple(
-            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum, slot)
-            for name, dim, default, maxnum in columns
+            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum, slot, row_dtype)
+            for name, dim, default, maxnum, row_dtype in columns
         )
 
     @field_validator(*_COUNTED, mode="wrap")
@@ -296,8 +301,10 @@ class ModelConfig(Section):
     def _one_a_table(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         files = info.data.get("sparse_files")
         text = None
-        if info.field_name == "default_value_for_each_table" and files is not None and type(value) is list and len(value) == 1:
-            value = value * len(files)  # as HugeCTR, which repeats the first value
+        if info.field_name == "row_dtype" and isinstance(value, str):
+            value = [value]
+        if info.field_name in _REPEATED and files is not None and type(value) is list and len(value) == 1:
+            value = value * len(files)  # as HugeCTR, which repeats the first default value
         if files is not None and isinstance(value, list | tuple) and len(value) != len(files):
             what = _COUNTED[str(info.field_name)]
             text = f"{len(value)} {what}{'' if len(value) == 1 else 's'} for {len(files)} sparse_files"

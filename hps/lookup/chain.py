@@ -19,7 +19,7 @@ from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
 from hps.statistics.metrics import TIERS, Metrics
 from hps.statistics.tracing import current, ended
-from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.types import BoolArray, KeyArray, RowArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _PROMOTION_QUEUE_LENGTH = 64
@@ -84,7 +84,7 @@ class _Tier:
         self,
         table: TableSpec,
         keys: KeyArray,
-        out: FloatArray,
+        out: RowArray,
         found: BoolArray,
         *,
         missing: int,
@@ -109,13 +109,13 @@ class _Tier:
                 if not open_lost:
                     raise
                 _log.warning("%s (%s): %s", self.name, self.database.kind, error)
-                self.database.open_table(table.tag, table.dim)
+                self.database.open_table(table.tag, table.width)
                 self.database.fetch(table.tag, keys, out, found)
 
         return self.reads.attempt(call, table.model_name)
 
     def _share(
-        self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray, least_rows: int, fetched: Landed | None
+        self, tag: str, keys: KeyArray, out: RowArray, found: BoolArray, least_rows: int, fetched: Landed | None
     ) -> None:
         fetch = self.database.fetch
 
@@ -248,7 +248,7 @@ class DatabaseChain:
     def open_table(self, table: TableSpec) -> None:
         self._fences.setdefault(table.tag, TableFence())
         for tier in self._tiers:
-            tier.database.open_table(table.tag, table.dim)
+            tier.database.open_table(table.tag, table.width)
             tier.reads.show(table.model_name)
             tier.writes.show(table.model_name)
         for counter in (self.metrics.promoted, self.metrics.coalesced_keys):
@@ -321,7 +321,7 @@ class DatabaseChain:
         self,
         table: TableSpec,
         keys: KeyArray,  # (n,)
-        out: FloatArray,  # (n, dim)
+        out: RowArray,  # (n, width)
         found: BoolArray,  # (n,)
         landed: Landed | None = None,
     ) -> int:
@@ -367,12 +367,12 @@ class DatabaseChain:
             final.end()
         return missing - before
 
-    def locate(self, table: TableSpec, key: KeyArray, out: FloatArray) -> str | None:
+    def locate(self, table: TableSpec, key: KeyArray, out: RowArray) -> str | None:
         """Find the first database that has a key, without promoting or counting it.
 
         Args:
             key: (1,) int64.
-            out: (1, dim) float32; receives the vector.
+            out: (1, width) float32; receives the row.
 
         Returns:
             Name of the tier; None if the key is absent.
@@ -405,11 +405,11 @@ class DatabaseChain:
         self,
         table: TableSpec,
         keys: KeyArray,  # (n,)
-        vectors: FloatArray,  # (n, dim)
+        rows: RowArray,  # (n, width)
         then: Callable[[bool], None],
         changing: AbstractContextManager[object] | None = None,
     ) -> None:
-        """Add or replace vectors in every database, the authoritative one first.
+        """Add or replace rows in every database, the authoritative one first.
 
         Args:
             then: called last, before fills of an upper tier continue: with True to update the embedding caches, or with False,
@@ -421,7 +421,7 @@ class DatabaseChain:
         """
 
         def write(database: Database) -> None:
-            database.insert(table.tag, keys, vectors)
+            database.insert(table.tag, keys, rows)
             self._count_inserts(table, database, keys.size)
 
         self._modify(table, keys, write, then, changing)
@@ -556,7 +556,7 @@ class DatabaseChain:
 
         def empty() -> None:
             database.drop_table(table.tag)
-            database.open_table(table.tag, table.dim)
+            database.open_table(table.tag, table.width)
 
         if not self._healing.acquire(blocking=False):
             return False
@@ -575,7 +575,7 @@ class DatabaseChain:
         return True
 
     def _promote(
-        self, table: TableSpec, fence: TableFence, token: int, keys: KeyArray, out: FloatArray, fresh: BoolArray
+        self, table: TableSpec, fence: TableFence, token: int, keys: KeyArray, out: RowArray, fresh: BoolArray
     ) -> None:
         if self._promotions is None or self._volatile is None:
             return

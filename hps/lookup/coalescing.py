@@ -166,6 +166,6 @@ class FetchCoalescer:
             self._joined.labels(table.model_name, table.table_name).inc(join.here.size)
         else:
             rows, have = join.here, np.zeros(join.here.size, np.bool_)
-            vectors = np.empty((rows.size, table.dim), np.float32)
+            vectors = np.empty((rows.size, table.width), np.float32)
             tiers[rows] = self._ask(table, keys[rows], vectors, have)
             out[rows], found[rows] = vectors, have

@@ -129,15 +129,15 @@ def _refusal(
     host = chain.host_table(table)
     if host is None:
         return f"the first database, {chain.databases[0].kind if chain.databases else 'none'}, is no hash map in this process"
-    if table.dim in timings and not timings[table.dim].link_is_faster:
-        return str(timings[table.dim])
+    if table.width in timings and not timings[table.width].link_is_faster:
+        return str(timings[table.width])
     if reason := attach(index, host, authoritative):
         return reason
-    if not timed or table.dim in timings or not (sample := _sample(chain.databases[0], table)).size:
+    if not timed or table.width in timings or not (sample := _sample(chain.databases[0], table)).size:
         return ""
     link = _keys_per_s(cache, chain, index, sample)
     cache.detach(index)
-    timing = timings[table.dim] = Timing(link, _keys_per_s(cache, chain, index, sample))
+    timing = timings[table.width] = Timing(link, _keys_per_s(cache, chain, index, sample))
     if not timing.link_is_faster:
         return str(timing)
     return attach(index, host, authoritative)
@@ -157,7 +157,7 @@ def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: b
 
 def _sample(database: Database, table: TableSpec) -> KeyArray:
     """Return keys from several places of a table, at most one timed lookup's, in no order."""
-    most = max(1, min(_SAMPLE_KEYS, _SAMPLE_BYTES // (4 * table.dim), table.max_keys))
+    most = max(1, min(_SAMPLE_KEYS, _SAMPLE_BYTES // (4 * table.width), table.max_keys))
     chunks = []
     for nth, (keys, _vectors) in enumerate(database.scan(table.tag, most)):
         chunks.append(keys)
@@ -197,5 +197,5 @@ def _report(cache: EmbeddingCache, chosen: MissPaths, refusals: Mapping[str, Seq
     level = logging.DEBUG if cache.device == "cpu" else logging.INFO  # the host path is expected on the CPU
     for reason, names in refusals.items():
         _log.log(level, "%s: misses of %s are answered through the host: %s", where, ", ".join(names), reason)
-    for dim, timing in chosen.timings.items():
-        _log.info("%s: misses of width %d: %s", where, dim, timing)
+    for width, timing in chosen.timings.items():
+        _log.info("%s: misses of rows of %d bytes: %s", where, 4 * width, timing)

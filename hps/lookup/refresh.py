@@ -81,11 +81,11 @@ def refresh(
         NotReadyError: `pace` ended the refresh; remaining keys keep their vectors.
     """
     keys = cache.dump(table_index)
-    row_bytes = 8 + 4 * table.dim
+    row_bytes = 8 + 4 * table.width
     step = min(_PACED_ROWS, max(1, _PACED_BYTES // row_bytes)) if pace else max(1, _CHUNK_BYTES // row_bytes)
     if fraction_per_iteration > 0:
         step = min(step, max(_MIN_STEP_ROWS, int(cache.stats(table_index).capacity_rows * min(fraction_per_iteration, 1.0))))
-    out = np.empty((min(step, keys.size), table.dim), np.float32)
+    out = np.empty((min(step, keys.size), table.width), np.float32)
     updated = 0
     for start in range(0, keys.size, step):
         if pace:

@@ -15,6 +15,7 @@ import numpy as np
 from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
 from hps.errors import InvalidInputError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.ground.open_calls import OpenCalls
+from hps.ground.rows import decode
 from hps.ground.workers import WorkQueue
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
@@ -30,6 +31,7 @@ from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 _log = logging.getLogger(__name__)
 _PREFETCH_ROWS = 65_536  # vectors fetched at once, to bound their memory
 _POOLED_BYTES = 8 << 20  # the same for vectors that are fetched to be pooled
+_DECODED_BYTES = 1 << 20  # and for rows that are fetched to be decoded
 _AS_THEY_COME: IndexArray = np.empty(0, np.int64)
 
 
@@ -436,12 +438,12 @@ class CachedSession:
         table = self.tables[table_index]
         fence = self._chain.fence(table)
         token = fence.token()
-        vectors = np.empty((keys.size, table.dim), np.float32)
+        rows = np.empty((keys.size, table.width), np.float32)
         found = np.zeros(keys.size, np.bool_)
-        self._coalescer.fetch(table, fence, keys, vectors, found)
+        self._coalescer.fetch(table, fence, keys, rows, found)
         with fence.filling(token) as allowed:
             if allowed:
-                self.cache.insert(table_index, keys[found], vectors[found])
+                self.cache.insert(table_index, keys[found], rows[found])
         return found
 
     def _done(self, table_index: int, keys: KeyArray) -> None:
@@ -547,7 +549,7 @@ class DirectSession:
                         found = np.zeros(segment.n, np.bool_)
                     else:
                         found[...] = False
-                    absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
+                    absent = found.size - self._fetch(table, segment.keys, segment.out, found)
                     if absent:
                         began = perf_counter_ns()
                         segment.out[~found] = table.default_value
@@ -572,6 +574,18 @@ class DirectSession:
                 answers.keys += keys
                 answers.defaults += absent
 
+    def _fetch(self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
+        """Fetch vectors; `out`, `found` and the result as of `Database.fetch`, but that other rows of `out` may be written."""
+        if table.row_dtype == "float32":
+            return self._chain.fetch(table, keys, out, found)
+        fetched = 0
+        for start in range(0, keys.size, step := max(1, _DECODED_BYTES // (4 * table.width))):
+            some = slice(start, min(start + step, keys.size))
+            rows = np.zeros((some.stop - start, table.width), np.float32)
+            fetched += self._chain.fetch(table, keys[some], rows, found[some])
+            decode(rows, table.dim, table.row_dtype, out[some])
+        return fetched
+
     def _pool(self, table: TableSpec, segment: Segment, pooling: Pooling) -> tuple[int, int]:
         """Write the combined vector of each bag; vectors are fetched in bounded pieces.
 
@@ -592,7 +606,7 @@ class DirectSession:
         for start in range(0, positions.size, at_once or 1):
             stop = min(start + at_once, positions.size)
             found = np.zeros(stop - start, np.bool_)
-            if missing := found.size - self._chain.fetch(table, counted[start:stop], rows[: found.size], found):
+            if missing := found.size - self._fetch(table, counted[start:stop], rows[: found.size], found):
                 absent += missing
                 rows[: found.size][~found] = table.default_value
             began = perf_counter_ns()
@@ -615,7 +629,7 @@ class DirectSession:
             for start in range(0, keys.size, _PREFETCH_ROWS):
                 part = keys[start : start + _PREFETCH_ROWS]
                 have += self._chain.fetch(
-                    spec, part, np.empty((part.size, spec.dim), np.float32), np.zeros(part.size, np.bool_)
+                    spec, part, np.empty((part.size, spec.width), np.float32), np.zeros(part.size, np.bool_)
                 )
         return have
 

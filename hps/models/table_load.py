@@ -13,13 +13,14 @@ from hps.databases.base import UNBOUNDED_ROWS, Database, LoadRecord
 from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
+from hps.ground.rows import decode, encode
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
 from hps.models.files import SparseModel, extended
 from hps.models.read_ahead import chunk_ranges, read_ahead
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.warm_up import DatabaseRows, WarmUpSource
-from hps.types import FloatArray, KeyArray, TableSpec
+from hps.types import FloatArray, KeyArray, RowArray, TableSpec, row_dtype_of
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class TableLoad:
         for database in self._targets.keep:
             self._check_kept(database)
         for database in databases:
-            database.open_table(self._tag, self._table.dim)
+            database.open_table(self._tag, self._table.width)
         records = [self._record(database) for database in databases]
         authority = next((one for one in (*databases, *self._targets.keep) if one.persistent), None)
         differs = authority is not None and self._differs(authority)
@@ -174,7 +175,7 @@ class TableLoad:
             return self._model
         whole = (one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows)
         database = authority or next(whole, None)
-        return DatabaseRows(database, self._tag, self._table.dim) if database else self._model
+        return DatabaseRows(database, self._table) if database else self._model
 
     def _put_above(self, authority: Database) -> None:
         for database in (*self._targets.load, *self._targets.keep):
@@ -183,7 +184,7 @@ class TableLoad:
     # -- state of the databases ---------------------------------------------------------------------------------------
 
     def _check_kept(self, database: Database) -> None:
-        database.open_table(self._tag, self._table.dim)
+        database.open_table(self._tag, self._table.width)
         record = None if database.shared else database.load_record(self._tag)
         if record is not None and not record.complete:
             raise DatabaseError(
@@ -257,7 +258,7 @@ class TableLoad:
             self._empty(database)
         rows = self._share(database, self._model.rows)
         first = database.claim_load(self._tag, self._model.fingerprint, rows, replaces=self._has_authority)
-        database.open_table(self._tag, self._table.dim)
+        database.open_table(self._tag, self._table.width)
         return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
 
     def _first_row(self, database: Database, record: LoadRecord | None) -> int:
@@ -285,7 +286,7 @@ class TableLoad:
 
     def _empty(self, database: Database) -> None:
         database.drop_table(self._tag)
-        database.open_table(self._tag, self._table.dim)
+        database.open_table(self._tag, self._table.width)
 
     def _share(self, database: Database, rows: int) -> int:
         """Compute how many of these rows a volatile database gets."""
@@ -307,8 +308,9 @@ class TableLoad:
         feeds = [self._feed(database, load) for database, load in targets]
         with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for start, keys, vectors in chunks:
+                rows = self._rows_of(keys, vectors)
                 for feed in feeds:
-                    feed.add(start, keys, vectors)
+                    feed.add(start, keys, vectors, rows)
                 self._progress.advance(self._tag, keys.size)
         self._check_unchanged(model, targets, feeds)
         for (database, _), feed in zip(targets, feeds, strict=True):
@@ -337,7 +339,7 @@ class TableLoad:
             chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
             with closing(chunks):
                 for keys, vectors in chunks:
-                    feed.add(0, keys, vectors)
+                    feed.add(0, keys, vectors, self._rows_of(keys, vectors))
                     self._progress.advance(self._tag, keys.size)
             if base is None or base.still_counts():
                 break
@@ -361,24 +363,32 @@ class TableLoad:
         """Return the rows of the latest base that this process holds unmodified; None if there is none."""
         for level in reversed(range(len(model.deltas))):
             held, fingerprint = model.held[level], model.fingerprints[level]
-            if held is None:
+            if held is None or row_dtype_of(held.tag) != self._table.row_dtype:
                 continue
             if database.persistent:
                 if (record := self._unmodified_record(database, held.tag)) and record.fingerprint == fingerprint:
-                    chunks = partial(database.scan, held.tag, model.chunk_rows)
+                    chunks = partial(self._vectors_in, database, held.tag, model.chunk_rows)
                     still_counts = partial(self._is_unmodified, database, held.tag, record)
                     return BaseRows(level, chunks, record.checksum, still_counts)
             elif held.database is not None and held.fingerprint == fingerprint and held.tag in held.database.tags():
-                chunks = partial(held.database.scan, held.tag, model.chunk_rows)
+                chunks = partial(self._vectors_in, held.database, held.tag, model.chunk_rows)
                 if held.unmodified():
                     return BaseRows(level, chunks, "", held.unmodified)
         return None
+
+    def _rows_of(self, keys: KeyArray, vectors: FloatArray) -> RowArray:
+        return encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
+
+    def _vectors_in(self, database: Database, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        """Read the vectors of a table of the same row format: encoded again, they are the same rows."""
+        for keys, rows in database.scan(tag, chunk_rows):
+            yield keys, decode(rows, self._table.dim, self._table.row_dtype)
 
     def _unmodified_record(self, database: Database, tag: str) -> LoadRecord | None:
         """Return the load record of another table if it is complete and unmodified."""
         if tag not in database.tags():
             return None
-        database.open_table(tag, self._table.dim)
+        database.open_table(tag, self._table.width)
         record = database.load_record(tag)
         return record if record is not None and record.complete and not record.modified else None
 
@@ -431,9 +441,9 @@ class TableLoad:
             else:
                 self._remember(database, record)  # so that a start that keeps the rows refuses a partial load
         if isinstance(model, DeltaModel):
-            return LoadFeed(database, self._tag, self._table.dim, record, model.rows, counts=False)
+            return LoadFeed(database, self._tag, self._table.width, record, model.rows, counts=False)
         sums = self._watched or model.is_summed
-        return LoadFeed(database, self._tag, self._table.dim, record, load.last_row, sums=sums)
+        return LoadFeed(database, self._tag, self._table.width, record, load.last_row, sums=sums)
 
     def _keys(self, rows: int, base: BaseRows | None) -> Iterator[KeyArray]:
         """Read the keys of the first rows, in chunks that the next one overwrites, for whom they help to place the rows.
@@ -452,7 +462,7 @@ class TableLoad:
                 yield keys
 
     def _remember(self, database: Database, record: LoadRecord) -> None:
-        database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.dim), np.float32), record)
+        database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.width), np.float32), record)
 
     def _awaited(self, database: Database, rows: int) -> DatabaseLoad:
         """Wait until another process has loaded a shared database; load the rest if its claim runs out."""
@@ -486,28 +496,26 @@ class TableLoad:
         """Fill a shared database from the persistent one, under the fingerprint of the files."""
         rows, fingerprint = self._share(database, self._model.rows), self._model.fingerprint
         first = database.claim_load(self._tag, fingerprint, rows)
-        database.open_table(self._tag, self._table.dim)
+        database.open_table(self._tag, self._table.width)
         if first is None:
             first = self._claim_when_free(database, rows)
         if first == rows:
             return DatabaseLoad(database.kind, rows, rows)
         record = LoadRecord(fingerprint, 0, rows)  # an interrupted load of another process may have had another order
-        self._copy(authority, database, rows, lambda keys, vectors: database.load_chunk(self._tag, keys, vectors, record))
+        self._copy(authority, database, rows, lambda keys, some: database.load_chunk(self._tag, keys, some, record))
         database.finish_load(self._tag)
         return DatabaseLoad(database.kind, 0, rows)
 
-    def _copy(
-        self, authority: Database, database: Database, limit: int, write: Callable[[KeyArray, FloatArray], object]
-    ) -> int:
+    def _copy(self, authority: Database, database: Database, limit: int, write: Callable[[KeyArray, RowArray], object]) -> int:
         """Copy rows of the persistent database up to a limit; return how many."""
         _log.info("Table: %s; filling %s from %s.", self._tag, database.kind, authority.kind)
         done = 0
         self._progress.start(self._tag, limit, limit * self._model.row_bytes)
-        for keys, vectors in authority.scan(self._tag, self._model.chunk_rows):
+        for keys, rows in authority.scan(self._tag, self._model.chunk_rows):
             count = min(keys.size, limit - done)
             if count <= 0:
                 break
-            write(keys[:count], vectors[:count])
+            write(keys[:count], rows[:count])
             done += count
             self._progress.advance(self._tag, count)
         self._progress.finish(self._tag)
@@ -548,7 +556,7 @@ class LoadFeed:
         self,
         database: Database,
         tag: str,
-        dim: int,
+        width: int,
         record: LoadRecord,
         last_row: int,
         *,
@@ -560,8 +568,8 @@ class LoadFeed:
         self._counts = counts
         self._sums = sums or database.persistent  # others are never compared with files
         self.first_summed_row = 0 if record.checksum else record.rows_done
-        rows = min(database.load_bytes // (8 + 4 * dim), _MOST_BATCH_ROWS, last_row - record.rows_done)
-        self._keys, self._vectors = np.empty(rows, np.int64), np.empty((rows, dim), np.float32)
+        rows = min(database.load_bytes // (8 + 4 * width), _MOST_BATCH_ROWS, last_row - record.rows_done)
+        self._keys, self._rows = np.empty(rows, np.int64), np.empty((rows, width), np.float32)
         self._held = 0
 
     def add(
@@ -569,36 +577,38 @@ class LoadFeed:
         start: int,
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
+        rows: RowArray,  # (n, width)
     ) -> None:
         """Load the missing rows of a chunk. They are certain to be in the database only after `end`.
 
         Args:
             start: first row of the chunk; chunks come in order, without gaps.
             keys: (n,) int64, C-contiguous; may be reused afterwards.
-            vectors: (n, dim) float32, C-contiguous; may be reused afterwards.
+            vectors: (n, dim) float32, C-contiguous, as read: they count in the checksum; may be reused afterwards.
+            rows: (n, width), the same as the table stores them; may be reused afterwards.
         """
-        rows = slice(max(self.record.rows_done - start, 0), max(self._last_row - start, 0))
-        keys, vectors = keys[rows], vectors[rows]
+        missing = slice(max(self.record.rows_done - start, 0), max(self._last_row - start, 0))
+        keys, vectors, rows = keys[missing], vectors[missing], rows[missing]
         if not keys.size:
             return
         if self._held + keys.size > self._keys.size:
             self._flush()
         if self._counts:
             checksum = extended(self.record.checksum, keys, vectors) if self._sums else ""
-            self.record = replace(self.record, rows_done=start + rows.start + keys.size, checksum=checksum)
+            self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=checksum)
         if keys.size > self._keys.size:
-            self._database.load_chunk(self._tag, keys, vectors, self.record)
+            self._database.load_chunk(self._tag, keys, rows, self.record)
             return
         held = slice(self._held, self._held + keys.size)
-        self._keys[held], self._vectors[held] = keys, vectors
+        self._keys[held], self._rows[held] = keys, rows
         self._held = held.stop
 
     def end(self) -> None:
         """Load the gathered rows, and free their memory."""
         self._flush()
-        self._keys, self._vectors = self._keys[:0].copy(), self._vectors[:0].copy()
+        self._keys, self._rows = self._keys[:0].copy(), self._rows[:0].copy()
 
     def _flush(self) -> None:
         if self._held:
-            self._database.load_chunk(self._tag, self._keys[: self._held], self._vectors[: self._held], self.record)
+            self._database.load_chunk(self._tag, self._keys[: self._held], self._rows[: self._held], self.record)
             self._held = 0

@@ -11,6 +11,7 @@ import numpy as np
 from hps.cache.base import EmbeddingCache
 from hps.databases.base import Database
 from hps.ground.key_sets import last_of_each
+from hps.ground.rows import encode
 from hps.models.deltas import DeltaModel, Merge, first_rows
 from hps.models.files import SparseModel, rows_of_a_chunk
 from hps.models.read_ahead import Allocate, read_ahead
@@ -26,21 +27,20 @@ class DatabaseRows:
     """The rows of a table in a database of this process, each key once. *Immutable, thread-safe.*"""
 
     database: Database
-    tag: str
-    dim: int
+    table: TableSpec
 
     @property
     def place(self) -> str:
-        return f"{self.tag} in {self.database.kind}"
+        return f"{self.table.tag} in {self.database.kind}"
 
     @property
     def rows(self) -> int:
         """Number of rows; an estimate if the database counts lazily."""
-        return self.database.size(self.tag)
+        return self.database.size(self.table.tag)
 
     @property
     def chunk_rows(self) -> int:
-        return rows_of_a_chunk(self.dim)
+        return rows_of_a_chunk(self.table.width)
 
     def may_change_unseen(self) -> bool:
         """Modifications do not matter: they reach caches, too."""
@@ -76,7 +76,7 @@ def warm_up(
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
     )
     with closing(_chunks(sparse_model, rows, step, cache.host_buffer)) as chunks:
-        for start, keys, vectors in chunks:
+        for start, keys, some in chunks:
             if start % step == 0:
                 count = min(step, rows - start)
                 _log.info(
@@ -85,14 +85,19 @@ def warm_up(
                     start // step,
                     count,
                 )
-            cache.insert(table_index, *last_rows(keys, vectors))
+            if not isinstance(sparse_model, DatabaseRows):
+                some = encode(f"warming up table {table.tag}", some, table.row_dtype, keys)
+            cache.insert(table_index, *last_rows(keys, some))
     return rows
 
 
 def _chunks(
     source: WarmUpSource, rows: int, step: int, allocate: Allocate
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
-    """Yield (number of the first row, keys, vectors) of the first rows; later rows may have keys of these."""
+    """Yield (number of the first row, keys, vectors) of the first rows; later rows may have keys of these.
+
+    Of `DatabaseRows`, rows as they are stored instead of vectors.
+    """
     if isinstance(source, SparseModel):
         source.verify()
         yield from read_ahead(source, _pieces(rows, step, source.chunk_rows), allocate)
@@ -104,7 +109,7 @@ def _chunks(
             yield start, keys, vectors
             start += keys.size
         return
-    for keys, vectors in source.database.scan(source.tag, source.chunk_rows):
+    for keys, vectors in source.database.scan(source.table.tag, source.chunk_rows):
         yield start, keys[: rows - start], vectors[: rows - start]
         if (start := start + keys.size) >= rows:
             return

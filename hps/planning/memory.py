@@ -137,7 +137,9 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
                 found += _of(config, "embedding_cache", needs, device if on_cuda else None)
                 found += _of(config, "workspaces", workspaces, device if on_cuda else None)
         for tier, database, section, share in _databases(configuration, config):
-            rows = [(table.tag, table.dim, math.ceil(share * count)) for table, count in zip(tables, version.rows, strict=True)]
+            rows = [
+                (table.tag, table.width, math.ceil(share * count)) for table, count in zip(tables, version.rows, strict=True)
+            ]
             own = tier == "volatile_db" and config.embedding_cache_type in RESIDENT
             stored.setdefault((tier, own), (database, section, []))[2].extend(rows)
             load_bytes = max(load_bytes, getattr(database, "load_bytes", 0))

@@ -18,14 +18,15 @@ import numpy as np
 
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.databases.base import LogPosition, Partition, RowChanges
-from hps.errors import HPSError, NotReadyError, UpdateFormatError
+from hps.errors import HPSError, InvalidInputError, NotReadyError, UpdateFormatError
 from hps.ground.log_limits import LineLimit
 from hps.ground.pacing import paced
 from hps.ground.progress import TableProgress
+from hps.ground.rows import encode
 from hps.ground.workers import Worker
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import UpdateStatus
-from hps.types import IndexArray
+from hps.types import IndexArray, RowArray, row_width
 from hps.updates.base import Message, UpdateLog
 from hps.updates.dead_letters import DeadLetters
 from hps.updates.framing import HIGHEST_SEQUENCE, Changes, decode, sequence_of
@@ -51,6 +52,7 @@ class TableTopic:
 
     Attributes:
         key_bytes: 8, or 4 for HugeCTR messages with such keys.
+        row_dtype: how its vectors are stored.
         start: positions up to which the model files contain the log, from their manifest.
     """
 
@@ -59,7 +61,13 @@ class TableTopic:
     topic: str
     dim: int
     key_bytes: int
+    row_dtype: str
     start: Mapping[Partition, LogPosition]
+
+    @property
+    def width(self) -> int:
+        """As of `TableSpec`."""
+        return row_width(self.dim, self.row_dtype)
 
 
 class UpdateTarget(Protocol):
@@ -114,7 +122,7 @@ class UpdateFeed:
         self._settings = settings
         self._metrics = metrics
         self._tables = {table.topic: _Table(table, TableProgress(HIGHEST_SEQUENCE, 0, _clock)) for table in tables}
-        widest = max(8 + 4 * table.dim for table in tables)
+        widest = max(8 + 4 * table.width for table in tables)
         self._most_bytes = min(settings.max_batch_size * widest, settings.read_ahead_bytes)  # per poll
         self._uncommitted = 0  # messages since the last commit
         self._orphaned_at: float | None = None  # when the target went out of service
@@ -311,7 +319,7 @@ class UpdateFeed:
             position, last = message.position, max(last, sequence)
         if here is not None:
             applied[here] = LogPosition(position, last)
-        pieces = _pieces(_resolve(parts, sequences, followed.dim), self._settings.max_batch_size) if rows else []
+        pieces = _pieces(_resolve(parts, sequences, followed.width), self._settings.max_batch_size) if rows else []
         deletes = sum(part.deleted_keys.size for part in parts)
         counts = np.array([part.keys.size + part.deleted_keys.size for part in parts], np.int64)
         batch = _Batch(pieces, applied, taken, size_bytes, rows - deletes, deletes, np.array(times, np.int64), counts)
@@ -329,6 +337,8 @@ class UpdateFeed:
             changes = decode(
                 message.value, followed.dim, followed.key_bytes, key=message.key, table=followed.name, most_bytes=most_bytes
             )
+            if changes is not None:
+                changes = changes._replace(vectors=_rows_of(changes, followed))
         except Exception as error:  # noqa: BLE001 - a bug must not end the stream
             reason = error.reason if isinstance(error, UpdateFormatError) else "internal"
             if reason == "internal" and reason not in table.dead_letters:
@@ -420,7 +430,7 @@ class UpdateFeed:
         """Store positions that the database does not have yet."""
         if table.batch is None and table.applied != table.stored:
             nothing = np.empty(0, np.int64)
-            changes = RowChanges(nothing, np.empty((0, table.followed.dim), np.float32), nothing)
+            changes = RowChanges(nothing, np.empty((0, table.followed.width), np.float32), nothing)
             table.batch = _Batch([changes], table.applied, 0, 0, 0, 0, nothing, nothing)
 
     def _finish(self) -> None:
@@ -575,7 +585,14 @@ class _Table:
     future_times: int = 0
 
 
-def _resolve(parts: Sequence[Changes], sequences: Sequence[int], dim: int) -> RowChanges:
+def _rows_of(changes: Changes, followed: TableTopic) -> RowArray:
+    try:
+        return encode(f"updating table {followed.name!r}", changes.vectors, followed.row_dtype, changes.keys)
+    except InvalidInputError as error:
+        raise UpdateFormatError("row_dtype", str(error)) from error
+
+
+def _resolve(parts: Sequence[Changes], sequences: Sequence[int], width: int) -> RowChanges:
     """Keep the latest change of each key: the highest sequence, and among equal ones the last to arrive."""
     counts = [part.keys.size + part.deleted_keys.size for part in parts]
     keys = np.concatenate([some for part in parts for some in (part.keys, part.deleted_keys)])
@@ -584,7 +601,7 @@ def _resolve(parts: Sequence[Changes], sequences: Sequence[int], dim: int) -> Ro
         deleted = None
         vectors = np.concatenate([part.vectors for part in parts])
     else:
-        deleted, vectors = np.ones(keys.size, np.bool_), np.zeros((keys.size, dim), np.float32)
+        deleted, vectors = np.ones(keys.size, np.bool_), np.zeros((keys.size, width), np.float32)
         start = 0
         for part, count in zip(parts, counts, strict=True):
             deleted[start : start + part.keys.size] = False

@@ -240,7 +240,7 @@ class Deployer:
             )
         fingerprints = self._catalog.fingerprints(wanted)
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
-        if there and there.fingerprint == fingerprint and not force:
+        if there and there.fingerprint == fingerprint and there.config.row_dtype == config.row_dtype and not force:
             same = _same_settings(there.config, config)
             if same or there.chain.databases:
                 deployed = there if same else self._renewed(there, config)
@@ -261,7 +261,9 @@ class Deployer:
                 return fingerprint
         kept = self._live.kept(name)
         old = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
-        if old and not _other_tables(old.config, config) and not force:  # including its online writes
+        if (
+            old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config) and not force
+        ):  # including its online writes
             deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
         else:
             used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}

@@ -30,6 +30,7 @@ from hps.errors import (
 from hps.ground.key_sets import places_kernels, set_kernels
 from hps.ground.open_calls import OpenCalls
 from hps.ground.progress import Progress
+from hps.ground.rows import decode, encode
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.miss_path import MissPaths, choose_paths
@@ -266,7 +267,8 @@ class Deployment:
                 f"inserting into {table.tag}: got vectors of shape {vectors.shape}, expected {(keys.size, table.dim)}"
             )
 
-        distinct, latest = last_rows(keys, vectors)  # before any write: an error here changes nothing
+        rows = encode(f"inserting into {table.tag}", vectors, table.row_dtype, keys)
+        distinct, latest = last_rows(keys, rows)  # before any write: an error here changes nothing
 
         def apply(written: bool) -> None:
             for cache in self._all_caches():
@@ -277,7 +279,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.insert(table, keys, vectors, apply, self._changing(index))
+            self.chain.insert(table, keys, rows, apply, self._changing(index))
 
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
@@ -300,6 +302,9 @@ class Deployment:
 
     def apply(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
         """Apply changes of a log to every tier; see `Database.apply`. Lookups that start after it returns see the changes.
+
+        Args:
+            changes: with rows as the table stores them.
 
         Returns:
             Number of changes not older than the stored rows.
@@ -334,12 +339,14 @@ class Deployment:
     def row(self, index: int, key: int) -> StoredRow:
         """Return one row of a table and its tier; see `HPS.row`."""
         table = self.tables[index]
-        keys, out = np.array([key], np.int64), np.empty((1, table.dim), np.float32)
+        keys, out, row = np.array([key], np.int64), np.empty((1, table.dim), np.float32), np.empty((1, table.width), np.float32)
         with self.changes:
             if any(session.resident(index, keys, out) for session in dict.fromkeys(self.sessions.values())):
                 tier: str | None = TIERS[0]
             else:
-                tier = self.chain.locate(table, keys, out)
+                tier = self.chain.locate(table, keys, row)
+                if tier is not None:
+                    decode(row, table.dim, table.row_dtype, out)
             written_at_us = self.chain.written_at(table, keys)
         if tier is None:
             out[:] = table.default_value
@@ -708,7 +715,7 @@ def _fill(chain: DatabaseChain, cache: EmbeddingCache, index: int, fraction: flo
     if chain.databases:
         table = cache.tables[index]
         database = chain.databases[0 if cache.static and not chain.failed_above else -1]
-        warm_up(cache, index, table, DatabaseRows(database, table.tag, table.dim), fraction)
+        warm_up(cache, index, table, DatabaseRows(database, table), fraction)
 
 
 def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:
@@ -755,7 +762,7 @@ def _check_room(
     """
     for database in targets.load:
         share = 1.0 if database.persistent else targets.initial_cache_rate
-        database.check_room([(one.tag, one.dim, math.ceil(share * count)) for one, count in zip(tables, rows, strict=True)])
+        database.check_room([(one.tag, one.width, math.ceil(share * count)) for one, count in zip(tables, rows, strict=True)])
     if cache_class:
         for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
             room = cache_capacities(config, rows), device_id, is_static(config), index_sizes(config, rows)

@@ -159,7 +159,9 @@ class LiveUpdates:
                     Partition(key) if "/" in key else Partition(topic, int(key)): LogPosition(position)
                     for key, position in start.items()
                 }
-                followed.append(TableTopic(index, table.table_name, topic, table.dim, self._key_bytes, positions))
+                followed.append(
+                    TableTopic(index, table.table_name, topic, table.dim, self._key_bytes, table.row_dtype, positions)
+                )
         return followed
 
     def _group(self, deployment: Deployment) -> str:

@@ -101,7 +101,7 @@ def _loaded(config: ModelConfig, slot: str, fingerprints: Sequence[str], databas
     for table, tag in zip(config.tables, _tags(config, slot), strict=True):
         with suppress(TableWidthError):
             if database.persistent:
-                database.open_table(tag, table.dim)
+                database.open_table(tag, table.width)
             if record := database.load_record(tag):
                 records.append(record)
     if [record.fingerprint for record in records] != list(fingerprints):

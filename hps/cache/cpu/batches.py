@@ -43,7 +43,7 @@ from hps.regions.exchange import (
 from hps.regions.layout import ANSWERED, MOST_SEGMENTS, SEGMENT_WORDS
 from hps.types import IndexArray
 
-T_LINES, T_SETS, T_VECTORS, T_ROWS, T_STATE, T_STATE_WORDS = range(T_OWN, T_OWN + 6)
+T_LINES, T_SETS, T_VECTORS, T_ROWS, T_STATE, T_STATE_WORDS, T_WIDTH, T_DTYPE = range(T_OWN, T_OWN + 8)
 MOST_KEYS: Final = 1 << 16
 """Of a request that the loop answers itself; it would keep all others waiting."""
 
@@ -62,12 +62,12 @@ def _answer(base: int, tables: IndexArray, first: int, count: int, segments: Ind
         words = tables[first + table]
         dim = words[T_DIM]
         lines = _carray(pointer_to(words[T_LINES]), (words[T_SETS], 16), int64)
-        vectors = _carray(pointer_to(words[T_VECTORS]), (words[T_ROWS], dim), float32)
+        vectors = _carray(pointer_to(words[T_VECTORS]), (words[T_ROWS], words[T_WIDTH]), float32)
         state = _carray(pointer_to(words[T_STATE]), (words[T_STATE_WORDS],), int64)
         keys = _carray(pointer_to(base + keys_at), (n,), int64)
         out = _carray(pointer_to(base + out_at), (n, dim), float32)
         found = _carray(pointer_to(base + found_at), (n if found_at != 0 else 0,), boolean)
-        if query_keys(lines, vectors, state, keys, out, found, missing) != 0:
+        if query_keys(lines, vectors, state, keys, out, found, missing, dim, words[T_DTYPE]) != 0:
             return False
     return True
 
@@ -130,9 +130,8 @@ class NumpyBatches(BatchDriver):
         rows = []
         for table in cache.open_tables():
             lines, vectors, state = table.lines, table.vectors, table.state
-            rows.append(
-                [lines.ctypes.data, lines.shape[0], vectors.ctypes.data, vectors.shape[0], state.ctypes.data, state.size]
-            )
+            sizes = vectors.ctypes.data, vectors.shape[0], state.ctypes.data, state.size, vectors.shape[1], table.dtype
+            rows.append([lines.ctypes.data, lines.shape[0], *sizes])
         return Resident(rows)
 
     def prepare(self) -> None:

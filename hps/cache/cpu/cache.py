@@ -17,13 +17,14 @@ from hps.ground.capacity import Need, available_memory, by_what, check_fits, mac
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_kernels
 from hps.ground.lifetimes import disown_in_children, refusal
 from hps.ground.numba_kernels import compile_kernels
+from hps.ground.rows import decode
 from hps.ground.thread_pool import POOL
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, first_key, pool_rows
 from hps.tensors.segments import Segment, check_segment
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
+from hps.types import ROW_DTYPES, BoolArray, FloatArray, IndexArray, KeyArray, RowArray, TableSpec, rows_text
 
 _LINE_BYTES = 8 * LINE_WORDS
 _ALL: BoolArray = np.empty(0, np.bool_)  # tells a kernel: every key; no found-mask
@@ -35,8 +36,9 @@ class NumpyTable:
 
     spec: TableSpec
     lines: IndexArray  # (sets, 16)
-    vectors: FloatArray  # (14 * sets, dim)
+    vectors: RowArray  # (14 * sets, width)
     state: IndexArray  # (STATE_WORDS,), or (STATE_WORDS + sets,) if static
+    dtype: int  # of the rows, as kernels know it
 
 
 class NumpyCache(EmbeddingCache):
@@ -81,8 +83,8 @@ class NumpyCache(EmbeddingCache):
         return [
             Need(
                 "ram",
-                f"{rows:,} rows of table {table.table_name!r} (dim {table.dim})",
-                _size_bytes(rows, table.dim, static),
+                f"{rows:,} rows of table {table.table_name!r} ({rows_text(table)})",
+                _size_bytes(rows, table.width, static),
                 table.table_name,
             )
             for table, rows in zip(tables, capacity_rows, strict=True)
@@ -119,12 +121,12 @@ class NumpyCache(EmbeddingCache):
         vectors: FloatArray,  # (n, dim)
     ) -> None:
         own = self.open_tables()[table]
-        check_rows(f"inserting into the cached table {own.spec.tag}", keys, vectors, own.spec.dim, aligned=True)
+        check_rows(f"inserting into the cached table {own.spec.tag}", keys, vectors, own.spec.width, aligned=True)
         _insert(own, keys, vectors, _ALL, replace=True)
 
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
         own = self.open_tables()[table]
-        check_rows(f"updating the cached table {own.spec.tag}", keys, vectors, own.spec.dim, aligned=True)
+        check_rows(f"updating the cached table {own.spec.tag}", keys, vectors, own.spec.width, aligned=True)
         numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, False)
 
     def erase(self, table: int, keys: KeyArray) -> None:
@@ -176,12 +178,13 @@ class NumpyCache(EmbeddingCache):
 class _TableScratch:
     """Scratch of one table within a lookup. Grows to the largest lookup that it served."""
 
-    __slots__ = ("fetched", "inverse", "missing", "unpooled")
+    __slots__ = ("fetched", "inverse", "missing", "unpooled", "vectors")
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, width: int) -> None:
         self.missing: IndexArray = np.empty(0, np.int64)  # positions of the keys that missed
         self.inverse: IndexArray = np.empty(0, np.int64)  # for each of them: the index of its key among the distinct ones
-        self.fetched: FloatArray = np.empty((0, dim), np.float32)
+        self.fetched: RowArray = np.empty((0, width), np.float32)
+        self.vectors: FloatArray = self.fetched  # of the fetched rows, where they are to be pooled
         self.unpooled = 0  # positions of available vectors, to be added to their bags
 
 
@@ -194,7 +197,7 @@ class NumpyLookup(CacheLookup):
         super().__init__()
         self._cache = cache
         self._segments: Sequence[Segment] = ()
-        self._scratches = [_TableScratch(table.dim) for table in cache.tables]
+        self._scratches = [_TableScratch(table.width) for table in cache.tables]
         self._distinct = DistinctKeys()
 
     def query(self, segments: Sequence[Segment]) -> int:
@@ -213,7 +216,15 @@ class NumpyLookup(CacheLookup):
                     count = _query_bags(table, segment, segment.pooling, scratch.missing)
                 elif segment.n < SHARED_KEYS:
                     count = numpy_kernels.query(
-                        table.lines, table.vectors, table.state, keys, segment.out, found, scratch.missing
+                        table.lines,
+                        table.vectors,
+                        table.state,
+                        keys,
+                        segment.out,
+                        found,
+                        scratch.missing,
+                        table.spec.dim,
+                        table.dtype,
                     )
                 else:
                     count = _query_by_threads(table, keys, segment.out, found, scratch.missing)
@@ -277,8 +288,8 @@ class NumpyMissedKeys(MissedKeys):
         self._scratch = scratch
         self._count = count  # with duplicates
 
-    def buffer(self) -> FloatArray:
-        """Return scratch for the vectors of `keys`: (u, dim) float32; content unspecified."""
+    def buffer(self) -> RowArray:
+        """Return scratch for the rows of `keys`: (u, width); content unspecified."""
         scratch, rows = self._scratch, self.keys.size
         if scratch.fetched.shape[0] < rows:
             scratch.fetched = np.empty((_grown(rows), scratch.fetched.shape[1]), np.float32)
@@ -291,18 +302,21 @@ class NumpyMissedKeys(MissedKeys):
         segment, scratch = self.segment, self._scratch
         mask = _ALL if segment.found is None else segment.found
         default = self._cache.tables[segment.table].default_value
+        table = self._cache.tables[segment.table]
         if segment.pooling is not None:
-            self.buffer()[~found] = default
+            scratch.vectors = decode(self.buffer(), table.dim, table.row_dtype)
+            scratch.vectors[~found] = default
             scratch.unpooled = self._count
             return
         missing, inverse, fetched, out = scratch.missing, scratch.inverse, scratch.fetched, segment.out
+        dtype = ROW_DTYPES.index(table.row_dtype)
         if self._count < SHARED_KEYS:
-            numpy_kernels.scatter(missing, inverse, self._count, fetched, found, default, out, mask)
+            numpy_kernels.scatter(missing, inverse, self._count, fetched, found, default, out, mask, dtype)
             return
 
         def part(start: int, stop: int) -> None:
             at, rows = missing[start:stop], inverse[start:stop]
-            numpy_kernels.scatter(at, rows, stop - start, fetched, found, default, out, mask)
+            numpy_kernels.scatter(at, rows, stop - start, fetched, found, default, out, mask, dtype)
 
         POOL.run(self._count, PIECE_KEYS, part)
 
@@ -331,22 +345,23 @@ def _insert(table: NumpyTable, keys: KeyArray, vectors: FloatArray, chosen: Bool
 
 def _settle(table: NumpyTable, segment: Segment, found: BoolArray, missing: IndexArray, count: int) -> int:
     arrays = (table.lines, table.vectors, table.state, segment.keys, missing, count)
-    left: int = numpy_kernels.settle(*arrays, table.spec.default_value, segment.out, found)
+    left: int = numpy_kernels.settle(*arrays, table.spec.default_value, segment.out, found, table.dtype)
     return left
 
 
 def _query_by_threads(table: NumpyTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray) -> int:
     """Run the kernel `query` for many keys; each piece is a query of its own, in its own epoch."""
     n = keys.size
-    lines, vectors, state = table.lines, table.vectors, table.state
+    lines, vectors, state, dim, dtype = table.lines, table.vectors, table.state, table.spec.dim, table.dtype
     if out.shape[0] != n or found.size not in (0, n) or n > EPOCHS_A_CALL * vectors.shape[0]:
-        whole: int = numpy_kernels.query(lines, vectors, state, keys, out, found, missing)
+        whole: int = numpy_kernels.query(lines, vectors, state, keys, out, found, missing, dim, dtype)
         return whole
     counts: dict[int, int] = {}
 
     def part(start: int, stop: int) -> None:
         rows = slice(start, stop)
-        counts[start] = numpy_kernels.query(lines, vectors, state, keys[rows], out[rows], found[rows], missing[rows])
+        arrays = lines, vectors, state, keys[rows], out[rows], found[rows], missing[rows]
+        counts[start] = numpy_kernels.query(*arrays, dim, dtype)
 
     POOL.run(n, PIECE_KEYS, part)
     if min(counts.values()) < 0:
@@ -373,18 +388,19 @@ def _query_bags(table: NumpyTable, segment: Segment, pooling: Pooling, missing: 
     """Run the kernel `pool`; threads share the bags of many keys."""
     keys, out, n, count = segment.keys, segment.out, segment.n, pooling.count
     bags = bag_arrays(pooling)
-    if out.shape[0] != count:
+    if out.shape[0] != count or out.ndim != 2 or out.shape[1] != table.spec.dim:
         return -1
-    lines, vectors, state, scratch_shape = table.lines, table.vectors, table.state, (2, table.spec.dim)
+    lines, vectors, state, dtype = table.lines, table.vectors, table.state, table.dtype
+    scratch_shape = 3, max(table.spec.dim, table.spec.width)
     if n < SHARED_KEYS or n > EPOCHS_A_CALL * vectors.shape[0]:
         scratch = np.empty(scratch_shape, np.float32)
-        whole: int = pool(lines, vectors, state, keys, *bags, 0, count, scratch, out, missing)
+        whole: int = pool(lines, vectors, state, keys, *bags, 0, count, scratch, out, missing, dtype)
         return whole
     counts: dict[int, int] = {}  # by the first bag of a piece
 
     def part(first: int, last: int) -> None:
         scratch = np.empty(scratch_shape, np.float32)
-        counts[first] = pool(lines, vectors, state, keys, *bags, first, last, scratch, out, missing)
+        counts[first] = pool(lines, vectors, state, keys, *bags, first, last, scratch, out, missing, dtype)
 
     POOL.run(count, max(1, PIECE_KEYS * count // n), part)
     if (worst := min(counts.values())) < 0:
@@ -404,7 +420,7 @@ def _add_fetched(segment: Segment, pooling: Pooling, scratch: _TableScratch) -> 
     def part(first: int, last: int) -> None:
         start, stop = np.searchsorted(missing, [first_key(bags, bag, segment.n) for bag in (first, last)])
         total = np.empty(out.shape[1], np.float32)
-        pool_rows(scratch.fetched, scratch.inverse, missing, start, stop, segment.keys, *bags, total, out)
+        pool_rows(scratch.vectors, scratch.inverse, missing, start, stop, segment.keys, *bags, total, out)
 
     POOL.run(out.shape[0], max(1, PIECE_KEYS * out.shape[0] // missing.size) if missing.size >= SHARED_KEYS else 0, part)
 
@@ -428,14 +444,14 @@ def _sets(rows: int, static: bool = False) -> int:
     return max(3, sets | 1) if static else sets
 
 
-def _size_bytes(rows: int, dim: int, static: bool = False) -> int:
-    return _sets(rows, static) * (_LINE_BYTES + WAYS * 4 * dim + 8 * static)
+def _size_bytes(rows: int, width: int, static: bool = False) -> int:
+    return _sets(rows, static) * (_LINE_BYTES + WAYS * 4 * width + 8 * static)
 
 
 def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool) -> tuple[NumpyTable, ...]:
     """Allocate all tables; if they do not fit, the error names the largest and a size that would fit."""
     sets = [_sets(rows, static) for rows in capacity_rows]
-    sizes = [_size_bytes(rows, table.dim, static) for rows, table in zip(capacity_rows, tables, strict=True)]
+    sizes = [_size_bytes(rows, table.width, static) for rows, table in zip(capacity_rows, tables, strict=True)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         if sum(sizes) > memory:  # reserved, but not filled
@@ -444,8 +460,9 @@ def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int], static:
             NumpyTable(
                 spec=table,
                 lines=aligned_lines(count),
-                vectors=_aligned_vectors(WAYS * count, table.dim),
+                vectors=_aligned_vectors(WAYS * count, table.width),
                 state=np.zeros(STATE_WORDS + count * static, np.int64),
+                dtype=ROW_DTYPES.index(table.row_dtype),
             )
             for count, table in zip(sets, tables, strict=True)
         )
@@ -466,8 +483,8 @@ def aligned_lines(sets: int) -> IndexArray:
     return words[skip : skip + sets * LINE_WORDS].reshape(sets, LINE_WORDS)
 
 
-def _aligned_vectors(rows: int, dim: int) -> FloatArray:
-    """Return memory for vectors that starts at a cache line, so that a row of 64 bytes takes one line rather than two."""
-    floats = np.empty(rows * dim + _LINE_BYTES // 4, np.float32)
+def _aligned_vectors(rows: int, width: int) -> RowArray:
+    """Return memory for rows that starts at a cache line, so that a row of 64 bytes takes one line rather than two."""
+    floats = np.empty(rows * width + _LINE_BYTES // 4, np.float32)
     skip = -(floats.ctypes.data // 4) % (_LINE_BYTES // 4)
-    return floats[skip : skip + rows * dim].reshape(rows, dim)
+    return floats[skip : skip + rows * width].reshape(rows, width)

@@ -1,6 +1,6 @@
 """The numba kernels of the NumPy embedding cache: `scatter`, and queries and modifications of the sets of `sets.py`.
 
-`lines` and `vectors` are the sets of a table, and `state` are its counters.
+`lines` and `vectors` are the sets of a table, and `state` are its counters. Rows are of the format `dtype` (`ground/rows.py`).
 """
 
 import numpy as np
@@ -50,7 +50,8 @@ from hps.ground.numba_atomics import (
     yield_processor,
 )
 from hps.ground.numba_kernels import kernel, read_only
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.ground.rows import FLOAT32, decode_row
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, RowArray
 
 _BLOCK = 32
 _CACHE_LINE = 64
@@ -69,9 +70,11 @@ def query_keys(
     out: FloatArray,
     found: BoolArray,
     missing: IndexArray,
+    dim: int,
+    dtype: int,
 ) -> int:
     """As `query`, for other kernels."""
-    n, dim, sets = keys.size, vectors.shape[1], lines.shape[0]
+    n, sets = keys.size, lines.shape[0]
     if out.shape[0] != n or out.shape[1] != dim or missing.size < n or (found.size != 0 and found.size != n):
         return -1
     if address_of(keys) % 8 != 0 or address_of(out) % 4 != 0:
@@ -84,7 +87,8 @@ def query_keys(
         return n
     epoch = epoch_at(fetch_add(address_of(state) + 8 * CLOCK, min(n, EPOCHS_A_CALL * WAYS * sets)), sets)
     base, vectors_at, out_at, wraps_at = address_of(lines), address_of(vectors), address_of(out), address_of(state) + 8 * WRAPS
-    row_bytes, state_at, walks = 4 * dim, address_of(state), state.size > STATE_WORDS
+    row_bytes, state_at, walks = 4 * vectors.shape[1], address_of(state), state.size > STATE_WORDS
+    spare = np.empty(vectors.shape[1] if dtype != FLOAT32 else 0, np.float32)
     ahead = min(row_bytes, _PREFETCHED_BYTES)
     block_lines, block_versions, block_slots, block_rows = np.empty((4, _BLOCK), np.int64)
     misses = 0
@@ -108,7 +112,7 @@ def query_keys(
                     prefetch(row + byte)
         for i in range(count):
             line, slot = block_lines[i], block_slots[i]
-            target = out_at + (start + i) * row_bytes
+            target = out_at + (start + i) * 4 * dim if dtype == FLOAT32 else address_of(spare)
             if slot >= 0:
                 copy_bytes(target, block_rows[i], row_bytes)
             if not unchanged(line, block_versions[i], wraps_at, wraps):
@@ -118,6 +122,8 @@ def query_keys(
                 line, slot = walk(line, keys[start + i], base, sets, state_at, vectors_at, row_bytes, target)
             if slot >= 0:
                 touch(line, slot, epoch)
+                if dtype != FLOAT32:
+                    decode_row(target, out_at + (start + i) * 4 * dim, dim, dtype)
             else:
                 missing[misses] = start + i
                 misses += 1
@@ -126,21 +132,23 @@ def query_keys(
     return misses
 
 
-@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _ROWS, _FLAGS, _WORDS)
+@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _ROWS, _FLAGS, _WORDS, int64, int64)
 def query(
     lines: IndexArray,  # (sets, 16) int64
-    vectors: FloatArray,  # (rows, dim) float32
+    vectors: RowArray,  # (rows, width)
     state: IndexArray,  # (STATE_WORDS,) int64
     keys: KeyArray,  # (n,) int64
     out: FloatArray,  # (n, dim) float32
     found: BoolArray,  # (n,) bool, or empty
     missing: IndexArray,  # (at least n,) int64
+    dim: int,
+    dtype: int,
 ) -> int:
-    """Copy hits to `out` and write the positions of misses to `missing`; return their number, or -1 for wrong shapes.
+    """Copy hits, decoded, to `out` and write the positions of misses to `missing`; return their number, or -1 for wrong shapes.
 
     Processes blocks of keys in three passes (sets, slots, vectors), each of which prefetches for the next.
     """
-    return query_keys(lines, vectors, state, keys, out, found, missing)
+    return query_keys(lines, vectors, state, keys, out, found, missing, dim, dtype)
 
 
 @njit()
@@ -207,15 +215,15 @@ def _prefetch_rows(
 @kernel(void, _LINES, _ROWS, _WORDS, _KEYS, read_only(_ROWS), read_only(_FLAGS), boolean, boolean)
 def write(
     lines: IndexArray,  # (sets, 16) int64
-    vectors: FloatArray,  # (rows, dim) float32
+    vectors: RowArray,  # (rows, width)
     state: IndexArray,  # (STATE_WORDS,) int64
     keys: KeyArray,  # (n,) int64
-    values: FloatArray,  # (n, dim) float32
+    values: RowArray,  # (n, width)
     chosen: BoolArray,  # (n,) bool, or empty for all
     replace: bool,
     admit: bool,
 ) -> None:
-    """Write vectors of the chosen keys: `replace` those of resident keys, `admit` keys that are not resident.
+    """Write rows of the chosen keys: `replace` those of resident keys, `admit` keys that are not resident.
 
     A static table evicts nothing; it counts keys that find no place.
 
@@ -327,10 +335,10 @@ def erase(
     fetch_add(address_of(state) + 8 * RESIDENT, -erased)
 
 
-@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _WORDS, int64, float64, _ROWS, _FLAGS)
+@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _WORDS, int64, float64, _ROWS, _FLAGS, int64)
 def settle(
     lines: IndexArray,  # (sets, 16) int64
-    vectors: FloatArray,  # (rows, dim) float32
+    vectors: RowArray,  # (rows, width)
     state: IndexArray,  # (STATE_WORDS + sets,) int64
     keys: KeyArray,  # (n,) int64
     missing: IndexArray,  # (at least count,) int64
@@ -338,20 +346,25 @@ def settle(
     default: float,
     out: FloatArray,  # (n, dim) float32
     found: BoolArray,  # (n,) bool, or empty
+    dtype: int,
 ) -> int:
     """Answer the keys that missed in a complete table, which are absent; return how many are left because a writer kept them.
 
     Those come first in `missing`.
     """
     sets, row_bytes, left = lines.shape[0], 4 * vectors.shape[1], 0
-    base, vectors_at, state_at = address_of(lines), address_of(vectors), address_of(state)
+    base, vectors_at, state_at, dim = address_of(lines), address_of(vectors), address_of(state), out.shape[1]
+    spare = np.empty(vectors.shape[1] if dtype != FLOAT32 else 0, np.float32)
     for i in range(count):
         position = missing[i]
-        target = address_of(out) + position * row_bytes
+        row_at = address_of(out) + position * 4 * dim
+        target = row_at if dtype == FLOAT32 else address_of(spare)
         line = line_of(keys[position], base, sets)
         slot = read(line, keys[position], rows_of(line, base, vectors_at, row_bytes), row_bytes, state_at + 8 * WRAPS, target)
         if slot == -1:
             line, slot = walk(line, keys[position], base, sets, state_at, vectors_at, row_bytes, target)
+        if slot >= 0 and dtype != FLOAT32:
+            decode_row(target, row_at, dim, dtype)
         if slot == -1:
             out[position, :] = default
         elif slot == -2:
@@ -381,24 +394,28 @@ def dump(
     return count
 
 
-@kernel(void, _WORDS, _WORDS, int64, _ROWS, read_only(_FLAGS), float64, _ROWS, _FLAGS)
+@kernel(void, _WORDS, _WORDS, int64, _ROWS, read_only(_FLAGS), float64, _ROWS, _FLAGS, int64)
 def scatter(
     missing: IndexArray,  # (at least count,) int64
     inverse: IndexArray,  # (at least count,) int64
     count: int,
-    fetched: FloatArray,  # (u, dim) float32
+    fetched: RowArray,  # (u, width)
     answered: BoolArray,  # (u,) bool
     default: float,
     out: FloatArray,  # (n, dim) float32
     found: BoolArray,  # (n,) bool, or empty
+    dtype: int,
 ) -> None:
     """Write the fetched vector, or else the default, to every missing position."""
-    dim = out.shape[1]
+    dim, row_bytes = out.shape[1], 4 * fetched.shape[1]
     source, target = np.int64(fetched.ctypes.data), np.int64(out.ctypes.data)
     for i in range(count):
         position, row = missing[i], inverse[i]
         if answered[row]:
-            copy_bytes(target + position * 4 * dim, source + row * 4 * dim, 4 * dim)
+            if dtype == FLOAT32:
+                copy_bytes(target + position * 4 * dim, source + row * row_bytes, row_bytes)
+            else:
+                decode_row(source + row * row_bytes, target + position * 4 * dim, dim, dtype)
             if found.size != 0:
                 found[position] = True
         else:

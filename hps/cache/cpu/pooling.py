@@ -20,8 +20,9 @@ from hps.cache.cpu.sets import (
 )
 from hps.ground.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
 from hps.ground.numba_kernels import kernel
+from hps.ground.rows import FLOAT32, decode_row
 from hps.tensors.pooling import KEYS, OFFSETS, OUT, SUM, WEIGHTS, add_vector, bound, divide
-from hps.types import FloatArray, IndexArray, KeyArray
+from hps.types import FloatArray, IndexArray, KeyArray, RowArray
 
 WRONG_OFFSETS = -2
 _BLOCK = 32
@@ -47,10 +48,11 @@ _PREFETCHED_BYTES = 512
     float32[:, ::1],
     OUT,
     int64[::1],
+    int64,
 )
 def pool(
     lines: IndexArray,  # (sets, 16) int64
-    vectors: FloatArray,  # (rows, dim) float32
+    vectors: RowArray,  # (rows, width)
     state: IndexArray,  # (STATE_WORDS,) int64
     keys: KeyArray,  # (n,) int64
     offsets: IndexArray,
@@ -62,9 +64,10 @@ def pool(
     padding_key: int,
     first: int,
     last: int,
-    scratch: FloatArray,  # (2, dim) float32
+    scratch: FloatArray,  # (3, dim or, if more, width) float32
     out: FloatArray,  # (B, dim) float32
     missing: IndexArray,  # (at least n,) int64
+    dtype: int,
 ) -> int:
     """Combine the resident vectors of bags [first, last), and list the positions of missing keys, ascending.
 
@@ -74,8 +77,13 @@ def pool(
     Returns:
         Number of missing keys; -1 for wrong shapes or `WRONG_OFFSETS`, with nothing written.
     """
-    n, dim, sets, count = keys.size, vectors.shape[1], lines.shape[0], out.shape[0]
-    if out.shape[1] != dim or scratch.shape[1] != dim or missing.size < n or (weights.size != 0 and weights.size != n):
+    n, dim, sets, count = keys.size, out.shape[1], lines.shape[0], out.shape[0]
+    if (
+        scratch.shape[1] < max(dim, vectors.shape[1])
+        or (dtype == FLOAT32 and vectors.shape[1] != dim)
+        or missing.size < n
+        or (weights.size != 0 and weights.size != n)
+    ):
         return -1
     if address_of(keys) % 8 != 0 or address_of(out) % 4 != 0 or (count != 0 and out.strides[1] != 4):
         return -1
@@ -89,11 +97,12 @@ def pool(
     if sets != 0:
         epoch = epoch_at(fetch_add(address_of(state) + 8 * CLOCK, min(stop - begin, EPOCHS_A_CALL * WAYS * sets)), sets)
     base, vectors_at, wraps_at = address_of(lines), address_of(vectors), address_of(state) + 8 * WRAPS
-    row_bytes, state_at, walks = 4 * dim, address_of(state), state.size > STATE_WORDS
+    row_bytes, vector_bytes, state_at, walks = 4 * vectors.shape[1], 4 * dim, address_of(state), state.size > STATE_WORDS
     ahead = min(row_bytes, _PREFETCHED_BYTES)
-    total, row = scratch[0], scratch[1]
-    total_at = address_of(scratch)
-    row_at, out_at, out_stride = total_at + row_bytes, address_of(out), out.strides[0]
+    total, row = scratch[0, :dim], scratch[1, :dim]
+    total_at, vector_at = address_of(scratch), address_of(scratch) + 4 * scratch.shape[1]
+    row_at = vector_at if dtype == FLOAT32 else vector_at + 4 * scratch.shape[1]
+    out_at, out_stride = address_of(out), out.strides[0]
     block_positions, block_lines, block_versions, block_slots, block_rows = np.empty((5, _BLOCK), np.int64)
     misses = 0
     bag, bag_begin, bag_misses = first, begin, 0
@@ -131,7 +140,7 @@ def pool(
             while at >= bag_end and bag + 1 < last:
                 if combiner != SUM and misses == bag_misses:
                     divide(total, keys, bag_begin, bag_end, weights, combiner, padded, padding_key)
-                copy_bytes(out_at + bag * out_stride, total_at, row_bytes)
+                copy_bytes(out_at + bag * out_stride, total_at, vector_bytes)
                 for j in range(dim):
                     total[j] = 0.0
                 bag, bag_begin, bag_misses = bag + 1, bag_end, misses
@@ -144,14 +153,16 @@ def pool(
                 line, slot = walk(line, keys[at], base, sets, state_at, vectors_at, row_bytes, row_at)
             if slot >= 0:
                 touch(line, slot, epoch)
-                add_vector(total_at, row_at, row, weights[at] if weights.size else 1.0, max_norm)
+                if dtype != FLOAT32:
+                    decode_row(row_at, vector_at, dim, dtype)
+                add_vector(total_at, vector_at, row, weights[at] if weights.size else 1.0, max_norm)
             else:
                 missing[begin + misses] = at
                 misses += 1
     while bag < last:
         if combiner != SUM and misses == bag_misses:
             divide(total, keys, bag_begin, bag_end, weights, combiner, padded, padding_key)
-        copy_bytes(out_at + bag * out_stride, total_at, row_bytes)
+        copy_bytes(out_at + bag * out_stride, total_at, vector_bytes)
         for j in range(dim):
             total[j] = 0.0
         bag, bag_begin, bag_misses = bag + 1, bag_end, misses

@@ -49,7 +49,7 @@ def check_server(config: Any, tables: Iterable[TableSpec]) -> list[CheckResult]:
     with closing(nodes):
         found = [_state(nodes, config.address)]
         catalog = Catalog(nodes, config.num_partitions)
-        layouts = [RedisLayout.of(spec.tag, spec.dim, config.num_partitions) for spec in tables]
+        layouts = [RedisLayout.of(spec.tag, spec.width, config.num_partitions) for spec in tables]
         try:
             for layout in layouts[:1]:
                 found += _rights(nodes, layout, config.user_name)

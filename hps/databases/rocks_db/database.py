@@ -212,7 +212,7 @@ class RocksDatabase(PersistentDatabase):
                     held = set(database.tags())
                     for spec in tables:
                         if spec.tag in held:
-                            database.open_table(spec.tag, spec.dim)
+                            database.open_table(spec.tag, spec.width)
         except DatabaseError as error:
             return [CheckResult("unreachable" if holder else "wrong", where, str(error))]
         there = sum(spec.tag in held for spec in tables)

@@ -10,10 +10,10 @@
 // the epoch.
 
 #ifndef HPS_ROW_LOADS
-#define HPS_ROW_LOADS 4  // units of a vector that a lane has in flight
+#define HPS_ROW_LOADS 4  // pieces of a row that a lane has in flight
 #endif
 #ifndef HPS_LONG_ROWS
-#define HPS_LONG_ROWS 1  // 0: no row has more than 8 HPS_ROW_LOADS units
+#define HPS_LONG_ROWS 1  // 0: no row has more than 8 HPS_ROW_LOADS pieces
 #endif
 
 constexpr u32 REPLACE = 1, ADMIT = 2;  // with both, no key is refused
@@ -87,16 +87,16 @@ __device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, 
 
 // Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` tells the tiles that have a key. A key is
 // left out if `epoch_at` is given and does not hold `epoch`.
-__device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Unit* vector, u32 units,
+__device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Piece* vector, u32 pieces,
                                            const u64* epoch_at, u64 epoch, Admissions& counts) {
     constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
     const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
     const u32 home = pending ? home_of(key, table.pairs) : 0, pair = home / 2;
     Writer writer{tile, member, table.buckets + static_cast<u64>(pair) * PAIR_PARTS, 0, 0};
-    Unit value[ROW_LOADS];
+    Piece value[ROW_LOADS];
 #pragma unroll
     for (u32 r = 0; r < ROW_LOADS; ++r) {
-        if (pending && r * TILE + member < units) value[r] = stream_in(vector + r * TILE + member);
+        if (pending && r * TILE + member < pieces) value[r] = stream_in(vector + r * TILE + member);
     }
 
     if (mode != (REPLACE | ADMIT)) {  // do not own pairs that will not change
@@ -135,15 +135,15 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         }
         if (writes) {
             const u64 row = static_cast<u64>(pair) * (2 * SLOTS) + slot;
-            Unit* const to = reinterpret_cast<Unit*>(table.rows) + row * units;
+            Piece* const to = reinterpret_cast<Piece*>(table.rows) + row * pieces;
 #pragma unroll
             for (u32 r = 0; r < ROW_LOADS; ++r) {
-                if (r * TILE + member < units) store_unit(to + r * TILE + member, value[r]);
+                if (r * TILE + member < pieces) store_unit(to + r * TILE + member, value[r]);
             }
 #if HPS_LONG_ROWS
 #pragma unroll 4
-            for (u32 unit = ROW_LOADS * TILE + member; unit < units; unit += TILE)
-                store_unit(to + unit, stream_in(vector + unit));
+            for (u32 piece = ROW_LOADS * TILE + member; piece < pieces; piece += TILE)
+                store_unit(to + piece, stream_in(vector + piece));
 #endif
         }
         writer.give_back(own, writes);

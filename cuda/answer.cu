@@ -4,8 +4,8 @@
 // ARRAYS      For each segment, from its `missing` on: missing_keys int64 and missing_positions uint32, in, as many as
 //             missing_counts[index] (uint32, in, 0 afterwards). leaders uint32: of each miss the first one of its key. ranks
 //             uint32: of a leader within its bin. order uint32: the leaders, by bin. states uint8: of a leader, FOUND, ABSENT
-//             or LEFT. out (n, dim) float32 and found (n,) uint8 or null, out. staged (staged_rows, dim) float32 or null, out: the
-//             same vectors for the admission, where reading `out` again is slow. left_keys int64 and left_positions uint32, out:
+//             or LEFT. out (n, dim) float32 and found (n,) uint8 or null, out. staged (staged_rows, width) words or null, out: the
+//             same rows for the admission, where reading `out` again is slow. left_keys int64 and left_positions uint32, out:
 //             what the host must answer, as many as left_counts[index] (uint32, must be 0 before). buckets, rows and counters
 //             of its table of the cache, in/out. slots uint32, at least twice the misses rounded up to a power of two, and bins
 //             (segment_count << bin_bits,) uint32: must be 0 before, 0 afterwards. leader_counts (segments,) uint32: 0 where
@@ -30,6 +30,7 @@
 // TWIN        hps.databases.hash_map.kernels.fetch
 
 #include "embedding_cache.cuh"
+#include "rows.cuh"
 #include "host_table.cuh"
 #include "writer.cuh"
 #include "admission.cuh"
@@ -53,16 +54,18 @@ constexpr u32 FEW_A_WARP = HPS_FEW_A_WARP;  // misses, at most READ_AT_ONCE: of 
 constexpr u32 MOST_BIN_BITS = 10;
 constexpr u32 MOST_BINS = 1 << MOST_BIN_BITS;
 
+constexpr bool BY_PARTS = PACKED || HPS_OUT != 0;  // rows are read by parts, and admitted from the staged ones alone
+
 struct AnswerSegment {
     Table table;                      // of the cache
     const HostLayout* const* layout;  // where the address of its layout stands; null: the table is not attached
     Link* link;
-    Unit* out;
+    OutUnit* out;
     u8* found;
-    Unit* staged;
+    uint4* staged;
     u32 missing;
     u32 index;  // of its counts
-    u32 units;  // of a row: dim / HPS_UNIT
+    u32 units;  // of a vector: dim / HPS_UNIT; above FORMAT_SHIFT the format of the rows
     u32 staged_rows;
     float default_value;
     u32 authoritative;
@@ -147,7 +150,7 @@ __device__ __forceinline__ bool caches(const AnswerSegment& segment) {
 // that are left, and count; for whole warps. `i` is the miss, `position` that of its row.
 __device__ __forceinline__ void conclude(const Answer& request, const AnswerSegment& segment, bool asks, u32 state, u32 i,
                                          u32 position) {
-    const u32 lane = threadIdx.x % 32, units = segment.units;
+    const u32 lane = threadIdx.x % 32, units = units_of(segment.units);
     const bool is_found = asks && state == FOUND;
     const bool is_absent = asks && state == ABSENT && segment.authoritative;
     const bool is_left = asks && !is_found && !is_absent;
@@ -158,7 +161,7 @@ __device__ __forceinline__ void conclude(const Answer& request, const AnswerSegm
         Unit value;
 #pragma unroll
         for (u32 u = 0; u < UNIT; ++u) value.value[u] = segment.default_value;
-        for (u32 unit = lane; unit < units; unit += 32) stream_out(segment.out + static_cast<u64>(row) * units + unit, value);
+        for (u32 unit = lane; unit < units; unit += 32) stream_out(segment.out + static_cast<u64>(row) * units + unit, narrowed(value));
     }
     if (asks && segment.found != nullptr) segment.found[position] = is_found;
     if (left && !request.settles) {
@@ -185,18 +188,81 @@ __device__ __forceinline__ void conclude(const Answer& request, const AnswerSegm
     }
 }
 
+// Parts of 16 bytes that a staged row takes where rows are read by parts.
+__device__ __forceinline__ u32 staged_parts(u32 width) {
+    return (width + 3) / 4;
+}
+
+// Write the elements of a part of a row to its vector.
+template <u32 FORMAT>
+__device__ __forceinline__ void write_part(OutUnit* row, u32 dim, u32 part, const uint4& words, u32 last) {
+    if constexpr (!OCCURS<FORMAT>) return;
+    constexpr u32 IN_WORD = FORMAT == INT8 ? 4 : FORMAT == FLOAT32 ? 1 : 2;
+    const u32 word[4] = {words.x, words.y, words.z, words.w};
+    const Scale by(last);
+#pragma unroll
+    for (u32 first = 0; first < 4 * IN_WORD; first += UNIT) {
+        const u32 element = 4 * IN_WORD * part + first;
+        Unit value;
+#pragma unroll
+        for (u32 i = 0; i < UNIT; ++i) {
+            const u32 own = word[(first + i) / IN_WORD], within = (first + i) % IN_WORD;
+            if constexpr (FORMAT == INT8) {
+                value.value[i] = by.widen(own, within);
+            } else if constexpr (FORMAT == FLOAT32) {
+                value.value[i] = __uint_as_float(own);
+            } else {
+                value.value[i] = widen_half<FORMAT>(own >> (16 * within) & 0xffff);
+            }
+        }
+        if (element < dim) stream_out(row + element / UNIT, narrowed(value));
+    }
+}
+
+// Copy rows of the host to their outputs and, as far as they are to be admitted from there, to the staged rows; see `read_host`.
+// `to` are the positions of the tiles' outputs, `first` the staged row of the first.
+__device__ __forceinline__ u32 copy_answers(const AnswerSegment& segment, u64 source, const u32* to, u32 first) {
+    const u32 units = units_of(segment.units), dim = units * UNIT, format = format_of(segment.units);
+    if constexpr (!BY_PARTS) {
+        return copy_units(source, units, [&](u32 of, u32 unit, const Unit& value) {
+            stream_out(segment.out + static_cast<u64>(to[of]) * units + unit, narrowed(value));
+            if (first + of < segment.staged_rows) {
+                reinterpret_cast<Unit*>(segment.staged)[static_cast<u64>(first + of) * units + unit] = value;
+            }
+        });
+    }
+    const u32 width = width_of(format, dim), parts = staged_parts(width);
+    return copy_parts(source, width, [&](u32 of, u32 part, const uint4& words, u32 last) {
+        OutUnit* const row = segment.out + static_cast<u64>(to[of]) * units;
+        if (first + of < segment.staged_rows) segment.staged[static_cast<u64>(first + of) * parts + part] = words;
+        switch (format) {
+            case FLOAT32: write_part<FLOAT32>(row, dim, part, words, last); break;
+            case FLOAT16: write_part<FLOAT16>(row, dim, part, words, last); break;
+            case BFLOAT16: write_part<BFLOAT16>(row, dim, part, words, last); break;
+            case INT8: write_part<INT8>(row, dim, part, words, last); break;
+        }
+    });
+}
+
 // Admit up to 4 keys that were found, one a tile of 8 lanes; for whole warps. `row` is the key's among `out`, `staged_row` among
 // the staged ones.
 __device__ __forceinline__ void admit_keys(const AnswerSegment& segment, Admissions& counts, bool chosen, i64 key, u32 row,
                                            u32 staged_row, u64 epoch) {
     if (!__any_sync(FULL_WARP, chosen)) return;
-    const bool is_staged = segment.staged != nullptr;
-    const Unit* const vector = is_staged ? segment.staged + static_cast<u64>(staged_row) * segment.units
-                                         : segment.out + static_cast<u64>(row) * segment.units;
+    const bool is_staged = BY_PARTS || segment.staged != nullptr;
+    const u32 width = width_of(format_of(segment.units), units_of(segment.units) * UNIT);
+    const u32 pieces = width / HPS_PIECE;
+    const Piece* vector;
+    if constexpr (BY_PARTS) {
+        vector = reinterpret_cast<const Piece*>(segment.staged + static_cast<u64>(staged_row) * staged_parts(width));
+    } else {
+        vector = is_staged ? reinterpret_cast<const Piece*>(segment.staged) + static_cast<u64>(staged_row) * pieces
+                           : reinterpret_cast<const Piece*>(segment.out) + static_cast<u64>(row) * pieces;
+    }
     if (threadIdx.x % 32 == 0) counts = {0, 0};
     __syncwarp();
     const bool pending = chosen && (epoch & 1) == 0 && (!is_staged || staged_row < segment.staged_rows);
-    write_keys(segment.table, ADMIT, key, pending, vector, segment.units, &segment.link->epoch, epoch, counts);
+    write_keys(segment.table, ADMIT, key, pending, vector, pieces, &segment.link->epoch, epoch, counts);
     __syncwarp();
     if (threadIdx.x % 32 == 0) counts.add_to(segment.table.counters);
     __syncwarp();
@@ -210,7 +276,7 @@ __device__ __forceinline__ void answer_few(const Answer& request, const Parts& p
         u32 s, first, entries;
         parts.find(part, s, first, entries);
         const AnswerSegment& segment = request.segments[s];
-        const u32 units = segment.units, i = segment.missing + first + lane;
+        const u32 i = segment.missing + first + lane;
         const bool mine = lane < entries;  // lane l knows entry l
         const i64 key = mine ? request.missing_keys[i] : 0;
         const u32 position = mine ? request.missing_positions[i] : 0;
@@ -220,12 +286,9 @@ __device__ __forceinline__ void answer_few(const Answer& request, const Parts& p
             if (lane < READ_AT_ONCE) to[lane] = position;
             __syncwarp();
             const u64 epoch = load_acquire(&segment.link->epoch);
-            const auto store = [&](u32 of, u32 unit, const Unit& value) {
-                stream_out(segment.out + static_cast<u64>(to[of]) * units + unit, value);
-                if (first + of < segment.staged_rows) segment.staged[static_cast<u64>(first + of) * units + unit] = value;
-            };
-            const u32 read = read_host<true>(segment.layout, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, units,
-                                             request.patience, request.zero, store);
+            const auto copy = [&](u64 source) { return copy_answers(segment, source, to, first); };
+            const u32 read = read_host<true>(segment.layout, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1,
+                                             request.patience, request.zero, copy);
             state = __shfl_sync(FULL_WARP, read, 4 * lane % 32);
             __syncwarp();
             if (caches(segment)) {
@@ -347,7 +410,6 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         u32 s, first, entries;
         parts.find(part, s, first, entries);
         const AnswerSegment& segment = request.segments[s];
-        const u32 units = segment.units;
         bool asks = tile < entries;
         const u32 leader = asks ? request.order[segment.missing + first + tile] : 0;
         const i64 key = asks ? request.missing_keys[leader] : 0;
@@ -359,11 +421,8 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         __syncwarp();
         if (asks && lane % 4 == 0) to[tile] = request.missing_positions[leader];
         __syncwarp();
-        const auto store = [&](u32 of, u32 unit, const Unit& value) {
-            stream_out(segment.out + static_cast<u64>(to[of]) * units + unit, value);
-            if (first + of < segment.staged_rows) segment.staged[static_cast<u64>(first + of) * units + unit] = value;
-        };
-        u32 state = read_host<LOOKS>(segment.layout, key, asks, version, units, request.patience, request.zero, store);
+        const auto copy = [&](u64 source) { return copy_answers(segment, source, to, first); };
+        u32 state = read_host<LOOKS>(segment.layout, key, asks, version, request.patience, request.zero, copy);
         if (!LOOKS && version & 1) state = LEFT;
         if (asks && lane % 4 == 0) request.states[leader] = state;
     }
@@ -379,7 +438,7 @@ __device__ __forceinline__ void spread(const Answer& request, u32 warp, u32 warp
         parts.find(part, s, first, entries);
         const AnswerSegment& segment = request.segments[s];
         const bool asks = lane < entries;
-        const u32 i = segment.missing + first + lane, units = segment.units;
+        const u32 i = segment.missing + first + lane, units = units_of(segment.units);
         u32 leader = i, state = LEFT, position = 0, source = 0;
         if (asks) {
             position = request.missing_positions[i];

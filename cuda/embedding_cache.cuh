@@ -23,6 +23,9 @@
 #ifndef HPS_UNIT
 #define HPS_UNIT 4  // floats a lane moves at once: 4, 2 or 1; divides dim, and rows of `out` are aligned to it
 #endif
+#ifndef HPS_PIECE
+#define HPS_PIECE HPS_UNIT  // words a lane moves at once of a row as it is stored; divides its width
+#endif
 #ifndef HPS_FORMAL_ORDER
 #define HPS_FORMAL_ORDER 0  // 1: a query keeps to the letter of the PTX memory model; 2 to 15 % slower (docs/gpu-cache.md)
 #endif
@@ -47,19 +50,22 @@ constexpr u32 EMPTY_SCORE = 0;    // of a key that took an empty slot,
 constexpr u32 FIRST_SCORE = 1;    // that evicted another,
 constexpr u32 AGAIN_SCORE = 4;    // and that did so when it missed for the second time
 
-struct alignas(4 * HPS_UNIT) Unit {
-    float value[HPS_UNIT];
+template <u32 N>
+struct alignas(4 * N) Words {
+    float value[N];
 };
+using Unit = Words<HPS_UNIT>;
+using Piece = Words<HPS_PIECE>;
 
 // One table's memory.
 struct Table {
     uint4* buckets;   // (2 pairs, 4) uint4, 128-byte aligned
-    float* rows;      // (14 pairs, dim) float32, 256-byte aligned: that of slot s of bucket b is 7 b + s
+    float* rows;      // (14 pairs, width) words, 256-byte aligned: that of slot s of bucket b is 7 b + s
     u64* counters;    // (3,) uint64: keys admitted, keys evicted, keys erased
     i64 zero_filler;  // the filler of key 0's pair; every other pair's is 0
     u32 zero_pair;    // the pair of key 0
     u32 pairs;        // may be 0: nothing is cached
-    u32 dim;
+    u32 width;        // words of a row; dim where rows are float32
     u32 padding;
 };
 
@@ -114,61 +120,65 @@ __device__ __forceinline__ u64 load_word(const void* at) {
     return v;
 }
 
-__device__ __forceinline__ Unit load_unit(const Unit* at) {
-    Unit v;
-#if HPS_UNIT == 4
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
-                 : "l"(at)
-                 : "memory");
-#elif HPS_UNIT == 2
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.value[0]), "=f"(v.value[1]) : "l"(at) : "memory");
-#else
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v.value[0]) : "l"(at) : "memory");
-#endif
+template <u32 N>
+__device__ __forceinline__ Words<N> load_unit(const Words<N>* at) {
+    Words<N> v;
+    if constexpr (N == 4) {
+        asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
+                     : "l"(at)
+                     : "memory");
+    } else if constexpr (N == 2) {
+        asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.value[0]), "=f"(v.value[1]) : "l"(at) : "memory");
+    } else {
+        asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v.value[0]) : "l"(at) : "memory");
+    }
     return v;
 }
 
-__device__ __forceinline__ void store_unit(Unit* at, const Unit& v) {
-#if HPS_UNIT == 4
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "l"(at), "f"(v.value[0]), "f"(v.value[1]), "f"(v.value[2]), "f"(v.value[3])
-                 : "memory");
-#elif HPS_UNIT == 2
-    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" : : "l"(at), "f"(v.value[0]), "f"(v.value[1]) : "memory");
-#else
-    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" : : "l"(at), "f"(v.value[0]) : "memory");
-#endif
+template <u32 N>
+__device__ __forceinline__ void store_unit(Words<N>* at, const Words<N>& v) {
+    if constexpr (N == 4) {
+        asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                     :
+                     : "l"(at), "f"(v.value[0]), "f"(v.value[1]), "f"(v.value[2]), "f"(v.value[3])
+                     : "memory");
+    } else if constexpr (N == 2) {
+        asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" : : "l"(at), "f"(v.value[0]), "f"(v.value[1]) : "memory");
+    } else {
+        asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" : : "l"(at), "f"(v.value[0]) : "memory");
+    }
 }
 
 // To and from the caller's arrays, which nobody else touches: read or written once, so the first to leave the L2 cache.
 
-__device__ __forceinline__ Unit stream_in(const Unit* at) {
-    Unit v;
-#if HPS_UNIT == 4
-    asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
-                 : "l"(at));
-#elif HPS_UNIT == 2
-    asm volatile("ld.global.cs.v2.f32 {%0, %1}, [%2];" : "=f"(v.value[0]), "=f"(v.value[1]) : "l"(at));
-#else
-    asm volatile("ld.global.cs.f32 %0, [%1];" : "=f"(v.value[0]) : "l"(at));
-#endif
+template <u32 N>
+__device__ __forceinline__ Words<N> stream_in(const Words<N>* at) {
+    Words<N> v;
+    if constexpr (N == 4) {
+        asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
+                     : "l"(at));
+    } else if constexpr (N == 2) {
+        asm volatile("ld.global.cs.v2.f32 {%0, %1}, [%2];" : "=f"(v.value[0]), "=f"(v.value[1]) : "l"(at));
+    } else {
+        asm volatile("ld.global.cs.f32 %0, [%1];" : "=f"(v.value[0]) : "l"(at));
+    }
     return v;
 }
 
-__device__ __forceinline__ void stream_out(Unit* at, const Unit& v) {
-#if HPS_UNIT == 4
-    asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "l"(at), "f"(v.value[0]), "f"(v.value[1]), "f"(v.value[2]), "f"(v.value[3])
-                 : "memory");
-#elif HPS_UNIT == 2
-    asm volatile("st.global.cs.v2.f32 [%0], {%1, %2};" : : "l"(at), "f"(v.value[0]), "f"(v.value[1]) : "memory");
-#else
-    asm volatile("st.global.cs.f32 [%0], %1;" : : "l"(at), "f"(v.value[0]) : "memory");
-#endif
+template <u32 N>
+__device__ __forceinline__ void stream_out(Words<N>* at, const Words<N>& v) {
+    if constexpr (N == 4) {
+        asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};"
+                     :
+                     : "l"(at), "f"(v.value[0]), "f"(v.value[1]), "f"(v.value[2]), "f"(v.value[3])
+                     : "memory");
+    } else if constexpr (N == 2) {
+        asm volatile("st.global.cs.v2.f32 [%0], {%1, %2};" : : "l"(at), "f"(v.value[0]), "f"(v.value[1]) : "memory");
+    } else {
+        asm volatile("st.global.cs.f32 [%0], %1;" : : "l"(at), "f"(v.value[0]) : "memory");
+    }
 }
 
 __device__ __forceinline__ void fence() {

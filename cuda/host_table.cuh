@@ -28,6 +28,12 @@
 #ifndef HPS_COPY
 #define HPS_COPY 8  // lanes that move one row: 4, 8, 16 or 32
 #endif
+#ifndef HPS_PART_LANES
+#define HPS_PART_LANES 32  // lanes that read one row by parts: 4, 8, 16 or 32
+#endif
+#ifndef HPS_LONG_PARTS
+#define HPS_LONG_PARTS 1  // 0: no row takes more than HPS_PART_LANES parts, wherever it begins
+#endif
 
 constexpr u32 MOST_SEGMENTS = 16;  // of a table
 constexpr u32 HOST_BUCKET = 128;   // bytes: header; 10 keys, int64; 10 row numbers, uint32
@@ -66,6 +72,12 @@ __device__ __forceinline__ uint4 load_host_part(u64 at) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at)
                  : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 load_host_half(u64 at) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
 }
 
@@ -110,17 +122,90 @@ __device__ __forceinline__ bool has_holes(u64 version) { return version >> 63; }
 // What 8 lanes found in a bucket, besides the row number.
 constexpr u32 HIT = 1 << 8, RETIRED = 1 << 9, PASSED = 1 << 10;  // PASSED: some key has gone on to the next bucket
 
+// Copy rows of float32 to rows of units, for `read_host`: `store(tile, unit, value)` is called by the lane that read a unit.
+template <typename Store>
+__device__ __forceinline__ u32 copy_units(u64 source, u32 units, Store store) {
+    constexpr u32 ROWS_AT_ONCE = 32 / HPS_COPY, TURNS = READ_AT_ONCE / ROWS_AT_ONCE;
+    const u32 lane = threadIdx.x % 32;
+    u32 copied = 0;
+#pragma unroll 1
+    for (u32 unit = lane % HPS_COPY; unit - lane % HPS_COPY < units; unit += HPS_COPY) {
+        Unit value[TURNS];
+        u64 from[TURNS];
+#pragma unroll
+        for (u32 t = 0; t < TURNS; ++t) {
+            from[t] = __shfl_sync(FULL_WARP, source, (t * ROWS_AT_ONCE + lane / HPS_COPY) * 4);
+            if (unit >= units) from[t] = 0;
+            if (from[t]) value[t] = load_host_unit(from[t] + unit * sizeof(Unit));
+        }
+#pragma unroll
+        for (u32 t = 0; t < TURNS; ++t) {
+            if (from[t]) {
+                copied |= __float_as_uint(value[t].value[0]);
+                store(t * ROWS_AT_ONCE + lane / HPS_COPY, unit, value[t]);
+            }
+        }
+    }
+    return copied;
+}
+
+// Read rows of any format in parts of 16 bytes, wherever they begin, for `read_host`: every load is aligned, and a row costs as few
+// as it can, since each costs the link a packet or two. A lane hands what belongs to the part before on to its neighbour.
+// `store(tile, part, words, last)` gets the words of part after part of a row, and the row's last word. Up to 12 bytes before and
+// behind a row are read, which are in its slab.
+template <typename Store>
+__device__ __forceinline__ u32 copy_parts(u64 source, u32 width, Store store) {
+    constexpr u32 ROWS_AT_ONCE = 32 / HPS_PART_LANES, TURNS = READ_AT_ONCE / ROWS_AT_ONCE;
+    constexpr u32 STEP = HPS_LONG_PARTS ? HPS_PART_LANES - 1 : HPS_PART_LANES;  // of a long row, the last lane only hands on
+    const u32 lane = threadIdx.x % 32, member = lane % HPS_PART_LANES;
+    u32 copied = 0;
+#pragma unroll 1
+    for (u32 first = 0; 4 * first < width; first += STEP) {
+        const u32 part = first + member;
+        uint4 data[TURNS];
+        u64 from[TURNS];
+        u32 last[TURNS];
+#pragma unroll
+        for (u32 t = 0; t < TURNS; ++t) {
+            from[t] = __shfl_sync(FULL_WARP, source, (t * ROWS_AT_ONCE + lane / HPS_PART_LANES) * 4);
+            data[t] = make_uint4(0, 0, 0, 0);
+            const u32 skipped = static_cast<u32>(from[t]) / 4 % 4;
+            if (from[t] && 4 * part < skipped + width) data[t] = load_host_part((from[t] & ~15ull) + 16 * part);
+            last[t] = 0;
+            if (HPS_LONG_PARTS && from[t]) last[t] = static_cast<u32>(load_host_half(from[t] + 4 * (width - 1)));
+        }
+#pragma unroll
+        for (u32 t = 0; t < TURNS; ++t) {
+            const uint4 d = data[t];
+            copied |= d.x | (HPS_LONG_PARTS ? last[t] : 0);
+            const u32 x = __shfl_down_sync(FULL_WARP, d.x, 1), y = __shfl_down_sync(FULL_WARP, d.y, 1),
+                      z = __shfl_down_sync(FULL_WARP, d.z, 1), skipped = static_cast<u32>(from[t]) / 4 % 4;
+            const uint4 words = skipped == 0   ? d
+                                : skipped == 1 ? make_uint4(d.y, d.z, d.w, x)
+                                : skipped == 2 ? make_uint4(d.z, d.w, x, y)
+                                               : make_uint4(d.w, x, y, z);
+            if (!HPS_LONG_PARTS) {
+                const u32 within = (width - 1) % 4;
+                const u32 own = within == 0 ? words.x : within == 1 ? words.y : within == 2 ? words.z : words.w;
+                last[t] = __shfl_sync(FULL_WARP, own, lane - member + (width - 1) / 4);
+            }
+            if (from[t] && 4 * part < width && member < STEP) store(t * ROWS_AT_ONCE + lane / HPS_PART_LANES, part, words, last[t]);
+        }
+    }
+    return copied;
+}
+
 // Read the rows of up to 8 keys, one a tile of 4 lanes; for whole warps.
 //
 // `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key. `version`
-// is that of the key's stripe as it was read earlier, or odd where it is yet to be read. `store(tile, unit, value)` is called by
-// the lane that read a unit of a tile's row, perhaps with values that are not kept: whoever stores them must not show them
-// before this returns FOUND for the tile. `zero` is 0, which the compiler does not know. Without LOOKS, the host's versions are
-// neither read nor compared: what this returns is a guess, until the caller has compared them with `version`.
-template <bool LOOKS, typename Store>
-__device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 units, u32 patience,
-                                         u32 zero, Store store) {
-    constexpr u32 ROWS_AT_ONCE = 32 / HPS_COPY, TURNS = READ_AT_ONCE / ROWS_AT_ONCE;
+// is that of the key's stripe as it was read earlier, or odd where it is yet to be read. `copy(source)` reads the rows at the tiles'
+// addresses, none where that is 0, and returns some bits of all that was read. It may be called again, and what it read may not
+// be kept: whoever stores it must not show it before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
+// Without LOOKS, the host's versions are neither read nor compared: what this returns is a guess, until the caller has compared
+// them with `version`.
+template <bool LOOKS, typename Copy>
+__device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 patience, u32 zero,
+                                         Copy copy) {
     const u32 lane = threadIdx.x % 32, tile = lane / 4;
     const u32 part = lane % 8, group = lane / 8;  // 8 lanes read the whole bucket of a key, 16 bytes each
     const u64 hashed = mix(key);
@@ -198,25 +283,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
             }
         }
         acquire_from_host();
-        u32 copied = 0;
-#pragma unroll 1
-        for (u32 unit = lane % HPS_COPY; unit - lane % HPS_COPY < units; unit += HPS_COPY) {
-            Unit value[TURNS];
-            u64 from[TURNS];
-#pragma unroll
-            for (u32 t = 0; t < TURNS; ++t) {
-                from[t] = __shfl_sync(FULL_WARP, source, (t * ROWS_AT_ONCE + lane / HPS_COPY) * 4);
-                if (unit >= units) from[t] = 0;
-                if (from[t]) value[t] = load_host_unit(from[t] + unit * sizeof(Unit));
-            }
-#pragma unroll
-            for (u32 t = 0; t < TURNS; ++t) {
-                if (from[t]) {
-                    copied |= __float_as_uint(value[t].value[0]);
-                    store(t * ROWS_AT_ONCE + lane / HPS_COPY, unit, value[t]);
-                }
-            }
-        }
+        const u32 copied = copy(source);
         if (!LOOKS) {
             if (asks && (source != 0 || absent)) state = absent ? ABSENT : FOUND;
             break;

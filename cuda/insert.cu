@@ -1,5 +1,5 @@
-// PURPOSE     Writes vectors of keys into a table: replaces those of resident keys, admits keys that are not, or both.
-// ARRAYS      keys (n,) int64, in. vectors (n, dim) float32, in, aligned to HPS_UNIT floats. chosen (n,) uint8 or null, in: keys
+// PURPOSE     Writes rows of keys into a table: replaces those of resident keys, admits keys that are not, or both.
+// ARRAYS      keys (n,) int64, in. rows (n, width) words, in, aligned to HPS_PIECE words. chosen (n,) uint8 or null, in: keys
 //             whose byte is 0 are left out; null chooses all. buckets and rows of the table, in/out. counters, in/out: keys
 //             admitted and keys evicted are added.
 // LAUNCH      ceil(n / (HPS_THREADS / 8)) blocks of HPS_THREADS. A tile of 8 lanes owns one key; tiles past a ragged end have none.
@@ -29,7 +29,7 @@
 struct Insert {
     Table table;
     const i64* keys;
-    const Unit* vectors;
+    const Piece* rows;
     const u8* chosen;
     u32 n;
     u32 mode;  // REPLACE, ADMIT or both
@@ -41,14 +41,14 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
     __shared__ Admissions counts;
     if (threadIdx.x == 0) counts = {0, 0};
     __syncthreads();
-    const u32 units = request.table.dim / UNIT, index = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
+    const u32 pieces = request.table.width / HPS_PIECE, index = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
     const bool pending = index < request.n && (request.chosen == nullptr || request.chosen[index]);
     const i64 key = pending ? __ldcs(request.keys + index) : 0;
-    const Unit* const vector = request.vectors + static_cast<u64>(index) * units;
+    const Piece* const vector = request.rows + static_cast<u64>(index) * pieces;
 #if HPS_STATIC
-    write_keys(request.table, request.mode, key, pending, vector, units, counts);
+    write_keys(request.table, request.mode, key, pending, vector, pieces, counts);
 #else
-    write_keys(request.table, request.mode, key, pending, vector, units, nullptr, 0, counts);
+    write_keys(request.table, request.mode, key, pending, vector, pieces, nullptr, 0, counts);
 #endif
     __syncthreads();
     if (threadIdx.x == 0) counts.add_to(request.table.counters);

@@ -24,6 +24,7 @@
 // TWIN        hps.cache.cpu.pooling.pool, hps.tensors.pooling.pool_rows
 
 #include "embedding_cache.cuh"
+#include "rows.cuh"
 #include "walk.cuh"
 
 #ifndef HPS_THREADS
@@ -61,13 +62,13 @@ struct PoolSegment {
     Unit* out;
     float* divisors;
     uint4* buckets;
-    const Unit* rows;
+    const u8* rows;
     i64 padding_key;
     u64* unread;  // a counter of wrong offsets, where nobody waits; else null
     u32 n;
     u32 bags;
     u32 pairs;
-    u32 units;  // of a row: dim / HPS_UNIT
+    u32 units;  // of a vector: dim / HPS_UNIT; above FORMAT_SHIFT the format of the rows
     u32 out_units;
     u32 first_block;
     u32 missing;
@@ -206,7 +207,7 @@ __device__ __forceinline__ void store_divided(const PoolSegment& segment, u32 ba
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; ++c) {
         const u32 unit = threadIdx.x % HPS_COPY + c * HPS_COPY;
-        if (unit < segment.units) stream_out(row + unit, sum.chunk[c]);
+        if (unit < units_of(segment.units)) stream_out(row + unit, sum.chunk[c]);
     }
 }
 
@@ -233,7 +234,7 @@ __device__ __forceinline__ void store_bag(const PoolSegment& segment, u32 bag, c
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; ++c) {
         const u32 unit = threadIdx.x % HPS_COPY + c * HPS_COPY;
-        if (unit < segment.units) row[unit] = state.sum.chunk[c];
+        if (unit < units_of(segment.units)) row[unit] = state.sum.chunk[c];
     }
     if (threadIdx.x % HPS_COPY == 0) segment.divisors[bag] = divisor;
 }
@@ -280,6 +281,27 @@ __device__ __forceinline__ void find(const PoolSegment& segment, Found& found, b
     __syncwarp();
 }
 
+// Read the rows of as many keys, widened; all loads are under way before one is waited for.
+template <u32 FORMAT>
+__device__ __forceinline__ void load_rows(const PoolSegment& segment, const u32* of, Floats (&rows)[KEYS]) {
+    if constexpr (!OCCURS<FORMAT>) return;
+    const u32 units = units_of(segment.units), dim = units * UNIT, in_group = threadIdx.x % HPS_COPY;
+    const u64 row_bytes = 4 * width_of(FORMAT, dim);
+    Stored<FORMAT, SharedMemory> stored[KEYS][CHUNKS];
+#pragma unroll
+    for (u32 k = 0; k < KEYS; ++k) {
+#pragma unroll
+        for (u32 c = 0; c < CHUNKS; ++c) {
+            stored[k][c].load(segment.rows + of[k] * row_bytes, min(in_group + c * HPS_COPY, units - 1), dim);
+        }
+    }
+#pragma unroll
+    for (u32 k = 0; k < KEYS; ++k) {
+#pragma unroll
+        for (u32 c = 0; c < CHUNKS; ++c) rows[k].chunk[c] = stored[k][c].widened();
+    }
+}
+
 // `count` bits from bit `first` on; what does not fit is left out.
 __device__ __forceinline__ u32 bits(u32 first, u32 count) {
     u32 mask;
@@ -293,13 +315,13 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
     __shared__ State all_before[sizeof(State) <= 160 ? HPS_THREADS : 1];
     const u32 lane = threadIdx.x % 32, in_group = lane % HPS_COPY, group_lane = lane - in_group;  // the first of the group
     const PoolSegment& segment = own_segment(request);
-    const u32 units = segment.units, combiner = segment.options & COMBINER;
+    const u32 units = units_of(segment.units), combiner = segment.options & COMBINER;
     const bool plain = HPS_PLAIN || (segment.weights == nullptr && segment.max_norm == 0.0f);
     const GroupBags bags(request, segment, all_ends);
     Found& found = all_found[threadIdx.x / 32];
     const volatile float* const weights = found.weight + group_lane;
     volatile float* const factors = found.factor + group_lane;
-    u64 lane_rows = reinterpret_cast<u64>(segment.rows + min(in_group, units - 1));
+    u64 lane_rows = reinterpret_cast<u64>(segment.rows) + min(in_group, units - 1) * sizeof(Unit);
     u32 row_bytes = units * sizeof(Unit);
     asm volatile("" : "+l"(lane_rows), "+r"(row_bytes));  // else every address takes three instructions
 
@@ -379,13 +401,22 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                 // Without a condition of their own, the loads are all under way before one is waited for.
                 if (__any_sync(FULL_WARP, here)) {
                     const u32* const of = found.row + group_lane + from;
+                    if constexpr (!PACKED) {
 #pragma unroll
-                    for (u32 k = 0; k < KEYS; ++k) {
-                        const Unit* const row = reinterpret_cast<const Unit*>(lane_rows + static_cast<u64>(of[k]) * row_bytes);
+                        for (u32 k = 0; k < KEYS; ++k) {
+                            const Unit* const row = reinterpret_cast<const Unit*>(lane_rows + static_cast<u64>(of[k]) * row_bytes);
 #pragma unroll
-                        for (u32 c = 0; c < CHUNKS; ++c) {
-                            const u32 unit = min(in_group + c * HPS_COPY, units - 1) - min(in_group, units - 1);
-                            rows[k].chunk[c] = load_unit(row + unit);
+                            for (u32 c = 0; c < CHUNKS; ++c) {
+                                const u32 unit = min(in_group + c * HPS_COPY, units - 1) - min(in_group, units - 1);
+                                rows[k].chunk[c] = load_unit(row + unit);
+                            }
+                        }
+                    } else {
+                        switch (format_of(segment.units)) {
+                            case FLOAT32: load_rows<FLOAT32>(segment, of, rows); break;
+                            case FLOAT16: load_rows<FLOAT16>(segment, of, rows); break;
+                            case BFLOAT16: load_rows<BFLOAT16>(segment, of, rows); break;
+                            case INT8: load_rows<INT8>(segment, of, rows); break;
                         }
                     }
                 }
@@ -499,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) pool_rest(const __grid
     const u32 lane = threadIdx.x % 32, in_group = lane % HPS_COPY, group_lane = lane - in_group;
     const u32 of_group = HPS_COPY == 32 ? FULL_WARP : ((1u << (HPS_COPY % 32)) - 1);
     const PoolSegment& segment = own_segment(request);
-    const u32 units = segment.units;
+    const u32 units = units_of(segment.units);
     const GroupBags bags(request, segment, all_ends);
     u32 position = bags.begin;
 #pragma unroll 1
@@ -532,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) pool_rest(const __grid
 #pragma unroll
                     for (u32 c = 0; c < CHUNKS; ++c) {
                         const u32 unit = in_group + c * HPS_COPY;
-                        if (unit < units) value.chunk[c] = segment.rows[static_cast<u64>(row) * units + unit];
+                        if (unit < units) value.chunk[c] = reinterpret_cast<const Unit*>(segment.rows)[static_cast<u64>(row) * units + unit];
                     }
                 }
                 if (segment.max_norm > 0.0f) factor *= clip(value, segment.max_norm);

@@ -1,7 +1,7 @@
 // PURPOSE     Copies the resident vectors of a request's keys to their rows of the outputs, for all its tables at once, and
 //             lists the keys that are not resident.
-// ARRAYS      For each segment: keys (n,) int64, in, 8-byte aligned. out (n, dim) float32, out, aligned to HPS_UNIT floats;
-//             rows that missed are left as they were or hold anything. found (n,) uint8 or null, out: 1 for hits, 0 for
+// ARRAYS      For each segment: keys (n,) int64, in, 8-byte aligned. out (n, dim) of format HPS_OUT, out, aligned to HPS_UNIT
+//             elements; rows that missed are left as they were or hold anything. found (n,) uint8 or null, out: 1 for hits, 0 for
 //             misses. buckets and rows of its table, in; scores of the buckets, in/out (embedding_cache.cuh).
 //             missing_keys int64 and missing_positions uint32, out: from the segment's `missing` on, one entry a miss, in
 //             any order. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses after.
@@ -28,6 +28,7 @@
 // TWIN        hps.cache.cpu.kernels.query
 
 #include "embedding_cache.cuh"
+#include "rows.cuh"
 #include "walk.cuh"
 
 #ifndef HPS_SETTLES
@@ -57,13 +58,13 @@
 
 struct Segment {
     const i64* keys;
-    Unit* out;
+    OutUnit* out;
     u8* found;
     uint4* buckets;
-    const Unit* rows;
+    const u8* rows;
     u32 n;
     u32 pairs;
-    u32 units;  // of a row: dim / HPS_UNIT
+    u32 units;  // of a vector: dim / HPS_UNIT; above FORMAT_SHIFT the format of the rows
     u32 first_block;
     u32 missing;  // with HPS_SETTLES: the bits of the default value
     u32 index;    // of its count
@@ -145,8 +146,8 @@ __device__ __forceinline__ void list_misses(const Query& request, const Segment&
 // The table's word for that is read after their buckets: whoever makes a row non-resident that exists clears the word before.
 __device__ __forceinline__ void settle_misses(const Query& request, const Segment& segment, u32 first, u32 missed, u32 unread,
                                               u32 lane) {
-    const u32 units = segment.units;
-    const u64 row_bytes = static_cast<u64>(segment.pairs) * (2 * SLOTS) * units * sizeof(Unit);
+    const u32 units = units_of(segment.units);
+    const u64 row_bytes = static_cast<u64>(segment.pairs) * (2 * SLOTS) * 4 * width_of(format_of(segment.units), units * UNIT);
     u64* const counters = reinterpret_cast<u64*>(reinterpret_cast<u64>(segment.rows) + (row_bytes + 255) / 256 * 256);
     const bool complete = load_word(counters + COMPLETE) != 0, waits = request.any_missing != nullptr;
     if (!complete) unread = missed;
@@ -155,8 +156,8 @@ __device__ __forceinline__ void settle_misses(const Query& request, const Segmen
 #pragma unroll
     for (u32 u = 0; u < UNIT; ++u) value.value[u] = __uint_as_float(segment.missing);
     for (u32 to = waits ? absent : missed; to; to &= to - 1) {
-        Unit* const row = segment.out + static_cast<u64>(first + __ffs(to) - 1) * units;
-        for (u32 unit = lane; unit < units; unit += 32) stream_out(row + unit, value);
+        OutUnit* const row = segment.out + static_cast<u64>(first + __ffs(to) - 1) * units;
+        for (u32 unit = lane; unit < units; unit += 32) stream_out(row + unit, narrowed(value));
     }
     if (lane != 0) return;
     if (waits) {  // flags in mapped memory: whether any key missed, and whether any could not be read
@@ -168,6 +169,44 @@ __device__ __forceinline__ void settle_misses(const Query& request, const Segmen
     }
 }
 #endif
+
+// Copy the rows of a pass to those who ask for them; for whole warps. Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a
+// round. `row` is that of the tile's key. Returns some bits of every unit that was copied.
+template <u32 FORMAT>
+__device__ __forceinline__ u32 copy_rows(const Segment& segment, u32 first, u32 row, const volatile u32* askers, u32 answered) {
+    if constexpr (!OCCURS<FORMAT>) return 0;
+    const u32 lane = threadIdx.x % 32, units = units_of(segment.units), dim = units * UNIT;
+    const u64 row_bytes = 4 * width_of(FORMAT, dim);
+    u32 copied = 0;
+#pragma unroll 1
+    for (u32 unit = lane % HPS_COPY; unit - lane % HPS_COPY < units; unit += HPS_COPY) {
+#pragma unroll
+        for (u32 batch = 0; batch < ROUNDS; batch += ROW_LOADS) {
+            Stored<FORMAT, SharedMemory> value[ROW_LOADS];
+            u32 from[ROW_LOADS];
+#pragma unroll
+            for (u32 r = 0; r < ROW_LOADS; ++r) {
+                from[r] = __shfl_sync(FULL_WARP, row, ((batch + r) * ROWS + lane / HPS_COPY) * 4);
+                if (unit >= units) from[r] = NO_ROW;
+                if (from[r] != NO_ROW) value[r].load(segment.rows + from[r] * row_bytes, unit, dim);
+            }
+#pragma unroll
+            for (u32 r = 0; r < ROW_LOADS; ++r) {
+                if (from[r] != NO_ROW) {
+                    copied |= value[r].bits();
+                    const OutUnit out = narrowed(value[r].widened());
+                    u32 to = askers[(batch + r) * ROWS + lane / HPS_COPY] & ~answered;
+                    do {
+                        stream_out(segment.out + static_cast<u64>(first + __ffs(to) - 1) * units + unit, out);
+                        to &= to - 1;
+                    } while (to);
+                }
+            }
+        }
+        if (!HPS_LONG_ROWS) break;
+    }
+    return copied;
+}
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(const __grid_constant__ Query request) {
 #if __CUDA_ARCH__ >= 900
@@ -184,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     const Segment& segment = request.segments[s];
     const u32 first = ((blockIdx.x - segment.first_block) * WARPS + warp) * request.keys_per_warp;
     if (first >= segment.n) return;
-    const u32 count = min(segment.n - first, static_cast<u32>(request.keys_per_warp)), units = segment.units;
+    const u32 count = min(segment.n - first, static_cast<u32>(request.keys_per_warp)), units = units_of(segment.units);
 
     const u32 all = __ballot_sync(FULL_WARP, lane < count);
     const u32 found = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp], askers_of[warp]);
@@ -258,34 +297,13 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         }
 #endif
 
-        // Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a round.
-        u32 copied = 0;  // some bits of every unit that was
-#pragma unroll 1
-        for (u32 unit = lane % HPS_COPY; unit - lane % HPS_COPY < units; unit += HPS_COPY) {
-#pragma unroll
-            for (u32 batch = 0; batch < ROUNDS; batch += ROW_LOADS) {
-                Unit value[ROW_LOADS];
-                u32 from[ROW_LOADS];
-#pragma unroll
-                for (u32 r = 0; r < ROW_LOADS; ++r) {
-                    from[r] = __shfl_sync(FULL_WARP, copies ? index * SLOTS + slot : NO_ROW,
-                                          ((batch + r) * ROWS + lane / HPS_COPY) * 4);
-                    if (unit >= units) from[r] = NO_ROW;
-                    if (from[r] != NO_ROW) value[r] = load_unit(segment.rows + static_cast<u64>(from[r]) * units + unit);
-                }
-#pragma unroll
-                for (u32 r = 0; r < ROW_LOADS; ++r) {
-                    if (from[r] != NO_ROW) {
-                        copied |= __float_as_uint(value[r].value[0]);
-                        u32 to = askers_at_place[done + (batch + r) * ROWS + lane / HPS_COPY] & ~answered;
-                        do {
-                            stream_out(segment.out + static_cast<u64>(first + __ffs(to) - 1) * units + unit, value[r]);
-                            to &= to - 1;
-                        } while (to);
-                    }
-                }
-            }
-            if (!HPS_LONG_ROWS) break;
+        const u32 row = copies ? index * SLOTS + slot : NO_ROW;
+        u32 copied = 0;
+        switch (format_of(segment.units)) {
+            case FLOAT32: copied = copy_rows<FLOAT32>(segment, first, row, askers_at_place + done, answered); break;
+            case FLOAT16: copied = copy_rows<FLOAT16>(segment, first, row, askers_at_place + done, answered); break;
+            case BFLOAT16: copied = copy_rows<BFLOAT16>(segment, first, row, askers_at_place + done, answered); break;
+            case INT8: copied = copy_rows<INT8>(segment, first, row, askers_at_place + done, answered); break;
         }
         const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows are here
         acquire();

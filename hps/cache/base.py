@@ -311,11 +311,11 @@ class EmbeddingCache(ABC):
         raise NotImplementedError
 
     @classmethod
-    def compile_ahead(cls, models: Sequence[tuple[Sequence[int], bool]], architecture: str) -> tuple[int, int]:
+    def compile_ahead(cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool]], architecture: str) -> tuple[int, int]:
         """Compile the device's kernels for models; needs no device.
 
         Args:
-            models: widths of the tables of each, and whether they are static.
+            models: dim and row_dtype of the tables of each, and whether they are static.
             architecture: compute capability without the dot, as `90`.
 
         Returns:

@@ -44,7 +44,6 @@ from hps.regions.exchange import (
     SHIFT,
     STOP,
     T_ABSENT,
-    T_DIM,
     T_HITS,
     T_KEYS,
     T_LINKED,
@@ -108,7 +107,7 @@ LANE_COLUMNS: Final = 32
 # After the common columns of a deployment, and of a table.
 D_GPU, D_QUERY, D_UNIT, D_ANSWER, D_THREADS, D_BLOCKS, D_WARPS, D_LINKED = range(D_OWN, D_OWN + 8)
 T_BUCKETS, T_ROWS, T_PAIRS, T_UNITS, T_STRUCT = range(T_OWN, T_OWN + 5)
-T_LAYOUT, T_LINK, T_DEFAULT, T_AUTHORITATIVE, T_BINS = range(T_OWN + 10, T_OWN + 15)
+T_LAYOUT, T_LINK, T_DEFAULT, T_AUTHORITATIVE, T_BINS, T_STAGED_WORDS = range(T_OWN + 10, T_OWN + 16)
 
 # Words of `functions`: addresses of the driver's functions, and the batches for which misses are expected.
 F_LAUNCH, F_WRITE, F_COPY, F_SET, F_QUERY, F_CURRENT, F_EXPECTED, F_FAILED = range(8)
@@ -182,7 +181,7 @@ def _launch_answers(
                 to = buffer + 8 * _ANSWER_SEGMENT_WORDS * held
                 for word in range(6):
                     store_relaxed(to + 8 * word, words[T_STRUCT + word])
-                rows = min(n, room // (4 * words[T_DIM])) if words[T_LINK] != 0 else 0
+                rows = min(n, room // (4 * words[T_STAGED_WORDS])) if words[T_LINK] != 0 else 0
                 store_relaxed(to + 48, words[T_LAYOUT])
                 store_relaxed(to + 56, words[T_LINK])
                 store_relaxed(to + 64, segments[at, S_OUT])
@@ -192,7 +191,7 @@ def _launch_answers(
                 store_relaxed(to + 96, words[T_UNITS] | rows << 32)
                 store_relaxed(to + 104, words[T_DEFAULT] | words[T_AUTHORITATIVE] << 32)
                 store_relaxed(to + 112, words[T_BINS])
-                size = (4 * rows * words[T_DIM] + 255) // 256 * 256
+                size = (4 * rows * words[T_STAGED_WORDS] + 255) // 256 * 256
                 staged += size
                 room = max(0, room - size)
                 held += 1

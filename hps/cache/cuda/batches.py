@@ -2,8 +2,6 @@
 
 import ctypes
 import logging
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import cupy
@@ -222,21 +220,20 @@ class CupyBatches(BatchDriver):
             _log.warning("CUDA device %d has no memory for batches, which makes lookups slower: %s", device_id, error)
             return None
         compiled = cache.lookup_kernels
-        dims = [table.dim for table in cache.tables]
-        unit, widest = kernels.unit_of(reduce(or_, dims), 16), max(dims)
+        shape = kernels.Shape.of(compiled.rows, 16)._replace(segments=AT_ONCE)
         links = cache.links()
         self._held[id(cache)] = memory.tables(), links
         known = kernels_of(device_id)
-        query = known.handle(kernels.query_kernel(unit, widest, AT_ONCE, cache.static))
-        own = [device_id, query, unit, 0, 0, 0, 0, 0]
+        query = known.handle(kernels.query_kernel(shape, cache.static))
+        own = [device_id, query, shape.unit, 0, 0, 0, 0, 0]
         if any(link is not None for link in links):
-            threads = kernels.answer_threads(unit, widest)
+            threads = kernels.answer_threads(shape)
             blocks = int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"])
-            warps = kernels.fetch_warps(widest, blocks, threads)
-            own[3:] = [known.handle(kernels.answer_kernel("answer", unit, widest, AT_ONCE)), threads, blocks, warps, 1]
+            warps = kernels.fetch_warps(shape.most_words, blocks, threads)
+            own[3:] = [known.handle(kernels.answer_kernel("answer", shape)), threads, blocks, warps, 1]
         tables = []
-        for (dim, buckets, rows, pairs), struct, link, spec in zip(
-            compiled.geometry, compiled.structs, links, cache.tables, strict=True
+        for (buckets, rows, pairs), struct, link, spec, kind in zip(
+            compiled.geometry, compiled.structs, links, cache.tables, compiled.rows, strict=True
         ):
             packed = np.frombuffer(kernels.TABLE.pack(*struct), np.int64).tolist()
             default = int(np.float32(spec.default_value).view(np.uint32))
@@ -245,7 +242,7 @@ class CupyBatches(BatchDriver):
                 link.follow()
                 bins = link.present.bins_per_row if link.present is not None else 0.0
                 attached = [link.where, link.where, default, int(link.authoritative), int(np.float32(bins).view(np.uint32))]
-            tables.append([buckets, rows, pairs, dim // unit, *packed, *attached])
+            tables.append([buckets, rows, pairs, shape.units(kind), *packed, *attached, kernels.staged_words(shape, kind)])
         return Resident(tables, own)
 
     def _add_lanes(self, device_id: int) -> None:

@@ -27,7 +27,7 @@ from hps.ground.host_tables import HostTable
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.segments import Segment
-from hps.types import DeviceArray, FloatArray, KeyArray, TableSpec
+from hps.types import ROW_DTYPES, DeviceArray, FloatArray, KeyArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
@@ -86,11 +86,12 @@ class CupyCache(EmbeddingCache):
         return None if count else "CuPy finds no CUDA device"
 
     @classmethod
-    def compile_ahead(cls, models: Sequence[tuple[Sequence[int], bool]], architecture: str) -> tuple[int, int]:
+    def compile_ahead(cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool]], architecture: str) -> tuple[int, int]:
         needed = [kernels.MIRROR_KERNEL]
-        for dims, static in models:
-            needed += kernels.lookup_kernels(dims, static) + kernels.modification_kernels(dims, static)
-            needed += kernels.link_kernels(dims)
+        for tables, static in models:
+            rows = [kernels.Rows(dim, ROW_DTYPES.index(row_dtype)) for dim, row_dtype in tables]
+            needed += kernels.lookup_kernels(rows, static) + kernels.modification_kernels(rows, static)
+            needed += kernels.link_kernels(rows)
         return compile_ahead(needed, architecture)
 
     @classmethod
@@ -260,7 +261,7 @@ class CupyCache(EmbeddingCache):
         self._counting, self._counts_stream = threading.Lock(), cupy.cuda.Stream(non_blocking=True)
         self.memory.open = tables = allocate(self.tables, capacity_rows, self.device_id, self.static)
         self._kernels = LookupKernels(self.device_id, tables, self.static)
-        compile_all(self.device_id, [*self._kernels.needed(), *self._changes.needed([table.dim for table in self.tables])])
+        compile_all(self.device_id, [*self._kernels.needed(), *self._changes.needed(self._kernels.rows)])
 
     def _reader(self) -> TensorReader:
         """Return the calling thread's reader."""
@@ -273,14 +274,14 @@ class CupyCache(EmbeddingCache):
     def _write(self, index: int, keys: Any, vectors: Any, mode: int, doing: str) -> None:
         table = self.memory.tables()[index]
         if isinstance(keys, np.ndarray) and isinstance(vectors, np.ndarray):
-            check_rows(f"{doing} the cached table {table.spec.tag}", keys, vectors, table.spec.dim, aligned=True)
+            check_rows(f"{doing} the cached table {table.spec.tag}", keys, vectors, table.spec.width, aligned=True)
             if table.pairs and keys.size:
                 self._changes.insert(table, keys, vectors, mode)
             return
         reader = TensorReader(self.device_id)
         reader.start()
         keys_at, n = reader.keys(keys)
-        vectors_at = reader.output(vectors, n, table.spec.dim)
+        vectors_at = reader.output(vectors, n, table.spec.width)
         if table.pairs and n:
             self._changes.insert_on_device(table, keys_at, vectors_at, n, mode, reader.streams)
 

@@ -242,7 +242,7 @@ class DeviceTable:
 
     @property
     def size_bytes(self) -> int:
-        return geometry.size_bytes(self.pairs, self.spec.dim)
+        return geometry.size_bytes(self.pairs, self.spec.width)
 
 
 class TableMemory:

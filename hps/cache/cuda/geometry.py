@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hps.cache.base import STATIC_LOAD, CachePlan
 from hps.cache.cuda import kernels
 from hps.ground.capacity import Need
-from hps.types import TableSpec
+from hps.types import TableSpec, rows_text
 
 COUNTERS = 8  # keys admitted, evicted and erased; then those of static tables, see `cuda/walk.cuh`
 LOOKUP_COUNTERS = slice(4, 6)  # absent and unread keys of enqueued lookups of complete tables
@@ -18,13 +18,13 @@ def bucket_bytes(pairs: int) -> int:
     return -(-kernels.PAIR_BYTES * pairs // 256) * 256
 
 
-def row_bytes(pairs: int, dim: int) -> int:
-    return -(-2 * kernels.SLOTS * pairs * 4 * dim // 256) * 256
+def row_bytes(pairs: int, width: int) -> int:
+    return -(-2 * kernels.SLOTS * pairs * 4 * width // 256) * 256
 
 
-def size_bytes(pairs: int, dim: int) -> int:
+def size_bytes(pairs: int, width: int) -> int:
     """Return the bytes of a table: buckets, rows, counters."""
-    return bucket_bytes(pairs) + row_bytes(pairs, dim) + 8 * COUNTERS
+    return bucket_bytes(pairs) + row_bytes(pairs, width) + 8 * COUNTERS
 
 
 def grown(needed: int) -> int:
@@ -53,8 +53,8 @@ class CudaPlan(CachePlan):
         return [
             Need(
                 "gpu",
-                f"{2 * kernels.SLOTS * count:,} rows of table {table.table_name!r} (dim {table.dim}{used})",
-                size_bytes(count, table.dim) if count else 0,
+                f"{2 * kernels.SLOTS * count:,} rows of table {table.table_name!r} ({rows_text(table)}{used})",
+                size_bytes(count, table.width) if count else 0,
                 table.table_name,
             )
             for table, count in zip(tables, pairs, strict=True)

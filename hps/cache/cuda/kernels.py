@@ -8,11 +8,14 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from importlib.resources import files
+from operator import or_
 from pathlib import Path
+from typing import NamedTuple
 
 from hps.ground.host_tables import DENSE_ROWS_AT
+from hps.types import ROW_DTYPES, TableSpec, row_width
 
 SLOTS = 7
 """Slots per bucket."""
@@ -40,7 +43,7 @@ MOST_BINS = 1024
 """Maximum number of bins for the misses of a large lookup, over all its tables."""
 
 # Argument structs of the kernels, as laid out in cuda/ (static_asserts there check the sizes).
-TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, dim
+TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, width
 SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
@@ -71,6 +74,68 @@ RANK_SORTED = struct.Struct("<QQQQQQI4x")  # keys, order, heads, rows, distinct,
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _WORD = (1 << 64) - 1
+
+
+_FORMAT_SHIFT = 28  # of a segment's units, see `cuda/rows.cuh`
+
+
+class Rows(NamedTuple):
+    """How a table's rows are stored: elements of a vector, and the place in ROW_DTYPES. *Immutable.*"""
+
+    dim: int
+    dtype: int = 0
+
+    @classmethod
+    def of(cls, spec: TableSpec) -> "Rows":
+        return cls(spec.dim, ROW_DTYPES.index(spec.row_dtype))
+
+    @property
+    def width(self) -> int:
+        """Words of 4 bytes of a row."""
+        return row_width(self.dim, ROW_DTYPES[self.dtype])
+
+
+class Shape(NamedTuple):
+    """What kernels for one launch have in common. *Immutable.*
+
+    Attributes:
+        unit: elements that a lane moves at once.
+        widest, most_words: elements of the longest vector, words of the widest row.
+        segments: 1, or SEGMENTS_AT_ONCE for up to as many.
+        formats: bit f: some rows are of format f.
+        piece: words of a row that a lane moves at once.
+    """
+
+    unit: int
+    widest: int
+    most_words: int
+    segments: int
+    formats: int
+    piece: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Rows], alignment: int) -> "Shape":
+        """Find the shape of a launch.
+
+        Args:
+            rows: of the table of each segment.
+            alignment: an address of outputs modulo 16, or several combined by OR.
+        """
+        unit = unit_of(reduce(or_, [one.dim for one in rows]), alignment)
+        widths = [one.width for one in rows]
+        segments = 1 if len(rows) == 1 else SEGMENTS_AT_ONCE
+        formats = reduce(or_, [1 << one.dtype for one in rows])
+        return cls(unit, max(one.dim for one in rows), max(widths), segments, formats, unit_of(reduce(or_, widths), 16))
+
+    def units(self, rows: Rows) -> int:
+        """Return the units of a vector, with the format of its row where that differs by segment."""
+        mixed = self.formats & (self.formats - 1)
+        return rows.dim // self.unit | (rows.dtype << _FORMAT_SHIFT if mixed else 0)
+
+    @property
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        """Macros of `cuda/rows.cuh`; none where all rows are float32."""
+        return () if self.formats == 1 else (("FORMATS", self.formats),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,24 +221,25 @@ STATIC = (("STATIC", 1),)
 """Constants of the kernels for static tables; see `cuda/walk.cuh`."""
 
 
-def query_kernel(unit: int, widest: int, segments: int, static: bool = False, settles: bool = False) -> Kernel:
-    """Return the query of `segments` segments (1, or up to SEGMENTS_AT_ONCE) with rows of at most `widest` floats.
+def query_kernel(shape: Shape, static: bool = False, settles: bool = False) -> Kernel:
+    """Return the query of a shape.
 
     Args:
         settles: the tables are static and complete: keys that are not resident are absent.
     """
-    units = -(-widest // unit)
-    copy = _copy_lanes(unit, widest)
+    units = -(-shape.widest // shape.unit)
+    copy = _copy_lanes(shape.unit, shape.widest)
     return Kernel(
         "query",
         "query",
         (
-            ("UNIT", unit),
+            ("UNIT", shape.unit),
             ("COPY", copy),
-            ("ROW_LOADS", min(4, copy // 4)),
+            ("ROW_LOADS", min(4 if shape.formats & 1 else 8, copy // 4)),
             ("LONG_ROWS", int(units > copy)),
-            ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE),
+            ("SEGMENTS", shape.segments),
             ("MIN_BLOCKS", 16 if copy <= 8 else 10),
+            *shape.constants,
             *(STATIC if static else ()),
             *((("SETTLES", 1), ("PATIENCE", 1 << 14)) if settles else ()),
         ),
@@ -184,35 +250,57 @@ ANSWERS = ("answer", "admit_answers")
 """The kernels of `cuda/answer.cu`."""
 
 
-def answer_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
-    """Return one of ANSWERS, for the misses of a query; other arguments as for `query_kernel`."""
-    sizes = (("UNIT", unit), ("COPY", _copy_lanes(unit, widest)), ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE))
-    return Kernel(name, "answer", (*sizes, *_row_loads(unit, widest), ("THREADS", answer_threads(unit, widest))))
+def answer_kernel(name: str, shape: Shape) -> Kernel:
+    """Return one of ANSWERS, for the misses of a query of a shape."""
+    sizes: tuple[tuple[str, int], ...] = (
+        ("UNIT", shape.unit),
+        ("COPY", _copy_lanes(shape.unit, shape.widest)),
+        ("SEGMENTS", shape.segments),
+    )
+    piece = shape.unit
+    if by_parts(shape):
+        piece = shape.piece
+        parts = -(-(shape.most_words + 4 - piece) // 4)  # wherever a row begins
+        lanes = next((lanes for lanes in (4, 8, 16) if lanes >= parts), 32)
+        sizes += (("PIECE", piece), ("PART_LANES", lanes), ("LONG_PARTS", int(parts > lanes)), *shape.constants)
+    loads = _row_loads(piece, shape.most_words)
+    return Kernel(name, "answer", (*sizes, *loads, ("THREADS", answer_threads(shape))))
 
 
-def answer_threads(unit: int, widest: int) -> int:
+def by_parts(shape: Shape) -> bool:
+    """Whether `answer` reads rows by parts of 16 bytes, and admits them from staged rows alone."""
+    return shape.formats != 1
+
+
+def staged_words(shape: Shape, rows: Rows) -> int:
+    """Return the words that a staged row takes."""
+    return -(-rows.width // 4) * 4 if by_parts(shape) else rows.width
+
+
+def answer_threads(shape: Shape) -> int:
     """Return the threads of each block of `answer`: more where narrow rows need few registers."""
-    return 512 if _copy_lanes(unit, widest) <= 8 else 256
+    return 512 if _copy_lanes(shape.unit, shape.widest) <= 8 else 256
 
 
-def pool_kernel(name: str, unit: int, widest: int, segments: int, plain: bool, static: bool = False) -> Kernel:
+def pool_kernel(name: str, shape: Shape, plain: bool, static: bool = False) -> Kernel:
     """Return a kernel for pooling: pool, number, pool_rest; arguments as for `query_kernel`.
 
     Args:
         plain: no segment has weights or a max_norm.
     """
+    unit, widest = shape.unit, shape.widest
     copy = _copy_lanes(unit, widest)
     chunks = 1 << (-(-widest // (unit * copy)) - 1).bit_length()
     rows = min(copy, max(1, 8 // chunks))  # rows in flight; more of them or more warps are slower (docs/gpu-cache.md)
     blocks = 1 if name != "pool" or chunks > 2 else 5 if plain else 4
     sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks), ("PLAIN", int(plain)))
     own = STATIC if static and name == "pool" else ()
-    return Kernel(name, "pool", (*sizes, ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE), *own))
+    return Kernel(name, "pool", (*sizes, ("SEGMENTS", shape.segments), *shape.constants, *own))
 
 
-def pool_groups(unit: int, widest: int) -> int:
+def pool_groups(shape: Shape) -> int:
     """Return the number of lane groups in a block of `pool`; each takes bags of its own."""
-    return QUERY_THREADS // _copy_lanes(unit, widest)
+    return QUERY_THREADS // _copy_lanes(shape.unit, shape.widest)
 
 
 def bags_per_group(keys: int, bags: int, total: int) -> int:
@@ -224,62 +312,58 @@ def bags_per_group(keys: int, bags: int, total: int) -> int:
     return min(MOST_BAGS, max(1, wanted * bags // max(keys, 1)))
 
 
-def fetch_warps(dim: int, blocks: int, threads: int) -> int:
-    """Return the warps of each block of `answer` that read rows of up to `dim` floats, 8 at once, if there are many.
+def fetch_warps(width: int, blocks: int, threads: int) -> int:
+    """Return the warps of each block of `answer` that read rows of up to `width` words, 8 at once, if there are many.
 
     Together they read 1.3 MB of buckets and rows: enough to hide the latency of the link, and few, since rows read at once
     should be adjacent in host memory.
     """
-    warps = 4 * max(42_240 // (128 + 4 * dim), 33)
+    warps = 4 * max(42_240 // (128 + 4 * width), 33)
     return min(threads // 32, max(1, round(warps / blocks)))
 
 
-def insert_kernel(unit: int, dim: int, static: bool = False) -> Kernel:
-    """Return the insertion or update of rows of `dim` floats."""
-    loads = _row_loads(unit, dim)
+def insert_kernel(piece: int, width: int, static: bool = False) -> Kernel:
+    """Return the insertion or update of rows of `width` words."""
+    loads = _row_loads(piece, width)
     blocks = 4 if static else 8 if dict(loads)["ROW_LOADS"] == 1 else 5
-    return Kernel("insert", "insert", (("UNIT", unit), *loads, ("MIN_BLOCKS", blocks), *(STATIC if static else ())))
+    return Kernel("insert", "insert", (("UNIT", piece), *loads, ("MIN_BLOCKS", blocks), *(STATIC if static else ())))
 
 
-def _row_loads(unit: int, widest: int) -> tuple[tuple[str, int], tuple[str, int]]:
-    """Return how a tile of 8 lanes loads rows of up to `widest` floats: units a lane has in flight, whether there are more."""
-    units = -(-widest // (unit * 8))
+def _row_loads(piece: int, widest: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return how a tile of 8 lanes loads rows of up to `widest` words: pieces a lane has in flight, whether there are more."""
+    units = -(-widest // (piece * 8))
     loads = min(units, 2) if units <= 2 else 4
     return ("ROW_LOADS", loads), ("LONG_ROWS", int(units > loads))
 
 
-def scatter_kernel(unit: int) -> Kernel:
-    return Kernel("scatter", "scatter", (("UNIT", unit),))
+def scatter_kernel(shape: Shape) -> Kernel:
+    return Kernel("scatter", "scatter", (("UNIT", shape.unit), *shape.constants))
 
 
-def lookup_kernels(dims: Sequence[int], static: bool = False) -> list[Kernel]:
-    """Return the kernels for lookups of tables of these widths, with aligned outputs; others are compiled on first use."""
+def _shapes(tables: Sequence[Rows]) -> list[Shape]:
+    """Return the shapes of lookups of one of the tables, and of all, with aligned outputs."""
+    alone = [Shape.of([rows], 16) for rows in sorted(set(tables))]
+    return [*alone, Shape.of(tables, 16)] if len(tables) > 1 else alone
+
+
+def lookup_kernels(tables: Sequence[Rows], static: bool = False) -> list[Kernel]:
+    """Return the kernels for lookups of tables, with aligned outputs; others are compiled on first use."""
     found = [UNIQUE]
-    for dim in set(dims):
-        unit = unit_of(dim, 16)
-        found += [*_queries(unit, dim, 1, static), scatter_kernel(unit)]
-    if len(dims) > 1:
-        found += _queries(min(unit_of(dim, 16) for dim in dims), max(dims), SEGMENTS_AT_ONCE, static)
+    for shape in _shapes(tables):
+        found += [query_kernel(shape, static, settles) for settles in ((False, True) if static else (False,))]
+        if shape.segments == 1:
+            found.append(scatter_kernel(shape))
     return found
 
 
-def _queries(unit: int, widest: int, segments: int, static: bool) -> list[Kernel]:
-    return [query_kernel(unit, widest, segments, static, settles) for settles in ((False, True) if static else (False,))]
+def link_kernels(tables: Sequence[Rows]) -> list[Kernel]:
+    """Return the kernels for lookups of attached tables, with aligned outputs."""
+    return [answer_kernel(name, shape) for shape in _shapes(tables) for name in ANSWERS]
 
 
-def link_kernels(dims: Sequence[int]) -> list[Kernel]:
-    """Return the kernels for lookups of attached tables of these widths, with aligned outputs."""
-    found = []
-    for widest, segments in [(dim, 1) for dim in set(dims)] + [(max(dims), SEGMENTS_AT_ONCE)]:
-        if segments == 1 or len(dims) > 1:
-            unit = min(unit_of(dim, 16) for dim in (dims if segments > 1 else [widest]))
-            found += [answer_kernel(name, unit, widest, segments) for name in ANSWERS]
-    return found
-
-
-def modification_kernels(dims: Sequence[int], static: bool = False) -> list[Kernel]:
-    """Return the kernels that modifications of tables of these widths launch."""
-    inserts = [insert_kernel(unit_of(dim, 16), dim, static) for dim in set(dims)]
+def modification_kernels(tables: Sequence[Rows], static: bool = False) -> list[Kernel]:
+    """Return the kernels that modifications of tables launch."""
+    inserts = [insert_kernel(unit_of(width, 16), width, static) for width in {rows.width for rows in tables}]
     return [*inserts, *((STATIC_ERASE, STATIC_DUMP) if static else (ERASE, DUMP))]
 
 

@@ -1,8 +1,7 @@
 """Runs lookups on a CUDA device: their scratch memory, stream and kernel launches."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial, reduce
-from operator import or_
+from functools import lru_cache, partial
 
 import cupy
 import numpy as np
@@ -26,7 +25,7 @@ from hps.cache.cuda.device import (
     stream_of,
 )
 from hps.cache.cuda.geometry import LEAST_KEYS, count_bytes, list_bytes
-from hps.cache.cuda.kernels import Kernel
+from hps.cache.cuda.kernels import Kernel, Rows, Shape
 from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.pooling import BagPooling
@@ -34,7 +33,7 @@ from hps.cache.cuda.queries import Geometry, Queries
 from hps.cache.cuda.tensors import NO_ROWS, UNKNOWN_STREAM, AnyRows, AskedRows, PlacedSegment, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.segments import MADE_LATE, Segment
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import BoolArray, KeyArray, RowArray
 
 _HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0
 _MAPPED_BYTES = 1 << 18  # up to this size, fetched vectors are read from pinned host memory: a separate copy costs more
@@ -52,33 +51,34 @@ class LookupKernels:
     """The compiled kernels and table geometry for a cache's lookups. *Thread-safe.*
 
     Attributes:
-        geometry: by table: dim, addresses of buckets and rows, pairs.
+        rows: by table, how its rows are stored.
+        geometry: by table: addresses of buckets and rows, pairs.
         structs: by table, what `kernels.TABLE` packs.
     """
 
     def __init__(self, device_id: int, tables: Sequence[DeviceTable], static: bool = False) -> None:
         self._compiled = kernels_of(device_id)
         self._static = static
-        self._dims = [table.spec.dim for table in tables]
-        self.geometry = [(table.spec.dim, table.buckets, table.rows, table.pairs) for table in tables]
+        self.rows = [Rows.of(table.spec) for table in tables]
+        self.geometry = [(table.buckets, table.rows, table.pairs) for table in tables]
         self.structs = [kernels.TABLE.unpack(table.packed) for table in tables]
         if static:  # lookups make nothing resident
             self.structs = [(*struct[:5], 0, *struct[6:]) for struct in self.structs]
         self.query_of = lru_cache(_MOST_QUERIES)(self._query_of)
         self.answer_of = lru_cache(_MOST_QUERIES)(self._answer_of)
-        self._scatters: dict[int, int] = {}  # handles, by unit
-        self._pools: dict[tuple[str, int, int, int, bool], int] = {}  # handles, by name, unit, widest row, segments, plain
+        self._scatters: dict[Shape, int] = {}  # handles
+        self._pools: dict[tuple[str, Shape, bool], int] = {}  # handles, by name, shape, plain
 
     def needed(self) -> list[Kernel]:
         """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
-        return kernels.lookup_kernels(self._dims, self._static)
+        return kernels.lookup_kernels(self.rows, self._static)
 
-    def _query(self, unit: int, widest: int, segments: int, settles: bool) -> Kernel:
-        return kernels.query_kernel(unit, widest, segments, self._static, settles)
+    def _query(self, shape: Shape, settles: bool) -> Kernel:
+        return kernels.query_kernel(shape, self._static, settles)
 
     def for_links(self) -> list[Kernel]:
         """Return the kernels for lookups of attached tables, of aligned outputs."""
-        return kernels.link_kernels(self._dims)
+        return kernels.link_kernels(self.rows)
 
     def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use; found again by `query_of`.
@@ -91,37 +91,31 @@ class LookupKernels:
         Returns:
             Handle of the kernel, its widest row, and what it needs to know of each table.
         """
-        unit, widest, segments = self._shape_of(tables, alignment)
-        handle = self._compiled.handle(self._query(unit, widest, segments, settles))
-        geometry = [self.geometry[table] for table in tables]
-        return handle, widest, [(dim // unit, buckets, rows, pairs) for dim, buckets, rows, pairs in geometry]
+        shape = self.shape_of(tables, alignment)
+        handle = self._compiled.handle(self._query(shape, settles))
+        return handle, shape.widest, [(shape.units(self.rows[table]), *self.geometry[table]) for table in tables]
 
-    def _shape_of(self, tables: tuple[int, ...], alignment: int) -> tuple[int, int, int]:
-        """Return the floats that a lane moves at once, the widest row, and the segments of a kernel; arguments as above."""
-        dims = [self._dims[table] for table in tables]
-        return kernels.unit_of(reduce(or_, dims), alignment), max(dims), 1 if len(dims) == 1 else kernels.SEGMENTS_AT_ONCE
+    def shape_of(self, tables: Sequence[int], alignment: int) -> Shape:
+        """Return the shape of a kernel; arguments as above."""
+        return Shape.of([self.rows[table] for table in tables], alignment)
 
-    def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int) -> tuple[int, int, int, int]:
-        """Return handle, floats that a lane moves at once, widest row and threads of a kernel of `cuda/answer.cu`.
+    def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int) -> tuple[int, Shape, int]:
+        """Return handle, shape and threads of a kernel of `cuda/answer.cu`; arguments as above, found again by `answer_of`."""
+        shape = self.shape_of(tables, alignment)
+        return self._compiled.handle(kernels.answer_kernel(name, shape)), shape, kernels.answer_threads(shape)
 
-        Other arguments as above; found again by `answer_of`.
-        """
-        unit, widest, segments = self._shape_of(tables, alignment)
-        handle = self._compiled.handle(kernels.answer_kernel(name, unit, widest, segments))
-        return handle, unit, widest, kernels.answer_threads(unit, widest)
-
-    def scatter(self, unit: int) -> int:
-        handle = self._scatters.get(unit)
+    def scatter(self, shape: Shape) -> int:
+        handle = self._scatters.get(shape)
         if handle is None:
-            handle = self._scatters[unit] = self._compiled.handle(kernels.scatter_kernel(unit))
+            handle = self._scatters[shape] = self._compiled.handle(kernels.scatter_kernel(shape))
         return handle
 
-    def pool(self, name: str, unit: int, widest: int, segments: int, plain: bool) -> int:
+    def pool(self, name: str, shape: Shape, plain: bool) -> int:
         """Return the handle of a kernel of `cuda/pool.cu`, compiled on first use."""
-        handle = self._pools.get((name, unit, widest, segments, plain))
+        handle = self._pools.get((name, shape, plain))
         if handle is None:
-            handle = self._compiled.handle(kernels.pool_kernel(name, unit, widest, segments, plain, self._static))
-            self._pools[name, unit, widest, segments, plain] = handle
+            handle = self._compiled.handle(kernels.pool_kernel(name, shape, plain, self._static))
+            self._pools[name, shape, plain] = handle
         return handle
 
     def handle(self, kernel: Kernel) -> int:
@@ -179,7 +173,7 @@ class CupyLookup(CacheLookup):
         self._places: AnyRows = NO_ROWS  # of a lookup of rows
         self._placed: Sequence[PlacedSegment] | None = None  # see `placed`
         self._total = self._segment_count = 0  # keys, and segments
-        self._bags = BagPooling(memory.specs, compiled.geometry, compiled.pool)
+        self._bags = BagPooling(memory.specs, compiled)
         self._pooled = False  # whether the current lookup has bags
 
         head = kernels.UNIQUE_HEAD.size
@@ -555,11 +549,12 @@ class CupyLookup(CacheLookup):
         for _index, _table, _n, out, _found, _missing in group:
             alignment |= out
         tables = tuple([table for _, table, *_ in group])
-        handle, unit, widest, threads = self.kernels.answer_of("answer", tables, alignment & 15)
+        handle, shape, threads = self.kernels.answer_of("answer", tables, alignment & 15)
+        by_parts = kernels.by_parts(shape)
         arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
         buffer, pack, offset, blocks = arguments.bytes, kernels.ANSWER_SEGMENT.pack_into, 0, self._blocks
         for index, table, n, out, found, missing in group:
-            link, dim, spec = self._links[table], self._dims[table], specs[table]
+            link, rows, spec = self._links[table], self.kernels.rows[table], specs[table]
             where = link_at = authoritative = staged = staged_rows = 0
             bins_per_row = 0.0
             if link is not None:
@@ -568,16 +563,17 @@ class CupyLookup(CacheLookup):
                 bins_per_row = layout.bins_per_row if layout is not None else 0.0
                 if where:
                     link_at, authoritative = link.where, link.authoritative
-                    if defers or (index in on_host and on_host[index].host_out is not None):
-                        staged_rows = min(n, _STAGED_BYTES // (4 * dim))
-                        staged = self.device_space(4 * dim * staged_rows)
-            answer = (where, link_at, out, found, staged, missing, index, dim // unit, staged_rows, spec.default_value)
+                    if by_parts or defers or (index in on_host and on_host[index].host_out is not None):
+                        row_bytes = 4 * kernels.staged_words(shape, rows)
+                        staged_rows = min(n, _STAGED_BYTES // row_bytes)
+                        staged = self.device_space(row_bytes * staged_rows)
+            answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
             pack(buffer, offset, *structs[table], *answer, authoritative, bins_per_row)
             offset += kernels.ANSWER_SEGMENT.size
-        tail = self._answer_tails.get((len(group), widest, threads, settles, defers))
+        tail = self._answer_tails.get((len(group), shape.most_words, threads, settles, defers))
         if tail is None:
-            warps = kernels.fetch_warps(widest, blocks, threads)
-            tail = self._answer_tails[len(group), widest, threads, settles, defers] = kernels.ANSWER_TAIL.pack(
+            warps = kernels.fetch_warps(shape.most_words, blocks, threads)
+            tail = self._answer_tails[len(group), shape.most_words, threads, settles, defers] = kernels.ANSWER_TAIL.pack(
                 self.missing_keys,
                 self.listed_positions,
                 self.missing_counts,
@@ -765,22 +761,22 @@ class CupyMissedKeys(MissedKeys):
         self._found = 0  # address of the mask of fetched vectors; 0 until it is known, and if nothing was fetched
 
     @device_call("allocating a fetch buffer")
-    def buffer(self) -> FloatArray:
-        """Return pinned memory for the vectors of `keys`: (u, dim) float32; content unspecified."""
-        lookup, dim = self._lookup, self.memory.specs[self._place.table].dim
-        size = 4 * self.keys.size * dim
+    def buffer(self) -> RowArray:
+        """Return pinned memory for the rows of `keys`: (u, width); content unspecified."""
+        lookup, width = self._lookup, self.memory.specs[self._place.table].width
+        size = 4 * self.keys.size * width
         pointer, pinned = lookup.host.take(size)
         self._vectors, self._staged = pointer, 0
         if size > _MAPPED_BYTES:
             self._vectors, self._staged = lookup.device_space(size), pointer
-        buffer: FloatArray = pinned.view(np.float32).reshape(-1, dim)
+        buffer: RowArray = pinned.view(np.float32).reshape(-1, width)
         return buffer
 
     @device_call("copying fetched vectors")
     def stage(self, start: int, stop: int) -> None:
         """Start to copy rows [start, stop) of the buffer to the device if they are too many to be read in place."""
         if self._staged and stop > start:
-            row = 4 * self.memory.specs[self._place.table].dim
+            row = 4 * self.memory.specs[self._place.table].width
             size, stream = (stop - start) * row, self._lookup.stream
             copy_to_device(self._vectors + start * row, self._staged + start * row, size, stream)
             self._lookup.note_work()
@@ -790,7 +786,8 @@ class CupyMissedKeys(MissedKeys):
         self._place_mask(found)
         lookup, place = self._lookup, self._place
         table = self.memory.specs[place.table]
-        unit = kernels.unit_of(table.dim, place.out & 15)
+        rows = lookup.kernels.rows[place.table]
+        shape = Shape.of([rows], place.out & 15)
         lookup.scatter_arguments.pack(
             kernels.SCATTER,
             0,
@@ -801,11 +798,11 @@ class CupyMissedKeys(MissedKeys):
             place.out,
             place.found,
             self._misses,
-            table.dim // unit,
+            shape.units(rows),
             table.default_value,
         )
         blocks = kernels.tile_blocks(self._misses)
-        launch(lookup.kernels.scatter(unit), blocks, kernels.THREADS, lookup.scatter_arguments, lookup.stream)
+        launch(lookup.kernels.scatter(shape), blocks, kernels.THREADS, lookup.scatter_arguments, lookup.stream)
         lookup.note_work()
 
     @device_call("counting absent keys")

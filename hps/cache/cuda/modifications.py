@@ -20,7 +20,7 @@ from hps.cache.cuda.device import (
     kernels_of,
     launch,
 )
-from hps.cache.cuda.kernels import Kernel
+from hps.cache.cuda.kernels import Kernel, Rows
 from hps.types import KeyArray
 
 _MAPPED_BYTES = 1 << 18  # up to this size, kernels read host arrays from pinned memory: a separate copy costs more
@@ -55,7 +55,7 @@ class Modifications:
     def __init__(self, device_id: int, static: bool = False) -> None:
         self._kernels = kernels_of(device_id)
         self._static = static
-        self._inserts: dict[tuple[int, int], int] = {}  # handles, by unit and width
+        self._inserts: dict[tuple[int, int], int] = {}  # handles, by piece and width
         self._ordering = threading.Lock()
         self._last = cupy.cuda.Event(disable_timing=True)  # the last change
         self._last_returned = cupy.cuda.Event(disable_timing=True)  # the last one that its call did not wait for
@@ -95,27 +95,27 @@ class Modifications:
         self,
         table: DeviceTable,
         keys: int,
-        vectors: int,
+        rows: int,
         chosen: int,
         n: int,
         mode: int,
         arguments: Arguments,
         stream: int,
     ) -> None:
-        """Launch an insertion of n vectors at addresses that the device can read; `arguments` belong to the caller."""
-        dim = table.spec.dim
-        unit = kernels.unit_of(dim, vectors & 15)
-        handle = self._inserts.get((unit, dim))
+        """Launch an insertion of n rows at addresses that the device can read; `arguments` belong to the caller."""
+        width = table.spec.width
+        piece = kernels.unit_of(width, rows & 15)
+        handle = self._inserts.get((piece, width))
         if handle is None:
-            handle = self._inserts[unit, dim] = self._kernels.handle(kernels.insert_kernel(unit, dim, self._static))
+            handle = self._inserts[piece, width] = self._kernels.handle(kernels.insert_kernel(piece, width, self._static))
         arguments.bytes[: kernels.TABLE.size] = table.packed
-        arguments.pack(kernels.INSERT_TAIL, kernels.TABLE.size, keys, vectors, chosen, n, mode)
+        arguments.pack(kernels.INSERT_TAIL, kernels.TABLE.size, keys, rows, chosen, n, mode)
         with self.ordered(stream):
             launch(handle, kernels.tile_blocks(n), kernels.THREADS, arguments, stream)
 
     def insert(self, table: DeviceTable, keys: np.ndarray, vectors: np.ndarray, mode: int) -> None:
         """Insert host arrays in chunks whose copies overlap; wait for the end."""
-        row_bytes = 4 * table.spec.dim
+        row_bytes = 4 * table.spec.width
         step = max(1, _STAGED_BYTES // (8 + row_bytes))
         with self._staging:
             for nth, start in enumerate(range(0, keys.size, step)):
@@ -194,9 +194,9 @@ class Modifications:
         if self._copiers is not None:
             self._copiers.shutdown()
 
-    def needed(self, dims: Sequence[int]) -> list[Kernel]:
-        """Return the kernels that modifications of tables of these widths launch."""
-        return kernels.modification_kernels(dims, self._static)
+    def needed(self, tables: Sequence[Rows]) -> list[Kernel]:
+        """Return the kernels that modifications of tables launch."""
+        return kernels.modification_kernels(tables, self._static)
 
     def _follow(self, streams: set[int]) -> None:
         for stream in streams:

@@ -4,13 +4,15 @@ Keys that are not resident are listed, and answered as in a lookup of rows: from
 `cuda/answer.cu`, else by the host. Their vectors go to scratch memory, from which they are added to their bags at the end.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import Arguments, DeviceBuffer, PinnedBuffer, launch
+from hps.cache.cuda.kernels import Rows, Shape
 from hps.cache.cuda.tensors import PlacedSegment, TensorReader
 from hps.errors import InvalidInputError
 from hps.tensors.bags import Columns, Pooling
@@ -45,6 +47,20 @@ class PlacedBags(PlacedSegment):
         self.stride = 0
 
 
+class PoolKernels(Protocol):
+    """See `LookupKernels`."""
+
+    @property
+    def rows(self) -> Sequence[Rows]: ...
+
+    @property
+    def geometry(self) -> Sequence[tuple[int, int, int]]: ...
+
+    def shape_of(self, tables: Sequence[int], alignment: int) -> Shape: ...
+
+    def pool(self, name: str, shape: Shape, plain: bool) -> int: ...
+
+
 class BagPooling:
     """Places the bags of each lookup and launches the kernels that add them up. *One per thread.*
 
@@ -52,8 +68,7 @@ class BagPooling:
 
     Args:
         specs: tables, in the order of their ids.
-        geometry: by table; see `LookupKernels`.
-        handle: finds a kernel of `cuda/pool.cu`; see `LookupKernels.pool`.
+        compiled: the kernels, and what they need to know of the tables.
 
     Attributes:
         placed: segments of the current lookup.
@@ -65,14 +80,12 @@ class BagPooling:
     def __init__(
         self,
         specs: Sequence[TableSpec],
-        geometry: Sequence[tuple[int, int, int, int]],
-        handle: Callable[[str, int, int, int, bool], int],
+        compiled: PoolKernels,
     ) -> None:
         self.placed: list[PlacedBags] = []
         self.padded = self.unfinished = False
         self._specs = specs
-        self._geometry = geometry
-        self._handle = handle
+        self._kernels = compiled
         self._arguments = {
             segments: Arguments(segments * kernels.POOL_SEGMENT.size + kernels.POOL_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
@@ -144,19 +157,19 @@ class BagPooling:
             unread: counter address of wrong offsets for each segment; 0 if the host checks them.
         """
         missing_keys, listed_positions, missing_counts = misses
-        geometry, pack, divisors = self._geometry, kernels.POOL_SEGMENT.pack_into, self._divisors
+        known, pack, divisors = self._kernels, kernels.POOL_SEGMENT.pack_into, self._divisors
         total = sum([place.n for place in self.placed])
         asked = [(index, place, place.pooling) for index, place in enumerate(self.placed) if place.pooling.count]
         asked.sort(key=lambda one: -one[1].n // one[2].count)  # the longest work starts first
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            unit, widest, segments, plain = self._shape_of_bags([place for _index, place, _pooling in group])
-            per_block = kernels.pool_groups(unit, widest)
-            arguments = self._arguments[segments]
+            shape, plain = self._shape_of_bags([place for _index, place, _pooling in group])
+            per_block = kernels.pool_groups(shape)
+            arguments = self._arguments[shape.segments]
             buffer = arguments.bytes
             offset = blocks = 0
             for index, place, pooling in group:
-                dim, buckets, rows, pairs = geometry[place.table]
+                buckets, rows, pairs = known.geometry[place.table]
                 n, count, padding_key = place.n, pooling.count, pooling.padding_key
                 bags = kernels.bags_per_group(n, count, total)
                 pack(
@@ -174,8 +187,8 @@ class BagPooling:
                     n,
                     count,
                     pairs,
-                    dim // unit,
-                    place.stride // unit,
+                    shape.units(known.rows[place.table]),
+                    place.stride // shape.unit,
                     blocks,
                     place.missing,
                     index,
@@ -188,7 +201,7 @@ class BagPooling:
                 blocks += -(-count // (bags * per_block))
             arguments.pack(
                 kernels.POOL_TAIL,
-                segments * kernels.POOL_SEGMENT.size,
+                shape.segments * kernels.POOL_SEGMENT.size,
                 missing_keys,
                 listed_positions,
                 self._places,
@@ -202,7 +215,7 @@ class BagPooling:
             )
             if name == "number":
                 blocks = _NUMBER_BLOCKS * len(group)
-            launch(self._handle(name, unit, widest, segments, plain), blocks, kernels.QUERY_THREADS, arguments, stream)
+            launch(known.pool(name, shape, plain), blocks, kernels.QUERY_THREADS, arguments, stream)
 
     def _place(self, place: PlacedBags, reader: TensorReader, host: PinnedBuffer) -> None:
         segment, pooling = place.segment, place.pooling
@@ -232,17 +245,13 @@ class BagPooling:
         else:
             place.out = reader.output(segment.out, count, dim)
 
-    def _shape_of_bags(self, group: Sequence[PlacedBags]) -> tuple[int, int, int, bool]:
-        """Return the shape of a group of segments: floats that a lane moves at once, the widest row, their number, plain."""
-        alignment = widths = widest = 0
-        plain = True
+    def _shape_of_bags(self, group: Sequence[PlacedBags]) -> tuple[Shape, bool]:
+        """Return the shape of a group of segments, and whether none has weights or a max_norm."""
+        alignment, plain = 0, True
         for place in group:
-            dim = self._specs[place.table].dim
             alignment |= place.out | 4 * place.stride
-            widths |= dim
-            widest = max(widest, dim)
             plain = plain and not place.weights and not place.pooling.max_norm
-        return kernels.unit_of(widths, alignment & 15), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE, plain
+        return self._kernels.shape_of([place.table for place in group], alignment & 15), plain
 
 
 def _mapped(array: np.ndarray, host: PinnedBuffer) -> int:

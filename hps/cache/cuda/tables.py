@@ -9,7 +9,7 @@ from cupy_backends.cuda.api import runtime
 from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable
 from hps.errors import CapacityError, ConfigError, DeviceMemoryError
-from hps.types import TableSpec
+from hps.types import TableSpec, rows_text
 
 _MOST_ROWS = 1 << 32  # the kernels use 32-bit row numbers
 
@@ -26,7 +26,7 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
         if 2 * kernels.SLOTS * count >= _MOST_ROWS:
             problem = f"got {2 * kernels.SLOTS * count:,} rows for table {spec.table_name!r}, expected less than {_MOST_ROWS:,}"
             raise ConfigError(f"embedding cache of model {spec.model_name!r}", [problem])
-    sizes = [geometry.size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
+    sizes = [geometry.size_bytes(count, spec.width) for count, spec in zip(pairs, specs, strict=True)]
     free_bytes, _total = runtime.memGetInfo()
     if sum(sizes) + geometry.RESERVE_BYTES > free_bytes:
         raise DeviceMemoryError(_does_not_fit("allocating", specs, pairs, sizes, device_id, free_bytes))
@@ -49,7 +49,7 @@ def check_room(
         CapacityError: they do not fit the current device; the message is that of `allocate`.
     """
     pairs = [kernels.pairs_for(rows, static) for rows in capacity_rows]
-    sizes = [geometry.size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
+    sizes = [geometry.size_bytes(count, spec.width) for count, spec in zip(pairs, specs, strict=True)]
     free_bytes = runtime.memGetInfo()[0] - sum(index_bytes)
     if sum(sizes) + geometry.RESERVE_BYTES > free_bytes:
         raise CapacityError(_does_not_fit("making room for", specs, pairs, sizes, device_id, free_bytes, sum(index_bytes)))
@@ -57,18 +57,18 @@ def check_room(
 
 def _allocate(spec: TableSpec, pairs: int) -> DeviceTable:
     if pairs == 0:
-        return DeviceTable(spec, 0, 0, 0, 0, kernels.TABLE.pack(0, 0, 0, 0, 0, 0, spec.dim), None)
-    memory = cupy.cuda.Memory(geometry.size_bytes(pairs, spec.dim))
+        return DeviceTable(spec, 0, 0, 0, 0, kernels.TABLE.pack(0, 0, 0, 0, 0, 0, spec.width), None)
+    memory = cupy.cuda.Memory(geometry.size_bytes(pairs, spec.width))
     buckets = int(memory.ptr)
     rows = buckets + geometry.bucket_bytes(pairs)
-    counters = rows + geometry.row_bytes(pairs, spec.dim)
+    counters = rows + geometry.row_bytes(pairs, spec.width)
     zero_pair, filler = kernels.zero_pair(pairs), kernels.zero_filler(pairs)
     runtime.memset(buckets, 0, geometry.bucket_bytes(pairs))
     runtime.memset(counters, 0, 8 * geometry.COUNTERS)
     bucket = np.array([0] + [filler] * kernels.SLOTS, np.int64)
     pair = np.concatenate([bucket, bucket])
     runtime.memcpy(buckets + kernels.PAIR_BYTES * zero_pair, pair.ctypes.data, pair.nbytes, runtime.memcpyHostToDevice)
-    packed = kernels.TABLE.pack(buckets, rows, counters, filler, zero_pair, pairs, spec.dim)
+    packed = kernels.TABLE.pack(buckets, rows, counters, filler, zero_pair, pairs, spec.width)
     return DeviceTable(spec, pairs, buckets, rows, counters, packed, memory)
 
 
@@ -82,7 +82,7 @@ def _does_not_fit(
     index_bytes: int = 0,
 ) -> str:
     asked = ", ".join(
-        f"{size:,} for {2 * kernels.SLOTS * count:,} rows of table {spec.table_name!r} (dim {spec.dim})"
+        f"{size:,} for {2 * kernels.SLOTS * count:,} rows of table {spec.table_name!r} ({rows_text(spec)})"
         for spec, count, size in zip(specs, pairs, sizes, strict=True)
     )
     usable = max(0, free_bytes - geometry.RESERVE_BYTES)

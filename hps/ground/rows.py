@@ -68,13 +68,12 @@ def half_of(value: float) -> int:
     """Return the bits of the nearest float16; the bits of infinity for finite values that are too large."""
     bits = _bits_of(value)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    normal = (magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + (magnitude >> np.uint32(13) & np.uint32(1))) >> np.uint32(
-        13
-    )
+    sign = bits >> np.uint32(16) & np.uint32(0x8000)
+    odd = magnitude >> np.uint32(13) & np.uint32(1)
+    normal = (magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
     small = _bits_of(_float_of(magnitude) + np.float32(0.5)) - np.uint32(0x3F000000)
-    large = np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else np.uint32(0x7C00)
-    half = small if magnitude < np.uint32(0x38800000) else normal if magnitude < np.uint32(0x477FF000) else large
-    return half | (bits >> np.uint32(16) & np.uint32(0x8000))
+    half = small if magnitude < np.uint32(0x38800000) else normal if magnitude < np.uint32(0x477FF000) else np.uint32(0x7C00)
+    return np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else half | sign  # one NaN, as on a GPU
 
 
 @njit(inline="always")

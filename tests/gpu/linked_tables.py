@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numba import njit
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import UnknownTableError
 from hps.ground.hashing import mix, scale
+from hps.ground.rows import decode, encode
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.contracts.cache_contract import spec, vectors_of
@@ -49,17 +51,22 @@ class LinkedTables:
         attached: Sequence[int] | None = None,
         authoritative: bool = True,
         dense: int = 0,
+        row_dtypes: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """Make tables without rows.
 
         Args:
             dense: how many keys from 0 on every table is going to have, so that it is dense.
+            row_dtypes: by table; default float32.
         """
         self.database = HashMapDatabase(**options)
-        self.specs = [spec(dim, f"t{index}") for index, dim in enumerate(dims)]
+        self.specs = [
+            replace(spec(dim, f"t{index}"), row_dtype=row_dtype)
+            for index, (dim, row_dtype) in enumerate(zip(dims, row_dtypes or ["float32"] * len(dims), strict=True))
+        ]
         for each in self.specs:
-            self.database.open_table(each.tag, each.dim)
+            self.database.open_table(each.tag, each.width)
             if dense:
                 self.database.reserve(each.tag, dense, [np.arange(dense)])
         self.cache: Any = CupyCache.create(self.specs, [capacity_rows] * len(dims), 0)
@@ -84,9 +91,15 @@ class LinkedTables:
         self.write(keys, rows_of(keys, self.specs[table].dim, version), table)
 
     def write(self, keys: KeyArray, vectors: FloatArray, table: int = 0) -> None:
+        rows = encode("writing", vectors, self.specs[table].row_dtype)
         with self.cache.changing(table):
-            self.database.insert(self.specs[table].tag, keys, vectors)
-            self.cache.update(table, keys, vectors)
+            self.database.insert(self.specs[table].tag, keys, rows)
+            self.cache.update(table, keys, rows)
+
+    def stored(self, vectors: FloatArray, table: int = 0) -> FloatArray:
+        """What a table answers where it was given these vectors."""
+        own = self.specs[table]
+        return decode(encode("storing", vectors, own.row_dtype), own.dim, own.row_dtype)
 
     def delete(self, keys: KeyArray, table: int = 0) -> None:
         """Remove rows from every tier."""

@@ -79,7 +79,8 @@ def test_an_architecture_that_nvrtc_does_not_know_gets_ptx():
 
 
 def test_ahead_compiles_what_a_models_tables_need():
-    needed = [*kernels.lookup_kernels([8, 16]), *kernels.link_kernels([8, 16]), *kernels.modification_kernels([8, 16])]
+    tables = [kernels.Rows(8), kernels.Rows(16, 3)]
+    needed = [*kernels.lookup_kernels(tables), *kernels.link_kernels(tables), *kernels.modification_kernels(tables)]
     count = len(set(needed))
     assert compiler.compile_ahead(needed, "90") == (count, 0)
     assert compiler.compile_ahead(needed, "90") == (0, count)
@@ -88,10 +89,10 @@ def test_ahead_compiles_what_a_models_tables_need():
 
 
 def test_the_kernels_compiled_ahead_are_those_of_a_cache():
-    one, two = kernels.lookup_kernels([32]), kernels.lookup_kernels([32, 7])
-    assert kernels.query_kernel(4, 32, 1) in one
-    assert kernels.query_kernel(1, 32, 2) in two
-    assert {kernel.name for kernel in kernels.link_kernels([32])} == set(kernels.ANSWERS)
+    alone, both = [kernels.Rows(32, 3)], [kernels.Rows(32, 3), kernels.Rows(7)]
+    assert kernels.query_kernel(kernels.Shape.of(alone, 0)) in kernels.lookup_kernels(alone)
+    assert kernels.query_kernel(kernels.Shape.of(both, 0)) in kernels.lookup_kernels(both)
+    assert {kernel.name for kernel in kernels.link_kernels(alone)} == set(kernels.ANSWERS)
 
 
 def test_the_command_needs_no_gpu(tmp_path):

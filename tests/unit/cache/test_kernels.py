@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hps.cache.cuda import kernels
-from hps.cache.cuda.kernels import Kernel, KernelCache
+from hps.cache.cuda.kernels import Kernel, KernelCache, Rows, Shape
 from hps.databases.hash_map import layout
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.ground import host_tables
@@ -20,31 +20,48 @@ from tests.fakes.populating_pinner import PopulatingPinner
 
 HEADINGS = ["PURPOSE", "ARRAYS", "LAUNCH", "INVARIANTS", "RACES", "TWIN"]
 FILES = sorted(path.stem for path in (Path(__file__).parents[3] / "cuda").glob("*.cu"))
+FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
+
+
+def shape(*dims: int, dtypes: tuple[int, ...] = ()) -> Shape:
+    """The shape of a launch for tables of these widths."""
+    return Shape.of([Rows(dim, dtype) for dim, dtype in zip(dims, dtypes or (FLOAT32,) * len(dims), strict=True)], 0)
+
+
 ARCHITECTURES = (100, pytest.param(90, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow))
 SPECIALISATIONS = [
-    kernels.query_kernel(4, 32, 1),
-    kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
-    kernels.query_kernel(2, 300, kernels.SEGMENTS_AT_ONCE),
-    kernels.query_kernel(1, 7, 1),
+    kernels.query_kernel(shape(32)),
+    kernels.query_kernel(shape(128, 64)),
+    kernels.query_kernel(shape(300, 6)),
+    kernels.query_kernel(shape(7)),
     Kernel("query", "query", (("FORMAL_ORDER", 1),)),
-    kernels.answer_kernel("answer", 4, 32, 1),
-    kernels.answer_kernel("admit_answers", 4, 128, kernels.SEGMENTS_AT_ONCE),
-    kernels.answer_kernel("answer", 1, 300, kernels.SEGMENTS_AT_ONCE),
+    kernels.answer_kernel("answer", shape(32)),
+    kernels.answer_kernel("admit_answers", shape(128, 64)),
+    kernels.answer_kernel("answer", shape(300, 7)),
     kernels.insert_kernel(4, 32),
     kernels.insert_kernel(1, 300),
-    kernels.scatter_kernel(4),
-    kernels.scatter_kernel(1),
+    kernels.scatter_kernel(shape(32)),
+    kernels.scatter_kernel(shape(7)),
     kernels.ERASE,
     kernels.DUMP,
     kernels.UNIQUE,
-    kernels.query_kernel(4, 32, 1, static=True),
-    kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE, static=True, settles=True),
-    kernels.query_kernel(1, 300, 1, static=True, settles=True),
-    kernels.pool_kernel("pool", 4, 32, 1, plain=True, static=True),
+    kernels.query_kernel(shape(32), static=True),
+    kernels.query_kernel(shape(128, 64), static=True, settles=True),
+    kernels.query_kernel(shape(301), static=True, settles=True),
+    kernels.pool_kernel("pool", shape(32), plain=True, static=True),
     kernels.insert_kernel(4, 32, static=True),
     kernels.insert_kernel(1, 300, static=True),
     kernels.STATIC_ERASE,
     kernels.STATIC_DUMP,
+    kernels.query_kernel(shape(128, dtypes=(INT8,))),
+    kernels.query_kernel(shape(7, dtypes=(FLOAT16,)), static=True, settles=True),
+    kernels.query_kernel(shape(128, 6, 300, dtypes=(FLOAT32, BFLOAT16, INT8))),
+    kernels.answer_kernel("answer", shape(128, dtypes=(INT8,))),
+    kernels.answer_kernel("answer", shape(1001, 6, 5, dtypes=(FLOAT32, BFLOAT16, INT8))),
+    kernels.answer_kernel("admit_answers", shape(64, dtypes=(FLOAT16,))),
+    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True),
+    kernels.pool_kernel("pool_rest", shape(300, 6, dtypes=(FLOAT16, FLOAT32)), plain=False),
+    kernels.scatter_kernel(shape(6, dtypes=(BFLOAT16,))),
 ]
 
 
@@ -72,7 +89,7 @@ class TestSource:
 
 
 def test_constants_stand_before_the_source():
-    code = kernels.query_kernel(2, 6, 1).code
+    code = kernels.query_kernel(shape(6)).code
     assert code.startswith("#define HPS_UNIT 2\n")
     assert code.endswith(kernels.source("query"))
 

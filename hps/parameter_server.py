@@ -29,11 +29,13 @@ from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import ServerStatistics, UpdateStatus
 from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import (
+    NarrowSegments,
     Segment,
     as_host_keys,
     as_host_vectors,
     concatenated_segments,
     named_segments,
+    narrow,
     refuse_repeated_tables,
     tensor_segment,
 )
@@ -270,8 +272,8 @@ class HPS:
         Args:
             keys: int64 (int32 is widened), C-contiguous, any shape: an object with `__dlpack__`, or a capsule, which remains
                 usable.
-            out_tensor: float32, C-contiguous, writable, at least n x dim elements; an object as for `keys`. The vectors are
-                written to its first n x dim elements.
+            out_tensor: float32, float16 or bfloat16, C-contiguous, writable, at least n x dim elements; an object as for `keys`.
+                The vectors are written to its first n x dim elements, rounded to its dtype.
             device_id: device of the embedding cache to use. Each tensor may be in host memory or on that GPU, independently of
                 the other; one on another GPU is refused.
             wait: if False, return at once: the lookup runs on the current stream of the tensors' framework, where a CUDA graph
@@ -292,7 +294,8 @@ class HPS:
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
         segment = tensor_segment(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
-        self._answer(deployment, session, [segment], wait, began)
+        segments = [segment] if segment.narrow is None else NarrowSegments([segment])
+        self._answer(deployment, session, segments, wait, began)
         return segment.found
 
     @repeated_after_takeover
@@ -508,6 +511,8 @@ class HPS:
     def _answer(self, deployment: Deployment, session: Session, segments: Sequence[Segment], wait: bool, began_ns: int) -> None:
         if wait:
             session.lookup(segments, began_ns)
+            if type(segments) is NarrowSegments:
+                narrow(segments)
         elif any(segment.found is not None for segment in segments):
             raise InvalidInputError("looking up without waiting: got return_found, whose mask is in host memory; expected none")
         else:

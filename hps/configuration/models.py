@@ -207,6 +207,11 @@ class VersionConfig(Section):
     dense: DenseConfig | None = None
 
 
+def _float32_rows(tables: int) -> tuple[RowDtype, ...]:
+    one: RowDtype = "float32"
+    return (one,) * tables
+
+
 _COUNTED = {
     "embedding_table_names": "name",
     "embedding_vecsize_per_table": "width",
@@ -233,7 +238,7 @@ class ModelConfig(Section):
     default_value_for_each_table: ListOf[Float32]
     deployed_device_list: NonEmptyListOf[NonNegative]
 
-    row_dtype: ListOf[RowDtype] = Field(default_factory=lambda data: tuple("float32" for _ in data["sparse_files"]))
+    row_dtype: ListOf[RowDtype] = Field(default_factory=lambda data: _float32_rows(len(data["sparse_files"])))
     gpucache: Flag = True
     gpucacheper: Share = 0.2
     hit_rate_threshold: Real = 0.9

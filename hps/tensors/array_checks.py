@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.dlpack import CAPSULE, FLOAT, INT, UINT, TensorView, adopt
+from hps.tensors.dlpack import BFLOAT, CAPSULE, FLOAT, INT, UINT, TensorView, adopt
 from hps.types import BoolArray, FloatArray, KeyArray
 
 # -- host arrays -------------------------------------------------------------------------------------------------------
@@ -117,14 +117,15 @@ def view_as_keys(view: TensorView) -> KeyArray:
     return given if view.bits == 64 and given.flags.aligned else given.astype(np.int64)
 
 
-def as_output(out: Any, rows: int, dim: int) -> FloatArray:  # (rows, dim)
+def as_output(out: Any, rows: int, dim: int, *, narrow: bool = False) -> Any:  # (rows, dim)
     """Adopt an output in host memory: a float32 tensor of any shape with room for rows x dim elements.
 
     Args:
         out: as for `adopt`.
+        narrow: it may be of 16 bits.
 
     Returns:
-        (rows, dim) float32 over its first elements, writable.
+        (rows, dim) float32 over its first elements, writable; float16, or uint16 for the bits of bfloat16.
     """
     array = _array(out)
     if array is not None and array.dtype == np.float32 and array.size >= rows * dim:
@@ -132,12 +133,12 @@ def as_output(out: Any, rows: int, dim: int) -> FloatArray:  # (rows, dim)
         if flags.c_contiguous and flags.writeable and flags.aligned:
             fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
             return fits
-    return view_as_output(adopt(out, what="output"), rows, dim)
+    return view_as_output(adopt(out, what="output"), rows, dim, narrow=narrow)
 
 
-def view_as_output(view: TensorView, rows: int, dim: int) -> FloatArray:  # (rows, dim)
+def view_as_output(view: TensorView, rows: int, dim: int, *, narrow: bool = False) -> Any:  # (rows, dim)
     """Return an adopted tensor as an output; see `as_output`."""
-    check_output_tensor(view, rows, dim)
+    check_output_tensor(view, rows, dim, narrow=narrow)
     _check_host(view, "output")
     return view.host_array((rows, dim))
 
@@ -163,10 +164,12 @@ def check_key_tensor(view: TensorView, what: str = "keys") -> None:
         _fail_layout(view, what)
 
 
-def check_output_tensor(view: TensorView, rows: int, dim: int) -> None:
-    """Check that a tensor on any device has room for rows x dim float32 elements."""
-    if (view.code, view.bits, view.lanes) != (FLOAT, 32, 1):
-        raise InvalidDtypeError(f"adopting output: got {view.dtype_name}, expected float32; allocate it as float32")
+def check_output_tensor(view: TensorView, rows: int, dim: int, *, narrow: bool = False) -> None:
+    """Check that a tensor on any device has room for rows x dim float32 elements, or with `narrow` float16 or bfloat16 ones."""
+    narrows = narrow and (view.code, view.bits, view.lanes) in ((FLOAT, 16, 1), (BFLOAT, 16, 1))
+    if not narrows and (view.code, view.bits, view.lanes) != (FLOAT, 32, 1):
+        expected = "float32, float16 or bfloat16" if narrow else "float32"
+        raise InvalidDtypeError(f"adopting output: got {view.dtype_name}, expected {expected}; allocate it as that")
     if not view.contiguous:
         _fail_layout(view, "output")
     if view.read_only:
@@ -176,8 +179,10 @@ def check_output_tensor(view: TensorView, rows: int, dim: int) -> None:
             f"adopting output: got shape {view.shape} with {view.size} elements, expected at least {rows * dim} for {rows} "
             f"vectors of {dim}; allocate it larger"
         )
-    if view.pointer % 4:
-        raise InvalidInputError("adopting output: got memory that is not aligned to float32; pass a tensor of its own")
+    if view.pointer % (view.bits // 8):
+        raise InvalidInputError(
+            f"adopting output: got memory that is not aligned to {view.dtype_name}; pass a tensor of its own"
+        )
 
 
 def _check_host(view: TensorView, what: str) -> None:

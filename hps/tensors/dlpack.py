@@ -20,7 +20,8 @@ _DEVICES = {CPU: "CPU", CUDA: "CUDA", CUDA_HOST: "CUDAHost", ROCM: "ROCm", CUDA_
 
 INT, UINT, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
 _KINDS = {INT: "int", UINT: "uint", FLOAT: "float", BFLOAT: "bfloat", COMPLEX: "complex", BOOL: "bool"}
-_TYPESTRS = {(INT, 32): "=i4", (INT, 64): "=i8", (FLOAT, 32): "=f4"}  # keys and outputs
+# Keys and outputs; the bits of bfloat16, which NumPy lacks.
+_TYPESTRS = {(INT, 32): "=i4", (INT, 64): "=i8", (FLOAT, 32): "=f4", (FLOAT, 16): "=f2", (BFLOAT, 16): "=u2"}
 _HOST = frozenset({CPU, CUDA_HOST})
 NUMPY_CODES = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
 

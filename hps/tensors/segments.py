@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.ground.rows import to_bfloat16
 from hps.tensors.array_checks import as_keys, as_output, check_array, view_as_keys, view_as_output
 from hps.tensors.dlpack import CAPSULE, TensorView, adopt
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
@@ -22,7 +23,7 @@ from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 if TYPE_CHECKING:
     from hps.tensors.bags import Pooling
 
-_INT64 = np.dtype(np.int64)
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _MOST_INDICES = 1 << 12  # kept in a dict
 
 
@@ -51,11 +52,14 @@ class Segment:
         out: (n, dim) float32, C-contiguous; every row has been written when the lookup returns.
         found: (n,) bool or None; set to True for keys that a tier answered, False for those that got the default.
         n: number of keys; given if `keys` is a tensor of any shape in CUDA memory.
+        narrow: an output of 16 bits in host memory, that of `out` (float16, or uint16 for bfloat16); else None.
         pooling: bags of the keys; None: every key gets a row. Either all segments of a lookup have bags or none has. With B
             bags `out` is (B, dim), in host memory with rows of any stride, and there is no `found`.
     """
 
-    __slots__ = ("found", "keys", "n", "out", "pooling", "table")
+    __slots__ = ("found", "keys", "n", "narrow", "out", "pooling", "table")
+
+    narrow: np.ndarray | None
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Segment:
         self.found = found
         self.n = len(keys) if n < 0 else n
         self.pooling = pooling
+        self.narrow = None
 
 
 class ConcatenatedSegments(Sequence[Segment]):
@@ -156,6 +161,10 @@ MADE_LATE = (ConcatenatedSegments, SeparateSegments)
 """Kinds of segments of rows that are made only if asked for."""
 
 
+class NarrowSegments(list[Segment]):
+    """Segments of which some have an output of 16 bits in host memory; `narrow` fills those after the lookup."""
+
+
 class FixedSegments(list[Segment]):
     """The segments of lookups that repeat the same tensors on one session. *One lookup at a time.*
 
@@ -236,7 +245,9 @@ def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, 
         flat, n, place = keys, keys.size, out
     else:
         flat, n = adopt_keys(keys, on_cuda)
-        place = adopt_output(out, n, dim, on_cuda)
+        place = adopt_output(out, n, dim, on_cuda, narrow=True)
+        if type(place) is np.ndarray and place.dtype != _FLOAT32:
+            return _narrowed(Segment(table, flat, place, np.empty(n, np.bool_) if with_found else None, n))
     return Segment(table, flat, place, np.empty(n, np.bool_) if with_found else None, n)
 
 
@@ -284,10 +295,14 @@ def named_segments(
         else:
             place = out[name]
             dim = specs[index].dim
-            place = as_output(place, n, dim) if type(place) is np.ndarray else adopt_output(place, n, dim, on_cuda)
-        segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n))
+            if type(place) is np.ndarray:
+                place = as_output(place, n, dim, narrow=True)
+            else:
+                place = adopt_output(place, n, dim, on_cuda, narrow=True)
+        segment = Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n)
+        segments.append(_narrowed(segment) if type(place) is np.ndarray and place.dtype != _FLOAT32 else segment)
     refuse_repeated_tables([segment.table for segment in segments], specs)
-    return segments
+    return NarrowSegments(segments) if any([segment.narrow is not None for segment in segments]) else segments
 
 
 def _separate_segments(
@@ -392,10 +407,13 @@ def concatenated_segments(
     if n != total:
         raise InvalidInputError(f"looking up concatenated tables: got {n} keys, expected {total}, the sum of the counts")
     found = np.empty(total, np.bool_) if with_found else None
-    place = adopt_output(out, size, 1, on_cuda)
+    place = adopt_output(out, size, 1, on_cuda, narrow=True)
     if found is None and not isinstance(flat, np.ndarray) and not isinstance(place, np.ndarray):
         return ConcatenatedSegments(flat, place, counts, dims, size), None
-    return _parts(flat, place, counts, dims, found), found
+    parts = _parts(flat, place, counts, dims, found)
+    if isinstance(place, np.ndarray) and place.dtype != _FLOAT32:
+        return NarrowSegments(map(_narrowed, parts)), found
+    return parts, found
 
 
 def _parts(keys: Any, out: Any, counts: Sequence[int], dims: Sequence[int], found: BoolArray | None) -> list[Segment]:
@@ -418,6 +436,25 @@ def _parts(keys: Any, out: Any, counts: Sequence[int], dims: Sequence[int], foun
         row += count
         element += length
     return segments
+
+
+def _narrowed(segment: Segment) -> Segment:
+    """Let a lookup write float32 for an output of 16 bits in host memory, which `narrow` fills afterwards."""
+    segment.narrow, segment.out = segment.out, np.empty(segment.out.shape, np.float32)
+    return segment
+
+
+def narrow(segments: Sequence[Segment]) -> None:
+    """Write the outputs of 16 bits in host memory, after a lookup."""
+    for segment in segments:
+        target = segment.narrow
+        if target is None:
+            continue
+        if target.dtype == np.float16:
+            with np.errstate(over="ignore"):
+                target[...] = segment.out
+        else:
+            to_bfloat16(segment.out.reshape(-1), target.reshape(-1))
 
 
 def refuse_repeated_tables(tables: Sequence[int], specs: Sequence[TableSpec]) -> None:
@@ -464,11 +501,11 @@ def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
     return flat, flat.size
 
 
-def adopt_output(out: Any, rows: int, dim: int, on_cuda: bool) -> Any:
-    """Adopt an output: (rows, dim) float32 in host memory, or the tensor that a CUDA cache writes itself."""
+def adopt_output(out: Any, rows: int, dim: int, on_cuda: bool, *, narrow: bool = False) -> Any:
+    """Adopt an output: (rows, dim) in host memory, see `as_output`, or the tensor that a CUDA cache writes itself."""
     if on_cuda and type(out) is not np.ndarray:
         if size_on_device(out) >= 0:
             return out
         view = adopt(out, what="output")
-        return view_as_output(view, rows, dim) if view.on_host else view
-    return as_output(out, rows, dim)
+        return view_as_output(view, rows, dim, narrow=narrow) if view.on_host else view
+    return as_output(out, rows, dim, narrow=narrow)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache
+from hps.errors import InvalidDtypeError
 from hps.ground.rows import decode, encode
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
@@ -153,7 +154,9 @@ def test_the_cache_and_its_twin_agree(dim, row_dtype, static):
             for cache, place in zip(caches, (np.array, cupy.asarray), strict=True):
                 cache.tell_complete(static)
                 lookup = cache.create_lookup()
-                segment = Segment(0, place(asked), place(np.full((asked.size, dim), np.nan, np.float32)), place(np.zeros(1500, bool)))
+                segment = Segment(
+                    0, place(asked), place(np.full((asked.size, dim), np.nan, np.float32)), place(np.zeros(1500, bool))
+                )
                 left = lookup.query([segment])
                 for missed in lookup.unique() if left else ():
                     missed.scatter(np.zeros(missed.keys.size, np.bool_))
@@ -176,7 +179,11 @@ def test_the_cache_and_its_twin_agree(dim, row_dtype, static):
 def test_every_half_is_widened_as_on_the_cpu():
     halves = np.arange(1 << 16, dtype=np.uint16)
     for row_dtype in ("float16", "bfloat16"):
-        vectors = halves.view(np.float16).astype(np.float32) if row_dtype == "float16" else (halves.astype(np.uint32) << 16).view(np.float32)
+        vectors = (
+            halves.view(np.float16).astype(np.float32)
+            if row_dtype == "float16"
+            else (halves.astype(np.uint32) << 16).view(np.float32)
+        )
         own = replace(spec(64), row_dtype=row_dtype)
         rows = encode("storing", vectors.reshape(-1, 64), row_dtype)
         keys = np.arange(rows.shape[0])
@@ -191,3 +198,83 @@ def test_every_half_is_widened_as_on_the_cpu():
             assert np.array_equal(cupy.asnumpy(segment.out)[found].view(np.uint32), wanted[found].view(np.uint32))
         finally:
             cache.close()
+
+
+OUTPUTS = ["float16", "bfloat16"]
+
+
+def narrowed(vectors: FloatArray, out_dtype: str) -> np.ndarray:
+    """The bits of vectors as an output has them."""
+    if out_dtype == "float16":
+        return vectors.astype(np.float16).view(np.uint16)
+    return encode("narrowing", np.ascontiguousarray(vectors.reshape(-1, 2)), "bfloat16").view(np.uint16).reshape(vectors.shape)
+
+
+def tensor(shape: tuple[int, ...], out_dtype: str) -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.full(shape, float("nan"), dtype=getattr(torch, out_dtype), device="cuda")
+
+
+@pytest.mark.parametrize("out_dtype", OUTPUTS)
+@pytest.mark.parametrize("row_dtype", ["float32", *FORMATS])
+@pytest.mark.parametrize("dim", [1, 2, 6, 13, 32, 128, 130, 514])
+def test_outputs_of_16_bits_are_the_vectors_rounded(dim, row_dtype, out_dtype):
+    torch = pytest.importorskip("torch")
+    known = distinct_keys(12_000)
+    with LinkedTables([dim, 4], 6_000, row_dtypes=[row_dtype, "float32"]) as tables:
+        for table in range(2):
+            tables.write(known, vectors_of(known, tables.specs[table].dim), table)
+        lookup = tables.cache.create_lookup()
+        for n in (1, 33, SMALL, 9_000):
+            keys = mixed(known, n) if n > 1 else known[:1]
+            there = np.isin(keys, known)
+            for turn in range(3):
+                outs = [tensor((n, tables.specs[table].dim), out_dtype) for table in range(1 + turn % 2)]
+                segments = [Segment(table, torch.from_numpy(keys).cuda(), out, None, n) for table, out in enumerate(outs)]
+                if turn == 2:
+                    lookup.enqueue(segments)
+                    torch.cuda.synchronize()
+                else:
+                    assert lookup.query(segments) == 0
+                    lookup.finish()
+                for table, out in enumerate(outs):
+                    own = tables.specs[table].dim
+                    wanted = np.where(there[:, None], tables.stored(vectors_of(keys, own), table), np.float32(DEFAULT))
+                    if wanted.size % 2 == 0:
+                        assert np.array_equal(out.cpu().view(torch.uint16).numpy(), narrowed(wanted, out_dtype))
+                    else:
+                        assert torch.equal(out.cpu(), torch.from_numpy(wanted).to(out.dtype))
+
+
+@pytest.mark.parametrize("out_dtype", OUTPUTS)
+def test_what_the_host_answers_is_rounded_too(out_dtype):
+    known = distinct_keys(3_000)
+    with LinkedTables([32], 1_000, attached=(), row_dtypes=["int8"]) as tables:
+        tables.write(known, vectors_of(known, 32))
+        lookup, keys = tables.cache.create_lookup(), mixed(known, 500)
+        for _again in range(2):
+            out = tensor((500, 32), out_dtype)
+            left = lookup.query([Segment(0, cupy.asarray(keys), out, None, 500)])
+            for missed in lookup.unique() if left else ():
+                found = np.zeros(missed.keys.size, np.bool_)
+                tables.database.fetch(tables.specs[0].tag, missed.keys, missed.buffer(), found)
+                missed.stage(0, found.size)
+                missed.scatter(found)
+                missed.insert(found)
+            lookup.finish()
+            wanted = np.where(np.isin(keys, known)[:, None], tables.stored(vectors_of(keys, 32)), np.float32(DEFAULT))
+            assert np.array_equal(out.cpu().view(pytest.importorskip("torch").uint16).numpy(), narrowed(wanted, out_dtype))
+
+
+def test_outputs_of_one_lookup_have_one_dtype():
+    with LinkedTables([32, 32], 100) as tables:
+        keys = cupy.arange(5)
+        segments = [
+            Segment(0, keys, tensor((5, 32), "float16"), None, 5),
+            Segment(1, keys, tensor((5, 32), "float32"), None, 5),
+        ]
+        with pytest.raises(InvalidDtypeError, match="expected one dtype of all"):
+            tables.cache.create_lookup().query(segments)
+        bags = Pooling(5, None, 1, None, Combiner.SUM, 0.0, None)
+        with pytest.raises(InvalidDtypeError, match="got float16, expected float32"):
+            tables.cache.create_lookup().query([Segment(0, keys, tensor((5, 32), "float16"), None, 5, bags)])

@@ -281,7 +281,7 @@ class CupyCache(EmbeddingCache):
         reader = TensorReader(self.device_id)
         reader.start()
         keys_at, n = reader.keys(keys)
-        vectors_at = reader.output(vectors, n, table.spec.width)
+        vectors_at = reader.rows(vectors, n, table.spec.width)
         if table.pairs and n:
             self._changes.insert_on_device(table, keys_at, vectors_at, n, mode, reader.streams)
 

@@ -76,6 +76,8 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _WORD = (1 << 64) - 1
 
 
+FLOAT16, BFLOAT16 = 1, 2
+"""Formats of outputs beside float32, as `cuda/rows.cuh` numbers them."""
 _FORMAT_SHIFT = 28  # of a segment's units, see `cuda/rows.cuh`
 
 
@@ -104,6 +106,7 @@ class Shape(NamedTuple):
         segments: 1, or SEGMENTS_AT_ONCE for up to as many.
         formats: bit f: some rows are of format f.
         piece: words of a row that a lane moves at once.
+        out: format of the outputs' elements.
     """
 
     unit: int
@@ -112,20 +115,21 @@ class Shape(NamedTuple):
     segments: int
     formats: int
     piece: int
+    out: int = 0
 
     @classmethod
-    def of(cls, rows: Sequence[Rows], alignment: int) -> "Shape":
+    def of(cls, rows: Sequence[Rows], outputs: int) -> "Shape":
         """Find the shape of a launch.
 
         Args:
             rows: of the table of each segment.
-            alignment: an address of outputs modulo 16, or several combined by OR.
+            outputs: see `outputs_code`.
         """
-        unit = unit_of(reduce(or_, [one.dim for one in rows]), alignment)
+        unit, out = unit_of(reduce(or_, [one.dim for one in rows]), outputs & 15), outputs >> 4
         widths = [one.width for one in rows]
         segments = 1 if len(rows) == 1 else SEGMENTS_AT_ONCE
         formats = reduce(or_, [1 << one.dtype for one in rows])
-        return cls(unit, max(one.dim for one in rows), max(widths), segments, formats, unit_of(reduce(or_, widths), 16))
+        return cls(unit, max(one.dim for one in rows), max(widths), segments, formats, unit_of(reduce(or_, widths), 16), out)
 
     def units(self, rows: Rows) -> int:
         """Return the units of a vector, with the format of its row where that differs by segment."""
@@ -135,7 +139,8 @@ class Shape(NamedTuple):
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
         """Macros of `cuda/rows.cuh`; none where all rows are float32."""
-        return () if self.formats == 1 else (("FORMATS", self.formats),)
+        formats = () if self.formats == 1 else (("FORMATS", self.formats),)
+        return (*formats, ("OUT", self.out)) if self.out else formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +204,15 @@ def source(file: str) -> str:
 def _directory() -> Path:
     packaged = Path(str(files("hps"))) / "_cuda"
     return packaged if packaged.is_dir() else Path(str(files("hps"))).parent / "cuda"
+
+
+def outputs_code(addresses: int, out_format: int) -> int:
+    """Return what kernels depend on of outputs: their alignment in units of 4 elements, and from bit 4 on their format.
+
+    Args:
+        addresses: those of the outputs, combined by OR.
+    """
+    return (addresses << 1 & 15) | out_format << 4 if out_format else addresses & 15
 
 
 @cache
@@ -269,7 +283,7 @@ def answer_kernel(name: str, shape: Shape) -> Kernel:
 
 def by_parts(shape: Shape) -> bool:
     """Whether `answer` reads rows by parts of 16 bytes, and admits them from staged rows alone."""
-    return shape.formats != 1
+    return shape.formats != 1 or shape.out != 0
 
 
 def staged_words(shape: Shape, rows: Rows) -> int:

@@ -85,7 +85,7 @@ class LookupKernels:
 
         Args:
             tables: at most SEGMENTS_AT_ONCE.
-            alignment: bits of the addresses of their outputs, below 16.
+            alignment: see `kernels.outputs_code`.
             settles: see `kernels.query_kernel`.
 
         Returns:
@@ -223,6 +223,11 @@ class CupyLookup(CacheLookup):
         self._fetched_used = 0  # bytes of the last buffer that were handed out
         self._reserve(LEAST_KEYS)
         self.clear()
+
+    @property
+    def out_format(self) -> int:
+        """Format of the elements of the outputs of rows."""
+        return self._places.out_format
 
     @property
     def placed(self) -> Sequence[PlacedSegment]:
@@ -548,8 +553,8 @@ class CupyLookup(CacheLookup):
         alignment, specs, structs, on_host = 0, self.memory.specs, self.kernels.structs, self._places.on_host
         for _index, _table, _n, out, _found, _missing in group:
             alignment |= out
-        tables = tuple([table for _, table, *_ in group])
-        handle, shape, threads = self.kernels.answer_of("answer", tables, alignment & 15)
+        tables, outputs = tuple([table for _, table, *_ in group]), kernels.outputs_code(alignment, self._places.out_format)
+        handle, shape, threads = self.kernels.answer_of("answer", tables, outputs)
         by_parts = kernels.by_parts(shape)
         arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
         buffer, pack, offset, blocks = arguments.bytes, kernels.ANSWER_SEGMENT.pack_into, 0, self._blocks
@@ -607,7 +612,7 @@ class CupyLookup(CacheLookup):
         self._dependent.launch(handle, blocks, threads, arguments, self.stream)
         if defers:
             runtime.eventRecord(self._answered.ptr, self.stream)
-            handle, *_ = self.kernels.answer_of("admit_answers", tables, alignment & 15)
+            handle, *_ = self.kernels.answer_of("admit_answers", tables, outputs)
             launch(handle, _ADMITTING_BLOCKS * blocks, threads, arguments, self.stream)
 
     def note_work(self) -> None:
@@ -787,7 +792,7 @@ class CupyMissedKeys(MissedKeys):
         lookup, place = self._lookup, self._place
         table = self.memory.specs[place.table]
         rows = lookup.kernels.rows[place.table]
-        shape = Shape.of([rows], place.out & 15)
+        shape = Shape.of([rows], kernels.outputs_code(place.out, lookup.out_format))
         lookup.scatter_arguments.pack(
             kernels.SCATTER,
             0,

@@ -243,7 +243,7 @@ class BagPooling:
         elif isinstance(segment.out, Columns):
             place.out, place.stride = reader.columns(segment.out), segment.out.width
         else:
-            place.out = reader.output(segment.out, count, dim)
+            place.out = reader.rows(segment.out, count, dim)
 
     def _shape_of_bags(self, group: Sequence[PlacedBags]) -> tuple[Shape, bool]:
         """Return the shape of a group of segments, and whether none has weights or a max_norm."""

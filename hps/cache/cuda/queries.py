@@ -13,6 +13,7 @@ import numpy as np
 
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import Arguments, launch
+from hps.cache.cuda.kernels import outputs_code
 from hps.cache.cuda.tensors import AnyRows, ConcatenatedRows, PlacedRows
 
 Geometry: TypeAlias = list[tuple[int, int, int, int]]
@@ -34,7 +35,7 @@ class _Launch:
 
     __slots__ = ("arguments", "blocks", "handle", "key_offsets", "keys", "out_offsets", "outs", "places")
 
-    def __init__(self, handle: int, blocks: int, arguments: Arguments, sizes: Sequence[int], dims: Sequence[int]) -> None:
+    def __init__(self, handle: int, blocks: int, arguments: Arguments, sizes: Sequence[int], vectors: Sequence[int]) -> None:
         self.handle = handle
         self.blocks = blocks
         self.arguments = arguments
@@ -43,9 +44,9 @@ class _Launch:
         self.keys: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, 0, strides)
         self.outs: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, _OUT_OFFSET, strides)
         rows = np.array(sizes, np.uint64)
-        floats = rows * np.array(dims, np.uint64)
+        size_bytes = rows * np.array(vectors, np.uint64)
         self.key_offsets = (8 * (rows.cumsum() - rows))[self.places]
-        self.out_offsets = (4 * (floats.cumsum() - floats))[self.places]
+        self.out_offsets = (size_bytes.cumsum() - size_bytes)[self.places]
 
 
 class Queries:
@@ -108,7 +109,7 @@ class Queries:
         for first in range(0, len(rows.sizes), kernels.SEGMENTS_AT_ONCE):
             part = slice(first, first + kernels.SEGMENTS_AT_ONCE)
             tables = rows.tables[part]
-            handle, widest, geometry = self._query_of(tables, reduce(or_, rows.outs[part]) & 15)
+            handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs[part]), rows.out_format))
             arguments = arguments_of(1 if len(tables) == 1 else kernels.SEGMENTS_AT_ONCE)
             per_warp = _keys_per_warp(rows.total, widest)
             blocks, missing = self._pack(arguments, geometry, rows, first, missing, per_warp)
@@ -117,7 +118,9 @@ class Queries:
 
     def _launch_one(self, rows: PlacedRows, stream: int) -> None:
         [n], [keys], [out], [found] = rows.sizes, rows.keys, rows.outs, rows.founds
-        handle, widest, [(units, buckets, vectors, pairs)] = self._query_of(rows.tables, out & 15)
+        handle, widest, [(units, buckets, vectors, pairs)] = self._query_of(
+            rows.tables, outputs_code(out, rows.out_format) if rows.out_format else out & 15
+        )
         if not n:
             return
         arguments, per_warp = self._arguments[1], _keys_per_warp(n, widest)
@@ -128,11 +131,13 @@ class Queries:
 
     def _launch_kept(self, rows: AnyRows, stream: int) -> None:
         if isinstance(rows, ConcatenatedRows):
-            found = self._found((rows.out_at & 15, *rows.sizes), rows)
+            code = outputs_code(rows.out_at, rows.out_format) if rows.out_format else rows.out_at & 15
+            found = self._found((code, *rows.sizes), rows)
             np.add(found.key_offsets, rows.key_at, found.keys)
             np.add(found.out_offsets, rows.out_at, found.outs)
         else:
-            found = self._found((reduce(or_, rows.outs) & 15, rows.tables, *rows.sizes), rows)
+            code = reduce(or_, rows.outs) & 15 if not rows.out_format else outputs_code(reduce(or_, rows.outs), rows.out_format)
+            found = self._found((code, rows.tables, *rows.sizes), rows)
             keys, outs, places = rows.keys, rows.outs, found.places
             if len(places) < len(rows.sizes):
                 keys, outs = [keys[place] for place in places], [outs[place] for place in places]
@@ -146,9 +151,11 @@ class Queries:
         if found is None:
             listed = rows.listed() if isinstance(rows, ConcatenatedRows) else rows
             arguments = _arguments_of(kernels.SEGMENTS_AT_ONCE)
-            handle, widest, geometry = self._query_of(listed.tables, reduce(or_, listed.outs) & 15)
+            code = outputs_code(reduce(or_, listed.outs), listed.out_format)
+            handle, widest, geometry = self._query_of(listed.tables, code)
             blocks, _missing = self._pack(arguments, geometry, listed, 0, 0, _keys_per_warp(rows.total, widest))
-            found = _Launch(handle, blocks, arguments, rows.sizes, [self._dims[table] for table in listed.tables])
+            element = 2 if listed.out_format else 4
+            found = _Launch(handle, blocks, arguments, rows.sizes, [element * self._dims[table] for table in listed.tables])
             if len(self._kept) == _MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[kind] = found

@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
+from hps.cache.cuda import kernels
 from hps.cache.cuda.device import PinnedBuffer, stream_of
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.array_checks import check_key_tensor, check_output_tensor
@@ -75,9 +76,10 @@ class PlacedRows:
         on_host: segments with parts in host memory, by their position.
         masked: a segment has a mask.
         token: identifies rows that are placed once for many lookups; None for others.
+        out_format: of the outputs' elements, as kernels know it.
     """
 
-    __slots__ = ("_segments", "founds", "keys", "masked", "on_host", "outs", "sizes", "tables", "token", "total")
+    __slots__ = ("_segments", "founds", "keys", "masked", "on_host", "out_format", "outs", "sizes", "tables", "token", "total")
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class PlacedRows:
         addresses: tuple[list[int], list[int], list[int]],
         on_host: dict[int, PlacedSegment],
         masked: bool,
+        out_format: int = 0,
     ) -> None:
         self._segments = segments
         self.tables = tables
@@ -96,6 +99,7 @@ class PlacedRows:
         self.on_host = on_host
         self.masked = masked
         self.token: object | None = None
+        self.out_format = out_format
 
     def asked(self) -> list[AskedRows]:
         """Return the segments that have keys."""
@@ -122,26 +126,27 @@ class ConcatenatedRows:
         key_at, out_at: addresses of the tensors.
     """
 
-    __slots__ = ("_segments", "key_at", "out_at", "sizes", "total")
+    __slots__ = ("_segments", "key_at", "out_at", "out_format", "sizes", "total")
 
     on_host: ClassVar[Mapping[int, PlacedSegment]] = MappingProxyType({})
     masked: ClassVar[bool] = False
     token: ClassVar[None] = None
 
-    def __init__(self, segments: ConcatenatedSegments, key_at: int, out_at: int) -> None:
+    def __init__(self, segments: ConcatenatedSegments, key_at: int, out_at: int, out_format: int = 0) -> None:
         self._segments = segments
         self.sizes = segments.counts
         self.total = sum(segments.counts)
         self.key_at = key_at
         self.out_at = out_at
+        self.out_format = out_format
 
     def listed(self) -> PlacedRows:
         """Return the same, with its lists."""
-        counts, dims = self.sizes, self._segments.dims
+        counts, dims, size = self.sizes, self._segments.dims, 2 if self.out_format else 4
         keys = [self.key_at + 8 * row for row in accumulate(counts[:-1], initial=0)]
-        outs = [self.out_at + 4 * element for element in accumulate(map(mul, counts[:-1], dims), initial=0)]
+        outs = [self.out_at + size * element for element in accumulate(map(mul, counts[:-1], dims), initial=0)]
         none = [0] * len(counts)
-        return PlacedRows(self._segments, self.tables, counts, (keys, outs, none), {}, masked=False)
+        return PlacedRows(self._segments, self.tables, counts, (keys, outs, none), {}, masked=False, out_format=self.out_format)
 
     @property
     def tables(self) -> tuple[int, ...]:
@@ -177,6 +182,7 @@ class TensorReader:
         "_int32",
         "_int64",
         "_keep",
+        "_narrow",
         "_seen_cupy",
         "_seen_torch",
         "_shared_keys",
@@ -195,6 +201,7 @@ class TensorReader:
         self._torch_stream: Callable[[int], int]
         self._seen_torch = self._seen_cupy = False
         self._keep: list[Any] = []  # kept alive until the lookup has ended
+        self._narrow: list[int] = []  # formats of the outputs of 16 bits
         self._shared_keys: tuple[Any, int] = (None, 0)  # tensor and address of the last stretches
         self._shared_out: tuple[Any, int] = (None, 0)
         self.streams: set[int] = set()
@@ -204,6 +211,8 @@ class TensorReader:
         self._seen_torch = self._seen_cupy = False
         self.streams = set()
         self._keep = []
+        if self._narrow:
+            self._narrow = []
         self._shared_keys = self._shared_out = (None, 0)
         if self._tensor is None and "torch" in sys.modules:
             torch = sys.modules["torch"]
@@ -220,7 +229,8 @@ class TensorReader:
         """
         if type(segments) is ConcatenatedSegments:
             keys, _size = self.keys(segments.keys)
-            return ConcatenatedRows(segments, keys, self.output(segments.out, segments.floats, 1))
+            out = self.output(segments.out, segments.floats, 1)
+            return ConcatenatedRows(segments, keys, out, self._narrow[0] if self._narrow else 0)
         if type(segments) is SeparateSegments and (separate := self._separate(segments, dims)) is not None:
             return separate
         if type(segments) is FixedSegments and segments.placed is not None:
@@ -282,7 +292,8 @@ class TensorReader:
             keys_at.append(key_at)
             outs_at.append(out_at)
             founds_at.append(found_at)
-        placed = PlacedRows(segments, tuple(tables), sizes, (keys_at, outs_at, founds_at), on_host, masked)
+        out_format = self._format_of_all(len(segments)) if self._narrow else 0
+        placed = PlacedRows(segments, tuple(tables), sizes, (keys_at, outs_at, founds_at), on_host, masked, out_format)
         if type(segments) is FixedSegments and not host.used and not self._keep:  # all are torch's and CuPy's own
             placed.token = object()
             segments.placed = placed, self._seen_torch, self._seen_cupy
@@ -379,8 +390,8 @@ class TensorReader:
         self._follow(view, "keys")
         return (view.pointer if view.bits == 64 else self._widened(view)), view.size
 
-    def output(self, tensor: Any, rows: int, dim: int) -> int:
-        """Return the address of rows x dim float32 elements, to be written (or, for an insertion, read)."""
+    def output(self, tensor: Any, rows: int, dim: int, *, narrow: bool = True) -> int:
+        """Return the address of rows x dim elements to be written: float32 or, with `narrow`, 16 bits."""
         if type(tensor) is Stretch:
             return self._stretch_of_output(tensor)
         if (
@@ -407,9 +418,27 @@ class TensorReader:
                 self._see_cupy()
             return pointer
         view = self._view(tensor, "output")
-        check_output_tensor(view, rows, dim)
+        check_output_tensor(view, rows, dim, narrow=narrow)
+        if view.bits == 16:
+            self._narrow.append(kernels.FLOAT16 if view.code == FLOAT else kernels.BFLOAT16)
         self._follow(view, "output")
         return view.pointer
+
+    def rows(self, tensor: Any, n: int, width: int) -> int:
+        """Return the address of n rows of float32 or of stored ones, (n, width), to be read or written."""
+        return self.output(tensor, n, width, narrow=False)
+
+    def _format_of_all(self, outputs: int) -> int:
+        """Return the format of all outputs of a lookup.
+
+        Raises:
+            InvalidDtypeError: they have several.
+        """
+        if len(self._narrow) != outputs or len(set(self._narrow)) != 1:
+            raise InvalidDtypeError(
+                "adopting outputs: got some of 16 bits beside others, expected one dtype of all: float32, float16 or bfloat16"
+            )
+        return self._narrow[0]
 
     def offsets(self, tensor: Any) -> tuple[int, int, int]:
         """Return address, bits and number of offsets: int64 or int32, C-contiguous."""
@@ -442,7 +471,7 @@ class TensorReader:
         """Return the address of the first element of an output's columns."""
         tensor, address = self._shared_out
         if tensor is not columns.tensor:
-            address = self.output(columns.tensor, columns.rows, columns.width)
+            address = self.output(columns.tensor, columns.rows, columns.width, narrow=False)
             self._shared_out = (columns.tensor, address)
         return address + 4 * columns.start
 
@@ -496,7 +525,9 @@ class TensorReader:
         if tensor is not stretch.tensor:
             address = self.output(stretch.tensor, stretch.total, 1)
             self._shared_out = (stretch.tensor, address)
-        return address + 4 * stretch.start
+        elif self._narrow:
+            self._narrow.append(self._narrow[-1])
+        return address + (2 if self._narrow else 4) * stretch.start
 
     def _is_own(self, tensor: Any) -> bool:
         """Return whether it is a contiguous torch tensor on this device, and record its stream."""

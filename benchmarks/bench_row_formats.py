@@ -1,8 +1,8 @@
 """Rows in fewer bits on a GPU: hits alone, keys by popularity over the link, bags; beside float32 in the same run.
 
-A cache has the memory of a float32 cache for a tenth of the rows, less the index where that is on the device. `mixed` are batches of
-power-law keys after 600 of them; `link` reads the hash map's buckets and rows, `index` has the buckets on the device, `dense` is
-a table that needs none. `cold_rows` is a plain kernel that reads as many rows of the same size in ascending order after
+A cache has the memory of a float32 cache for a tenth of the rows, less the index where that is on the device. `mixed` are batches
+of power-law keys after 600 of them; `link` reads the hash map's buckets and rows, `index` has the buckets on the device, `dense`
+is a table that needs none. `cold_rows` is a plain kernel that reads as many rows of the same size in ascending order after
 other work on the device: what the link allows a lookup with as many misses.
 
 Of each configuration, 16,384 vectors are compared with those of the CPU, bit for bit.
@@ -33,19 +33,22 @@ _BATCH = 1 << 18
 _CHECKED = 1 << 14
 _OUTS = {"float32": torch.float32, "float16": torch.float16}
 _COLD = r"""
+typedef unsigned long long u64;
 extern "C" __global__ void __launch_bounds__(256)
-cold_rows(unsigned long long base, const unsigned* rows, unsigned n, unsigned row_bytes, uint4* out) {
+cold_rows(u64 base, const unsigned* rows, unsigned n, unsigned row_bytes, uint4* out) {
     const unsigned lane = threadIdx.x % 32, warp = (blockIdx.x * 256 + threadIdx.x) / 32, warps = gridDim.x * 8;
     const unsigned parts = (row_bytes + 12) / 16;
     for (unsigned i = 8 * warp; i < n; i += 8 * warps) {
         uint4 value[8];
 #pragma unroll
         for (unsigned r = 0; r < 8; ++r) {
-            const unsigned long long at = (base + static_cast<unsigned long long>(rows[min(i + r, n - 1)]) * row_bytes) & ~15ull;
-            if (lane < parts) value[r] = *reinterpret_cast<const volatile uint4*>(at + 16 * lane);
+            const u64 at = (base + static_cast<u64>(rows[min(i + r, n - 1)]) * row_bytes) & ~15ull;
+            if (lane < parts) value[r] = __ldcv(reinterpret_cast<const uint4*>(at + 16 * lane));
         }
 #pragma unroll
-        for (unsigned r = 0; r < 8; ++r) if (lane < parts && i + r < n) out[static_cast<unsigned long long>(i + r) * 32 + lane] = value[r];
+        for (unsigned r = 0; r < 8; ++r) {
+            if (lane < parts && i + r < n) out[static_cast<u64>(i + r) * 32 + lane] = value[r];
+        }
     }
 }
 """
@@ -116,8 +119,8 @@ class _Table:
             size -= HashMapDatabase.index_bytes(self.rows)
         cache = CupyCache.create([self.spec], [int(14 * size / pair)], 0)
         host = self.database.host_table(self.spec.tag)
-        assert host is not None
-        assert cache.attach(0, host, True, index=path == "index") is None
+        if host is None or cache.attach(0, host, True, index=path == "index") is not None:
+            raise RuntimeError("the cache cannot read the table")
         return cache
 
     def traffic(self, n: int, random: Any) -> Any:
@@ -133,7 +136,8 @@ class _Table:
         stored = decode(encode("checking", vectors_of(asked), self.row_dtype), _DIM, self.row_dtype)
         wanted = torch.from_numpy(stored).to(out.dtype)
         whole = torch.int32 if out.dtype is torch.float32 else torch.int16
-        assert torch.equal(out[: asked.size].cpu().view(whole), wanted.view(whole)), f"wrong vectors of {self.row_dtype}"
+        if not torch.equal(out[: asked.size].cpu().view(whole), wanted.view(whole)):
+            raise RuntimeError(f"wrong vectors of {self.row_dtype}")
 
     def close(self) -> bool:
         self.database.close()
@@ -150,8 +154,7 @@ def _mixed(report: Report, table: _Table, path: str, quick: bool) -> bool:
 
         def ask(keys: Any) -> None:
             nonlocal missed
-            assert lookup.query([Segment(0, keys, out)]) == 0
-            lookup.finish()
+            _ask(lookup, Segment(0, keys, out))
             missed += sum(lookup.linked)
 
         for _ in range(batches):
@@ -240,22 +243,24 @@ def _hits(report: Report, table: _Table, quick: bool) -> bool:
                     lookup.begin([Segment(0, *arrays[i])])
                     lookup.launch_query()
 
-                whole = time_calls(
-                    lambda i, lookup=lookup, outs=outs, asked=asked: _whole(lookup, asked[i % 8], outs[i % 8]), 40
-                )
+                def whole(i: int, lookup: Any = lookup, arrays: Any = arrays) -> None:
+                    _ask(lookup, Segment(0, *arrays[i % 8]))
+                    torch.cuda.synchronize()
+
+                one_call = time_calls(whole, 40)
                 table.check(asked[7], outs[7])
                 seconds = back_to_back([partial(launch, i) for i in range(8)])
-                figures = {"us": 1e6 * seconds, "mkeys_per_s": n / seconds / 1e6, "one_call_us": 1e6 * whole.p50_s}
+                figures = {"us": 1e6 * seconds, "mkeys_per_s": n / seconds / 1e6, "one_call_us": 1e6 * one_call.p50_s}
                 add(report, {"work": "hits", "row_dtype": table.row_dtype, "out": name, "keys": n}, figures)
     finally:
         cache.close()
     return True
 
 
-def _whole(lookup: Any, keys: Any, out: Any) -> None:
-    assert lookup.query([Segment(0, keys, out)]) == 0
+def _ask(lookup: Any, segment: Segment) -> None:
+    if lookup.query([segment]):
+        raise RuntimeError("keys are left for the host")
     lookup.finish()
-    torch.cuda.synchronize()
 
 
 def _bags(report: Report, table: _Table, quick: bool) -> bool:
@@ -268,8 +273,7 @@ def _bags(report: Report, table: _Table, quick: bool) -> bool:
         lookup = cache.create_lookup()
 
         def ask(_i: int) -> None:
-            assert lookup.query([Segment(0, keys, out, None, keys.numel(), pooling)]) == 0
-            lookup.finish()
+            _ask(lookup, Segment(0, keys, out, None, keys.numel(), pooling))
             torch.cuda.synchronize()
 
         timing = time_calls(ask, 40)

@@ -32,7 +32,7 @@ CASES = {  # name: what is measured, and beside what
     "gpu_lookup": "GPU: whole lookups from Python, beside torch",
     "prepared": "GPU: small lookups from Python, prepared or not, and through a layer",
     "misses": "GPU: misses by the link and by a copy, beside a gather over the link",
-    "row_formats": "GPU: rows of 8 and 16 bits beside float32: hits, keys by popularity, bags",
+    "row_formats_gpu": "GPU: rows of 8 and 16 bits beside float32: hits, keys by popularity, bags",
     "captured": "GPU: lookups in CUDA graphs, all keys resident or all but a few, beside the query alone",
     "pooled": "GPU: pooled lookups, beside a plain kernel and torch",
     "layers": "GPU: layers of hps.torch, beside the calls beneath them",

@@ -60,7 +60,8 @@ def import_command(
         ),
     ] = None,
     dim: Annotated[
-        int | None, typer.Option(min=1, help="Refuse vectors of another number of elements, where no file says it.")
+        int | None,
+        typer.Option(min=1, help="Refuse vectors of another number of elements, where no file says it; tbe8 may need it."),
     ] = None,
     delta_of: Annotated[
         str | None,
@@ -87,7 +88,13 @@ def import_command(
             "frequent interval.",
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, if SOURCE stores its bits as other 16-bit elements.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16, if SOURCE stores its bits as other 16-bit elements; fused8bit, tbe8 (both FBGEMM's) or rowwise8 "
+            "(NVE's), if it stores such rows of codes, scale and offset as uint8."
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace existing models and an existing ps.json.")] = False,
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="A ps.json with the model_source of DESTINATION.")
@@ -95,8 +102,8 @@ def import_command(
 ) -> None:
     """Write the embedding table in SOURCE as a sparse model, or with --tables all tables and a ps.json.
 
-    float16, bfloat16 and float64 become float32, all integer keys int64. Tables are read in chunks and may be larger than
-    memory. Pickled code in SOURCE is never run.
+    float16, bfloat16, float64 and rows of 8 bits become float32, all integer keys int64. Tables are read in chunks and may
+    be larger than memory. Pickled code in SOURCE is never run.
     """
     with terminal.reported():
         from hps.configuration.load import load_configuration

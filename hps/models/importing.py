@@ -47,8 +47,10 @@ def import_model(
         vectors: name of the array of vectors; by default `vectors`, `embeddings`, `emb_vector` or similar, or the only (n, dim)
             array of floats.
         file_format: a name in `hps.registry.names("format")`; by default from the names of the files.
-        dtype: `bfloat16` if the file stores its bits as uint16 or void, since NumPy has no such dtype.
-        dim: expected number of elements of a vector, for files that do not say it; another one is refused.
+        dtype: `bfloat16` if the file stores its bits as uint16 or void, since NumPy has no such dtype; `fused8bit`, `tbe8` or
+            `rowwise8` if uint8 rows have this layout (`formats/quantised_rows.py`).
+        dim: expected number of elements of a vector, for files that do not say it; another one is refused. Rows of tbe8 may
+            need it.
         first_key: use row numbers, starting here, as keys. The default for torch and safetensors files without an array of keys
             is 0.
         overwrite: replace an existing sparse model.

@@ -118,7 +118,7 @@ def test_the_state_of_a_quantised_torchrec_collection_is_read(tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_quantised_module_of_torch_is_read_as_it_answers(tmp_path: Path) -> None:
     for dim in (1, 7, 12, 64):
-        module = torch.nn.Sequential(torch.nn.EmbeddingBag(50, dim, mode="sum"), torch.nn.EmbeddingBag(20, dim, mode="sum"))
+        module = torch.nn.Sequential(torch.nn.EmbeddingBag(50, dim, mode="sum"), torch.nn.Embedding(20, dim))
         for i, bag in enumerate(module):
             bag.weight.data.copy_(torch.from_numpy(vectors(np.random.default_rng(dim + i), bag.num_embeddings, dim)))
             bag.qconfig = torch.ao.quantization.float_qparams_weight_only_qconfig
@@ -130,6 +130,8 @@ def test_a_quantised_module_of_torch_is_read_as_it_answers(tmp_path: Path) -> No
         assert tables_pattern(str(tmp_path / "m.pt")) == "*._packed_params._packed_weight"
         expected = quantised[0](torch.arange(50), torch.arange(50)).numpy()
         assert equal_bits(rows_of(tmp_path / "m.pt", vectors=name), expected)
+        expected = quantised[1](torch.arange(20)).numpy()
+        assert equal_bits(rows_of(tmp_path / "m.pt", vectors=name.replace("0", "1", 1)), expected)
         with pytest.raises(ModelFileError, match=rf"\(50, {dim}\) quint8, expected 9 elements"):
             find_table(tmp_path / "m.pt", vectors=name, dim=9)
 
@@ -140,11 +142,12 @@ def test_other_quantised_tensors_are_refused_by_name(tmp_path: Path) -> None:
     others = {
         "one": torch.quantize_per_tensor(weights, 0.1, 3, torch.quint8),
         "signed": torch.quantize_per_channel(weights, torch.ones(4), torch.zeros(4), 0, torch.qint8),
+        "narrow": torch.quantize_per_channel(weights, torch.ones(4), torch.zeros(4), 0, torch.quint4x2),
         "columns": torch.quantize_per_channel(weights, torch.ones(2), torch.zeros(2), 1, torch.quint8),
     }
     torch.save(others, tmp_path / "m.pt")
     for name in others:
-        with pytest.raises(InvalidDtypeError, match=rf"got vectors {name} \(4, 2\) qu?int8, per_"):
+        with pytest.raises(InvalidDtypeError, match=rf"got vectors {name} \(4, 2\) qu?int(8|4x2), per_"):
             find_table(tmp_path / "m.pt", vectors=name)
 
 

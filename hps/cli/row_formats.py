@@ -39,8 +39,10 @@ def row_formats_command(
         from hps.planning.memory import served_files
 
         chosen = tuple(dict.fromkeys(row_dtype or FEWER_BITS))
-        if unknown := next((one for one in chosen if one not in FEWER_BITS), None):
-            raise errors.InvalidInputError(f"measuring row formats: got {unknown!r}, expected one of: {', '.join(FEWER_BITS)}")
+        if unknown := [one for one in chosen if one not in FEWER_BITS]:
+            raise errors.InvalidInputError(
+                f"measuring row formats: got {unknown[0]!r}, expected one of: {', '.join(FEWER_BITS)}"
+            )
         costs: list[RowCost] = []
         with console.progress() as progress:
             for model, files in served_files(load_configuration(config)):

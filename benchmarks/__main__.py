@@ -27,6 +27,7 @@ CASES = {  # name: what is measured, and beside what
     "plan": "predicted and measured hit rates (GPU or CPU)",
     "admission": "admission policies of the CUDA cache, simulated",
     "pooled_host": "pooled lookups on a CPU, beside torch",
+    "row_formats": "the AUC of a DLRM with rows in fewer bits, beside float32",
     "cold_start": "the first lookup after an installation; kernels for any processor beside those for this one",
     "gpu_cache": "GPU: kernels of the cache, beside a plain gather and torch",
     "gpu_lookup": "GPU: whole lookups from Python, beside torch",

@@ -680,6 +680,32 @@ def cold_start_baseline() -> list[str]:
     return _table(("kernel", "this processor", "baseline", "speed of the baseline (five pairs of processes)"), *rows)
 
 
+def row_formats() -> list[str]:
+    """What a DLRM answers with rows in fewer bits."""
+    rows = []
+    for row_dtype in ("float32", "float16", "bfloat16", "int8"):
+        one = figures("row_formats", work="AUC", row_dtype=row_dtype)
+        worst = (
+            "0" if row_dtype == "float32" else f"{figures('row_formats', work='rows', row_dtype=row_dtype)['rms_share']:.2%}"
+        )
+        off = (
+            f"{one['row_bytes']}",
+            f"{one['auc']:.4f}",
+            f"{one['auc_difference']:+.1e}",
+            f"{one['logit_difference']:.1e}",
+            worst,
+        )
+        rows.append((f"`{row_dtype}`", *off))
+    head = (
+        "bytes of a row of 16",
+        "AUC",
+        "beside the trained module",
+        "largest difference of a logit",
+        "RMS error, worst table",
+    )
+    return _table(("", *head), *rows)
+
+
 def clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
@@ -795,6 +821,7 @@ def scores_loadgen() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "clients": clients,
+    "row-formats": row_formats,
     "fronts": fronts,
     "routes": routes,
     "machines": machines,

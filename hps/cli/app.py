@@ -22,6 +22,7 @@ from hps.cli import (
     plan,
     profile,
     publish,
+    row_formats,
     serve,
     top,
     updates,
@@ -50,6 +51,7 @@ app.command("check-config", epilog=check_config.EXAMPLE)(check_config.check_conf
 app.command("check-database", epilog=check_database.EXAMPLE)(check_database.check_database_command)
 app.command("compile", epilog=compile_kernels.EXAMPLE)(compile_kernels.compile_command)
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan_command)
+app.command("row-formats", epilog=row_formats.EXAMPLE)(row_formats.row_formats_command)
 app.command("publish", epilog=publish.EXAMPLE)(publish.publish_command)
 app.add_typer(updates.updates, name="updates")
 app.command("top", epilog=top.EXAMPLE)(top.top_command)
@@ -82,9 +84,9 @@ def _hps(
 ) -> None:
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
-    serve, load, lookup, plan, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter server does.
-    top, models, deploy, undeploy, rollback, unpin and refresh ask a running server (--url or HPS_URL; the token is in
-    HPS_ADMIN_TOKEN).
+    serve, load, lookup, plan, row-formats, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter
+    server does. top, models, deploy, undeploy, rollback, unpin and refresh ask a running server (--url or HPS_URL; the token
+    is in HPS_ADMIN_TOKEN).
     """
     if version:
         typer.echo(f"hps {__version__}")

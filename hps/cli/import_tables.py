@@ -1,7 +1,7 @@
 """`hps import`: convert tables of other formats to sparse model files."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -9,6 +9,7 @@ from hps import errors
 from hps.cli import console as terminal
 from hps.ground.progress import size_text
 
+RowDtype: TypeAlias = Literal["float32", "float16", "bfloat16", "int8"]
 EXAMPLE = "Example: `hps import dlrm.pt models/dlrm --tables 'emb_l.*.weight' && hps serve models/dlrm/ps.json`"
 
 
@@ -60,7 +61,8 @@ def import_command(
         ),
     ] = None,
     dim: Annotated[
-        int | None, typer.Option(min=1, help="Refuse vectors of another number of elements, where no file says it.")
+        int | None,
+        typer.Option(min=1, help="Refuse vectors of another number of elements, where no file says it; tbe8 may need it."),
     ] = None,
     delta_of: Annotated[
         str | None,
@@ -87,7 +89,17 @@ def import_command(
             "frequent interval.",
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, if SOURCE stores its bits as other 16-bit elements.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16, if SOURCE stores its bits as other 16-bit elements; fused8bit, tbe8 (both FBGEMM's) or rowwise8 "
+            "(NVE's), if it stores such rows of codes, scale and offset as uint8."
+        ),
+    ] = None,
+    row_dtype: Annotated[
+        RowDtype,
+        typer.Option(help="Serve the tables in this format: refuse rows that it cannot hold, and write it to the ps.json."),
+    ] = "float32",
     overwrite: Annotated[bool, typer.Option(help="Replace existing models and an existing ps.json.")] = False,
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="A ps.json with the model_source of DESTINATION.")
@@ -95,8 +107,8 @@ def import_command(
 ) -> None:
     """Write the embedding table in SOURCE as a sparse model, or with --tables all tables and a ps.json.
 
-    float16, bfloat16 and float64 become float32, all integer keys int64. Tables are read in chunks and may be larger than
-    memory. Pickled code in SOURCE is never run.
+    float16, bfloat16, float64 and rows of 8 bits become float32, all integer keys int64. Tables are read in chunks and may
+    be larger than memory. Pickled code in SOURCE is never run.
     """
     with terminal.reported():
         from hps.configuration.load import load_configuration
@@ -115,9 +127,10 @@ def import_command(
             raise errors.InvalidInputError(f"importing {source}: {named} --tables")
         if delta_of is None and (after is not None or every is not None):
             raise errors.InvalidInputError(f"importing {source}: --after and --every need --delta-of")
-        if delta_of is not None and (model or write_config or overwrite or vectors or dim):
+        if delta_of is not None and (model or write_config or overwrite or vectors or dim or row_dtype != "float32"):
             raise errors.InvalidInputError(
-                f"importing {source}: --delta-of goes without --model, --write-config, --overwrite, --vectors and --dim"
+                f"importing {source}: --delta-of goes without --model, --write-config, --overwrite, --vectors, --dim and "
+                "--row-dtype, which the version's model has"
             )
         with terminal.progress() as progress:  # logging is set up from here on, also for notices of the configuration
             model_source = load_configuration(config).model_source if config is not None else None
@@ -127,7 +140,7 @@ def import_command(
             }
             if tables is not None and delta_of is not None:
                 delta = import_delta(source, destination, delta_of, tables=tables, after=after, every=every, **options)
-            options |= {"vectors": vectors, "dim": dim, "overwrite": overwrite}
+            options |= {"vectors": vectors, "dim": dim, "row_dtype": row_dtype, "overwrite": overwrite}
             if delta_of is not None:
                 written = {}
             elif tables is None:
@@ -148,7 +161,8 @@ def import_command(
                 f"vectors from {table.vectors.name!r}, keys from {from_keys}"
             )
         if tables is None:
-            typer.echo(f'in a configuration: "sparse_files": ["{place}"], "embedding_vecsize_per_table": [{table.dim}]')
+            stored = "" if row_dtype == "float32" else f', "row_dtype": ["{row_dtype}"]'
+            typer.echo(f'in a configuration: "sparse_files": ["{place}"], "embedding_vecsize_per_table": [{table.dim}]{stored}')
         else:
             served = write_config or f"{destination.rstrip('/')}/ps.json"
             count = "1 table" if len(written) == 1 else f"{len(written)} tables"

@@ -14,7 +14,8 @@ from hps.models.deltas import key_set
 from hps.models.discovery import in_order, name_of
 from hps.models.files import open_file, rows_of_a_chunk
 from hps.models.formats.base import ArrayInfo, ArraySource
-from hps.models.formats.conversion import to_keys, to_vectors
+from hps.models.formats.conversion import VECTOR_DTYPES, to_keys, to_vectors
+from hps.models.formats.quantised_rows import LAYOUTS, dequantised
 from hps.models.formats.selection import Selection, select
 from hps.registry import implementation, names
 from hps.types import FloatArray, KeyArray
@@ -95,7 +96,10 @@ class CheckpointTable:
         row, step = 0, rows_of_a_chunk(selection.dim)
         self.checkpoint.verify()
         for blocks in source.chunks(columns, step):
-            out = to_vectors(source.path, vectors, blocks[0], row)
+            if selection.dtype in LAYOUTS:
+                out = dequantised(source.path, vectors, blocks[0], row, selection.dtype, selection.dim)
+            else:
+                out = to_vectors(source.path, vectors, blocks[0], row)
             if selection.keys is None:
                 first = selection.first_key + row
                 keys = np.arange(first, first + len(out), dtype=np.int64)
@@ -220,7 +224,9 @@ def tables_pattern(source: str) -> str | None:
     arrays = Checkpoint(source).arrays
     infos = {info.name: info for info in arrays.arrays()}
     held = {name: infos[name] for name in _tables(arrays)}
-    wide = [name for name, info in held.items() if len(info.shape) == 2 and "float" in info.dtype]
+    wide = [
+        name for name, info in held.items() if len(info.shape) == 2 and ("float" in info.dtype or info.dtype in VECTOR_DTYPES)
+    ]
     named = [name for name in wide if "emb" in name.lower()] or wide
     one = "vectors" in held or (os.path.isdir(source) and _layout_of(source) is None)
     if len(named) < 2 or one:  # one table, perhaps with keys

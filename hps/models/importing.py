@@ -10,13 +10,14 @@ from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import InvalidInputError, ModelFileError
 from hps.filesystems.local import LocalFileSystem, local_path
 from hps.ground.progress import NoProgress, Progress
+from hps.ground.rows import encode
 from hps.models.checkpoint import CheckpointTable, find_table, find_tables
 from hps.models.discovery import FoundModel, FoundTable, name_of
 from hps.models.formats.selection import Selection
 from hps.models.manifest import write_file
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
-from hps.types import FloatArray, KeyArray
+from hps.types import ROW_DTYPES, FloatArray, KeyArray
 
 _FILES = LocalFileSystem()
 
@@ -31,6 +32,7 @@ def import_model(
     dtype: str | None = None,
     dim: int | None = None,
     first_key: int | None = None,
+    row_dtype: str = "float32",
     overwrite: bool = False,
     model_source: ModelSourceConfig | None = None,
     progress: Progress | None = None,
@@ -47,10 +49,14 @@ def import_model(
         vectors: name of the array of vectors; by default `vectors`, `embeddings`, `emb_vector` or similar, or the only (n, dim)
             array of floats.
         file_format: a name in `hps.registry.names("format")`; by default from the names of the files.
-        dtype: `bfloat16` if the file stores its bits as uint16 or void, since NumPy has no such dtype.
-        dim: expected number of elements of a vector, for files that do not say it; another one is refused.
+        dtype: `bfloat16` if the file stores its bits as uint16 or void, since NumPy has no such dtype; `fused8bit`, `tbe8` or
+            `rowwise8` if uint8 rows have this layout (`formats/quantised_rows.py`).
+        dim: expected number of elements of a vector, for files that do not say it; another one is refused. Rows of tbe8 may
+            need it.
         first_key: use row numbers, starting here, as keys. The default for torch and safetensors files without an array of keys
             is 0.
+        row_dtype: the format that the table will be served in, one of `hps.types.ROW_DTYPES`. The files are float32; rows that
+            the format cannot hold are refused.
         overwrite: replace an existing sparse model.
         model_source: how to reach the destination.
         progress: receives the number of written rows.
@@ -60,12 +66,12 @@ def import_model(
 
     Raises:
         ModelFileError: the source cannot be read as a table or changed meanwhile, or the destination cannot be written.
-        InvalidInputError: the arguments contradict each other; `InvalidDtypeError`: a dtype cannot be converted;
-            `ConfigError`: there is no such format.
+        InvalidInputError: the arguments contradict each other, or a row does not fit `row_dtype`; `InvalidDtypeError`: a dtype
+            cannot be converted; `ConfigError`: there is no such format.
         MissingDependencyError: the format's package is not installed.
     """
     table = find_table(source, keys=keys, vectors=vectors, file_format=file_format, dtype=dtype, dim=dim, first_key=first_key)
-    _write(table, os.fspath(destination), overwrite, ModelSources(model_source), progress)
+    _write(table, os.fspath(destination), row_dtype, overwrite, ModelSources(model_source), progress)
     return table.selection
 
 
@@ -82,6 +88,7 @@ def import_tables(
     dtype: str | None = None,
     dim: int | None = None,
     first_key: int | None = None,
+    row_dtype: str = "float32",
     overwrite: bool = False,
     model_source: ModelSourceConfig | None = None,
     progress: Progress | None = None,
@@ -104,6 +111,7 @@ def import_tables(
             a directory with one table per entry as in `import_model`.
         vectors: name of the vectors in an entry, as in `import_model`.
         file_format, dtype, dim, first_key, progress: as in `import_model`.
+        row_dtype: as in `import_model`; the configuration says it.
         overwrite: replace existing sparse models and an existing configuration, which is removed first.
         model_source: how to reach the destination; copied to the configuration.
 
@@ -133,7 +141,8 @@ def import_tables(
     places = {name: f"{directory}/{name}.model" for name in found}
     shapes = tuple(FoundTable(name, places[name], table.selection.dim, table.selection.rows) for name, table in found.items())
     content: dict[str, object] = {"supportlonglong": True, "volatile_db": {"type": "hash_map"}}
-    content["models"] = [FoundModel(model, shapes).new_entry()]
+    entry = FoundModel(model, shapes).new_entry()
+    content["models"] = [entry if row_dtype == "float32" else entry | {"row_dtype": [row_dtype]}]
     if model_source is not None and (settings := model_source.model_dump(mode="json", exclude_defaults=True)):
         content["model_source"] = settings
     load_configuration(content)
@@ -146,20 +155,25 @@ def import_tables(
         _FILES.delete(config)
     for count, (name, table) in enumerate(found.items()):
         try:
-            _write(table, places[name], overwrite, sources, progress)
-        except ModelFileError as error:
+            _write(table, places[name], row_dtype, overwrite, sources, progress)
+        except (ModelFileError, InvalidInputError) as error:
             raise type(error)(f"importing table {name!r} ({count} of {len(found)} are written): {error}") from error
     if config:
         write_file(_FILES, config, json.dumps(content, indent=2).encode() + b"\n")
     return {places[name]: table.selection for name, table in found.items()}
 
 
-def _write(table: CheckpointTable, target: str, overwrite: bool, sources: ModelSources, progress: Progress | None) -> None:
+def _write(
+    table: CheckpointTable, target: str, row_dtype: str, overwrite: bool, sources: ModelSources, progress: Progress | None
+) -> None:
+    if row_dtype not in ROW_DTYPES:
+        raise InvalidInputError(f"importing to {target}: got row_dtype {row_dtype!r}, expected one of: {', '.join(ROW_DTYPES)}")
     progress = progress or NoProgress()
     progress.start(target, table.selection.rows, table.selection.size_bytes)
 
     def chunks() -> Iterator[tuple[KeyArray, FloatArray]]:
         for keys, vectors in table.chunks():
+            encode(f"importing to {target}", vectors, row_dtype, keys)  # refuses what could not be served
             yield keys, vectors
             progress.advance(target, keys.size)
 

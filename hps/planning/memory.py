@@ -12,8 +12,8 @@ from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
 from hps.databases.base import Database
 from hps.errors import ConfigError, HPSError, MissingDependencyError
 from hps.ground.capacity import Need, Place, available_memory
-from hps.models.deltas import open_table_files
-from hps.models.files import CHUNK_BYTES
+from hps.models.deltas import DeltaModel, open_table_files
+from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.models.sources import ModelSources
 from hps.regions.layout import MOST_PAGE_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
@@ -86,7 +86,12 @@ class Total:
 
 
 def served_versions(configuration: Configuration) -> list[ServedVersion]:
-    """List the versions that a server would load, with the rows of their files. Reads only file sizes.
+    """List the versions that a server would load, with the rows of their files; errors as of `served_files`."""
+    return [ServedVersion(config, tuple(one.rows for one in files)) for config, files in served_files(configuration)]
+
+
+def served_files(configuration: Configuration) -> list[tuple[ModelConfig, list[SparseModel | DeltaModel]]]:
+    """List the versions that a server would load, with the files of each table. Reads only file sizes.
 
     Raises:
         ConfigError: files are missing or do not fit; the message lists every problem.
@@ -103,7 +108,7 @@ def served_versions(configuration: Configuration) -> list[ServedVersion]:
                     open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources)
                     for table, source in zip(config.tables, version.sources, strict=True)
                 ]
-                found.append(ServedVersion(config, tuple(one.rows for one in files)))
+                found.append((config, files))
         except HPSError as error:
             problems.append(f"model {name!r}: {error}")
     if problems:

@@ -56,8 +56,14 @@ def save_sok(path: Path, tables: Mapping[str, Rows]) -> Path:
     return path
 
 
-def save_torcheasyrec(path: Path, static: Mapping[str, Array], dynamic: Mapping[str, Rows], world: int = 3) -> Path:
-    """Write `sparse/` of an export with `USE_DISTRIBUTED_EMBEDDING`; a rank without dynamic rows has no archive of them."""
+def save_torcheasyrec(
+    path: Path, static: Mapping[str, Array], dynamic: Mapping[str, Rows], world: int = 3, *, quantised: bool = False
+) -> Path:
+    """Write `sparse/` of an export with `USE_DISTRIBUTED_EMBEDDING`; a rank without dynamic rows has no archive of them.
+
+    Args:
+        quantised: describe the rows, (n, dim + 4) uint8, as `DIST_QUANT=INT8` does.
+    """
     path.mkdir(parents=True, exist_ok=True)
     for rank in range(world):
         suffix = f"{rank:02d}-of-{world:02d}"
@@ -72,6 +78,10 @@ def save_torcheasyrec(path: Path, static: Mapping[str, Array], dynamic: Mapping[
                 described[name] = {"is_dynamic": True, "dimension": vectors.shape[1], "shape": list(vectors.shape)}
         if members:
             np.savez(path / f"sparse_dynamic_embedding-{suffix}.npz", **members)
+        for one in described.values() if quantised else ():
+            rows, size = one["shape"]
+            one |= {"dimension": size - 4, "shape": [rows, size - 4], "dtype": "QUint8RowwiseF16"}
+            one |= {"storage_dtype": "uint8", "storage_shape": [rows, size], "row_bytes": size}
         (path / f"sparse_embeddings-{suffix}.json").write_text(json.dumps(described))
     return path
 

@@ -4,27 +4,31 @@ import numpy as np
 
 from hps.errors import InvalidDtypeError, ModelFileError
 from hps.models.formats.base import BFLOAT16, AnyArray, ArrayInfo
+from hps.models.formats.quantised_rows import CLAIMED_LAYOUTS, QUINT8
 from hps.types import FloatArray, KeyArray
 
-VECTOR_DTYPES = ("float32", "float16", BFLOAT16, "float64")
-"""Dtypes that are converted to float32."""
+VECTOR_DTYPES = ("float32", "float16", BFLOAT16, "float64", QUINT8, "rowwise8")
+"""Dtypes that are converted to float32; the last two where a format says so."""
 
 _INT64_MAX = np.iinfo(np.int64).max
 
 
 def vector_dtype(path: str, vectors: ArrayInfo, claimed: str | None) -> str:
-    """Return the dtype of vectors: the file's, or bfloat16 if the caller claims it for 16-bit integers or raw bytes.
+    """Return the dtype of vectors: the file's, or the caller's: bfloat16 for 16-bit integers or raw bytes, a layout for uint8.
 
     Raises:
         InvalidDtypeError: it cannot be converted to float32.
     """
     if claimed == BFLOAT16 and vectors.dtype in ("void16", "uint16"):
         return BFLOAT16
+    if claimed in CLAIMED_LAYOUTS and vectors.dtype == "uint8":
+        return str(claimed)
     if vectors.dtype in VECTOR_DTYPES and claimed in (None, vectors.dtype):
         return vectors.dtype
     raise InvalidDtypeError(
         f"importing {path}: got vectors {vectors}{f' and dtype {claimed!r}' if claimed else ''}, expected one of: "
-        f"{', '.join(VECTOR_DTYPES)}; convert them first, or say dtype bfloat16 if they are bfloat16 bits in void16 or uint16"
+        f"{', '.join(VECTOR_DTYPES)}; convert them first, or say dtype bfloat16 if they are bfloat16 bits in void16 or uint16, "
+        f"{' or '.join(CLAIMED_LAYOUTS)} if they are rows with scale and offset in uint8"
     )
 
 

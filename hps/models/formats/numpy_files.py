@@ -15,6 +15,7 @@ import numpy as np
 
 from hps.errors import ModelFileError
 from hps.models.formats.base import AnyArray, ArrayInfo, ArraySource, by_rank, reading
+from hps.models.formats.quantised_rows import row_dim
 from hps.types import KeyArray
 
 _SHARD = re.compile(
@@ -159,6 +160,9 @@ class NpzShards(ArraySource):
         members = {name: f"{name}.values", f"{name}.keys": f"{name}.keys"} if table.dynamic else {name: name}
         for array, member in members.items():
             own = archive.array(member)
+            if array == name and table.quantised and own.dtype == "uint8" and len(own.shape) == 2:
+                row_dim(archive.path, member, own.shape[1], "rowwise8", table.dim)
+                own = ArrayInfo(member, own.shape, "rowwise8")
             if array == name and table.shape is not None and own.shape != table.shape:
                 raise ModelFileError(
                     f"importing {archive.path}: got {own}, expected shape {table.shape}, as its .json says; they are of "
@@ -201,16 +205,21 @@ class _Described:
 
     Attributes:
         dynamic: whether the rows have keys.
-        shape: of the vectors; None if unknown.
+        shape: of the stored rows; None if unknown.
+        dim: of the vectors; None if unknown.
+        quantised: whether the rows are those of `DIST_QUANT`, rowwise8.
     """
 
     dynamic: bool
     shape: tuple[int, ...] | None
+    dim: int | None
+    quantised: bool
 
     @classmethod
     def read(cls, content: Any) -> "_Described":
         shape = content.get("storage_shape") or content.get("shape")
-        return cls(bool(content.get("is_dynamic")), tuple(shape) if shape else None)
+        quantised = content.get("dtype") == "QUint8RowwiseF16"
+        return cls(bool(content.get("is_dynamic")), tuple(shape) if shape else None, content.get("dimension"), quantised)
 
 
 def _stem(file: str) -> str:

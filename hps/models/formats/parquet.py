@@ -96,7 +96,8 @@ class DeltaParquet(ArraySource):
 
     `<prefix>_step_N.parquet`, or one file a rank, `<prefix>_step_N_rank_R_of_W.parquet`. Each row is a key of a table:
     `global_step`, `table_fqn`, `key_id`, `embedding`, `source`. A row whose source is `dynamicemb_evicted` deletes its key; its
-    vector is zero. Listed are the vectors `<table_fqn>` and the keys `<table_fqn>.keys`.
+    vector is zero. With `quant_type` an embedding is a uint8 row of the layout rowwise8. Listed are the vectors `<table_fqn>`
+    and the keys `<table_fqn>.keys`.
     """
 
     def __init__(self, path: str, files: Sequence[str]) -> None:
@@ -151,7 +152,7 @@ class DeltaParquet(ArraySource):
                         self._rows[table] = self._rows.get(table, 0) + rows
 
     def arrays(self) -> list[ArrayInfo]:
-        kind = self._reader.element_dtype("embedding")
+        kind = self._reader.element_dtype("embedding").replace("uint8", "rowwise8")
         infos = (
             (ArrayInfo(table, (rows, -1), kind), ArrayInfo(f"{table}.keys", (rows,), "int64"))
             for table, rows in self._rows.items()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.models.formats.base import ArrayInfo, ArraySource
 from hps.models.formats.conversion import VECTOR_DTYPES, vector_dtype
+from hps.models.formats.quantised_rows import CLAIMED_LAYOUTS, row_dim
 
 CONVENTIONAL_KEYS = ("keys", "key", "ids", "id")
 CONVENTIONAL_VECTORS = ("vectors", "vector", "embeddings", "embedding", "emb_vectors", "emb_vector")
@@ -17,23 +18,21 @@ class Selection:
 
     Attributes:
         keys: (n,) or (n, 1); None if the keys are row numbers.
-        vectors: (n, dim).
-        dtype: dtype of the vectors: float32, float16, bfloat16 or float64.
+        vectors: (n, dim), or (n, row bytes) of the layouts that uint8 arrays may have.
+        dtype: one of `conversion.VECTOR_DTYPES` or of `quantised_rows.LAYOUTS`.
         first_key: key of the first row, if `keys` is None.
+        dim: elements of a vector.
     """
 
     keys: ArrayInfo | None
     vectors: ArrayInfo
     dtype: str
     first_key: int
+    dim: int
 
     @property
     def rows(self) -> int:
         return self.vectors.shape[0]
-
-    @property
-    def dim(self) -> int:
-        return self.vectors.shape[1]
 
     @property
     def size_bytes(self) -> int:
@@ -55,7 +54,7 @@ def select(
 
     Args:
         first_key: use row numbers, starting here, as keys.
-        dtype: dtype of the vectors, if the source has only their bits.
+        dtype: dtype or layout of the vectors, if the source has only their bits.
         dim: expected number of elements of a vector, if known.
         empty: accept a table without rows.
 
@@ -75,7 +74,8 @@ def select(
     elif len(own := [info for info in arrays if source.keys_of(info.name)]) == 1:
         vector_info = source.array(own[0].name)
     else:
-        floats = [info for info in arrays if len(info.shape) == 2 and info.dtype in VECTOR_DTYPES]
+        kinds = ("uint8",) if dtype in CLAIMED_LAYOUTS else VECTOR_DTYPES
+        floats = [info for info in arrays if len(info.shape) == 2 and info.dtype in kinds]
         vector_info = _only(
             source, "(n, dim) vectors", _named(arrays, CONVENTIONAL_VECTORS) or floats, "name it with --vectors"
         )
@@ -91,12 +91,13 @@ def select(
     elif first_key is None and ((found := _named(arrays, CONVENTIONAL_KEYS)) or not source.keys_are_optional):
         cure = "name it with --keys, or give --first-key if the keys are row numbers"
         key_info = _only(source, "keys", found, cure)
-    _check_shapes(source, key_info, vector_info, dim, empty)
+    _check_shapes(source, key_info, vector_info, empty)
     if key_info is not None and not re.fullmatch("u?int(8|16|32|64)", key_info.dtype):
         raise InvalidDtypeError(
             f"importing {source.path}: got keys {key_info}, expected integers of at most 64 bits; convert them first"
         )
-    selection = Selection(key_info, vector_info, vector_dtype(source.path, vector_info, dtype), first_key or 0)
+    kind = vector_dtype(source.path, vector_info, dtype)
+    selection = Selection(key_info, vector_info, kind, first_key or 0, _dim(source, vector_info, kind, dim))
     if key_info is None and not -(2**63) <= selection.first_key <= 2**63 - selection.rows:
         raise InvalidInputError(
             f"importing {source.path}: got first key {selection.first_key} for {selection.rows} rows, expected keys in int64"
@@ -116,7 +117,7 @@ def _named(arrays: list[ArrayInfo], names: tuple[str, ...]) -> list[ArrayInfo]:
     return [info for info in arrays if info.name.rpartition(".")[2].lower() in names]
 
 
-def _check_shapes(source: ArraySource, keys: ArrayInfo | None, vectors: ArrayInfo, dim: int | None, empty: bool) -> None:
+def _check_shapes(source: ArraySource, keys: ArrayInfo | None, vectors: ArrayInfo, empty: bool) -> None:
     problem = None
     if len(vectors.shape) != 2:
         problem = f"got vectors {vectors}, expected shape (n, dim); it holds {source.listed()}"
@@ -124,9 +125,26 @@ def _check_shapes(source: ArraySource, keys: ArrayInfo | None, vectors: ArrayInf
         problem = f"got keys {keys}, expected shape (n,) or (n, 1)"
     elif keys is not None and keys.shape[0] != vectors.shape[0]:
         problem = f"got keys {keys} and vectors {vectors}, expected as many rows in both"
-    elif dim is not None and vectors.shape[1] != dim:
-        problem = f"got vectors {vectors}, expected {dim} elements in each; is it another table, or is a file cut short?"
     elif vectors.shape[1] < 1 or (vectors.shape[0] < 1 and not empty):
         problem = f"got vectors {vectors}, expected at least 1 row and at least 1 element in each"
     if problem:
         raise ModelFileError(f"importing {source.path}: {problem}")
+
+
+def _dim(source: ArraySource, vectors: ArrayInfo, dtype: str, dim: int | None) -> int:
+    """Return the elements of a vector, which must be `dim` if that is known."""
+    width = vectors.shape[1]
+    if dtype in CLAIMED_LAYOUTS:
+        beside = f"{vectors.name}_qscale"
+        if any(info.name == beside for info in source.arrays()):
+            raise ModelFileError(
+                f"importing {source.path}: got {beside!r} beside {vectors.name!r}, expected scales and offsets in the rows; "
+                "save the state of a module without quant_prep_enable_quant_state_dict_split_scale_bias"
+            )
+        return row_dim(source.path, vectors.name, width, dtype, dim)
+    if dim is not None and width != dim:
+        raise ModelFileError(
+            f"importing {source.path}: got vectors {vectors}, expected {dim} elements in each; is it another table, or is a "
+            "file cut short?"
+        )
+    return width

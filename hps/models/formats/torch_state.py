@@ -1,11 +1,13 @@
 """PyTorch's saved state_dicts, read with `weights_only`: no code of a file is run."""
 
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from hps.errors import ModelFileError
@@ -26,7 +28,9 @@ class TorchState(ArraySource):
     def __init__(self, path: str, files: Sequence[str]) -> None:
         super().__init__(path, files)
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of what torch's own reading of quantised tensors uses
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # damaged files cause errors of any type
             cause = _CAUSE.search(str(error))
             raise ModelFileError(
@@ -47,7 +51,8 @@ class TorchState(ArraySource):
 
     def _refuse_repeated_storage(self, name: str, tensor: torch.Tensor) -> None:
         """Refuse a tensor with more elements than it stores: a file of a few bytes would fill the disk."""
-        if tensor.layout == torch.strided and tensor.device.type == "cpu":
+        two_in_a_byte = tensor.dtype == torch.quint4x2  # refused by its dtype
+        if tensor.layout == torch.strided and tensor.device.type == "cpu" and not two_in_a_byte:
             stored, size_bytes = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
             if stored < size_bytes:
                 raise ModelFileError(
@@ -62,7 +67,7 @@ class TorchState(ArraySource):
         tensors = [dict(self._tensors)[name] for name in names]
         with reading(self.path):
             for start in range(0, len(tensors[0]), step):
-                yield [_numpy(tensor[start : start + step]) for tensor in tensors]
+                yield [_block(tensor, start, start + step) for tensor in tensors]
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -76,11 +81,28 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | None]]
 
 
 def _dtype(tensor: torch.Tensor) -> str:
-    """Return NumPy's name of a dtype or `bfloat16`; for sparse tensors, which cannot be read, their layout."""
+    """Return NumPy's name of a dtype, `bfloat16` or `quint8`; for others that cannot be read, their layout or scheme."""
     kind: object = tensor.dtype if tensor.layout == torch.strided else tensor.layout
-    return str(kind).removeprefix("torch.")
+    if tensor.is_quantized and not _has_rows(tensor):
+        kind = f"{tensor.dtype}, {tensor.qscheme()}"
+    return str(kind).replace("torch.", "")
 
 
-def _numpy(tensor: torch.Tensor) -> AnyArray:
-    array: AnyArray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """Whether a quantised tensor is what `torch.ao.nn.quantized.EmbeddingBag` saves: a scale and zero point a row."""
+    scheme = torch.per_channel_affine_float_qparams
+    return tensor.dtype == torch.quint8 and tensor.qscheme() == scheme and tensor.q_per_channel_axis() == 0
+
+
+def _block(tensor: torch.Tensor, start: int, stop: int) -> AnyArray:
+    """Return rows [start, stop); of a quantised tensor codes, scales and offsets, as its module packs them."""
+    if tensor.is_quantized:
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        codes = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), *place)[start:stop].numpy(force=True)
+        scales = tensor.q_per_channel_scales()[start:stop].float().numpy(force=True)
+        zeros = tensor.q_per_channel_zero_points()[start:stop].float().numpy(force=True)
+        parameters = np.stack([scales, -(zeros * scales)], 1)
+        return np.concatenate([codes, parameters.view(np.uint8)], 1)
+    some = tensor[start:stop]
+    array: AnyArray = (some.float() if some.dtype == torch.bfloat16 else some).numpy(force=True)
     return array

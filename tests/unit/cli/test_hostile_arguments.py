@@ -137,6 +137,7 @@ import good.npz out --tables x --write-config {file}
 import {file} out --format {text}
 import good.npy out --keys {file} --overwrite
 import good.npy out --first-key {text}
+import good.npy out --dtype {text} --row-dtype {text}
 import good.npy out --config {stream} --overwrite
 lookup {stream} shop item 1
 lookup good.json shop item {text}
@@ -155,6 +156,8 @@ plan good.json --trace {file}
 plan good.json --budget {text} --alpha 1
 plan good.json --ram {text}
 plan good.json --alpha 1 --picture {file}
+row-formats {stream}
+row-formats good.json --row-dtype {text}
 publish {stream} shop item good
 publish updates.json shop item {file}
 publish updates.json shop item --delete {file}

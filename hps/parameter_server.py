@@ -272,8 +272,8 @@ class HPS:
         Args:
             keys: int64 (int32 is widened), C-contiguous, any shape: an object with `__dlpack__`, or a capsule, which remains
                 usable.
-            out_tensor: float32, float16 or bfloat16, C-contiguous, writable, at least n x dim elements; an object as for `keys`.
-                The vectors are written to its first n x dim elements, rounded to its dtype.
+            out_tensor: float32, float16 or bfloat16, C-contiguous, writable, at least n x dim elements; an object as for
+                `keys`. The vectors are written to its first n x dim elements, rounded to its dtype.
             device_id: device of the embedding cache to use. Each tensor may be in host memory or on that GPU, independently of
                 the other; one on another GPU is refused.
             wait: if False, return at once: the lookup runs on the current stream of the tensors' framework, where a CUDA graph

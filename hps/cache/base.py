@@ -39,7 +39,7 @@ from hps.ground.capacity import Need
 from hps.ground.host_tables import HostTable
 from hps.regions.board import Board, Resident
 from hps.tensors.segments import Segment
-from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
+from hps.types import BoolArray, DeviceArray, KeyArray, RowArray, TableSpec
 
 STATIC_LOAD = 0.85
 """Load factor of static tables. Every row finds a place at any load; keys of fuller tables stand farther from home."""
@@ -107,8 +107,8 @@ class MissedKeys(ABC):
     keys: KeyArray  # (u,)
 
     @abstractmethod
-    def buffer(self) -> FloatArray:
-        """Return host memory for the vectors of `keys`: (u, dim) float32, pinned with CUDA; unspecified content. Call once."""
+    def buffer(self) -> RowArray:
+        """Return host memory for the rows of `keys`: (u, width), pinned with CUDA; unspecified content. Call once."""
 
     @abstractmethod
     def stage(self, start: int, stop: int) -> None:
@@ -282,6 +282,8 @@ class EmbeddingCache(ABC):
     of the hits of power-law traffic. An inserted key always becomes resident; a key that only missed must pass admission. Each
     implementation's docstring specifies the aging of scores and the admission.
 
+    Rows are of the format of their table (`ground/rows.py`): they are inserted as they are stored, and queries answer vectors.
+
     Queries take no lock. Concurrent with inserts, updates and erases, a query returns for each key an untorn vector that was
     current at a moment of the call. Modifications of one table take effect in the order in which their calls began to return:
     an `update` called after an `insert` has returned is never undone.
@@ -439,9 +441,9 @@ class EmbeddingCache(ABC):
         self,
         table: int,
         keys: KeyArray,  # (n,)
-        vectors: FloatArray,  # (n, dim)
+        rows: RowArray,  # (n, width)
     ) -> None:
-        """Make vectors resident, replacing those of resident keys. Which row of a duplicate key wins is unspecified.
+        """Make rows resident, replacing those of resident keys. Which row of a duplicate key wins is unspecified.
 
         The arrays are in host memory (the CuPy cache also accepts device arrays), only read, and not used after return.
         """
@@ -450,16 +452,16 @@ class EmbeddingCache(ABC):
         """Set `complete`. Once this has returned, lookups that run take it into account, too."""
         self.complete = complete and self.static
 
-    def write(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
+    def write(self, table: int, keys: KeyArray, rows: RowArray) -> None:
         """Show lookups rows that were written below: `update`, or `insert` if the cache is static.
 
         If one finds no slot, the cache is not complete from then on.
         """
         if not self.static:
-            self.update(table, keys, vectors)
+            self.update(table, keys, rows)
             return
         before = self.stats(table).unplaced if self.complete else 0
-        self.insert(table, keys, vectors)
+        self.insert(table, keys, rows)
         if self.complete and self.stats(table).unplaced != before:
             self.tell_complete(False)
 
@@ -470,8 +472,8 @@ class EmbeddingCache(ABC):
         self.erase(table, keys)
 
     @abstractmethod
-    def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
-        """Replace the vectors of resident keys, as `insert` does; recency does not change."""
+    def update(self, table: int, keys: KeyArray, rows: RowArray) -> None:
+        """Replace the rows of resident keys, as `insert` does; recency does not change."""
 
     @abstractmethod
     def erase(self, table: int, keys: KeyArray) -> None:

@@ -165,6 +165,8 @@ class TableStats:
 class Database(ABC):
     """A key-value store of embedding tables, each addressed by its tag. *Thread-safe.*
 
+    A vector is a row as the table stores it, and `dim` its words of 4 bytes, whatever they mean (`ground/rows.py`).
+
     Arrays in, arrays out: no call loops over keys in Python. Keys are any int64. If a batch holds a key twice, the last one
     wins. An absent key is not an error; a database that cannot answer raises `DatabaseError` (or a subclass), so that a
     failure is never reported as an absent key. Every wait has a timeout. A call with a tag that was never opened raises

@@ -118,16 +118,16 @@ class NumpyCache(EmbeddingCache):
         self,
         table: int,
         keys: KeyArray,  # (n,)
-        vectors: FloatArray,  # (n, dim)
+        rows: RowArray,  # (n, width)
     ) -> None:
         own = self.open_tables()[table]
-        check_rows(f"inserting into the cached table {own.spec.tag}", keys, vectors, own.spec.width, aligned=True)
-        _insert(own, keys, vectors, _ALL, replace=True)
+        check_rows(f"inserting into the cached table {own.spec.tag}", keys, rows, own.spec.width, aligned=True)
+        _insert(own, keys, rows, _ALL, replace=True)
 
-    def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
+    def update(self, table: int, keys: KeyArray, rows: RowArray) -> None:
         own = self.open_tables()[table]
-        check_rows(f"updating the cached table {own.spec.tag}", keys, vectors, own.spec.width, aligned=True)
-        numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, False)
+        check_rows(f"updating the cached table {own.spec.tag}", keys, rows, own.spec.width, aligned=True)
+        numpy_kernels.write(own.lines, own.vectors, own.state, keys, rows, _ALL, True, False)
 
     def erase(self, table: int, keys: KeyArray) -> None:
         own = self.open_tables()[table]
@@ -330,15 +330,15 @@ class NumpyMissedKeys(MissedKeys):
         _insert(table, self.keys, self._scratch.fetched, found, replace=False)
 
 
-def _insert(table: NumpyTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
+def _insert(table: NumpyTable, keys: KeyArray, values: RowArray, chosen: BoolArray, replace: bool) -> None:
     lines, rows, state = table.lines, table.vectors, table.state
     if keys.size < SHARED_KEYS:
-        numpy_kernels.write(lines, rows, state, keys, vectors, chosen, replace, True)
+        numpy_kernels.write(lines, rows, state, keys, values, chosen, replace, True)
         return
 
     def part(start: int, stop: int) -> None:
         piece = slice(start, stop)
-        numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True)
+        numpy_kernels.write(lines, rows, state, keys[piece], values[piece], chosen[piece], replace, True)
 
     POOL.run(keys.size, PIECE_KEYS, part)
 

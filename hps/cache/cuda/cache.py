@@ -27,7 +27,7 @@ from hps.ground.host_tables import HostTable
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.segments import Segment
-from hps.types import ROW_DTYPES, DeviceArray, FloatArray, KeyArray, TableSpec
+from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
@@ -201,9 +201,9 @@ class CupyCache(EmbeddingCache):
         self,
         table: int,
         keys: KeyArray,  # (n,)
-        vectors: FloatArray,  # (n, dim)
+        rows: RowArray,  # (n, width)
     ) -> None:
-        self._write(table, keys, vectors, kernels.REPLACE | kernels.ADMIT, "inserting into")
+        self._write(table, keys, rows, kernels.REPLACE | kernels.ADMIT, "inserting into")
 
     @device_call("telling whether the cache is complete")
     def tell_complete(self, complete: bool) -> None:
@@ -215,8 +215,8 @@ class CupyCache(EmbeddingCache):
         self.complete = self.memory.complete = complete and self.static
 
     @device_call("updating")
-    def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
-        self._write(table, keys, vectors, kernels.REPLACE, "updating")
+    def update(self, table: int, keys: KeyArray, rows: RowArray) -> None:
+        self._write(table, keys, rows, kernels.REPLACE, "updating")
 
     @device_call("erasing")
     def erase(self, table: int, keys: KeyArray) -> None:

@@ -125,7 +125,7 @@ def _number(row: AnyArray, at: int, size: int) -> float:
     """Read a little-endian float of 2 or 4 bytes at any address."""
     bits: Any = np.uint32(row[at]) | np.uint32(row[at + 1]) << np.uint32(8)
     if size == 2:
-        return half_to_float(bits)
+        return float(half_to_float(bits))
     bits |= np.uint32(row[at + 2]) << np.uint32(16) | np.uint32(row[at + 3]) << np.uint32(24)
     return float(np.uint32(bits).view(np.float32))
 

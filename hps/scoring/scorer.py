@@ -1,9 +1,9 @@
 """One call of a network on the vectors of one deployment: look up, pool, run.
 
 There are two ways. In general, the inputs of all requests are put together, the vectors are looked up into new memory, and the
-network runs on both. Batches of requests that look alike take the other way wherever every lookup is of rows: all memory from
-their keys to the inputs of the network is kept, for some numbers of samples, and so is what a lookup of it prepares; on a CUDA
-device the network is a CUDA graph. Then a batch is one copy of its inputs, one prepared lookup, one launch.
+network runs on both. Batches of requests that look alike take the other way: all memory from their keys to the inputs of the
+network is kept, for some forms of batches, and so is what their lookups prepare; on a CUDA device the network is a CUDA graph.
+Then a batch is one copy of its inputs, prepared lookups, one launch.
 """
 
 import threading
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from time import perf_counter_ns
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,9 @@ from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
 from hps.networks.base import Network, Tensor
 from hps.scoring.features import Feature, Given, Output, ScoreRequest
-from hps.scoring.packing import PackedRequest, gather, gather_into
-from hps.tensors.bags import Bags, pooled_segments
-from hps.tensors.segments import Segment, fixed_segments, named_segments
+from hps.scoring.packing import Layout, PackedRequest, gather, gather_into, rows_of
+from hps.tensors.bags import Bags, pooled_segments, pooling_of
+from hps.tensors.segments import Segment, named_segments
 from hps.types import TableSpec
 
 Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -34,8 +34,11 @@ Request: TypeAlias = ScoreRequest | PackedRequest
 _OUTPUT_DTYPES = (*DTYPES, "float64")
 _ALIGNED = 64
 _LEAST_KEPT = 16
-_STEP = 4  # between the numbers of samples that memory is kept for
+_STEP = 4  # between the sizes that memory is kept for
+_MOST_KEPT = 16
+_UNUSED = 1000  # batches after which the memory of a form may be given to another
 _MOST_BOUND = 256
+_EXACT_BITS = 5  # of a number of rows that is rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +63,55 @@ class _Batch:
     repeats: dict[int, npt.NDArray[np.int64]]
 
 
+class _Form(NamedTuple):
+    """The form of batches that share memory.
+
+    Attributes:
+        samples, requests: most of them; no requests if they give nothing once.
+        once: by place of the feature, whether each request gives one row.
+        keys: by place of the feature, room for keys of a row; 0 of those that are no lookups.
+    """
+
+    samples: int
+    requests: int
+    once: tuple[bool, ...]
+    keys: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Bound:
-    """What a batch of a number of samples prepares once: the lookup of its keys, and the run of the network."""
+    """What batches with the same numbers of rows and keys prepare once: their lookups, and the run of the network."""
 
-    segments: Sequence[Segment]
+    lookups: list[Sequence[Segment]]
     run: Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Memory of batches of up to `samples`.
+    """Memory of batches of one form.
 
     Attributes:
         staged, source: where inputs are gathered, as an array, and as what the network copies to `memory`.
         memory: where lookups and network read them; `staged` itself on the CPU.
         starts, limits: by input, where its values begin, and how many bytes have room.
-        inputs: of the network, by name.
-        run: on a CUDA device, the run of the network on all samples.
-        bound: by number of samples.
+        index: (samples,) int64, in `staged`: the request of each sample; empty if nothing is given once.
+        inputs: of the network, by name; of what is given once, a row a request.
+        run: of the network, on all samples; on a CUDA device, captured.
+        used: number of the last batch.
+        bound: by numbers of rows of each input, and of keys of a row.
     """
 
-    samples: int
+    form: _Form
     staged: npt.NDArray[np.uint8]
     source: Tensor
     memory: Tensor
     starts: npt.NDArray[np.int64]
     limits: npt.NDArray[np.int64]
+    index: npt.NDArray[np.int64]
     inputs: dict[str, Tensor]
-    run: Callable[[], Mapping[str, Tensor]] | None = None
-    bound: dict[int, _Bound] = field(default_factory=dict)
+    run: Callable[[], Mapping[str, Tensor]]
+    used: int = 0
+    bound: dict[tuple[Sequence[int], Sequence[int]], _Bound] = field(default_factory=dict)
 
 
 class Scorer:
@@ -134,14 +156,9 @@ class Scorer:
         self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
         self._split = any(one.index for one in self.features)
         self._bind = bind or (lambda segments: segments)
-        lookups = [one for one in self.features if one.is_lookup]
-        self._keeps = not (
-            self._split
-            or any(one.combiner or one.max_norm for one in lookups)
-            or len({one.table for one in lookups}) < len(lookups)
-        )
         self._own = threading.Lock()  # of what is kept
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[_Form, _Kept] = {}
+        self._batches = 0  # that were scored in it
         compile_kernels(gather)
 
     def score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
@@ -157,9 +174,9 @@ class Scorer:
         counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
         outputs: Outputs | None = None
         looked_up = began
-        if self._keeps and self._own.acquire(False):
+        if not self._split and self._own.acquire(False):
             try:
-                outputs, looked_up = self._score_kept(requests, int(counts.sum()))
+                outputs, looked_up = self._score_kept(requests, counts)
             finally:
                 self._own.release()
         if outputs is None:
@@ -177,84 +194,135 @@ class Scorer:
                 start += samples
         return answers, ScoreTimes(began, looked_up, perf_counter_ns())
 
-    def _score_kept(self, requests: Sequence[Request], total: int) -> tuple[Outputs | None, int]:
-        """Score requests that look alike in the memory that is kept; None if they do not."""
-        size = _LEAST_KEPT
-        while size < total:
-            size *= _STEP
-        kept = self._kept_for(min(size, self._max_samples))
-        rows = gather_into(requests, kept.staged, kept.starts, kept.limits)
-        if rows is None or (rows != total).any():  # or some are given once for several samples
+    def _score_kept(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> tuple[Outputs | None, int]:
+        """Score requests that look alike in the memory that is kept; None if they do not, or none is left."""
+        if (found := rows_of(requests)) is None:
             return None, 0
-        if (bound := kept.bound.get(total)) is None:
+        layout, by_request = found
+        total, rows = int(counts.sum()), by_request.sum(axis=0)
+        each = (by_request == counts[:, None]).all(axis=0)
+        if not (each | (rows == len(requests))).all() or total > self._max_samples:  # some give one row, some several
+            return None, 0
+        form = self._form(total, 0 if each.all() else len(requests), (~each).tolist(), layout)
+        if form is None or (kept := self._kept_for(form)) is None or (rows * layout.widths > kept.limits).any():
+            return None, 0
+        filled = rows
+        if self._on_device:  # new numbers of rows cost it more than some rows more
+            most = np.where(form.once, min(_rounded(len(requests)), form.requests), min(_rounded(total), form.samples))
+            filled = np.where(most * layout.widths > kept.limits, rows, most)
+        if kept.index.size:
+            kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
+        gather_into(requests, by_request * layout.widths, kept.staged, kept.starts, filled * layout.widths)
+        key = tuple(filled.tolist()), layout.sizes
+        if (bound := kept.bound.get(key)) is None:
             if len(kept.bound) >= _MOST_BOUND:
-                kept.bound.clear()
-            bound = kept.bound[total] = self._bound(kept, total)
+                del kept.bound[next(iter(kept.bound))]
+            bound = kept.bound[key] = self._bound(kept, total, *key)
         if self._on_device:
             self._network.write(kept.memory, kept.source)
-        self._lookup(bound.segments)
+        for segments in bound.lookups:
+            self._lookup(segments)
         looked_up = perf_counter_ns()
         outputs = self._run(bound.run)
-        if not self._on_device:  # a network may return its inputs
-            outputs = {name: values.copy() for name, values in outputs.items()}
-        return outputs, looked_up
+        if self._on_device:
+            return {name: values[:total] for name, values in outputs.items()}, looked_up
+        return {name: values.copy() for name, values in outputs.items()}, looked_up  # a network may return its inputs
 
-    def _kept_for(self, samples: int) -> _Kept:
-        """Return the memory of batches of up to a number of samples."""
-        if (kept := self._kept.get(samples)) is not None:
-            return kept
+    def _form(self, samples: int, requests: int, once: Sequence[bool], layout: Layout) -> _Form | None:
+        """Return the form of a batch; None if a bag is empty."""
+        keys = []
+        for one, size in zip(self.features, layout.sizes, strict=True):
+            if one.is_lookup and not size:
+                return None
+            keys.append(_room(size) if one.bags else size if one.is_lookup else 0)
+        samples = min(_room(samples), self._max_samples)
+        return _Form(samples, min(_room(requests), samples) if requests else 0, tuple(once), tuple(keys))
+
+    def _kept_for(self, form: _Form) -> _Kept | None:
+        """Return the memory of batches of a form; None if that of all others is in use."""
+        self._batches += 1
+        if (kept := self._kept.get(form)) is None:
+            if len(self._kept) >= _MOST_KEPT:
+                oldest = min(self._kept.values(), key=lambda one: one.used)
+                if self._batches - oldest.used < _UNUSED:
+                    return None
+                del self._kept[oldest.form]
+            kept = self._kept[form] = self._new_memory(form)
+        kept.used = self._batches
+        return kept
+
+    def _new_memory(self, form: _Form) -> _Kept:
+        """Allocate the memory of batches of a form, and on a CUDA device capture the run of the network on it."""
         network, at = self._network, 0
-        starts, limits, places = [], [], {}
-        for one in self.features:
-            keys = (one.hotness,) if one.hotness is not None else ()
-            shape, dtype = (keys, "int64") if one.is_lookup else (one.shape, one.dtype)
-            size = samples * prod(shape) * np.dtype(dtype).itemsize
-            places[one.name] = at, dtype, (samples, *shape)
+        starts, limits = [], []
+        for one, once, keys in zip(self.features, form.once, form.keys, strict=True):
+            rows = form.requests if once else form.samples
+            size = 8 * min(rows * keys, one.max_keys) if keys else rows * prod(one.shape) * np.dtype(one.dtype).itemsize
             starts.append(at)
             limits.append(size)
             at += -(-size // _ALIGNED) * _ALIGNED
-        staged, source = network.staging(at)
+        indices = form.samples if form.requests else 0
+        staged, source = network.staging(at + 8 * indices)
         staged[:] = 0
-        memory = network.empty((at,), "uint8") if self._on_device else staged
+        memory = network.empty((staged.size,), "uint8") if self._on_device else staged
         inputs: dict[str, Tensor] = {}
-        for one in self.features:
-            start, dtype, shape = places[one.name]
-            if one.is_lookup:
-                tensor = one.tensor()
-                vectors = (samples, *tensor.shape[1:])
-                inputs[one.name] = network.empty(vectors, "float32") if self._on_device else np.zeros(vectors, np.float32)
-            elif self._on_device:
-                inputs[one.name] = network.part(memory, start, dtype, shape)
+        for one, once, start in zip(self.features, form.once, starts, strict=True):
+            shape = (form.requests if once else form.samples, *one.tensor().shape[1:])
+            if not one.is_lookup:
+                inputs[one.name] = self._part(memory, start, one.dtype, shape)
             else:
-                inputs[one.name] = np.ndarray(shape, dtype, staged, start)
-        kept = _Kept(samples, staged, source, memory, np.array(starts), np.array(limits), inputs)
+                inputs[one.name] = network.empty(shape, "float32") if self._on_device else np.zeros(shape, np.float32)
+        index = self._part(memory, at, "int64", (indices,))
         if self._on_device:
             network.write(memory, source)
-            kept.run = network.fixed(inputs)
-        self._kept[samples] = kept
-        return kept
+            run = network.fixed(self._run_of(form, inputs, index))
+        else:
+            run = self._run_of(form, {name: network.put(values) for name, values in inputs.items()}, network.put(index))
+        own = np.ndarray((indices,), np.int64, staged, at)
+        return _Kept(form, staged, source, memory, np.array(starts), np.array(limits), own, inputs, run)
 
-    def _bound(self, kept: _Kept, samples: int) -> _Bound:
-        """Prepare the lookup and the run of a number of samples in the memory that is kept."""
-        network, tables, outs = self._network, {}, {}
+    def _part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor that begins at a byte of the memory of inputs."""
+        return self._network.part(memory, start, dtype, shape) if self._on_device else np.ndarray(shape, dtype, memory, start)
+
+    def _run_of(self, form: _Form, inputs: Mapping[str, Tensor], index: Tensor) -> Callable[[], Mapping[str, Tensor]]:
+        """Return the run of the network on inputs; those given once are repeated by an index."""
+        network, names = self._network, [one.name for one, once in zip(self.features, form.once, strict=True) if once]
+        return lambda: network.run({**inputs, **{name: network.take(inputs[name], index) for name in names}})
+
+    def _bound(self, kept: _Kept, samples: int, rows: Sequence[int], sizes: Sequence[int]) -> _Bound:
+        """Prepare lookups and run of batches in the memory that is kept.
+
+        Args:
+            rows, sizes: by place of the feature, rows, and elements of a row.
+        """
+        segments: dict[int, Segment] = {}
         for place, one in enumerate(self.features):
             if not one.is_lookup:
                 continue
-            hotness = one.hotness or 1
-            start, count = int(kept.starts[place]), samples * hotness
-            if self._on_device:
-                keys = network.part(kept.memory, start, "int64", (count,))
-            else:
-                keys = np.ndarray((count,), np.int64, kept.staged, start)
-            name = self._names[one.table]
-            tables[name], outs[name] = keys, kept.inputs[one.name][:samples].reshape(count, one.dim)
-        index = self._indices.__getitem__
-        segments = fixed_segments(tables, outs, {}, index, self._tables, on_cuda=self._on_device)
-        if kept.run is not None:
-            whole = kept.run
-            return _Bound(self._bind(segments), lambda: {name: values[:samples] for name, values in whole().items()})
-        inputs = {name: network.put(values[:samples]) for name, values in kept.inputs.items()}
-        return _Bound(self._bind(segments), partial(network.run, inputs))
+            n, start = rows[place] * sizes[place], int(kept.starts[place])
+            keys, out = self._part(kept.memory, start, "int64", (n,)), kept.inputs[one.name][: rows[place]].reshape(-1, one.dim)
+            pooling = None
+            if one.pools(sizes[place]):
+                pooling = pooling_of(one.name, one.bags_of(keys), n, (rows[place], sizes[place]), self._on_device)
+            segments[place] = Segment(one.table, keys, out, None, n, pooling)
+        groups = self._groups({place: one.pooling is not None for place, one in segments.items()})
+        lookups = [self._bind([segments[place] for place in places]) for _, places in groups]
+        if self._on_device:
+            return _Bound(lookups, kept.run)
+        put = self._network.put
+        inputs = {one.name: put(kept.inputs[one.name][:n]) for one, n in zip(self.features, rows, strict=True)}
+        return _Bound(lookups, self._run_of(kept.form, inputs, put(kept.index[:samples])))
+
+    def _groups(self, pooled: Mapping[int, bool]) -> list[tuple[bool, list[int]]]:
+        """Group lookups, by place of the feature, such that a group asks a table once, and pools all or none."""
+        groups: dict[tuple[bool, int], list[int]] = {}
+        turns: dict[tuple[bool, int], int] = {}
+        for place, pools in pooled.items():
+            asked = pools, self.features[place].table
+            turns[asked] = turn = turns.get(asked, -1) + 1
+            groups.setdefault((pools, turn), []).append(place)
+        return [(pools, places) for (pools, _), places in groups.items()]
 
     def _score_any(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> tuple[Outputs, int]:
         """Score any requests."""
@@ -269,7 +337,8 @@ class Scorer:
                 continue
             tensor = vectors[place] if one.is_lookup else given[place]
             if place in batch.repeats:
-                tensor = self._network.repeat(tensor, batch.repeats[place])
+                times = batch.repeats[place]
+                tensor = self._network.take(tensor, self._network.put(np.repeat(np.arange(len(times)), times)))
             inputs[one.name] = tensor
         return self._run(partial(self._network.run, inputs)), looked_up
 
@@ -301,12 +370,21 @@ class Scorer:
         return self.outputs
 
     def warm(self) -> None:
-        """Keep memory for batches of all numbers of samples, and run the network on it once, before the first request does."""
+        """Keep memory for batches of all numbers of samples, and run the network on it once, before the first request does.
+
+        There is none for bags of any size, and for batches of many requests that give something once, until they come.
+        """
+        if self._split or any(one.bags for one in self.features):
+            return
+        keys = tuple(one.hotness or 1 if one.is_lookup else 0 for one in self.features)
+        none, once = ((False,) * len(keys), tuple(one.per_request for one in self.features))
         samples = _LEAST_KEPT
-        while self._keeps and samples < _STEP * self._max_samples:
-            kept = self._kept_for(min(samples, self._max_samples))
-            if kept.run is None:
-                self._run(self._bound(kept, kept.samples).run)
+        while samples < _STEP * self._max_samples:
+            most = min(samples, self._max_samples)
+            for given in dict.fromkeys((none, once)):
+                form = _Form(most, min(_LEAST_KEPT, most) if any(given) else 0, given, keys)
+                if (kept := self._kept_for(form)) is not None and not self._on_device:
+                    self._run(kept.run)
             samples *= _STEP
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
@@ -379,14 +457,8 @@ class Scorer:
     def _vectors(self, batch: _Batch, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Look up the vectors of all lookups; by place of the feature."""
         found: dict[int, Tensor] = {}
-        turns: dict[tuple[bool, int], list[int]] = {}
-        seen: dict[tuple[bool, int], int] = {}
-        for place, one in enumerate(self.features):
-            if one.is_lookup:
-                pooled = isinstance(batch.columns[place], Bags)
-                turn = seen[pooled, one.table] = seen.get((pooled, one.table), -1) + 1
-                turns.setdefault((pooled, turn), []).append(place)
-        for (pooled, _), places in turns.items():
+        lookups = {place: isinstance(batch.columns[place], Bags) for place, one in enumerate(self.features) if one.is_lookup}
+        for pooled, places in self._groups(lookups):
             self._look_up(pooled, places, batch, given, found)
         return found
 
@@ -419,14 +491,7 @@ class Scorer:
             elif on_device:
                 offsets = None if column.offsets is None else network.put(column.offsets)
                 weights = None if column.weights is None else network.put(column.weights)
-                tables[name] = Bags(
-                    given[place],
-                    offsets,
-                    weights,
-                    combiner=column.combiner,
-                    max_norm=column.max_norm,
-                    padding_key=column.padding_key,
-                )
+                tables[name] = one.bags_of(given[place], offsets, weights)
             else:
                 tables[name] = column
         index = self._indices.__getitem__
@@ -450,11 +515,9 @@ def _bags(one: Feature, given: Sequence[Given]) -> Any:
         values = first.values if alone else np.concatenate([part.values for part in given])
         if not one.combiner:
             return values
-        if not (weighted or one.max_norm or one.padding_key is not None) and (values.ndim == 1 or values.shape[1] == 1):
-            return values.reshape(-1)  # the vector of one key is its own sum and mean
+        keys = values.reshape(len(values), -1)
         if not weighted:
-            keys = values.reshape(len(values), -1)
-            return Bags(keys, combiner=one.combiner, max_norm=one.max_norm, padding_key=one.padding_key)  # type: ignore[arg-type]
+            return one.bags_of(keys) if one.pools(keys.shape[1]) else keys.reshape(-1)
     if not one.combiner:  # some give (rows,), some (rows, 1)
         return np.concatenate([part.values.reshape(part.rows) for part in given])
     offsets, weights, start = [np.zeros(1, np.int64)], [], 0
@@ -464,11 +527,22 @@ def _bags(one: Feature, given: Sequence[Given]) -> Any:
         offsets.append(own + start)
         start += n
         weights.append(np.ones(n, np.float32) if part.weights is None else part.weights.reshape(-1))
-    return Bags(
+    return one.bags_of(
         np.concatenate([part.values.reshape(-1) for part in given]),
         np.concatenate(offsets),
         np.concatenate(weights) if weighted else None,
-        combiner=one.combiner,  # type: ignore[arg-type]
-        max_norm=one.max_norm,
-        padding_key=one.padding_key,
     )
+
+
+def _room(count: int) -> int:
+    """Return for how many samples, requests or keys there is room where there is for `count`."""
+    room = _LEAST_KEPT
+    while room < count:
+        room *= _STEP
+    return room
+
+
+def _rounded(rows: int) -> int:
+    """Round a number of rows up, by less than a sixteenth."""
+    step = 1 << max(0, (rows - 1).bit_length() - _EXACT_BITS)
+    return -(-rows // step) * step

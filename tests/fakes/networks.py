@@ -61,8 +61,8 @@ class ArrayNetwork(Network):
     def put(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def repeat(self, tensor: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        return np.repeat(tensor, counts, axis=0)
+    def take(self, tensor: np.ndarray, index: np.ndarray) -> np.ndarray:
+        return tensor[index]
 
     def run(self, inputs: Arrays) -> Mapping[str, np.ndarray]:
         assert not self.closed, "a closed network runs"
@@ -75,6 +75,46 @@ class ArrayNetwork(Network):
     def close(self) -> None:
         assert not self.closed, "a network is closed twice"
         self.closed = True
+
+
+class DeviceNetwork(ArrayNetwork):
+    """A network that keeps the rules of a CUDA device: it reads memory of its own, which is filled by `write` alone.
+
+    Attributes:
+        captured: number of runs that were captured.
+    """
+
+    on_cuda = True
+
+    def __init__(self, function: Callable[[Arrays], Mapping[str, np.ndarray]]) -> None:
+        super().__init__(function)
+        self.captured = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return np.full(shape, 77, dtype)
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def part(self, memory: np.ndarray, start: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ndarray(shape, dtype, memory, start)
+
+    def write(self, tensor: np.ndarray, source: np.ndarray) -> None:
+        tensor[...] = source
+
+    def fixed(self, run: Callable[[], Arrays]) -> Callable[[], Arrays]:
+        self.captured += 1
+        outputs = {name: values.copy() for name, values in run().items()}
+
+        def replay() -> Arrays:
+            for name, values in run().items():
+                outputs[name][...] = values
+            return outputs
+
+        return replay
+
+    def fetch(self, outputs: Arrays) -> dict[str, np.ndarray]:
+        return {name: values.copy() for name, values in outputs.items()}
 
 
 def _misbehaving(said: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:

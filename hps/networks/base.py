@@ -74,11 +74,11 @@ class Network(ABC):
         return memory, memory
 
     def part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor that begins at a byte of a uint8 tensor; only if `on_cuda`."""
+        """Return the tensor that begins at a byte of a uint8 tensor of the device, or of `staging`; only if `on_cuda`."""
         raise NotImplementedError
 
     def write(self, tensor: Tensor, source: Tensor) -> None:
-        """Copy a tensor of the device, or of `staging`, to one of the device; only if `on_cuda`."""
+        """Copy a tensor of the device, or one of `staging` or a part of it, to one of the device; only if `on_cuda`."""
         raise NotImplementedError
 
     @abstractmethod

@@ -22,7 +22,7 @@ from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
 from hps.networks.base import Network, Tensor
 from hps.scoring.features import Feature, Given, Output, ScoreRequest
-from hps.scoring.packing import Layout, PackedRequest, gather, gather_into, rows_of
+from hps.scoring.packing import PackedRequest, gather, gather_into, rows_of
 from hps.tensors.bags import Bags, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, named_segments
 from hps.types import TableSpec
@@ -69,19 +69,26 @@ class _Form(NamedTuple):
     Attributes:
         samples, requests: most of them; no requests if they give nothing once.
         once: by place of the feature, whether each request gives one row.
-        keys: by place of the feature, room for keys of a row; 0 of those that are no lookups.
     """
 
     samples: int
     requests: int
     once: tuple[bool, ...]
-    keys: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Bound:
-    """What batches with the same numbers of rows and keys prepare once: their lookups, and the run of the network."""
+    """What batches with the same numbers of rows and keys prepare once.
 
+    Attributes:
+        starts: by input, where its values begin in the memory of inputs.
+        target, source: the part of this memory that is used, and the same part of `_Kept.source`; None on the CPU.
+        run: of the network.
+    """
+
+    starts: npt.NDArray[np.int64]
+    target: Tensor
+    source: Tensor
     lookups: list[Sequence[Segment]]
     run: Callable[[], Mapping[str, Tensor]]
 
@@ -93,7 +100,8 @@ class _Kept:
     Attributes:
         staged, source: where inputs are gathered, as an array, and as what the network copies to `memory`.
         memory: where lookups and network read them; `staged` itself on the CPU.
-        starts, limits: by input, where its values begin, and how many bytes have room.
+        starts: by input, where its values begin; keys of lookups lie behind all else, from `keys_at` on.
+        limits: by input, how many bytes have room.
         index: (samples,) int64, in `staged`: the request of each sample; empty if nothing is given once.
         inputs: of the network, by name; of what is given once, a row a request.
         run: of the network, on all samples; on a CUDA device, captured.
@@ -106,6 +114,7 @@ class _Kept:
     source: Tensor
     memory: Tensor
     starts: npt.NDArray[np.int64]
+    keys_at: int
     limits: npt.NDArray[np.int64]
     index: npt.NDArray[np.int64]
     inputs: dict[str, Tensor]
@@ -201,25 +210,26 @@ class Scorer:
         layout, by_request = found
         total, rows = int(counts.sum()), by_request.sum(axis=0)
         each = (by_request == counts[:, None]).all(axis=0)
-        if not (each | (rows == len(requests))).all() or total > self._max_samples:  # some give one row, some several
-            return None, 0
-        form = self._form(total, 0 if each.all() else len(requests), (~each).tolist(), layout)
-        if form is None or (kept := self._kept_for(form)) is None or (rows * layout.widths > kept.limits).any():
+        if not (each | (rows == len(requests))).all() or total > self._max_samples or 0 in layout.sizes:
+            return None, 0  # some give one row and some several, or no keys
+        samples, once = min(_room(total), self._max_samples), tuple((~each).tolist())
+        form = _Form(samples, min(_room(len(requests)), samples) if any(once) else 0, once)
+        if (kept := self._kept_for(form)) is None or (rows * layout.widths > kept.limits).any():
             return None, 0
         filled = rows
         if self._on_device:  # new numbers of rows cost it more than some rows more
-            most = np.where(form.once, min(_rounded(len(requests)), form.requests), min(_rounded(total), form.samples))
+            most = np.where(once, min(_rounded(len(requests)), form.requests), min(_rounded(total), samples))
             filled = np.where(most * layout.widths > kept.limits, rows, most)
-        if kept.index.size:
-            kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
-        gather_into(requests, by_request * layout.widths, kept.staged, kept.starts, filled * layout.widths)
         key = tuple(filled.tolist()), layout.sizes
         if (bound := kept.bound.get(key)) is None:
             if len(kept.bound) >= _MOST_BOUND:
                 del kept.bound[next(iter(kept.bound))]
             bound = kept.bound[key] = self._bound(kept, total, *key)
+        if kept.index.size:
+            kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
+        gather_into(requests, by_request * layout.widths, kept.staged, bound.starts, filled * layout.widths)
         if self._on_device:
-            self._network.write(kept.memory, kept.source)
+            self._network.write(bound.target, bound.source)
         for segments in bound.lookups:
             self._lookup(segments)
         looked_up = perf_counter_ns()
@@ -227,16 +237,6 @@ class Scorer:
         if self._on_device:
             return {name: values[:total] for name, values in outputs.items()}, looked_up
         return {name: values.copy() for name, values in outputs.items()}, looked_up  # a network may return its inputs
-
-    def _form(self, samples: int, requests: int, once: Sequence[bool], layout: Layout) -> _Form | None:
-        """Return the form of a batch; None if a bag is empty."""
-        keys = []
-        for one, size in zip(self.features, layout.sizes, strict=True):
-            if one.is_lookup and not size:
-                return None
-            keys.append(_room(size) if one.bags else size if one.is_lookup else 0)
-        samples = min(_room(samples), self._max_samples)
-        return _Form(samples, min(_room(requests), samples) if requests else 0, tuple(once), tuple(keys))
 
     def _kept_for(self, form: _Form) -> _Kept | None:
         """Return the memory of batches of a form; None if that of all others is in use."""
@@ -253,33 +253,36 @@ class Scorer:
 
     def _new_memory(self, form: _Form) -> _Kept:
         """Allocate the memory of batches of a form, and on a CUDA device capture the run of the network on it."""
-        network, at = self._network, 0
-        starts, limits = [], []
-        for one, once, keys in zip(self.features, form.once, form.keys, strict=True):
-            rows = form.requests if once else form.samples
-            size = 8 * min(rows * keys, one.max_keys) if keys else rows * prod(one.shape) * np.dtype(one.dtype).itemsize
+        network, indices = self._network, form.samples if form.requests else 0
+        rows = [form.requests if once else form.samples for once in form.once]
+        starts, limits, at = [], [], 8 * indices
+        for one, n in zip(self.features, rows, strict=True):
             starts.append(at)
-            limits.append(size)
-            at += -(-size // _ALIGNED) * _ALIGNED
-        indices = form.samples if form.requests else 0
-        staged, source = network.staging(at + 8 * indices)
+            if one.is_lookup:
+                keys = one.max_keys // self._max_samples if one.bags else 0
+                limits.append(8 * min(n * (one.hotness or keys or 1), one.max_keys))
+            else:
+                limits.append(n * prod(one.shape) * np.dtype(one.dtype).itemsize)
+                at += _aligned(limits[-1])
+        size = at + sum(_aligned(limit) for one, limit in zip(self.features, limits, strict=True) if one.is_lookup)
+        staged, source = network.staging(size)
         staged[:] = 0
-        memory = network.empty((staged.size,), "uint8") if self._on_device else staged
+        memory = network.empty((size,), "uint8") if self._on_device else staged
+        index = self._part(memory, 0, "int64", (indices,))
         inputs: dict[str, Tensor] = {}
-        for one, once, start in zip(self.features, form.once, starts, strict=True):
-            shape = (form.requests if once else form.samples, *one.tensor().shape[1:])
+        for one, n, start in zip(self.features, rows, starts, strict=True):
+            shape = (n, *one.tensor().shape[1:])
             if not one.is_lookup:
                 inputs[one.name] = self._part(memory, start, one.dtype, shape)
             else:
                 inputs[one.name] = network.empty(shape, "float32") if self._on_device else np.zeros(shape, np.float32)
-        index = self._part(memory, at, "int64", (indices,))
         if self._on_device:
             network.write(memory, source)
             run = network.fixed(self._run_of(form, inputs, index))
         else:
             run = self._run_of(form, {name: network.put(values) for name, values in inputs.items()}, network.put(index))
-        own = np.ndarray((indices,), np.int64, staged, at)
-        return _Kept(form, staged, source, memory, np.array(starts), np.array(limits), own, inputs, run)
+        own = np.ndarray((indices,), np.int64, staged)
+        return _Kept(form, staged, source, memory, np.array(starts), at, np.array(limits), own, inputs, run)
 
     def _part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor that begins at a byte of the memory of inputs."""
@@ -297,11 +300,14 @@ class Scorer:
             rows, sizes: by place of the feature, rows, and elements of a row.
         """
         segments: dict[int, Segment] = {}
+        starts, at = kept.starts.copy(), kept.keys_at
         for place, one in enumerate(self.features):
             if not one.is_lookup:
                 continue
-            n, start = rows[place] * sizes[place], int(kept.starts[place])
-            keys, out = self._part(kept.memory, start, "int64", (n,)), kept.inputs[one.name][: rows[place]].reshape(-1, one.dim)
+            n = rows[place] * sizes[place]
+            keys, out = self._part(kept.memory, at, "int64", (n,)), kept.inputs[one.name][: rows[place]].reshape(-1, one.dim)
+            starts[place] = at
+            at += _aligned(8 * n)
             pooling = None
             if one.pools(sizes[place]):
                 pooling = pooling_of(one.name, one.bags_of(keys), n, (rows[place], sizes[place]), self._on_device)
@@ -309,10 +315,11 @@ class Scorer:
         groups = self._groups({place: one.pooling is not None for place, one in segments.items()})
         lookups = [self._bind([segments[place] for place in places]) for _, places in groups]
         if self._on_device:
-            return _Bound(lookups, kept.run)
+            target, source = (self._network.part(memory, 0, "uint8", (at,)) for memory in (kept.memory, kept.source))
+            return _Bound(starts, target, source, lookups, kept.run)
         put = self._network.put
         inputs = {one.name: put(kept.inputs[one.name][:n]) for one, n in zip(self.features, rows, strict=True)}
-        return _Bound(lookups, self._run_of(kept.form, inputs, put(kept.index[:samples])))
+        return _Bound(starts, None, None, lookups, self._run_of(kept.form, inputs, put(kept.index[:samples])))
 
     def _groups(self, pooled: Mapping[int, bool]) -> list[tuple[bool, list[int]]]:
         """Group lookups, by place of the feature, such that a group asks a table once, and pools all or none."""
@@ -372,18 +379,17 @@ class Scorer:
     def warm(self) -> None:
         """Keep memory for batches of all numbers of samples, and run the network on it once, before the first request does.
 
-        There is none for bags of any size, and for batches of many requests that give something once, until they come.
+        That of batches of many requests that give something once is made when the first of them comes.
         """
-        if self._split or any(one.bags for one in self.features):
+        if self._split:
             return
-        keys = tuple(one.hotness or 1 if one.is_lookup else 0 for one in self.features)
-        none, once = ((False,) * len(keys), tuple(one.per_request for one in self.features))
+        none, once = (False,) * len(self.features), tuple(one.per_request for one in self.features)
         samples = _LEAST_KEPT
         while samples < _STEP * self._max_samples:
             most = min(samples, self._max_samples)
             for given in dict.fromkeys((none, once)):
-                form = _Form(most, min(_LEAST_KEPT, most) if any(given) else 0, given, keys)
-                if (kept := self._kept_for(form)) is not None and not self._on_device:
+                kept = self._kept_for(_Form(most, min(_LEAST_KEPT, most) if any(given) else 0, given))
+                if kept is not None and not self._on_device:
                     self._run(kept.run)
             samples *= _STEP
 
@@ -535,11 +541,15 @@ def _bags(one: Feature, given: Sequence[Given]) -> Any:
 
 
 def _room(count: int) -> int:
-    """Return for how many samples, requests or keys there is room where there is for `count`."""
+    """Return for how many samples or requests there is room where there is for `count`."""
     room = _LEAST_KEPT
     while room < count:
         room *= _STEP
     return room
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _rounded(rows: int) -> int:

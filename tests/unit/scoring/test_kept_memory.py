@@ -242,6 +242,15 @@ def test_bags_with_offsets_are_kept_where_all_are_of_one_size(way: Way, kept: li
     assert kept == [5, None, None, None, None]
 
 
+def test_bags_for_which_there_is_no_room_take_the_general_way(way: Way, kept: list[int | None]) -> None:
+    rng, ours, other = np.random.default_rng(5), way(), way()
+    for keys in (320, 321, 20, 320):  # of one request; 16 of them have room, of 20 keys each: the table's 1000 for 50 samples
+        compare(ours, other, arrays(rng, 2, keys=keys))
+    compare(ours, other, *[arrays(rng, 1, keys=20)] * 16)
+    compare(ours, other, *[arrays(rng, 1, keys=21)] * 16)
+    assert kept == [2, None, 2, 2, 16, None]
+
+
 def test_each_table_is_asked_once_in_a_lookup_and_what_is_given_once_once(way: Way) -> None:
     tables = FakeTables(4, 2)
     ours, asked = way(tables=tables), []

@@ -23,6 +23,7 @@ from hps.types import IndexArray
 _KINDS: Final = frozenset({"<f4", "<f2", "<f8", "<i8", "<i4", "|b1"})
 _MOST_RANK: Final = 8
 _MOST_BYTES: Final = 1 << 40
+_BLANK: Final = bytes(8)  # every value of an array without strides
 _I64: Any = types.int64
 _memcpy: Any = types.ExternalFunction("memcpy", _I64(_I64, _I64, _I64))
 _WORDS: Any = int64[::1]
@@ -122,7 +123,7 @@ def read_description(text: bytes, features: Sequence[Feature], max_samples: int,
     ):
         # its values say what is wrong, or it has bags
         return Description(inputs, outputs, timeout_us, end, 0, (), None)
-    blank = {name: np.broadcast_to(np.zeros((), one.dtype), one.shape) for name, one in by_name.items()}
+    blank = {name: np.ndarray(one.shape, one.dtype, _BLANK, 0, (0,) * len(one.shape)) for name, one in by_name.items()}
     request = read_request(features, blank, max_samples, model)
     asked = [(one, given) for one, given in zip(features, request.given, strict=True) if not one.index]
     layout = layout_of([given for _, given in asked])

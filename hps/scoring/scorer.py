@@ -6,6 +6,7 @@ network is kept, for some forms of batches, and so is what their lookups prepare
 Then a batch is one copy of its inputs, prepared lookups, one launch.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
 Request: TypeAlias = ScoreRequest | PackedRequest
 
+_log = logging.getLogger(__name__)
 _OUTPUT_DTYPES = (*DTYPES, "float64")
 _ALIGNED = 64
 _LEAST_KEPT = 16
@@ -167,6 +169,7 @@ class Scorer:
         self._bind = bind or (lambda segments: segments)
         self._own = threading.Lock()  # of what is kept
         self._kept: dict[_Form, _Kept] = {}
+        self._most_kept = _MOST_KEPT
         self._batches = 0  # that were scored in it
         compile_kernels(gather)
 
@@ -210,8 +213,9 @@ class Scorer:
         layout, by_request = found
         total, rows = int(counts.sum()), by_request.sum(axis=0)
         each = (by_request == counts[:, None]).all(axis=0)
-        if not (each | (rows == len(requests))).all() or total > self._max_samples or 0 in layout.sizes:
-            return None, 0  # some give one row and some several, or no keys
+        one_form = (each | (rows == len(requests))).all()  # else some give an input once, and some for each sample
+        if not one_form or total > self._max_samples or 0 in layout.sizes:
+            return None, 0
         samples, once = min(_room(total), self._max_samples), tuple((~each).tolist())
         form = _Form(samples, min(_room(len(requests)), samples) if any(once) else 0, once)
         if (kept := self._kept_for(form)) is None or (rows * layout.widths > kept.limits).any():
@@ -239,15 +243,21 @@ class Scorer:
         return {name: values.copy() for name, values in outputs.items()}, looked_up  # a network may return its inputs
 
     def _kept_for(self, form: _Form) -> _Kept | None:
-        """Return the memory of batches of a form; None if that of all others is in use."""
+        """Return the memory of batches of a form; None if that of others is in use and there may be no more."""
         self._batches += 1
         if (kept := self._kept.get(form)) is None:
-            if len(self._kept) >= _MOST_KEPT:
-                oldest = min(self._kept.values(), key=lambda one: one.used)
-                if self._batches - oldest.used < _UNUSED:
+            if len(self._kept) >= self._most_kept:
+                oldest = min(self._kept.values(), key=lambda one: one.used, default=None)
+                if oldest is None or self._batches - oldest.used < _UNUSED:
                     return None
                 del self._kept[oldest.form]
-            kept = self._kept[form] = self._new_memory(form)
+            try:
+                kept = self._new_memory(form)
+            except (MemoryError, RuntimeError) as error:  # the memory of one batch may be had
+                self._most_kept = len(self._kept)
+                _log.warning("model %r: no memory is kept for batches of %d samples: %s", self._model, form.samples, error)
+                return None
+            self._kept[form] = kept
         kept.used = self._batches
         return kept
 
@@ -255,7 +265,7 @@ class Scorer:
         """Allocate the memory of batches of a form, and on a CUDA device capture the run of the network on it."""
         network, indices = self._network, form.samples if form.requests else 0
         rows = [form.requests if once else form.samples for once in form.once]
-        starts, limits, at = [], [], 8 * indices
+        starts, limits, at = [], [], _aligned(8 * indices)
         for one, n in zip(self.features, rows, strict=True):
             starts.append(at)
             if one.is_lookup:

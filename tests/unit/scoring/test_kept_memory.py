@@ -307,6 +307,30 @@ def test_more_forms_than_are_kept_take_the_general_way_until_another_is_unused(
     assert kept == [3, 3, None, 3, None, 3, 3, None]
 
 
+def test_where_memory_cannot_be_kept_batches_take_the_general_way(
+    kept: list[int | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(DeviceNetwork):
+        def staging(self, size: int) -> tuple[np.ndarray, Any]:
+            if len(ours._kept) == 1:
+                raise RuntimeError("CUDA out of memory")
+            return super().staging(size)
+
+    dense = load_dense({"format": "onnx", "file": "f", "inputs": FORMS, "outputs": ["all"]})
+    features = features_of(dense, TABLES.specs)
+    ours, other = (
+        Scorer("m", TABLES.specs, features, made(everything), TABLES.look_up, on_device=True, max_samples=MOST)
+        for made in (Full, DeviceNetwork)
+    )
+    rng = np.random.default_rng(5)
+    for once in (ONCE, (), ("age",), ONCE):
+        compare(ours, other, arrays(rng, 3, once))
+    assert kept == [3, None, None, 3]
+    assert [one.getMessage() for one in caplog.records] == [
+        "model 'm': no memory is kept for batches of 16 samples: CUDA out of memory"
+    ]
+
+
 def test_more_sizes_than_are_prepared_are_prepared_again(
     way: Way, kept: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

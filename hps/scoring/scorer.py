@@ -20,8 +20,9 @@ import numpy.typing as npt
 from hps.configuration.networks import DTYPES
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
-from hps.networks.base import Network, Tensor
+from hps.networks.base import Tensor
 from hps.scoring.features import Feature, Given, Output, ScoreRequest
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import PackedRequest, gather, gather_into
 from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import Segment, fixed_segments, named_segments
@@ -112,7 +113,7 @@ class Scorer:
         model: str,
         tables: Sequence[TableSpec],
         features: Sequence[Feature],
-        network: Network,
+        network: NetworkCalls,
         lookup: Callable[[Sequence[Segment]], None],
         *,
         bind: Callable[[Sequence[Segment]], Sequence[Segment]] | None = None,
@@ -124,7 +125,8 @@ class Scorer:
         self._model = model
         self._tables = tuple(tables)
         self.features = tuple(features)
-        self._network = network
+        self._calls = network
+        self._network = network.network
         self._lookup = lookup
         self._on_device = on_device
         self._refuse_nan = refuse_nan
@@ -151,8 +153,16 @@ class Scorer:
             Outputs of each request, or why it has none; and times.
 
         Raises:
-            HPSError: a tier failed. NetworkError: the network failed.
+            HPSError: a tier failed. NetworkError: the network failed. NotReadyError: it is closed.
         """
+        with self._calls.of(self):
+            return self._score(requests)
+
+    def network_seconds(self) -> dict[int, float]:
+        """Return how long each call under way has been in the network, by thread; 0.0 while it is elsewhere."""
+        return self._calls.seconds(self)
+
+    def _score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         began = perf_counter_ns()
         counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
         outputs: Outputs | None = None
@@ -279,6 +289,10 @@ class Scorer:
         Raises:
             NetworkError: it fails, or its outputs have not the samples as their first dimension.
         """
+        with self._calls.of(self):
+            return self._try_out()
+
+    def _try_out(self) -> tuple[Output, ...]:
         shapes: list[dict[str, tuple[str, tuple[int, ...]]]] = []
         for samples in (1, 3):
             tensors = [one.tensor() for one in self.features]
@@ -302,16 +316,18 @@ class Scorer:
 
     def warm(self) -> None:
         """Keep memory for batches of all numbers of samples, and run the network on it once, before the first request does."""
-        samples = _LEAST_KEPT
-        while self._keeps and samples < _STEP * self._max_samples:
-            kept = self._kept_for(min(samples, self._max_samples))
-            if kept.run is None:
-                self._run(self._bound(kept, kept.samples).run)
-            samples *= _STEP
+        with self._calls.of(self):
+            samples = _LEAST_KEPT
+            while self._keeps and samples < _STEP * self._max_samples:
+                kept = self._kept_for(min(samples, self._max_samples))
+                if kept.run is None:
+                    self._run(self._bound(kept, kept.samples).run)
+                samples *= _STEP
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
         try:
-            return self._network.fetch(run())
+            with self._calls.running(self):
+                return self._network.fetch(run())
         except DeviceError:
             raise
         except Exception as error:

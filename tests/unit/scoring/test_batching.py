@@ -14,6 +14,7 @@ from hps.configuration.load import load_dense
 from hps.scoring import batching
 from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import features_of, read_request
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.statistics.scores import ScoreCounters
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
@@ -37,7 +38,9 @@ class Bench:
         self.tables, self.network, self.counters = FakeTables(4, 2, max_keys=MOST_KEYS), ArrayNetwork(function), ScoreCounters()
         dense = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]})
         features = features_of(dense, self.tables.specs)
-        scorer = Scorer("m", self.tables.specs, features, self.network, self.tables.look_up, max_samples=MOST_SAMPLES)
+        scorer = Scorer(
+            "m", self.tables.specs, features, NetworkCalls(self.network), self.tables.look_up, max_samples=MOST_SAMPLES
+        )
         self.batcher = Batcher("model 'm'", scorer, self.counters, MOST_SAMPLES, max_delay_us, alone=alone)
         self._features = features
         self.told: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import hps
 from hps.configuration.load import load_dense
 from hps.scoring.features import Feature, features_of, read_request
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import Description, PackedRequest, describe, read_description
 from hps.scoring.scorer import Scorer
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
@@ -78,7 +79,7 @@ def request(rng: np.random.Generator, samples: int, form: str) -> dict[str, np.n
 
 
 def scorer(features: tuple[Feature, ...] = FEATURES) -> Scorer:
-    return Scorer("m", TABLES.specs, features, ArrayNetwork(everything), TABLES.look_up, max_samples=MOST)
+    return Scorer("m", TABLES.specs, features, NetworkCalls(ArrayNetwork(everything)), TABLES.look_up, max_samples=MOST)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,14 @@ def test_after_a_failure_the_memory_is_used_again(kept: list[int | None]) -> Non
 
 
 def test_an_output_that_is_an_input_is_not_overwritten_by_the_next_request(kept: list[int | None]) -> None:
-    ours = Scorer("m", TABLES.specs, KEPT, ArrayNetwork(lambda given: {"all": given["age"]}), TABLES.look_up, max_samples=MOST)
+    ours = Scorer(
+        "m",
+        TABLES.specs,
+        KEPT,
+        NetworkCalls(ArrayNetwork(lambda given: {"all": given["age"]})),
+        TABLES.look_up,
+        max_samples=MOST,
+    )
     rng, region = np.random.default_rng(3), Region(KEPT)
     every = [alike(rng, 2) for _ in range(3)]
     answers = [ours.score([region.pack(one, 2)])[0][0]["all"] for one in every]

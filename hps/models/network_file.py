@@ -40,6 +40,15 @@ class NetworkFile:
         content = json.dumps([path, file.version, file.size_bytes, said], sort_keys=True)
         return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
+    def size_bytes(self, sources: ModelSources) -> int:
+        """Return the size of the file.
+
+        Raises:
+            ModelFileError: it is missing, or has another size than `version.json` says.
+        """
+        filesystem, path = sources.locate(self.place)
+        return open_file(filesystem, path, self._checks(path)).size_bytes
+
     def read(self, sources: ModelSources) -> bytes:
         """Read the file.
 

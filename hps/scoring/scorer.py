@@ -93,6 +93,50 @@ class _Kept:
     bound: dict[int, _Bound] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class InputPlace:
+    """Where the values of an input, or the keys of a lookup, lie in memory that is kept. *Immutable.*"""
+
+    start: int
+    size_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.start + -(-self.size_bytes // _ALIGNED) * _ALIGNED
+
+
+def keeps_memory(features: Sequence[Feature]) -> bool:
+    """Whether memory is kept for batches: every lookup is of rows, and of a table of its own."""
+    lookups = [one for one in features if one.is_lookup]
+    return not (
+        any(one.index for one in features)
+        or any(one.combiner or one.max_norm for one in lookups)
+        or len({one.table for one in lookups}) < len(lookups)
+    )
+
+
+def kept_sizes(max_samples: int) -> list[int]:
+    """Return the numbers of samples that memory is kept for, ascending."""
+    sizes = [min(_LEAST_KEPT, max_samples)]
+    while sizes[-1] < max_samples:
+        sizes.append(min(_STEP * sizes[-1], max_samples))
+    return sizes
+
+
+def place_inputs(features: Sequence[Feature], samples: int) -> list[InputPlace]:
+    """Lay out the inputs of a batch in one piece of memory, in their order."""
+    places: list[InputPlace] = []
+    for one in features:
+        keys = (one.hotness,) if one.hotness is not None else ()
+        shape, dtype = (keys, "int64") if one.is_lookup else (one.shape, one.dtype)
+        size = samples * prod(shape) * np.dtype(dtype).itemsize
+        places.append(InputPlace(places[-1].end if places else 0, size, dtype, (samples, *shape)))
+    return places
+
+
 class Scorer:
     """Answers requests from one deployment on one device. *Thread-safe.*
 
@@ -136,12 +180,8 @@ class Scorer:
         self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
         self._split = any(one.index for one in self.features)
         self._bind = bind or (lambda segments: segments)
-        lookups = [one for one in self.features if one.is_lookup]
-        self._keeps = not (
-            self._split
-            or any(one.combiner or one.max_norm for one in lookups)
-            or len({one.table for one in lookups}) < len(lookups)
-        )
+        self._keeps = keeps_memory(self.features)
+        self._sizes = kept_sizes(max_samples)
         self._own = threading.Lock()  # of what is kept
         self._kept: dict[int, _Kept] = {}
         compile_kernels(gather)
@@ -189,10 +229,9 @@ class Scorer:
 
     def _score_kept(self, requests: Sequence[Request], total: int) -> tuple[Outputs | None, int]:
         """Score requests that look alike in the memory that is kept; None if they do not."""
-        size = _LEAST_KEPT
-        while size < total:
-            size *= _STEP
-        kept = self._kept_for(min(size, self._max_samples))
+        if total > self._max_samples:
+            return None, 0
+        kept = self._kept_for(next(size for size in self._sizes if size >= total))
         rows = gather_into(requests, kept.staged, kept.starts, kept.limits)
         if rows is None or (rows != total).any():  # or some are given once for several samples
             return None, 0
@@ -213,30 +252,21 @@ class Scorer:
         """Return the memory of batches of up to a number of samples."""
         if (kept := self._kept.get(samples)) is not None:
             return kept
-        network, at = self._network, 0
-        starts, limits, places = [], [], {}
-        for one in self.features:
-            keys = (one.hotness,) if one.hotness is not None else ()
-            shape, dtype = (keys, "int64") if one.is_lookup else (one.shape, one.dtype)
-            size = samples * prod(shape) * np.dtype(dtype).itemsize
-            places[one.name] = at, dtype, (samples, *shape)
-            starts.append(at)
-            limits.append(size)
-            at += -(-size // _ALIGNED) * _ALIGNED
-        staged, source = network.staging(at)
+        network, places = self._network, place_inputs(self.features, samples)
+        starts, limits = [one.start for one in places], [one.size_bytes for one in places]
+        size_bytes = places[-1].end
+        staged, source = network.staging(size_bytes)
         staged[:] = 0
-        memory = network.empty((at,), "uint8") if self._on_device else staged
+        memory = network.empty((size_bytes,), "uint8") if self._on_device else staged
         inputs: dict[str, Tensor] = {}
-        for one in self.features:
-            start, dtype, shape = places[one.name]
+        for one, place in zip(self.features, places, strict=True):
             if one.is_lookup:
-                tensor = one.tensor()
-                vectors = (samples, *tensor.shape[1:])
+                vectors = (samples, *one.tensor().shape[1:])
                 inputs[one.name] = network.empty(vectors, "float32") if self._on_device else np.zeros(vectors, np.float32)
             elif self._on_device:
-                inputs[one.name] = network.part(memory, start, dtype, shape)
+                inputs[one.name] = network.part(memory, place.start, place.dtype, place.shape)
             else:
-                inputs[one.name] = np.ndarray(shape, dtype, staged, start)
+                inputs[one.name] = np.ndarray(place.shape, place.dtype, staged, place.start)
         kept = _Kept(samples, staged, source, memory, np.array(starts), np.array(limits), inputs)
         if self._on_device:
             network.write(memory, source)
@@ -317,12 +347,10 @@ class Scorer:
     def warm(self) -> None:
         """Keep memory for batches of all numbers of samples, and run the network on it once, before the first request does."""
         with self._calls.of(self):
-            samples = _LEAST_KEPT
-            while self._keeps and samples < _STEP * self._max_samples:
-                kept = self._kept_for(min(samples, self._max_samples))
+            for samples in self._sizes if self._keeps else ():
+                kept = self._kept_for(samples)
                 if kept.run is None:
                     self._run(self._bound(kept, kept.samples).run)
-                samples *= _STEP
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
         try:

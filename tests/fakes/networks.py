@@ -1,6 +1,7 @@
 """A network on arrays whose file says what it does, and tables that answer a scorer without a server."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ class ArrayNetwork(Network):
 
     `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with `"samples"` of them (2; 0 is when
     it is opened), `hang` until the file beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few);
-    `memory` (it does not fit).
+    `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs.
 
     Attributes:
         calls: numbers of samples of its runs.
@@ -55,6 +56,7 @@ class ArrayNetwork(Network):
         def run(given: Arrays) -> Mapping[str, np.ndarray]:
             sums = sum(one.reshape(len(one), -1).sum(1, dtype=np.float64) for one in given.values())
             scores = (said.get("factor", 1.0) * sums).astype(np.float32)
+            np.empty(said.get("bytes_per_sample", 0) * len(scores), np.uint8).fill(1)
             if len(scores) == wrong:
                 scores = _misbehaving(said, scores)
             return dict.fromkeys(outputs, scores)
@@ -88,6 +90,8 @@ def _misbehaving(said: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:
             until = time.monotonic() + 300
             while Path(said["until"]).exists() and time.monotonic() < until:
                 time.sleep(0.01)
+        case "exit":
+            os._exit(1)
         case "raise":
             raise ValueError("the network's own trouble\nin two lines")
         case "nan":

@@ -28,7 +28,8 @@ _LIBRARIES: Final = {
     "torchscript": ("PyTorch", 380 << 20),
     "onnx": ("ONNX Runtime", 40 << 20),
 }
-"""By format, the library that runs it, and what it takes in RAM once a network of one layer has run: builds for the CPU."""
+"""By format, the library that runs it, and what it takes in RAM once a small network has run: builds for the CPU."""
+_COPIES: Final = {"onnx": 3}  # of the file, on the CPU: ONNX Runtime keeps it, its weights, and those of products packed
 _START_S: Final = 120.0  # of a process that imports an engine
 
 
@@ -54,7 +55,7 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
             yield device, Need("gpu", "inputs of batches", staged + vectors)
             yield None, Need("pinned", f"inputs of batches, for device {device}", staged)
     else:
-        yield None, Need("ram", "weights", file_bytes)
+        yield None, Need("ram", "weights", _COPIES.get(dense.format, 1) * file_bytes)
         yield None, Need("ram", "inputs of batches", (staged + vectors) * (len(config.deployed_device_list) if on_cuda else 1))
     copies = 2 if on_device else 1  # its content, and the weights before they are moved
     yield None, Need("ram", "the network's file", copies * file_bytes, passing=True)

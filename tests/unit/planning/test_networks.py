@@ -103,6 +103,23 @@ def test_each_device_has_the_network_if_its_engine_runs_there(tmp_path: Path) ->
     assert not [place for place, _, _ in on_host if place != "ram"]
 
 
+@pytest.mark.parametrize(("engine", "library", "copies"), [("pt2", "PyTorch", 1), ("onnx", "ONNX Runtime", 3)])
+def test_libraries_count_once_and_weights_as_they_copy_them(tmp_path: Path, engine: str, library: str, copies: int) -> None:
+    config = configuration(tmp_path, engine=engine)
+    (tmp_path / "n").mkdir()
+    for name in ("m/1", "m/model.json"):
+        (tmp_path / name).rename(tmp_path / name.replace("m/", "n/", 1))
+    text = (tmp_path / "n" / "model.json").read_text()
+    (tmp_path / "n" / "model.json").write_text(text.replace('"m"', '"n"'))
+    configuration(tmp_path, engine=engine)
+    config = load_configuration(document_of(model_repository=str(tmp_path)))
+    needs = planned_needs(config, served_versions(config), False)
+    assert [one.need.what for one in needs if one.tier == "process" and not one.need.passing][1:] == [library]
+    file_bytes = (tmp_path / "m" / "1" / "dense.json").stat().st_size
+    weights = [one.need.size_bytes for one in needs if one.need.what == "weights"]
+    assert weights == [copies * file_bytes] * 2
+
+
 def test_a_model_without_a_network_needs_nothing_for_one(tmp_path: Path) -> None:
     hps.write_sparse_model(tmp_path / "item", (np.arange(ROWS), np.ones((ROWS, DIM), np.float32)))
     config = load_configuration(document_of(model_of("m", [tmp_path / "item"], {"item": DIM})))

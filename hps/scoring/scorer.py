@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from time import perf_counter_ns
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,10 @@ import numpy.typing as npt
 from hps.configuration.networks import DTYPES
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
-from hps.networks.base import Network, Tensor
+from hps.networks.base import Tensor
 from hps.scoring.features import Feature, Given, Output, ScoreRequest
+from hps.scoring.forms import Form, aligned, kept_forms, lay_out, room_for
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import PackedRequest, gather, gather_into, rows_of
 from hps.tensors.bags import Bags, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, named_segments
@@ -34,9 +35,6 @@ Request: TypeAlias = ScoreRequest | PackedRequest
 
 _log = logging.getLogger(__name__)
 _OUTPUT_DTYPES = (*DTYPES, "float64")
-_ALIGNED = 64
-_LEAST_KEPT = 16
-_STEP = 4  # between the sizes that memory is kept for
 _MOST_KEPT = 16
 _UNUSED = 1000  # batches after which the memory of a form may be given to another
 _MOST_BOUND = 256
@@ -63,19 +61,6 @@ class _Batch:
 
     columns: dict[int, Any]
     repeats: dict[int, npt.NDArray[np.int64]]
-
-
-class _Form(NamedTuple):
-    """The form of batches that share memory.
-
-    Attributes:
-        samples, requests: most of them; no requests if they give nothing once.
-        once: by place of the feature, whether each request gives one row.
-    """
-
-    samples: int
-    requests: int
-    once: tuple[bool, ...]
 
 
 @dataclass(slots=True)
@@ -111,7 +96,7 @@ class _Kept:
         bound: by numbers of rows of each input, and of keys of a row.
     """
 
-    form: _Form
+    form: Form
     staged: npt.NDArray[np.uint8]
     source: Tensor
     memory: Tensor
@@ -145,7 +130,7 @@ class Scorer:
         model: str,
         tables: Sequence[TableSpec],
         features: Sequence[Feature],
-        network: Network,
+        network: NetworkCalls,
         lookup: Callable[[Sequence[Segment]], None],
         *,
         bind: Callable[[Sequence[Segment]], Sequence[Segment]] | None = None,
@@ -157,7 +142,8 @@ class Scorer:
         self._model = model
         self._tables = tuple(tables)
         self.features = tuple(features)
-        self._network = network
+        self._calls = network
+        self._network = network.network
         self._lookup = lookup
         self._on_device = on_device
         self._refuse_nan = refuse_nan
@@ -168,7 +154,7 @@ class Scorer:
         self._split = any(one.index for one in self.features)
         self._bind = bind or (lambda segments: segments)
         self._own = threading.Lock()  # of what is kept
-        self._kept: dict[_Form, _Kept] = {}
+        self._kept: dict[Form, _Kept] = {}
         self._most_kept = _MOST_KEPT
         self._batches = 0  # that were scored in it
         compile_kernels(gather)
@@ -180,8 +166,16 @@ class Scorer:
             Outputs of each request, or why it has none; and times.
 
         Raises:
-            HPSError: a tier failed. NetworkError: the network failed.
+            HPSError: a tier failed. NetworkError: the network failed. NotReadyError: it is closed.
         """
+        with self._calls.of(self):
+            return self._score(requests)
+
+    def network_seconds(self) -> dict[int, float]:
+        """Return how long each call under way has been in the network, by thread; 0.0 while it is elsewhere."""
+        return self._calls.seconds(self)
+
+    def _score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         began = perf_counter_ns()
         counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
         outputs: Outputs | None = None
@@ -216,8 +210,8 @@ class Scorer:
         one_form = (each | (rows == len(requests))).all()  # else some give an input once, and some for each sample
         if not one_form or total > self._max_samples or 0 in layout.sizes:
             return None, 0
-        samples, once = min(_room(total), self._max_samples), tuple((~each).tolist())
-        form = _Form(samples, min(_room(len(requests)), samples) if any(once) else 0, once)
+        samples, once = room_for(total, self._max_samples), tuple((~each).tolist())
+        form = Form(samples, room_for(len(requests), samples) if any(once) else 0, once)
         if (kept := self._kept_for(form)) is None or (rows * layout.widths > kept.limits).any():
             return None, 0
         filled = rows
@@ -242,7 +236,7 @@ class Scorer:
             return {name: values[:total] for name, values in outputs.items()}, looked_up
         return {name: values.copy() for name, values in outputs.items()}, looked_up  # a network may return its inputs
 
-    def _kept_for(self, form: _Form) -> _Kept | None:
+    def _kept_for(self, form: Form) -> _Kept | None:
         """Return the memory of batches of a form; None if that of others is in use and there may be no more."""
         self._batches += 1
         if (kept := self._kept.get(form)) is None:
@@ -261,47 +255,42 @@ class Scorer:
         kept.used = self._batches
         return kept
 
-    def _new_memory(self, form: _Form) -> _Kept:
+    def _new_memory(self, form: Form) -> _Kept:
         """Allocate the memory of batches of a form, and on a CUDA device capture the run of the network on it."""
-        network, indices = self._network, form.samples if form.requests else 0
-        rows = [form.requests if once else form.samples for once in form.once]
-        starts, limits, at = [], [], _aligned(8 * indices)
-        for one, n in zip(self.features, rows, strict=True):
-            starts.append(at)
-            if one.is_lookup:
-                keys = one.max_keys // self._max_samples if one.bags else 0
-                limits.append(8 * min(n * (one.hotness or keys or 1), one.max_keys))
-            else:
-                limits.append(n * prod(one.shape) * np.dtype(one.dtype).itemsize)
-                at += _aligned(limits[-1])
-        size = at + sum(_aligned(limit) for one, limit in zip(self.features, limits, strict=True) if one.is_lookup)
-        staged, source = network.staging(size)
+        network, layout = self._network, lay_out(self.features, form, self._max_samples)
+        staged, source = network.staging(layout.size_bytes)
         staged[:] = 0
-        memory = network.empty((size,), "uint8") if self._on_device else staged
-        index = self._part(memory, 0, "int64", (indices,))
+        memory = network.empty((layout.size_bytes,), "uint8") if self._on_device else staged
+        index = self._part(memory, 0, "int64", (layout.indices,))
         inputs: dict[str, Tensor] = {}
-        for one, n, start in zip(self.features, rows, starts, strict=True):
-            shape = (n, *one.tensor().shape[1:])
+        for one, shape, start in zip(self.features, layout.shapes, layout.starts, strict=True):
             if not one.is_lookup:
                 inputs[one.name] = self._part(memory, start, one.dtype, shape)
             else:
                 inputs[one.name] = network.empty(shape, "float32") if self._on_device else np.zeros(shape, np.float32)
         if self._on_device:
             network.write(memory, source)
-            run = network.fixed(self._run_of(form, inputs, index))
+            with self._calls.running(self):
+                run = network.fixed(self._run_of(inputs, self._once(form, index)))
         else:
-            run = self._run_of(form, {name: network.put(values) for name, values in inputs.items()}, network.put(index))
-        own = np.ndarray((indices,), np.int64, staged)
-        return _Kept(form, staged, source, memory, np.array(starts), at, np.array(limits), own, inputs, run)
+            put = {name: network.put(values) for name, values in inputs.items()}
+            run = self._run_of(put, self._once(form, network.put(index)))
+        own = np.ndarray((layout.indices,), np.int64, staged)
+        starts, limits = np.array(layout.starts), np.array(layout.limits)
+        return _Kept(form, staged, source, memory, starts, layout.keys_at, limits, own, inputs, run)
 
     def _part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor that begins at a byte of the memory of inputs."""
         return self._network.part(memory, start, dtype, shape) if self._on_device else np.ndarray(shape, dtype, memory, start)
 
-    def _run_of(self, form: _Form, inputs: Mapping[str, Tensor], index: Tensor) -> Callable[[], Mapping[str, Tensor]]:
-        """Return the run of the network on inputs; those given once are repeated by an index."""
-        network, names = self._network, [one.name for one, once in zip(self.features, form.once, strict=True) if once]
-        return lambda: network.run({**inputs, **{name: network.take(inputs[name], index) for name in names}})
+    def _once(self, form: Form, index: Tensor) -> dict[str, Tensor]:
+        """Return the index of what is given once, by name."""
+        return {one.name: index for one, once in zip(self.features, form.once, strict=True) if once}
+
+    def _run_of(self, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
+        """Return the run of the network on inputs; those that have an index are repeated by it."""
+        network = self._network
+        return lambda: network.run({**inputs, **{name: network.take(inputs[name], index) for name, index in indices.items()}})
 
     def _bound(self, kept: _Kept, samples: int, rows: Sequence[int], sizes: Sequence[int]) -> _Bound:
         """Prepare lookups and run of batches in the memory that is kept.
@@ -317,7 +306,7 @@ class Scorer:
             n = rows[place] * sizes[place]
             keys, out = self._part(kept.memory, at, "int64", (n,)), kept.inputs[one.name][: rows[place]].reshape(-1, one.dim)
             starts[place] = at
-            at += _aligned(8 * n)
+            at += aligned(8 * n)
             pooling = None
             if one.pools(sizes[place]):
                 pooling = pooling_of(one.name, one.bags_of(keys), n, (rows[place], sizes[place]), self._on_device)
@@ -329,7 +318,7 @@ class Scorer:
             return _Bound(starts, target, source, lookups, kept.run)
         put = self._network.put
         inputs = {one.name: put(kept.inputs[one.name][:n]) for one, n in zip(self.features, rows, strict=True)}
-        return _Bound(starts, None, None, lookups, self._run_of(kept.form, inputs, put(kept.index[:samples])))
+        return _Bound(starts, None, None, lookups, self._run_of(inputs, self._once(kept.form, put(kept.index[:samples]))))
 
     def _groups(self, pooled: Mapping[int, bool]) -> list[tuple[bool, list[int]]]:
         """Group lookups, by place of the feature, such that a group asks a table once, and pools all or none."""
@@ -348,16 +337,16 @@ class Scorer:
         vectors = self._vectors(batch, given)
         looked_up = perf_counter_ns()
         inputs: dict[str, Tensor] = {}
+        indices: dict[str, Tensor] = {}
         for place, one in enumerate(self.features):
             if one.index:
                 inputs[one.name] = self._network.put(np.repeat(np.arange(len(requests)), counts))
                 continue
-            tensor = vectors[place] if one.is_lookup else given[place]
+            inputs[one.name] = vectors[place] if one.is_lookup else given[place]
             if place in batch.repeats:
                 times = batch.repeats[place]
-                tensor = self._network.take(tensor, self._network.put(np.repeat(np.arange(len(times)), times)))
-            inputs[one.name] = tensor
-        return self._run(partial(self._network.run, inputs)), looked_up
+                indices[one.name] = self._network.put(np.repeat(np.arange(len(times)), times))
+        return self._run(self._run_of(inputs, indices)), looked_up
 
     def try_out(self) -> tuple[Output, ...]:
         """Run the network on zeros, without lookups, and return its outputs.
@@ -365,6 +354,10 @@ class Scorer:
         Raises:
             NetworkError: it fails, or its outputs have not the samples as their first dimension.
         """
+        with self._calls.of(self):
+            return self._try_out()
+
+    def _try_out(self) -> tuple[Output, ...]:
         shapes: list[dict[str, tuple[str, tuple[int, ...]]]] = []
         for samples in (1, 3):
             tensors = [one.tensor() for one in self.features]
@@ -387,25 +380,17 @@ class Scorer:
         return self.outputs
 
     def warm(self) -> None:
-        """Keep memory for batches of all numbers of samples, and run the network on it once, before the first request does.
-
-        That of batches of many requests that give something once is made when the first of them comes.
-        """
-        if self._split:
-            return
-        none, once = (False,) * len(self.features), tuple(one.per_request for one in self.features)
-        samples = _LEAST_KEPT
-        while samples < _STEP * self._max_samples:
-            most = min(samples, self._max_samples)
-            for given in dict.fromkeys((none, once)):
-                kept = self._kept_for(_Form(most, min(_LEAST_KEPT, most) if any(given) else 0, given))
+        """Keep memory for batches of `kept_forms`, and run the network on it once, before the first request does."""
+        with self._calls.of(self):
+            for form in kept_forms(self.features, self._max_samples):
+                kept = self._kept_for(form)
                 if kept is not None and not self._on_device:
                     self._run(kept.run)
-            samples *= _STEP
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
         try:
-            return self._network.fetch(run())
+            with self._calls.running(self):
+                return self._network.fetch(run())
         except DeviceError:
             raise
         except Exception as error:
@@ -548,18 +533,6 @@ def _bags(one: Feature, given: Sequence[Given]) -> Any:
         np.concatenate(offsets),
         np.concatenate(weights) if weighted else None,
     )
-
-
-def _room(count: int) -> int:
-    """Return for how many samples or requests there is room where there is for `count`."""
-    room = _LEAST_KEPT
-    while room < count:
-        room *= _STEP
-    return room
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _rounded(rows: int) -> int:

@@ -1,5 +1,6 @@
 """Batches of requests that look alike, in memory that is kept: they get what new memory gives them."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from hps.configuration.load import load_dense
 from hps.errors import TooManyKeysError
 from hps.scoring import scorer as scorer_module
 from hps.scoring.features import Feature, ScoreRequest, features_of, read_request
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.tensors.segments import Segment
 from tests.fakes.networks import ArrayNetwork, Arrays, DeviceNetwork, FakeTables
@@ -130,7 +132,8 @@ def test_after_a_failure_the_memory_is_used_again(kept: list[int | None]) -> Non
 
 
 def test_an_output_that_is_an_input_is_not_overwritten_by_the_next_request(kept: list[int | None]) -> None:
-    ours = Scorer("m", TABLES.specs, KEPT, ArrayNetwork(lambda given: {"all": given["age"]}), TABLES.look_up, max_samples=MOST)
+    network = NetworkCalls(ArrayNetwork(lambda given: {"all": given["age"]}))
+    ours = Scorer("m", TABLES.specs, KEPT, network, TABLES.look_up, max_samples=MOST)
     rng, region = np.random.default_rng(3), Region(KEPT)
     every = [alike(rng, 2) for _ in range(3)]
     answers = [ours.score([region.pack(one, 2)])[0][0]["all"] for one in every]
@@ -165,7 +168,9 @@ def way(request: pytest.FixtureRequest) -> Way:
         on_device = request.param == "on a device"
         network = network or (DeviceNetwork if on_device else ArrayNetwork)(everything)
         features = features_of(dense, tables.specs)
-        return Scorer("m", tables.specs, features, network, tables.look_up, on_device=on_device, max_samples=MOST, **more)
+        return Scorer(
+            "m", tables.specs, features, NetworkCalls(network), tables.look_up, on_device=on_device, max_samples=MOST, **more
+        )
 
     return made
 
@@ -265,7 +270,8 @@ def test_rows_that_fill_up_a_lookup_are_of_the_batch(kept: list[int | None]) -> 
     tables, asked = FakeTables(4, 2), []
     dense = load_dense({"format": "onnx", "file": "f", "inputs": FORMS, "outputs": ["all"]})
     features = features_of(dense, tables.specs)
-    ours = Scorer("m", tables.specs, features, DeviceNetwork(everything), tables.look_up, on_device=True, max_samples=MOST)
+    network = NetworkCalls(DeviceNetwork(everything))
+    ours = Scorer("m", tables.specs, features, network, tables.look_up, on_device=True, max_samples=MOST)
     look_up = tables.look_up
     ours._lookup = lambda segments: (asked.extend(np.array(one.keys) for one in segments), look_up(segments))[1]
     for at, samples in enumerate((50, 33, 35, 49)):
@@ -319,7 +325,7 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
     dense = load_dense({"format": "onnx", "file": "f", "inputs": FORMS, "outputs": ["all"]})
     features = features_of(dense, TABLES.specs)
     ours, other = (
-        Scorer("m", TABLES.specs, features, made(everything), TABLES.look_up, on_device=True, max_samples=MOST)
+        Scorer("m", TABLES.specs, features, NetworkCalls(made(everything)), TABLES.look_up, on_device=True, max_samples=MOST)
         for made in (Full, DeviceNetwork)
     )
     rng = np.random.default_rng(5)
@@ -343,11 +349,41 @@ def test_more_sizes_than_are_prepared_are_prepared_again(
     assert kept == sizes
 
 
+def test_all_that_a_network_does_counts_as_time_in_it(way: Way) -> None:
+    found: dict[str, set[bool]] = {"fixed": set(), "take": set(), "run": set()}
+
+    def note(what: str) -> None:
+        time.sleep(0.001)
+        found[what].add(all(one > 0 for one in ours.network_seconds().values()))
+
+    class Noting(DeviceNetwork):
+        def fixed(self, run: Callable[[], Arrays]) -> Callable[[], Arrays]:
+            note("fixed")
+            return super().fixed(run)
+
+        def take(self, tensor: np.ndarray, index: np.ndarray) -> np.ndarray:
+            note("take")
+            return super().take(tensor, index)
+
+        def run(self, inputs: Arrays) -> Mapping[str, np.ndarray]:
+            note("run")
+            return super().run(inputs)
+
+    ours = way(network=Noting(everything))
+    ours.warm()
+    given = read(ours, arrays(np.random.default_rng(5), 3))
+    ours.score(given)
+    with ours._own:  # the general way
+        ours.score(given)
+    assert found == {"fixed": {True} if ours._on_device else set(), "take": {True}, "run": {True}}
+    assert ours.network_seconds() == {}
+
+
 def test_warming_up_keeps_what_the_first_requests_need(kept: list[int | None]) -> None:
     inputs = {"item": {"table": "t0"}, "recent": FORMS["recent"], "age": {"per_request": True}}
     features = features_of(load_dense({"format": "onnx", "file": "f", "inputs": inputs, "outputs": ["all"]}), TABLES.specs)
     network = DeviceNetwork(everything)
-    ours = Scorer("m", TABLES.specs, features, network, TABLES.look_up, on_device=True, max_samples=MOST)
+    ours = Scorer("m", TABLES.specs, features, NetworkCalls(network), TABLES.look_up, on_device=True, max_samples=MOST)
     ours.warm()
     assert network.captured == 4  # 16 and 50 samples, given each and once
     for samples in (1, 16, 17, 50):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import hps
 from hps.configuration.load import load_dense
 from hps.scoring.features import Feature, features_of, read_request
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import Description, PackedRequest, describe, read_description
 from hps.scoring.scorer import Scorer
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
@@ -78,7 +79,7 @@ def request(rng: np.random.Generator, samples: int, form: str) -> dict[str, np.n
 
 
 def scorer(features: tuple[Feature, ...] = FEATURES) -> Scorer:
-    return Scorer("m", TABLES.specs, features, ArrayNetwork(everything), TABLES.look_up, max_samples=MOST)
+    return Scorer("m", TABLES.specs, features, NetworkCalls(ArrayNetwork(everything)), TABLES.look_up, max_samples=MOST)
 
 
 @pytest.mark.parametrize(

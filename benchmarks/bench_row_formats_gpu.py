@@ -1,9 +1,9 @@
 """Rows in fewer bits on a GPU: hits alone, keys by popularity over the link, bags; beside float32 in the same run.
 
 A cache has the memory of a float32 cache for a tenth of the rows, less the index where that is on the device. `mixed` are
-batches of power-law keys after 600 of them; `link` reads the hash map's buckets and rows, `index` has the buckets on the device,
-`dense` is a table that needs none. `cold_rows` is a plain kernel that reads as many rows of the same size in ascending order after
-other work on the device: what the link allows a lookup with as many misses.
+batches of power-law keys after 600 of them; `link` reads the hash map's buckets and rows, `index` has the buckets on the
+device, `dense` is a table that needs none. `cold_rows` is a plain kernel that reads as many rows of the same size in ascending
+order after other work on the device: what the link allows a lookup with as many misses.
 
 Of each configuration, 16,384 vectors are compared with those of the CPU, bit for bit.
 """

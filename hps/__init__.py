@@ -69,6 +69,7 @@ _ERRORS = (
     "ForkedProcessError",
     "TrainingModeError",
     "WorkspaceTimeoutError",
+    "NetworkBusyError",
     "NetworkError",
     "DeadlineError",
     "DatabaseError",

@@ -21,7 +21,8 @@
     │   └── ForkedProcessError                        opened by the parent process, before a fork
     ├── TrainingModeError        (RuntimeError)       a layer of torch was called in training mode
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
-    ├── NetworkError             (RuntimeError)       a dense network failed
+    ├── NetworkError             (RuntimeError)       a dense network failed, or was not opened in time
+    │   └── NetworkBusyError     (TimeoutError)       a call of it hangs; requests are refused meanwhile
     ├── DeadlineError            (TimeoutError)       the time that a request allows was over before work began
     ├── DatabaseError            (RuntimeError)       a volatile or persistent database failed
     │   ├── DatabaseTimeoutError (TimeoutError)
@@ -137,7 +138,11 @@ class WorkspaceTimeoutError(HPSError, TimeoutError):
 
 
 class NetworkError(HPSError, RuntimeError):
-    """A dense network failed, or its outputs are not what it promised."""
+    """A dense network failed, was not opened in time, or its outputs are not what it promised."""
+
+
+class NetworkBusyError(NetworkError, TimeoutError):
+    """A call of a dense network takes too long; the request was not queued behind it."""
 
 
 class DeadlineError(HPSError, TimeoutError):

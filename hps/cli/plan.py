@@ -51,6 +51,9 @@ def plan_command(
             min=1, help="Processors of another machine, which decide the number of fronts unless service.fronts does."
         ),
     ] = None,
+    run_networks: Annotated[
+        bool, typer.Option("--run-networks", help="Run each network on the CPU, to measure what a full batch needs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw hit rates by cache size: .svg or .png (extra `plot`).")
@@ -58,7 +61,8 @@ def plan_command(
 ) -> None:
     """Print the memory that CONFIG needs on each tier, whether it fits, and the hit rates of its caches.
 
-    Nothing is loaded, and no database is opened. The exit code is 1 if something does not fit. 1 GB is 10^9 bytes, 1 GiB 2^30.
+    Nothing is loaded, except networks by --run-networks, and no database is opened. The exit code is 1 if something does not
+    fit. 1 GB is 10^9 bytes, 1 GiB 2^30.
     """
     with console.reported():
         from hps.configuration.load import load_configuration
@@ -74,6 +78,8 @@ def plan_command(
         machine = memory.this_machine(configuration, sizes)
         on_cuda = memory.caches_on_cuda(configuration, machine)
         needs = memory.planned_needs(configuration, versions, on_cuda)
+        if run_networks:
+            needs += memory.run_needs(configuration, versions, on_cuda)
         needs += memory.front_needs(configuration.service, on_cuda, processors)
         totals = memory.totals(needs, machine)
         traces = read_traces(trace) if trace else []
@@ -91,6 +97,8 @@ def plan_command(
             typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions), indent=1))
         else:
             _print(needs, totals, machine, predicted, suggestions)
+            if not run_networks and any(version.network is not None for version in versions):
+                typer.echo("\nwhat networks allocate while they run is not counted; --run-networks measures it")
         if any(total.fits is False for total in totals):
             raise typer.Exit(1)
 

@@ -36,7 +36,7 @@ def row_formats_command(
     with console.reported():
         from hps.configuration.load import load_configuration
         from hps.models.row_costs import FEWER_BITS, row_costs
-        from hps.planning.memory import served_files
+        from hps.planning.memory import served_versions
 
         chosen = tuple(dict.fromkeys(row_dtype or FEWER_BITS))
         if unknown := [one for one in chosen if one not in FEWER_BITS]:
@@ -45,10 +45,10 @@ def row_formats_command(
             )
         costs: list[RowCost] = []
         with console.progress() as progress:
-            for model, files in served_files(load_configuration(config)):
-                for table, one in zip(model.tables, files, strict=True):
+            for version in served_versions(load_configuration(config)):
+                for table, one in zip(version.config.tables, version.files, strict=True):
                     with closing(_chunks(one, progress, table.tag)) as chunks:
-                        costs += row_costs(f"{model.model}/{table.table_name}", one.rows, one.dim, chunks, chosen)
+                        costs += row_costs(f"{version.config.model}/{table.table_name}", one.rows, one.dim, chunks, chosen)
         if as_json:
             typer.echo(json.dumps([asdict(one) for one in costs], indent=1))
         else:

@@ -13,6 +13,7 @@ from hps.configuration.fields import (
     Place,
     Positive,
     Real,
+    Timeout,
     Whole,
     choice,
     expected,
@@ -120,6 +121,7 @@ class DenseConfig(Section):
     dynamic_batching: Flag = True
     max_queue_delay_us: Annotated[NonNegative, Field(le=1_000_000)] = 0
     refuse_nan: Flag = True
+    open_timeout_s: Timeout = 120.0
 
     @field_validator("inputs")
     @classmethod

@@ -11,7 +11,7 @@ from hps.models.files import open_file
 from hps.models.manifest import FileCheck
 from hps.models.sources import ModelSources
 
-_BATCHING = {"dynamic_batching", "max_queue_delay_us", "refuse_nan"}
+_NOT_OF_CONTENT = {"dynamic_batching", "max_queue_delay_us", "refuse_nan", "open_timeout_s"}
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,18 @@ class NetworkFile:
         """
         filesystem, path = sources.locate(self.place)
         file = open_file(filesystem, path, self._checks(path))
-        said = self.config.model_dump(mode="json", exclude=_BATCHING | {"file"})
+        said = self.config.model_dump(mode="json", exclude=_NOT_OF_CONTENT | {"file"})
         content = json.dumps([path, file.version, file.size_bytes, said], sort_keys=True)
         return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+    def size_bytes(self, sources: ModelSources) -> int:
+        """Return the size of the file.
+
+        Raises:
+            ModelFileError: it is missing, or has another size than `version.json` says.
+        """
+        filesystem, path = sources.locate(self.place)
+        return open_file(filesystem, path, self._checks(path)).size_bytes
 
     def read(self, sources: ModelSources) -> bytes:
         """Read the file.

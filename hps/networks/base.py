@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self, TypeAlias
 import numpy as np
 
 from hps.errors import ModelFileError
-from hps.types import IndexArray
 
 Tensor: TypeAlias = Any
 """A tensor of the engine, with `__dlpack__`."""
@@ -75,24 +74,24 @@ class Network(ABC):
         return memory, memory
 
     def part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor that begins at a byte of a uint8 tensor; only if `on_cuda`."""
+        """Return the tensor that begins at a byte of a uint8 tensor of the device, or of `staging`; only if `on_cuda`."""
         raise NotImplementedError
 
     def write(self, tensor: Tensor, source: Tensor) -> None:
-        """Copy a tensor of the device, or of `staging`, to one of the device; only if `on_cuda`."""
+        """Copy a tensor of the device, or one of `staging` or a part of it, to one of the device; only if `on_cuda`."""
         raise NotImplementedError
 
     @abstractmethod
-    def repeat(self, tensor: Tensor, counts: IndexArray) -> Tensor:
-        """Repeat each row of a tensor as often as counts, (rows,) int64, says."""
+    def take(self, tensor: Tensor, index: Tensor) -> Tensor:
+        """Return the rows of a tensor that an index, (n,) int64 of the same device, names."""
 
     @abstractmethod
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Run the network on tensors of its device. The outputs may be of the same memory as the next call's."""
 
-    def fixed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
-        """Return what runs the network on the same tensors of a CUDA device again and again; only if `on_cuda`."""
-        return lambda: self.run(inputs)
+    def fixed(self, run: Callable[[], Mapping[str, Tensor]]) -> Callable[[], Mapping[str, Tensor]]:
+        """Return what repeats a run, of `take` and `run` on the same tensors of a CUDA device; only if `on_cuda`."""
+        return run
 
     @abstractmethod
     def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

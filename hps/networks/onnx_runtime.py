@@ -9,7 +9,6 @@ import onnxruntime
 from hps.configuration.load import network_threads
 from hps.errors import ModelFileError
 from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
-from hps.types import IndexArray
 
 _TYPES = {
     "tensor(float)": "float32",
@@ -67,8 +66,8 @@ class OnnxNetwork(Network):
     def put(self, array: np.ndarray) -> Tensor:
         return array
 
-    def repeat(self, tensor: Tensor, counts: IndexArray) -> Tensor:
-        return np.repeat(tensor, counts, axis=0)
+    def take(self, tensor: Tensor, index: Tensor) -> Tensor:
+        return np.take(tensor, index, axis=0)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))

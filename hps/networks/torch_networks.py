@@ -17,7 +17,6 @@ from torch.export.passes import move_to_device_pass
 
 from hps.errors import DeviceError, DeviceMemoryError, ModelFileError
 from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
-from hps.types import IndexArray
 
 _log = logging.getLogger(__name__)
 _WARM_UPS = 3
@@ -66,10 +65,9 @@ class _TorchNetwork(Network):
         with torch.inference_mode():
             tensor.copy_(source, non_blocking=True)
 
-    def repeat(self, tensor: Tensor, counts: IndexArray) -> Tensor:
-        if len(counts) == 1:
-            return tensor.expand(int(counts[0]), *tensor.shape[1:])
-        return torch.repeat_interleave(tensor, self.put(counts), dim=0, output_size=int(counts.sum()))
+    def take(self, tensor: Tensor, index: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return tensor.index_select(0, index)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if self._call is None:
@@ -78,21 +76,21 @@ class _TorchNetwork(Network):
             found = self._call(inputs)
         return _named(self._name, found, self._outputs)
 
-    def fixed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
-        """Capture the network in a CUDA graph; where it cannot be captured, run it as it is."""
+    def fixed(self, run: Callable[[], Mapping[str, Tensor]]) -> Callable[[], Mapping[str, Tensor]]:
+        """Capture a run in a CUDA graph; where it cannot be captured, repeat it as it is."""
         with torch.cuda.device(self._device):
             try:
                 stream = torch.cuda.Stream(self._device)
                 with torch.cuda.stream(stream):
                     for _ in range(_WARM_UPS):  # libraries choose kernels and take memory
-                        self.run(inputs)
+                        run()
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    outputs = self.run(inputs)
+                    outputs = run()
             except RuntimeError as error:
                 _log.info("network %s: it runs without a CUDA graph: %s", self._name, str(error).strip().splitlines()[0])
-                return lambda: self.run(inputs)
+                return run
 
         def replay() -> Mapping[str, Tensor]:
             graph.replay()

@@ -14,7 +14,9 @@ from hps.errors import ConfigError, HPSError, MissingDependencyError
 from hps.ground.capacity import Need, Place, available_memory
 from hps.models.deltas import DeltaModel, open_table_files
 from hps.models.files import CHUNK_BYTES, SparseModel
+from hps.models.network_file import NetworkFile
 from hps.models.sources import ModelSources
+from hps.planning.networks import activation_needs, engine_needs, network_needs
 from hps.regions.layout import MOST_PAGE_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
 from hps.registry import implementation
@@ -31,10 +33,13 @@ _CHUNKS: Final = 4  # chunks of model files that a load holds at once
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """A version to be served, with the rows of each table. *Immutable.*"""
+    """A version to be served, with the rows and the files of each table, and the file of its network. *Immutable.*"""
 
     config: ModelConfig
     rows: tuple[int, ...]
+    network: NetworkFile | None = None
+    network_bytes: int = 0
+    files: tuple[SparseModel | DeltaModel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class PlannedNeed:
     """Memory that a version needs on one tier; `model` is empty for what all models share. *Immutable.*
 
     Attributes:
-        tier: `embedding_cache`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`.
+        tier: `embedding_cache`, `network`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`.
         device: id of the GPU.
     """
 
@@ -86,12 +91,7 @@ class Total:
 
 
 def served_versions(configuration: Configuration) -> list[ServedVersion]:
-    """List the versions that a server would load, with the rows of their files; errors as of `served_files`."""
-    return [ServedVersion(config, tuple(one.rows for one in files)) for config, files in served_files(configuration)]
-
-
-def served_files(configuration: Configuration) -> list[tuple[ModelConfig, list[SparseModel | DeltaModel]]]:
-    """List the versions that a server would load, with the files of each table. Reads only file sizes.
+    """List the versions that a server would load. Reads only file sizes.
 
     Raises:
         ConfigError: files are missing or do not fit; the message lists every problem.
@@ -108,7 +108,9 @@ def served_files(configuration: Configuration) -> list[tuple[ModelConfig, list[S
                     open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources)
                     for table, source in zip(config.tables, version.sources, strict=True)
                 ]
-                found.append((config, files))
+                network_bytes = 0 if version.network is None else version.network.size_bytes(sources)
+                rows = tuple(one.rows for one in files)
+                found.append(ServedVersion(config, rows, version.network, network_bytes, tuple(files)))
         except HPSError as error:
             problems.append(f"model {name!r}: {error}")
     if problems:
@@ -141,6 +143,9 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
                 workspaces = plan.workspaces_for(tables, config.num_of_worker_buffer_in_pool)
                 found += _of(config, "embedding_cache", needs, device if on_cuda else None)
                 found += _of(config, "workspaces", workspaces, device if on_cuda else None)
+        if version.network is not None:
+            for on_gpu, need in network_needs(config, version.network_bytes, on_cuda):
+                found += _of(config, "network", [need], on_gpu)
         for tier, database, section, share in _databases(configuration, config):
             rows = [
                 (table.tag, table.width, math.ceil(share * count)) for table, count in zip(tables, version.rows, strict=True)
@@ -155,8 +160,24 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
             if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _links(versions, model, number):
                 place = "pinned"
             found.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.passing)))
+    formats = {one.network.config.format for one in versions if one.network is not None}
+    found += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
     if stored:
         found.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, passing=True)))
+    return found
+
+
+def run_needs(configuration: Configuration, versions: Sequence[ServedVersion], on_cuda: bool) -> list[PlannedNeed]:
+    """Run the network of each version on the CPU, and return what its runs need.
+
+    Raises:
+        ModelFileError, NetworkError: as of `activation_needs`.
+    """
+    sources, found = ModelSources(configuration.model_source), []
+    for version in versions:
+        if version.network is not None:
+            for device, need in activation_needs(version.config, version.network.read(sources), on_cuda):
+                found += _of(version.config, "network", [need], device)
     return found
 
 

@@ -1,13 +1,14 @@
 """Dynamic batching: requests that wait at the same time are answered by one lookup and one call of the network."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hps.errors import DeadlineError, HPSError, NetworkError, NotReadyError
+from hps.errors import DeadlineError, HPSError, NetworkBusyError, NetworkError, NotReadyError
 from hps.ground.workers import new_thread
 from hps.scoring.scorer import Outputs, Request, Scorer, ScoreTimes
 from hps.statistics.scores import ScoreCounters
@@ -74,12 +75,34 @@ class Batcher:
         """Number of requests that no batch has taken."""
         return len(self._waiting)
 
-    def submit(self, call: ScoreCall) -> None:
+    def refuse_if_busy(self, most_s: float) -> None:
+        """Check that the batch under way has not been in the network for too long.
+
+        Raises:
+            NetworkBusyError: it has been there for more than `most_s`.
+        """
+        seconds = self._scorer.network_seconds().get(self._thread.ident or 0, 0.0)
+        if seconds > most_s:
+            raise NetworkBusyError(
+                f"scoring with {self._what}: a call of its network has been under way for {seconds:.1f} s, expected at most "
+                f"{most_s:g} s; requests are answered again when it returns"
+            )
+
+    def submit(self, call: ScoreCall, most_s: float = math.inf) -> None:
         """Queue a request.
+
+        Args:
+            most_s: longest time in the network of a batch that the request is queued behind.
 
         Raises:
             NotReadyError: it is closed, or too many wait.
+            NetworkBusyError: the batch under way has been in the network for longer than `most_s`.
         """
+        try:
+            self.refuse_if_busy(most_s)
+        except NetworkBusyError:
+            self._counters.count_refused()
+            raise
         with self._changed:
             if self._closed:
                 raise NotReadyError(f"scoring with {self._what}: it was undeployed")

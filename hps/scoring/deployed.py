@@ -1,5 +1,8 @@
 """The network of a deployment, on each of its devices."""
 
+import logging
+import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
@@ -9,19 +12,21 @@ import numpy.typing as npt
 
 from hps.configuration.load import ModelConfig
 from hps.configuration.networks import DenseConfig
-from hps.errors import HPSError, NetworkError, UnknownModelError
+from hps.errors import HPSError, NetworkError, NotReadyError, UnknownModelError
 from hps.ground.open_calls import OpenCalls
 from hps.lookup.session import Session
 from hps.networks.base import Network
 from hps.registry import implementation
 from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import Feature, Output, ScoreRequest, features_of, read_request
+from hps.scoring.network_calls import NetworkCalls, bounded
 from hps.scoring.packing import Description, PackedRequest, read_description
 from hps.scoring.scorer import Outputs, Request, Scorer
 from hps.statistics.scores import ScoreCounters
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
 
+_log = logging.getLogger(__name__)
 _DESCRIPTIONS = 1024
 
 
@@ -39,7 +44,8 @@ class OpenedNetwork:
         on_device: whether it runs on the devices that look up.
 
     Raises:
-        ModelFileError: as of `Network.open`. NetworkError: it does not run, or its outputs are wrong.
+        ModelFileError: as of `Network.open`. NetworkError: it does not run, its outputs are wrong, or it has not ended a trial
+            on each device within `dense.open_timeout_s`.
         DeviceMemoryError, DeviceError: as of `Network.open`.
     """
 
@@ -50,23 +56,41 @@ class OpenedNetwork:
         self.fingerprint = fingerprint
         self.features: tuple[Feature, ...] = features_of(dense, config.tables)
         self.on_device = bool(devices) and engine.on_cuda
-        tensors = [one.tensor() for one in self.features]
-        self.networks: dict[int | None, Network] = {}
+        self.networks: dict[int | None, NetworkCalls] = {}
         self.outputs: tuple[Output, ...] = ()
-        try:
+        self._changing = threading.Lock()
+        self._closed = False
+        tensors = [one.tensor() for one in self.features]
+
+        def open_all() -> None:
             for device in devices if self.on_device else [None]:
-                network = engine.open(dense.file, content, tensors, dense.outputs, device)
-                self.networks[device] = network
+                network = self._add(device, engine.open(dense.file, content, tensors, dense.outputs, device))
                 self.outputs = Scorer(config.model, config.tables, self.features, network, _none).try_out()
+
+        try:
+            doing = f"opening the network {dense.file} of model {config.model!r}, and trying it on zeros"
+            bounded(dense.open_timeout_s, doing, open_all)
         except BaseException:
             self.close()
             raise
 
+    def _add(self, device: int | None, network: Network) -> NetworkCalls:
+        calls = NetworkCalls(network)
+        with self._changing:
+            if not self._closed:
+                self.networks[device] = calls
+                return calls
+        calls.close()
+        raise NotReadyError(f"opening the network {self.fingerprint}: its deployment was given up")
+
     def close(self) -> None:
-        """Free the networks; no deployment uses them any more. Idempotent."""
-        for network in self.networks.values():
+        """Free the networks, those in use after their last calls; no deployment asks them any more. Idempotent."""
+        with self._changing:
+            self._closed = True
+            networks = list(self.networks.values())
+            self.networks.clear()
+        for network in networks:
             network.close()
-        self.networks.clear()
 
 
 def _none(segments: Sequence[Segment]) -> None:
@@ -112,7 +136,8 @@ class DeploymentScores:
                     max_samples=config.max_batch_size,
                     outputs=opened.outputs,
                 )
-                made[id(session)].warm()
+                doing = f"warming up the network of {self._what}"
+                bounded(dense.open_timeout_s, doing, made[id(session)].warm)
             self._scorers[device] = made[id(session)]
         self._described = lru_cache(_DESCRIPTIONS)(
             partial(read_description, features=opened.features, max_samples=config.max_batch_size, model=config.model)
@@ -155,19 +180,40 @@ class DeploymentScores:
                 raise answer
             return answer
 
-    def submit(self, call: ScoreCall, device: int) -> None:
+    def submit(self, call: ScoreCall, device: int, most_s: float = math.inf) -> None:
         """Score a request with others, or by itself where batches are off; `call.done` gets the scores.
 
+        Args:
+            most_s: as for `Batcher.submit`.
+
         Raises:
-            NotReadyError: the deployment is closed, or too many requests wait.
+            NotReadyError: the deployment is closed, or too many requests wait. NetworkBusyError: as of `Batcher.submit`.
         """
-        self._batchers[device].submit(call)
+        self._batchers[device].submit(call, most_s)
+
+    def refuse_if_busy(self, most_s: float) -> None:
+        """Check that no device's batch has been in the network for longer than `most_s`.
+
+        Raises:
+            NetworkBusyError: one has.
+        """
+        for one in dict.fromkeys(self._batchers.values()):
+            one.refuse_if_busy(most_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse further requests, and wait for those under way; False if they take longer."""
+        """Refuse further requests, and wait for those under way; False if they take longer and may still look up.
+
+        Calls that have been in the network for the whole time are left to it: they need no tier any more.
+        """
         until = time.monotonic() + timeout_s
         ended = [one.close(max(0.0, until - time.monotonic())) for one in dict.fromkeys(self._batchers.values())]
-        return self._calls.close(max(0.0, until - time.monotonic())) and all(ended)
+        if self._calls.close(max(0.0, until - time.monotonic())) and all(ended):
+            return True
+        seconds = [one for scorer in dict.fromkeys(self._scorers.values()) for one in scorer.network_seconds().values()]
+        if not seconds or min(seconds) < timeout_s:
+            return False
+        _log.warning("scoring with %s: its network has not returned for %.1f s; it is left alone", self._what, min(seconds))
+        return True
 
 
 def network_of_model(scores: DeploymentScores | None, model: str) -> DeploymentScores:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from hps.configuration.networks import DenseConfig
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError
 from hps.networks.base import NetworkTensor
-from hps.tensors.bags import input_arrays
+from hps.tensors.bags import Bags, input_arrays
 from hps.types import KeyArray, TableSpec
 
 OFFSETS: Final = ".offsets"
@@ -67,6 +67,21 @@ class Feature:
     def bags(self) -> bool:
         """Whether bags of any size are allowed."""
         return bool(self.combiner) and self.hotness is None
+
+    def pools(self, keys: int) -> bool:
+        """Return whether bags of so many keys are pooled: without weights, one vector is its own sum and mean."""
+        return bool(self.combiner) and (keys != 1 or self.max_norm is not None or self.padding_key is not None)
+
+    def bags_of(self, keys: Any, offsets: Any = None, weights: Any = None) -> Bags:
+        """Return bags of keys, pooled as configured."""
+        return Bags(
+            keys,
+            offsets,
+            weights,
+            combiner=self.combiner,  # type: ignore[arg-type]
+            max_norm=self.max_norm,
+            padding_key=self.padding_key,
+        )
 
     def tensor(self) -> NetworkTensor:
         """Return what the network gets."""
@@ -251,7 +266,10 @@ def _keys(
             f"{doing}: got offsets of input {one.name!r} that begin with {offsets[0]} and end with {offsets[-1]}, expected "
             f"0 to {values.size}, the number of its keys, never falling"
         )
-    return Given(values, offsets.size - 1, offsets, weights)
+    rows = offsets.size - 1
+    if rows and weights is None and np.array_equal(offsets, np.arange(rows + 1) * offsets[1]):  # bags of one size
+        return Given(values.reshape(rows, int(offsets[1])), rows)
+    return Given(values, rows, offsets, weights)
 
 
 def _samples(doing: str, features: Sequence[Feature], given: Sequence[Given], most: int) -> int:

@@ -23,6 +23,7 @@ from hps.types import IndexArray
 _KINDS: Final = frozenset({"<f4", "<f2", "<f8", "<i8", "<i4", "|b1"})
 _MOST_RANK: Final = 8
 _MOST_BYTES: Final = 1 << 40
+_BLANK: Final = bytes(8)  # every value of an array without strides
 _I64: Any = types.int64
 _memcpy: Any = types.ExternalFunction("memcpy", _I64(_I64, _I64, _I64))
 _WORDS: Any = int64[::1]
@@ -57,11 +58,13 @@ class Layout:
 
     Attributes:
         columns: dtype, and shape of a row.
+        sizes: elements of a row; of a lookup, keys.
         widths: bytes of a row.
         rows: number of rows.
     """
 
     columns: tuple[tuple["np.dtype[Any]", tuple[int, ...]], ...]
+    sizes: tuple[int, ...]
     widths: IndexArray
     rows: IndexArray
 
@@ -69,8 +72,9 @@ class Layout:
 def layout_of(given: Sequence[Given]) -> Layout:
     """Return the layout of what a request gives."""
     columns = tuple([(one.values.dtype, one.values.shape[1:]) for one in given])
-    widths = np.array([prod(shape) * dtype.itemsize for dtype, shape in columns], np.int64)
-    return Layout(columns, widths, np.array([one.rows for one in given], np.int64))
+    sizes = tuple([prod(shape) for _, shape in columns])
+    widths = np.array([size * dtype.itemsize for size, (dtype, _) in zip(sizes, columns, strict=True)], np.int64)
+    return Layout(columns, sizes, widths, np.array([one.rows for one in given], np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +123,7 @@ def read_description(text: bytes, features: Sequence[Feature], max_samples: int,
     ):
         # its values say what is wrong, or it has bags
         return Description(inputs, outputs, timeout_us, end, 0, (), None)
-    blank = {name: np.broadcast_to(np.zeros((), one.dtype), one.shape) for name, one in by_name.items()}
+    blank = {name: np.ndarray(one.shape, one.dtype, _BLANK, 0, (0,) * len(one.shape)) for name, one in by_name.items()}
     request = read_request(features, blank, max_samples, model)
     asked = [(one, given) for one, given in zip(features, request.given, strict=True) if not one.index]
     layout = layout_of([given for _, given in asked])
@@ -173,44 +177,45 @@ class PackedRequest:
         return read_request(features, arrays, max_samples, model)
 
 
-def gather_into(
-    requests: Sequence[PackedRequest | ScoreRequest],
-    memory: npt.NDArray[np.uint8],
-    starts: IndexArray,
-    limits: IndexArray,
-) -> IndexArray | None:
-    """Gather the inputs of requests that are alike; return the rows of all together, by input.
-
-    Args:
-        memory: where they go.
-        starts, limits: by input, where its values begin in the memory, and how many bytes have room.
+def rows_of(requests: Sequence[PackedRequest | ScoreRequest]) -> tuple[Layout, IndexArray] | None:
+    """Compare what requests give.
 
     Returns:
-        None if they are not alike, do not fit, or some have bags of any size.
+        The layout of the first, whose rows all requests have, and their numbers of rows, (requests, inputs), read only; None if
+        they are not alike, or some have weights or bags of several sizes.
     """
-    count = len(requests)
     first = _layout_of(requests[0])
     if first is None:
         return None
     if all(type(one) is PackedRequest and one.description.layout is first for one in requests):
-        sizes = np.tile(first.rows * first.widths, (count, 1))  # a view would be read-only, which the kernel does not take
-        before = np.arange(count)[:, None] * sizes[0]
-        rows = first.rows * count
-    else:
-        layouts = [_layout_of(one) for one in requests]
-        if any(one is None or one.columns != first.columns for one in layouts):
-            return None
-        by_request = np.array([one.rows for one in layouts if one is not None])
-        sizes = by_request * first.widths
-        before = np.zeros_like(sizes)
-        np.cumsum(sizes[:-1], axis=0, out=before[1:])
-        rows = by_request.sum(axis=0)
-    if (rows * first.widths > limits).any():
+        return first, np.broadcast_to(first.rows, (len(requests), first.rows.size))
+    layouts = [first, *map(_layout_of, requests[1:])]
+    if any(one is None or one.columns != first.columns for one in layouts):
         return None
-    sources = np.array([_addresses_of(one) for one in requests], np.int64)
-    targets = before + (starts + memory.ctypes.data)
-    gather(sources.reshape(-1), sizes.reshape(-1), targets.reshape(-1))
-    return rows
+    return first, np.array([one.rows for one in layouts if one is not None])
+
+
+def gather_into(
+    requests: Sequence[PackedRequest | ScoreRequest],
+    sizes: IndexArray,  # (requests, inputs)
+    memory: npt.NDArray[np.uint8],
+    starts: IndexArray,  # (inputs,)
+    filled: IndexArray,  # (inputs,)
+) -> None:
+    """Gather the inputs of requests that are alike.
+
+    Args:
+        sizes: bytes of each input.
+        memory: where they go.
+        starts: by input, where its values begin in the memory.
+        filled: by input, bytes to fill; its first values are repeated behind the last, none twice.
+    """
+    before = np.zeros_like(sizes)
+    np.cumsum(sizes[:-1], axis=0, out=before[1:])
+    used, begin = before[-1] + sizes[-1], starts + memory.ctypes.data
+    sources = np.array([*map(_addresses_of, requests), begin], np.int64)
+    targets = np.concatenate([before + begin, [begin + used]])
+    gather(sources.reshape(-1), np.concatenate([sizes, [filled - used]]).reshape(-1), targets.reshape(-1))
 
 
 def _layout_of(request: PackedRequest | ScoreRequest) -> Layout | None:

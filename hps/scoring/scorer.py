@@ -1,16 +1,16 @@
 """One call of a network on the vectors of one deployment: look up, pool, run.
 
 There are two ways. In general, the inputs of all requests are put together, the vectors are looked up into new memory, and the
-network runs on both. Batches of requests that look alike take the other way wherever every lookup is of rows: all memory from
-their keys to the inputs of the network is kept, for some numbers of samples, and so is what a lookup of it prepares; on a CUDA
-device the network is a CUDA graph. Then a batch is one copy of its inputs, one prepared lookup, one launch.
+network runs on both. Batches of requests that look alike take the other way: all memory from their keys to the inputs of the
+network is kept, for some forms of batches, and so is what their lookups prepare; on a CUDA device the network is a CUDA graph.
+Then a batch is one copy of its inputs, prepared lookups, one launch.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from time import perf_counter_ns
 from typing import Any, TypeAlias
 
@@ -20,22 +20,25 @@ import numpy.typing as npt
 from hps.configuration.networks import DTYPES
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
-from hps.networks.base import Network, Tensor
+from hps.networks.base import Tensor
 from hps.scoring.features import Feature, Given, Output, ScoreRequest
-from hps.scoring.packing import PackedRequest, gather, gather_into
-from hps.tensors.bags import Bags, pooled_segments
-from hps.tensors.segments import Segment, fixed_segments, named_segments
+from hps.scoring.forms import Form, aligned, kept_forms, lay_out, room_for
+from hps.scoring.network_calls import NetworkCalls
+from hps.scoring.packing import PackedRequest, gather, gather_into, rows_of
+from hps.tensors.bags import Bags, pooled_segments, pooling_of
+from hps.tensors.segments import Segment, named_segments
 from hps.types import TableSpec
 
 Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
 Request: TypeAlias = ScoreRequest | PackedRequest
 
+_log = logging.getLogger(__name__)
 _OUTPUT_DTYPES = (*DTYPES, "float64")
-_ALIGNED = 64
-_LEAST_KEPT = 16
-_STEP = 4  # between the numbers of samples that memory is kept for
+_MOST_KEPT = 16
+_UNUSED = 1000  # batches after which the memory of a form may be given to another
 _MOST_BOUND = 256
+_EXACT_BITS = 5  # of a number of rows that is rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +65,49 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Bound:
-    """What a batch of a number of samples prepares once: the lookup of its keys, and the run of the network."""
+    """What batches with the same numbers of rows and keys prepare once.
 
-    segments: Sequence[Segment]
+    Attributes:
+        starts: by input, where its values begin in the memory of inputs.
+        target, source: the part of this memory that is used, and the same part of `_Kept.source`; None on the CPU.
+        run: of the network.
+    """
+
+    starts: npt.NDArray[np.int64]
+    target: Tensor
+    source: Tensor
+    lookups: list[Sequence[Segment]]
     run: Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Memory of batches of up to `samples`.
+    """Memory of batches of one form.
 
     Attributes:
         staged, source: where inputs are gathered, as an array, and as what the network copies to `memory`.
         memory: where lookups and network read them; `staged` itself on the CPU.
-        starts, limits: by input, where its values begin, and how many bytes have room.
-        inputs: of the network, by name.
-        run: on a CUDA device, the run of the network on all samples.
-        bound: by number of samples.
+        starts: by input, where its values begin; keys of lookups lie behind all else, from `keys_at` on.
+        limits: by input, how many bytes have room.
+        index: (samples,) int64, in `staged`: the request of each sample; empty if nothing is given once.
+        inputs: of the network, by name; of what is given once, a row a request.
+        run: of the network, on all samples; on a CUDA device, captured.
+        used: number of the last batch.
+        bound: by numbers of rows of each input, and of keys of a row.
     """
 
-    samples: int
+    form: Form
     staged: npt.NDArray[np.uint8]
     source: Tensor
     memory: Tensor
     starts: npt.NDArray[np.int64]
+    keys_at: int
     limits: npt.NDArray[np.int64]
+    index: npt.NDArray[np.int64]
     inputs: dict[str, Tensor]
-    run: Callable[[], Mapping[str, Tensor]] | None = None
-    bound: dict[int, _Bound] = field(default_factory=dict)
+    run: Callable[[], Mapping[str, Tensor]]
+    used: int = 0
+    bound: dict[tuple[Sequence[int], Sequence[int]], _Bound] = field(default_factory=dict)
 
 
 class Scorer:
@@ -112,7 +130,7 @@ class Scorer:
         model: str,
         tables: Sequence[TableSpec],
         features: Sequence[Feature],
-        network: Network,
+        network: NetworkCalls,
         lookup: Callable[[Sequence[Segment]], None],
         *,
         bind: Callable[[Sequence[Segment]], Sequence[Segment]] | None = None,
@@ -124,7 +142,8 @@ class Scorer:
         self._model = model
         self._tables = tuple(tables)
         self.features = tuple(features)
-        self._network = network
+        self._calls = network
+        self._network = network.network
         self._lookup = lookup
         self._on_device = on_device
         self._refuse_nan = refuse_nan
@@ -134,14 +153,10 @@ class Scorer:
         self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
         self._split = any(one.index for one in self.features)
         self._bind = bind or (lambda segments: segments)
-        lookups = [one for one in self.features if one.is_lookup]
-        self._keeps = not (
-            self._split
-            or any(one.combiner or one.max_norm for one in lookups)
-            or len({one.table for one in lookups}) < len(lookups)
-        )
         self._own = threading.Lock()  # of what is kept
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[Form, _Kept] = {}
+        self._most_kept = _MOST_KEPT
+        self._batches = 0  # that were scored in it
         compile_kernels(gather)
 
     def score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
@@ -151,15 +166,23 @@ class Scorer:
             Outputs of each request, or why it has none; and times.
 
         Raises:
-            HPSError: a tier failed. NetworkError: the network failed.
+            HPSError: a tier failed. NetworkError: the network failed. NotReadyError: it is closed.
         """
+        with self._calls.of(self):
+            return self._score(requests)
+
+    def network_seconds(self) -> dict[int, float]:
+        """Return how long each call under way has been in the network, by thread; 0.0 while it is elsewhere."""
+        return self._calls.seconds(self)
+
+    def _score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         began = perf_counter_ns()
         counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
         outputs: Outputs | None = None
         looked_up = began
-        if self._keeps and self._own.acquire(False):
+        if not self._split and self._own.acquire(False):
             try:
-                outputs, looked_up = self._score_kept(requests, int(counts.sum()))
+                outputs, looked_up = self._score_kept(requests, counts)
             finally:
                 self._own.release()
         if outputs is None:
@@ -177,84 +200,135 @@ class Scorer:
                 start += samples
         return answers, ScoreTimes(began, looked_up, perf_counter_ns())
 
-    def _score_kept(self, requests: Sequence[Request], total: int) -> tuple[Outputs | None, int]:
-        """Score requests that look alike in the memory that is kept; None if they do not."""
-        size = _LEAST_KEPT
-        while size < total:
-            size *= _STEP
-        kept = self._kept_for(min(size, self._max_samples))
-        rows = gather_into(requests, kept.staged, kept.starts, kept.limits)
-        if rows is None or (rows != total).any():  # or some are given once for several samples
+    def _score_kept(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> tuple[Outputs | None, int]:
+        """Score requests that look alike in the memory that is kept; None if they do not, or none is left."""
+        if (found := rows_of(requests)) is None:
             return None, 0
-        if (bound := kept.bound.get(total)) is None:
+        layout, by_request = found
+        total, rows = int(counts.sum()), by_request.sum(axis=0)
+        each = (by_request == counts[:, None]).all(axis=0)
+        one_form = (each | (rows == len(requests))).all()  # else some give an input once, and some for each sample
+        if not one_form or total > self._max_samples or 0 in layout.sizes:
+            return None, 0
+        samples, once = room_for(total, self._max_samples), tuple((~each).tolist())
+        form = Form(samples, room_for(len(requests), samples) if any(once) else 0, once)
+        if (kept := self._kept_for(form)) is None or (rows * layout.widths > kept.limits).any():
+            return None, 0
+        filled = rows
+        if self._on_device:  # new numbers of rows cost it more than some rows more
+            most = np.where(once, min(_rounded(len(requests)), form.requests), min(_rounded(total), samples))
+            filled = np.where(most * layout.widths > kept.limits, rows, most)
+        key = tuple(filled.tolist()), layout.sizes
+        if (bound := kept.bound.get(key)) is None:
             if len(kept.bound) >= _MOST_BOUND:
-                kept.bound.clear()
-            bound = kept.bound[total] = self._bound(kept, total)
+                del kept.bound[next(iter(kept.bound))]
+            bound = kept.bound[key] = self._bound(kept, total, *key)
+        if kept.index.size:
+            kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
+        gather_into(requests, by_request * layout.widths, kept.staged, bound.starts, filled * layout.widths)
         if self._on_device:
-            self._network.write(kept.memory, kept.source)
-        self._lookup(bound.segments)
+            self._network.write(bound.target, bound.source)
+        for segments in bound.lookups:
+            self._lookup(segments)
         looked_up = perf_counter_ns()
         outputs = self._run(bound.run)
-        if not self._on_device:  # a network may return its inputs
-            outputs = {name: values.copy() for name, values in outputs.items()}
-        return outputs, looked_up
-
-    def _kept_for(self, samples: int) -> _Kept:
-        """Return the memory of batches of up to a number of samples."""
-        if (kept := self._kept.get(samples)) is not None:
-            return kept
-        network, at = self._network, 0
-        starts, limits, places = [], [], {}
-        for one in self.features:
-            keys = (one.hotness,) if one.hotness is not None else ()
-            shape, dtype = (keys, "int64") if one.is_lookup else (one.shape, one.dtype)
-            size = samples * prod(shape) * np.dtype(dtype).itemsize
-            places[one.name] = at, dtype, (samples, *shape)
-            starts.append(at)
-            limits.append(size)
-            at += -(-size // _ALIGNED) * _ALIGNED
-        staged, source = network.staging(at)
-        staged[:] = 0
-        memory = network.empty((at,), "uint8") if self._on_device else staged
-        inputs: dict[str, Tensor] = {}
-        for one in self.features:
-            start, dtype, shape = places[one.name]
-            if one.is_lookup:
-                tensor = one.tensor()
-                vectors = (samples, *tensor.shape[1:])
-                inputs[one.name] = network.empty(vectors, "float32") if self._on_device else np.zeros(vectors, np.float32)
-            elif self._on_device:
-                inputs[one.name] = network.part(memory, start, dtype, shape)
-            else:
-                inputs[one.name] = np.ndarray(shape, dtype, staged, start)
-        kept = _Kept(samples, staged, source, memory, np.array(starts), np.array(limits), inputs)
         if self._on_device:
-            network.write(memory, source)
-            kept.run = network.fixed(inputs)
-        self._kept[samples] = kept
+            return {name: values[:total] for name, values in outputs.items()}, looked_up
+        return {name: values.copy() for name, values in outputs.items()}, looked_up  # a network may return its inputs
+
+    def _kept_for(self, form: Form) -> _Kept | None:
+        """Return the memory of batches of a form; None if that of others is in use and there may be no more."""
+        self._batches += 1
+        if (kept := self._kept.get(form)) is None:
+            if len(self._kept) >= self._most_kept:
+                oldest = min(self._kept.values(), key=lambda one: one.used, default=None)
+                if oldest is None or self._batches - oldest.used < _UNUSED:
+                    return None
+                del self._kept[oldest.form]
+            try:
+                kept = self._new_memory(form)
+            except (MemoryError, RuntimeError) as error:  # the memory of one batch may be had
+                self._most_kept = len(self._kept)
+                _log.warning("model %r: no memory is kept for batches of %d samples: %s", self._model, form.samples, error)
+                return None
+            self._kept[form] = kept
+        kept.used = self._batches
         return kept
 
-    def _bound(self, kept: _Kept, samples: int) -> _Bound:
-        """Prepare the lookup and the run of a number of samples in the memory that is kept."""
-        network, tables, outs = self._network, {}, {}
+    def _new_memory(self, form: Form) -> _Kept:
+        """Allocate the memory of batches of a form, and on a CUDA device capture the run of the network on it."""
+        network, layout = self._network, lay_out(self.features, form, self._max_samples)
+        staged, source = network.staging(layout.size_bytes)
+        staged[:] = 0
+        memory = network.empty((layout.size_bytes,), "uint8") if self._on_device else staged
+        index = self._part(memory, 0, "int64", (layout.indices,))
+        inputs: dict[str, Tensor] = {}
+        for one, shape, start in zip(self.features, layout.shapes, layout.starts, strict=True):
+            if not one.is_lookup:
+                inputs[one.name] = self._part(memory, start, one.dtype, shape)
+            else:
+                inputs[one.name] = network.empty(shape, "float32") if self._on_device else np.zeros(shape, np.float32)
+        if self._on_device:
+            network.write(memory, source)
+            with self._calls.running(self):
+                run = network.fixed(self._run_of(inputs, self._once(form, index)))
+        else:
+            put = {name: network.put(values) for name, values in inputs.items()}
+            run = self._run_of(put, self._once(form, network.put(index)))
+        own = np.ndarray((layout.indices,), np.int64, staged)
+        starts, limits = np.array(layout.starts), np.array(layout.limits)
+        return _Kept(form, staged, source, memory, starts, layout.keys_at, limits, own, inputs, run)
+
+    def _part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor that begins at a byte of the memory of inputs."""
+        return self._network.part(memory, start, dtype, shape) if self._on_device else np.ndarray(shape, dtype, memory, start)
+
+    def _once(self, form: Form, index: Tensor) -> dict[str, Tensor]:
+        """Return the index of what is given once, by name."""
+        return {one.name: index for one, once in zip(self.features, form.once, strict=True) if once}
+
+    def _run_of(self, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
+        """Return the run of the network on inputs; those that have an index are repeated by it."""
+        network = self._network
+        return lambda: network.run({**inputs, **{name: network.take(inputs[name], index) for name, index in indices.items()}})
+
+    def _bound(self, kept: _Kept, samples: int, rows: Sequence[int], sizes: Sequence[int]) -> _Bound:
+        """Prepare lookups and run of batches in the memory that is kept.
+
+        Args:
+            rows, sizes: by place of the feature, rows, and elements of a row.
+        """
+        segments: dict[int, Segment] = {}
+        starts, at = kept.starts.copy(), kept.keys_at
         for place, one in enumerate(self.features):
             if not one.is_lookup:
                 continue
-            hotness = one.hotness or 1
-            start, count = int(kept.starts[place]), samples * hotness
-            if self._on_device:
-                keys = network.part(kept.memory, start, "int64", (count,))
-            else:
-                keys = np.ndarray((count,), np.int64, kept.staged, start)
-            name = self._names[one.table]
-            tables[name], outs[name] = keys, kept.inputs[one.name][:samples].reshape(count, one.dim)
-        index = self._indices.__getitem__
-        segments = fixed_segments(tables, outs, {}, index, self._tables, on_cuda=self._on_device)
-        if kept.run is not None:
-            whole = kept.run
-            return _Bound(self._bind(segments), lambda: {name: values[:samples] for name, values in whole().items()})
-        inputs = {name: network.put(values[:samples]) for name, values in kept.inputs.items()}
-        return _Bound(self._bind(segments), partial(network.run, inputs))
+            n = rows[place] * sizes[place]
+            keys, out = self._part(kept.memory, at, "int64", (n,)), kept.inputs[one.name][: rows[place]].reshape(-1, one.dim)
+            starts[place] = at
+            at += aligned(8 * n)
+            pooling = None
+            if one.pools(sizes[place]):
+                pooling = pooling_of(one.name, one.bags_of(keys), n, (rows[place], sizes[place]), self._on_device)
+            segments[place] = Segment(one.table, keys, out, None, n, pooling)
+        groups = self._groups({place: one.pooling is not None for place, one in segments.items()})
+        lookups = [self._bind([segments[place] for place in places]) for _, places in groups]
+        if self._on_device:
+            target, source = (self._network.part(memory, 0, "uint8", (at,)) for memory in (kept.memory, kept.source))
+            return _Bound(starts, target, source, lookups, kept.run)
+        put = self._network.put
+        inputs = {one.name: put(kept.inputs[one.name][:n]) for one, n in zip(self.features, rows, strict=True)}
+        return _Bound(starts, None, None, lookups, self._run_of(inputs, self._once(kept.form, put(kept.index[:samples]))))
+
+    def _groups(self, pooled: Mapping[int, bool]) -> list[tuple[bool, list[int]]]:
+        """Group lookups, by place of the feature, such that a group asks a table once, and pools all or none."""
+        groups: dict[tuple[bool, int], list[int]] = {}
+        turns: dict[tuple[bool, int], int] = {}
+        for place, pools in pooled.items():
+            asked = pools, self.features[place].table
+            turns[asked] = turn = turns.get(asked, -1) + 1
+            groups.setdefault((pools, turn), []).append(place)
+        return [(pools, places) for (pools, _), places in groups.items()]
 
     def _score_any(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> tuple[Outputs, int]:
         """Score any requests."""
@@ -263,15 +337,16 @@ class Scorer:
         vectors = self._vectors(batch, given)
         looked_up = perf_counter_ns()
         inputs: dict[str, Tensor] = {}
+        indices: dict[str, Tensor] = {}
         for place, one in enumerate(self.features):
             if one.index:
                 inputs[one.name] = self._network.put(np.repeat(np.arange(len(requests)), counts))
                 continue
-            tensor = vectors[place] if one.is_lookup else given[place]
+            inputs[one.name] = vectors[place] if one.is_lookup else given[place]
             if place in batch.repeats:
-                tensor = self._network.repeat(tensor, batch.repeats[place])
-            inputs[one.name] = tensor
-        return self._run(partial(self._network.run, inputs)), looked_up
+                times = batch.repeats[place]
+                indices[one.name] = self._network.put(np.repeat(np.arange(len(times)), times))
+        return self._run(self._run_of(inputs, indices)), looked_up
 
     def try_out(self) -> tuple[Output, ...]:
         """Run the network on zeros, without lookups, and return its outputs.
@@ -279,6 +354,10 @@ class Scorer:
         Raises:
             NetworkError: it fails, or its outputs have not the samples as their first dimension.
         """
+        with self._calls.of(self):
+            return self._try_out()
+
+    def _try_out(self) -> tuple[Output, ...]:
         shapes: list[dict[str, tuple[str, tuple[int, ...]]]] = []
         for samples in (1, 3):
             tensors = [one.tensor() for one in self.features]
@@ -301,17 +380,17 @@ class Scorer:
         return self.outputs
 
     def warm(self) -> None:
-        """Keep memory for batches of all numbers of samples, and run the network on it once, before the first request does."""
-        samples = _LEAST_KEPT
-        while self._keeps and samples < _STEP * self._max_samples:
-            kept = self._kept_for(min(samples, self._max_samples))
-            if kept.run is None:
-                self._run(self._bound(kept, kept.samples).run)
-            samples *= _STEP
+        """Keep memory for batches of `kept_forms`, and run the network on it once, before the first request does."""
+        with self._calls.of(self):
+            for form in kept_forms(self.features, self._max_samples):
+                kept = self._kept_for(form)
+                if kept is not None and not self._on_device:
+                    self._run(kept.run)
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
         try:
-            return self._network.fetch(run())
+            with self._calls.running(self):
+                return self._network.fetch(run())
         except DeviceError:
             raise
         except Exception as error:
@@ -379,14 +458,8 @@ class Scorer:
     def _vectors(self, batch: _Batch, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Look up the vectors of all lookups; by place of the feature."""
         found: dict[int, Tensor] = {}
-        turns: dict[tuple[bool, int], list[int]] = {}
-        seen: dict[tuple[bool, int], int] = {}
-        for place, one in enumerate(self.features):
-            if one.is_lookup:
-                pooled = isinstance(batch.columns[place], Bags)
-                turn = seen[pooled, one.table] = seen.get((pooled, one.table), -1) + 1
-                turns.setdefault((pooled, turn), []).append(place)
-        for (pooled, _), places in turns.items():
+        lookups = {place: isinstance(batch.columns[place], Bags) for place, one in enumerate(self.features) if one.is_lookup}
+        for pooled, places in self._groups(lookups):
             self._look_up(pooled, places, batch, given, found)
         return found
 
@@ -419,14 +492,7 @@ class Scorer:
             elif on_device:
                 offsets = None if column.offsets is None else network.put(column.offsets)
                 weights = None if column.weights is None else network.put(column.weights)
-                tables[name] = Bags(
-                    given[place],
-                    offsets,
-                    weights,
-                    combiner=column.combiner,
-                    max_norm=column.max_norm,
-                    padding_key=column.padding_key,
-                )
+                tables[name] = one.bags_of(given[place], offsets, weights)
             else:
                 tables[name] = column
         index = self._indices.__getitem__
@@ -450,11 +516,9 @@ def _bags(one: Feature, given: Sequence[Given]) -> Any:
         values = first.values if alone else np.concatenate([part.values for part in given])
         if not one.combiner:
             return values
-        if not (weighted or one.max_norm or one.padding_key is not None) and (values.ndim == 1 or values.shape[1] == 1):
-            return values.reshape(-1)  # the vector of one key is its own sum and mean
+        keys = values.reshape(len(values), -1)
         if not weighted:
-            keys = values.reshape(len(values), -1)
-            return Bags(keys, combiner=one.combiner, max_norm=one.max_norm, padding_key=one.padding_key)  # type: ignore[arg-type]
+            return one.bags_of(keys) if one.pools(keys.shape[1]) else keys.reshape(-1)
     if not one.combiner:  # some give (rows,), some (rows, 1)
         return np.concatenate([part.values.reshape(part.rows) for part in given])
     offsets, weights, start = [np.zeros(1, np.int64)], [], 0
@@ -464,11 +528,14 @@ def _bags(one: Feature, given: Sequence[Given]) -> Any:
         offsets.append(own + start)
         start += n
         weights.append(np.ones(n, np.float32) if part.weights is None else part.weights.reshape(-1))
-    return Bags(
+    return one.bags_of(
         np.concatenate([part.values.reshape(-1) for part in given]),
         np.concatenate(offsets),
         np.concatenate(weights) if weighted else None,
-        combiner=one.combiner,  # type: ignore[arg-type]
-        max_norm=one.max_norm,
-        padding_key=one.padding_key,
     )
+
+
+def _rounded(rows: int) -> int:
+    """Round a number of rows up, by less than a sixteenth."""
+    step = 1 << max(0, (rows - 1).bit_length() - _EXACT_BITS)
+    return -(-rows // step) * step

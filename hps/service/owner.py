@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import secrets
 import threading
@@ -372,7 +373,8 @@ class FrontLink:
         outputs = [(one.name, one.array(memory.view, start)) for one in described.outputs]
         if any(place.shape[:1] != (request.samples,) for _, place in outputs):
             raise InvalidInputError(f"scoring: got no room for {request.samples} samples")
-        due = began + 1000 * described.timeout_us if described.timeout_us else 0
+        most_s = self._lifecycle.configuration.service.request_timeout_s
+        due = began + min(1000 * described.timeout_us or math.inf, int(1e9 * most_s))  # later the front has given it up
 
         def done(answer: Outputs | Exception, times: ScoreTimes | None) -> None:
             try:
@@ -386,7 +388,7 @@ class FrontLink:
                 release_frames(error)
                 self._complete(board, job, status, began, aside)
 
-        scores.submit(ScoreCall(request, done, due), served.device)
+        scores.submit(ScoreCall(request, done, int(due)), served.device, most_s)
 
     def _look_up(self, served: _Served, memory: Memory, job: Job) -> tuple[int, int, bytes]:
         deployment, flags = served.deployment, int(job.header[H_FLAGS])

@@ -16,6 +16,7 @@ class ScoreCounters:
         requests, samples, batches: of batches that the network answered.
         failures: requests that the network failed, by reason: `network` (an error), `nan`.
         late: requests whose timeout was over before a batch could take them.
+        refused: requests that were not queued behind a network that hangs.
         lookup_times, network_times: of batches.
     """
 
@@ -24,6 +25,7 @@ class ScoreCounters:
     batches: int = 0
     failures: dict[str, int] = field(default_factory=lambda: {"network": 0, "nan": 0})
     late: int = 0
+    refused: int = 0
     lookup_times: Times = field(default_factory=Times)
     network_times: Times = field(default_factory=Times)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -47,6 +49,11 @@ class ScoreCounters:
         with self.lock:
             self.late += 1
 
+    def count_refused(self) -> None:
+        """Count a request that was refused because a call of the network hangs."""
+        with self.lock:
+            self.refused += 1
+
 
 def score_families(counted: Iterable[tuple[str, ScoreCounters]]) -> Iterator[Family]:
     """Return the metric families of scores.
@@ -54,12 +61,12 @@ def score_families(counted: Iterable[tuple[str, ScoreCounters]]) -> Iterator[Fam
     Args:
         counted: labels of each model, and its counters.
     """
-    figures: list[tuple[str, tuple[int, int, int, int]]] = []
+    figures: list[tuple[str, tuple[int, ...]]] = []
     failures: list[tuple[str, float]] = []
     lookups, networks = [], []
     for where, one in counted:
         with one.lock:
-            figures.append((where, (one.requests, one.samples, one.batches, one.late)))
+            figures.append((where, (one.requests, one.samples, one.batches, one.late, one.refused)))
             failures += [(f'{where},reason="{reason}"', count) for reason, count in one.failures.items()]
             lookups.append((where, one.lookup_times.latency()))
             networks.append((where, one.network_times.latency()))
@@ -69,6 +76,7 @@ def score_families(counted: Iterable[tuple[str, ScoreCounters]]) -> Iterator[Fam
             ("hps_score_samples", "Samples of these requests."),
             ("hps_score_batches", "Calls of the network for them."),
             ("hps_score_late_requests", "Requests for scores whose timeout was over before a batch could take them."),
+            ("hps_score_refused_requests", "Requests for scores refused because a call of the network hangs."),
         )
     ):
         yield family("counter", name, text, [(where, counts[place]) for where, counts in figures])

@@ -277,7 +277,7 @@ def named_segments(
         separate = _separate_segments(tables, out, table_index, indices, specs)
         if separate is not None:
             return separate
-    segments = []
+    segments, narrows = [], False
     for name, keys in tables.items():
         index = indices.get(name) if type(name) is str else None
         if index is None:
@@ -300,9 +300,11 @@ def named_segments(
             else:
                 place = adopt_output(place, n, dim, on_cuda, narrow=True)
         segment = Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n)
-        segments.append(_narrowed(segment) if type(place) is np.ndarray and place.dtype != _FLOAT32 else segment)
+        if type(place) is np.ndarray and place.dtype != _FLOAT32:
+            segment, narrows = _narrowed(segment), True
+        segments.append(segment)
     refuse_repeated_tables([segment.table for segment in segments], specs)
-    return NarrowSegments(segments) if any([segment.narrow is not None for segment in segments]) else segments
+    return NarrowSegments(segments) if narrows else segments
 
 
 def _separate_segments(

@@ -13,10 +13,11 @@ from hps.errors import InvalidInputError
 from hps.models.manifest import within
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
-from hps.torch.embedding_bags import BagTable, EmbeddingBag, EmbeddingBagCollection
+from hps.torch.embedding_bags import EmbeddingBag, EmbeddingBagCollection
+from hps.torch.embeddings import Embedding, Form, embeddings_of, refuse_unequal, unwrapped
 from hps.torch.lookup_layer import LookupLayer, version_of
 from hps.torch.remote import RemoteTables
-from hps.torch.saving import Embedding, embeddings_of, save, torchrec_class
+from hps.torch.saving import save
 from hps.torch.servers import Server, place_of, server_of
 
 
@@ -38,8 +39,9 @@ def convert(
 
     `nn.Embedding` becomes `LookupLayer`, `nn.EmbeddingBag` becomes `EmbeddingBag`, and torchrec's `EmbeddingBagCollection` and
     `EmbeddingCollection` become ours, with the same mode, `max_norm`, `padding_idx`, `include_last_offset` and weights. Inputs
-    and outputs keep their shapes and dtypes. Three things differ: an absent key gets the table's default vector, where torch
-    raises IndexError; outputs have no gradient; layers have no `weight`.
+    and outputs keep their shapes and dtypes. Quantised and sharded embeddings become the same layers; where weights are
+    sharded, every rank makes the call, each with its own server. Three things differ: an absent key gets the table's default
+    vector, where torch raises IndexError; outputs have no gradient; layers have no `weight`.
 
     The layers are of the version that is deployed now, whose rows the rest of the module was trained with. If another one is
     deployed, a warning is logged, and they go on with theirs.
@@ -69,6 +71,7 @@ def convert(
         CapacityError: the tables do not fit the server's tiers.
         HPSError: as for `save` and `HPS.deploy`. After any error `module` is unchanged.
     """
+    module = unwrapped(module)
     found = embeddings_of(module, with_values=repository is not None)
     for one in found:
         refuse_unequal(one)
@@ -90,10 +93,10 @@ def convert(
     tables = [name for one in found for name in one.tables]
     deployed, dims = _deployed(hps, model_name, version_of(version), tables)
     for one in found:
-        for name, weight in one.tables.items():
-            if (dim := dims[name]) != weight.shape[1]:
+        for name, table in one.tables.items():
+            if (dim := dims[name]) != table.shape[1]:
                 raise InvalidInputError(
-                    f"converting {one.path}: got vectors of {weight.shape[1]} elements, but table {name!r} of model "
+                    f"converting {one.path}: got vectors of {table.shape[1]} elements, but table {name!r} of model "
                     f"{model_name!r} is deployed with {dim}; deploy what was saved of this module"
                 )
     own = version if version == "latest" else deployed
@@ -163,62 +166,32 @@ def _widened(given: Any) -> Any:
 
 
 def _layer(one: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
-    embedding: Any = one.module
-    names = list(one.tables)
-    if isinstance(embedding, torchrec_class("EmbeddingBagCollection")):
-        bags = embedding.embedding_bags.values()
-        tables = [
-            BagTable(name, tuple(config.feature_names), bag.embedding_dim, bag.mode, bag.max_norm, bag.padding_idx)
-            for name, config, bag in zip(names, embedding.embedding_bag_configs(), bags, strict=True)
-        ]
-        return EmbeddingBagCollection(
-            server, model_name, tables, version=version, is_weighted=embedding.is_weighted(), wait=wait
-        )
-    if isinstance(embedding, torchrec_class("EmbeddingCollection")):
+    if one.form is Form.BAG_COLLECTION:
+        return EmbeddingBagCollection(server, model_name, one.lookups, version=version, is_weighted=one.is_weighted, wait=wait)
+    if one.form is Form.COLLECTION:
         layers = [
-            LookupLayer(server, model_name, name, rows.embedding_dim, version=version, max_norm=rows.max_norm, wait=wait)
-            for name, rows in zip(names, embedding.embeddings.values(), strict=True)
+            LookupLayer(server, model_name, each.name, each.emb_vec_size, version=version, max_norm=each.max_norm, wait=wait)
+            for each in one.lookups
         ]
-        outputs = zip(embedding.embedding_configs(), embedding.embedding_names_by_table(), strict=True)
         features = [
             (name, feature, number)
-            for number, (config, given) in enumerate(outputs)
-            for name, feature in zip(given, config.feature_names, strict=True)
+            for number, (each, given) in enumerate(zip(one.lookups, one.outputs, strict=True))
+            for name, feature in zip(given, each.features, strict=True)
         ]
-        return EmbeddingCollection(layers, features, embedding.need_indices())
-    place = (server, model_name, names[0], embedding.embedding_dim)
+        return EmbeddingCollection(layers, features, one.need_indices)
+    (lookup,) = one.lookups
+    place = (server, model_name, lookup.name, lookup.emb_vec_size)
     layer: nn.Module
-    if isinstance(embedding, nn.Embedding):
-        layer = LookupLayer(*place, version=version, max_norm=embedding.max_norm, wait=wait)
+    if one.form is Form.ROWS:
+        layer = LookupLayer(*place, version=version, max_norm=lookup.max_norm, wait=wait)
     else:
         layer = EmbeddingBag(
             *place,
             version=version,
-            mode=embedding.mode,
-            max_norm=embedding.max_norm,
-            padding_idx=embedding.padding_idx,
-            include_last_offset=embedding.include_last_offset,
+            mode=lookup.pooling,
+            max_norm=lookup.max_norm,
+            padding_idx=lookup.padding_idx,
+            include_last_offset=one.include_last_offset,
             wait=wait,
         )
-    return layer if embedding.weight.dtype == torch.float32 else _Rounded(layer, embedding.weight.dtype)
-
-
-def refuse_unequal(one: Embedding) -> None:
-    """Refuse an embedding whose answers a lookup cannot reproduce.
-
-    Raises:
-        InvalidInputError: as for `convert`.
-    """
-    collections = [torchrec_class("EmbeddingBagCollection"), torchrec_class("EmbeddingCollection")]
-    kinds: list[Any] = [nn.Embedding, nn.EmbeddingBag, *collections]
-    for part in one.module.modules():
-        kind = next((kind for kind in kinds if isinstance(part, kind)), None)
-        own = getattr(part, "mode", None) == "max" and "mode 'max', expected sum or mean"
-        if kind and not own and getattr(part, "max_norm", None) is not None and part.norm_type != 2:
-            own = f"norm_type {part.norm_type}, expected 2"
-        if kind and getattr(part.forward, "__func__", None) is not kind.forward:  # of its class, or the object's
-            own = f"a forward of {type(part).__name__}'s own, expected that of {kind.__name__}"
-        if part._forward_hooks or part._forward_pre_hooks:
-            own = "forward hooks, expected none; remove them first"
-        if own:
-            raise InvalidInputError(f"converting {one.path or type(one.module).__name__}: got {own}")
+    return layer if one.dtype == torch.float32 else _Rounded(layer, one.dtype)

@@ -164,10 +164,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         self.is_weighted = is_weighted
         self.wait = wait
         self.feature_names = [feature for table in tables for feature in table.features]
-        shared = {name for name in self.feature_names if self.feature_names.count(name) > 1}
-        self.output_names = [
-            f"{feature}@{table.name}" if feature in shared else feature for table in tables for feature in table.features
-        ]
+        named = output_names([(table.name, table.features) for table in tables])
+        self.output_names = [name for names in named for name in names]
         if repeated := {name for name in self.output_names if self.output_names.count(name) > 1}:
             raise InvalidInputError(
                 f"making a collection for model {model_name!r}: got {min(repeated)!r} as the name of several outputs, expected "
@@ -281,6 +279,12 @@ class EmbeddingBagCollection(torch.nn.Module):
         place = f"{self.ps_config_file!r}, {self.model_name!r}, {version_text(self.version)}"
         lines = [f"{place}is_weighted={self.is_weighted}", *map(repr, self.tables)]
         return "\n".join(lines)
+
+
+def output_names(tables: Sequence[tuple[str, Sequence[str]]]) -> list[list[str]]:
+    """Return the names of the outputs of each table, given as name and features: a feature of several has one for each."""
+    every = [feature for _, features in tables for feature in features]
+    return [[f"{feature}@{name}" if every.count(feature) > 1 else feature for feature in features] for name, features in tables]
 
 
 def check_combiner(mode: str) -> str:

@@ -8,7 +8,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,10 @@ from hps.scoring.features import arrays_of, read_request
 from hps.scoring.scorer import Scorer
 from hps.tensors.bags import Bags
 from hps.tensors.segments import Segment
-from hps.torch.conversion import refuse_unequal
-from hps.torch.saving import Embedding, embeddings_of, save, torchrec_class
+from hps.torch.embeddings import Embedding, Form, embeddings_of, refuse_unequal, tables_of, unwrapped
+from hps.torch.ranks import gather
+from hps.torch.saving import save
+from hps.torch.tables import Table, is_sharded
 
 _log = logging.getLogger(__name__)
 _FILE = "dense.pt2"
@@ -77,10 +79,11 @@ def package(
 ) -> PackagedModel:
     """Write a trained module as one version of a model, which `hps serve` answers with scores.
 
-    The embeddings of the module (`nn.Embedding`, `nn.EmbeddingBag`, torchrec's `EmbeddingBagCollection`) become tables; all the
-    rest becomes a program of `torch.export`, whose inputs are their vectors and the other inputs of the module. Keys must reach
-    the embeddings as the module is given them: whole inputs, or columns of one. A column is an input of its own, named like the
-    table.
+    The embeddings of the module (`nn.Embedding`, `nn.EmbeddingBag`, torchrec's `EmbeddingBagCollection`; quantised or sharded
+    ones as for `save`) become tables; all the rest becomes a program of `torch.export`, whose inputs are their vectors and the
+    other inputs of the module. Keys must reach the embeddings as the module is given them: whole inputs, or columns of one. A
+    column is an input of its own, named like the table. If weights are sharded, every rank makes the call, and rank 0's
+    examples count.
 
     Args:
         module: in evaluation mode its outputs must not depend on the other samples. On the CPU.
@@ -96,25 +99,90 @@ def package(
         note, sources: as for `hps.write_version`.
 
     Raises:
-        InvalidInputError: the module has no embedding, or keys that it computes; it cannot be exported; or the package answers
-            otherwise than the module. Nothing was written.
+        InvalidInputError: the module has no embedding, keys that it computes, or shards outside of its embeddings; it cannot be
+            exported; or the package answers otherwise than the module. Nothing was written.
         ModelFileError, ConfigError: as for `save`.
     """
     sources = sources or ModelSources()
     place, version = _version_of(os.fspath(directory))
+    module = unwrapped(module)
     embeddings = embeddings_of(module)
     for one in embeddings:
         refuse_unequal(one)
+    _refuse_shards(module, embeddings)
     was_training = module.training
     module.eval()
     try:
-        inputs = _Inputs(module, example_inputs)
-        with torch.no_grad():
+        with gather(f"packaging {place}", tables_of(embeddings)) as job, torch.no_grad():
+            inputs = _Inputs(module, example_inputs)
             expected = _outputs(module(*inputs.positional, **inputs.named), outputs)
-            calls = _calls_of(module, embeddings, inputs)
-            content, dense_inputs = _exported(module, embeddings, inputs, calls, list(expected))
+            if job.leads():
+                said = {"dynamic_batching": dynamic_batching, "max_queue_delay_us": max_queue_delay_us}
+                tried = _try(
+                    place,
+                    module,
+                    embeddings,
+                    job.tables,
+                    inputs,
+                    expected,
+                    per_request,
+                    hotness,
+                    settings or {},
+                    said,
+                    tolerance,
+                )
+                job.finish(replace(tried, content=b""))
+            else:
+                tried = job.follow()
     finally:
         module.train(was_training)
+    saved = save(
+        module,
+        place,
+        version=version,
+        hotness=tried.hotness,
+        settings=settings,
+        note=note,
+        network=(tried.dense, tried.content),
+        sources=sources,
+    )
+    command = f"hps serve {posixpath.dirname(saved.place.rstrip('/')) or '.'}"
+    _log.info(
+        "packaged %s, version %s: its scores differ by %.2g at most; serve it: %s",
+        saved.place,
+        saved.version,
+        tried.difference,
+        command,
+    )
+    return PackagedModel(saved.place, saved.version, saved.entry, tried.dense, tried.difference, command)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A network that answered the examples as the module does. *Immutable.*"""
+
+    dense: DenseConfig
+    content: bytes
+    hotness: Mapping[str, int]
+    difference: float
+
+
+def _try(
+    place: str,
+    module: nn.Module,
+    embeddings: Sequence[Embedding],
+    tables: Mapping[str, Table],
+    inputs: "_Inputs",
+    expected: Mapping[str, torch.Tensor],
+    per_request: Sequence[str],
+    hotness: int | Mapping[str, int] | None,
+    settings: Mapping[str, Any],
+    said: Mapping[str, Any],
+    tolerance: float,
+) -> _Tried:
+    """Export a module without its embeddings, and compare what a server would answer with `expected`."""
+    calls = _calls_of(module, embeddings, inputs)
+    content, dense_inputs = _exported(module, embeddings, inputs, calls, list(expected))
     lookups = {call.name: call.entry() for call in calls}
     features = {
         name: {"dtype": _DTYPES[inputs.given[name].dtype], "shape": [-1, *inputs.given[name].shape[1:]]}
@@ -130,35 +198,25 @@ def package(
             name: one | ({"per_request": True} if name in per_request else {}) for name, one in {**lookups, **features}.items()
         },
         "outputs": list(expected),
-        "dynamic_batching": dynamic_batching,
-        "max_queue_delay_us": max_queue_delay_us,
+        **said,
     }
     most = _hotness(calls, hotness)
-    weights = {name: weight for one in embeddings for name, weight in one.tables.items()}
-    config = load_configuration({"models": [_tried_entry(place, weights, most, described, settings or {})]}).models[0]
+    config = load_configuration({"models": [_tried_entry(place, tables, most, described, settings)]}).models[0]
     if config.dense is None:
         raise ModelFileError(f"packaging {place}: the settings remove the network")
     examples = {call.name: call.example(inputs) for call in calls} | {name: inputs.given[name].numpy() for name in features}
-    difference = _compare(place, config, config.dense, content, weights, examples, expected, tolerance)
-    saved = save(
-        module,
-        place,
-        version=version,
-        hotness=most,
-        settings=settings,
-        note=note,
-        network=(config.dense, content),
-        sources=sources,
-    )
-    command = f"hps serve {posixpath.dirname(saved.place.rstrip('/')) or '.'}"
-    _log.info(
-        "packaged %s, version %s: its scores differ by %.2g at most; serve it: %s",
-        saved.place,
-        saved.version,
-        difference,
-        command,
-    )
-    return PackagedModel(saved.place, saved.version, saved.entry, config.dense, difference, command)
+    difference = _compare(place, config, config.dense, content, list(tables.values()), examples, expected, tolerance)
+    return _Tried(config.dense, content, most, difference)
+
+
+def _refuse_shards(module: nn.Module, embeddings: Sequence[Embedding]) -> None:
+    own = {id(part) for one in embeddings for part in one.module.modules()}
+    for path, part in module.named_modules():
+        for name, one in () if id(part) in own else part.named_parameters(path, recurse=False):
+            if is_sharded(one):
+                raise InvalidInputError(
+                    f"packaging {name}: got a {type(one).__name__} outside of the embeddings, expected a tensor; gather it"
+                )
 
 
 def _version_of(directory: str) -> tuple[str, str | None]:
@@ -262,68 +320,65 @@ class _Call:
 class _Recorder(nn.Module):
     """Stands for an embedding: notes what it is asked, and answers zeros of the right shape."""
 
-    def __init__(self, embedding: Any, asked: list[tuple[Any, tuple[Any, ...]]], key: Any) -> None:
+    def __init__(self, one: Embedding, asked: list[tuple[Embedding, dict[str, Any]]]) -> None:
         super().__init__()
-        self._embedding = [embedding]  # not a submodule
+        self._one = one
         self._asked = asked
-        self._key = key
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        embedding = self._embedding[0]
-        bound = inspect.signature(embedding.forward).bind(*args, **named).arguments
-        self._asked.append((self._key, tuple(bound.items())))
-        return _zeros(embedding, bound)
+        bound = _arguments(self._one, args, named)
+        self._asked.append((self._one, bound))
+        return _zeros(self._one, bound)
 
 
 class _Injected(nn.Module):
     """Stands for an embedding: answers with vectors that are inputs of the network."""
 
-    def __init__(self, embedding: Any, take: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, one: Embedding, take: Callable[[], torch.Tensor]) -> None:
         super().__init__()
-        self._embedding = [embedding]
+        self._one = one
         self._take = take
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        embedding = self._embedding[0]
-        if not isinstance(embedding, torchrec_class("EmbeddingBagCollection")):
-            vectors, dtype = self._take(), embedding.weight.dtype
-            return vectors if dtype == torch.float32 else vectors.to(dtype)
-        configs = embedding.embedding_bag_configs()
-        every = [self._take() for one in configs for _ in one.feature_names]
-        return _keyed(embedding, torch.cat(every, 1))
+        one = self._one
+        if one.form is Form.BAG_COLLECTION:
+            return _keyed(one, torch.cat([self._take() for names in one.outputs for _ in names], 1).to(one.dtype))
+        return self._take().to(one.dtype)
 
 
-def _keyed(embedding: Any, values: torch.Tensor) -> Any:
+def _arguments(one: Embedding, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an embedding, by the names of `nn.EmbeddingBag`'s, or as `features`."""
+    if one.form in (Form.COLLECTION, Form.BAG_COLLECTION):
+        return {"features": [*args, *named.values()][0]}
+    bound = dict(inspect.signature(one.module.forward).bind(*args, **named).arguments)
+    return {"input" if name == "indices" else name: given for name, given in bound.items()}
+
+
+def _keyed(one: Embedding, values: torch.Tensor) -> Any:
     from torchrec.sparse.jagged_tensor import KeyedTensor
 
-    configs = embedding.embedding_bag_configs()
-    names = [name for given in _names_of(embedding) for name in given]
-    return KeyedTensor(names, [one.embedding_dim for one in configs for _ in one.feature_names], values)
+    dims = [lookup.emb_vec_size for lookup in one.lookups for _ in lookup.features]
+    return KeyedTensor([name for names in one.outputs for name in names], dims, values)
 
 
-def _names_of(embedding: Any) -> list[list[str]]:
-    """Return the names of a collection's outputs, by table: those of features, and where two tables share one, of both."""
-    configs = embedding.embedding_bag_configs()
-    every = [name for one in configs for name in one.feature_names]
-    return [[f"{name}@{one.name}" if every.count(name) > 1 else name for name in one.feature_names] for one in configs]
-
-
-def _zeros(embedding: Any, bound: Mapping[str, Any]) -> Any:
-    if isinstance(embedding, torchrec_class("EmbeddingBagCollection")):
-        width = sum(one.embedding_dim * len(one.feature_names) for one in embedding.embedding_bag_configs())
-        return _keyed(embedding, torch.zeros(bound["features"].stride(), width))
-    keys = bound["input"]
-    if isinstance(embedding, nn.EmbeddingBag):
+def _zeros(one: Embedding, bound: Mapping[str, Any]) -> Any:
+    if one.form is Form.COLLECTION:
+        return {}
+    if one.form is Form.BAG_COLLECTION:
+        width = sum(lookup.emb_vec_size * len(lookup.features) for lookup in one.lookups)
+        return _keyed(one, torch.zeros(bound["features"].stride(), width, dtype=one.dtype))
+    keys, dim = bound["input"], one.lookups[0].emb_vec_size
+    if one.form is Form.BAGS:
         offsets = bound.get("offsets")
-        rows = len(keys) if offsets is None else len(offsets) - bool(embedding.include_last_offset)
-        return torch.zeros(rows, embedding.embedding_dim, dtype=embedding.weight.dtype)
-    return torch.zeros(*keys.shape, embedding.embedding_dim, dtype=embedding.weight.dtype)
+        rows = len(keys) if offsets is None else len(offsets) - bool(one.include_last_offset)
+        return torch.zeros(rows, dim, dtype=one.dtype)
+    return torch.zeros(*keys.shape, dim, dtype=one.dtype)
 
 
 def _calls_of(module: nn.Module, embeddings: Sequence[Embedding], inputs: _Inputs) -> list[_Call]:
     """Find where the keys of each call of an embedding come from: each integer of the inputs gets a number of its own."""
-    asked: list[tuple[Any, tuple[Any, ...]]] = []
-    stand_ins = {id(one.module): _Recorder(one.module, asked, one) for one in embeddings}
+    asked: list[tuple[Embedding, dict[str, Any]]] = []
+    stand_ins = {id(one.module): _Recorder(one, asked) for one in embeddings}
     marked: dict[str, torch.Tensor] = {}
     at = _FIRST_MARK
     starts: dict[str, int] = {}
@@ -352,47 +407,46 @@ def _calls_of(module: nn.Module, embeddings: Sequence[Embedding], inputs: _Input
         return name
 
     for one, bound in asked:
-        for call in _described(one, dict(bound), inputs, starts):
+        for call in _described(one, bound, inputs, starts):
             call.name = named_once(call.name)
             calls.append(call)
     return calls
 
 
 def _described(one: Embedding, bound: dict[str, Any], inputs: _Inputs, starts: Mapping[str, int]) -> Iterator[_Call]:
-    embedding: Any = one.module
     doing = f"packaging {one.path or inputs.module}"
-    if isinstance(embedding, torchrec_class("EmbeddingCollection")):
+    if one.form is Form.COLLECTION:
         raise InvalidInputError(
             f"{doing}: got an EmbeddingCollection, whose rows are jagged; expected pooled or padded vectors"
         )
-    if isinstance(embedding, torchrec_class("EmbeddingBagCollection")):
+    if one.form is Form.BAG_COLLECTION:
         features = bound["features"]
         source = next((name for name, given in inputs.given.items() if given is features), "")
-        if not source or embedding.is_weighted():
+        if not source or one.is_weighted:
             what = "weights" if source else "a KeyedJaggedTensor that the module makes"
             raise InvalidInputError(f"{doing}: got {what}, expected an input of the module without weights")
-        tables = zip(one.tables, embedding.embedding_bag_configs(), embedding.embedding_bags.values(), strict=True)
-        for table, config, bag in tables:
-            for feature in config.feature_names:
+        for lookup in one.lookups:
+            for feature in lookup.features:
                 yield _Call(
                     feature,
-                    table,
+                    lookup.name,
                     source,
-                    pooling=bag.mode,
-                    max_norm=bag.max_norm,
-                    padding_key=bag.padding_idx,
+                    pooling=lookup.pooling,
+                    max_norm=lookup.max_norm,
+                    padding_key=lookup.padding_idx,
                     feature=feature,
                 )
         return
-    if bound.get("per_sample_weights") is not None:
-        raise InvalidInputError(f"{doing}: got per_sample_weights, expected none")
-    (table,) = one.tables
+    for name in ("per_sample_weights", "compressed_indices_mapping"):
+        if bound.get(name) is not None:
+            raise InvalidInputError(f"{doing}: got {name}, expected none")
+    (lookup,) = one.lookups
     source, positions = _origin(doing, bound["input"], inputs, starts)
     shape = tuple(bound["input"].shape)
     given = inputs.tensors[source]
-    call = _Call(source, table, source, max_norm=embedding.max_norm)
-    if isinstance(embedding, nn.EmbeddingBag):
-        call.pooling, call.padding_key, call.include_last = embedding.mode, embedding.padding_idx, embedding.include_last_offset
+    call = _Call(source, lookup.name, source, max_norm=lookup.max_norm)
+    if one.form is Form.BAGS:
+        call.pooling, call.padding_key, call.include_last = lookup.pooling, lookup.padding_idx, one.include_last_offset
     if (offsets := bound.get("offsets")) is not None:
         call.offsets, found = _origin(doing, offsets, inputs, starts)
         whole = np.arange(given.numel()), np.arange(inputs.tensors[call.offsets].numel())
@@ -410,7 +464,7 @@ def _described(one: Embedding, bound: dict[str, Any], inputs: _Inputs, starts: M
     chosen = columns[0].tolist()
     call.shape = shape[1:]
     if chosen != list(range(width)):
-        call.columns, call.name = chosen, table
+        call.columns, call.name = chosen, lookup.name
     yield call
 
 
@@ -448,7 +502,7 @@ class _Rest(nn.Module):
     ) -> None:
         super().__init__()
         self._vectors: list[torch.Tensor] = []
-        self.module = _with(module, {id(one.module): _Injected(one.module, self._take) for one in embeddings})
+        self.module = _with(module, {id(one.module): _Injected(one, self._take) for one in embeddings})
         self._inputs = inputs
         self._names = [call.name for call in calls]
         self._outputs = list(outputs)
@@ -479,7 +533,7 @@ def _exported(
     module: nn.Module, embeddings: Sequence[Embedding], inputs: _Inputs, calls: Sequence[_Call], outputs: Sequence[str]
 ) -> tuple[bytes, list[str]]:
     """Export the rest of a module. Returns the program's file, and the module's inputs that it reads."""
-    dims = {name: weight.shape[1] for one in embeddings for name, weight in one.tables.items()}
+    dims = {name: table.shape[1] for name, table in tables_of(embeddings).items()}
     others = [
         name for name in inputs.tensors if name not in {source for call in calls for source in (call.source, call.offsets)}
     ]
@@ -547,7 +601,7 @@ def _hotness(calls: Sequence[_Call], hotness: int | Mapping[str, int] | None) ->
 
 def _tried_entry(
     place: str,
-    weights: Mapping[str, torch.Tensor],
+    tables: Mapping[str, Table],
     most: Mapping[str, int],
     dense: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -556,11 +610,11 @@ def _tried_entry(
     name = re.sub(r"[^a-zA-Z0-9_-]", "_", posixpath.basename(place.rstrip("/"))) or "model"
     return {
         "model": name,
-        "sparse_files": list(weights),
-        "embedding_table_names": list(weights),
-        "embedding_vecsize_per_table": [weight.shape[1] for weight in weights.values()],
-        "maxnum_catfeature_query_per_table_per_sample": [most.get(table, 1) for table in weights],
-        "default_value_for_each_table": [0.0] * len(weights),
+        "sparse_files": list(tables),
+        "embedding_table_names": list(tables),
+        "embedding_vecsize_per_table": [table.shape[1] for table in tables.values()],
+        "maxnum_catfeature_query_per_table_per_sample": [most.get(name, 1) for name in tables],
+        "default_value_for_each_table": [0.0] * len(tables),
         "deployed_device_list": [0],
         "max_batch_size": 4096,
         **{key: value for key, value in settings.items() if key == "max_batch_size"},
@@ -573,32 +627,32 @@ def _compare(
     config: Any,
     dense: DenseConfig,
     content: bytes,
-    weights: Mapping[str, torch.Tensor],
+    tables: Sequence[Table],
     examples: Mapping[str, Any],
     expected: Mapping[str, torch.Tensor],
     tolerance: float,
 ) -> float:
     """Score the examples as a server does, with vectors from the weights, and return the largest difference."""
     opened = OpenedNetwork(config, dense, content, "", ())
-    tables = list(weights.values())
 
     def look_up(segments: Sequence[Segment]) -> None:
         for one in segments:
-            rows = tables[one.table].detach().float()
-            keys = torch.from_numpy(np.ascontiguousarray(one.keys))
+            keys, places = torch.unique(torch.from_numpy(np.ascontiguousarray(one.keys)), return_inverse=True)
+            rows = tables[one.table].read(keys)
             if (pooling := one.pooling) is None:
-                one.out[:] = rows[keys].numpy()
+                one.out[:] = rows[places].numpy()
                 continue
             offsets = (
                 np.arange(pooling.count) * pooling.hotness if pooling.offsets is None else pooling.offsets[: pooling.count]
             )
+            padding = (keys == pooling.padding_key).nonzero().flatten().tolist() if pooling.padding_key is not None else []
             one.out[:] = nn.functional.embedding_bag(
-                keys,
+                places,
                 rows,
                 torch.from_numpy(np.asarray(offsets)),
                 mode=pooling.combiner.name.lower(),
                 max_norm=pooling.max_norm or None,
-                padding_idx=pooling.padding_key,
+                padding_idx=padding[0] if padding else None,
             ).numpy()
 
     try:

@@ -10,7 +10,6 @@ Keys are row numbers unless the caller gives others. `docs/versions.md` says how
 import json
 import os
 import posixpath
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,31 +19,16 @@ from torch import nn
 
 from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
-from hps.models.discovery import default_settings, name_of
+from hps.models.discovery import default_settings
 from hps.models.files import rows_of_a_chunk
 from hps.models.manifest import read_json, within, write_file
 from hps.models.repository import MODEL_ENTRY, list_versions
 from hps.models.sources import ModelSources
 from hps.models.writer import write_version
+from hps.torch.embeddings import embeddings_of, tables_of
+from hps.torch.ranks import gather
+from hps.torch.tables import Table
 from hps.types import FloatArray, KeyArray
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FOREIGN = ("torchrec.distributed.", "torchrec.quant.", "torch.ao.nn.quantized.", "fbgemm_gpu.")
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """An embedding of a module. *Immutable.*
-
-    Attributes:
-        path: path of the submodule, as in `named_modules`; the first one if it is shared.
-        module: the submodule.
-        tables: weights of its tables, (rows, dim), by the name under which the table is saved.
-    """
-
-    path: str
-    module: nn.Module
-    tables: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,13 +64,16 @@ def save(
 ) -> SavedModel:
     """Write every embedding of a module as a table of one version of a model. Readers see all of it or nothing.
 
-    Embeddings are `nn.Embedding`, `nn.EmbeddingBag`, and torchrec's `EmbeddingBagCollection` and `EmbeddingCollection` (not
-    sharded, not quantised). A table is named by the path of its submodule, with `_` for anything but letters, digits, `_`
-    and `-`; torchrec's tables keep their names. A shared submodule is saved once. Weights are copied to host memory 16 MB at a
-    time; no optimiser may change them meanwhile.
+    Embeddings are `nn.Embedding`, `nn.EmbeddingBag`, torchrec's `EmbeddingBagCollection` and `EmbeddingCollection`, and the
+    quantised forms of torch and torchrec. A table is named by the path of its submodule, with `_` for anything but letters,
+    digits, `_` and `-`; torchrec's tables keep their names. A shared submodule is saved once. Weights are copied to host memory
+    16 MB at a time; no optimiser may change them meanwhile.
+
+    If weights are sharded (DTensor, ShardedTensor, torchrec's sharded collections), every rank of the default process group
+    makes the same call. Rank 0 writes, with its arguments, and all ranks return the same.
 
     Args:
-        module: the trained module, on any device; weights float32, or float16 and bfloat16, which are widened.
+        module: the trained module, on any device; weights float32, or float16, bfloat16 and quantised rows, which are widened.
         uri: path or URI of the model's directory on any supported file system; its last part is the model's name. Parents are
             created.
         version: version number. Default: one above the highest existing one, or 1.
@@ -106,106 +93,52 @@ def save(
         model.
 
     Raises:
-        InvalidInputError: the module has no embedding, or one that cannot be saved (sharded, quantised, on the meta device);
-            two tables get the same name; keys or row numbers do not fit. `InvalidDtypeError`: weights of another dtype.
-        ModelFileError: the version exists, `model.json` has other tables, or files cannot be written.
+        InvalidInputError: the module has no embedding, or one that cannot be saved (pruned, on the meta device); two tables get
+            the same name; keys or row numbers do not fit. `InvalidDtypeError`: weights of another dtype.
+        ModelFileError: the version exists, `model.json` has other tables, or files cannot be written; or another rank failed or
+            does not answer.
         ConfigError: settings or the name of the model are wrong.
     """
     sources = sources or ModelSources()
     filesystem, place = sources.locate(os.fspath(uri))
     embeddings = embeddings_of(module)
-    weights = {name: weight for one in embeddings for name, weight in one.tables.items()}
-    if (changed is None) is bool(delta_of):
-        raise InvalidInputError(f"saving {place}: got delta_of {delta_of!r} and changed {changed}, expected both or neither")
-    for what, given in (("keys", keys), ("changed", changed), ("hotness", hotness)):
-        if isinstance(given, Mapping) and (unknown := set(given) - set(weights)):
-            raise InvalidInputError(f"saving {place}: got {what} of {min(unknown)!r}, expected of {', '.join(weights)}")
-    rows: dict[str, Iterator[tuple[KeyArray, FloatArray]]] = {}
-    for name, weight in weights.items():
-        own = None if keys is None or name not in keys else _row_keys(f"saving table {name!r}", keys[name], len(weight))
-        numbers = None
-        if changed is not None:
-            numbers = changed.get(name, torch.empty(0, dtype=torch.int64))
-            numbers = _row_numbers(f"saving table {name!r}", numbers, len(weight))
-        rows[name] = _chunks(weight, own, numbers)
-    written = read_json(filesystem, within(place, MODEL_ENTRY))
-    entry = _entry(place, weights, written or {}, hotness, settings or {})
-    if version is None:
-        try:
-            there = list_versions(place, sources, manifest_required=False)
-        except ModelFileNotFoundError:
-            there = {}
-        version = str(1 + max(map(int, there), default=0))
-    write_version(within(place, version), rows, delta_of=delta_of, note=note, updates=updates, network=network, sources=sources)
-    if entry != written:
-        write_file(filesystem, within(place, MODEL_ENTRY), json.dumps(entry, indent=2).encode() + b"\n")
-    return SavedModel(place, version, entry | {"version_path": place}, {one.path: tuple(one.tables) for one in embeddings})
-
-
-def embeddings_of(module: nn.Module, *, with_values: bool = True) -> list[Embedding]:
-    """List the embeddings of a module, each once, in the order of `named_modules`.
-
-    Args:
-        with_values: refuse weights on the meta device.
-
-    Raises:
-        InvalidInputError: as for `save`.
-    """
-    found = list(_walk("", module, set()))
-    owners: dict[str, str] = {}
-    for one in found:
-        for name, weight in one.tables.items():
-            if name in owners:
-                raise InvalidInputError(
-                    f"saving the embeddings of a {type(module).__name__}: got {one.path!r} and {owners[name]!r}, which would "
-                    f"both be table {name!r}; rename one of them"
-                )
-            owners[name] = one.path
-            _check_weight(one.path or type(module).__name__, weight, with_values)
-    if not found:
-        raise InvalidInputError(
-            f"saving the embeddings of a {type(module).__name__}: it has none, expected nn.Embedding, nn.EmbeddingBag, or "
-            "torchrec's EmbeddingBagCollection or EmbeddingCollection"
+    with gather(f"saving {place}", tables_of(embeddings)) as job:
+        if not job.leads():
+            followed: SavedModel = job.follow()
+            return followed
+        tables = job.tables
+        if (changed is None) is bool(delta_of):
+            raise InvalidInputError(
+                f"saving {place}: got delta_of {delta_of!r} and changed {changed}, expected both or neither"
+            )
+        for what, given in (("keys", keys), ("changed", changed), ("hotness", hotness)):
+            if isinstance(given, Mapping) and (unknown := set(given) - set(tables)):
+                raise InvalidInputError(f"saving {place}: got {what} of {min(unknown)!r}, expected of {', '.join(tables)}")
+        rows: dict[str, Iterator[tuple[KeyArray, FloatArray]]] = {}
+        for name, table in tables.items():
+            count = table.shape[0]
+            own = None if keys is None or name not in keys else _row_keys(f"saving table {name!r}", keys[name], count)
+            numbers = None
+            if changed is not None:
+                numbers = changed.get(name, torch.empty(0, dtype=torch.int64))
+                numbers = _row_numbers(f"saving table {name!r}", numbers, count)
+            rows[name] = _chunks(table, own, numbers)
+        dims = {name: table.shape[1] for name, table in tables.items()}
+        written = read_json(filesystem, within(place, MODEL_ENTRY))
+        entry = _entry(place, dims, written or {}, hotness, settings or {})
+        if version is None:
+            try:
+                there = list_versions(place, sources, manifest_required=False)
+            except ModelFileNotFoundError:
+                there = {}
+            version = str(1 + max(map(int, there), default=0))
+        write_version(
+            within(place, version), rows, delta_of=delta_of, note=note, updates=updates, network=network, sources=sources
         )
-    return found
-
-
-def torchrec_class(name: str) -> Any:
-    """Return a class of torchrec's collections; an empty tuple if torchrec was not imported, for `isinstance`."""
-    return getattr(sys.modules.get("torchrec.modules.embedding_modules"), name, ())
-
-
-def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
-    if module in seen:
-        return
-    seen.add(module)
-    kind = type(module)
-    home = f"{kind.__module__}.{kind.__qualname__}"
-    if home.startswith(_FOREIGN) and "Embedding" in kind.__name__:
-        raise InvalidInputError(
-            f"saving {path or 'a module'}: got {home}, which is sharded or quantised; expected nn.Embedding, nn.EmbeddingBag "
-            "or torchrec's unsharded collections: load its state_dict into those first"
-        )
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        yield Embedding(path, module, {name_of(path or kind.__name__): module.weight})
-    elif isinstance(module, torchrec_class("EmbeddingBagCollection")):
-        yield Embedding(path, module, {name_of(name): one.weight for name, one in module.embedding_bags.items()})
-    elif isinstance(module, torchrec_class("EmbeddingCollection")):
-        yield Embedding(path, module, {name_of(name): one.weight for name, one in module.embeddings.items()})
-    else:
-        for name, child in module.named_children():
-            yield from _walk(f"{path}.{name}" if path else name, child, seen)
-
-
-def _check_weight(path: str, weight: torch.Tensor, with_values: bool) -> None:
-    if type(weight) not in (torch.Tensor, nn.Parameter):
-        raise InvalidInputError(
-            f"saving {path}: got weights of type {type(weight).__name__}, expected torch.Tensor; gather them"
-        )
-    if weight.is_meta and with_values:
-        raise InvalidInputError(f"saving {path}: got weights on the meta device, which have no values; load them first")
-    if weight.dtype not in _DTYPES:
-        raise InvalidDtypeError(f"saving {path}: got weights {weight.dtype}, expected float32, float16 or bfloat16")
+        if entry != written:
+            write_file(filesystem, within(place, MODEL_ENTRY), json.dumps(entry, indent=2).encode() + b"\n")
+        named = {one.path: tuple(one.tables) for one in embeddings}
+        return job.finish(SavedModel(place, version, entry | {"version_path": place}, named))
 
 
 def _row_keys(doing: str, keys: torch.Tensor, rows: int) -> torch.Tensor:
@@ -226,36 +159,32 @@ def _row_numbers(doing: str, numbers: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _chunks(
-    weight: torch.Tensor,
+    table: Table,
     keys: torch.Tensor | None,
     numbers: torch.Tensor | None,  # of the rows, ascending; None: all
 ) -> Iterator[tuple[KeyArray, FloatArray]]:
-    count = len(weight) if numbers is None else len(numbers)
-    step = rows_of_a_chunk(weight.shape[1])
-    with torch.no_grad():
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            if numbers is None:
-                chosen, block = torch.arange(start, stop), weight[start:stop]
-            else:
-                chosen = numbers[start:stop]
-                block = weight.index_select(0, chosen.to(weight.device))
-            own = chosen if keys is None else keys[chosen]
-            yield own.numpy(), block.detach().to("cpu", torch.float32).contiguous().numpy()
+    count = table.shape[0] if numbers is None else len(numbers)
+    step = rows_of_a_chunk(table.shape[1])
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        chosen = torch.arange(start, stop) if numbers is None else numbers[start:stop]
+        block = table.read(slice(start, stop) if numbers is None else chosen)
+        own = chosen if keys is None else keys[chosen]
+        yield own.numpy(), block.numpy()
 
 
 def _entry(
     place: str,
-    weights: Mapping[str, torch.Tensor],
+    dims: Mapping[str, int],
     written: Mapping[str, Any],
     hotness: int | Mapping[str, int] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Build the entry of `models` from defaults, `model.json` and the caller's settings, in this order."""
     tables = {
-        "sparse_files": list(weights),
-        "embedding_table_names": list(weights),
-        "embedding_vecsize_per_table": [weight.shape[1] for weight in weights.values()],
+        "sparse_files": list(dims),
+        "embedding_table_names": list(dims),
+        "embedding_vecsize_per_table": list(dims.values()),
     }
     for what, ours in tables.items():
         if (theirs := written.get(what, ours)) != ours:
@@ -263,12 +192,12 @@ def _entry(
                 f"saving {place}: its {MODEL_ENTRY} has {what} {theirs}, the module has {ours}; all versions of a model "
                 "have the same tables: save to another directory"
             )
-    entry = {"model": posixpath.basename(place.rstrip("/")), **tables, **default_settings(len(weights)), **written}
+    entry = {"model": posixpath.basename(place.rstrip("/")), **tables, **default_settings(len(dims)), **written}
     if hotness is not None:
         most = entry["maxnum_catfeature_query_per_table_per_sample"]
-        by_name = hotness if isinstance(hotness, Mapping) else dict.fromkeys(weights, hotness)
+        by_name = hotness if isinstance(hotness, Mapping) else dict.fromkeys(dims, hotness)
         entry["maxnum_catfeature_query_per_table_per_sample"] = [
-            by_name.get(name, before) for name, before in zip(weights, most, strict=True)
+            by_name.get(name, before) for name, before in zip(dims, most, strict=True)
         ]
     entry |= settings
     load_configuration({"models": [entry]})

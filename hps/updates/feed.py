@@ -52,8 +52,8 @@ class TableTopic:
 
     Attributes:
         key_bytes: 8, or 4 for HugeCTR messages with such keys.
-        row_dtype: how its vectors are stored.
         start: positions up to which the model files contain the log, from their manifest.
+        row_dtype: how its vectors are stored.
     """
 
     index: int
@@ -61,8 +61,8 @@ class TableTopic:
     topic: str
     dim: int
     key_bytes: int
-    row_dtype: str
     start: Mapping[Partition, LogPosition]
+    row_dtype: str = "float32"
 
     @property
     def width(self) -> int:

@@ -160,7 +160,7 @@ class LiveUpdates:
                     for key, position in start.items()
                 }
                 followed.append(
-                    TableTopic(index, table.table_name, topic, table.dim, self._key_bytes, table.row_dtype, positions)
+                    TableTopic(index, table.table_name, topic, table.dim, self._key_bytes, positions, table.row_dtype)
                 )
         return followed
 

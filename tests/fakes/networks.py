@@ -1,6 +1,7 @@
 """A network on arrays whose file says what it does, and tables that answer a scorer without a server."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,9 @@ Arrays = Mapping[str, np.ndarray]
 class ArrayNetwork(Network):
     """Runs a function of arrays; opened from a file, the function that its JSON describes.
 
-    `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with two samples, `hang` until the file
-    beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few); `memory` (it does not fit).
+    `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with `"samples"` of them (2; 0 is when
+    it is opened), `hang` until the file beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few);
+    `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs.
 
     Attributes:
         calls: numbers of samples of its runs.
@@ -47,10 +49,15 @@ class ArrayNetwork(Network):
         if said.get("does") == "memory":
             raise DeviceMemoryError(f"opening the network {name}: it does not fit on the device")
 
+        wrong = said.get("samples", 2)  # of requests; trials and warm-ups have other numbers
+        if wrong == 0:
+            _misbehaving(said, np.zeros(0))
+
         def run(given: Arrays) -> Mapping[str, np.ndarray]:
             sums = sum(one.reshape(len(one), -1).sum(1, dtype=np.float64) for one in given.values())
             scores = (said.get("factor", 1.0) * sums).astype(np.float32)
-            if len(scores) == 2:  # trials and warm-ups have other numbers
+            np.empty(said.get("bytes_per_sample", 0) * len(scores), np.uint8).fill(1)
+            if len(scores) == wrong:
                 scores = _misbehaving(said, scores)
             return dict.fromkeys(outputs, scores)
 
@@ -61,8 +68,8 @@ class ArrayNetwork(Network):
     def put(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def repeat(self, tensor: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        return np.repeat(tensor, counts, axis=0)
+    def take(self, tensor: np.ndarray, index: np.ndarray) -> np.ndarray:
+        return tensor[index]
 
     def run(self, inputs: Arrays) -> Mapping[str, np.ndarray]:
         assert not self.closed, "a closed network runs"
@@ -77,12 +84,54 @@ class ArrayNetwork(Network):
         self.closed = True
 
 
+class DeviceNetwork(ArrayNetwork):
+    """A network that keeps the rules of a CUDA device: it reads memory of its own, which is filled by `write` alone.
+
+    Attributes:
+        captured: number of runs that were captured.
+    """
+
+    on_cuda = True
+
+    def __init__(self, function: Callable[[Arrays], Mapping[str, np.ndarray]]) -> None:
+        super().__init__(function)
+        self.captured = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return np.full(shape, 77, dtype)
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def part(self, memory: np.ndarray, start: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ndarray(shape, dtype, memory, start)
+
+    def write(self, tensor: np.ndarray, source: np.ndarray) -> None:
+        tensor[...] = source
+
+    def fixed(self, run: Callable[[], Arrays]) -> Callable[[], Arrays]:
+        self.captured += 1
+        outputs = {name: values.copy() for name, values in run().items()}
+
+        def replay() -> Arrays:
+            for name, values in run().items():
+                outputs[name][...] = values
+            return outputs
+
+        return replay
+
+    def fetch(self, outputs: Arrays) -> dict[str, np.ndarray]:
+        return {name: values.copy() for name, values in outputs.items()}
+
+
 def _misbehaving(said: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:
     match said.get("does"):
         case "hang":
-            until = time.monotonic() + 60
+            until = time.monotonic() + 300
             while Path(said["until"]).exists() and time.monotonic() < until:
                 time.sleep(0.01)
+        case "exit":
+            os._exit(1)
         case "raise":
             raise ValueError("the network's own trouble\nin two lines")
         case "nan":

@@ -6,6 +6,8 @@ The scores are made so that mixing shows: version v has vectors v times as large
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -68,6 +70,15 @@ def opened() -> list[ArrayNetwork]:
     """All networks that a test opens here."""
     ArrayNetwork.opened.clear()
     return ArrayNetwork.opened
+
+
+@pytest.fixture
+def until(tmp_path: Path) -> Iterator[Path]:
+    """The file whose removal ends what hangs."""
+    file = tmp_path / "until"
+    file.touch()
+    yield file
+    file.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -205,6 +216,73 @@ def test_a_network_that_fails_when_it_is_warmed_leaves_nothing_open(
         monkeypatch.undo()
         server.deploy("m", "2")
         assert ask(server) == "2"
+
+
+@pytest.mark.parametrize(
+    ("samples", "doing"), [(0, "opening"), (1, "opening"), (3, "opening"), (16, "warming"), (64, "warming")]
+)
+def test_a_network_that_hangs_when_it_is_deployed_fails_its_deployment(
+    repository: Path, opened: list[ArrayNetwork], until: Path, samples: int, doing: str
+) -> None:
+    hanging = {**SAID, "open_timeout_s": 0.2}
+    with hps.HPS(document(repository)) as server:
+        write(repository, 2, network(2, does="hang", until=str(until), samples=samples), hanging)
+        for _ in range(2):
+            with pytest.raises(hps.NetworkError, match=rf"^{doing}.*not ended within 0.2 s \(dense.open_timeout_s\)"):
+                server.deploy("m", "2")
+            assert ask(server) == "1"
+        write(repository, 3)
+        server.deploy("m", "3")
+        assert ask(server) == "3"
+        until.unlink()
+        wait_until(lambda: len(opened) == 4 and opened[1].closed + opened[2].closed + opened[3].closed == 2, "they are freed")
+        server.deploy("m", "2")
+        assert ask(server) == "2"
+
+
+def test_networks_that_are_given_up_are_few(
+    repository: Path, opened: list[ArrayNetwork], until: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.scoring.network_calls._bounded", threading.Semaphore(2))
+    hanging = {**SAID, "open_timeout_s": 0.1}
+    with hps.HPS(document(repository)) as server:
+        write(repository, 2, network(2, does="hang", until=str(until), samples=1), hanging)
+        for _ in range(3):
+            with pytest.raises(hps.NetworkError, match="not ended within"):
+                server.deploy("m", "2")
+        assert len(opened) == 3  # version 1, and the two that hang
+        until.unlink()
+        wait_until(lambda: opened[1].closed and opened[2].closed, "they are freed")
+        server.deploy("m", "2")
+        assert ask(server) == "2"
+
+
+def test_a_process_ends_while_networks_hang(repository: Path, until: Path) -> None:
+    write(repository, 2, network(2, does="hang", until=str(until), samples=1), {**SAID, "open_timeout_s": 0.1})
+    write(repository, 3, network(3, does="hang", until=str(until)))
+    program = f"""
+import threading
+import hps
+import hps.versions.deployment as deployment
+
+deployment.DRAIN_S = 0.1
+server = hps.HPS({document(repository)!r}, deploy_models=False)
+try:
+    server.deploy("m", "2")
+except hps.NetworkError as error:
+    print(error)
+server.deploy("m", "3")
+scores = threading.Thread(target=server.score, args=("m", {{"item": [1, 2], "age": [0.0, 0.0]}}), daemon=True)
+scores.start()
+while not [one for one in server.model("m").scores._scorers[0].network_seconds().values() if one > 0]:
+    pass
+server.close()
+print("closed", scores.is_alive())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "not ended within 0.1 s" in ended.stdout
+    assert "closed True" in ended.stdout
+    assert until.exists()
 
 
 def test_another_file_is_another_version_and_the_same_file_is_not(repository: Path, opened: list[ArrayNetwork]) -> None:
@@ -365,31 +443,82 @@ def test_scores_are_counted(repository: Path) -> None:
         assert figures["hps_score_late_requests_total", "m"] == 0
 
 
-def test_a_network_that_hangs_holds_up_its_own_model_alone(repository: Path, tmp_path: Path) -> None:
-    hps.write_sparse_model(tmp_path / "plain", rows_of(1))
-    plain = model_of("plain", [tmp_path / "plain"], {"item": DIM}, hit_rate_threshold=1.1)
-    until = tmp_path / "until"
-    until.touch()
+def test_a_network_that_hangs_refuses_requests_of_its_own_model_alone(repository: Path, until: Path) -> None:
     write(repository, 2, network(2, does="hang", until=str(until)))
-    settings = {"request_timeout_s": 0.3}
-    with running_service(document_of(plain, model_repository=str(repository), service=settings)) as service:
-        try:
-            answers = [rows(service) for _ in range(2)]
-            assert [one.status_code for one in answers] == [504] * 2, answers[0].text
-            assert service.client.get("/v2/health/ready").status_code == 200
-            assert service.client.get("/v2/health/live").status_code == 200
-            assert post(service, "/v1/models/plain/lookup", {"tables": {"item": [3]}}).status_code == 200
-            assert service.client.get("/metrics").status_code == 200
-        finally:
+    hps.write_version(repository / "n" / "1", {"item": rows_of(1)}, network=(SAID, network(1)))
+    (repository / "n" / "model.json").write_text((repository / "m" / "model.json").read_text().replace('"m"', '"n"'))
+
+    def ready(path: str) -> int:
+        return int(service.client.get(path).status_code)
+
+    with running_service(document(repository, service={"request_timeout_s": 0.3})) as service:
+        for count in (1, 2):
+            hung = rows(service)
+            assert (hung.status_code, "within 0.3 s" in hung.text) == (504, True), hung.text
+            wait_until(lambda: ready("/v2/models/m/ready") == 503, "the model says that its network hangs")
+            assert ready("/v2/models/m/versions/2/ready") == 503
+            for _ in range(3):
+                refused = rows(service)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), refused.text
+                assert "a call of its network has been under way for" in refused.text
+            assert samples(service)["hps_score_refused_requests_total", "m"] == 3 * count
+            assert [ready(f"/v2/{what}") for what in ("models/n/ready", "health/ready", "health/live")] == [200] * 3
+            other = {"user": {"age": 1}, "items": [{"item": 3}, {"item": 4}]}
+            assert post(service, "/v1/models/n/score", other).json()["outputs"]["score"] == [13.0, 17.0]
+            assert post(service, "/v1/models/m/lookup", {"tables": {"item": [3]}}).status_code == 200
             until.unlink()
-        wait_until(lambda: rows(service).status_code == 200, "the network answers again")
+            wait_until(lambda: ready("/v2/models/m/ready") == 200, "the network is back")
+            assert rows(service).json()["version"] == "2"
+            until.touch()
+        until.unlink()
+        assert samples(service)["hps_score_refused_requests_total", "n"] == 0
+
+
+def test_requests_that_were_given_up_behind_a_network_that_hangs_cost_no_work(
+    repository: Path, until: Path, opened: list[ArrayNetwork]
+) -> None:
+    write(repository, 2, network(2, does="hang", until=str(until)))
+    with running_service(document(repository, service={"request_timeout_s": 2})) as service, ThreadPoolExecutor(4) as pool:
+        hung = pool.submit(rows, service)
+        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
+        behind = [pool.submit(rows, service) for _ in range(3)]
+        assert [one.result().status_code for one in (hung, *behind)] == [504] * 4
+        until.unlink()
+        wait_until(lambda: service.is_idle, "the network is back")
+        assert rows(service).status_code == 200
+        assert opened[-1].calls.count(2) == 2
+        assert samples(service)["hps_score_late_requests_total", "m"] == 3
+
+
+def test_a_model_is_undeployed_and_deployed_while_its_network_hangs(
+    repository: Path, until: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
+    write(repository, 2, network(2, does="hang", until=str(until)))
+    with running_service(document(repository)) as service, ThreadPoolExecutor(4) as pool:
+        asked, hanging = [], []
+        for _ in range(2):
+            assert post(service, "/v1/models/m/deploy", {"version": "2"}).status_code == 200
+            hanging.append(opened[-1])
+            asked.append(pool.submit(rows, service))
+            wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
+            asked.append(pool.submit(rows, service))
+            batches = service.app.lifecycle.opened.model("m").scores._batchers[0]
+            wait_until(lambda batches=batches: batches.waiting, "the second request waits behind it")
+            assert service.client.post("/v1/models/m/undeploy").status_code == 200
+            assert rows(service).status_code == 404
+            assert post(service, "/v1/models/m/deploy", {"version": "1"}).status_code == 200
+            assert rows(service).json()["version"] == "1"
+            assert not any(one.closed for one in hanging)
+        until.unlink()
+        assert [one.result().json()["version"] for one in asked] == ["2", "1"] * 2
+        wait_until(lambda: sum(one.closed for one in opened) == len(opened) - 1, "the networks are freed")
+        assert rows(service).json()["version"] == "1"
 
 
 def test_a_network_that_hangs_is_freed_once_its_last_call_has_ended(
-    repository: Path, tmp_path: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
+    repository: Path, until: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    until = tmp_path / "until"
-    until.touch()
     monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
     write(repository, 2, network(2, does="hang", until=str(until)))
     model_json(repository, keep_versions=0)
@@ -405,11 +534,7 @@ def test_a_network_that_hangs_is_freed_once_its_last_call_has_ended(
         assert rows(service).json()["version"] == "1"
 
 
-def test_a_deadline_that_has_passed_is_504_and_costs_no_work(
-    repository: Path, tmp_path: Path, opened: list[ArrayNetwork]
-) -> None:
-    until = tmp_path / "until"
-    until.touch()
+def test_a_deadline_that_has_passed_is_504_and_costs_no_work(repository: Path, until: Path, opened: list[ArrayNetwork]) -> None:
     write(repository, 2, network(2, does="hang", until=str(until)))
     with running_service(document(repository)) as service, ThreadPoolExecutor(2) as pool:
         hung = pool.submit(rows, service)

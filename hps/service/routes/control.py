@@ -178,14 +178,14 @@ def control_app(
 
     @app.get("/v2/models/{model}/ready", tags=["health"], responses=_OF_MODELS, response_model_exclude_none=True)
     async def model_ready(model: str) -> schemas.ModelReady:
-        """Report whether lookups of a model are answered."""
+        """Report whether lookups of a model are answered, and its network does not hang."""
         return _model_ready(lifecycle, model, None)
 
     @app.get(
         "/v2/models/{model}/versions/{version}/ready", tags=["health"], responses=_OF_MODELS, response_model_exclude_none=True
     )
     async def model_version_ready(model: str, version: str) -> schemas.ModelReady:
-        """Report whether lookups of a version are answered."""
+        """Report whether lookups of a version are answered, and its network does not hang."""
         return _model_ready(lifecycle, model, version)
 
     @app.get("/metrics", tags=["metrics"], response_class=Response, responses=_UNAUTHORIZED)
@@ -312,9 +312,11 @@ def delete_row(model: str, table: str, key: int, version: str | None = None) -> 
 
 
 def _model_ready(lifecycle: Lifecycle, model: str, version: str | None) -> schemas.ModelReady:
-    lifecycle.server_of(model).model(model, version)
+    deployment = lifecycle.server_of(model).model(model, version)
     if lifecycle.leaving:
         raise NotReadyError(f"model {model!r} is not ready: {STOPPING}")
+    if deployment.scores is not None:
+        deployment.scores.refuse_if_busy(lifecycle.configuration.service.request_timeout_s)
     return schemas.ModelReady(ready=True, name=model)
 
 

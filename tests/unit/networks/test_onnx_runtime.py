@@ -47,7 +47,7 @@ def test_only_the_named_outputs_are_computed() -> None:
 
 
 def test_what_is_given_once_is_repeated() -> None:
-    assert opened(model()).repeat(np.array([[1], [2]]), np.array([1, 2])).tolist() == [[1], [2], [2]]
+    assert opened(model()).take(np.array([[1], [2]]), np.array([0, 1, 1])).tolist() == [[1], [2], [2]]
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,7 @@ def test_a_closed_network_runs_no_more() -> None:
 def test_what_is_given_once_is_repeated_on_the_device() -> None:
     network = opened(plain())
     tensor = network.put(np.array([[1.0], [2.0]], np.float32))
-    assert network.repeat(tensor, np.array([2, 3])).tolist() == [[1], [1], [2], [2], [2]]
-    assert network.repeat(tensor[:1], np.array([3])).tolist() == [[1], [1], [1]]
+    assert network.take(tensor, network.put(np.array([0, 0, 1, 1, 1]))).tolist() == [[1], [1], [2], [2], [2]]
 
 
 @pytest.mark.parametrize("engine", [ExportedProgram, TorchScript])

@@ -1,6 +1,7 @@
 """Requests that wait at the same time are one batch, and none of them can harm another."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,11 @@ from hps.configuration.load import load_dense
 from hps.scoring import batching
 from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import features_of, read_request
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.statistics.scores import ScoreCounters
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
+from tests.servers.running_service import wait_until
 
 MOST_KEYS, MOST_SAMPLES = 20, 10
 INPUTS = {"item": {"table": "t0"}, "tags": {"table": "t1", "pooling": "sum"}}
@@ -37,13 +40,23 @@ class Bench:
         self.tables, self.network, self.counters = FakeTables(4, 2, max_keys=MOST_KEYS), ArrayNetwork(function), ScoreCounters()
         dense = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]})
         features = features_of(dense, self.tables.specs)
-        scorer = Scorer("m", self.tables.specs, features, self.network, self.tables.look_up, max_samples=MOST_SAMPLES)
+        scorer = Scorer(
+            "m", self.tables.specs, features, NetworkCalls(self.network), self.tables.look_up, max_samples=MOST_SAMPLES
+        )
         self.batcher = Batcher("model 'm'", scorer, self.counters, MOST_SAMPLES, max_delay_us, alone=alone)
         self._features = features
         self.told: dict[str, Any] = {}
         self._changed = threading.Condition()
 
-    def submit(self, name: str, keys: Sequence[int], tags: int = 1, due_ns: int = 0, fails: bool = False) -> None:
+    def submit(
+        self,
+        name: str,
+        keys: Sequence[int],
+        tags: int = 1,
+        due_ns: int = 0,
+        fails: bool = False,
+        most_s: float = math.inf,
+    ) -> None:
         counts = np.full(len(keys), tags)
         arrays = {
             "item": np.array(keys),
@@ -59,7 +72,7 @@ class Bench:
             if fails:
                 raise RuntimeError("cannot be told")
 
-        self.batcher.submit(ScoreCall(read_request(self._features, arrays, MOST_SAMPLES, "m"), done, due_ns))
+        self.batcher.submit(ScoreCall(read_request(self._features, arrays, MOST_SAMPLES, "m"), done, due_ns), most_s)
 
     def wait(self, *names: str) -> list[Any]:
         with self._changed:
@@ -254,3 +267,36 @@ def test_the_queue_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
         bench.submit("c", [3])
     bench.release()
     assert bench.wait("a", "b") == [[1], [2]]
+
+
+def test_requests_are_not_queued_behind_a_network_that_hangs(bench: Bench) -> None:
+    may_end = threading.Event()
+
+    def hang(given: Arrays) -> Mapping[str, np.ndarray]:
+        assert may_end.wait(30)
+        return first_keys(given)
+
+    bench.network.function = hang
+    for count in (1, 2):
+        may_end.clear()
+        bench.submit(f"hung {count}", [1])
+        wait_until(lambda: bench.batcher._scorer.network_seconds(), "the network runs")
+        bench.submit(f"queued {count}", [2], most_s=3600)
+        wait_until(lambda: max(bench.batcher._scorer.network_seconds().values()) > 0.01, "time passes")
+        for name in "abc":
+            with pytest.raises(hps.NetworkBusyError, match=r"under way for \d+\.\d s, expected at most 0.01 s; requests are"):
+                bench.submit(name, [3], most_s=0.01)
+        assert bench.counters.refused == 3 * count
+        may_end.set()
+        assert bench.wait(f"hung {count}", f"queued {count}") == [[1], [2]]
+        wait_until(lambda: not bench.batcher._scorer.network_seconds(), "the network has returned")
+        bench.submit(f"after {count}", [4], most_s=1e-9)
+        assert bench.wait(f"after {count}") == [[4]]
+
+
+def test_a_slow_lookup_is_no_network_that_hangs(bench: Bench) -> None:
+    bench.occupy()
+    bench.submit("a", [1], most_s=1e-9)
+    bench.release()
+    assert bench.wait("a") == [[1]]
+    assert bench.counters.refused == 0

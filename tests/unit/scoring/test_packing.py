@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import hps
 from hps.configuration.load import load_dense
 from hps.scoring.features import Feature, features_of, read_request
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import Description, PackedRequest, describe, read_description
 from hps.scoring.scorer import Scorer
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
@@ -78,7 +79,7 @@ def request(rng: np.random.Generator, samples: int, form: str) -> dict[str, np.n
 
 
 def scorer(features: tuple[Feature, ...] = FEATURES) -> Scorer:
-    return Scorer("m", TABLES.specs, features, ArrayNetwork(everything), TABLES.look_up, max_samples=MOST)
+    return Scorer("m", TABLES.specs, features, NetworkCalls(ArrayNetwork(everything)), TABLES.look_up, max_samples=MOST)
 
 
 @pytest.mark.parametrize(
@@ -94,132 +95,6 @@ def test_requests_in_shared_memory_are_scored_like_any_others(forms: tuple[str, 
         got, _ = ours.score([one if one.samples else one.unpacked(FEATURES, MOST, "m") for one in packed])
         for one, other in zip(got, wanted, strict=True):
             np.testing.assert_array_equal(one["all"], other["all"])
-
-
-# -- requests that look alike, in memory that is kept -----------------------------------------------------------------
-
-ALIKE: dict[str, Any] = {
-    "item": {"table": "t0"},
-    "pair": {"table": "t1", "hotness": 2},
-    "age": {"per_request": True},
-    "flag": {"dtype": "bool", "shape": [-1, 3]},
-}
-KEPT: tuple[Feature, ...] = features_of(
-    load_dense({"format": "onnx", "file": "f", "inputs": ALIKE, "outputs": ["all"]}), TABLES.specs
-)
-
-
-def alike(rng: np.random.Generator, samples: int, *, columns: bool = False, once: bool = False) -> dict[str, np.ndarray]:
-    return {
-        "item": rng.integers(0, 50, (samples, 1) if columns else samples),
-        "pair": rng.integers(0, 50, (samples, 2)),
-        "age": rng.random(1 if once else samples, np.float32),
-        "flag": rng.random((samples, 3)) < 0.5,
-    }
-
-
-def wanted_of(given: dict[str, np.ndarray]) -> np.ndarray:
-    samples = len(given["item"])
-    columns = [
-        TABLES.vectors(0, given["item"].reshape(-1)),
-        TABLES.vectors(1, given["pair"]).reshape(samples, -1),
-        np.broadcast_to(given["age"], samples)[:, None],
-        given["flag"],
-    ]
-    return np.concatenate(columns, 1).astype(np.float32)
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Of each call, the number of its samples if it was answered in memory that is kept, or None."""
-    calls: list[int | None] = []
-    score = Scorer._score_kept
-
-    def counting(self: Scorer, requests: Any, total: int) -> Any:
-        found = score(self, requests, total)
-        calls.append(None if found[0] is None else total)
-        return found
-
-    monkeypatch.setattr(Scorer, "_score_kept", counting)
-    return calls
-
-
-def test_batches_of_any_size_are_scored_in_memory_that_is_kept(kept: list[int | None]) -> None:
-    rng, region, ours = np.random.default_rng(3), Region(KEPT), scorer(KEPT)
-    batches: list[tuple[int, ...]] = [(1,), (16,), (1,), (17,), (3, 1, 2), (8, 8), (25, 25), (50,), (2,) * 25, (1,)]
-    before: list[tuple[np.ndarray, np.ndarray]] = []
-    for samples in batches:
-        plain = [alike(rng, n) for n in samples]
-        requests = [
-            region.pack(one, n) if at % 2 == 0 else read_request(KEPT, one, MOST, "m")
-            for at, (one, n) in enumerate(zip(plain, samples, strict=True))
-        ]
-        got, _ = ours.score(requests)
-        for one, asked in zip(got, plain, strict=True):
-            np.testing.assert_array_equal(one["all"], wanted_of(asked))
-            before.append((one["all"], wanted_of(asked)))
-    assert kept == [sum(samples) for samples in batches]
-    for answer, wanted in before:  # an answer is not overwritten by the next one
-        np.testing.assert_array_equal(answer, wanted)
-
-
-@pytest.mark.parametrize(
-    "forms",
-    [
-        [{"once": True}],
-        [{}, {"once": True}],
-        [{}, {"columns": True}],
-        [{"columns": True}, {}],
-    ],
-    ids=str,
-)
-def test_requests_that_are_not_alike_take_the_general_way(kept: list[int | None], forms: list[dict[str, bool]]) -> None:
-    rng, ours = np.random.default_rng(3), scorer(KEPT)
-    for packs in (True, False):
-        region = Region(KEPT)
-        plain = [alike(rng, 3, **form) for form in forms]
-        got, _ = ours.score([region.pack(one, 3) if packs else read_request(KEPT, one, MOST, "m") for one in plain])
-        for one, asked in zip(got, plain, strict=True):
-            np.testing.assert_array_equal(one["all"], wanted_of(asked))
-    assert kept == [None, None]
-
-
-def test_beside_a_call_that_uses_the_memory_another_takes_the_general_way(kept: list[int | None]) -> None:
-    rng, region, ours = np.random.default_rng(3), Region(KEPT), scorer(KEPT)
-    given = alike(rng, 2)
-    packed = region.pack(given, 2)
-    assert ours._own.acquire(timeout=1)
-    ((answer,), _) = ours.score([packed])
-    ours._own.release()
-    np.testing.assert_array_equal(answer["all"], wanted_of(given))
-    assert kept == []
-    ((answer,), _) = ours.score([packed])
-    np.testing.assert_array_equal(answer["all"], wanted_of(given))
-    assert kept == [2]
-
-
-def test_after_a_failure_the_memory_is_used_again(kept: list[int | None]) -> None:
-    rng, ours = np.random.default_rng(3), scorer(KEPT)
-    given = alike(rng, 2)
-    try:
-        TABLES.fails = hps.DatabaseError("away")
-        with pytest.raises(hps.DatabaseError):
-            ours.score([read_request(KEPT, given, MOST, "m")])
-    finally:
-        TABLES.fails = None
-    ((answer,), _) = ours.score([read_request(KEPT, given, MOST, "m")])
-    np.testing.assert_array_equal(answer["all"], wanted_of(given))
-    assert kept == [2]
-
-
-def test_an_output_that_is_an_input_is_not_overwritten_by_the_next_request(kept: list[int | None]) -> None:
-    ours = Scorer("m", TABLES.specs, KEPT, ArrayNetwork(lambda given: {"all": given["age"]}), TABLES.look_up, max_samples=MOST)
-    rng, region = np.random.default_rng(3), Region(KEPT)
-    every = [alike(rng, 2) for _ in range(3)]
-    answers = [ours.score([region.pack(one, 2)])[0][0]["all"] for one in every]
-    for answer, asked in zip(answers, every, strict=True):
-        np.testing.assert_array_equal(answer, asked["age"])
-    assert kept == [2, 2, 2]
 
 
 # -- descriptions that are wrong --------------------------------------------------------------------------------------

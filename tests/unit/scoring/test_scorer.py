@@ -10,6 +10,7 @@ import pytest
 import hps
 from hps.configuration.load import load_dense
 from hps.scoring.features import Output, ScoreRequest, features_of, read_request
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 from tests.tables.pooling_oracle import pooled
@@ -36,7 +37,7 @@ def scorer_of(
 ) -> tuple[Scorer, FakeTables, ArrayNetwork]:
     tables, network = FakeTables(4, 2), ArrayNetwork(function)
     dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs or INPUTS, "outputs": ["all"]})
-    scorer = Scorer("m", tables.specs, features_of(dense, tables.specs), network, tables.look_up, **more)
+    scorer = Scorer("m", tables.specs, features_of(dense, tables.specs), NetworkCalls(network), tables.look_up, **more)
     return scorer, tables, network
 
 

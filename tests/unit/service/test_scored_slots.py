@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import hps
-from hps.configuration.load import load_dense
+from hps.configuration.load import ServiceConfig, load_dense
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES
 from hps.scoring.batching import ScoreCall
 from hps.scoring.features import Output, features_of
+from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import describe, read_description
 from hps.scoring.scorer import Scorer
 from hps.service.fronts.scores import PlacedScores, score_plan
@@ -52,7 +53,10 @@ class Owner:
     def __init__(self) -> None:
         self.memory = GuardedMemory(SIZE)  # whoever reads or writes beyond it dies
         self.completed: list[tuple[int, str]] = []
-        self._scorer = Scorer("m", TABLES.specs, FEATURES, ArrayNetwork(first_keys), TABLES.look_up, max_samples=MOST)
+        self._lifecycle = SimpleNamespace(configuration=SimpleNamespace(service=ServiceConfig()))
+        self._scorer = Scorer(
+            "m", TABLES.specs, FEATURES, NetworkCalls(ArrayNetwork(first_keys)), TABLES.look_up, max_samples=MOST
+        )
 
     def describe(self, text: bytes) -> Any:
         return read_description(text, FEATURES, MOST, "m")
@@ -60,7 +64,7 @@ class Owner:
     def unpack(self, packed: Any) -> Any:
         return packed.unpacked(FEATURES, MOST, "m")
 
-    def submit(self, call: ScoreCall, device: int) -> None:
+    def submit(self, call: ScoreCall, device: int, most_s: float) -> None:
         ((answer,), times) = self._scorer.score([call.request])
         call.done(answer, times)
 

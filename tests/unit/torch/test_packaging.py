@@ -14,6 +14,7 @@ from torch import nn
 import hps
 import hps.torch
 from hps.torch import package
+from hps.torch.tables import WeightTable
 from tests.servers.running_service import document_of
 
 ROWS, DIM = 40, 6
@@ -192,6 +193,56 @@ def test_half_weights_stay_half_in_the_network(tmp_path: Path, dtype: torch.dtyp
     assert done.difference == 0
     item = keys(7)
     np.testing.assert_allclose(score(tmp_path, {"item": item})["score"], answers(module, item), atol=1e-6)
+
+
+def test_examples_are_compared_with_the_rows_of_their_keys_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, asked = WeightTable.read, []
+
+    def counted(self: WeightTable, rows: Any) -> torch.Tensor:
+        found = read(self, rows)
+        asked.append(len(found))
+        return found
+
+    monkeypatch.setattr(WeightTable, "read", counted)
+    tables = {
+        "user": embedding(dtype=torch.float16),
+        "item": embedding(dtype=torch.bfloat16),
+        "tags": bag(mode="mean", padding_idx=2),
+    }
+
+    class Three(Net):
+        def forward(self, user: torch.Tensor, item: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+            return self.score(self.user(user).float(), self.item(item).float(), self.tags(tags))
+
+    module = Three(3 * DIM, None, **tables)  # type: ignore[arg-type]
+    package(module, tmp_path / "m" / "1", (torch.tensor([5, 5]), torch.tensor([9, 1]), torch.tensor([[2, 2, 2], [7, 2, 7]])))
+    assert asked == [1, 2, 2, ROWS, ROWS, ROWS]  # the keys of the examples, and then what is written
+    user, item, tags = keys(6), keys(6), keys(6, 4)
+    found = score(tmp_path, {"user": user, "item": item, "tags": tags})
+    np.testing.assert_allclose(found["score"], answers(module, user, item, tags), atol=1e-6)
+
+
+def test_a_half_collection_answers_in_float32(tmp_path: Path) -> None:
+    torchrec = pytest.importorskip("torchrec")
+    tables = [
+        torchrec.EmbeddingBagConfig(
+            name=f"t{n}", embedding_dim=4, num_embeddings=ROWS, feature_names=[f"f{n}"], data_type=torchrec.DataType.FP16
+        )
+        for n in range(3)
+    ]
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = torchrec.EmbeddingBagCollection(tables=tables)
+            self.top = nn.Linear(12, 1)
+
+        def forward(self, sparse: Any) -> torch.Tensor:
+            return self.top(self.bags(sparse).values()).squeeze(1)
+
+    sparse = torchrec.KeyedJaggedTensor(["f0", "f1", "f2"], keys(9), lengths=torch.tensor([1, 2, 0, 3, 2, 1]))
+    done = package(Half(), tmp_path / "m" / "1", (sparse,), tolerance=1e-3)  # torchrec pools in half precision
+    assert {name: one.table for name, one in done.dense.inputs.items()} == {"f0": "t0", "f1": "t1", "f2": "t2"}
 
 
 def test_a_table_that_several_inputs_share(tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ def collision() -> nn.Module:
     return nn.ModuleDict({"a_b": nn.Embedding(2, 2), "a": nn.ModuleDict({"b": nn.Embedding(2, 2)})})
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")  # those that the quantised embedding gives
 @pytest.mark.parametrize(
     ("make", "arguments", "error", "match"),
     [
@@ -111,7 +110,6 @@ def collision() -> nn.Module:
         (lambda: nn.Linear(2, 2), {}, InvalidInputError, "Linear: it has none"),
         (lambda: nn.Embedding(3, 2, device="meta"), {}, InvalidInputError, "meta device"),
         (lambda: nn.Embedding(3, 2, dtype=torch.float64), {}, InvalidDtypeError, "float64"),
-        (lambda: torch.ao.nn.quantized.Embedding(3, 4), {}, InvalidInputError, "sharded or quantised"),
         (Towers, {"keys": {"tags": torch.arange(3)}}, InvalidInputError, r"shape \(3,\), expected int64 \(20,\)"),
         (Towers, {"keys": {"tags": torch.zeros(20, dtype=torch.int64)}}, InvalidInputError, "1 distinct keys for 20 rows"),
         (Towers, {"keys": {"tag": torch.arange(3)}}, InvalidInputError, "keys of 'tag', expected of item, user_id, tags"),

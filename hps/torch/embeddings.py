@@ -1,0 +1,295 @@
+"""Finds the embeddings of a module, and describes each in one way, whatever class it is of."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from hps.errors import InvalidInputError
+from hps.models.discovery import name_of
+from hps.torch.embedding_bags import BagTable, output_names
+from hps.torch.tables import FusedTable, PackedTable, Piece, ShardedTable, Table, table_of
+
+_FOREIGN = ("torchrec.distributed.", "torchrec.quant.", "torch.ao.nn.quantized.", "fbgemm_gpu.")
+_PLAIN = "torchrec.modules.embedding_modules"
+_EXPECTED = (
+    "nn.Embedding, nn.EmbeddingBag, torchrec's EmbeddingBagCollection and EmbeddingCollection, their sharded and quantised "
+    "forms, or torch.ao.nn.quantized's Embedding and EmbeddingBag"
+)
+
+
+class Form(Enum):
+    """What an embedding takes and answers."""
+
+    ROWS = "keys -> a vector each"
+    BAGS = "keys, offsets -> a vector for each bag"
+    COLLECTION = "KeyedJaggedTensor -> a JaggedTensor of vectors for each feature"
+    BAG_COLLECTION = "KeyedJaggedTensor -> KeyedTensor"
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """An embedding of a module. *Immutable.*
+
+    Attributes:
+        path: path of the submodule, as in `named_modules`; the first one if it is shared.
+        module: the submodule.
+        tables: its tables by the name under which each is saved.
+        lookups: a table and its features each, in the order of the outputs. Pooling `none` is a vector for each key.
+        outputs: names of the outputs of each of `lookups`.
+        dtype: of the outputs.
+        include_last_offset: of bags.
+        is_weighted: of a collection of bags.
+        need_indices: of a collection of rows.
+    """
+
+    path: str
+    module: nn.Module
+    form: Form
+    tables: Mapping[str, Table | ShardedTable]
+    lookups: Sequence[BagTable]
+    outputs: Sequence[Sequence[str]] = ()
+    dtype: torch.dtype = torch.float32
+    include_last_offset: bool = False
+    is_weighted: bool = False
+    need_indices: bool = False
+
+
+def embeddings_of(module: nn.Module, *, with_values: bool = True) -> list[Embedding]:
+    """List the embeddings of a module, each once, in the order of `named_modules`.
+
+    Args:
+        with_values: refuse weights on the meta device.
+
+    Raises:
+        InvalidInputError: as for `save`.
+    """
+    for part in module.modules():
+        if isinstance(part, _known("torch.distributed.fsdp", "FSDPModule")):
+            part.reshard()  # after a forward pass its weights may be whole, on every rank
+    found = list(_walk("", unwrapped(module), set()))
+    owners: dict[str, str] = {}
+    for one in found:
+        for name, table in one.tables.items():
+            if name in owners:
+                raise InvalidInputError(
+                    f"saving the embeddings of a {type(module).__name__}: got {one.path!r} and {owners[name]!r}, which would "
+                    f"both be table {name!r}; rename one of them"
+                )
+            owners[name] = one.path
+            if with_values and not table.has_values:
+                path = one.path or type(module).__name__
+                raise InvalidInputError(f"saving {path}: got weights on the meta device, which have no values; load them first")
+    if not found:
+        raise InvalidInputError(f"saving the embeddings of a {type(module).__name__}: it has none, expected {_EXPECTED}")
+    return found
+
+
+def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable]:
+    """Return the tables of embeddings, by name."""
+    return {name: table for one in embeddings for name, table in one.tables.items()}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module within torchrec's `DistributedModelParallel`; another module as it is."""
+    is_wrapped = isinstance(module, _known("torchrec.distributed.model_parallel", "DistributedModelParallel"))
+    inner: Any = module.module if is_wrapped else module
+    return inner  # type: ignore[no-any-return]
+
+
+def refuse_unequal(one: Embedding) -> None:
+    """Refuse an embedding whose answers a lookup cannot reproduce.
+
+    Raises:
+        InvalidInputError: as for `convert`.
+    """
+    collections = [_known(_PLAIN, "EmbeddingBagCollection"), _known(_PLAIN, "EmbeddingCollection")]
+    kinds: list[Any] = [nn.Embedding, nn.EmbeddingBag, *collections]
+    if _is_foreign(one.module):
+        kinds.insert(0, type(one.module))
+    for part in one.module.modules():
+        kind = next((kind for kind in kinds if isinstance(part, kind)), None)
+        own = getattr(part, "mode", None) == "max" and "mode 'max', expected sum or mean"
+        if kind and not own and getattr(part, "max_norm", None) is not None and part.norm_type != 2:
+            own = f"norm_type {part.norm_type}, expected 2"
+        if kind and getattr(part.forward, "__func__", None) is not kind.forward:  # of its class, or the object's
+            own = f"a forward of {type(part).__name__}'s own, expected that of {kind.__name__}"
+        if any(not _shards(hook) for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())):
+            own = "forward hooks, expected none; remove them first"
+        if own:
+            raise InvalidInputError(f"converting {one.path or type(one.module).__name__}: got {own}")
+
+
+def _known(home: str, name: str) -> Any:
+    """Return a class of a module that may not be installed; an empty tuple if it was not imported, for `isinstance`."""
+    return getattr(sys.modules.get(home), name, ())
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith(_FOREIGN) and "Embedding" in kind.__name__
+
+
+def _shards(hook: Any) -> bool:
+    """Return whether a hook is one of torch's, which bring inputs to the shards and outputs back."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
+def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
+    if module in seen:
+        return
+    seen.add(module)
+    kind = type(module)
+    home = f"{kind.__module__}.{kind.__qualname__}"
+    describe: Callable[[str, str, Any], Embedding] | None = None
+    if _is_foreign(module):
+        if (describe := _FOREIGN_KINDS.get(home)) is None:
+            raise InvalidInputError(
+                f"saving {path or 'a module'}: got {home}, expected {_EXPECTED}: load its state_dict into one of those first"
+            )
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        describe = _plain
+    elif isinstance(module, _known(_PLAIN, "EmbeddingBagCollection")):
+        describe = _bag_collection
+    elif isinstance(module, _known(_PLAIN, "EmbeddingCollection")):
+        describe = _collection
+    if describe is not None:
+        yield describe(f"saving {path or kind.__name__}", path, module)
+        return
+    for name, child in module.named_children():
+        yield from _walk(f"{path}.{name}" if path else name, child, seen)
+
+
+def _plain(doing: str, path: str, module: Any) -> Embedding:
+    table, name = table_of(doing, module.weight), name_of(path or type(module).__name__)
+    is_bag = isinstance(module, nn.EmbeddingBag)
+    pooling, padding = (module.mode, module.padding_idx) if is_bag else ("none", None)
+    lookup = BagTable(name, (), table.shape[1], pooling, module.max_norm, padding)
+    last = is_bag and module.include_last_offset
+    form = Form.BAGS if is_bag else Form.ROWS
+    return Embedding(path, module, form, {name: table}, [lookup], dtype=module.weight.dtype, include_last_offset=last)
+
+
+def _packed(doing: str, path: str, module: Any) -> Embedding:
+    table, name = PackedTable(doing, module), name_of(path or type(module).__name__)
+    is_bag = isinstance(module, torch.ao.nn.quantized.EmbeddingBag)
+    lookup = BagTable(name, (), table.shape[1], "sum" if is_bag else "none")  # its operator sums, whatever `mode` says
+    last = is_bag and module.include_last_offset
+    return Embedding(path, module, Form.BAGS if is_bag else Form.ROWS, {name: table}, [lookup], include_last_offset=last)
+
+
+def _bag_collection(doing: str, path: str, module: Any) -> Embedding:
+    bags = dict(module.embedding_bags.items())
+    tables = {name: table_of(doing, bag.weight) for name, bag in bags.items()}
+    said = {name: (bag.mode, bag.max_norm, bag.padding_idx) for name, bag in bags.items()}
+    return _pooled(path, module, module.embedding_bag_configs(), tables, said)
+
+
+def _quantised_bag_collection(doing: str, path: str, module: Any) -> Embedding:
+    return _pooled(path, module, module.embedding_bag_configs(), _fused(doing, module), {}, module.output_dtype())
+
+
+def _sharded_bag_collection(doing: str, path: str, module: Any) -> Embedding:
+    configs = module._embedding_bag_configs
+    return _pooled(path, module, configs, _shards_of(doing, module, "embedding_bags", configs), {})
+
+
+def _pooled(
+    path: str,
+    module: Any,
+    configs: Sequence[Any],
+    tables: Mapping[str, Table | ShardedTable],
+    said: Mapping[str, tuple[str, float | None, int | None]],  # mode, max_norm and padding_idx, where they are not the config's
+    dtype: torch.dtype = torch.float32,  # of torchrec's outputs, also where weights are half
+) -> Embedding:
+    lookups = []
+    for config in configs:
+        mode, max_norm, padding = said.get(config.name, (config.pooling.value.lower(), None, None))
+        features = tuple(config.feature_names)
+        lookups.append(BagTable(name_of(config.name), features, config.embedding_dim, mode, max_norm, padding))
+    outputs = _output_names(configs)
+    place = {name: number for number, name in reversed([*enumerate(module._embedding_names)])}
+    order = sorted(range(len(configs)), key=lambda number: min((place[name] for name in outputs[number]), default=0))
+    return Embedding(
+        path,
+        module,
+        Form.BAG_COLLECTION,
+        {name_of(config.name): tables[config.name] for config in configs},
+        [lookups[number] for number in order],
+        [outputs[number] for number in order],
+        dtype,
+        is_weighted=module._is_weighted,
+    )
+
+
+def _collection(doing: str, path: str, module: Any) -> Embedding:
+    tables = {name: table_of(doing, one.weight) for name, one in module.embeddings.items()}
+    norms = {name: one.max_norm for name, one in module.embeddings.items()}
+    return _rows(path, module, module.embedding_configs(), tables, norms)
+
+
+def _quantised_collection(doing: str, path: str, module: Any) -> Embedding:
+    return _rows(path, module, module.embedding_configs(), _fused(doing, module), {})
+
+
+def _sharded_collection(doing: str, path: str, module: Any) -> Embedding:
+    configs = module._embedding_configs
+    return _rows(path, module, configs, _shards_of(doing, module, "embeddings", configs), {})
+
+
+def _rows(
+    path: str,
+    module: Any,
+    configs: Sequence[Any],
+    tables: Mapping[str, Table | ShardedTable],
+    norms: Mapping[str, float | None],
+) -> Embedding:
+    return Embedding(
+        path,
+        module,
+        Form.COLLECTION,
+        {name_of(config.name): tables[config.name] for config in configs},
+        [
+            BagTable(name_of(one.name), tuple(one.feature_names), one.embedding_dim, "none", norms.get(one.name))
+            for one in configs
+        ],
+        _output_names(configs),
+        need_indices=module._need_indices,
+    )
+
+
+def _output_names(configs: Sequence[Any]) -> list[list[str]]:
+    return output_names([(config.name, config.feature_names) for config in configs])
+
+
+def _fused(doing: str, module: Any) -> dict[str, Table | ShardedTable]:
+    groups = zip(module._key_to_tables.values(), module._emb_modules, strict=True)
+    return {config.name: FusedTable(doing, rows, number) for group, rows in groups for number, config in enumerate(group)}
+
+
+def _shards_of(doing: str, module: Any, room: str, configs: Sequence[Any]) -> dict[str, Table | ShardedTable]:
+    state = module.state_dict()
+    tables: dict[str, Table | ShardedTable] = {}
+    for config in configs:
+        weight = state.get(f"{room}.{config.name}.weight")
+        if weight is None:
+            raise InvalidInputError(f"{doing}: got no weights of table {config.name!r}, expected its shards in the state_dict")
+        table = table_of(doing, weight)
+        if isinstance(table, Table):  # data-parallel: each rank has it, but one shall write
+            table = ShardedTable(table.shape, [Piece(0, 0, table)])
+        tables[config.name] = table
+    return tables
+
+
+_FOREIGN_KINDS: dict[str, Callable[[str, str, Any], Embedding]] = {
+    "torch.ao.nn.quantized.modules.embedding_ops.Embedding": _packed,
+    "torch.ao.nn.quantized.modules.embedding_ops.EmbeddingBag": _packed,
+    "torchrec.quant.embedding_modules.EmbeddingBagCollection": _quantised_bag_collection,
+    "torchrec.quant.embedding_modules.EmbeddingCollection": _quantised_collection,
+    "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": _sharded_bag_collection,
+    "torchrec.distributed.embedding.ShardedEmbeddingCollection": _sharded_collection,
+}

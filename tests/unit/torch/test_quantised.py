@@ -1,0 +1,298 @@
+"""Quantised embeddings are saved, converted and packaged with the rows that they answer."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.ao.nn import quantized
+
+import hps
+import hps.torch
+from hps.torch import convert, package, save
+from tests.servers.running_service import document_of
+
+ROWS = 40
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning"),  # those that quantising gives, and torchrec's import
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(3)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[hps.HPS]:
+    with hps.HPS(document_of(model_repository=str(tmp_path))) as server:
+        yield server
+
+
+def packed(kind: type[nn.Module], bits: int, dim: int = 6, **options: Any) -> Any:
+    """A quantised embedding of torch's; of 4-bit rows, `Embedding.from_float` makes one that cannot answer."""
+    if kind is quantized.Embedding:
+        weight, dtype = torch.randn(ROWS, dim), torch.quint8 if bits == 8 else torch.quint4x2
+        observer = torch.ao.quantization.PerChannelMinMaxObserver(
+            ch_axis=0, dtype=dtype, qscheme=torch.per_channel_affine_float_qparams
+        )
+        observer(weight)
+        scale, zero = observer.calculate_qparams()
+        rows = torch.quantize_per_channel(weight, scale, zero, 0, dtype)
+        return quantized.Embedding(ROWS, dim, _weight=rows, dtype=dtype)
+    bag = nn.EmbeddingBag(ROWS, dim, **options)
+    configs = torch.ao.quantization
+    bag.qconfig = configs.float_qparams_weight_only_qconfig if bits == 8 else configs.float_qparams_weight_only_qconfig_4bit
+    return quantized.EmbeddingBag.from_float(bag)
+
+
+def collection(kind: str, bits: int | torch.dtype, *, shared: bool = False, output: torch.dtype = torch.float32) -> Any:
+    """A quantised collection of torchrec's, of three tables; the second is pooled in another way."""
+    torchrec = pytest.importorskip("torchrec")
+    modules = pytest.importorskip("torchrec.quant.embedding_modules")
+    dtypes = {8: torch.qint8, 4: torch.quint4x2, 2: torch.quint2x4}
+    observer = torch.quantization.PlaceholderObserver.with_args
+    config = torchrec.modules.embedding_configs.QuantConfig(
+        activation=observer(dtype=output), weight=observer(dtype=dtypes[bits] if isinstance(bits, int) else bits)
+    )
+    features = [["f", "g"], ["h", "f"] if shared else ["h"], ["i"]]
+    pooling = [torchrec.PoolingType.SUM, torchrec.PoolingType.MEAN, torchrec.PoolingType.SUM]
+    if kind == "bags":
+        plain = torchrec.EmbeddingBagCollection(
+            tables=[
+                torchrec.EmbeddingBagConfig(
+                    name=f"t {n}", embedding_dim=8 * (n + 1), num_embeddings=ROWS, feature_names=features[n], pooling=pooling[n]
+                )
+                for n in range(3)
+            ]
+        )
+    else:
+        plain = torchrec.EmbeddingCollection(
+            tables=[
+                torchrec.EmbeddingConfig(name=f"t {n}", embedding_dim=8, num_embeddings=ROWS, feature_names=features[n])
+                for n in range(3)
+            ]
+        )
+    plain.qconfig = config
+    home = modules.EmbeddingBagCollection if kind == "bags" else modules.EmbeddingCollection
+    return home.from_float(plain)
+
+
+def jagged(samples: int) -> Any:
+    torchrec = pytest.importorskip("torchrec")
+    lengths = torch.randint(0, 4, (4 * samples,))
+    return torchrec.KeyedJaggedTensor(["f", "g", "h", "i"], torch.randint(0, ROWS, (int(lengths.sum()),)), lengths=lengths)
+
+
+def table(place: Path, name: str, dim: int) -> np.ndarray:
+    keys, rows = np.fromfile(place / name / "key", np.int64), np.fromfile(place / name / "emb_vector", np.float32)
+    assert keys.tolist() == list(range(ROWS))
+    return rows.reshape(ROWS, dim)
+
+
+def score(place: Path, inputs: Any) -> hps.Scores:
+    with hps.HPS(document_of(model_repository=str(place))) as server:
+        return server.score("m", inputs)
+
+
+# -- torch's own ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", [quantized.Embedding, quantized.EmbeddingBag])
+def test_rows_are_those_that_the_module_answers(
+    tmp_path: Path, kind: type[nn.Module], bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100)  # several chunks a table
+    module = packed(kind, bits)
+    alone = (torch.arange(ROWS), torch.arange(ROWS)) if kind is quantized.EmbeddingBag else (torch.arange(ROWS),)
+    save(nn.ModuleDict({"item": module}), tmp_path / "m")
+    rows = table(tmp_path / "m" / "1", "item", 6)
+    assert np.array_equal(rows, module(*alone).numpy())
+    np.testing.assert_allclose(rows, module.weight().dequantize().numpy(), atol=1e-2)
+    changed = torch.tensor([39, 0, 7])
+    save(nn.ModuleDict({"item": module}), tmp_path / "m", delta_of="1", changed={"item": changed})
+    delta = np.fromfile(tmp_path / "m" / "2" / "item" / "emb_vector", np.float32).reshape(-1, 6)
+    assert np.array_equal(delta, rows[[0, 7, 39]])
+
+
+def test_rows_of_4_bits_are_saved_although_the_module_cannot_answer(tmp_path: Path) -> None:
+    plain: Any = nn.Embedding(ROWS, 6)
+    plain.qconfig = torch.ao.quantization.float_qparams_weight_only_qconfig_4bit
+    module = quantized.Embedding.from_float(plain)
+    assert module.dtype is torch.quint8  # torch's mistake: the rows have 4 bits
+    save(nn.ModuleDict({"item": module}), tmp_path / "m")
+    rows = table(tmp_path / "m" / "1", "item", 6)
+    np.testing.assert_allclose(rows, module.weight().dequantize().numpy(), atol=1e-2)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layers_answer_as_quantised_embeddings(tmp_path: Path, server: hps.HPS, bits: int) -> None:
+    kinds = {"rows": packed(quantized.Embedding, bits), "bags": packed(quantized.EmbeddingBag, bits)}
+    module: Any = nn.ModuleDict(kinds | {"last": packed(quantized.EmbeddingBag, bits, include_last_offset=True)})
+    converted: Any = convert(module, server, "m", repository=tmp_path, hotness=9)
+    keys, offsets = torch.randint(0, ROWS, (12,)), torch.tensor([0, 3, 3, 12])
+    assert torch.equal(converted["rows"](keys.view(3, 4)), module["rows"](keys.view(3, 4)))
+    for name, given in (("last", (keys, offsets)), ("bags", (keys, offsets[:-1])), ("bags", (keys.view(3, 4),))):
+        torch.testing.assert_close(converted[name](*given), module[name](*given), rtol=0, atol=1e-6)
+
+
+class Mixed(nn.Module):
+    """Two quantised embeddings and a plain one, of bags with offsets, of columns and of a whole input."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.tags = packed(quantized.EmbeddingBag, bits, mode="sum")
+        self.user = packed(quantized.Embedding, bits)
+        self.item = nn.EmbeddingBag(ROWS, 6, mode="mean", padding_idx=0)
+        self.top = nn.Linear(18, 1)
+
+    def forward(self, ids: torch.Tensor, seen: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.user(ids[:, 1].contiguous()), self.item(seen), self.tags(tags)], 1)).squeeze(1)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_module_with_quantised_and_plain_embeddings_is_packaged(tmp_path: Path, bits: int) -> None:
+    module = Mixed(bits)
+    examples = torch.randint(0, ROWS, (4, 2)), torch.randint(0, 3, (4, 5)), torch.randint(0, ROWS, (4, 3))
+    examples[1][0] = 0  # padding alone
+    for number in ("1", "2"):
+        done = package(module, tmp_path / "m", examples)
+        assert (done.version, done.difference < 1e-6) == (number, True)
+    ids, seen, tags = torch.randint(0, ROWS, (7, 2)), torch.randint(0, 4, (7, 2)), torch.randint(0, ROWS, (7, 9))
+    seen[3] = 0
+    found = score(tmp_path, {"user": ids[:, 1], "seen": seen, "tags": tags})
+    assert found.version == "2"
+    np.testing.assert_allclose(found["score"], module(ids, seen, tags).detach(), atol=1e-6)
+
+
+def test_a_quantised_bag_is_summed_whatever_its_mode_says(tmp_path: Path) -> None:
+    module = nn.Sequential(packed(quantized.EmbeddingBag, 8, mode="mean"), nn.Linear(6, 1))
+    done = package(module, tmp_path / "m" / "1", (torch.randint(0, ROWS, (4, 3)),))
+    assert done.difference < 1e-6
+    (said,) = done.dense.inputs.values()
+    assert said.pooling == "sum"
+
+
+def test_what_a_quantised_bag_does_beyond_sums_is_refused(tmp_path: Path) -> None:
+    class Remapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.item = packed(quantized.EmbeddingBag, 8)
+
+        def forward(self, ids: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
+            return self.item(ids[:, None], per_sample_weights=age[:, None]).sum(1)
+
+    with pytest.raises(hps.InvalidInputError, match="item: got per_sample_weights, expected none"):
+        package(Remapped(), tmp_path / "m" / "1", (torch.arange(4), torch.rand(4)))
+    assert not list(tmp_path.iterdir())
+
+
+# -- torchrec's -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["bags", "rows"])
+def test_rows_of_collections(tmp_path: Path, kind: str, bits: int | torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100)
+    torchrec = pytest.importorskip("torchrec")
+    module = collection(kind, bits)
+    saved = save(nn.ModuleDict({"e": module}), tmp_path / "m")
+    assert saved.tables == {"e": ("t_0", "t_1", "t_2")}  # as of the collection before it was quantised
+    every = torchrec.KeyedJaggedTensor(["f", "g", "h", "i"], torch.arange(ROWS).repeat(4), lengths=torch.ones(4 * ROWS).long())
+    answer = module(every)
+    for number, feature in enumerate("fhi"):
+        dim = 8 * (number + 1) if kind == "bags" else 8
+        expected = answer[feature] if kind == "bags" else answer[feature].values()
+        rows = table(tmp_path / "m" / "1", f"t_{number}", dim)
+        np.testing.assert_allclose(rows, expected.numpy(), rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", ["bags", "rows"])
+def test_layers_answer_as_quantised_collections(tmp_path: Path, server: hps.HPS, kind: str, shared: bool) -> None:
+    module = collection(kind, 8, shared=shared)
+    converted = convert(module, server, "m", repository=tmp_path, hotness=4)
+    given = jagged(9)
+    if kind == "bags":
+        got, expected = converted(given), module(given)
+        if not shared:  # the names of outputs have the tables' names, which are those of directories
+            assert got.keys() == expected.keys()
+        torch.testing.assert_close(got.values(), expected.values(), rtol=0, atol=1e-6)
+        return
+    got, expected = converted(given), module(given)
+    assert list(got) == list(expected)
+    for name, rows in expected.items():
+        torch.testing.assert_close(got[name].values(), rows.values(), rtol=0, atol=2e-7)
+
+
+class Pooled(nn.Module):
+    def __init__(self, bags: Any, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.bags = bags
+        self.plain = nn.Embedding(ROWS, 4, dtype=dtype)
+        width = sum(one.embedding_dim * len(one.feature_names) for one in bags.embedding_bag_configs())
+        self.top = nn.Linear(width + 4, 1, dtype=dtype)
+
+    def forward(self, sparse: Any, item: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.bags(sparse).values(), self.plain(item)], 1)).squeeze(1).float()
+
+
+@pytest.mark.parametrize(
+    ("bits", "shared", "output"),
+    [(8, False, torch.float32), (4, True, torch.float32), (2, False, torch.float32), (8, True, torch.float16)],
+    ids=str,
+)
+def test_a_module_with_a_quantised_collection_is_packaged(tmp_path: Path, bits: int, shared: bool, output: torch.dtype) -> None:
+    module = Pooled(collection("bags", bits, shared=shared, output=output), output)
+    tolerance = 1e-5 if output is torch.float32 else 2e-3
+    item = torch.randint(0, ROWS, (4,))
+    for number in ("1", "2", "3"):
+        done = package(module, tmp_path / "m", (jagged(4), item), tolerance=tolerance)
+        assert (done.version, done.difference <= tolerance) == (number, True)
+    sparse, item = jagged(7), torch.randint(0, ROWS, (7,))
+    features = {name: sparse[name[0]] for name in done.dense.inputs if name != "item"}  # f_2 is f of the second table
+    bags = {name: hps.Bags(one.values(), one.offsets()) for name, one in features.items()}
+    found = score(tmp_path, {"item": item, **bags})
+    np.testing.assert_allclose(found["score"], module(sparse, item).detach(), atol=tolerance)
+
+
+def test_a_quantised_module_is_the_next_version_of_the_plain_one(tmp_path: Path) -> None:
+    torchrec = pytest.importorskip("torchrec")
+    bags = collection("bags", 8)
+    plain = torchrec.EmbeddingBagCollection(tables=bags.embedding_bag_configs())
+    save(nn.ModuleDict({"e": plain}), tmp_path / "m")
+    assert save(nn.ModuleDict({"e": bags}), tmp_path / "m").version == "2"
+    assert json.loads((tmp_path / "m" / "model.json").read_text())["embedding_vecsize_per_table"] == [8, 16, 24]
+
+
+def test_what_cannot_be_read_as_rows_is_refused(tmp_path: Path) -> None:
+    pruned = collection("bags", 8)
+    pruned._emb_modules[1].index_remappings_array = torch.arange(ROWS)
+    with pytest.raises(hps.InvalidInputError, match="got a pruned table, whose keys are remapped"):
+        save(pruned, tmp_path / "m")
+    modules = pytest.importorskip("torchrec.quant.embedding_modules")
+    with pytest.raises(hps.InvalidInputError, match="an EmbeddingCollection, whose rows are jagged"):
+        package(Jagged(collection("rows", 8)), tmp_path / "m", (jagged(4),))
+
+    processed = collection("bags", 8)
+    processed.__class__ = modules.FeatureProcessedEmbeddingBagCollection
+    with pytest.raises(hps.InvalidInputError, match="FeatureProcessedEmbeddingBagCollection, expected nn"):
+        save(processed, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+class Jagged(nn.Module):
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, sparse: Any) -> torch.Tensor:
+        self.rows(sparse)
+        return torch.zeros(sparse.stride())

@@ -15,9 +15,9 @@ rounded once, and no order of operations changes it.
 
 **Encoding** rounds to the nearest, ties to even. For int8, the offset is the smallest element, the scale 1/255 of what is
 between the offset and the largest, both as float16, and a code is the nearest to (element - offset) / scale within 0..255. So
-an element is off by half a scale, and by a quarter more at the ends. Encoding what was decoded gives the same row: where float16
-is too coarse for that, since a row's elements are alike and far from 0, codes are chosen again from what they stand for until
-they stay, and a row for which they do not becomes that of its middle.
+an element is off by half a scale, and by a quarter more at the ends. Encoding what was decoded gives the same row: where
+float16 is too coarse for that, since a row's elements are alike and far from 0, codes are chosen again from what they stand
+for until they stay, and a row for which they do not becomes that of its middle.
 
 **What a format cannot hold** is refused by `encode`: for int8 a row with an infinity or NaN, or beyond float16's range
 (65,504); for the 16 bits a finite element that would become infinite. They keep infinities, NaN and subnormals.

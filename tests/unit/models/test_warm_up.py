@@ -81,7 +81,7 @@ def test_a_cache_is_filled_from_a_database_with_no_more_rows_than_it_holds() -> 
     cache, database = RecordingCache([TABLE], [700]), MemoryDatabase()
     database.open_table(TAG, DIM)
     database.insert(TAG, KEYS, VECTORS)
-    assert warm_up(cache, 0, TABLE, DatabaseRows(database, TAG, DIM), 1.0) == 700
+    assert warm_up(cache, 0, TABLE, DatabaseRows(database, TABLE), 1.0) == 700
     assert sum(keys.size for keys in cache.inserted) == 700
 
 

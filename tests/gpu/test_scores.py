@@ -91,7 +91,7 @@ def test_threads_get_their_own_scores(served: tuple[Any, hps.HPS]) -> None:
     assert not failed
 
 
-@pytest.mark.parametrize("hotness", [{}, {"history": 9, "first": 1, "second": 1}], ids=["any size", "fixed size"])
+@pytest.mark.parametrize("hotness", [{}, {"history": 9, "item": 1}], ids=["any size", "fixed size"])
 def test_bags_and_what_a_request_gives_once(tmp_path: Path, hotness: dict[str, int]) -> None:
     torch.manual_seed(3)
     module = Ranker().eval()

@@ -706,6 +706,42 @@ def row_formats() -> list[str]:
     return _table(("", *head), *rows)
 
 
+def _gpu_rows(**axes: Any) -> dict[str, Any]:
+    return figures("row_formats_gpu", **axes)
+
+
+def row_formats_hits() -> list[str]:
+    """Resident keys alone, by format of rows and outputs."""
+    plain = _gpu_rows(work="hits", row_dtype="float32", out="float32", keys=1 << 20)["us"]
+    rows = []
+    for row_dtype in ("float32", "float16", "int8"):
+        for out in ("float32", "float16"):
+            few, many = (_gpu_rows(work="hits", row_dtype=row_dtype, out=out, keys=n) for n in (1 << 16, 1 << 20))
+            own = f"{_round(many['mkeys_per_s'])} ({plain / many['us']:.2f} x)"
+            rows.append((f"`{row_dtype}`", f"`{out}`", _round(few["mkeys_per_s"]), own))
+    return _table(("rows", "outputs", "65,536 keys, M/s", "1,048,576 keys, M/s"), *rows)
+
+
+def row_formats_mixed() -> list[str]:
+    """Keys by popularity over the link, by format."""
+    rows = []
+    for row_dtype in ("float32", "float16", "int8"):
+        for path, name in (("link", "link"), ("index", "index on the device"), ("dense", "dense table")):
+            one = _gpu_rows(work="mixed", row_dtype=row_dtype, path=path)
+            rows.append(
+                (
+                    f"`{row_dtype}`, {name}",
+                    f"{one['hit_rate']:.3f} ({one['of_ideal']:.3f})",
+                    _round(one["mkeys_per_s"]),
+                    f"{one['misses']:,}",
+                    _round(one["p50_us"]),
+                    _round(one["cold_rows_us"]),
+                )
+            )
+    head = ("rows", "hit rate (of the ideal)", "M keys/s", "misses", "us", "us of a plain read of as many rows")
+    return _table(head, *rows)
+
+
 def clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
@@ -822,6 +858,8 @@ def scores_loadgen() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "clients": clients,
     "row-formats": row_formats,
+    "row-formats-hits": row_formats_hits,
+    "row-formats-mixed": row_formats_mixed,
     "fronts": fronts,
     "routes": routes,
     "machines": machines,

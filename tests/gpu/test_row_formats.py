@@ -153,7 +153,9 @@ def test_the_cache_and_its_twin_agree(dim, row_dtype, static):
             for cache, place in zip(caches, (np.array, cupy.asarray), strict=True):
                 cache.tell_complete(static)
                 lookup = cache.create_lookup()
-                segment = Segment(0, place(asked), place(np.full((asked.size, dim), np.nan, np.float32)), place(np.zeros(1500, bool)))
+                segment = Segment(
+                    0, place(asked), place(np.full((asked.size, dim), np.nan, np.float32)), place(np.zeros(1500, bool))
+                )
                 left = lookup.query([segment])
                 for missed in lookup.unique() if left else ():
                     missed.scatter(np.zeros(missed.keys.size, np.bool_))
@@ -176,7 +178,11 @@ def test_the_cache_and_its_twin_agree(dim, row_dtype, static):
 def test_every_half_is_widened_as_on_the_cpu():
     halves = np.arange(1 << 16, dtype=np.uint16)
     for row_dtype in ("float16", "bfloat16"):
-        vectors = halves.view(np.float16).astype(np.float32) if row_dtype == "float16" else (halves.astype(np.uint32) << 16).view(np.float32)
+        vectors = (
+            halves.view(np.float16).astype(np.float32)
+            if row_dtype == "float16"
+            else (halves.astype(np.uint32) << 16).view(np.float32)
+        )
         own = replace(spec(64), row_dtype=row_dtype)
         rows = encode("storing", vectors.reshape(-1, 64), row_dtype)
         keys = np.arange(rows.shape[0])

@@ -1,8 +1,8 @@
 """How a row of a table is stored in fewer bits than float32, and how vectors become rows and rows vectors.
 
-Tiers store, copy and hand on rows as they are; only who takes vectors from a caller or a file *encodes* them, and only who answers
-*decodes* them. A row is whole words of 4 bytes, so that everything between the two treats it as an array of `width` float32 whose
-values mean nothing:
+Tiers store, copy and hand on rows as they are; only who takes vectors from a caller or a file *encodes* them, and only who
+answers *decodes* them. A row is whole words of 4 bytes, so that everything between the two treats it as an array of `width`
+float32 whose values mean nothing:
 
     float32    dim x float32
     float16    dim x IEEE 754 binary16, then zeros up to 4 bytes
@@ -13,14 +13,15 @@ The layout of int8 is `QUint8RowwiseF16` of NVIDIA's NVE (`cpu_ops/cpu_pooling.h
 (`tzrec/utils/quant_util.py`), where dim is a multiple of 4. A product of 8 and 11 bits is exact in float32, so an element is
 rounded once, and no order of operations changes it.
 
-**Encoding** rounds to the nearest, ties to even. For int8, the offset is the smallest element, the scale 1/255 of what is between
-the offset and the largest, both as float16, and a code is the nearest to (element - offset) / scale within 0..255. So an element
-is off by half a scale, and by a quarter more at the ends. Encoding what was decoded gives the same row: where float16 is too coarse
-for that, since a row's elements are alike and far from 0, codes are chosen again from what they stand for until they stay, and
-a row for which they do not becomes that of its middle.
+**Encoding** rounds to the nearest, ties to even. For int8, the offset is the smallest element, the scale 1/255 of what is
+between the offset and the largest, both as float16, and a code is the nearest to (element - offset) / scale within 0..255. So
+an element is off by half a scale, and by a quarter more at the ends. Encoding what was decoded gives the same row: where
+float16 is too coarse for that, since a row's elements are alike and far from 0, codes are chosen again from what they stand for
+until they stay, and a row for which they do not becomes that of its middle.
 
-**What a format cannot hold** is refused by `encode`: for int8 a row with an infinity or NaN, or beyond float16's range (65,504);
-for the 16 bits a finite element that would become infinite. They keep infinities, NaN and subnormals.
+**What a format cannot hold** is refused by `encode`: for int8 a row with an infinity or NaN, or whose offset or scale would be
+beyond float16's range (65,504); for the 16 bits a finite element that would become infinite. They keep infinities, NaN and
+subnormals.
 """
 
 from typing import Any, cast
@@ -241,8 +242,8 @@ def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> 
         )
         where = f"row {done}" if keys is None else f"key {int(keys[done])}"
         raise InvalidInputError(
-            f"{what}: got {vector[place]} as element {place} of {where}, which row_dtype {row_dtype} cannot hold; correct it, or "
-            f"store the table as {'bfloat16 or float32' if finite.all() else 'float32'}"
+            f"{what}: got {vector[place]} as element {place} of {where}, which row_dtype {row_dtype} cannot hold; correct it, "
+            f"or store the table as {'bfloat16 or float32' if finite.all() else 'float32'}"
         )
     return rows
 

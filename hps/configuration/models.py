@@ -7,7 +7,7 @@ checks a whole object. So one load reports every problem.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
@@ -233,7 +233,9 @@ class ModelConfig(Section):
     default_value_for_each_table: ListOf[Float32]
     deployed_device_list: NonEmptyListOf[NonNegative]
 
-    row_dtype: ListOf[RowDtype] = Field(default_factory=lambda data: tuple("float32" for _ in data["sparse_files"]))
+    row_dtype: ListOf[RowDtype] = Field(
+        default_factory=lambda data: cast("tuple[RowDtype, ...]", ("float32",) * len(data["sparse_files"]))
+    )
     gpucache: Flag = True
     gpucacheper: Share = 0.2
     hit_rate_threshold: Real = 0.9

@@ -43,17 +43,17 @@ _VECTORS = read_only(float32[:, ::1])
 
 
 @njit(inline="always")
-def _bits_of(value: float) -> int:
+def _bits_of(value: Any) -> Any:
     return np.float32(value).view(np.uint32)
 
 
 @njit(inline="always")
-def _float_of(bits: int) -> float:
+def _float_of(bits: Any) -> Any:
     return np.uint32(bits).view(np.float32)
 
 
 @njit(inline="always")
-def half_to_float(half: int) -> float:
+def half_to_float(half: Any) -> Any:
     """Convert the bits of a float16. Needs no subnormal float32, which a thread may flush to 0."""
     bits = (np.uint32(half) & np.uint32(0x7FFF)) << np.uint32(13)
     exponent = bits & np.uint32(0x0F800000)
@@ -65,7 +65,7 @@ def half_to_float(half: int) -> float:
 
 
 @njit(inline="always")
-def half_of(value: float) -> int:
+def half_of(value: Any) -> Any:
     """Return the bits of the nearest float16; the bits of infinity for finite values that are too large."""
     bits = _bits_of(value)
     magnitude = bits & np.uint32(0x7FFFFFFF)
@@ -78,7 +78,7 @@ def half_of(value: float) -> int:
 
 
 @njit(inline="always")
-def _bfloat_of(value: float) -> int:
+def _bfloat_of(value: Any) -> Any:
     """Return the bits of the nearest bfloat16."""
     bits = _bits_of(value)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
@@ -114,13 +114,13 @@ def decode_rows(rows: FloatArray, vectors: FloatArray, dtype: int) -> None:
 
 
 @njit(inline="always")
-def _ordered(bits: int) -> int:
+def _ordered(bits: Any) -> Any:
     """Map the bits of a float32 to an int32 of the same order, and back."""
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 @njit()
-def _write_codes(vector: FloatArray, codes: Any) -> tuple[int, int, bool]:
+def _write_codes(vector: Any, codes: Any) -> tuple[Any, Any, Any]:
     """Write the codes of a row; return the bits of scale and offset, and whether they surely stay when coded again."""
     bits = vector.view(np.int32)
     lowest, highest = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
@@ -151,7 +151,7 @@ def _write_codes(vector: FloatArray, codes: Any) -> tuple[int, int, bool]:
 
 
 @njit()
-def _write_settled(vector: FloatArray, codes: Any, again: FloatArray, coded: Any) -> tuple[int, int]:
+def _write_settled(vector: Any, codes: Any, again: Any, coded: Any) -> tuple[Any, Any]:
     """Write codes that stay when what they stand for is coded; `again` and `coded` are scratch of as many elements."""
     scale, offset, settled = _write_codes(vector, codes)
     for _ in range(_TRIES):
@@ -178,7 +178,7 @@ def _write_settled(vector: FloatArray, codes: Any, again: FloatArray, coded: Any
 
 
 @kernel(int64, _VECTORS, float32[:, ::1], int64)
-def encode_rows(vectors: FloatArray, rows: FloatArray, dtype: int) -> int:
+def encode_rows(vectors: FloatArray, rows: FloatArray, dtype: int) -> Any:
     """Write the rows, (n, width) float32, of vectors, (n, dim) float32, in a format other than float32.
 
     Returns:

@@ -296,6 +296,9 @@ class RedisDatabase(SharedDatabase):
             return True
         return free_for_these() or not self._users.others(layout)  # others drop it now, or load these files
 
+    def used_by_others(self, tag: str) -> bool:
+        return self._users.others(self._any_layout(tag))
+
     def load_record(self, tag: str) -> LoadRecord | None:
         return self._catalog.load_record(tag)
 

@@ -1,16 +1,19 @@
 """Changes of a version's row formats: finds the tables with its online writes, and lets the new tables take over from these."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 from hps.configuration.load import ModelConfig
 from hps.databases.base import Database, SharedDatabase
-from hps.errors import ConflictError, TableWidthError
+from hps.errors import ConflictError, DatabaseError, TableWidthError
 from hps.lookup.chain import DatabaseChain
 from hps.models.carried_rows import CarriedTable
 from hps.types import KeyArray, TableSpec
 from hps.versions.deployment import Deployment
 from hps.versions.retention import stored_as
+
+_log = logging.getLogger(__name__)
 
 _PASSES = 8  # at most, of catching up while writes go on
 _FEW_KEYS = 4096  # that are caught up with while writes wait
@@ -97,6 +100,9 @@ def find_changes(
         ConflictError: it is in a shared database with nothing below, or other processes use such a table there.
     """
     authority = chain.databases[-1] if chain.databases else None
+    for database in chain.databases[:-1]:
+        if isinstance(database, SharedDatabase):
+            _warn_of_others(config, tables, database)
     if there is not None and there.chain.databases and not there.chain.databases[-1].shared:
         source = there.chain.databases[-1]
         return FormatChanges([CarriedTable(source, *pair) for pair in zip(there.tables, tables, strict=True)], there)
@@ -132,6 +138,25 @@ def _is_whole(table: TableSpec, fingerprint: str, database: Database) -> bool:
     return False
 
 
+def _warn_of_others(config: ModelConfig, tables: Sequence[TableSpec], database: SharedDatabase) -> None:
+    """Log that other replicas use other formats of tables: each format takes memory, and has what its replicas wrote."""
+    with suppress(DatabaseError):  # the load reports it
+        for table in tables:
+            for other in stored_as(config, table, database):
+                if other.row_dtype != table.row_dtype and database.used_by_others(other.tag):
+                    _log.warning(
+                        "model %r: another replica serves table %r as %s (%s in %s), and this one as %s (%s): each takes "
+                        "memory of its own; give all replicas the same row_dtype",
+                        config.model,
+                        table.table_name,
+                        other.row_dtype,
+                        other.tag,
+                        database.kind,
+                        table.row_dtype,
+                        table.tag,
+                    )
+
+
 def _refuse_shared(config: ModelConfig, table: TableSpec, fingerprint: str, database: SharedDatabase) -> None:
     """Refuse a second format in a shared database with nothing below: neither's writes would reach the other's table."""
     for other in stored_as(config, table, database):
@@ -150,6 +175,6 @@ def _refuse_shared(config: ModelConfig, table: TableSpec, fingerprint: str, data
         if record is not None and record.modified and record.fingerprint == fingerprint:
             raise ConflictError(
                 f"{doing}: {database.kind} has it as {other.row_dtype} with online writes (table {other.tag}), and no database "
-                "is below that keeps them. Publish the files as a new version and deploy that one in the new format, or deploy "
+                "is below that keeps them; publish the files as a new version and deploy that one in the new format, or deploy "
                 "with force, which gives up these writes"
             )

@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 
 import hps
-from hps.configuration.load import ModelConfig
+from hps.configuration.load import ModelConfig, load_configuration
+from hps.databases.redis.server_check import check_server
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ConflictError, InvalidInputError
 from hps.ground.rows import decode, encode
 from hps.lookup.chain import DatabaseChain
 from hps.models.carried_rows import CarriedTable
+from hps.registry import IMPLEMENTATIONS, Ours
 from hps.types import ROW_DTYPES, TableSpec
+from hps.updates.base import Partition
+from hps.updates.framing import encode as encode_update
+from tests.fakes.memory_log import MemoryBroker
 from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import wait_until
 
 DIM = 7
 ROWS = 3000
@@ -24,6 +30,10 @@ KEYS = np.arange(ROWS) * 3
 NEW = np.arange(1, 101) * 3 + 1
 """Keys that are in no file."""
 FEWER_BITS = ROW_DTYPES[1:]
+TOO_LARGE = {"int8": -1e6, "float16": 1e5, "bfloat16": np.finfo(np.float32).max}
+TOPIC = Partition("hps_et.shop.item", 0)
+NONE = np.empty(0, np.int64)
+TABLE = TableSpec("shop", "item", DIM, 0.5, 1000, row_dtype="int8")
 
 
 def vectors_of(seed: int, n: int) -> np.ndarray:
@@ -286,3 +296,222 @@ class TestFormatChange:
             np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9] + 1, "int8"))
             server.rollback("shop")
             assert (place.answers(server, KEYS[200:300]) == 0.5).all()
+
+
+@pytest.fixture
+def tiers(request, tmp_path):
+    """The settings of a combination of tiers; Redis is empty."""
+    cached, volatile, persistent = request.param
+    settings = {"volatile_db": {"type": volatile}, "cached": cached}
+    if volatile == "redis_cluster":
+        server = request.getfixturevalue("redis")
+        with server.client() as client:
+            client.flushall()
+        settings["volatile_db"] |= {"address": server.address, "num_partitions": 2}
+    if persistent:
+        settings |= rocks_db(tmp_path)
+    return settings
+
+
+TIERS = [
+    pytest.param(
+        (cached, volatile, persistent),
+        marks=[pytest.mark.redis] if volatile == "redis_cluster" else [],
+        id=f"{'cache' if cached else 'direct'}-{volatile}-{'rocks_db' if persistent else 'none'}",
+    )
+    for cached in (True, False)
+    for volatile in ("hash_map", "redis_cluster", "disabled")
+    for persistent in (True, False)
+    if persistent or volatile != "disabled"
+]
+
+
+@pytest.mark.parametrize("tiers", TIERS, indirect=True)
+@pytest.mark.parametrize("row_dtype", FEWER_BITS)
+class TestTiers:
+    def test_every_tier_answers_the_rows_of_the_format(self, tmp_path, tiers, row_dtype):
+        """Lookups, pooled lookups, rows, insertions, deletions, refresh and bad rows, over two restarts and a delta."""
+        cached = tiers.pop("cached")
+        place = Place(tmp_path, row_dtype, **tiers)
+        files = stored(place.vectors, row_dtype)
+        random = np.random.default_rng(4)
+        keeps = "persistent_db" in tiers or tiers["volatile_db"]["type"] == "redis_cluster"
+        written = vectors_of(5, 200)
+        for start in range(3):
+            with place.opened(gpucache=cached) as server:
+                for _ in range(3):
+                    asked = random.integers(300, ROWS, 1000)
+                    np.testing.assert_array_equal(place.answers(server, KEYS[asked]), files[asked])
+                if start and keeps:
+                    check_modified(server, place, written, row_dtype)
+                assert modify(server).tobytes() == written.tobytes()
+                check_modified(server, place, written, row_dtype)
+                server.refresh("shop")
+                check_modified(server, place, written, row_dtype)
+                row = server.row(int(KEYS[5]), "shop", "item")
+                np.testing.assert_array_equal(row.vector, stored(written, row_dtype)[5])
+                np.testing.assert_array_equal(server.row(int(KEYS[2000]), "shop", "item").vector, files[2000])
+                bags = server.lookup_pooled({"item": hps.Bags(KEYS[300:600].reshape(100, 3), combiner="sum")}, "shop")
+                sums = files[300:600].reshape(100, 3, DIM).sum(axis=1)
+                np.testing.assert_allclose(next(iter(bags.values())), sums, rtol=1e-5, atol=1e-5)
+                bad = vectors_of(6, 10)
+                bad[7, 3] = TOO_LARGE[row_dtype]
+                with pytest.raises(InvalidInputError, match=rf"element 3 of key {KEYS[7]}, which row_dtype {row_dtype}"):
+                    server.insert(KEYS[:10], bad, "shop", "item")
+                server.drain()
+                check_modified(server, place, written, row_dtype)
+
+    def test_a_delta_has_the_rows_of_its_base(self, tmp_path, tiers, row_dtype):
+        cached = tiers.pop("cached")
+        place = Place(tmp_path, row_dtype, **tiers)
+        place.write(2, place.vectors[:50] + 1, KEYS[:50], delta_of="1", deleted={"item.model": KEYS[60:70]})
+        want = place.vectors.copy()
+        want[:50] += 1
+        with place.opened(gpucache=cached, version_policy={"specific": {"versions": [1]}}) as server:
+            server.deploy("shop", "2")  # from the base that this process holds
+            for _ in range(2):
+                np.testing.assert_array_equal(place.answers(server, KEYS[70:1000]), stored(want, row_dtype)[70:1000])
+                np.testing.assert_array_equal(place.answers(server, KEYS[:60]), stored(want, row_dtype)[:60])
+                assert (place.answers(server, KEYS[60:70]) == 0.5).all()
+
+    def test_files_with_a_row_that_does_not_fit_are_refused(self, tmp_path, tiers, row_dtype):
+        cached = tiers.pop("cached")
+        place = Place(tmp_path, row_dtype, **tiers)
+        bad = place.vectors.copy()
+        bad[1234, 2] = TOO_LARGE[row_dtype]
+        with place.opened(gpucache=cached) as server:
+            place.write(2, bad)
+            with pytest.raises(
+                InvalidInputError, match=rf"table hps_et\.shop@2~{row_dtype}\.item: .*element 2 of key {KEYS[1234]},"
+            ):
+                server.deploy("shop")
+            assert server.model("shop").version == "1"
+            np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000], row_dtype))
+            place.write(3, place.vectors + 1)
+            server.deploy("shop")
+            np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000] + 1, row_dtype))
+
+
+@pytest.fixture
+def broker(monkeypatch, tmp_path):
+    monkeypatch.setitem(IMPLEMENTATIONS["update_log"], "memory", Ours("tests.fakes.memory_log:MemoryLog"))
+    broker = MemoryBroker.by_name[str(tmp_path)]
+    broker.create(TOPIC.topic)
+    return broker
+
+
+@pytest.mark.parametrize("row_dtype", FEWER_BITS)
+class TestUpdates:
+    def send(self, broker, server, keys, vectors, deleted=NONE, sequence=0) -> None:
+        position = broker.append(TOPIC, encode_update(keys, vectors, deleted, sequence=sequence))
+        wait_until(lambda: server.updates()[0].positions.get(TOPIC) == position, "the feed caught up", 20)
+
+    def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(self, tmp_path, broker, row_dtype):
+        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+        place = Place(tmp_path, row_dtype, update_source=source, **rocks_db(tmp_path))
+        written = vectors_of(8, 100)
+        with place.opened() as server:
+            self.send(broker, server, KEYS[:100], written, sequence=100)
+            bad = written.copy()
+            bad[3, 3] = TOO_LARGE[row_dtype]
+            self.send(broker, server, KEYS[:100], bad, sequence=101)
+            self.send(broker, server, KEYS[50:60], written[50:60] + 1, KEYS[60:70], sequence=102)
+            self.send(broker, server, KEYS[50:60], written[50:60] + 2, sequence=99)  # late
+            (status,) = server.updates()
+            assert status.dead_letters == {"row_dtype": 1}
+            written[50:60] += 1
+            self.check(place, server, written, row_dtype)
+        for _ in range(2):
+            with place.opened() as server:
+                self.check(place, server, written, row_dtype)
+
+    def test_a_change_of_the_format_keeps_the_order_of_the_log(self, tmp_path, broker, row_dtype):
+        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+        place = Place(tmp_path, "float32", update_source=source, **rocks_db(tmp_path))
+        written = vectors_of(8, 100)
+        with place.opened() as server:
+            self.send(broker, server, KEYS[:100], written, KEYS[60:70], sequence=100)
+            broker.lose(TOPIC, 1)  # what the old table has cannot be read again
+            place.change(server, row_dtype)
+            self.check(place, server, written, row_dtype)
+            self.send(broker, server, KEYS[:100], written + 1, sequence=99)  # late
+            self.check(place, server, written, row_dtype)
+        with place.opened("float32") as server:
+            self.check(place, server, stored(written, row_dtype), "float32")
+            self.send(broker, server, KEYS[:50], written[:50] + 2, sequence=101)
+            np.testing.assert_array_equal(place.answers(server, KEYS[:50]), written[:50] + 2)
+            self.send(broker, server, KEYS[60:70], written[60:70], sequence=98)  # deleted since
+            assert (place.answers(server, KEYS[60:70]) == 0.5).all()
+
+    def check(self, place, server, written, row_dtype) -> None:
+        for _ in range(2):
+            rows = np.r_[:60, 70:100]
+            np.testing.assert_array_equal(place.answers(server, KEYS[rows]), stored(written[rows], row_dtype))
+            assert (place.answers(server, KEYS[60:70]) == 0.5).all()
+            np.testing.assert_array_equal(place.answers(server, KEYS[100:300]), stored(place.vectors[100:300], row_dtype))
+
+
+@pytest.mark.redis
+class TestSharedRedis:
+    """Two replicas disagree on the format of a table in one Redis."""
+
+    @pytest.fixture
+    def replica(self, tmp_path, redis):
+        with redis.client() as client:
+            client.flushall()
+        place = Place(tmp_path, "float32", volatile_db={"type": "redis_cluster", "address": redis.address, "num_partitions": 2})
+
+        def make(name: str, row_dtype: str, below: bool) -> hps.HPS:
+            place.settings.pop("persistent_db", None)
+            if below:
+                place.settings |= rocks_db(tmp_path / name)
+            return place.opened(row_dtype)
+
+        make.place = place
+        return make
+
+    def checked(self, place: Place) -> list:
+        return check_server(load_configuration(place.path / "ps.json").volatile_db, [TABLE])
+
+    def test_above_persistent_databases_each_has_its_table_and_a_warning_names_both(self, replica, caplog):
+        place = replica.place
+        with replica("a", "float32", True) as first:
+            with replica("b", "int8", True) as second:
+                (warning,) = [one.getMessage() for one in caplog.records if "another replica" in one.getMessage()]
+                assert "serves table 'item' as float32 (hps_et.shop.item in redis_cluster)" in warning
+                assert "this one as int8 (hps_et.shop~int8.item)" in warning
+                second.insert(KEYS[:5], np.ones((5, DIM), np.float32), "shop", "item")
+                np.testing.assert_array_equal(place.answers(first, KEYS[:500]), place.vectors[:500])
+                np.testing.assert_array_equal(place.answers(second, KEYS[5:500]), stored(place.vectors, "int8")[5:500])
+            np.testing.assert_array_equal(place.answers(first, KEYS[:500]), place.vectors[:500])
+            (warning,) = [one for one in self.checked(place) if one.level == "warning"]
+            assert "float32 (hps_et.shop.item)" in warning.text
+            assert "int8 (hps_et.shop~int8.item)" in warning.text
+        caplog.clear()
+        with replica("b", "int8", True) as second:  # nobody uses the other table any more
+            assert not [one for one in caplog.records if "another replica" in one.getMessage()]
+            assert (place.answers(second, KEYS[:5]) == 1).all()
+            assert all(one.level == "good" for one in self.checked(place))
+
+    def test_with_nothing_below_the_second_format_is_refused_by_name(self, replica, redis):
+        place = replica.place
+        with replica("a", "float32", False) as first:
+            with pytest.raises(ConflictError, match=r"as int8: another replica serves it as float32 .*hps_et\.shop\.item"):
+                replica("b", "int8", False)
+            np.testing.assert_array_equal(place.answers(first, KEYS[:500]), place.vectors[:500])
+        for _ in range(2):
+            with replica("b", "int8", False) as second:  # the files are all that there was
+                np.testing.assert_array_equal(place.answers(second, KEYS[:500]), stored(place.vectors, "int8")[:500])
+        with redis.client() as client:
+            assert not client.keys("hps_et{hps_et.shop.item*")
+
+    def test_with_nothing_below_online_writes_are_not_lost_silently(self, replica):
+        place = replica.place
+        with replica("a", "float32", False) as server:
+            server.insert(KEYS[:5], np.ones((5, DIM), np.float32), "shop", "item")
+            with pytest.raises(ConflictError, match=r"has it as float32 with online writes .*publish the files as a new"):
+                place.change(server, "int8")
+            assert (place.answers(server, KEYS[:5]) == 1).all()
+            place.write(2, place.vectors)
+            place.change(server, "int8")
+            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "int8")[:9])

@@ -294,7 +294,7 @@ class Deployer:
                 slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=self._targets.keep)
                 tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
                 if not force:
-                    changes = find_changes(config, tables, fingerprints, there, self._chain)
+                    changes = find_changes(config, tables, fingerprints, there, self._chain.databases)
                 noting.enter_context(changes.noted())
                 load = partial(
                     deploy,

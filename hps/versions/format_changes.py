@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from hps.configuration.load import ModelConfig
 from hps.databases.base import Database, SharedDatabase
 from hps.errors import ConflictError, DatabaseError, TableWidthError
-from hps.lookup.chain import DatabaseChain
 from hps.models.carried_rows import CarriedTable
 from hps.types import KeyArray, TableSpec
 from hps.versions.deployment import Deployment
@@ -86,7 +85,7 @@ def find_changes(
     tables: Sequence[TableSpec],
     fingerprints: Sequence[str],
     there: Deployment | None,
-    chain: DatabaseChain,
+    databases: Sequence[Database],
 ) -> FormatChanges:
     """Find what was written online to tables of the same files in other formats.
 
@@ -95,12 +94,13 @@ def find_changes(
         tables: those to be loaded.
         fingerprints: of each table's files.
         there: as for `FormatChanges`.
+        databases: those that the tables are loaded into, the authoritative one last.
 
     Raises:
         ConflictError: it is in a shared database with nothing below, or other processes use such a table there.
     """
-    authority = chain.databases[-1] if chain.databases else None
-    for database in chain.databases[:-1]:
+    authority = databases[-1] if databases else None
+    for database in databases[:-1]:
         if isinstance(database, SharedDatabase):
             _warn_of_others(config, tables, database)
     if there is not None and there.chain.databases and not there.chain.databases[-1].shared:

@@ -1,14 +1,17 @@
 """A parameter server with rows of fewer bits, over all tiers; and changes of a deployed table's format."""
 
 import json
+import re
 import threading
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import hps
+from hps.cli.app import app
 from hps.configuration.load import ModelConfig, load_configuration
 from hps.databases.redis.server_check import check_server
 from hps.databases.rocks_db.database import RocksDatabase
@@ -17,7 +20,7 @@ from hps.ground.rows import decode, encode
 from hps.lookup.chain import DatabaseChain
 from hps.models.carried_rows import CarriedTable
 from hps.registry import IMPLEMENTATIONS, Ours
-from hps.types import ROW_DTYPES, TableSpec
+from hps.types import ROW_DTYPES, TableSpec, row_width
 from hps.updates.base import Partition
 from hps.updates.framing import encode as encode_update
 from tests.fakes.memory_log import MemoryBroker
@@ -84,12 +87,15 @@ class Place:
         self.row_dtype = row_dtype
         server.deploy(ModelConfig(**self.entry(row_dtype, **settings)))
 
-    def opened(self, row_dtype: str | None = None, **entry) -> hps.HPS:
+    def configured(self, row_dtype: str | None = None, **entry) -> Path:
         self.row_dtype = row_dtype or self.row_dtype
         document = {"device": "cpu", "models": [self.entry(self.row_dtype, **entry)], **self.settings}
         path = self.path / "ps.json"
         path.write_text(json.dumps(document))
-        return hps.HPS(str(path))
+        return path
+
+    def opened(self, row_dtype: str | None = None, **entry) -> hps.HPS:
+        return hps.HPS(str(self.configured(row_dtype, **entry)))
 
     def answers(self, server: hps.HPS, keys: np.ndarray) -> np.ndarray:
         return server.lookup(keys, "shop", "item").copy()
@@ -515,3 +521,69 @@ class TestSharedRedis:
             place.write(2, place.vectors)
             place.change(server, "int8")
             np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "int8")[:9])
+
+
+class TestCommands:
+    def run(self, *arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    def test_a_load_takes_online_writes_to_the_format_of_the_configuration(self, tmp_path):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        with place.opened() as server:
+            written = modify(server)
+        for row_dtype in ("int8", "float16"):
+            place.configured(row_dtype)
+            assert "with the online writes to hps_et.shop" in self.run("load", tmp_path / "ps.json")
+            assert "online writes" not in self.run("load", tmp_path / "ps.json")
+            for _ in range(2):
+                with place.opened() as server:
+                    check_modified(server, place, written, row_dtype)
+            written = stored(written, row_dtype)
+        assert len(tags_in(tmp_path)) == 1
+
+    def test_a_database_with_such_tables_is_checked_and_described(self, tmp_path):
+        place = Place(tmp_path, "int8", **rocks_db(tmp_path))
+        with place.opened() as server:
+            modify(server)
+        assert "hps_et.shop~int8.item: 3,000 rows (int8, 12 bytes a row) can be read" in self.run(
+            "check-database", tmp_path / "db"
+        )
+        output = self.run("check-config", tmp_path / "ps.json", "--connect")
+        assert re.search(r"item +0 +3,000 +7 \(int8\)", output)
+        assert "holds 1 of 1 tables" in output
+        (table,) = json.loads(self.run("check-config", tmp_path / "ps.json", "--json"))["tables"]
+        assert table["row_dtype"] == "int8"
+
+    @pytest.mark.parametrize("row_dtype", ROW_DTYPES)
+    def test_statistics_count_the_bytes_of_the_format(self, tmp_path, row_dtype):
+        place = Place(tmp_path, row_dtype, **rocks_db(tmp_path))
+        width = row_width(DIM, row_dtype)
+        with place.opened() as server:
+            place.answers(server, KEYS[:100])
+            (table,) = server.stats().models[0].tables
+            assert (table.dim, table.row_dtype) == (DIM, row_dtype)
+            cache, volatile, persistent = table.tiers
+            assert cache.vector_bytes == 4 * width * cache.capacity_rows
+            assert cache.overhead_bytes > 0
+            assert volatile.vector_bytes == 4 * width * ROWS
+            assert persistent.vector_bytes in (None, 4 * width * ROWS)
+
+    def test_a_dead_letter_that_still_does_not_fit_is_not_published_again(self, tmp_path, broker, monkeypatch):
+        monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], "memory", Ours("tests.fakes.memory_log:MemoryLogWriter"))
+        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+        place = Place(tmp_path, "int8", update_source=source, **rocks_db(tmp_path))
+        with place.opened() as server:
+            broker.append(TOPIC, encode_update(KEYS[:1], np.full((1, DIM), -1e6, np.float32), NONE, sequence=9))
+            wait_until(lambda: server.updates()[0].dead_letters == {"row_dtype": 1}, "the dead letter was counted", 20)
+        count = len(broker.messages(TOPIC.topic))
+        result = CliRunner().invoke(app, ["updates", "replay", str(tmp_path / "ps.json")])
+        assert result.exit_code == 1
+        assert "which row_dtype int8 cannot hold" in result.output
+        assert len(broker.messages(TOPIC.topic)) == count
+        place.configured("bfloat16")
+        self.run("updates", "replay", tmp_path / "ps.json")
+        assert len(broker.messages(TOPIC.topic)) > count
+        with place.opened() as server:
+            wait_until(lambda: (place.answers(server, KEYS[:1]) < -9e5).all(), "the row was applied", 20)

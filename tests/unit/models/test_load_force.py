@@ -237,7 +237,7 @@ def test_a_feed_takes_the_rows_that_are_wanted_and_counts_no_others(first: int, 
     feed = LoadFeed(database, TAG, DIM, LoadRecord("f", first, ROWS), last)
     for start in range(0, ROWS, CHUNK_ROWS):
         keys, vectors = KEYS[start : start + CHUNK_ROWS].copy(), VECTORS[start : start + CHUNK_ROWS].copy()
-        feed.add(start, keys, vectors)
+        feed.add(start, keys, vectors, vectors)
         keys[:], vectors[:] = 0, 0  # the arrays are lent
     feed.end()
     assert held(database) == content(KEYS[first:last], VECTORS[first:last])

@@ -281,6 +281,26 @@ class TestFormatChange:
                 check_modified(server, place, written, row_dtype)
                 written = stored(written, row_dtype)
 
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_a_delta_takes_its_writes_along(self, tmp_path, restarts):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        place.write(2, place.vectors[300:400] + 1, KEYS[300:400], delta_of="1", deleted={"item.model": KEYS[400:410]})
+        with place.opened() as server:
+            assert server.model("shop").version == "2"
+            written = modify(server)
+            if not restarts:
+                place.change(server, "int8")
+                self.check_delta(server, place, written)
+        for _ in range(2):
+            with place.opened("int8") as server:
+                self.check_delta(server, place, written)
+
+    def check_delta(self, server, place, written) -> None:
+        for keys, want in ((KEYS[:100], written[:100]), (NEW, written[100:]), (KEYS[300:400], place.vectors[300:400] + 1)):
+            np.testing.assert_array_equal(place.answers(server, keys), stored(want, "int8"))
+        assert (place.answers(server, np.r_[KEYS[200:300], KEYS[400:410]]) == 0.5).all()
+        np.testing.assert_array_equal(place.answers(server, KEYS[410:1300]), stored(place.vectors[410:1300], "int8"))
+
     def test_a_table_of_another_program_stays(self, tmp_path):
         """One without a load record, as HugeCTR writes it."""
         with closing(RocksDatabase(tmp_path / "db")) as database:

@@ -107,8 +107,9 @@ def find_changes(
         source = there.chain.databases[-1]
         return FormatChanges([CarriedTable(source, *pair) for pair in zip(there.tables, tables, strict=True)], there)
     if isinstance(authority, SharedDatabase):
+        tags = authority.tags()
         for table, fingerprint in zip(tables, fingerprints, strict=True):
-            _refuse_shared(config, table, fingerprint, authority)
+            _refuse_shared(config, table, fingerprint, authority, tags)
     if authority is None or not authority.persistent:
         return FormatChanges()
     found = (_modified(config, table, fingerprint, authority) for table, fingerprint in zip(tables, fingerprints, strict=True))
@@ -121,7 +122,7 @@ def _modified(config: ModelConfig, table: TableSpec, fingerprint: str, database:
     """Find the table with online writes that a start in another format left; None if this one is whole, or if there is none."""
     if _is_whole(table, fingerprint, database):
         return None
-    others = (one for one in stored_as(config, table, database) if _is_whole(one, fingerprint, database))
+    others = (one for one in stored_as(config, table, database.tags()) if _is_whole(one, fingerprint, database))
     records = {one: database.load_record(one.tag) for one in others}
     modified = {one: record for one, record in records.items() if record is not None and record.modified}
     return max(modified, key=lambda one: modified[one].loaded_at_us, default=None)
@@ -141,8 +142,9 @@ def _is_whole(table: TableSpec, fingerprint: str, database: Database) -> bool:
 def _warn_of_others(config: ModelConfig, tables: Sequence[TableSpec], database: SharedDatabase) -> None:
     """Log that other replicas use other formats of tables: each format takes memory, and has what its replicas wrote."""
     with suppress(DatabaseError):  # the load reports it
+        tags = database.tags()
         for table in tables:
-            for other in stored_as(config, table, database):
+            for other in stored_as(config, table, tags):
                 if other.row_dtype != table.row_dtype and database.used_by_others(other.tag):
                     _log.warning(
                         "model %r: another replica serves table %r as %s (%s in %s), and this one as %s (%s): each takes "
@@ -157,9 +159,11 @@ def _warn_of_others(config: ModelConfig, tables: Sequence[TableSpec], database: 
                     )
 
 
-def _refuse_shared(config: ModelConfig, table: TableSpec, fingerprint: str, database: SharedDatabase) -> None:
+def _refuse_shared(
+    config: ModelConfig, table: TableSpec, fingerprint: str, database: SharedDatabase, tags: Sequence[str]
+) -> None:
     """Refuse a second format in a shared database with nothing below: neither's writes would reach the other's table."""
-    for other in stored_as(config, table, database):
+    for other in stored_as(config, table, tags):
         if other.row_dtype == table.row_dtype:
             continue
         doing = (

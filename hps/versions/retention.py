@@ -84,9 +84,10 @@ def _refuse_other_formats(config: ModelConfig, database: Database) -> None:
     Raises:
         ConflictError: it has.
     """
-    for table in config.tables if database.persistent or database.shared else ():
-        others = [one for one in stored_as(config, table, database) if one.slot == table.slot]
-        if others and table.tag not in database.tags():
+    tags = database.tags() if database.persistent or database.shared else []
+    for table in config.tables:
+        others = [one for one in stored_as(config, table, tags) if one.slot == table.slot]
+        if others and table.tag not in tags:
             raise _cannot_keep(
                 config, database, f"has table {table.table_name!r} as {others[0].row_dtype}, not {table.row_dtype}"
             )
@@ -125,11 +126,15 @@ def _loaded(config: ModelConfig, slot: str, fingerprints: Sequence[str], databas
     return all(record.complete for record in records), max(record.loaded_at_us for record in records)
 
 
-def stored_as(config: ModelConfig, table: TableSpec, database: Database) -> list[TableSpec]:
-    """List the other tables of a database with the rows of a table of this version: of another format, or of another slot."""
+def stored_as(config: ModelConfig, table: TableSpec, tags: Sequence[str]) -> list[TableSpec]:
+    """List the other tables of a database with the rows of a table of this version: of another format, or of another slot.
+
+    Args:
+        tags: those of the database, for which Redis searches its keys: ask once for several tables.
+    """
     return [
         replace(table, slot=slot, row_dtype=row_dtype_of(tag))
-        for tag, slot, name in _tables_of(config.model, database)
+        for tag, slot, name in _tables_among(tags, config.model)
         if name == table.table_name and tag != table.tag and _is_own(slot, config) and row_dtype_of(tag) in ROW_DTYPES
     ]
 
@@ -159,7 +164,8 @@ def leftovers(config: ModelConfig, live: Sequence[TableSpec], held_versions: int
             if database.persistent and not database.read_only:
                 stored += _tables_of(config.model, database)
             if (database.persistent or database.shared) and not database.read_only:
-                others += [tag for table in live for tag in _recorded(config, table, database) if tag not in used]
+                tags = database.tags()
+                others += [tag for table in live for tag in _recorded(config, table, database, tags) if tag not in used]
     # Names without a slot are HugeCTR's and may belong to another program, except those of this model's tables.
     own = {table.table_name for table in config.tables} if all(table.slot for table in live) else set()
     slots = {tag: slot or FIRST_VERSION for tag, slot, table in stored if tag not in used and (slot or table in own)}
@@ -169,9 +175,9 @@ def leftovers(config: ModelConfig, live: Sequence[TableSpec], held_versions: int
     return list(dict.fromkeys([tag for tag, slot in slots.items() if slot not in stay] + others))
 
 
-def _recorded(config: ModelConfig, table: TableSpec, database: Database) -> Iterator[str]:
+def _recorded(config: ModelConfig, table: TableSpec, database: Database, tags: Sequence[str]) -> Iterator[str]:
     """Yield the tags of tables with the rows of a live table in another format that have a load record of ours."""
-    for other in stored_as(config, table, database) if _is_own(table.slot, config) else ():
+    for other in stored_as(config, table, tags) if _is_own(table.slot, config) else ():
         if other.row_dtype != table.row_dtype:
             if database.persistent:
                 database.open_table(other.tag, other.width)
@@ -181,5 +187,9 @@ def _recorded(config: ModelConfig, table: TableSpec, database: Database) -> Iter
 
 def _tables_of(model: str, database: Database) -> list[tuple[str, str, str]]:
     """Return the tag, slot and name of each table of a model."""
-    found = ((tag, split_tag(tag)) for tag in database.tags())
+    return _tables_among(database.tags(), model)
+
+
+def _tables_among(tags: Sequence[str], model: str) -> list[tuple[str, str, str]]:
+    found = ((tag, split_tag(tag)) for tag in tags)
     return [(tag, names[1], names[2]) for tag, names in found if names and names[0] == model]

@@ -613,3 +613,27 @@ class TestCommands:
         assert len(broker.messages(TOPIC.topic)) > count
         with place.opened() as server:
             wait_until(lambda: (place.answers(server, KEYS[:1]) < -9e5).all(), "the row was applied", 20)
+
+
+@pytest.mark.parametrize("row_dtype", FEWER_BITS)
+@pytest.mark.parametrize("volatile", ["hash_map", pytest.param("redis_cluster", marks=pytest.mark.redis)])
+def test_promoted_rows_are_those_of_the_persistent_database(tmp_path, request, row_dtype, volatile):
+    settings = {"type": volatile, "initial_cache_rate": 0.01, "cache_missed_embeddings": True}
+    if volatile == "redis_cluster":
+        server = request.getfixturevalue("redis")
+        with server.client() as client:
+            client.flushall()
+        settings |= {"address": server.address, "num_partitions": 2}
+    place = Place(tmp_path, row_dtype, volatile_db=settings, **rocks_db(tmp_path))
+    with place.opened(gpucache=False) as server:
+        upper, _ = server.model("shop").chain.databases
+        tag = server.model("shop").tables[0].tag
+        before = upper.size(tag)
+        for _ in range(2):
+            np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000], row_dtype))
+            assert server.drain()
+        assert upper.size(tag) >= before + 900
+        rows, found = np.zeros((1000, row_width(DIM, row_dtype)), np.float32), np.zeros(1000, np.bool_)
+        upper.fetch(tag, KEYS[:1000], rows, found)
+        assert found.all()
+        np.testing.assert_array_equal(decode(rows, DIM, row_dtype), stored(place.vectors[:1000], row_dtype))

@@ -151,7 +151,8 @@ class Table:
         if chunks is None:
             feed = LoadFeed(database, TAG, self.dim, LoadRecord("bench", 0, self.rows), self.rows)
             for low in range(0, self.rows, step := CHUNK_BYTES // (8 + 4 * self.dim)):
-                feed.add(low, self.keys[low : low + step], self.vectors[low : low + step])
+                vectors = self.vectors[low : low + step]
+                feed.add(low, self.keys[low : low + step], vectors, vectors)
             feed.end()
             return time.perf_counter() - start
         step = self.rows // chunks

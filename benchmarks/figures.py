@@ -330,6 +330,17 @@ def redis_memory() -> list[str]:
     return _table(("dim", "vector", "planned", f"Redis {head[0]}", f"Valkey {head[1]}"), *rows)
 
 
+def row_bytes() -> list[str]:
+    """Bytes of a row by tier and format, and rows per GB beside float32."""
+    names = {"hash_map": "hash map", "redis_cluster": "Redis", "rocks_db": "RocksDB"}
+    rows = []
+    for tier, name in names.items():
+        own = {row["axes"]["row_dtype"]: row["figures"] for row in result_rows("row_bytes") if row["axes"]["tier"] == tier}
+        cells = [f"{found['bytes_per_row']:.0f} ({found['ratio_to_float32']:.2f} x)" for found in own.values()]
+        rows.append((name, *cells))
+    return _table(("tier", *own), *rows)
+
+
 def _query(dim: int, alpha: float, batch: int = 1 << 20) -> dict[str, Any]:
     return figures("gpu_cache", work="query", dim=dim, batch=batch, alpha=alpha)
 
@@ -871,6 +882,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "redis-cluster": redis_cluster,
     "redis-changes": redis_changes,
     "redis-memory": redis_memory,
+    "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
     "gpu-insertions": gpu_insertions,
     "query-order": query_order,

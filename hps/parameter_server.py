@@ -600,7 +600,11 @@ class HPS:
         while True:
             deployment = self.model(model_name, version)
             modify(deployment)
-            if version is not None or self.live.serving.get(model_name) is deployment:
+            if version is None:
+                taken_over = self.live.serving.get(model_name) is not deployment
+            else:  # by one of the same version with tables of its own
+                taken_over = self.live.deployed(model_name, version) not in (deployment, None)
+            if not taken_over:
                 return deployment.version
 
     @repeated_after_takeover

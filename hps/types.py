@@ -109,6 +109,12 @@ def row_dtype_of(tag: str) -> str:
     return tag.rpartition(".")[0].partition("~")[2] or "float32"
 
 
+def stored_text(tag: str, width: int) -> str:
+    """Describe the stored rows of a table for people, by its tag and its words of 4 bytes a row."""
+    row_dtype = row_dtype_of(tag)
+    return f"dim {width}" if row_dtype == "float32" else f"{row_dtype}, {4 * width} bytes a row"
+
+
 def split_tag(tag: str) -> tuple[str, str, str] | None:
     """Return the model, slot and table of a tag; None if it is not a tag of `hps`."""
     match tag.split(".", 1)[1].rpartition(".") if tag.startswith("hps_et.") else ("", "", ""):

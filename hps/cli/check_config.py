@@ -274,7 +274,8 @@ def _print_summary(configuration: "Configuration", report: _Report) -> None:
         share = model.gpucacheper if model.gpucache else 0.0
         vectors = size_bytes - 8 * (count or 0)
         figures = (f"{count:,}", f"{vectors / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
-        rows.append((model.model, model.version, table.table_name, str(place), figures[0], str(table.dim), *figures[1:]))
+        dim = str(table.dim) if table.row_dtype == "float32" else f"{table.dim} ({table.row_dtype})"
+        rows.append((model.model, model.version, table.table_name, str(place), figures[0], dim, *figures[1:]))
     names = ("model", "version", "table", "id")
     console.screen(120).print(console.table(names, ("rows", "dim", "MB", "cached rows"), rows))
     persistent, service = configuration.persistent_db, configuration.service
@@ -296,6 +297,7 @@ def _as_json(path: Path, report: _Report, code: int) -> dict[str, Any]:
             "id": row.place,
             "rows": row.rows,
             "dim": row.table.dim,
+            "row_dtype": row.table.row_dtype,
             "size_bytes": row.size_bytes,
         }
         for row in report.rows

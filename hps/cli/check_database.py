@@ -20,6 +20,7 @@ def check_database_command(
     """
     with console.reported():
         from hps.registry import implementation
+        from hps.types import row_dtype_of, stored_text
 
         try:
             report = implementation("database", "rocks_db").inspect(path)
@@ -27,7 +28,8 @@ def check_database_command(
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
     for table in report.tables:
-        width = f" of {table.dim} floats" if table.dim else ""
+        width = f" of {table.dim} floats" if row_dtype_of(table.tag) == "float32" else f" ({stored_text(table.tag, table.dim)})"
+        width = width if table.dim else ""
         rest = ", then it is damaged" if table.damage else ""
         typer.echo(f"{table.tag}: {console.rows_text(table.rows)}{width} can be read{rest}")
     if not report.damages:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hps.databases.base import Database
     from hps.ground.progress import Progress
     from hps.models.table_load import DatabaseLoad, LoadReport, LoadTargets
-    from hps.versions.catalog import ModelVersion
+    from hps.versions.catalog import ModelCatalog, ModelVersion
 
 EXAMPLE = "Example: `hps load configs/minimal.json && hps serve configs/minimal.json`"
 
@@ -51,7 +51,7 @@ def load_command(config: console.ConfigPath, force: console.Force = False) -> No
             for name in catalog.names:
                 try:
                     for version in catalog.to_serve(name):
-                        lines += _load_version(catalog.version(name, version), targets, progress)
+                        lines += _load_version(catalog, catalog.version(name, version), targets, progress)
                 except errors.ModelFileError as error:
                     failures.append((name, error))
         for line in lines:  # below the bars
@@ -87,9 +87,13 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
     return [stack.enter_context(closing(database.from_config(section))) for database, section in chosen]
 
 
-def _load_version(version: "ModelVersion", targets: "LoadTargets", progress: "Progress") -> list[str]:
-    """Load the tables of one version of a model; return the lines to print."""
+def _load_version(catalog: "ModelCatalog", version: "ModelVersion", targets: "LoadTargets", progress: "Progress") -> list[str]:
+    """Load the tables of a version with what was written online to them in other row formats; return the lines to print.
+
+    No server has the persistent database open meanwhile.
+    """
     from hps.models.table_load import TableLoad
+    from hps.versions.format_changes import FormatChanges, find_changes
 
     model = version.config
     if model.embedding_cache_type == "stochastic":
@@ -97,9 +101,16 @@ def _load_version(version: "ModelVersion", targets: "LoadTargets", progress: "Pr
     lines = []
     for database in targets.load if targets.force else ():
         _empty_shared(database, [table.tag for table in model.tables])
-    for table, source in zip(model.tables, version.sources, strict=True):
-        report = TableLoad(table, source, targets, progress).run()
+    changes = FormatChanges()
+    if not targets.force:
+        changes = find_changes(model, model.tables, catalog.fingerprints(version), None, targets.load)
+    carried = changes.tables or [None] * len(model.tables)
+    for table, source, old in zip(model.tables, version.sources, carried, strict=True):
+        report = TableLoad(table, source, targets, progress, old).run()
         lines += [_line(report, load) for load in report.loads]
+        if old is not None:
+            old.take_over(targets.load[-1])
+            lines.append(f"{table.tag}: with the online writes to {old.old.tag}, which counts no more")
     return lines
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hps.ground.capacity import Place
     from hps.planning.forecast import Forecast, Suggestion
     from hps.planning.memory import Machine, PlannedNeed, Total
+    from hps.planning.row_formats import FormatNeed
 
 EXAMPLE = "Example: `hps plan ps.json --trace keys.trace --goal 0.95 --picture plan.svg`"
 _POWERS = ("", "K", "M", "G", "T")
@@ -68,6 +69,7 @@ def plan_command(
         from hps.configuration.load import load_configuration
         from hps.planning import memory
         from hps.planning.forecast import Forecast
+        from hps.planning.row_formats import needs_by_format
         from hps.statistics.key_traces import read_traces
 
         check_picture(picture)
@@ -93,10 +95,11 @@ def plan_command(
             raise errors.InvalidInputError("planning: --goal and --budget need keys, expected --trace or --alpha")
         if picture is not None:
             draw_plan(picture, [table for one in predicted for table in one.tables])
+        formats = needs_by_format(configuration, versions, on_cuda, predicted)
         if as_json:
-            typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions), indent=1))
+            typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions, formats), indent=1))
         else:
-            _print(needs, totals, machine, predicted, suggestions)
+            _print(needs, totals, machine, predicted, suggestions, formats)
             if not run_networks and any(version.network is not None for version in versions):
                 typer.echo("\nwhat networks allocate while they run is not counted; --run-networks measures it")
         if any(total.fits is False for total in totals):
@@ -118,6 +121,7 @@ def _document(
     machine: "Machine",
     forecasts: "list[Forecast]",
     suggestions: "list[Suggestion]",
+    formats: "list[FormatNeed]",
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -126,6 +130,7 @@ def _document(
         "totals": [{**asdict(one), "fits": one.fits, "source": machine.source.get(one.place)} for one in totals],
         "tables": [asdict(table) for one in forecasts for table in one.tables],
         "suggestions": [asdict(one) for one in suggestions],
+        "row_formats": [asdict(one) for one in formats],
     }
 
 
@@ -135,9 +140,11 @@ def _print(
     machine: "Machine",
     forecasts: "list[Forecast]",
     suggestions: "list[Suggestion]",
+    formats: "list[FormatNeed]",
 ) -> None:
     screen = console.screen(160)
     _print_memory(screen, needs, totals, machine)
+    _print_formats(screen, formats)
     if forecasts:
         _print_hit_rates(screen, forecasts)
     else:
@@ -170,6 +177,22 @@ def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[T
         free = "?" if total.free_bytes is None else size_text(total.free_bytes)
         summary.add_row(total.place, size_text(total.size_bytes), size_text(total.peak_bytes), free, verdict)
     screen.print(summary)
+
+
+def _print_formats(screen: "Console", formats: "list[FormatNeed]") -> None:
+    from hps.types import ROW_DTYPES
+
+    table = console.table(("model", "version", "table", "tier", "row_dtype"), ROW_DTYPES)
+    for one in formats:
+        cells = [size_text(one.size_bytes[row_dtype]) for row_dtype in ROW_DTYPES]
+        table.add_row(one.model, one.version, one.table, one.tier, one.row_dtype, *cells)
+        if one.hit_rates:
+            rates = [f"{one.hit_rates[row_dtype]:.3f}" for row_dtype in ROW_DTYPES]
+            table.add_row("", "", "", "  hit rate with the memory of", one.row_dtype, *rates)
+    if formats:
+        screen.print()
+        screen.print("memory of each table by row format")
+        screen.print(table)
 
 
 def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:

@@ -107,6 +107,7 @@ def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configu
     Raises:
         UpdateFormatError: it cannot be applied to them.
     """
+    from hps.ground.rows import encode
     from hps.updates.framing import decode
 
     tables = {one.table_name: one for one in catalog.model(letter.model).tables} if letter.model in catalog.names else {}
@@ -120,4 +121,8 @@ def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configu
         raise errors.UpdateFormatError("size", f"reading a message of {message.partition}: got a beacon, expected rows")
     if not (sequence := changes.sequence or letter.sequence or message.time_us):
         raise errors.UpdateFormatError("sequence", f"reading a message of {message.partition}: its time is unknown")
+    try:
+        encode(f"reading a message of {message.partition}", changes.vectors, table.row_dtype, changes.keys)
+    except errors.InvalidInputError as error:
+        raise errors.UpdateFormatError("row_dtype", str(error)) from error
     return table, changes._replace(time_us=changes.time_us or message.time_us), sequence

@@ -315,6 +315,17 @@ class Database(ABC):
         """
         raise DatabaseError(f"updating table {tag}: databases of type {self.kind} cannot keep the order of updates")
 
+    def changed_keys(self, tag: str, chunk_rows: int) -> Iterator[KeyArray]:
+        """Yield the keys of rows that were changed online, deleted ones too, as far as `sequences_of` knows their last changes.
+
+        For databases that keep the order over restarts; none by default.
+        """
+        return iter(())
+
+    def sequences_of(self, tag: str, keys: KeyArray) -> IndexArray:
+        """Return the sequences of the last changes of rows, (n,) int64; 0 where a change has none."""
+        return np.zeros(keys.size, np.int64)
+
     def copy_changes(self, tag: str, changes: RowChanges) -> None:
         """Apply changes that the database below has just applied; a shared database may drop the rows instead."""
         keys, vectors, deleted = changes.split()
@@ -483,6 +494,10 @@ class SharedDatabase(Database):
     def claim_load(
         self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True
     ) -> int | None: ...
+
+    def used_by_others(self, tag: str) -> bool:
+        """Whether other processes use a table, opened by this one or not; False by default."""
+        return False
 
     def clear_table(self, tag: str, fingerprint: str) -> bool:
         """Drop a table with the rows of other files, opened or not, unless another process uses it.

@@ -16,11 +16,12 @@ rounded once, and no order of operations changes it.
 **Encoding** rounds to the nearest, ties to even. For int8, the offset is the smallest element, the scale 1/255 of what is
 between the offset and the largest, both as float16, and a code is the nearest to (element - offset) / scale within 0..255. So
 an element is off by half a scale, and by a quarter more at the ends. Encoding what was decoded gives the same row: where
-float16 is too coarse for that, since a row's elements are alike and far from 0, codes are chosen again from what they stand
-for until they stay, and a row for which they do not becomes that of its middle.
+float16 is too coarse for that, since a row's elements are alike and far from 0, codes are chosen again from what they stand for
+until they stay, and a row for which they do not becomes that of its middle.
 
-**What a format cannot hold** is refused by `encode`: for int8 a row with an infinity or NaN, or beyond float16's range
-(65,504); for the 16 bits a finite element that would become infinite. They keep infinities, NaN and subnormals.
+**What a format cannot hold** is refused by `encode`: for int8 a row with an infinity or NaN, or whose offset or scale would be
+beyond float16's range (65,504); for the 16 bits a finite element that would become infinite. They keep infinities, NaN and
+subnormals.
 """
 
 from typing import Any, cast
@@ -119,7 +120,7 @@ def _ordered(bits: Any) -> Any:
 
 
 @njit()
-def _write_codes(vector: Any, codes: Any) -> Any:
+def _write_codes(vector: Any, codes: Any) -> tuple[Any, Any, Any]:
     """Write the codes of a row; return the bits of scale and offset, and whether they surely stay when coded again."""
     bits = vector.view(np.int32)
     lowest, highest = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
@@ -150,7 +151,7 @@ def _write_codes(vector: Any, codes: Any) -> Any:
 
 
 @njit()
-def _write_settled(vector: Any, codes: Any, again: Any, coded: Any) -> Any:
+def _write_settled(vector: Any, codes: Any, again: Any, coded: Any) -> tuple[Any, Any]:
     """Write codes that stay when what they stand for is coded; `again` and `coded` are scratch of as many elements."""
     scale, offset, settled = _write_codes(vector, codes)
     for _ in range(_TRIES):

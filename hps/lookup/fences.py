@@ -22,6 +22,7 @@ class TableFence:
         self._version = 0  # number of finished modifications
         self._filling = 0
         self._modifying = False
+        self._waiting: list[object] = []  # modifications, in the order of their turns
 
     def token(self) -> int:
         """Return a token for a fill that is about to read. A token taken during a modification is never current."""
@@ -48,14 +49,20 @@ class TableFence:
 
     @contextmanager
     def modifying(self, timeout_s: float) -> Iterator[None]:
-        """Keep fills out while the table is modified.
+        """Keep fills out while the table is modified. Modifications take turns in the order of their calls.
 
         Raises:
             DatabaseTimeoutError: another modification or a fill did not end within `timeout_s`; nothing was modified.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._wait(lambda: not self._modifying, deadline)
+            turn = object()
+            self._waiting.append(turn)
+            try:
+                self._wait(lambda: not self._modifying and self._waiting[0] is turn, deadline)
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
             self._modifying = True
             try:
                 self._wait(lambda: not self._filling, deadline)

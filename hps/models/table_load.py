@@ -14,6 +14,7 @@ from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
+from hps.models.carried_rows import CarriedTable
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
 from hps.models.files import SparseModel, extended
 from hps.models.read_ahead import chunk_ranges, read_ahead
@@ -97,23 +98,33 @@ class TableLoad:
     A delta is loaded from its base in a database of this process that holds it unmodified, or else from the base's files. It
     fills only the persistent database, which then fills the volatile ones. An interrupted load of a delta starts over.
 
+    If the online writes of another table are carried over, the table is loaded anew, and `CarriedTable.take_over` completes its
+    load record once the other table takes no more writes: an interrupted carrying starts over.
+
     The table is opened in each database, also in those to keep.
 
     Args:
         source: directory or URI of its sparse model files, or a `TableSource`.
         progress: receives the progress if there is anything to load.
+        carried: the table whose online writes are carried over.
 
     Raises:
         ModelFileError: the files are missing or do not fit.
     """
 
     def __init__(
-        self, table: TableSpec, source: str | TableSource, targets: LoadTargets, progress: Progress | None = None
+        self,
+        table: TableSpec,
+        source: str | TableSource,
+        targets: LoadTargets,
+        progress: Progress | None = None,
+        carried: CarriedTable | None = None,
     ) -> None:
         self._table = table
         self._tag = table.tag
         self._targets = targets
         self._progress = progress or NoProgress()
+        self._carried = carried
         self._watched = False  # whether the files may change without another version
         self._has_authority = any(one.persistent for one in (*targets.load, *targets.keep))
         self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
@@ -138,7 +149,7 @@ class TableLoad:
             database.open_table(self._tag, self._table.width)
         records = [self._record(database) for database in databases]
         authority = next((one for one in (*databases, *self._targets.keep) if one.persistent), None)
-        differs = authority is not None and self._differs(authority)
+        differs = self._carried is not None or (authority is not None and self._differs(authority))
         if not all(self._is_whole(record) for record in records):
             self._model.verify()  # before a database loses what it has
         self._watched = self._model.may_change_unseen()
@@ -148,7 +159,7 @@ class TableLoad:
         differs = differs or self._repeats(authority)
         if authority and whole:
             self._put_above(authority)  # what others loaded from copies of the files need not be loaded again
-        copied = differs or (authority is not None and isinstance(self._model, DeltaModel))
+        copied = authority is not None and (differs or isinstance(self._model, DeltaModel))
         loads = [self._planned(database, record, copied) for database, record in zip(databases, records, strict=True)]
         if authority is None and not differs:  # what a shared database had before may have been updated since
             had = {id(one): load.first_row > 0 or load.elsewhere for one, load in zip(databases, loads, strict=True)}
@@ -158,6 +169,8 @@ class TableLoad:
         for i, database in enumerate(databases):
             if loads[i].elsewhere:
                 loads[i] = self._awaited(database, loads[i].last_row)
+        if self._carried and databases:
+            self._carried.copy(authority or databases[-1], self._model.chunk_rows, self._progress)
         if authority:
             self._put_above(authority)
         for i, database in enumerate(databases):
@@ -198,7 +211,7 @@ class TableLoad:
 
         Processes that load a shared database agree by their claims.
         """
-        if self._targets.force or database.shared:
+        if self._targets.force or self._carried or database.shared:
             return None
         record, model = database.load_record(self._tag), self._model
         if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
@@ -263,7 +276,7 @@ class TableLoad:
 
     def _first_row(self, database: Database, record: LoadRecord | None) -> int:
         if record is None:
-            if self._targets.force or isinstance(self._model, DeltaModel):
+            if self._targets.force or self._carried or isinstance(self._model, DeltaModel):
                 self._empty(database)
             return 0
         model = self._model
@@ -377,7 +390,8 @@ class TableLoad:
         return None
 
     def _rows_of(self, keys: KeyArray, vectors: FloatArray) -> RowArray:
-        return encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
+        rows = encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
+        return self._carried.rows_of(keys, vectors, rows) if self._carried else rows
 
     def _vectors_in(self, database: Database, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Read the vectors of a table of the same row format: encoded again, they are the same rows."""
@@ -433,6 +447,8 @@ class TableLoad:
     def _feed(self, database: Database, load: DatabaseLoad, base: BaseRows | None = None) -> "LoadFeed":
         model = self._model
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
+        if self._carried:
+            record = self._carried.begun(record)
         database.reserve(self._tag, load.last_row, self._keys(load.last_row, base))
         if database.persistent:
             before = database.load_record(self._tag) if load.first_row else None

@@ -109,6 +109,14 @@ class Forecast:
         weights = self._weights()
         return sum(weights[name] * self._table_hit_rate(name, share) for name in weights) / (sum(weights.values()) or 1.0)
 
+    def knows(self, table: str) -> bool:
+        """Whether the keys of a table are known."""
+        return table in self._traces
+
+    def hit_rate_at(self, table: str, capacity_rows: int) -> float:
+        """Predict the hit rate of a table with known keys for a cache of so many rows."""
+        return cache_hit_rate(self._traces[table], capacity_rows, self._threshold)
+
     def for_goal(self, goal: float) -> Suggestion:
         """Find the smallest `gpucacheper` that reaches a hit rate."""
         share = _least(self.hit_rate, goal)
@@ -131,7 +139,7 @@ class Forecast:
         return {name: float((rates[name] or 0.0) if known else per_sample[name]) for name in self._traces}
 
     def _table_hit_rate(self, name: str, share: float) -> float:
-        return cache_hit_rate(self._traces[name], math.ceil(share * self._rows[name]), self._threshold)
+        return self.hit_rate_at(name, math.ceil(share * self._rows[name]))
 
 
 def _least(hit_rate: Callable[[float], float], goal: float) -> float | None:

@@ -80,6 +80,7 @@ class TableStatistics:
         keys, defaults, deferred, linked: since the start; see `metrics.TableCounters`.
         miss_path: `link`, `copy`, or empty without a cache.
         tiers: in lookup order; with several devices, one embedding cache each.
+        row_dtype: how the tiers store its rows.
     """
 
     name: str
@@ -91,6 +92,7 @@ class TableStatistics:
     linked: int
     miss_path: str
     tiers: tuple[TierStatistics, ...]
+    row_dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,13 +229,14 @@ class StatisticsCollector:
             linked=counters.linked,
             miss_path=paths[0] if paths else "",
             tiers=(*self._caches(deployment, index, counters), *self._databases(deployment, index, counters)),
+            row_dtype=table.row_dtype,
         )
 
     def _caches(self, deployment: Deployment, index: int, counters: TableCounters) -> Iterator[TierStatistics]:
-        dim = deployment.tables[index].dim
+        row_bytes = 4 * deployment.tables[index].width
         for place, cache in enumerate(deployment.caches):
             stats, age = self._cache_stats(cache, index)
-            vector_bytes = None if stats is None else min(stats.size_bytes, 4 * dim * stats.capacity_rows)
+            vector_bytes = None if stats is None else min(stats.size_bytes, row_bytes * stats.capacity_rows)
             yield TierStatistics(
                 tier=TIERS[0],
                 kind=cache.device,

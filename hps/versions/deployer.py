@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,11 +14,12 @@ from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
 from hps.models.table_load import LoadTargets
 from hps.types import TableSpec
-from hps.versions.catalog import ModelCatalog
+from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.catalog_watch import CatalogWatch
 from hps.versions.changes import Change
-from hps.versions.deployment import DRAIN_S, Deployment, deploy, reconfigure
+from hps.versions.deployment import DRAIN_S, Deployment, Fate, deploy, reconfigure
 from hps.versions.fleet import SERVING, ServingDocument
+from hps.versions.format_changes import FormatChanges, find_changes
 from hps.versions.live_models import LiveModels
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.retention import free_slot, leftovers, surplus
@@ -259,51 +260,80 @@ class Deployer:
                     raise
                 self._updates.hand_over(there, deployed)
                 return fingerprint
-        kept = self._live.kept(name)
-        old = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
-        if (
-            old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config) and not force
-        ):  # including its online writes
-            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
-        else:
-            used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
-            slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=self._targets.keep)
-            tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
-            load = partial(
-                deploy,
-                wanted,
-                tables,
-                self._cache_class,
-                self._chain,
-                targets=replace(self._targets, force=force),
-                follows=self._updates.follows,
-                progress=change,
-            )
-            change.expect(table.table_name for table in tables)
-            try:
-                deployed = load()
-            except CapacityError:  # no load happened, so tables due for removal afterwards can go now
-                self._drop_rest(name, kept, config, tables)
-                deployed, kept = load(), self._live.kept(name)
-        policy = self._catalog.model(name).version_policy
-
-        def stay(versions: list[str]) -> list[str]:
-            return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
-
-        def give_up() -> bool:
-            change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
-            return self._live.closed
-
-        try:
-            self._updates.start_and_wait(deployed, give_up, change.wait_for)
-            change.proceed()
-            self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old, beside=beside)
-        except BaseException:
-            if self._live.serving.get(name) is not deployed:
-                deployed.close("keep" if old else "release")
-            raise
-        self._drop_rest(name, kept, config)
+        with_writes = there if there and there.fingerprint == fingerprint and not force else None
+        self._replace(name, wanted, fingerprints, with_writes, change, force, chosen)
         return fingerprint
+
+    def _replace(
+        self,
+        name: str,
+        wanted: ModelVersion,
+        fingerprints: Sequence[str],
+        there: Deployment | None,
+        change: Change,
+        force: bool,
+        chosen: Sequence[str],
+    ) -> None:
+        """Load a version, or take one that is kept, and put it into service.
+
+        Args:
+            there: the deployment in service with the same files in other formats, whose online writes are carried over.
+            change, force, chosen: as for `_deploy`.
+        """
+        config, version = wanted.config, wanted.config.version
+        fingerprint = self._catalog.fingerprint(wanted, fingerprints)
+        kept = self._live.kept(name)
+        old = next((one for one in kept if (one.version, one.fingerprint) == (version, fingerprint)), None)
+        with ExitStack() as noting:
+            changes = FormatChanges()
+            same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
+            if old and same and there is None and not force:  # including its online writes
+                deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
+            else:
+                used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
+                slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=self._targets.keep)
+                tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
+                if not force:
+                    changes = find_changes(config, tables, fingerprints, there, self._chain.databases)
+                noting.enter_context(changes.noted())
+                load = partial(
+                    deploy,
+                    wanted,
+                    tables,
+                    self._cache_class,
+                    self._chain,
+                    targets=replace(self._targets, force=force),
+                    follows=self._updates.follows,
+                    progress=change,
+                    carried=changes.tables,
+                )
+                change.expect(table.table_name for table in tables)
+                try:
+                    deployed = load()
+                except CapacityError:  # no load happened, so tables due for removal afterwards can go now
+                    self._drop_rest(name, kept, config, [*tables, *changes.sources])
+                    deployed, kept = load(), self._live.kept(name)
+            policy = self._catalog.model(name).version_policy
+
+            def stay(versions: list[str]) -> list[str]:
+                return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
+
+            def give_up() -> bool:
+                change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
+                return self._live.closed
+
+            beside = bool(chosen) and version != chosen[-1]
+            fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would be of older rows
+            try:
+                self._updates.start_and_wait(deployed, give_up, change.wait_for)
+                change.proceed()
+                with changes.taken_over(deployed):
+                    self._live.serve(deployed, stay, fate, old, beside=beside)
+            except BaseException:
+                if self._live.serving.get(name) is not deployed:
+                    deployed.close("keep" if old else "release")
+                raise
+        self._drop_rest(name, kept, config)
 
     def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:
         """Build new sessions, with the caches of `config`, over the tables of a version."""

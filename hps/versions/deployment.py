@@ -29,7 +29,7 @@ from hps.errors import (
 )
 from hps.ground.key_sets import places_kernels, set_kernels
 from hps.ground.open_calls import OpenCalls
-from hps.ground.progress import Progress
+from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
@@ -37,6 +37,7 @@ from hps.lookup.miss_path import MissPaths, choose_paths
 from hps.lookup.refresh import RefreshReport, refresh
 from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
+from hps.models.carried_rows import CarriedTable
 from hps.models.deltas import HeldTable
 from hps.models.files import SparseModel, joint_fingerprint
 from hps.models.repeats import find_repeats
@@ -56,6 +57,8 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 DRAIN_S = 10.0
 """Seconds that closing a deployment waits for its lookups. Later lookups continue and keep the tables."""
+
+_CARRIED_ROWS = 65_536  # of a table without files, at a time
 
 RESIDENT = ("static", "uvm")
 """Cache types above a private hash map that holds every row."""
@@ -85,7 +88,7 @@ class StoredRow:
 
 @dataclass(eq=False)
 class Deployment:
-    """One version of a model in service. *Thread-safe.* Only `successors` and `stop_following` change, in place.
+    """One version of a model in service. *Thread-safe.* Only `successors`, `watchers` and `stop_following` change, in place.
 
     Attributes:
         tables: its tables, in the order of their ids.
@@ -109,6 +112,7 @@ class Deployment:
         one_device: the first device if all devices share one session; else None.
         refresher: refreshes its caches, on demand and periodically.
         successors: deployments that take over the same tables; writes reach their caches too.
+        watchers: called with the index of a table and the keys of each online insertion and deletion, before others follow.
         lookups_ended: set once it has closed and the last of its lookups has ended.
     """
 
@@ -135,6 +139,7 @@ class Deployment:
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
     refresher: Refresher = field(init=False, repr=False)
     successors: list["Deployment"] = field(init=False, default_factory=list, repr=False)
+    watchers: list[Callable[[int, KeyArray], None]] = field(init=False, default_factory=list, repr=False)
     lookups_ended: threading.Event = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -271,6 +276,7 @@ class Deployment:
         distinct, latest = last_rows(keys, rows)  # before any write: an error here changes nothing
 
         def apply(written: bool) -> None:
+            self._tell(index, distinct)
             for cache in self._all_caches():
                 if written:
                     cache.write(index, distinct, latest)
@@ -286,6 +292,7 @@ class Deployment:
         self._refuse_what_nobody_keeps(f"deleting from {self.tables[index].tag}")
 
         def apply(written: bool) -> None:
+            self._tell(index, keys)
             for cache in self._all_caches():
                 if written:
                     cache.erase(index, keys)
@@ -369,6 +376,10 @@ class Deployment:
             for cache in self._all_caches():
                 stack.enter_context(cache.changing(index))
             yield
+
+    def _tell(self, index: int, keys: KeyArray) -> None:
+        for watcher in self.watchers:
+            watcher(index, keys)
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]
@@ -470,6 +481,7 @@ def deploy(
     targets: LoadTargets,
     follows: Callable[[TableSpec], bool] = lambda table: False,
     progress: Progress | None = None,
+    carried: Sequence[CarriedTable | None] = (),
 ) -> Deployment:
     """Load a version's tables into the databases, build its caches and sessions, and warm the caches.
 
@@ -478,6 +490,7 @@ def deploy(
         tables: its tables, with the slots to use.
         targets: databases of the chain to load from the model files, and how.
         follows: says whether a table follows a log of updates.
+        carried: per table, the table whose online writes are carried over to it; none by default.
 
     Raises:
         CapacityError: it does not fit; nothing was loaded.
@@ -489,7 +502,11 @@ def deploy(
         chain, targets = _resident(targets, chain.metrics)
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
-    loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
+    carried = carried or [None] * len(tables)
+    loads = [
+        TableLoad(table, source, targets, progress, old)
+        for table, source, old in zip(tables, version.sources, carried, strict=True)
+    ]
     rows = tuple(load.rows for load in loads)
     network = _open_network(version, targets.sources, cache_class)
     try:
@@ -502,9 +519,11 @@ def deploy(
     _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
     try:
         reports = []
-        for table, load in zip(tables, loads, strict=True):
+        for table, load, old in zip(tables, loads, carried, strict=True):
             chain.open_table(table)
             reports.append(load.run())
+            if old is not None and not targets.load:  # a stochastic model, whose databases hold online writes alone
+                old.copy(chain.databases[-1], _CARRIED_ROWS, progress or NoProgress())
         fingerprints = tuple(report.fingerprint for report in reports)
         starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
         positions = _log_positions(chain, tables, starts)

@@ -56,7 +56,7 @@ def _checks(
     timeout_s: float,
 ) -> dict[str, Callable[[], list[CheckResult]]]:
     checks: dict[str, Callable[[], list[CheckResult]]] = {}
-    sizes = {table: size for table, (_, size) in tables.items()}
+    sizes = {table: rows * (8 + 4 * table.width) if rows else size for table, (rows, size) in tables.items()}
     for section in ("volatile_db", "persistent_db"):
         tier = getattr(configuration, section)
         if tier.type != "disabled":

@@ -12,7 +12,7 @@ from hps.databases.base import Database, LoadRecord, SharedDatabase
 from hps.errors import ConflictError, DatabaseError, TableWidthError
 from hps.lookup.chain import DatabaseChain
 from hps.models.files import joint_fingerprint
-from hps.types import TableSpec, split_tag
+from hps.types import ROW_DTYPES, TableSpec, row_dtype_of, split_tag
 from hps.versions.deployment import Deployment
 
 
@@ -49,6 +49,8 @@ def free_slot(
     free = (slot for slot in _slots(config, joint_fingerprint(fingerprints)) if slot not in used)
     authority = chain.databases[-1] if chain.databases else None
     keeps = authority in keep
+    if authority is not None and keeps and not used:
+        _refuse_other_formats(config, authority)
     if force:
         if authority is not None and keeps:
             raise _cannot_keep(config, authority, "loads no files")
@@ -57,7 +59,7 @@ def free_slot(
     stored: dict[str, str] = {}
     if authority is not None and (authority.persistent or authority.shared):
         stored = {tag: slot for tag, slot, _ in _tables_of(config.model, authority)}
-        own = {slot for slot in stored.values() if slot == config.tables[0].slot or slot.startswith(f"{config.version}.")}
+        own = {slot for slot in stored.values() if _is_own(slot, config)}
         held = [slot for slot in own if slot not in used and stored.keys() >= set(_tags(config, slot))]
         loads = {slot: loaded for slot in held if (loaded := _loaded(config, slot, fingerprints, authority))}
         if loads:
@@ -74,6 +76,21 @@ def free_slot(
         return all(map(authority.clear_table, _tags(config, slot), fingerprints))
 
     return next(filter(clear, free))
+
+
+def _refuse_other_formats(config: ModelConfig, database: Database) -> None:
+    """Refuse to serve an empty table where a database that loads none has its rows in another format.
+
+    Raises:
+        ConflictError: it has.
+    """
+    tags = database.tags() if database.persistent or database.shared else []
+    for table in config.tables:
+        others = [one for one in stored_as(config, table, tags) if one.slot == table.slot]
+        if others and table.tag not in tags:
+            raise _cannot_keep(
+                config, database, f"has table {table.table_name!r} as {others[0].row_dtype}, not {table.row_dtype}"
+            )
 
 
 def _cannot_keep(config: ModelConfig, authority: Database, why: str) -> ConflictError:
@@ -109,11 +126,30 @@ def _loaded(config: ModelConfig, slot: str, fingerprints: Sequence[str], databas
     return all(record.complete for record in records), max(record.loaded_at_us for record in records)
 
 
+def stored_as(config: ModelConfig, table: TableSpec, tags: Sequence[str]) -> list[TableSpec]:
+    """List the other tables of a database with the rows of a table of this version: of another format, or of another slot.
+
+    Args:
+        tags: those of the database, for which Redis searches its keys: ask once for several tables.
+    """
+    return [
+        replace(table, slot=slot, row_dtype=row_dtype_of(tag))
+        for tag, slot, name in _tables_among(tags, config.model)
+        if name == table.table_name and tag != table.tag and _is_own(slot, config) and row_dtype_of(tag) in ROW_DTYPES
+    ]
+
+
+def _is_own(slot: str, config: ModelConfig) -> bool:
+    """Whether a slot is of this version."""
+    return slot == config.tables[0].slot or slot.startswith(f"{config.version}.")
+
+
 def leftovers(config: ModelConfig, live: Sequence[TableSpec], held_versions: int, chain: DatabaseChain) -> list[str]:
     """Return the tags of tables that an earlier process left and that can be dropped.
 
     Of the versions below the serving one, the last `keep_versions`, less those that this process keeps, stay complete for a
-    fast roll-back after a restart.
+    fast roll-back after a restart. Tables of the serving version in other row formats go, also from shared databases: their
+    online writes were carried over. One without a load record stays, which another program may have written.
 
     Args:
         config: configuration of the serving version.
@@ -121,21 +157,39 @@ def leftovers(config: ModelConfig, live: Sequence[TableSpec], held_versions: int
         held_versions: number of replaced versions that this process keeps.
     """
     stored: list[tuple[str, str, str]] = []
-    for database in chain.databases:
-        if database.persistent and not database.read_only:
-            with suppress(DatabaseError):
-                stored += _tables_of(config.model, database)
     used = {table.tag for table in live}
+    others: list[str] = []
+    for database in chain.databases:
+        with suppress(DatabaseError):
+            if database.persistent and not database.read_only:
+                stored += _tables_of(config.model, database)
+            if (database.persistent or database.shared) and not database.read_only:
+                tags = database.tags()
+                others += [tag for table in live for tag in _recorded(config, table, database, tags) if tag not in used]
     # Names without a slot are HugeCTR's and may belong to another program, except those of this model's tables.
     own = {table.table_name for table in config.tables} if all(table.slot for table in live) else set()
     slots = {tag: slot or FIRST_VERSION for tag, slot, table in stored if tag not in used and (slot or table in own)}
     below = sorted({int(slot) for slot in slots.values() if slot.isdecimal() and int(slot) < int(config.version)})
     count = config.keep_versions - held_versions
     stay = set(map(str, below[-count:])) if count > 0 else set()
-    return [tag for tag, slot in slots.items() if slot not in stay]
+    return list(dict.fromkeys([tag for tag, slot in slots.items() if slot not in stay] + others))
+
+
+def _recorded(config: ModelConfig, table: TableSpec, database: Database, tags: Sequence[str]) -> Iterator[str]:
+    """Yield the tags of tables with the rows of a live table in another format that have a load record of ours."""
+    for other in stored_as(config, table, tags) if _is_own(table.slot, config) else ():
+        if other.row_dtype != table.row_dtype:
+            if database.persistent:
+                database.open_table(other.tag, other.width)
+            if database.load_record(other.tag) is not None:
+                yield other.tag
 
 
 def _tables_of(model: str, database: Database) -> list[tuple[str, str, str]]:
     """Return the tag, slot and name of each table of a model."""
-    found = ((tag, split_tag(tag)) for tag in database.tags())
+    return _tables_among(database.tags(), model)
+
+
+def _tables_among(tags: Sequence[str], model: str) -> list[tuple[str, str, str]]:
+    found = ((tag, split_tag(tag)) for tag in tags)
     return [(tag, names[1], names[2]) for tag, names in found if names and names[0] == model]

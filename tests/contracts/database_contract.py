@@ -32,7 +32,8 @@ from hps.errors import (
     TableWidthError,
     UnknownTableError,
 )
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.ground.rows import encode
+from hps.types import ROW_DTYPES, BoolArray, FloatArray, KeyArray, TableSpec, row_width
 from tests.tables.readers import reading
 
 TAG = "hps_et.shop.item"
@@ -121,6 +122,52 @@ class DatabaseContract:
         out, found = fetched(database, TAG, keys[::-1].copy(), dim)
         assert found.all()
         np.testing.assert_array_equal(bits(out), bits(vectors)[::-1])
+
+    @pytest.mark.parametrize("dim", [1, 3, 8, 129])
+    @pytest.mark.parametrize("row_dtype", ROW_DTYPES[1:])
+    def test_rows_of_fewer_bits_come_back_bit_for_bit(self, database: Database, row_dtype: str, dim: int) -> None:
+        """As words that may look like any float: loaded, inserted, promoted, scanned and fetched."""
+        keys, tag = distinct_keys(900), TableSpec("shop", "item", dim, 0.0, 100, row_dtype=row_dtype).tag
+        values = np.random.default_rng(11).standard_normal((900, dim)) * 10.0 ** np.arange(-6, 3).repeat(100)[:, None]
+        rows = encode("storing", values.astype(np.float32), row_dtype)
+        width = row_width(dim, row_dtype)
+        database.open_table(tag, width)
+        database.load_chunk(tag, keys[:300], rows[:300], LoadRecord("files", 300, 300))
+        database.finish_load(tag)
+        database.insert(tag, keys[300:600], rows[300:600])
+        if not database.persistent:
+            assert database.promote(tag, keys[600:], rows[600:]) in (0, 300)
+        database.insert(tag, keys[600:], rows[600:])
+        out, found = fetched(database, tag, keys, width)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(rows))
+        raw = self.raw_rows(database, tag)
+        assert raw == {key: row.tobytes() for key, row in zip(keys.tolist(), rows, strict=True)}
+        scanned = {
+            key: row.tobytes()
+            for some, vectors in database.scan(tag, 97)
+            for key, row in zip(some.tolist(), vectors, strict=True)
+        }
+        assert scanned == raw
+        with pytest.raises(TableWidthError):
+            database.open_table(tag, width + 1)
+
+    @pytest.mark.parametrize("row_dtype", ROW_DTYPES[1:])
+    def test_changes_of_a_log_keep_rows_of_fewer_bits(self, database: Database, row_dtype: str) -> None:
+        if not self.follows_logs:
+            pytest.skip("it keeps no order")
+        keys, tag = distinct_keys(200), TableSpec("shop", "item", 7, 0.0, 100, row_dtype=row_dtype).tag
+        values = np.random.default_rng(12).standard_normal((200, 7)).astype(np.float32)
+        rows = encode("storing", values, row_dtype)
+        database.open_table(tag, rows.shape[1])
+        database.follow_log(tag)
+        order = np.arange(1, 201)
+        assert database.apply(tag, RowChanges(keys, rows, order), {}).all()
+        assert not database.apply(tag, RowChanges(keys, rows[::-1].copy(), order - 1), {}).any()
+        assert database.apply(tag, RowChanges(keys[:50], rows[:50], order[:50] + 500, np.full(50, True)), {}).all()
+        out, found = fetched(database, tag, keys, rows.shape[1])
+        np.testing.assert_array_equal(found, np.arange(200) >= 50)
+        np.testing.assert_array_equal(bits(out[50:]), bits(rows[50:]))
 
     def test_every_int64_is_a_legal_key(self, table: Database) -> None:
         keys = np.unique(AWKWARD_KEYS)

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hps.types import KeyArray, TableSpec
+from hps.ground.rows import decode, encode
+from hps.types import FloatArray, KeyArray, RowArray, TableSpec
 from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, CacheContract, bits, vectors_of
 from tests.unit.cache.test_numpy_cache import TestNumpyCache as NumpyContract
 
@@ -26,10 +27,12 @@ class CacheMachine(RuleBasedStateMachine):
     """Give `contract`, the contract test of the cache: it creates it and carries arrays to it and back."""
 
     contract: ClassVar[CacheContract]
+    row_dtype: ClassVar[str] = "float32"
+    """How the tables store their rows."""
 
     @initialize(capacities=st.tuples(*[st.sampled_from([0, 1, 14, 29, 300])] * len(DIMS)))
     def start(self, capacities: tuple[int, ...]) -> None:
-        tables = [TableSpec("shop", f"t{dim}", dim, DEFAULT, 1000) for dim in DIMS]
+        tables = [TableSpec("shop", f"t{dim}", dim, DEFAULT, 1000, row_dtype=self.row_dtype) for dim in DIMS]
         self.cache = self.contract.cache_class.create(tables, capacities, 0)
         self.lookup = self.cache.create_lookup()
         self.known: list[dict[int, int]] = [{} for _ in DIMS]  # key -> version of the vector it has where it is resident
@@ -40,13 +43,21 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             self.cache.close()
 
-    def next_vectors(self, table: int, keys: KeyArray) -> np.ndarray:
+    def next_rows(self, table: int, keys: KeyArray) -> RowArray:
         self.version += 1
-        return vectors_of(keys, DIMS[table], self.version)
+        return self.rows_of(table, keys, self.version)
+
+    def rows_of(self, table: int, keys: KeyArray, version: int | np.ndarray) -> RowArray:
+        """The stored rows of a version; its number is within what float16 tells apart."""
+        return encode("storing", vectors_of(keys, DIMS[table], version) * np.float32(2.0**-9), self.row_dtype)
+
+    def vectors_of(self, table: int, keys: KeyArray, version: int | np.ndarray) -> FloatArray:
+        """What lookups answer."""
+        return decode(self.rows_of(table, keys, version), DIMS[table], self.row_dtype)
 
     @rule(table=table_strategy, keys=keys_strategy)
     def insert(self, table: int, keys: KeyArray) -> None:
-        self.cache.insert(table, keys, self.next_vectors(table, keys))
+        self.cache.insert(table, keys, self.next_rows(table, keys))
         self.known[table].update(dict.fromkeys(keys.tolist(), self.version))
         self.overflowed[table] |= len(self.known[table]) > self.contract.ways
         held = set(self.cache.dump(table).tolist())
@@ -61,7 +72,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(table=table_strategy, keys=keys_strategy)
     def update(self, table: int, keys: KeyArray) -> None:
         before = set(self.cache.dump(table).tolist())
-        self.cache.update(table, keys, self.next_vectors(table, keys))
+        self.cache.update(table, keys, self.next_rows(table, keys))
         self.known[table].update(dict.fromkeys(before.intersection(keys.tolist()), self.version))
         assert set(self.cache.dump(table).tolist()) == before
 
@@ -90,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
         hit = [np.isin(keys, list(held)) for (_table, keys), held in zip(requests, resident, strict=True)]
         assert lookup.counts == [int(np.count_nonzero(~row)) for row in hit]
         assert missing == sum(lookup.counts)
-        expected = [vectors_of(keys, DIMS[table], self.versions(table, keys)) for table, keys in requests]
+        expected = [self.vectors_of(table, keys, self.versions(table, keys)) for table, keys in requests]
         answered = [row.copy() for row in hit]
         if answer == "fetch":
             places = {table: index for index, (table, _keys) in enumerate(requests) if not hit[index].all()}
@@ -99,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
                 table, keys = requests[index]
                 np.testing.assert_array_equal(np.sort(missed.keys), np.unique(keys[~hit[index]]))
                 found = np.isin(missed.keys, list(present))
-                missed.buffer()[:] = self.next_vectors(table, missed.keys)
+                missed.buffer()[:] = self.next_rows(table, missed.keys)
                 missed.stage(0, missed.keys.size)
                 missed.scatter(found)
                 missed.insert(found)
@@ -111,7 +122,7 @@ class CacheMachine(RuleBasedStateMachine):
                     del self.known[table][key]
                 answered[index] = hit[index] | np.isin(keys, list(present))
                 fetched = answered[index] & ~hit[index]
-                expected[index][fetched] = vectors_of(keys, DIMS[table], self.version)[fetched]
+                expected[index][fetched] = self.vectors_of(table, keys, self.version)[fetched]
                 expected[index][~answered[index]] = DEFAULT
             assert not places
         elif answer == "default":
@@ -140,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert sorted(rows) == sorted(self.cache.dump(table).tolist())
             assert rows.keys() <= known.keys()
             held = np.array(list(rows), np.int64)
-            current = vectors_of(held, DIMS[table], self.versions(table, held))
+            current = self.rows_of(table, held, self.versions(table, held))
             assert list(rows.values()) == [vector.tobytes() for vector in current]
 
 
@@ -148,5 +159,22 @@ class NumpyCacheMachine(CacheMachine):
     contract = NumpyContract()
 
 
+class Float16Machine(NumpyCacheMachine):
+    row_dtype = "float16"
+
+
+class Bfloat16Machine(NumpyCacheMachine):
+    row_dtype = "bfloat16"
+
+
+class Int8Machine(NumpyCacheMachine):
+    row_dtype = "int8"
+
+
 TestNumpyCacheAgainstAModel = NumpyCacheMachine.TestCase
+TestFloat16RowsAgainstAModel = Float16Machine.TestCase
+TestBfloat16RowsAgainstAModel = Bfloat16Machine.TestCase
+TestInt8RowsAgainstAModel = Int8Machine.TestCase
 TestNumpyCacheAgainstAModel.settings = settings(max_examples=60, stateful_step_count=30)
+for machine in (TestFloat16RowsAgainstAModel, TestBfloat16RowsAgainstAModel, TestInt8RowsAgainstAModel):
+    machine.settings = settings(max_examples=30, stateful_step_count=30)

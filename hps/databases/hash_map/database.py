@@ -17,7 +17,7 @@ from hps.ground.host_tables import HostTable
 from hps.ground.lifetimes import disown_in_children, refusal
 from hps.ground.numba_kernels import compile_kernels
 from hps.tensors.array_checks import check_fetch, check_keys, check_positive, check_rows
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import BoolArray, FloatArray, KeyArray, stored_text
 
 
 class HashMapDatabase(InProcessDatabase):
@@ -168,7 +168,7 @@ class HashMapDatabase(InProcessDatabase):
         for tag, dim, rows in tables:
             table = self._tables.get(tag)
             size_bytes = table.further_bytes(rows) if table else self._new_table(tag, dim).bytes_for(rows)
-            found.append(Need("ram", f"{rows:,} rows of table {tag} (dim {dim})", size_bytes, tag))
+            found.append(Need("ram", f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})", size_bytes, tag))
         return found
 
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:

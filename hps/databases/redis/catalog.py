@@ -217,10 +217,11 @@ class Catalog:
         if not (about.get(b"dim") and about.get(b"num_partitions")):
             return None
         layout = RedisLayout.of(tag, int(about[b"dim"]), int(about[b"num_partitions"]))
-        note = _parse_note(about.get(_LOADED), layout)
-        if note is None or note.marks != digest(self.marks(layout) or []):
+        note, marks = _parse_note(about.get(_LOADED), layout), self.marks(layout) or []
+        if note is None or note.marks != digest(marks):
             return None
-        return LoadRecord(note.fingerprint, note.rows_done, note.rows, loaded_at_us=int(about.get(_LOADED_AT, 0)))
+        modified = any(mark is not None and mark.writers for mark in map(parse, marks))
+        return LoadRecord(note.fingerprint, note.rows_done, note.rows, modified, loaded_at_us=int(about.get(_LOADED_AT, 0)))
 
     def positions(self, layout: RedisLayout, marks: list[bytes]) -> dict[Partition, LogPosition]:
         """Read how far each partition of the log was applied; none if rows were lost since, as the incarnations tell."""

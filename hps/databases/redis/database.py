@@ -37,7 +37,7 @@ from hps.ground.numba_kernels import compile_kernels
 from hps.ground.workers import WorkQueue
 from hps.statistics.metrics import Metrics
 from hps.tensors.array_checks import check_fetch, check_keys, check_positive, check_rows
-from hps.types import BoolArray, CheckResult, FloatArray, KeyArray, TableSpec
+from hps.types import BoolArray, CheckResult, FloatArray, KeyArray, TableSpec, stored_text
 
 _log = logging.getLogger(__name__)
 _KERNELS: Final = (group_by_partition, write_fields, write_rows, read_rows)
@@ -260,7 +260,7 @@ class RedisDatabase(SharedDatabase):
         return [
             Need(
                 "redis",
-                f"{rows:,} rows of table {tag} (dim {dim})",
+                f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})",
                 parts * partition_bytes(dim, min(-(-rows // parts), margin)),
                 tag,
             )
@@ -295,6 +295,9 @@ class RedisDatabase(SharedDatabase):
         if free_for_these() or self.discard_table(tag):
             return True
         return free_for_these() or not self._users.others(layout)  # others drop it now, or load these files
+
+    def used_by_others(self, tag: str) -> bool:
+        return self._users.others(self._any_layout(tag))
 
     def load_record(self, tag: str) -> LoadRecord | None:
         return self._catalog.load_record(tag)

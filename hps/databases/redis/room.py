@@ -8,6 +8,7 @@ from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
 from hps.ground.capacity import check_fits
+from hps.types import stored_text
 
 _ENTRY_BYTES: Final = 48  # the entry of a row in the table of its hash, and the string of its key
 
@@ -44,7 +45,7 @@ def check_room(nodes: RedisNodes, tables: Sequence[tuple[str, int, int]], num_pa
         for partition in partitions:
             name = nodes.name_of(partition.slot)
             slots[name] = partition.slot
-            own, what = needs.setdefault(name, {}), f"{rows:,} rows of table {tag} (dim {dim})"
+            own, what = needs.setdefault(name, {}), f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})"
             own[what] = own.get(what, 0) + partition_bytes(dim, -(-missing // num_partitions))
     for name, own in needs.items():
         lines = nodes.ask(slots[name], "INFO", "memory").decode().splitlines()

@@ -4,8 +4,9 @@ Nothing is written. Rights are checked by queueing the commands after MULTI: Red
 never follows, so none is run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Final
 
 from redis import Redis, exceptions
@@ -16,8 +17,9 @@ from hps.databases.redis.connections import tls_context
 from hps.databases.redis.dialects import is_replica, program_of
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
+from hps.databases.redis.users import is_used
 from hps.errors import ConfigError, DatabaseError
-from hps.types import CheckResult, TableSpec
+from hps.types import ROW_DTYPES, CheckResult, TableSpec
 
 _WHERE: Final = "volatile_db"
 _TIMEOUT_S: Final = 5.0
@@ -25,7 +27,7 @@ _REFUSALS: Final = ("password", "user_name", "certificate", "TLS failed", "may n
 """Words of errors that remain until the configuration or the server is changed."""
 
 
-def check_server(config: Any, tables: Iterable[TableSpec]) -> list[CheckResult]:
+def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult]:
     """Check the Redis of a `VolatileDbConfig`; see `Database.probe`."""
     try:
         nodes = RedisNodes(
@@ -53,10 +55,28 @@ def check_server(config: Any, tables: Iterable[TableSpec]) -> list[CheckResult]:
         try:
             for layout in layouts[:1]:
                 found += _rights(nodes, layout, config.user_name)
-            for layout in layouts if all(one.level == "good" for one in found) else ():
-                catalog.check(layout)
+            if all(one.level == "good" for one in found):
+                for layout in layouts:
+                    catalog.check(layout)
+                found += _other_formats(nodes, catalog, tables, config.num_partitions)
         except (DatabaseError, exceptions.RedisError) as error:
             found.append(CheckResult(_level(error), f"{_WHERE}.address", str(error)))
+    return found
+
+
+def _other_formats(nodes: RedisNodes, catalog: Catalog, tables: Iterable[TableSpec], num_partitions: int) -> list[CheckResult]:
+    """Warn of tables that other replicas use in another row format."""
+    found, tags = [], catalog.tags()
+    for spec in tables:
+        others = [replace(spec, row_dtype=one) for one in ROW_DTYPES if one != spec.row_dtype]
+        for other in others:
+            if other.tag in tags and is_used(nodes, RedisLayout.of(other.tag, 1, num_partitions)):
+                what = (
+                    f"another replica serves table {spec.table_name!r} of model {spec.model_name!r} as {other.row_dtype} "
+                    f"({other.tag}), and this one would as {spec.row_dtype} ({spec.tag}): each has a table of its own, "
+                    "which takes memory twice; without a persistent_db the deployment is refused. Give all the same row_dtype"
+                )
+                found.append(CheckResult("warning", f"{_WHERE}.address", what))
     return found
 
 

@@ -68,6 +68,11 @@ return 0
 )
 
 
+def is_used(nodes: RedisNodes, layout: RedisLayout, token: str = "") -> bool:
+    """Whether processes other than the one with this token use a table. Nothing is written."""
+    return bool(nodes.ask(layout.slot, "EVAL", _OTHERS, 1, layout.users, token))
+
+
 class TableUsers:
     """The tables of one Redis that this process uses. *Thread-safe.* A periodic task renews their entries.
 
@@ -113,7 +118,7 @@ class TableUsers:
 
     def others(self, layout: RedisLayout) -> bool:
         """Whether other processes use a table."""
-        return bool(self._nodes.ask(layout.slot, "EVAL", _OTHERS, 1, layout.users, self._token))
+        return is_used(self._nodes, layout, self._token)
 
     def discard(self, layout: RedisLayout, *, spare_foreign: bool = True) -> bool:
         """Leave a table, and drop it unless others use it; return whether it was dropped.

@@ -63,7 +63,7 @@ from hps.ground.lifetimes import disown_in_children
 from hps.ground.open_calls import OpenCalls
 from hps.ground.progress import size_text
 from hps.tensors.array_checks import check_positive
-from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
+from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec, stored_text
 
 _log = logging.getLogger(__name__)
 
@@ -284,7 +284,9 @@ class RocksDatabase(PersistentDatabase):
         if config.read_only:
             return []
         sizes = [(tag, dim, rows, _table_bytes(dim, rows)) for tag, dim, rows in tables]
-        needs = [Need("disk", f"{rows:,} rows of table {tag} (dim {dim})", size, tag) for tag, dim, rows, size in sizes]
+        needs = [
+            Need("disk", f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})", size, tag) for tag, dim, rows, size in sizes
+        ]
         read = sum((_FILTER_BYTES + _BLOCK_OVERHEAD_BYTES / _rows_of_a_block(dim)) * rows for _, dim, rows, _ in sizes)
         return [
             *needs,
@@ -303,7 +305,7 @@ class RocksDatabase(PersistentDatabase):
                 family = self._engine.family(tag)
                 held = self._engine.figure(family, "estimate-num-keys") if family is not None else 0
                 if rows > held:
-                    needs[f"{rows - held:,} rows of table {tag} (dim {dim})"] = _table_bytes(dim, rows - held)
+                    needs[f"{rows - held:,} rows of table {tag} ({stored_text(tag, dim)})"] = _table_bytes(dim, rows - held)
                     largest = max(largest, _table_bytes(dim, rows))
         needs[_MERGED] = largest
         check_fits(
@@ -460,6 +462,19 @@ class RocksDatabase(PersistentDatabase):
         self._recover()
         with self._calls:
             return self._table_with_times(tag).apply(changes, positions)
+
+    def changed_keys(self, tag: str, chunk_rows: int) -> Iterator[KeyArray]:
+        table, start = self._table(tag), b""
+        while True:
+            with self._calls:  # as in `_chunks`
+                keys, start = table.changed_keys(start, chunk_rows)
+            if not keys.size:
+                return
+            yield keys
+
+    def sequences_of(self, tag: str, keys: KeyArray) -> IndexArray:
+        with self._calls:
+            return self._table(tag).sequences_of(keys)
 
     def _table_with_times(self, tag: str) -> RocksTable:
         table = self._table(tag)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,18 @@ from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.sets import CLOCK, PROBATION, WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
+from hps.ground.rows import decode, encode
 from hps.tensors.segments import Segment
-from tests.contracts.cache_contract import VersionedCacheContract, distinct_keys, spec, vectors_of
+from hps.types import ROW_DTYPES
+from tests.contracts.cache_contract import (
+    DEFAULT,
+    VersionedCacheContract,
+    bits,
+    distinct_keys,
+    small_vectors_of,
+    spec,
+    vectors_of,
+)
 
 
 class TestNumpyCache(VersionedCacheContract):
@@ -168,3 +179,51 @@ class TestArrays:
             cache.insert(0, distinct_keys(6)[::2], np.zeros((3, 4), np.float32))
         with pytest.raises(InvalidInputError, match="contiguous"):
             cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32)[:, ::2])
+
+
+class TestRowFormats:
+    def test_tables_of_every_format_are_answered_by_one_lookup(self):
+        """Resident keys, keys that are fetched in parts, absent and repeated ones; then updated and erased rows."""
+        specs = [replace(spec(5, row_dtype), row_dtype=row_dtype) for row_dtype in ROW_DTYPES]
+        cache = NumpyCache.create(specs, [1000] * len(specs), 0)
+        keys = distinct_keys(300)
+        rows = [encode("x", small_vectors_of(keys, 5), one.row_dtype) for one in specs]
+        want = [decode(some, 5, one.row_dtype) for some, one in zip(rows, specs, strict=True)]
+        for table, some in enumerate(rows):
+            cache.insert(table, keys[:150], some[:150])
+        places = np.r_[0:300, 140:160, 280:300]
+        for fetched in (150, 250):  # the second time all but the absent ones are resident
+            segments = [Segment(t, keys[places], np.empty((340, 5), np.float32), np.empty(340, np.bool_)) for t in range(4)]
+            lookup = cache.create_lookup()
+            lookup.query(segments)
+            assert lookup.counts == [int(np.count_nonzero(places >= fetched))] * 4
+            for missed in lookup.unique():
+                table = missed.segment.table
+                below = np.array([np.flatnonzero(keys == key)[0] for key in missed.keys])
+                found = below < 250
+                missed.buffer()[found] = rows[table][below[found]]
+                for part in (0, found.size // 2), (found.size // 2, found.size):
+                    missed.stage(*part)
+                missed.scatter(found)
+                missed.insert(found)
+            lookup.finish()
+            for segment in segments:
+                expected = np.where((places < 250)[:, None], want[segment.table][places], DEFAULT)
+                np.testing.assert_array_equal(bits(segment.out), bits(expected.astype(np.float32)))
+                np.testing.assert_array_equal(segment.found, places < 250)
+        for table, some in enumerate(rows):
+            cache.update(table, keys[:20], some[20:40])
+            cache.erase(table, keys[20:40])
+            segment = Segment(table, keys[:40], np.full((40, 5), -1, np.float32), np.empty(40, np.bool_))
+            cache.create_lookup().query([segment])
+            np.testing.assert_array_equal(segment.found, np.arange(40) < 20)
+            np.testing.assert_array_equal(bits(segment.out[:20]), bits(want[table][20:40]))
+        cache.close()
+
+    @pytest.mark.parametrize("row_dtype", ROW_DTYPES[1:])
+    def test_vectors_in_the_place_of_rows_are_refused(self, row_dtype: str):
+        cache = NumpyCache.create([replace(spec(8), row_dtype=row_dtype)], [100], 0)
+        with pytest.raises(InvalidInputError):
+            cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32))
+        assert not cache.dump(0).size
+        cache.close()

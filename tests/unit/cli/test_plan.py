@@ -169,3 +169,38 @@ def test_serve_refuses_a_recording_that_cannot_be_written(config, tmp_path, chil
     _, text = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "recording keys to" in text
+
+
+def test_memory_and_hit_rates_are_told_by_row_format(config, trace):
+    """int8 takes a third to a quarter of float32 at dim 8 and more at larger ones; the same memory then hits more often."""
+    result = run(config, "--trace", trace)
+    assert re.search(r"shop +1 +item +persistent_db +float32 +2\.\d MB +\d", result.output)
+    assert "memory of each table by row format" in result.output
+    found = json.loads(run(config, "--trace", trace, "--json").output)["row_formats"]
+    assert {(one["table"], one["tier"]) for one in found} == {
+        (table, tier) for table in ROWS for tier in ("embedding_cache", "volatile_db", "persistent_db")
+    }
+    for one in found:
+        sizes, rates = one["size_bytes"], one["hit_rates"]
+        assert sizes["float32"] > sizes["float16"] == sizes["bfloat16"] >= sizes["int8"]
+        assert bool(rates) == (one["tier"] == "embedding_cache")
+        if rates:
+            assert rates["float32"] <= rates["float16"] <= rates["int8"]
+            assert rates["int8"] > rates["float32"] or one["table"] == "user"
+
+
+def test_the_configured_row_format_is_counted(config):
+    def sizes():
+        document = json.loads(run(config, "--json").output)
+        return {(one["table"], one["tier"]): one["size_bytes"] for one in document["needs"] if one["table"]}, document
+
+    before, document = sizes()
+    other = json.loads(config.read_text())
+    other["models"][0]["row_dtype"] = ["int8", "bfloat16"]
+    config.write_text(json.dumps(other))
+    after, _ = sizes()
+    by_format = {(one["table"], one["tier"]): one["size_bytes"] for one in document["row_formats"]}
+    chosen = {"item": "int8", "user": "bfloat16"}
+    assert {key: by_format[key][chosen[key[0]]] for key in after} == after
+    assert {key: by_format[key]["float32"] for key in before} == before
+    assert "rows of table hps_et.shop~int8.item (int8, 12 bytes a row)" in run(config).output

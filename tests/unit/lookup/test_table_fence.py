@@ -91,3 +91,30 @@ def test_failed_modification_invalidates_earlier_tokens():
         raise RuntimeError
     assert not fence.is_current(token)
     assert fence.is_current(fence.token())
+
+
+def test_modifications_take_turns():
+    """One that follows another at once does not come before one that has waited."""
+    fence, order = TableFence(), []
+
+    def modify() -> None:
+        with fence.modifying(10):
+            order.append("waited")
+
+    thread = threading.Thread(target=modify)
+    with fence.modifying(1):
+        thread.start()
+        while not fence._waiting:
+            thread.join(0.001)
+    with fence.modifying(10):
+        order.append("again")
+    thread.join()
+    assert order == ["waited", "again"]
+
+
+def test_a_modification_that_gives_up_leaves_its_turn_to_the_next_one():
+    fence = TableFence()
+    with fence.modifying(1), pytest.raises(DatabaseTimeoutError), fence.modifying(0.01):
+        pass
+    with fence.modifying(1):
+        assert not fence._waiting

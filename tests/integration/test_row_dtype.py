@@ -1,0 +1,639 @@
+"""A parameter server with rows of fewer bits, over all tiers; and changes of a deployed table's format."""
+
+import json
+import re
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import hps
+from hps.cli.app import app
+from hps.configuration.load import ModelConfig, load_configuration
+from hps.databases.redis.server_check import check_server
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.errors import ConflictError, InvalidInputError
+from hps.ground.rows import decode, encode
+from hps.lookup.chain import DatabaseChain
+from hps.models.carried_rows import CarriedTable
+from hps.registry import IMPLEMENTATIONS, Ours
+from hps.types import ROW_DTYPES, TableSpec, row_width
+from hps.updates.base import Partition
+from hps.updates.framing import encode as encode_update
+from tests.fakes.memory_log import MemoryBroker
+from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import wait_until
+
+DIM = 7
+ROWS = 3000
+KEYS = np.arange(ROWS) * 3
+NEW = np.arange(1, 101) * 3 + 1
+"""Keys that are in no file."""
+FEWER_BITS = ROW_DTYPES[1:]
+TOO_LARGE = {"int8": -1e6, "float16": 1e5, "bfloat16": np.finfo(np.float32).max}
+TOPIC = Partition("hps_et.shop.item", 0)
+NONE = np.empty(0, np.int64)
+TABLE = TableSpec("shop", "item", DIM, 0.5, 1000, row_dtype="int8")
+
+
+def vectors_of(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, DIM)).astype(np.float32)
+
+
+def stored(vectors: np.ndarray, row_dtype: str) -> np.ndarray:
+    """What lookups answer of these vectors."""
+    return decode(encode("x", vectors, row_dtype), vectors.shape[1], row_dtype).copy()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+class Place:
+    """A model of one table, and a configuration."""
+
+    def __init__(self, path: Path, row_dtype: str, **settings) -> None:
+        self.path = path
+        self.vectors = vectors_of(1, ROWS)
+        self.write(1, self.vectors)
+        self.settings = {"volatile_db": {"type": "hash_map"}, **settings}
+        self.row_dtype = row_dtype
+
+    def write(self, version: int, vectors: np.ndarray, keys: np.ndarray = KEYS, **settings) -> None:
+        hps.write_version(self.path / "models" / "shop" / str(version), {"item.model": (keys, vectors)}, **settings)
+
+    def entry(self, row_dtype: str, **settings) -> dict:
+        return {
+            "model": "shop",
+            "version_path": str(self.path / "models" / "shop"),
+            "sparse_files": ["item.model"],
+            "embedding_table_names": ["item"],
+            "embedding_vecsize_per_table": [DIM],
+            "maxnum_catfeature_query_per_table_per_sample": [1000],
+            "default_value_for_each_table": [0.5],
+            "deployed_device_list": [0],
+            "gpucacheper": 0.3,
+            "hit_rate_threshold": 1.1,
+            "row_dtype": row_dtype,
+            **settings,
+        }
+
+    def change(self, server: hps.HPS, row_dtype: str, **settings) -> None:
+        self.row_dtype = row_dtype
+        server.deploy(ModelConfig(**self.entry(row_dtype, **settings)))
+
+    def configured(self, row_dtype: str | None = None, **entry) -> Path:
+        self.row_dtype = row_dtype or self.row_dtype
+        document = {"device": "cpu", "models": [self.entry(self.row_dtype, **entry)], **self.settings}
+        path = self.path / "ps.json"
+        path.write_text(json.dumps(document))
+        return path
+
+    def opened(self, row_dtype: str | None = None, **entry) -> hps.HPS:
+        return hps.HPS(str(self.configured(row_dtype, **entry)))
+
+    def answers(self, server: hps.HPS, keys: np.ndarray) -> np.ndarray:
+        return server.lookup(keys, "shop", "item").copy()
+
+
+def rocks_db(path: Path) -> dict:
+    return {"persistent_db": {"type": "rocks_db", "path": str(path / "db")}}
+
+
+def tags_in(path: Path) -> list[str]:
+    with closing(RocksDatabase(path / "db", read_only=True)) as database:
+        return [tag for tag in database.tags() if tag.startswith("hps_et.shop")]
+
+
+def modify(server: hps.HPS, seed: int = 5) -> np.ndarray:
+    """Replace rows, add some, and delete others; returns the vectors of the first 100 keys of files and of the new ones."""
+    written = vectors_of(seed, 200)
+    server.insert(np.concatenate([KEYS[:100], NEW]), written, "shop", "item")
+    server.delete(KEYS[200:300], "shop", "item")
+    return written
+
+
+def check_modified(server: hps.HPS, place: Place, written: np.ndarray, row_dtype: str) -> None:
+    """Check what every key answers, twice: from the databases and from the cache."""
+    for _ in range(2):
+        np.testing.assert_array_equal(place.answers(server, KEYS[:100]), stored(written[:100], row_dtype))
+        np.testing.assert_array_equal(place.answers(server, NEW), stored(written[100:], row_dtype))
+        assert (place.answers(server, KEYS[200:300]) == 0.5).all()
+        np.testing.assert_array_equal(place.answers(server, KEYS[300:1300]), stored(place.vectors[300:1300], row_dtype))
+
+
+CHAIN = ("int8", "float16", "float32", "bfloat16")
+
+
+class TestFormatChange:
+    """A version gets tables of another format, with what was written online; the rows of the files are those of the files."""
+
+    @pytest.mark.parametrize("volatile", ["hash_map", "disabled"])
+    def test_writes_go_along_while_it_serves(self, tmp_path, volatile):
+        place = Place(tmp_path, "float32", volatile_db={"type": volatile}, **rocks_db(tmp_path))
+        with place.opened() as server:
+            written = modify(server)
+            for step, row_dtype in enumerate(CHAIN):
+                place.change(server, row_dtype)
+                check_modified(server, place, written, row_dtype)
+                written = stored(written, row_dtype)
+                written[50 + step] = step
+                server.insert(KEYS[50 + step : 51 + step], written[50 + step : 51 + step], "shop", "item")
+        assert len(tags_in(tmp_path)) == 1
+        for _ in range(2):
+            with place.opened() as server:
+                check_modified(server, place, written, CHAIN[-1])
+
+    @pytest.mark.parametrize("volatile", ["hash_map", "disabled"])
+    def test_writes_go_along_over_restarts(self, tmp_path, volatile):
+        place = Place(tmp_path, "float32", volatile_db={"type": volatile}, **rocks_db(tmp_path))
+        with place.opened() as server:
+            written = modify(server)
+        for row_dtype in CHAIN:
+            for _ in range(2):
+                with place.opened(row_dtype) as server:
+                    check_modified(server, place, written, row_dtype)
+                assert len(tags_in(tmp_path)) == 1
+            written = stored(written, row_dtype)
+
+    def test_without_online_writes_it_is_loaded_from_the_files(self, tmp_path):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        with place.opened() as server:
+            for row_dtype in CHAIN:
+                place.change(server, row_dtype)
+                np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000], row_dtype))
+        with closing(RocksDatabase(tmp_path / "db")) as database:
+            (tag,) = [tag for tag in database.tags() if tag.startswith("hps_et.shop")]
+            database.open_table(tag, TableSpec("shop", "item", DIM, 0, 1, row_dtype=CHAIN[-1]).width)
+            assert not database.load_record(tag).modified
+
+    @pytest.mark.parametrize("row_dtype", ["int8", "float16"])
+    def test_what_is_written_meanwhile_is_not_lost(self, tmp_path, row_dtype):
+        """One thread writes without a pause; every write that returned is answered after the change."""
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        last, stop = {}, threading.Event()
+
+        def write() -> None:
+            number = 0
+            while not stop.is_set():
+                number += 1
+                key = int(KEYS[number % 500])
+                if number % 7:
+                    row = np.full((1, DIM), number % 2000, np.float32)
+                    server.insert([key], row, "shop", "item", version=versions[number % 2])
+                    last[key] = number % 2000
+                else:
+                    server.delete([key], "shop", "item", version=versions[number % 2])
+                    last[key] = None
+
+        versions = (None, "1")
+        with place.opened() as server:
+            modify(server)
+            writer = threading.Thread(target=write)
+            writer.start()
+            try:
+                for _ in range(3):
+                    place.change(server, row_dtype)
+                    place.change(server, "bfloat16")
+                    place.change(server, row_dtype)
+            finally:
+                stop.set()
+                writer.join()
+            keys = np.array(list(last))
+            want = np.array([0.5 if last[key] is None else last[key] for key in keys.tolist()], np.float32)
+            want = np.where(want == 0.5, want, stored(stored(want[:, None], "bfloat16"), row_dtype)[:, 0])
+            got = place.answers(server, keys)[:, 0]
+        assert len(last) > 100
+        np.testing.assert_allclose(got, want, rtol=2**-7)  # some went through bfloat16
+
+    def test_a_row_that_the_new_format_cannot_hold_ends_the_change(self, tmp_path):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        with place.opened() as server:
+            server.insert(KEYS[7:8], np.full((1, DIM), -1e6, np.float32), "shop", "item")
+            with pytest.raises(InvalidInputError, match=r"carrying rows of hps_et\.shop\.item over .*element 0 of key 21"):
+                place.change(server, "int8")
+            assert (place.answers(server, KEYS[7:8]) == -1e6).all()
+            server.insert(KEYS[7:8], np.full((1, DIM), 3, np.float32), "shop", "item")
+            place.change(server, "int8")
+            assert (place.answers(server, KEYS[7:8]) == 3).all()
+
+    @pytest.mark.parametrize("step", ["copy", "catch_up"])
+    @pytest.mark.parametrize("back", [True, False])
+    def test_an_interrupted_change_starts_over(self, tmp_path, monkeypatch, step, back):
+        """Twice interrupted, and with or without a start in the old format after that, in which it is written again."""
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+
+        def fail(*args):
+            raise RuntimeError("interrupted")
+
+        with place.opened() as server:
+            written = modify(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(CarriedTable, step, fail)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="interrupted"):
+                    place.opened("int8")
+        if back:
+            with monkeypatch.context() as patch:
+                patch.setattr(DatabaseChain, "discard", lambda self, tag: None)  # it may be killed before that
+                with place.opened("float32") as server:
+                    check_modified(server, place, written, "float32")
+                    written[:100] += 1
+                    server.insert(KEYS[:100], written[:100], "shop", "item")
+        for _ in range(2):
+            with place.opened("int8") as server:
+                check_modified(server, place, written, "int8")
+
+    def test_the_old_table_counts_no_more_once_the_new_one_has_taken_over(self, tmp_path, monkeypatch):
+        """Even if the process ends before it is dropped."""
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        with place.opened() as server:
+            modify(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(DatabaseChain, "discard", lambda self, tag: None)
+            with place.opened("int8") as server:
+                written = modify(server, seed=9)
+        with place.opened("float32") as server:
+            check_modified(server, place, stored(written, "int8"), "float32")
+
+    def test_force_gives_up_what_was_written(self, tmp_path):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        with place.opened() as server:
+            modify(server)
+            server.deploy(ModelConfig(**place.entry("int8")), force=True)
+            np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500], "int8"))
+
+    def test_a_database_that_loads_nothing_refuses_another_format(self, tmp_path):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        with place.opened():
+            pass
+        place.settings["persistent_db"]["initialize_after_startup"] = False
+        with pytest.raises(ConflictError, match="has table 'item' as float32, not int8"):
+            place.opened("int8")
+        with place.opened("float32") as server:
+            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), place.vectors[:9])
+
+    def test_in_memory_alone_writes_go_along_while_the_process_lives(self, tmp_path):
+        place = Place(tmp_path, "float32")
+        with place.opened() as server:
+            written = modify(server)
+            for row_dtype in CHAIN:
+                place.change(server, row_dtype)
+                check_modified(server, place, written, row_dtype)
+                written = stored(written, row_dtype)
+
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_a_delta_takes_its_writes_along(self, tmp_path, restarts):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        place.write(2, place.vectors[300:400] + 1, KEYS[300:400], delta_of="1", deleted={"item.model": KEYS[400:410]})
+        with place.opened() as server:
+            assert server.model("shop").version == "2"
+            written = modify(server)
+            if not restarts:
+                place.change(server, "int8")
+                self.check_delta(server, place, written)
+        for _ in range(2):
+            with place.opened("int8") as server:
+                self.check_delta(server, place, written)
+
+    def check_delta(self, server, place, written) -> None:
+        for keys, want in ((KEYS[:100], written[:100]), (NEW, written[100:]), (KEYS[300:400], place.vectors[300:400] + 1)):
+            np.testing.assert_array_equal(place.answers(server, keys), stored(want, "int8"))
+        assert (place.answers(server, np.r_[KEYS[200:300], KEYS[400:410]]) == 0.5).all()
+        np.testing.assert_array_equal(place.answers(server, KEYS[410:1300]), stored(place.vectors[410:1300], "int8"))
+
+    def test_a_table_of_another_program_stays(self, tmp_path):
+        """One without a load record, as HugeCTR writes it."""
+        with closing(RocksDatabase(tmp_path / "db")) as database:
+            database.open_table("hps_et.shop.item", DIM)
+            database.insert("hps_et.shop.item", KEYS[:5], vectors_of(3, 5))
+        place = Place(tmp_path, "int8", **rocks_db(tmp_path))
+        for _ in range(2):
+            with place.opened() as server:
+                np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9], "int8"))
+            assert tags_in(tmp_path) == ["hps_et.shop.item", "hps_et.shop~int8.item"]
+
+    def test_after_another_version_the_older_formats_are_gone(self, tmp_path):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        with place.opened() as server:
+            modify(server)
+            place.change(server, "int8")
+            place.write(2, place.vectors + 1)
+            server.deploy("shop")
+            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9] + 1, "int8"))
+            server.rollback("shop")
+            assert (place.answers(server, KEYS[200:300]) == 0.5).all()
+
+
+@pytest.fixture
+def tiers(request, tmp_path):
+    """The settings of a combination of tiers; Redis is empty."""
+    cached, volatile, persistent = request.param
+    settings = {"volatile_db": {"type": volatile}, "cached": cached}
+    if volatile == "redis_cluster":
+        server = request.getfixturevalue("redis")
+        with server.client() as client:
+            client.flushall()
+        settings["volatile_db"] |= {"address": server.address, "num_partitions": 2}
+    if persistent:
+        settings |= rocks_db(tmp_path)
+    return settings
+
+
+TIERS = [
+    pytest.param(
+        (cached, volatile, persistent),
+        marks=[pytest.mark.redis] if volatile == "redis_cluster" else [],
+        id=f"{'cache' if cached else 'direct'}-{volatile}-{'rocks_db' if persistent else 'none'}",
+    )
+    for cached in (True, False)
+    for volatile in ("hash_map", "redis_cluster", "disabled")
+    for persistent in (True, False)
+    if persistent or volatile != "disabled"
+]
+
+
+@pytest.mark.parametrize("tiers", TIERS, indirect=True)
+@pytest.mark.parametrize("row_dtype", FEWER_BITS)
+class TestTiers:
+    def test_every_tier_answers_the_rows_of_the_format(self, tmp_path, tiers, row_dtype):
+        """Lookups, pooled lookups, rows, insertions, deletions, refresh and bad rows, over two restarts and a delta."""
+        cached = tiers.pop("cached")
+        place = Place(tmp_path, row_dtype, **tiers)
+        files = stored(place.vectors, row_dtype)
+        random = np.random.default_rng(4)
+        keeps = "persistent_db" in tiers or tiers["volatile_db"]["type"] == "redis_cluster"
+        written = vectors_of(5, 200)
+        for start in range(3):
+            with place.opened(gpucache=cached) as server:
+                for _ in range(3):
+                    asked = random.integers(300, ROWS, 1000)
+                    np.testing.assert_array_equal(place.answers(server, KEYS[asked]), files[asked])
+                if start and keeps:
+                    check_modified(server, place, written, row_dtype)
+                assert modify(server).tobytes() == written.tobytes()
+                check_modified(server, place, written, row_dtype)
+                server.refresh("shop")
+                check_modified(server, place, written, row_dtype)
+                row = server.row(int(KEYS[5]), "shop", "item")
+                np.testing.assert_array_equal(row.vector, stored(written, row_dtype)[5])
+                np.testing.assert_array_equal(server.row(int(KEYS[2000]), "shop", "item").vector, files[2000])
+                bags = server.lookup_pooled({"item": hps.Bags(KEYS[300:600].reshape(100, 3), combiner="sum")}, "shop")
+                sums = files[300:600].reshape(100, 3, DIM).sum(axis=1)
+                np.testing.assert_allclose(next(iter(bags.values())), sums, rtol=1e-5, atol=1e-5)
+                bad = vectors_of(6, 10)
+                bad[7, 3] = TOO_LARGE[row_dtype]
+                with pytest.raises(InvalidInputError, match=rf"element 3 of key {KEYS[7]}, which row_dtype {row_dtype}"):
+                    server.insert(KEYS[:10], bad, "shop", "item")
+                server.drain()
+                check_modified(server, place, written, row_dtype)
+
+    def test_a_delta_has_the_rows_of_its_base(self, tmp_path, tiers, row_dtype):
+        cached = tiers.pop("cached")
+        place = Place(tmp_path, row_dtype, **tiers)
+        place.write(2, place.vectors[:50] + 1, KEYS[:50], delta_of="1", deleted={"item.model": KEYS[60:70]})
+        want = place.vectors.copy()
+        want[:50] += 1
+        with place.opened(gpucache=cached, version_policy={"specific": {"versions": [1]}}) as server:
+            server.deploy("shop", "2")  # from the base that this process holds
+            for _ in range(2):
+                np.testing.assert_array_equal(place.answers(server, KEYS[70:1000]), stored(want, row_dtype)[70:1000])
+                np.testing.assert_array_equal(place.answers(server, KEYS[:60]), stored(want, row_dtype)[:60])
+                assert (place.answers(server, KEYS[60:70]) == 0.5).all()
+
+    def test_files_with_a_row_that_does_not_fit_are_refused(self, tmp_path, tiers, row_dtype):
+        cached = tiers.pop("cached")
+        place = Place(tmp_path, row_dtype, **tiers)
+        bad = place.vectors.copy()
+        bad[1234, 2] = TOO_LARGE[row_dtype]
+        with place.opened(gpucache=cached) as server:
+            place.write(2, bad)
+            with pytest.raises(
+                InvalidInputError, match=rf"table hps_et\.shop@2~{row_dtype}\.item: .*element 2 of key {KEYS[1234]},"
+            ):
+                server.deploy("shop")
+            assert server.model("shop").version == "1"
+            np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000], row_dtype))
+            place.write(3, place.vectors + 1)
+            server.deploy("shop")
+            np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000] + 1, row_dtype))
+
+
+@pytest.fixture
+def broker(monkeypatch, tmp_path):
+    monkeypatch.setitem(IMPLEMENTATIONS["update_log"], "memory", Ours("tests.fakes.memory_log:MemoryLog"))
+    broker = MemoryBroker.by_name[str(tmp_path)]
+    broker.create(TOPIC.topic)
+    return broker
+
+
+@pytest.mark.parametrize("row_dtype", FEWER_BITS)
+class TestUpdates:
+    def send(self, broker, server, keys, vectors, deleted=NONE, sequence=0) -> None:
+        position = broker.append(TOPIC, encode_update(keys, vectors, deleted, sequence=sequence))
+        wait_until(lambda: server.updates()[0].positions.get(TOPIC) == position, "the feed caught up", 20)
+
+    def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(self, tmp_path, broker, row_dtype):
+        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+        place = Place(tmp_path, row_dtype, update_source=source, **rocks_db(tmp_path))
+        written = vectors_of(8, 100)
+        with place.opened() as server:
+            self.send(broker, server, KEYS[:100], written, sequence=100)
+            bad = written.copy()
+            bad[3, 3] = TOO_LARGE[row_dtype]
+            self.send(broker, server, KEYS[:100], bad, sequence=101)
+            self.send(broker, server, KEYS[50:60], written[50:60] + 1, KEYS[60:70], sequence=102)
+            self.send(broker, server, KEYS[50:60], written[50:60] + 2, sequence=99)  # late
+            (status,) = server.updates()
+            assert status.dead_letters == {"row_dtype": 1}
+            written[50:60] += 1
+            self.check(place, server, written, row_dtype)
+        for _ in range(2):
+            with place.opened() as server:
+                self.check(place, server, written, row_dtype)
+
+    def test_a_change_of_the_format_keeps_the_order_of_the_log(self, tmp_path, broker, row_dtype):
+        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+        place = Place(tmp_path, "float32", update_source=source, **rocks_db(tmp_path))
+        written = vectors_of(8, 100)
+        with place.opened() as server:
+            self.send(broker, server, KEYS[:100], written, KEYS[60:70], sequence=100)
+            broker.lose(TOPIC, 1)  # what the old table has cannot be read again
+            place.change(server, row_dtype)
+            self.check(place, server, written, row_dtype)
+            self.send(broker, server, KEYS[:100], written + 1, sequence=99)  # late
+            self.check(place, server, written, row_dtype)
+        with place.opened("float32") as server:
+            self.check(place, server, stored(written, row_dtype), "float32")
+            self.send(broker, server, KEYS[:50], written[:50] + 2, sequence=101)
+            np.testing.assert_array_equal(place.answers(server, KEYS[:50]), written[:50] + 2)
+            self.send(broker, server, KEYS[60:70], written[60:70], sequence=98)  # deleted since
+            assert (place.answers(server, KEYS[60:70]) == 0.5).all()
+
+    def check(self, place, server, written, row_dtype) -> None:
+        for _ in range(2):
+            rows = np.r_[:60, 70:100]
+            np.testing.assert_array_equal(place.answers(server, KEYS[rows]), stored(written[rows], row_dtype))
+            assert (place.answers(server, KEYS[60:70]) == 0.5).all()
+            np.testing.assert_array_equal(place.answers(server, KEYS[100:300]), stored(place.vectors[100:300], row_dtype))
+
+
+@pytest.mark.redis
+class TestSharedRedis:
+    """Two replicas disagree on the format of a table in one Redis."""
+
+    @pytest.fixture
+    def replica(self, tmp_path, redis):
+        with redis.client() as client:
+            client.flushall()
+        place = Place(tmp_path, "float32", volatile_db={"type": "redis_cluster", "address": redis.address, "num_partitions": 2})
+
+        def make(name: str, row_dtype: str, below: bool) -> hps.HPS:
+            place.settings.pop("persistent_db", None)
+            if below:
+                place.settings |= rocks_db(tmp_path / name)
+            return place.opened(row_dtype)
+
+        make.place = place
+        return make
+
+    def checked(self, place: Place) -> list:
+        return check_server(load_configuration(place.path / "ps.json").volatile_db, [TABLE])
+
+    def test_above_persistent_databases_each_has_its_table_and_a_warning_names_both(self, replica, caplog):
+        place = replica.place
+        with replica("a", "float32", True) as first:
+            with replica("b", "int8", True) as second:
+                (warning,) = [one.getMessage() for one in caplog.records if "another replica" in one.getMessage()]
+                assert "serves table 'item' as float32 (hps_et.shop.item in redis_cluster)" in warning
+                assert "this one as int8 (hps_et.shop~int8.item)" in warning
+                second.insert(KEYS[:5], np.ones((5, DIM), np.float32), "shop", "item")
+                np.testing.assert_array_equal(place.answers(first, KEYS[:500]), place.vectors[:500])
+                np.testing.assert_array_equal(place.answers(second, KEYS[5:500]), stored(place.vectors, "int8")[5:500])
+            np.testing.assert_array_equal(place.answers(first, KEYS[:500]), place.vectors[:500])
+            (warning,) = [one for one in self.checked(place) if one.level == "warning"]
+            assert "float32 (hps_et.shop.item)" in warning.text
+            assert "int8 (hps_et.shop~int8.item)" in warning.text
+        caplog.clear()
+        with replica("b", "int8", True) as second:  # nobody uses the other table any more
+            assert not [one for one in caplog.records if "another replica" in one.getMessage()]
+            assert (place.answers(second, KEYS[:5]) == 1).all()
+            assert all(one.level == "good" for one in self.checked(place))
+
+    def test_with_nothing_below_the_second_format_is_refused_by_name(self, replica, redis):
+        place = replica.place
+        with replica("a", "float32", False) as first:
+            with pytest.raises(ConflictError, match=r"as int8: another replica serves it as float32 .*hps_et\.shop\.item"):
+                replica("b", "int8", False)
+            np.testing.assert_array_equal(place.answers(first, KEYS[:500]), place.vectors[:500])
+        for _ in range(2):
+            with replica("b", "int8", False) as second:  # the files are all that there was
+                np.testing.assert_array_equal(place.answers(second, KEYS[:500]), stored(place.vectors, "int8")[:500])
+        with redis.client() as client:
+            assert not client.keys("hps_et{hps_et.shop.item*")
+
+    def test_with_nothing_below_online_writes_are_not_lost_silently(self, replica):
+        place = replica.place
+        with replica("a", "float32", False) as server:
+            server.insert(KEYS[:5], np.ones((5, DIM), np.float32), "shop", "item")
+            with pytest.raises(ConflictError, match=r"has it as float32 with online writes .*publish the files as a new"):
+                place.change(server, "int8")
+            assert (place.answers(server, KEYS[:5]) == 1).all()
+            place.write(2, place.vectors)
+            place.change(server, "int8")
+            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "int8")[:9])
+
+
+class TestCommands:
+    def run(self, *arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    def test_a_load_takes_online_writes_to_the_format_of_the_configuration(self, tmp_path):
+        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+        with place.opened() as server:
+            written = modify(server)
+        for row_dtype in ("int8", "float16"):
+            place.configured(row_dtype)
+            assert "with the online writes to hps_et.shop" in self.run("load", tmp_path / "ps.json")
+            assert "online writes" not in self.run("load", tmp_path / "ps.json")
+            for _ in range(2):
+                with place.opened() as server:
+                    check_modified(server, place, written, row_dtype)
+            written = stored(written, row_dtype)
+        assert len(tags_in(tmp_path)) == 1
+
+    def test_a_database_with_such_tables_is_checked_and_described(self, tmp_path):
+        place = Place(tmp_path, "int8", **rocks_db(tmp_path))
+        with place.opened() as server:
+            modify(server)
+        assert "hps_et.shop~int8.item: 3,000 rows (int8, 12 bytes a row) can be read" in self.run(
+            "check-database", tmp_path / "db"
+        )
+        output = self.run("check-config", tmp_path / "ps.json", "--connect")
+        assert re.search(r"item +0 +3,000 +7 \(int8\)", output)
+        assert "holds 1 of 1 tables" in output
+        (table,) = json.loads(self.run("check-config", tmp_path / "ps.json", "--json"))["tables"]
+        assert table["row_dtype"] == "int8"
+
+    @pytest.mark.parametrize("row_dtype", ROW_DTYPES)
+    def test_statistics_count_the_bytes_of_the_format(self, tmp_path, row_dtype):
+        place = Place(tmp_path, row_dtype, **rocks_db(tmp_path))
+        width = row_width(DIM, row_dtype)
+        with place.opened() as server:
+            place.answers(server, KEYS[:100])
+            (table,) = server.stats().models[0].tables
+            assert (table.dim, table.row_dtype) == (DIM, row_dtype)
+            cache, volatile, persistent = table.tiers
+            assert cache.vector_bytes == 4 * width * cache.capacity_rows
+            assert cache.overhead_bytes > 0
+            assert volatile.vector_bytes == 4 * width * ROWS
+            assert persistent.vector_bytes in (None, 4 * width * ROWS)
+
+    def test_a_dead_letter_that_still_does_not_fit_is_not_published_again(self, tmp_path, broker, monkeypatch):
+        monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], "memory", Ours("tests.fakes.memory_log:MemoryLogWriter"))
+        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+        place = Place(tmp_path, "int8", update_source=source, **rocks_db(tmp_path))
+        with place.opened() as server:
+            broker.append(TOPIC, encode_update(KEYS[:1], np.full((1, DIM), -1e6, np.float32), NONE, sequence=9))
+            wait_until(lambda: server.updates()[0].dead_letters == {"row_dtype": 1}, "the dead letter was counted", 20)
+        count = len(broker.messages(TOPIC.topic))
+        result = CliRunner().invoke(app, ["updates", "replay", str(tmp_path / "ps.json")])
+        assert result.exit_code == 1
+        assert "which row_dtype int8 cannot hold" in result.output
+        assert len(broker.messages(TOPIC.topic)) == count
+        place.configured("bfloat16")
+        self.run("updates", "replay", tmp_path / "ps.json")
+        assert len(broker.messages(TOPIC.topic)) > count
+        with place.opened() as server:
+            wait_until(lambda: (place.answers(server, KEYS[:1]) < -9e5).all(), "the row was applied", 20)
+
+
+@pytest.mark.parametrize("row_dtype", FEWER_BITS)
+@pytest.mark.parametrize("volatile", ["hash_map", pytest.param("redis_cluster", marks=pytest.mark.redis)])
+def test_promoted_rows_are_those_of_the_persistent_database(tmp_path, request, row_dtype, volatile):
+    settings = {"type": volatile, "initial_cache_rate": 0.01, "cache_missed_embeddings": True}
+    if volatile == "redis_cluster":
+        server = request.getfixturevalue("redis")
+        with server.client() as client:
+            client.flushall()
+        settings |= {"address": server.address, "num_partitions": 2}
+    place = Place(tmp_path, row_dtype, volatile_db=settings, **rocks_db(tmp_path))
+    with place.opened(gpucache=False) as server:
+        upper, _ = server.model("shop").chain.databases
+        tag = server.model("shop").tables[0].tag
+        before = upper.size(tag)
+        for _ in range(2):
+            np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000], row_dtype))
+            assert server.drain()
+        assert upper.size(tag) >= before + 900
+        rows, found = np.zeros((1000, row_width(DIM, row_dtype)), np.float32), np.zeros(1000, np.bool_)
+        upper.fetch(tag, KEYS[:1000], rows, found)
+        assert found.all()
+        np.testing.assert_array_equal(decode(rows, DIM, row_dtype), stored(place.vectors[:1000], row_dtype))

@@ -24,6 +24,7 @@ import pytest
 
 import hps
 from hps.configuration.tiers import UpdateSourceConfig
+from hps.ground import rows as row_formats
 from hps.registry import implementation
 from hps.types import KeyArray
 from hps.updates.base import TOPIC_PREFIX, Message, Partition, UpdateLog, UpdateLogWriter
@@ -81,11 +82,18 @@ class Scene:
     """Two replicas, a log, and a publisher for each table."""
 
     def __init__(
-        self, directory: Path, children: ChildProcesses, source: Mapping[str, Any], tiers: str, updates: int, redis: str = ""
+        self,
+        directory: Path,
+        children: ChildProcesses,
+        source: Mapping[str, Any],
+        tiers: str,
+        updates: int,
+        row_dtype: str,
+        redis: str = "",
     ) -> None:
         self.source = UpdateSourceConfig(**source)
         self.key_bits = (updates // 10).bit_length()
-        self.rows = {table: NumberedRows(self.key_bits, dim, deletes=table != BY_HUGECTR) for table, dim in DIMS.items()}
+        self.rows = {table: NumberedRows(self.key_bits, dim, table != BY_HUGECTR, row_dtype) for table, dim in DIMS.items()}
         self.tiers = tiers
         self.writer = self.new_writer()
         self.publishers = {
@@ -104,6 +112,7 @@ class Scene:
             default_value_for_each_table=[DEFAULT] * len(DIMS),
             gpucacheper=0.3,
             hit_rate_threshold=1.1,
+            row_dtype=row_dtype,
         )
         self.replicas: list[Replica] = []
         for name in "ab":
@@ -176,7 +185,8 @@ class Scene:
                         assert there[keys].all(), f"{name}: a row that was deleted"
                     else:
                         np.testing.assert_array_equal(keys, np.flatnonzero(there), err_msg=name)
-                    np.testing.assert_array_equal(dump[f"{name}/vectors"].view(np.uint32), vectors[keys].view(np.uint32), name)
+                    rows = row_formats.encode("replaying", vectors[keys], self.rows[table].row_dtype)
+                    np.testing.assert_array_equal(dump[f"{name}/rows"].view(np.uint32), rows.view(np.uint32), name)
                     names.add(tier)
         return names
 
@@ -206,8 +216,8 @@ class Scene:
         for publisher in self.publishers.values():
             publisher.writer = self.writer
 
-    def run(self, kills: int, updates: int, disturb: Callable[[], object], grow: Callable[[str, int], object]) -> None:
-        """Publish while the replicas are killed in turn.
+    def run(self, kills: int, updates: int, disturb: Callable[[], object], grow: Callable[[str, int], object]) -> int:
+        """Publish while the replicas are killed in turn. Returns how often there was something to apply.
 
         Args:
             disturb: kills the log and starts it again; is called some times, while a replica is down.
@@ -235,7 +245,7 @@ class Scene:
                 usual_s = time.monotonic() - began
                 assert replica.heard() == "ready"
         sys.stdout.write(f"{rounds} kills, {behind} of them while there was something to apply\n")
-        assert behind
+        return behind
 
     def last(self) -> dict[str, str]:
         """The last position in each partition."""
@@ -291,9 +301,9 @@ def rebalanced(broker: KafkaBroker, topics: list[str]) -> Iterator[threading.Eve
 @pytest.mark.kafka
 @pytest.mark.redis
 @pytest.mark.s3
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize(("tiers", "row_dtype"), [*((one, "float32") for one in TIERS), *((one, "int8") for one in TIERS[:2])])
 def test_killed_replicas_have_on_every_tier_what_a_replay_of_the_topics_leaves(
-    tiers: str, tmp_path: Path, children: ChildProcesses
+    tiers: str, row_dtype: str, tmp_path: Path, children: ChildProcesses
 ) -> None:
     """The broker is killed, partitions are added, and the replicas' group is rebalanced with a stranger meanwhile."""
     share = 1 if "rocks_db" in tiers else 3
@@ -301,7 +311,7 @@ def test_killed_replicas_have_on_every_tier_what_a_replay_of_the_topics_leaves(
     with KafkaBrokerOnS3(tmp_path / "broker") as broker, RedisServer(tmp_path / "redis") as redis:
         source = {"type": "kafka_message_queue", "brokers": broker.address, "metadata_refresh_interval_ms": 500}
         source |= {"config": {"fetch.wait.max.ms": 2000}}  # what is not found by then is not in the answer
-        scene = Scene(tmp_path, children, source, tiers, updates, redis=redis.address)
+        scene = Scene(tmp_path, children, source, tiers, updates, row_dtype, redis=redis.address)
         topics = [one.topic for one in scene.publishers.values()]
 
         def disturb() -> None:
@@ -309,23 +319,35 @@ def test_killed_replicas_have_on_every_tier_what_a_replay_of_the_topics_leaves(
             broker.start()
 
         with rebalanced(broker, topics) as joined:
-            scene.run(kills, updates, disturb, broker.add_partitions)
+            assert scene.run(kills, updates, disturb, broker.add_partitions)
             assert joined.wait(LIMIT_S)
             assert scene.verify(tmp_path) == {"cache", *tiers.split("+")}
 
 
-@pytest.mark.redis
-@pytest.mark.slow
-def test_killed_replicas_have_on_every_tier_what_a_replay_of_the_streams_leaves(
-    tmp_path: Path, children: ChildProcesses
-) -> None:
-    with RedisServer(tmp_path / "streams", "--appendonly", "yes", "--appendfsync", "always") as redis:
+def run_on_streams(directory: Path, children: ChildProcesses, kills: int, updates: int, row_dtype: str) -> int:
+    """Kill replicas that follow streams, and their Redis, and compare; returns how many kills left something to apply."""
+    with RedisServer(directory / "streams", "--appendonly", "yes", "--appendfsync", "always") as redis:
         source = {"type": "redis_stream", "address": redis.address}
-        scene = Scene(tmp_path, children, source, "hash_map+rocks_db", UPDATES // 3)
+        scene = Scene(directory, children, source, "hash_map+rocks_db", updates, row_dtype)
 
         def disturb() -> None:
             redis.kill()
             redis.start()
 
-        scene.run(max(1, KILLS // 3), UPDATES // 3, disturb, lambda topic, count: redis.client().set(topic, count))
-        assert scene.verify(tmp_path) == {"cache", "hash_map", "rocks_db"}
+        behind = scene.run(kills, updates, disturb, lambda topic, count: redis.client().set(topic, count))
+        assert scene.verify(directory) == {"cache", "hash_map", "rocks_db"}
+        return behind
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.parametrize("row_dtype", ["float32", "int8"])
+def test_killed_replicas_have_on_every_tier_what_a_replay_of_the_streams_leaves(
+    row_dtype: str, tmp_path: Path, children: ChildProcesses
+) -> None:
+    assert run_on_streams(tmp_path, children, max(1, KILLS // 3), UPDATES // 3, row_dtype)
+
+
+@pytest.mark.redis
+def test_replicas_killed_once_have_on_every_tier_the_int8_rows_of_a_replay(tmp_path: Path, children: ChildProcesses) -> None:
+    run_on_streams(tmp_path, children, 1, 40_000, "int8")

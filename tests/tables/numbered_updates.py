@@ -1,8 +1,10 @@
 """Updates whose vectors say which key and which change of it they are: who publishes, who replays and who judges them.
 
 Each float holds the number of the key and of its change: the bits `change << key_bits | key`, moved to where floats are normal,
-positive and finite. Change 0 is what the model files have, and every eighth change of a key deletes it. So any vector can be
-judged by itself, whoever wrote it, given which change was acknowledged before a lookup began and which had begun when it ended.
+positive and finite. Where rows are int8 the codes repeat its bytes, scale and offset depend on it, too, and what is published
+lies beside what the codes stand for. Change 0 is what the model files have, and every eighth change of a key deletes it. So any
+vector can be judged by itself, whoever wrote it, given which change was acknowledged before a lookup began and which had begun
+when it ended.
 """
 
 import threading
@@ -14,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hps.ground import rows as row_formats
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 from hps.updates.base import Message, Partition, UpdateLogWriter
 from hps.updates.framing import decode, encode
@@ -35,13 +38,15 @@ class NumberedRows:
 
     Attributes:
         key_bits: keys are below 2^key_bits, changes below 2^(30 - key_bits).
-        dim: floats of a vector.
+        dim: floats of a vector; at least 6 for int8.
         deletes: whether changes delete; else all of them are vectors.
+        row_dtype: float32 or int8.
     """
 
     key_bits: int
     dim: int
     deletes: bool = True
+    row_dtype: str = "float32"
 
     @property
     def keys(self) -> int:
@@ -53,8 +58,28 @@ class NumberedRows:
 
     def vectors(self, keys: KeyArray, changes: IndexArray | int) -> FloatArray:  # (n, dim)
         """The vectors of keys after their changes of these numbers."""
-        bits = (np.asarray(changes, np.int64) << self.key_bits | keys) + _LEAST_NORMAL
-        return np.repeat(bits.astype(np.uint32).view(np.float32)[:, None], self.dim, axis=1)
+        numbers = np.asarray(changes, np.int64) << self.key_bits | keys
+        if self.row_dtype == "float32":
+            return np.repeat((numbers + _LEAST_NORMAL).astype(np.uint32).view(np.float32)[:, None], self.dim, axis=1)
+        codes = np.tile([0, 255, 0, 0, 0, 0], (numbers.size, 1))
+        codes[:, 2:] = numbers.astype("<u4")[:, None].view(np.uint8)
+        codes = np.concatenate([codes, *[codes[:, 2:]] * self.dim], axis=1)[:, : self.dim]
+        beside = 0.25 * ((numbers[:, None] + np.arange(self.dim)) % 3 - 1)  # exact in float32, as all of it
+        scales, offsets = np.exp2(-(numbers % 8))[:, None], (numbers % 1000)[:, None]
+        return (np.clip(codes + beside, 0, 255) * scales + offsets).astype(np.float32)
+
+    def stored(self, vectors: FloatArray) -> FloatArray:  # (n, dim)
+        """What lookups answer where these vectors are stored."""
+        return row_formats.decode(row_formats.encode("judging", vectors, self.row_dtype), self.dim, self.row_dtype)
+
+    def _numbers(self, vectors: FloatArray) -> IndexArray:
+        """The numbers that vectors hold; any for those that hold none."""
+        if self.row_dtype == "float32":
+            return vectors[:, 0].view(np.uint32).astype(np.int64) - _LEAST_NORMAL
+        offsets = vectors[:, :1]
+        scales = np.maximum(vectors[:, 1:2] - offsets, np.float32(1e-6)) / np.float32(255)
+        codes = np.clip(np.rint((vectors[:, 2:6] - offsets) / scales), 0, 255).astype(np.uint8)
+        return codes.view("<u4")[:, 0].astype(np.int64)
 
     def judge(
         self,
@@ -64,14 +89,13 @@ class NumberedRows:
         ceiling: IndexArray | None = None,  # (n,) the last one that had begun when it ended; None if nobody knows
     ) -> dict[str, BoolArray]:
         """Which vectors are wrong, by what is wrong with them: nothing where nothing is."""
-        bits = vectors.view(np.uint32)
-        first = bits[:, 0]
-        whole = (bits == bits[:, :1]).all(axis=1)
-        code = first.astype(np.int64) - _LEAST_NORMAL
-        change = code >> self.key_bits
-        default = first == np.float32(DEFAULT).view(np.uint32)
+        numbers = self._numbers(vectors)
+        key, change = numbers & self.keys - 1, numbers >> self.key_bits
+        default = vectors[:, 0] == np.float32(DEFAULT)
+        expected = np.where(default[:, None], np.float32(DEFAULT), self.stored(self.vectors(key, change)))
+        whole = (vectors.view(np.uint32) == expected.view(np.uint32)).all(axis=1)
         row = whole & ~default
-        own = row & (code & self.keys - 1 == keys)
+        own = row & (key == keys)
         wrong = {"mixture": ~whole, "foreign": row & ~own, "stale": own & (change < floor), "deleted": own & self.gone(change)}
         if ceiling is not None:
             wrong["invented"] = own & (change > ceiling)
@@ -80,8 +104,7 @@ class NumberedRows:
 
     def changes_of(self, vectors: FloatArray) -> IndexArray:
         """The numbers of the changes that left these vectors, (n,); -1 for the default vector."""
-        code = vectors[:, 0].view(np.uint32).astype(np.int64) - _LEAST_NORMAL
-        return np.where(vectors[:, 0] == DEFAULT, -1, code >> self.key_bits)
+        return np.where(vectors[:, 0] == DEFAULT, -1, self._numbers(vectors) >> self.key_bits)
 
 
 class NumberedPublisher:

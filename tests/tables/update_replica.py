@@ -3,7 +3,7 @@
 python -m tests.tables.update_replica PS_JSON KEY_BITS     answers each line of JSON on its standard input with one
 
     {"do": "positions"}          how far it has applied each partition of each topic
-    {"do": "dump", "to": file}   writes the rows of every tier: <table>/<tier>/keys, sorted, and <table>/<tier>/vectors
+    {"do": "dump", "to": file}   writes the rows of every tier: <table>/<tier>/keys, sorted, and <table>/<tier>/rows
     {"do": "checked"}            how many vectors it has looked up, and what was wrong with them
 """
 
@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 import hps
+from hps.ground.rows import encode
 from hps.tensors.segments import Segment
-from hps.types import FloatArray, KeyArray
+from hps.types import KeyArray, RowArray
 from hps.versions.deployment import Deployment
 from tests.tables.numbered_updates import NumberedRows
 
 MODEL = "shop"
-DIMS = {"item": 8, "user": 4}
+DIMS = {"item": 8, "user": 6}
 BY_HUGECTR = "user"
 """The table whose updates are HugeCTR's frames: they have no deletions, and one that is sent once more is a later one."""
 _LOOKED_UP = 512
@@ -35,7 +36,10 @@ class Replica:
         self.server = server
         self.checked = 0
         self.wrong: list[str] = []
-        self._rows = {name: NumberedRows(key_bits, dim, deletes=name != BY_HUGECTR) for name, dim in DIMS.items()}
+        self._rows = {
+            table.table_name: NumberedRows(key_bits, table.dim, table.table_name != BY_HUGECTR, table.row_dtype)
+            for table in server.model(MODEL).tables
+        }
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -70,23 +74,25 @@ class Replica:
 
     @staticmethod
     def _dump(deployment: Deployment) -> dict[str, Any]:
-        held: dict[str, tuple[KeyArray, FloatArray]] = {}
+        held: dict[str, tuple[KeyArray, RowArray]] = {}
         for index, table in enumerate(deployment.tables):
             for database in deployment.chain.databases:
-                chunks = [*database.scan(table.tag, 65_536)] or [(np.empty(0, np.int64), np.empty((0, table.dim), np.float32))]
-                keys, vectors = map(np.concatenate, zip(*chunks, strict=True))
-                held[f"{table.table_name}/{database.kind}"] = keys, vectors
+                chunks = [*database.scan(table.tag, 65_536)] or [
+                    (np.empty(0, np.int64), np.empty((0, table.width), np.float32))
+                ]
+                keys, rows = map(np.concatenate, zip(*chunks, strict=True))
+                held[f"{table.table_name}/{database.kind}"] = keys, rows
             for cache in deployment.caches:
                 keys = cache.dump(index)
                 vectors, found = np.zeros((keys.size, table.dim), np.float32), np.zeros(keys.size, np.bool_)
                 lookup = cache.create_lookup()
                 lookup.query([Segment(index, keys, vectors, found)])
                 lookup.finish()
-                held[f"{table.table_name}/cache"] = keys[found], vectors[found]
+                held[f"{table.table_name}/cache"] = keys[found], encode("dumping", vectors[found], table.row_dtype)
         arrays: dict[str, Any] = {}
-        for name, (keys, vectors) in held.items():
+        for name, (keys, rows) in held.items():
             order = np.argsort(keys)
-            arrays |= {f"{name}/keys": keys[order], f"{name}/vectors": vectors[order]}
+            arrays |= {f"{name}/keys": keys[order], f"{name}/rows": rows[order]}
         return arrays
 
 

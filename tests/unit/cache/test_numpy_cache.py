@@ -1,8 +1,10 @@
 """The NumPy embedding cache: the contract, and what is its own."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -143,6 +145,39 @@ class TestMemory:
         del running
         gc.collect()
         assert memory() is None
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("row_dtype", ["int8", "float16", "bfloat16"])
+def test_no_row_in_fewer_bits_is_torn(row_dtype: str, static: bool) -> None:
+    """Elements of a vector are its version, but for the first two, while a writer replaces it without a pause."""
+    dim, keys, done = 4000, distinct_keys(1), threading.Event()
+    vectors = np.repeat(np.arange(16, 256, 16, dtype=np.float32)[:, None], dim, axis=1)
+    vectors[:, 0], vectors[:, 1] = 0, 255  # so that int8 has these elements as codes
+    rows = encode("testing", vectors, row_dtype)
+    cache = NumpyCache.create([replace(spec(dim), row_dtype=row_dtype)], [WAYS], 0, static)
+    cache.insert(0, keys, rows[:1])
+
+    def write() -> None:
+        while not done.is_set():
+            cache.insert(0, np.repeat(keys, len(rows)), rows)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        try:
+            lookup, asked, answered = cache.create_lookup(), np.repeat(keys, 50), 0
+            for _ in range(400):
+                out, found = np.zeros((asked.size, dim), np.float32), np.zeros(asked.size, np.bool_)
+                lookup.query([Segment(0, asked, out, found)])
+                lookup.finish()
+                answered += np.count_nonzero(found)
+                assert (out[found, 2:] == out[found, 2:3]).all()
+                assert np.isin(out[found, 2], vectors[:, 2]).all()
+        finally:
+            done.set()
+            writing.result(60)
+    assert answered
+    cache.close()
 
 
 class TestArrays:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import CapacityError, DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+from hps.ground.rows import encode
 from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprints_of
 from hps.models.repository import VersionFiles, table_sources
 from hps.models.sources import ModelSources
@@ -93,6 +95,30 @@ def test_the_last_row_of_a_key_counts_and_a_change_may_be_of_any_size(tmp_path: 
         versions.load("2", databases)
         assert held_of(databases[0], "2") == versions.expected("2")
     assert nothing_to_do(versions.load("2", [persistent]))
+
+
+@pytest.mark.parametrize(
+    ("base", "row_dtype"), [("bfloat16", "float16"), ("float16", "bfloat16"), ("float32", "int8"), ("int8", "float32")]
+)
+def test_a_delta_takes_no_rows_of_another_format_from_its_base(
+    versions: Versions, persistent: Any, base: str, row_dtype: str
+) -> None:
+    """Rows of float16 are as wide as those of bfloat16, but mean other vectors. The next delta has a base of its format."""
+    tables = {one: replace(spec(one), row_dtype=base if one == "1" else row_dtype) for one in ("1", "2", "3")}
+    targets = LoadTargets((persistent,), sources=versions.sources)
+    for one, table in tables.items():
+        source = versions.source(one, lambda before: [HeldTable(tables[before].tag)])
+        TableLoad(table, source, targets).run()
+        expected = {
+            key: encode("testing", np.frombuffer(row, np.float32)[None], table.row_dtype).tobytes()
+            for key, row in versions.expected(one).items()
+        }
+        held = {
+            int(key): row.tobytes()
+            for keys, rows in persistent.scan(table.tag, 100)
+            for key, row in zip(keys, rows, strict=True)
+        }
+        assert held == expected
 
 
 def test_rows_of_each_delta_of_a_chain_are_hidden_by_every_later_one(versions: Versions, persistent: Any) -> None:

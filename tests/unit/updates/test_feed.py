@@ -13,6 +13,7 @@ import pytest
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.databases.base import LogPosition, RowChanges
 from hps.errors import DatabaseError, NotReadyError
+from hps.ground import rows as row_formats
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import UpdateStatus
 from hps.updates import feed as feed_module
@@ -66,6 +67,7 @@ class World:
     def __init__(self, partitions: int = 1) -> None:
         self.broker, self.target, self.rejects = MemoryBroker(), MemoryTarget(), Rejects()
         self.metrics = Metrics()
+        self.row_dtype = "float32"  # of the first table
         self.start: dict[Partition, LogPosition] = {}
         self.log = MemoryLog(self.broker)
         self.broker.create(TOPIC, partitions)
@@ -73,7 +75,7 @@ class World:
 
     def feed(self, **settings: Any) -> UpdateFeed:
         tables = [
-            TableTopic(0, "item", TOPIC, DIM, 8, self.start),
+            TableTopic(0, "item", TOPIC, DIM, 8, self.start, self.row_dtype),
             TableTopic(1, "user", OTHER, DIM, 8, {}),
         ]
         config = UpdateSourceConfig(**{"type": "kafka_message_queue", "poll_timeout_ms": 5, "failure_backoff_ms": 1} | settings)
@@ -243,6 +245,24 @@ def test_a_bad_message_is_put_aside_and_the_next_one_is_applied(world: World, mo
     ]  # fmt: skip
     assert all(world.sample("hps_update_dead_letters_total", reason=reason) == 1 for reason in reasons)
     assert world.sample("hps_update_bytes_total") == len(upsert(10, 1)) + len(upsert(50, 3))
+
+
+@pytest.mark.parametrize(("row_dtype", "value"), [("int8", 1e8), ("float16", 1e5), ("bfloat16", 3.4e38)])
+def test_a_message_with_a_row_that_the_format_cannot_hold_is_put_aside_whole(
+    world: World, row_dtype: str, value: float
+) -> None:
+    world.row_dtype = row_dtype
+    good, bad = np.array([[1, 2], [3, 4]], np.float32), np.array([[5, 6], [7, value]], np.float32)
+    keys = np.array([1, 2])
+    for sequence, vectors in ((10, good), (20, bad), (30, good[::-1].copy()), (40, bad)):
+        world.send(encode(keys, vectors, sequence=sequence))
+    with world.running(max_batch_size=2) as feed:
+        assert world.settled(_0="3")
+        assert status(feed).dead_letters == {"row_dtype": 2}
+        assert status(feed).problem == ""
+    assert world.rejects.kept == [("1", "row_dtype", 20), ("3", "row_dtype", 40)]
+    stored = row_formats.encode("testing", good[::-1].copy(), row_dtype)
+    assert world.target.rows[0] == {1: (30, stored[0].tolist()), 2: (30, stored[1].tolist())}
 
 
 def test_only_bad_messages_move_the_position_too(world: World) -> None:

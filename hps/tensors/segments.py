@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.ground.rows import to_bfloat16
+from hps.ground.rows import to_16_bits
 from hps.tensors.array_checks import as_keys, as_output, check_array, view_as_keys, view_as_output
 from hps.tensors.dlpack import CAPSULE, TensorView, adopt
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
@@ -449,14 +449,8 @@ def _narrowed(segment: Segment) -> Segment:
 def narrow(segments: Sequence[Segment]) -> None:
     """Write the outputs of 16 bits in host memory, after a lookup."""
     for segment in segments:
-        target = segment.narrow
-        if target is None:
-            continue
-        if target.dtype == np.float16:
-            with np.errstate(over="ignore"):
-                target[...] = segment.out
-        else:
-            to_bfloat16(segment.out.reshape(-1), target.reshape(-1))
+        if segment.narrow is not None:
+            to_16_bits(segment.out, segment.narrow)
 
 
 def refuse_repeated_tables(tables: Sequence[int], specs: Sequence[TableSpec]) -> None:

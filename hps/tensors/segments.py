@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.ground.rows import to_16_bits
 from hps.tensors.array_checks import as_keys, as_output, check_array, view_as_keys, view_as_output
 from hps.tensors.dlpack import CAPSULE, TensorView, adopt
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
@@ -448,6 +447,8 @@ def _narrowed(segment: Segment) -> Segment:
 
 def narrow(segments: Sequence[Segment]) -> None:
     """Write the outputs of 16 bits in host memory, after a lookup."""
+    from hps.ground.rows import to_16_bits  # not above: clients, which import this module, do without numba
+
     for segment in segments:
         if segment.narrow is not None:
             to_16_bits(segment.out, segment.narrow)

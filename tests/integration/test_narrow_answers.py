@@ -134,6 +134,22 @@ def test_no_keys_are_no_bytes_beside_other_outputs(connection: HTTPConnection, f
     assert (status, set(found.values())) == (200, {b""})
 
 
+def test_answers_side_by_side_have_their_own_memory(service: ServedProcess) -> None:
+    connections = [HTTPConnection("127.0.0.1", int(service.url.rpartition(":")[2]), timeout=30) for _ in range(16)]
+    for turn in range(3):
+        asked = [{"item": (np.arange(2000) * 7 + nth + turn) % ROWS} for nth in range(len(connections))]
+        for connection, keys in zip(connections, asked, strict=True):
+            head, body = request_of(keys, {"item": "FP32" if turn == 1 else "FP16"})
+            connection.request("POST", INFER, body, head)
+        for connection, keys in zip(connections, asked, strict=True):
+            data = connection.getresponse().read()
+            vectors = data[-keys["item"].size * (1 + DIMS["item"] * (4 if turn == 1 else 2)) : -keys["item"].size]
+            got = np.frombuffer(vectors, np.float32 if turn == 1 else np.float16).reshape(-1, DIMS["item"])
+            assert np.allclose(got, vectors_of("item")[keys["item"]], atol=0.02)
+    for connection in connections:
+        connection.close()
+
+
 def test_json_has_fp16_as_numbers_and_refuses_bf16(service: ServedProcess, float32: dict[str, np.ndarray]) -> None:
     inputs = [{"name": "user", "datatype": "INT64", "shape": [5], "data": KEYS["user"].tolist()}]
     with httpx.Client(base_url=service.url) as client:

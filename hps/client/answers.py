@@ -57,6 +57,7 @@ DTYPES: Final[dict[str, "np.dtype[Any]"]] = {
 }
 """Of tensors, by the names of the Open Inference Protocol."""
 
+_BFLOAT16: Final = np.dtype("<u2")  # its bits
 _UNKNOWN: Final = (("got table", UnknownTableError), ("got version", UnknownVersionError), ("got device", UnknownDeviceError))
 
 
@@ -105,6 +106,7 @@ class Expected:
         masks: likewise, for found-masks.
         version: the requested version; None for any.
         shared: outputs that are to be in shared memory.
+        datatypes: of outputs whose vectors are not FP32.
         samples: number of samples of scores, which have outputs of any names in place of vectors; None for a lookup.
         first_bytes: length of head and JSON part of the last answer.
     """
@@ -114,6 +116,7 @@ class Expected:
     version: str | None
     shared: frozenset[str] = frozenset()
     samples: int | None = None
+    datatypes: Mapping[str, str] = field(default_factory=dict)
     first_bytes: int = _FIRST_BYTES
     _layouts: dict[bytes, Layout] = field(default_factory=dict)
 
@@ -141,17 +144,23 @@ class Expected:
                 raise RemoteError(f"reading an answer: got version {answer['model_version']!r:.40}, expected {self.version!r}")
             for output in answer["outputs"]:
                 name, shape, parameters = output["name"], tuple(output["shape"]), output["parameters"]
-                datatype = output["datatype"]
+                datatype, is_bfloat16 = output["datatype"], False
                 if self.samples is not None:
                     keys: tuple[int, ...] = (self.samples,)
                     good = shape[:1] == keys and type(name) is str and all(type(one) is int and one >= 0 for one in shape)
                 elif name in self.vectors:
                     keys = self.vectors[name]
-                    good = datatype == "FP32" and shape[:-1] == keys and type(shape[-1]) is int and shape[-1] > 0
+                    is_bfloat16 = datatype == "BF16"
+                    good = (
+                        datatype == self.datatypes.get(name, "FP32")
+                        and shape[:-1] == keys
+                        and type(shape[-1]) is int
+                        and shape[-1] > 0
+                    )
                 else:
                     keys = self.masks[name]
                     good = datatype == "BOOL" and shape == keys
-                dtype = DTYPES[datatype]
+                dtype = _BFLOAT16 if is_bfloat16 else DTYPES[datatype]
                 size = prod(shape) * dtype.itemsize
                 shared = name in self.shared
                 told = parameters["shared_memory_byte_size" if shared else "binary_data_size"]

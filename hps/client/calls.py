@@ -15,6 +15,7 @@ from hps.client.requests import (
     bag_inputs,
     deadline,
     json_call,
+    narrow_datatypes,
     rows_call,
     rows_path,
     score_inputs,
@@ -121,10 +122,13 @@ class Calls:
             result: makes the result of the call from vectors, found-masks and version.
         """
         parameters = {} if device_id is None else {"DeviceID": device_id}
+        datatypes = narrow_datatypes(tables, out)
 
         def call(keys: Mapping[str, KeyArray], taken: Mapping[str, Any] | None, read: Callable[[Answer], Any]) -> RemoteCall:
             inputs, rows = [Input(name, one) for name, one in keys.items()], {name: (one.size,) for name, one in keys.items()}
-            return self._encoder.lookup(model_name, version, inputs, rows, taken, read, found=found, parameters=parameters)
+            return self._encoder.lookup(
+                model_name, version, inputs, rows, taken, read, found=found, datatypes=datatypes, parameters=parameters
+            )
 
         def part(keys: Mapping[str, KeyArray], is_whole: bool) -> RemoteCall:
             made = call(keys, out if is_whole else None, _part_answer)
@@ -155,8 +159,8 @@ class Calls:
         Args:
             keys: (n,) integers: a sequence or an array of int64, int32 or uint64 (reinterpreted bit for bit); duplicates
                 allowed.
-            out: receives the vectors in its first n x dim elements: float32 in host memory, C-contiguous, writable. After an
-                error its content is unspecified.
+            out: receives the vectors in its first n x dim elements: float32 in host memory, C-contiguous, writable; or float16
+                or bfloat16, which the server rounds to and sends. After an error its content is unspecified.
 
         Returns:
             (n, dim) float32, or `out`. With `return_found` also (n,) bool: True for keys that a tier has.
@@ -236,7 +240,8 @@ class Calls:
             taken = answer.vectors if out is None else dict(out)
             return (taken, answer.version) if return_version else taken
 
-        call = self._encoder.lookup(model_name, version, inputs, rows, out, result, parameters=parameters)
+        datatypes = narrow_datatypes(tables, out)
+        call = self._encoder.lookup(model_name, version, inputs, rows, out, result, datatypes=datatypes, parameters=parameters)
         return self._ask(call, timeout_s)
 
     def score(
@@ -399,7 +404,7 @@ def _part_answer(answer: Answer) -> PartAnswer:
 def _output(out: Mapping[str, Any] | None, name: str, shape: tuple[int, ...]) -> FloatArray:
     if out is None:
         return np.empty(shape, np.float32)
-    taken: FloatArray = as_output(out[name], *shape)
+    taken: FloatArray = as_output(out[name], *shape, narrow=True)
     return taken.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 
 

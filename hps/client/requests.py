@@ -3,7 +3,8 @@
 Requests with the same tables and numbers of keys have the same head and JSON part, which is made once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote, urlencode
 
@@ -20,6 +21,7 @@ from hps.tensors.segments import as_host_array, as_host_keys, as_host_vectors
 from hps.types import FloatArray, Scores
 
 _MOST_FORMS: Final = 256
+_NARROW: Final = {np.dtype(np.float16): "FP16", np.dtype(np.uint16): "BF16"}  # of outputs that are adopted
 _DATATYPES: Final = {dtype.str: name for name, dtype in DTYPES.items()}
 _MOST_DEADLINE_US: Final = 3_600_000_000
 
@@ -97,6 +99,7 @@ class Encoder:
         result: Callable[[Answer], Any],
         *,
         found: bool = False,
+        datatypes: Mapping[str, str] = MappingProxyType({}),
         parameters: Mapping[str, Any],
     ) -> RemoteCall:
         """Encode a lookup.
@@ -106,6 +109,7 @@ class Encoder:
             rows: by output, the shape of its keys or bags.
             out: arrays that take the vectors.
             found: whether the answer has masks.
+            datatypes: those of outputs that are not FP32.
             parameters: of the request.
         """
         arrays = [one.array for one in inputs]
@@ -116,10 +120,11 @@ class Encoder:
             targets = {} if out is None else {name: _place(out[name], memories) for name in rows}
             arrays = [array for array, place in zip(arrays, places, strict=True) if place is None]
         shapes = tuple((one.name, one.array.shape, one.array.dtype.str) for one in inputs)
-        key = (model, version, shapes, tuple(rows.items()), found, tuple(parameters.items()), *places, *targets.items())
+        options = tuple(datatypes.items()), tuple(parameters.items())
+        key = (model, version, shapes, tuple(rows.items()), found, *options, *places, *targets.items())
         form = self._forms.get(key)
         if form is None:
-            form = self._keep(key, self._form(model, version, inputs, rows, found, parameters, places, targets))
+            form = self._keep(key, self._form(model, version, inputs, rows, found, datatypes, parameters, places, targets))
         taken = None if out is None else lambda name, shape: _output(out[name], shape)
         expected = form.expected
         return RemoteCall(form.start, form.rest, arrays, lambda: Answer(expected, taken), result)
@@ -131,6 +136,7 @@ class Encoder:
         inputs: Sequence[Input],
         rows: Mapping[str, tuple[int, ...]],
         found: bool,
+        datatypes: Mapping[str, str],
         parameters: Mapping[str, Any],
         places: Sequence[Reference | None],
         targets: Mapping[str, Reference | None],
@@ -144,15 +150,15 @@ class Encoder:
         options = {**parameters, "binary_data_output": True, "vectors": True}  # of a model with a network, too
         document: dict[str, Any] = {"inputs": tensors, "parameters": options}
         shared = frozenset(name for name, place in targets.items() if place is not None)
-        if shared:
-            names = [*rows, *masks]
-            document["outputs"] = [
-                {"name": name, "parameters": place.parameters if (place := targets.get(name)) else {"binary_data": True}}
-                for name in names
-            ]
+        if shared or datatypes:
+            document["outputs"] = outputs = []
+            for name in [*rows, *masks]:
+                where = place.parameters if (place := targets.get(name)) else {"binary_data": True}
+                kind = {"datatype": datatypes[name]} if name in datatypes else {}
+                outputs.append({"name": name, "parameters": {**where, **kind}})
         elif found:
             options["found"] = True
-        return _Form(*_infer(model, version, document, size), Expected(dict(rows), masks, version, shared))
+        return _Form(*_infer(model, version, document, size), Expected(dict(rows), masks, version, shared, datatypes=datatypes))
 
     def score(
         self, model: str, version: str | None, inputs: Sequence[Input], samples: int, parameters: Mapping[str, Any]
@@ -323,7 +329,17 @@ def _place(array: Any, memories: Sequence[SharedMemory]) -> Reference | None:
     return next((place for one in memories if (place := one.place(array)) is not None), None)
 
 
+def narrow_datatypes(tables: Iterable[str], out: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the datatypes of outputs of 16 bits, by table.
+
+    Raises:
+        InvalidDtypeError, InvalidInputError: an output cannot take vectors.
+    """
+    dtypes = {} if out is None else {name: as_output(out[name], 0, 0, narrow=True).dtype for name in tables}
+    return {name: _NARROW[dtype] for name, dtype in dtypes.items() if dtype in _NARROW}
+
+
 def _output(out: Any, shape: tuple[int, ...]) -> FloatArray:
     rows, dim = shape
-    taken: FloatArray = as_output(out, rows, dim)
+    taken: FloatArray = as_output(out, rows, dim, narrow=True)
     return taken

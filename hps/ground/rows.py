@@ -225,6 +225,23 @@ def to_bfloat16(values: FloatArray, out: Any) -> None:
         out[i] = _bfloat_of(values[i])
 
 
+@kernel(numba.void, read_only(float32[::1]), uint16[::1])
+def to_float16(values: FloatArray, out: Any) -> None:
+    """Write the bits of the nearest float16 of each value."""
+    for i in range(values.size):
+        out[i] = half_of(values[i])
+
+
+def to_16_bits(values: FloatArray, out: Any) -> None:
+    """Write the nearest values of 16 bits; finite ones that are too large become infinite, and NaN stays NaN.
+
+    Args:
+        out: as many elements as `values`, float16, or uint16 for the bits of bfloat16; both are C-contiguous.
+    """
+    convert = to_float16 if out.dtype == np.float16 else to_bfloat16
+    convert(values.reshape(-1), out.reshape(-1).view(np.uint16))
+
+
 def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> FloatArray:
     """Return the rows, (n, width) float32, of vectors, (n, dim) float32, C-contiguous; float32 itself.
 

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hps.errors import HPSError
+from hps.ground.rows import to_bfloat16, to_float16
 from hps.regions.exchange import (
     BASE,
     BATCHES,
@@ -55,7 +56,7 @@ from hps.regions.layout import BEGUN_EPOCH, MOST_SEGMENTS, RING, SEGMENT_WORDS, 
 from hps.statistics.times import LOOKUP_BOUNDS_NS
 from hps.types import IndexArray, TableSpec
 
-FRONT_KERNELS: Final = (post, completions, arm, store_word)
+FRONT_KERNELS: Final = (post, completions, arm, store_word, to_float16, to_bfloat16)
 OWNER_KERNELS: Final = (read_job, complete_job, store_word)
 _MOST_TABLES = 1 << 14
 

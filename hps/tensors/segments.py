@@ -447,17 +447,11 @@ def _narrowed(segment: Segment) -> Segment:
 
 def narrow(segments: Sequence[Segment]) -> None:
     """Write the outputs of 16 bits in host memory, after a lookup."""
-    from hps.ground.rows import to_bfloat16  # clients of a server read tensors without numba
+    from hps.ground.rows import to_16_bits  # not above: clients, which import this module, do without numba
 
     for segment in segments:
-        target = segment.narrow
-        if target is None:
-            continue
-        if target.dtype == np.float16:
-            with np.errstate(over="ignore"):
-                target[...] = segment.out
-        else:
-            to_bfloat16(segment.out.reshape(-1), target.reshape(-1))
+        if segment.narrow is not None:
+            to_16_bits(segment.out, segment.narrow)
 
 
 def refuse_repeated_tables(tables: Sequence[int], specs: Sequence[TableSpec]) -> None:

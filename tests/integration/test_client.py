@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import hps
 from hps.configuration.tokens import digest_of
@@ -67,6 +68,28 @@ def test_it_looks_up_as_the_server_in_process_does(client: hps.Client) -> None:
     assert client.lookup([], "m", "item").shape == (0, 4)
     assert vectors.flags.aligned
     assert vectors.flags.writeable
+
+
+def test_outputs_of_16_bits_receive_16_bits(client: hps.Client) -> None:
+    keys = np.array([3, 499, 10**12])
+    vectors, found = client.lookup(keys, "m", "item", return_found=True)
+    for _ in range(2):
+        half = np.full((4, 4), 7, np.float16)
+        taken, mask = client.lookup(keys, "m", "item", out=half, return_found=True)
+        assert taken is half
+        assert (half[:3] == vectors.astype(np.float16)).all()
+        assert (half[3] == 7).all()
+        assert (mask == found).all()
+        out = {"item": torch.empty((3, 4), dtype=torch.bfloat16), "user": np.empty((1, 16), np.float32)}
+        client.lookup_tables({"user": [1], "item": keys}, "m", out=out)
+        assert out["item"].equal(torch.from_numpy(vectors).bfloat16())
+        assert (out["user"] == vectors_of("user", [1])).all()
+        pooled = np.empty((1, 4), np.float16)
+        client.lookup_pooled({"item": hps.Bags(keys[:2], [0, 2])}, "m", out={"item": pooled})
+        assert (pooled == vectors[:2].sum(0).astype(np.float16)).all()
+    assert client.lookup([], "m", "item", out=np.empty((0, 4), np.float16)).shape == (0, 4)
+    with pytest.raises(hps.InvalidDtypeError, match="got float64, expected float32, float16 or bfloat16"):
+        client.lookup(keys, "m", "item", out=np.empty((3, 4)))
 
 
 def test_it_pools_bags(client: hps.Client) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 import hps
 from tests.servers.running_service import document_of, model_of
@@ -68,6 +69,10 @@ def test_it_looks_up_as_one_server_does(servers: list[ServedProcess]) -> None:
             out = np.full((size, DIMS["item"]), np.nan, np.float32)
             assert routed.lookup(keys["item"], "m", "item", out=out) is out
             np.testing.assert_array_equal(out, wanted["item"])
+            narrow = {"item": torch.empty(size, DIMS["item"], dtype=torch.bfloat16), "user": np.empty((size, 8), np.float16)}
+            routed.lookup_tables(keys, "m", out=narrow)
+            assert narrow["item"].equal(torch.from_numpy(wanted["item"]).bfloat16())
+            np.testing.assert_array_equal(narrow["user"], wanted["user"].astype(np.float16))
         assert routed.lookup(np.array([2**64 - 1], np.uint64), "m", "item").shape == (1, 4)
         pooled = routed.lookup_pooled({"item": hps.Bags([1, 2, 3], [0, 2, 3])}, "m")
         assert pooled["item"].shape == (2, 4)

@@ -119,6 +119,30 @@ def test_bags_and_reports_take_keys_from_segments(client: triton.InferenceServer
     assert report.get_response()["parameters"]["item.keys"] == 4
 
 
+@pytest.mark.parametrize("report", [False, True])
+def test_outputs_of_16_bits_go_to_segments(
+    client: triton.InferenceServerClient, pair: tuple[Any, Any], *, report: bool
+) -> None:
+    keys, vectors = pair
+    regions.set_shared_memory_region(keys, [np.array([7, 8])])
+    user = triton.InferInput("user", [1], "INT64")
+    user.set_data_from_numpy(np.array([1]))
+    parameters = {"datatype": "FP16", "report": report}
+    with pytest.raises(InferenceServerException, match="should be at least 16 bytes"):
+        client.infer("m", [in_region("item", [2])], outputs=[to_region("item", 15)], parameters=parameters)
+    for _ in range(2):
+        outputs = [to_region("item", 16), triton.InferRequestedOutput("user")]
+        found = client.infer("m", [in_region("item", [2]), user], outputs=outputs, parameters=parameters)
+        assert found.get_output("item")["datatype"] == "FP16"
+        assert (regions.get_contents_as_numpy(vectors, np.float16, [2, DIM]) == vectors_of([7, 8])).all()
+        assert (found.as_numpy("user") == vectors_of([1])).all()
+        assert found.as_numpy("user").dtype == np.float16
+    own = to_region("item", 32, 64)
+    own._parameters["datatype"] = "FP32"  # as clients may that write their JSON themselves
+    client.infer("m", [in_region("item", [2])], outputs=[own], parameters=parameters)
+    assert (regions.get_contents_as_numpy(vectors, np.float32, [2, DIM], 64) == vectors_of([7, 8])).all()
+
+
 def test_regions_are_listed_and_forgotten(client: triton.InferenceServerClient, pair: tuple[Any, Any]) -> None:
     for _ in range(2):
         listed = client.get_system_shared_memory_status()
@@ -297,6 +321,9 @@ def test_arrays_of_our_client_do_not_pass_through_the_socket(service: ServedProc
                 assert (client.lookup(keys, "m", "item") == vectors_of(keys)).all()
                 tables = client.lookup_tables({"item": keys, "user": [1]}, "m", out={"item": out, "user": more[:1]})
                 assert (tables["user"] == vectors_of([1])).all()
+                half = memory.empty((100, DIM), np.float16)
+                client.lookup_tables({"item": keys, "user": [1]}, "m", out={"item": half, "user": more[:1]})
+                assert (half == vectors_of(keys).astype(np.float16)).all()
                 client.lookup_pooled({"user": hps.Bags(users)}, "m", out={"user": more})
                 assert (more == [vectors_of(one).sum(0) for one in users]).all()
             assert memory.name in str(httpx.get(f"{service.url}/v2/systemsharedmemory/status").json())

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from hps.service.protocol.open_inference import AnswerLayout
+
 HEAD_ROOM: Final = 768
 """Bytes before the JSON part of an answer, for its HTTP head."""
 ASIDE_ROOM: Final = 2048
@@ -34,9 +36,11 @@ class Plan:
         text: JSON part of the answer.
         vectors_at: of the vectors, or scores, that follow it.
         end: of the answer.
+        size: of the slot.
         device: the requested device.
         answer: head of the answer over HTTP, up to the request's id.
         keys: number of keys.
+        layout: of an answer with outputs of 16 bits, which the front converts; else None.
     """
 
     descriptor: bytes
@@ -45,6 +49,8 @@ class Plan:
     text: bytes
     vectors_at: int
     end: int
+    size: int
     device: int | None
     answer: bytes
     keys: int
+    layout: AnswerLayout | None = None

@@ -149,7 +149,7 @@ class OwnerExchange:
         if not self._connected:
             self._expect_owner()
         plan, placed = lookup.plan, lookup.placed
-        size = plan.end if plan is not None else placed.size  # type: ignore[union-attr]
+        size = plan.size if plan is not None else placed.size  # type: ignore[union-attr]
         if size > self.slots.largest:
             limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
             raise RequestError(413, f"answering the request: it takes {size} bytes of memory, {limit}; send fewer keys at once")
@@ -263,8 +263,11 @@ class OwnerExchange:
         if status == ANSWERED:
             resumed = time.perf_counter_ns()
             began, ended = longs[at + layout.BEGAN_NS // 8], longs[at + layout.ENDED_NS // 8]
+            if (plan := lookup.plan) is not None and plan.layout is not None:
+                begin = slot + plan.vectors_at - len(plan.text)
+                plan.layout.convert(self.region.bytes[begin : begin + plan.layout.size])
             lookup.version.counts.succeeded(lookup.began_ns, lookup.posted_ns, began, ended, resumed)
-            if lookup.plan is None or lookup.shared is not None:
+            if plan is None or lookup.shared is not None:
                 self._answer_placed(lookup, requester, began, ended, resumed)
                 return
             deferred = longs[at + layout.DEFERRED // 8]

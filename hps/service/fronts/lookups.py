@@ -102,25 +102,27 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     tensors = list(header.inputs.values())
     keys_at = up(HEADER_BYTES + 8 * SEGMENT_WORDS * len(layout.ranges) + ASIDE_ROOM, 64)
     vectors_at = up(keys_at + header.binary_size + HEAD_ROOM + len(layout.text), _VECTORS_ALIGNED)
-    words, out, mask = [], vectors_at, vectors_at + layout.vectors_size
+    begin = vectors_at - len(layout.text)
+    words, out, mask = [], begin + layout.lookup_at, vectors_at + layout.vectors_size
     for one in layout.ranges:
         count = one.stop - one.start
         words += [one.table, count, keys_at + tensors[one.source].start + 8 * one.start, out, mask if one.masked else 0]
         out += one.step
         mask += count if one.masked else 0
-    size = layout.size
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(layout.text))
-    answer = answer_head(200, headers, size, b"", close=False).removesuffix(b"\r\n\r\n")
+    answer = answer_head(200, headers, layout.answer_size, b"", close=False).removesuffix(b"\r\n\r\n")
     return Plan(
         _descriptor(0, len(layout.ranges), ASIDE_ROOM, words),
         keys_at,
         header.binary_size,
         layout.text,
         vectors_at,
-        vectors_at + layout.size - len(layout.text),
+        begin + layout.answer_size,
+        begin + layout.size,
         header.device_id,
         answer,
         header.binary_size // 8,
+        layout if layout.converts else None,
     )
 
 
@@ -246,6 +248,7 @@ class LaidOut:
         if inference is None:
             raise RuntimeError("the answer has no memory")
         inference.device_id = device
+        inference.convert()
         if (whole := inference.binary_answer) is not None:
             return EncodedAnswer((), whole[:1], whole[1])
         pieces, binary = inference.encode(report)

@@ -17,6 +17,7 @@ from hps.service.shared_memory import Region, check_local, open_segment
 
 MARK: Final = b'"shared_memory_region"'
 _SIZES: Final = {"INT64": 8, "INT32": 4, "FP32": 4}
+_PLACE: Final = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 _CACHED: Final = 256
 
 
@@ -125,7 +126,8 @@ def _translate(text: bytes) -> Translation:
             requested.append(one)
             continue
         outputs[str(one.get("name"))] = place
-        requested.append({**one, "parameters": {"binary_data": True}})
+        others = {name: value for name, value in _parameters(one).items() if name not in _PLACE}
+        requested.append({**one, "parameters": {**others, "binary_data": True}})
     members = {**request, "inputs": tensors}
     if requested:
         members["outputs"] = requested

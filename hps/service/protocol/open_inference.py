@@ -8,7 +8,8 @@ A request names its keys in one of two ways:
 - one input per table, named like the table, INT64 of any shape s. The answer is an FP32 output of the same name and of shape
   s + [dim] and, if requested, `<table>.found` BOOL of shape s.
 
-Keys may be in bags, which are answered with one vector each: see `bag_inputs`.
+Keys may be in bags, which are answered with one vector each: see `bag_inputs`. The parameter `datatype` of an output, or of the
+request for all vectors, asks for FP16 or BF16 in place of FP32.
 
 The request parameter `"report": true` adds a report to the answer's parameters. `"found": true` requests the found-masks, as
 does naming them in `outputs`. `DeviceID` selects the device.
@@ -18,6 +19,7 @@ Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) an
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.ground.rows import to_16_bits
 from hps.service.logs.lookup_report import LookupBreakdown, Number
 from hps.service.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
@@ -44,7 +47,8 @@ from hps.types import BoolArray, FloatArray
 
 _MAX_LENGTH_DIGITS = 12
 _CACHED_LAYOUTS = 256
-_ALIGNMENT = 16  # size of the vectors in an answer, in bytes
+_ALIGNMENT = 16  # of vectors in an answer, in bytes
+_DTYPES = {name: np.dtype(dtype) for name, dtype in (("FP32", "<f4"), ("FP16", "<f2"), ("BF16", "<u2"), ("BOOL", "?"))}
 _DEVICE = b'"DeviceID":'  # would be escaped within a JSON string
 _LONGEST_ID = 2**31 - 1
 _ID_DIGITS = len(str(_LONGEST_ID))
@@ -79,25 +83,31 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One output: elements [start, start + size) of all vectors (FP32) or of all masks (BOOL). *Immutable.*
+    """One output: elements [start, start + size) of all vectors or, if BOOL, of all masks. *Immutable.*
 
     `size` is the product of `shape`.
     """
 
     name: str
-    datatype: str
     shape: list[int]
     start: int
     size: int
     binary: bool
+    datatype: str
 
     @property
     def size_bytes(self) -> int:
-        return 4 * self.size if self.datatype == "FP32" else self.size
+        return _DTYPES[self.datatype].itemsize * self.size
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.datatype in ("FP16", "BF16")
 
 
 class AnswerLayout:
     """Memory layout of an answer: its JSON part, the vectors of all key ranges, then the requested masks. *Immutable.*
+
+    If an output has 16 bits, the lookup writes float32 behind the answer, and `convert` writes the vectors of the answer.
 
     Only if every output is binary, the JSON part is in that memory, padded with spaces: the answer is then sent with one write
     and without a copy. Otherwise the JSON part is written once the vectors are known.
@@ -112,7 +122,9 @@ class AnswerLayout:
     Attributes:
         text: the JSON part, with device 0; empty if it is not written in advance.
         device_place: position in it for further digits of the device; 0 without a device.
-        vectors_size, size: bytes of all vectors, and of the memory.
+        converts: whether an output has 16 bits.
+        vectors_size, answer_size, size: bytes of the vectors in the answer, of the answer, and of the memory.
+        lookup_at: where the lookup writes the vectors.
         held_bytes: upper bound on vectors, masks and text of the answer.
         scratch_bytes: bytes of the vectors of all keys in bags.
     """
@@ -131,7 +143,10 @@ class AnswerLayout:
         self.wants_report = wants_report
         self._members = members
         self._samples = samples
-        self.vectors_size = sum(4 * keys.dim * keys.rows for keys in ranges)
+        self.converts = any(output.is_narrow for output in outputs)
+        looked_up = sum(4 * keys.dim * keys.rows for keys in ranges)
+        vectors = [one for one in outputs if one.datatype != "BOOL"]
+        self.vectors_size = sum(one.size_bytes for one in vectors) if self.converts else looked_up
         self.scratch_bytes = sum(4 * keys.dim * (keys.stop - keys.start) for keys in ranges if keys.bags)
         masks_size = sum(keys.stop - keys.start for keys in ranges if keys.masked)
         self.text = b""
@@ -143,9 +158,42 @@ class AnswerLayout:
                 self.device_place = text.index(_DEVICE) + len(_DEVICE)
                 text = text.replace(_DEVICE + b"%d" % _LONGEST_ID, _DEVICE + _digits(0))
             self.text = text + b" " * (-len(text) % _ALIGNMENT)
-        self.size = len(self.text) + self.vectors_size + masks_size
-        shares = JSON_VECTOR_SHARE * self.vectors_size + JSON_MASK_SHARE * masks_size
+        self.answer_size = self.size = len(self.text) + self.vectors_size + masks_size
+        self.lookup_at = len(self.text)
+        if self.converts:
+            self.lookup_at = self.answer_size + -self.answer_size % _ALIGNMENT
+            self.size = self.lookup_at + looked_up
+        ends = accumulate((one.size_bytes for one in vectors), initial=len(self.text))
+        self._places = [
+            end if self.converts else self.lookup_at + 4 * one.start for one, end in zip(vectors, ends, strict=False)
+        ]
+        masks_at = len(self.text) + self.vectors_size
+        self._places += [masks_at + one.start for one in outputs if one.datatype == "BOOL"]
+        shares = JSON_VECTOR_SHARE * looked_up + JSON_MASK_SHARE * masks_size
         self.held_bytes = self.size if self.text else shares
+
+    def arrays(self, memory: np.ndarray) -> list[np.ndarray]:
+        """Return the elements of each output, (size,), in the memory of an answer; BF16 as uint16."""
+        return [
+            np.ndarray((output.size,), _DTYPES[output.datatype], memory, place)
+            for output, place in zip(self.outputs, self._places, strict=True)
+        ]
+
+    def convert(self, memory: np.ndarray) -> None:
+        """Write the vectors of an answer with outputs of 16 bits, once the lookup has written its own.
+
+        Args:
+            memory: of the answer, (size,) uint8.
+        """
+        if not self.converts:
+            return
+        vectors = memory[self.lookup_at :].view(np.float32)
+        for output, target in zip(self.outputs, self.arrays(memory), strict=True):
+            values = vectors[output.start : output.start + output.size]
+            if output.is_narrow:
+                to_16_bits(values, target)
+            elif output.datatype == "FP32":
+                target.view(np.uint8)[:] = values.view(np.uint8)  # perhaps not aligned
 
     def describe(
         self, values: Sequence[FloatArray | BoolArray | None], device: int, report: Mapping[str, Number] = MappingProxyType({})
@@ -190,7 +238,7 @@ class Inference:
         if layout.text:
             self._memory.data[: len(layout.text)] = layout.text
         self.segments: list[Segment] = []
-        place, mask_place = len(layout.text), len(layout.text) + layout.vectors_size
+        place, mask_place = layout.lookup_at, len(layout.text) + layout.vectors_size
         for keys in layout.ranges:
             out = np.ndarray((keys.rows, keys.dim), np.float32, self._memory, place, keys.strides)
             segment = Segment(keys.table, inputs[keys.source][keys.start : keys.stop], out)
@@ -200,13 +248,17 @@ class Inference:
                 mask_place += keys.rows
             self.segments.append(segment)
 
+    def convert(self) -> None:
+        """Write outputs of 16 bits, after the lookup."""
+        self._layout.convert(self._memory)
+
     @property
     def binary_answer(self) -> tuple[memoryview, int] | None:
         """Body of an answer whose outputs are all binary, written by the lookup; and the length of its JSON part."""
         layout = self._layout
         if not layout.text:
             return None
-        body = self._memory.data
+        body = self._memory.data[: layout.answer_size]
         if self.device_id and (place := layout.device_place):
             body[place : place + _ID_DIGITS] = _digits(self.device_id)
         return body, len(layout.text)
@@ -223,12 +275,7 @@ class Inference:
             The JSON part in pieces, and the binary outputs as views of the lookup's memory.
         """
         layout = self._layout
-        vectors = self._memory[: layout.vectors_size].view(np.float32)
-        masks = self._memory[layout.vectors_size :].view(np.bool_)
-        values: list[FloatArray | BoolArray] = [
-            (vectors if output.datatype == "FP32" else masks)[output.start : output.start + output.size]
-            for output in layout.outputs
-        ]
+        values = [np.require(one, requirements="A") for one in layout.arrays(self._memory)]  # JSON is written from aligned ones
         binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
         numbers = {} if report is None else report.flat()
         return write_json(layout.describe(values, self.device_id or 0, numbers), layout.held_bytes), binary
@@ -367,7 +414,7 @@ def _by_numkeys(
     keys = header.inputs["KEYS"].count
     check_numkeys(counts, keys, model)
     floats = check_counts(zip(model.tables, counts, strict=True), max_keys)
-    vectors_binary, mask_binary = header.vectors("OUTPUT0"), header.mask("FOUND0")
+    wanted, mask_binary = header.vectors("OUTPUT0"), header.mask("FOUND0")
     source = list(header.inputs).index("KEYS")
     ranges, start = [], 0
     for index, (table, count) in enumerate(zip(model.tables, counts, strict=True)):
@@ -375,10 +422,10 @@ def _by_numkeys(
         ranges.append(KeyRange(index, table.dim, source, start, start + count, mask_binary is not None, count, step))
         start += count
     outputs = []
-    if vectors_binary is not None:
-        outputs.append(OutputTensor("OUTPUT0", "FP32", [floats], 0, floats, vectors_binary))
+    if wanted is not None:
+        outputs.append(OutputTensor("OUTPUT0", [floats], 0, floats, *wanted))
     if mask_binary is not None:
-        outputs.append(OutputTensor("FOUND0", "BOOL", [keys], 0, keys, mask_binary))
+        outputs.append(OutputTensor("FOUND0", [keys], 0, keys, mask_binary, "BOOL"))
     return ranges, outputs
 
 
@@ -393,13 +440,13 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
     floats = keys = 0
     for source, (index, tensor) in enumerate(zip(indices, tensors, strict=True)):
         name, dim, count = tensor.name, model.tables[index].dim, tensor.count
-        vectors_binary, mask_binary = header.vectors(name), header.mask(f"{name}.found")
+        wanted, mask_binary = header.vectors(name), header.mask(f"{name}.found")
         ranges.append(KeyRange(index, dim, source, 0, count, mask_binary is not None, count, 4 * count * dim))
-        if vectors_binary is not None:
-            vectors.append(OutputTensor(name, "FP32", [*tensor.shape, dim], floats, count * dim, vectors_binary))
+        if wanted is not None:
+            vectors.append(OutputTensor(name, [*tensor.shape, dim], floats, count * dim, *wanted))
         floats += count * dim
         if mask_binary is not None:
-            masks.append(OutputTensor(f"{name}.found", "BOOL", tensor.shape, keys, count, mask_binary))
+            masks.append(OutputTensor(f"{name}.found", tensor.shape, keys, count, mask_binary, "BOOL"))
             keys += count
     return ranges, vectors + masks
 
@@ -415,9 +462,9 @@ def _by_bags(
         name, count = model.tables[bags.table].table_name, bags.count
         step, strides = (4 * dim, (4 * width, 4)) if concatenated and count else (4 * dim * count, None)
         ranges.append(KeyRange(bags.table, dim, bags.source, bags.start, bags.stop, False, count, step, strides, bags))
-        if not concatenated and (binary := header.vectors(name)) is not None:
-            outputs.append(OutputTensor(name, "FP32", [count, dim], place, count * dim, binary))
+        if not concatenated and (wanted := header.vectors(name)) is not None:
+            outputs.append(OutputTensor(name, [count, dim], place, count * dim, *wanted))
         place += count * dim
-    if concatenated and (binary := header.vectors("OUTPUT0")) is not None:
-        outputs.append(OutputTensor("OUTPUT0", "FP32", [tables[0].count, width], 0, place, binary))
+    if concatenated and (wanted := header.vectors("OUTPUT0")) is not None:
+        outputs.append(OutputTensor("OUTPUT0", [tables[0].count, width], 0, place, *wanted))
     return ranges, outputs

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,19 @@ _INTEGERS: dict[str, _Dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4
 FP32: _Dtype = np.dtype("<f4")
 _FLOATS = {"FP32": FP32}
 _ANY = _INTEGERS | _FLOATS
+_VECTORS: Final = ("FP32", "FP16", "BF16")
+
+
+class RequestedOutput(NamedTuple):
+    """How an output is sent.
+
+    Attributes:
+        binary: whether as binary data.
+        datatype: of vectors; None: that of the request.
+    """
+
+    binary: bool
+    datatype: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +67,11 @@ class InferenceHeader:
     Attributes:
         inputs: by name, in the order of the request.
         binary_size: total bytes of the inputs' binary data.
-        requested: by output name, whether it is sent as binary data; None if the request names no outputs.
+        requested: outputs by name; None if the request names no outputs.
         report: whether the answer includes a report.
         found: whether found-masks that `requested` does not name are requested, too.
         binary: whether outputs that `requested` does not name are sent as binary data.
+        datatype: of vectors for which `requested` has none.
         numkeys: position of NUMKEYS among the inputs if KEYS is among them, too; else None.
         device_id: the requested device; None for any.
         bag_options: parameters of bags: `combiner` and the like, or `<table>.combiner`.
@@ -67,24 +81,44 @@ class InferenceHeader:
     request_id: str | None
     inputs: dict[str, InputTensor]
     binary_size: int
-    requested: dict[str, bool] | None
+    requested: dict[str, RequestedOutput] | None
     report: bool
     found: bool
     binary: bool
+    datatype: str
     numkeys: int | None
     device_id: int | None
     bag_options: dict[str, Any]
     bags: bool
 
-    def vectors(self, name: str) -> bool | None:
-        """Return whether this vector output is sent as binary data; None if it is not requested."""
-        return self.binary if self.requested is None else self.requested.get(name)
+    def vectors(self, name: str) -> tuple[bool, str] | None:
+        """Return whether this vector output is sent as binary data, and its datatype; None if it is not requested.
+
+        Raises:
+            InvalidDtypeError: it is BF16, and not binary.
+        """
+        one = RequestedOutput(self.binary, None) if self.requested is None else self.requested.get(name)
+        if one is None:
+            return None
+        datatype = one.datatype or self.datatype
+        if datatype == "BF16" and not one.binary:
+            expected = "expected binary data, or FP16 or FP32, which JSON can have"
+            raise InvalidDtypeError(f"reading 'outputs': got datatype 'BF16' for {name[:120]!r} as JSON, {expected}")
+        return one.binary, datatype
 
     def mask(self, name: str) -> bool | None:
-        """Return whether this found-mask is sent as binary data; None if it is not requested."""
-        if self.requested is not None and name in self.requested:
-            return self.requested[name]
-        return self.binary if self.found else None
+        """Return whether this found-mask is sent as binary data; None if it is not requested.
+
+        Raises:
+            InvalidDtypeError: a datatype of vectors is asked for it.
+        """
+        one = None if self.requested is None else self.requested.get(name)
+        if one is None:
+            return self.binary if self.found else None
+        if one.datatype is not None:
+            got = f"got datatype {one.datatype!r} for the found-mask {name[:120]!r}"
+            raise InvalidDtypeError(f"reading 'outputs': {got}, expected none: it is BOOL")
+        return one.binary
 
 
 def read_header(text: bytes) -> InferenceHeader:
@@ -104,10 +138,13 @@ def read_header(text: bytes) -> InferenceHeader:
     inputs, binary_size = read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
     requested = read_outputs(request.get("outputs"), binary)
+    datatype = _datatype(parameters, "reading 'parameters'") or "FP32"
     device_id = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
     options = _bag_options(parameters)
     bags = bool(options) or any(map(_may_be_of_bags, inputs))
-    return InferenceHeader(request_id, inputs, binary_size, requested, report, found, binary, numkeys, device_id, options, bags)
+    return InferenceHeader(
+        request_id, inputs, binary_size, requested, report, found, binary, datatype, numkeys, device_id, options, bags
+    )
 
 
 cached_header = lru_cache(_CACHED_HEADERS)(read_header)
@@ -162,10 +199,23 @@ def read_inputs(
 
 def _dtype(name: str, datatype: Any, expected: Mapping[str, _Dtype]) -> _Dtype:
     if type(datatype) is not str or datatype not in expected:
-        got = repr(datatype[:40]) if isinstance(datatype, str) else kind_of(datatype)
         names = "INT64 (or INT32)" if expected is _INTEGERS else "FP32" if expected in (_FLOATS, _ANY) else ", ".join(expected)
-        raise InvalidDtypeError(f"{reading_input(name)}: got datatype {got}, expected {names}")
+        raise InvalidDtypeError(f"{reading_input(name)}: got datatype {_shown(datatype)}, expected {names}")
     return expected[datatype]
+
+
+def _datatype(parameters: dict[str, Any], what: str) -> str | None:
+    """Read the parameter `datatype`, of vectors; None if there is none."""
+    datatype = parameters.get("datatype")
+    if datatype is None:
+        return None
+    if type(datatype) is not str or datatype not in _VECTORS:
+        raise InvalidDtypeError(f"{what}: got datatype {_shown(datatype)}, expected {', '.join(_VECTORS)}")
+    return datatype
+
+
+def _shown(datatype: Any) -> str:
+    return repr(datatype[:40]) if isinstance(datatype, str) else kind_of(datatype)
 
 
 def _shape(name: str, shape: Any) -> list[int]:
@@ -226,17 +276,17 @@ def _bag_options(parameters: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def read_outputs(outputs: Any, binary: bool) -> dict[str, bool] | None:
-    """Read the outputs that a request names, and whether each is binary; None if it names none.
+def read_outputs(outputs: Any, binary: bool) -> dict[str, RequestedOutput] | None:
+    """Read the outputs that a request names; None if it names none.
 
     Raises:
-        InvalidInputError: they are invalid.
+        InvalidInputError, InvalidDtypeError: they are invalid.
     """
     if outputs is None:
         return None
     if type(outputs) is not list or not outputs:
         raise InvalidInputError("reading the request: 'outputs' is empty or not a list; leave it out to get all vectors")
-    requested: dict[str, bool] = {}
+    requested: dict[str, RequestedOutput] = {}
     for output in outputs:
         what = f"reading outputs[{len(requested)}]"
         name = output.get("name") if type(output) is dict else None
@@ -247,7 +297,7 @@ def read_outputs(outputs: Any, binary: bool) -> dict[str, bool] | None:
         parameters = read_parameters(output, what)
         if unsupported := {"classification", "shared_memory_region"} & parameters.keys():
             raise InvalidInputError(f"{what}: the parameter {min(unsupported)!r} is not supported")
-        requested[name] = _flag(parameters, "binary_data", what, default=binary)
+        requested[name] = RequestedOutput(_flag(parameters, "binary_data", what, default=binary), _datatype(parameters, what))
     return requested
 
 

@@ -135,7 +135,11 @@ class RequestOutput(BaseModel):
     """A requested output: `OUTPUT0`, `FOUND0`, `<table>` or `<table>.found`."""
 
     name: str
-    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data`: whether to send it as binary data.")
+    parameters: dict[str, Any] | None = Field(
+        default=None,
+        description="`binary_data`: whether to send it as binary data. `datatype`: of vectors, `FP32`, `FP16` or `BF16`, which "
+        "is binary data alone; by default that of the request.",
+    )
 
 
 class InferenceRequest(BaseModel):
@@ -158,6 +162,7 @@ class InferenceRequest(BaseModel):
         description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too. `DeviceID`: "
         "the device to answer; by default the least busy one. `combiner` (`sum`, `mean` or `sqrtn`), `max_norm` and "
         "`padding_key`: for the bags of all tables; `<table>.combiner` and the like: of one table. "
+        "`datatype`: of all vectors, by default `FP32`. "
         "`report`: add the answering tiers and the times of stages to the answer's parameters.",
     )
     inputs: list[RequestInput]
@@ -165,10 +170,10 @@ class InferenceRequest(BaseModel):
 
 
 class ResponseOutput(BaseModel):
-    """Vectors (FP32) or a found-mask (BOOL)."""
+    """Vectors (FP32, or FP16 or BF16 if requested) or a found-mask (BOOL)."""
 
     name: str
-    datatype: Literal["FP32", "BOOL"]
+    datatype: Literal["FP32", "FP16", "BF16", "BOOL"]
     shape: list[int]
     parameters: dict[str, Any] | None = Field(
         default=None, description="`binary_data_size`: its size in the binary part, in bytes."

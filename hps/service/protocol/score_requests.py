@@ -93,10 +93,13 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
     if requested is not None and (unknown := [name for name in requested if name not in outputs]):
         raise InvalidInputError(f"reading 'outputs': got {unknown[0][:120]!r}, expected some of {', '.join(outputs)}")
     chosen = tuple(
-        (one, binary if requested is None else requested[one.name])
+        (one, binary if requested is None else requested[one.name].binary)
         for one in network.outputs
         if requested is None or one.name in requested
     )
+    if "datatype" in parameters or any(one.datatype for one in (requested or {}).values()):
+        expected = 'expected none: scores have those of the network; vectors are asked with "vectors": true'
+        raise InvalidInputError(f"reading the request: got the parameter 'datatype', {expected}")
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or not 0 <= timeout <= _MOST_TIMEOUT_US:
         raise InvalidInputError(

@@ -101,6 +101,8 @@ def in_process(request, device):
         if one.found is not None:
             one.found[...] = found_of(one.keys)
     request.device_id = device
+    if hasattr(request, "convert"):
+        request.convert()
     if (whole := getattr(request, "binary_answer", None)) is not None:
         return bytes(whole[0]), whole[1]
     text, binary = request.encode()
@@ -129,12 +131,20 @@ def requests(draw):
             tensor["data"] = values.tolist()
         inputs.append(tensor)
         asked = (name, f"{name}.found") if draw(flags) else (name,)
-        outputs += [{"name": one, "parameters": {"binary_data": draw(st.integers(0, 5)) > 0}} for one in asked]
+        for one in asked:
+            parameters = {"binary_data": draw(st.integers(0, 5)) > 0}
+            if one == name and draw(flags):
+                parameters["datatype"] = draw(
+                    st.sampled_from(["FP32", "FP16", "BF16"] if parameters["binary_data"] else ["FP16"])
+                )
+            outputs.append({"name": one, "parameters": parameters})
     request = {"inputs": inputs, "parameters": {"binary_data_output": draw(st.integers(0, 5)) > 0}}
     if draw(flags):
         request["parameters"]["found"] = draw(flags)
     if draw(flags):
         request["parameters"]["DeviceID"] = draw(st.sampled_from([0, 3, 12]))
+    if draw(flags):
+        request["parameters"]["datatype"] = "FP16"
     if draw(flags):
         request["outputs"] = outputs
     if draw(flags):
@@ -164,16 +174,19 @@ def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
     memory.view[SLOT : SLOT + len(plan.descriptor)] = plan.descriptor
     memory[SLOT] = SERIAL
     memory.view[SLOT + plan.keys_at : SLOT + plan.keys_at + plan.keys_bytes] = binary
-    header, segments = assert_parts(plan.end)
+    header, segments = assert_parts(plan.size)
     assert (header[H_FLAGS], header[H_ASIDE_BYTES]) == (0, ASIDE_ROOM)
     assert plan.keys_bytes == len(binary)
     room = SLOT + plan.vectors_at - len(plan.text) - HEAD_ROOM
     assert SLOT + plan.keys_at + plan.keys_bytes <= room  # for the HTTP head and the JSON part
     answer(segments)
+    if plan.layout is not None:
+        begin = SLOT + plan.vectors_at - len(plan.text)
+        plan.layout.convert(memory.bytes[begin : begin + plan.layout.size])
     assert plan.text + bytes(memory.view[SLOT + plan.vectors_at : SLOT + plan.end]) == expected
     assert len(plan.text) == length
     assert plan.device == json.loads(text)["parameters"].get("DeviceID")
-    assert (memory.bytes[SLOT + plan.end :] == 0x5A).all()
+    assert (memory.bytes[SLOT + plan.size :] == 0x5A).all()
 
 
 @pytest.mark.parametrize(
@@ -282,8 +295,8 @@ def test_bags_as_json_reach_the_owner(tables, more, weighted):
 
 
 @settings(max_examples=200)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), flags, flags, flags, options)
-def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weighted, binary, more):
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), flags, flags, flags, options, st.sampled_from(["FP32", "FP16"]))
+def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weighted, binary, more, wanted):
     """All tables beside each other in the rows of one output: the vectors of each have strides."""
     tensors, count = {}, len(sizes)
     if offsets:
@@ -302,7 +315,7 @@ def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weight
         inputs.append({"name": name, "datatype": datatype, "shape": list(array.shape)})
         inputs[-1]["parameters"] = {"binary_data_size": array.nbytes}
         data += array.tobytes()
-    parameters = {"binary_data_output": binary, **({"combiner": "sum"} | more)}
+    parameters = {"binary_data_output": binary, "datatype": wanted, **({"combiner": "sum"} | more)}
     text = orjson.dumps({"inputs": inputs, "parameters": parameters})
     assert plan_of(text, MODEL, 1000) is None
     laid = LaidOut(lay_out_body(text + data, len(text), MODEL, 1000))
@@ -315,9 +328,10 @@ def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weight
     expected = decoded(text + data, len(text))
     for table, (mine, its) in enumerate(zip(own, expected.segments, strict=True)):
         mine.out[...] = its.out[...] = 100 * table + np.arange(count)[:, None]
+    expected.convert()
     whole = expected.binary_answer
-    wanted = (bytes(whole[0]), whole[1]) if whole else (b"".join(expected.encode()[0]), None)
-    assert encoded(placed, 0) == wanted
+    answered = (bytes(whole[0]), whole[1]) if whole else (b"".join(expected.encode()[0]), None)
+    assert encoded(placed, 0) == answered
     assert (FRONT.memory.bytes[SLOT + placed.size :] == 0x5A).all()
 
 

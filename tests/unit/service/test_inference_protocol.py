@@ -58,6 +58,7 @@ def answer(inference):
         segment.out[...] = (1000 * segment.table + segment.keys)[:, None]
         if segment.found is not None:
             segment.found[...] = segment.keys % 2 == 0
+    inference.convert()
     if (whole := inference.binary_answer) is not None:
         body, length = whole
     else:
@@ -254,6 +255,109 @@ def test_binary_data_that_do_not_fit_are_an_error(size, shape, data, says):
     text = orjson.dumps(named(tensor))
     with pytest.raises(InvalidInputError, match=says):
         decode_request(text + data, len(text), MODEL, 1000)
+
+
+BEYOND = np.float32([1.1, -0.0, 65519.996, 65520, -1e30, 3.4e38, 1e-8, 5.9604645e-08, 1e-40, np.inf, -np.inf, np.nan])
+
+
+def bfloat16_of(values):
+    """The bits of the nearest bfloat16, ties to even, by exact arithmetic; any NaN for NaN."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def narrow_request(*datatypes, binary=True, **parameters):
+    """A request for `user` and, if there are two datatypes, for `item`, two keys of each."""
+    keys = [np.arange(2)] * len(datatypes)
+    outputs = [
+        {"name": name, "parameters": {"binary_data": binary, **({"datatype": one} if one else {})}}
+        for name, one in zip(("user", "item"), datatypes, strict=False)
+    ]
+    inputs = [binary_input(one["name"], array) for one, array in zip(outputs, keys, strict=True)]
+    return named(*inputs, outputs=outputs, parameters=parameters), keys
+
+
+def converted(inference, *vectors):
+    """The answer when the lookup has written these vectors."""
+    for segment, one in zip(inference.segments, vectors, strict=True):
+        segment.out[...] = one
+    inference.convert()
+    if (whole := inference.binary_answer) is not None:
+        return json.loads(bytes(whole[0][: whole[1]])), bytes(whole[0][whole[1] :])
+    text, binary = inference.encode()
+    return json.loads(b"".join(text)), b"".join(map(bytes, binary))
+
+
+@pytest.mark.parametrize("start", range(0, BEYOND.size, 4))
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_vectors_of_16_bits_are_the_nearest(datatype, start):
+    vectors = BEYOND[start : start + 4].reshape(2, 2)
+    for parameters, own in (({"datatype": datatype}, None), ({"datatype": "FP32"}, datatype)):
+        text, data = converted(decode(*narrow_request(own, **parameters)), vectors)
+        shape = {"name": "user", "datatype": datatype, "shape": [2, 2], "parameters": {"binary_data_size": 8}}
+        assert text["outputs"] == [shape]
+        got, numbers = np.frombuffer(data, np.uint16), ~np.isnan(vectors.reshape(-1))
+        with np.errstate(over="ignore"):
+            half = vectors.reshape(-1).astype(np.float16).view(np.uint16)
+        expected = half if datatype == "FP16" else bfloat16_of(vectors.reshape(-1))
+        assert (got[numbers] == expected[numbers]).all()
+        infinity = 0x7C00 if datatype == "FP16" else 0x7F80
+        assert (got[~numbers] & 0x7FFF > infinity).all()
+
+
+@pytest.mark.parametrize("datatypes", [("FP16", "FP32"), ("FP32", "BF16"), ("BF16", "FP16"), ("FP16", None)])
+def test_outputs_differ_in_datatype(datatypes):
+    vectors = np.float32([[1, 2], [3, 4]]), np.float32([[5, 6, 7], [8, 9, 10]])
+    text, data = converted(decode(*narrow_request(*datatypes)), *vectors)
+    at = 0
+    for output, datatype, expected in zip(text["outputs"], datatypes, vectors, strict=True):
+        size = output["parameters"]["binary_data_size"]
+        assert (output["datatype"], size) == (datatype or "FP32", expected.size * (2 if datatype in ("FP16", "BF16") else 4))
+        piece = data[at : at + size]
+        if datatype == "BF16":
+            got = (np.frombuffer(piece, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            got = np.frombuffer(piece, np.float16 if datatype == "FP16" else np.float32)
+        assert (got == expected.reshape(-1)).all()
+        at += size
+    assert at == len(data)
+
+
+def test_fp16_in_json_are_numbers_beside_fp32_that_is_not_aligned():
+    inputs = json_input("item", [1]), json_input("user", [1, 2])
+    outputs = [{"name": "item", "parameters": {"datatype": "FP16"}}, {"name": "user"}]
+    text, _ = converted(decode(named(*inputs, outputs=outputs)), np.float32([0.1, 70000, -0.5]), np.float32(0.1))
+    half, whole = text["outputs"]
+    assert half["datatype"] == "FP16"
+    assert half["data"][1] is None
+    assert np.float32([half["data"][0], half["data"][2]]).tolist() == [np.float16(0.1), -0.5]
+    assert np.float32(whole["data"]).tolist() == [np.float32(0.1)] * 4
+
+
+@pytest.mark.parametrize(
+    ("outputs", "parameters", "says"),
+    [
+        (
+            [{"name": "user", "parameters": {"datatype": "INT8"}}],
+            {},
+            r"outputs\[0\]: got datatype 'INT8', expected FP32, FP16, BF16",
+        ),
+        ([{"name": "user", "parameters": {"datatype": 16}}], {}, r"outputs\[0\]: got datatype an integer"),
+        (None, {"datatype": "fp16"}, "'parameters': got datatype 'fp16', expected FP32, FP16, BF16"),
+        (None, {"datatype": ["FP16"]}, "'parameters': got datatype a list"),
+        (None, {"datatype": "BF16"}, "got datatype 'BF16' for 'user' as JSON, expected binary data, or FP16 or FP32"),
+        ([{"name": "user", "parameters": {"datatype": "BF16"}}], {}, "'BF16' for 'user' as JSON"),
+        (
+            [{"name": "user.found", "parameters": {"datatype": "FP16"}}],
+            {},
+            "found-mask 'user.found', expected none: it is BOOL",
+        ),
+    ],
+)
+def test_a_wrong_datatype_of_an_output_is_an_error(outputs, parameters, says):
+    request = named(json_input("user", [1]), parameters=parameters, **({} if outputs is None else {"outputs": outputs}))
+    with pytest.raises(InvalidDtypeError, match=says):
+        decode(request)
 
 
 def test_a_head_that_was_seen_before_is_answered_for_its_own_keys_and_model():

@@ -138,6 +138,8 @@ def test_parameters_are_read() -> None:
         ({"parameters": {"timeout": 1.5}}, "'timeout' is a float (1.5), expected microseconds"),
         ({"parameters": {"timeout": True}}, "'timeout' is a boolean, expected microseconds"),
         ({"parameters": {"DeviceID": "gpu"}}, "reading 'parameters': 'DeviceID'"),
+        ({"parameters": {"datatype": "FP16"}}, "got the parameter 'datatype', expected none: scores have those of the network"),
+        ({"outputs": [{"name": "pairs", "parameters": {"datatype": "FP16"}}]}, "got the parameter 'datatype', expected none"),
     ],
 )
 def test_a_header_is_refused(more: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ from hps.networks.base import Network
 from hps.registry import implementation
 from hps.scoring.deployed import OpenedNetwork
 from hps.scoring.features import Feature, features_of
-from hps.scoring.forms import Form, kept_forms, lay_out
+from hps.scoring.forms import BatchForm, kept_forms, lay_out
 
 _LIBRARIES: Final = {
     "pt2": ("PyTorch", 380 << 20),
@@ -95,7 +95,7 @@ def _on_device(config: ModelConfig, on_cuda: bool) -> bool:
 
 def _input_bytes(features: tuple[Feature, ...], most: int) -> tuple[int, int]:
     """Return the bytes of keys and features, and of vectors: those kept from the start, or else those of one full batch."""
-    forms = kept_forms(features, most) or [Form(most, 0, (False,) * len(features))]
+    forms = kept_forms(features, most) or [BatchForm(most, 0, (False,) * len(features))]
     layouts = [lay_out(features, form, most) for form in forms]
     return sum(one.size_bytes for one in layouts), sum(one.vector_bytes for one in layouts)
 

@@ -14,7 +14,7 @@ _LEAST = 16
 _STEP = 4  # between the sizes that memory is kept for
 
 
-class Form(NamedTuple):
+class BatchForm(NamedTuple):
     """The form of batches that share memory. *Immutable.*
 
     Attributes:
@@ -33,7 +33,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BatchLayout:
     """Where the inputs of batches of one form lie in one piece of memory. *Immutable.*
 
     It begins with the index, (indices,) int64: the request of each sample.
@@ -63,7 +63,7 @@ def room_for(count: int, most: int) -> int:
     return min(room, most)
 
 
-def kept_forms(features: Sequence[Feature], max_samples: int) -> list[Form]:
+def kept_forms(features: Sequence[Feature], max_samples: int) -> list[BatchForm]:
     """Return the forms that memory is kept for from the start: of all numbers of samples, with nothing and all given once.
 
     None for networks that get the request index. Batches of many requests that give something once have other forms.
@@ -71,15 +71,15 @@ def kept_forms(features: Sequence[Feature], max_samples: int) -> list[Form]:
     if any(one.index for one in features):
         return []
     none, once = (False,) * len(features), tuple(one.per_request for one in features)
-    forms: list[Form] = []
+    forms: list[BatchForm] = []
     samples = 0
     while samples < max_samples:
         samples = room_for(samples + 1, max_samples)
-        forms += [Form(samples, room_for(1, samples) if any(given) else 0, given) for given in dict.fromkeys((none, once))]
+        forms += [BatchForm(samples, room_for(1, samples) if any(given) else 0, given) for given in dict.fromkeys((none, once))]
     return forms
 
 
-def lay_out(features: Sequence[Feature], form: Form, max_samples: int) -> Layout:
+def lay_out(features: Sequence[Feature], form: BatchForm, max_samples: int) -> BatchLayout:
     """Lay out the inputs of batches of a form, of a model of at most `max_samples`."""
     indices = form.samples if form.requests else 0
     starts, limits, shapes, at = [], [], [], aligned(8 * indices)
@@ -95,7 +95,7 @@ def lay_out(features: Sequence[Feature], form: Form, max_samples: int) -> Layout
         else:
             limits.append(n * prod(one.shape) * np.dtype(one.dtype).itemsize)
             at += aligned(limits[-1])
-    return Layout(indices, tuple(starts), tuple(limits), tuple(shapes), at, at + keys_bytes, vector_bytes)
+    return BatchLayout(indices, tuple(starts), tuple(limits), tuple(shapes), at, at + keys_bytes, vector_bytes)
 
 
 def aligned(size: int) -> int:

@@ -53,7 +53,7 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class RequestLayout:
     """What `gather` has to know of the inputs of a request but the request index. *Immutable.*
 
     Attributes:
@@ -69,12 +69,12 @@ class Layout:
     rows: IndexArray
 
 
-def layout_of(given: Sequence[Given]) -> Layout:
+def layout_of(given: Sequence[Given]) -> RequestLayout:
     """Return the layout of what a request gives."""
     columns = tuple([(one.values.dtype, one.values.shape[1:]) for one in given])
     sizes = tuple([prod(shape) for _, shape in columns])
     widths = np.array([size * dtype.itemsize for size, (dtype, _) in zip(sizes, columns, strict=True)], np.int64)
-    return Layout(columns, sizes, widths, np.array([one.rows for one in given], np.int64))
+    return RequestLayout(columns, sizes, widths, np.array([one.rows for one in given], np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +95,7 @@ class Description:
     end: int
     samples: int
     keys: tuple[int, ...]
-    layout: Layout | None
+    layout: RequestLayout | None
     offsets: IndexArray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
@@ -177,7 +177,7 @@ class PackedRequest:
         return read_request(features, arrays, max_samples, model)
 
 
-def rows_of(requests: Sequence[PackedRequest | ScoreRequest]) -> tuple[Layout, IndexArray] | None:
+def rows_of(requests: Sequence[PackedRequest | ScoreRequest]) -> tuple[RequestLayout, IndexArray] | None:
     """Compare what requests give.
 
     Returns:
@@ -218,7 +218,7 @@ def gather_into(
     gather(sources.reshape(-1), np.concatenate([sizes, [filled - used]]).reshape(-1), targets.reshape(-1))
 
 
-def _layout_of(request: PackedRequest | ScoreRequest) -> Layout | None:
+def _layout_of(request: PackedRequest | ScoreRequest) -> RequestLayout | None:
     if isinstance(request, PackedRequest):
         return request.description.layout
     return layout_of(request.given) if all(one.offsets is None and one.weights is None for one in request.given) else None

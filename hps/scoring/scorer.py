@@ -22,7 +22,7 @@ from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
 from hps.networks.base import Tensor
 from hps.scoring.features import Feature, Given, Output, ScoreRequest
-from hps.scoring.forms import Form, aligned, kept_forms, lay_out, room_for
+from hps.scoring.forms import BatchForm, aligned, kept_forms, lay_out, room_for
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import PackedRequest, gather, gather_into, rows_of
 from hps.tensors.bags import Bags, pooled_segments, pooling_of
@@ -96,7 +96,7 @@ class _Kept:
         bound: by numbers of rows of each input, and of keys of a row.
     """
 
-    form: Form
+    form: BatchForm
     staged: npt.NDArray[np.uint8]
     source: Tensor
     memory: Tensor
@@ -154,7 +154,7 @@ class Scorer:
         self._split = any(one.index for one in self.features)
         self._bind = bind or (lambda segments: segments)
         self._own = threading.Lock()  # of what is kept
-        self._kept: dict[Form, _Kept] = {}
+        self._kept: dict[BatchForm, _Kept] = {}
         self._most_kept = _MOST_KEPT
         self._batches = 0  # that were scored in it
         compile_kernels(gather)
@@ -211,7 +211,7 @@ class Scorer:
         if not one_form or total > self._max_samples or 0 in layout.sizes:
             return None, 0
         samples, once = room_for(total, self._max_samples), tuple((~each).tolist())
-        form = Form(samples, room_for(len(requests), samples) if any(once) else 0, once)
+        form = BatchForm(samples, room_for(len(requests), samples) if any(once) else 0, once)
         if (kept := self._kept_for(form)) is None or (rows * layout.widths > kept.limits).any():
             return None, 0
         filled = rows
@@ -236,7 +236,7 @@ class Scorer:
             return {name: values[:total] for name, values in outputs.items()}, looked_up
         return {name: values.copy() for name, values in outputs.items()}, looked_up  # a network may return its inputs
 
-    def _kept_for(self, form: Form) -> _Kept | None:
+    def _kept_for(self, form: BatchForm) -> _Kept | None:
         """Return the memory of batches of a form; None if that of others is in use and there may be no more."""
         self._batches += 1
         if (kept := self._kept.get(form)) is None:
@@ -255,7 +255,7 @@ class Scorer:
         kept.used = self._batches
         return kept
 
-    def _new_memory(self, form: Form) -> _Kept:
+    def _new_memory(self, form: BatchForm) -> _Kept:
         """Allocate the memory of batches of a form, and on a CUDA device capture the run of the network on it."""
         network, layout = self._network, lay_out(self.features, form, self._max_samples)
         staged, source = network.staging(layout.size_bytes)
@@ -283,7 +283,7 @@ class Scorer:
         """Return the tensor that begins at a byte of the memory of inputs."""
         return self._network.part(memory, start, dtype, shape) if self._on_device else np.ndarray(shape, dtype, memory, start)
 
-    def _once(self, form: Form, index: Tensor) -> dict[str, Tensor]:
+    def _once(self, form: BatchForm, index: Tensor) -> dict[str, Tensor]:
         """Return the index of what is given once, by name."""
         return {one.name: index for one, once in zip(self.features, form.once, strict=True) if once}
 

@@ -14,7 +14,7 @@ from hps.models.manifest import within
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
 from hps.torch.embedding_bags import EmbeddingBag, EmbeddingBagCollection
-from hps.torch.embeddings import Embedding, Form, embeddings_of, refuse_unequal, unwrapped
+from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, refuse_unequal, unwrapped
 from hps.torch.lookup_layer import LookupLayer, version_of
 from hps.torch.remote import RemoteTables
 from hps.torch.saving import save
@@ -166,9 +166,9 @@ def _widened(given: Any) -> Any:
 
 
 def _layer(one: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
-    if one.form is Form.BAG_COLLECTION:
+    if one.form is EmbeddingForm.BAG_COLLECTION:
         return EmbeddingBagCollection(server, model_name, one.lookups, version=version, is_weighted=one.is_weighted, wait=wait)
-    if one.form is Form.COLLECTION:
+    if one.form is EmbeddingForm.COLLECTION:
         layers = [
             LookupLayer(server, model_name, each.name, each.emb_vec_size, version=version, max_norm=each.max_norm, wait=wait)
             for each in one.lookups
@@ -182,7 +182,7 @@ def _layer(one: Embedding, server: str, model_name: str, version: str, wait: boo
     (lookup,) = one.lookups
     place = (server, model_name, lookup.name, lookup.emb_vec_size)
     layer: nn.Module
-    if one.form is Form.ROWS:
+    if one.form is EmbeddingForm.ROWS:
         layer = LookupLayer(*place, version=version, max_norm=lookup.max_norm, wait=wait)
     else:
         layer = EmbeddingBag(

@@ -22,7 +22,7 @@ _EXPECTED = (
 )
 
 
-class Form(Enum):
+class EmbeddingForm(Enum):
     """What an embedding takes and answers."""
 
     ROWS = "keys -> a vector each"
@@ -49,7 +49,7 @@ class Embedding:
 
     path: str
     module: nn.Module
-    form: Form
+    form: EmbeddingForm
     tables: Mapping[str, Table | ShardedTable]
     lookups: Sequence[BagTable]
     outputs: Sequence[Sequence[str]] = ()
@@ -170,7 +170,7 @@ def _plain(doing: str, path: str, module: Any) -> Embedding:
     pooling, padding = (module.mode, module.padding_idx) if is_bag else ("none", None)
     lookup = BagTable(name, (), table.shape[1], pooling, module.max_norm, padding)
     last = is_bag and module.include_last_offset
-    form = Form.BAGS if is_bag else Form.ROWS
+    form = EmbeddingForm.BAGS if is_bag else EmbeddingForm.ROWS
     return Embedding(path, module, form, {name: table}, [lookup], dtype=module.weight.dtype, include_last_offset=last)
 
 
@@ -179,7 +179,9 @@ def _packed(doing: str, path: str, module: Any) -> Embedding:
     is_bag = isinstance(module, torch.ao.nn.quantized.EmbeddingBag)
     lookup = BagTable(name, (), table.shape[1], "sum" if is_bag else "none")  # its operator sums, whatever `mode` says
     last = is_bag and module.include_last_offset
-    return Embedding(path, module, Form.BAGS if is_bag else Form.ROWS, {name: table}, [lookup], include_last_offset=last)
+    return Embedding(
+        path, module, EmbeddingForm.BAGS if is_bag else EmbeddingForm.ROWS, {name: table}, [lookup], include_last_offset=last
+    )
 
 
 def _bag_collection(doing: str, path: str, module: Any) -> Embedding:
@@ -217,7 +219,7 @@ def _pooled(
     return Embedding(
         path,
         module,
-        Form.BAG_COLLECTION,
+        EmbeddingForm.BAG_COLLECTION,
         {name_of(config.name): tables[config.name] for config in configs},
         [lookups[number] for number in order],
         [outputs[number] for number in order],
@@ -251,7 +253,7 @@ def _rows(
     return Embedding(
         path,
         module,
-        Form.COLLECTION,
+        EmbeddingForm.COLLECTION,
         {name_of(config.name): tables[config.name] for config in configs},
         [
             BagTable(name_of(one.name), tuple(one.feature_names), one.embedding_dim, "none", norms.get(one.name))

@@ -24,7 +24,7 @@ from hps.scoring.features import arrays_of, read_request
 from hps.scoring.scorer import Scorer
 from hps.tensors.bags import Bags
 from hps.tensors.segments import Segment
-from hps.torch.embeddings import Embedding, Form, embeddings_of, refuse_unequal, tables_of, unwrapped
+from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, refuse_unequal, tables_of, unwrapped
 from hps.torch.ranks import gather
 from hps.torch.saving import save
 from hps.torch.tables import Table, is_sharded
@@ -341,14 +341,14 @@ class _Injected(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         one = self._one
-        if one.form is Form.BAG_COLLECTION:
+        if one.form is EmbeddingForm.BAG_COLLECTION:
             return _keyed(one, torch.cat([self._take() for names in one.outputs for _ in names], 1).to(one.dtype))
         return self._take().to(one.dtype)
 
 
 def _arguments(one: Embedding, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of an embedding, by the names of `nn.EmbeddingBag`'s, or as `features`."""
-    if one.form in (Form.COLLECTION, Form.BAG_COLLECTION):
+    if one.form in (EmbeddingForm.COLLECTION, EmbeddingForm.BAG_COLLECTION):
         return {"features": [*args, *named.values()][0]}
     bound = dict(inspect.signature(one.module.forward).bind(*args, **named).arguments)
     return {"input" if name == "indices" else name: given for name, given in bound.items()}
@@ -362,13 +362,13 @@ def _keyed(one: Embedding, values: torch.Tensor) -> Any:
 
 
 def _zeros(one: Embedding, bound: Mapping[str, Any]) -> Any:
-    if one.form is Form.COLLECTION:
+    if one.form is EmbeddingForm.COLLECTION:
         return {}
-    if one.form is Form.BAG_COLLECTION:
+    if one.form is EmbeddingForm.BAG_COLLECTION:
         width = sum(lookup.emb_vec_size * len(lookup.features) for lookup in one.lookups)
         return _keyed(one, torch.zeros(bound["features"].stride(), width, dtype=one.dtype))
     keys, dim = bound["input"], one.lookups[0].emb_vec_size
-    if one.form is Form.BAGS:
+    if one.form is EmbeddingForm.BAGS:
         offsets = bound.get("offsets")
         rows = len(keys) if offsets is None else len(offsets) - bool(one.include_last_offset)
         return torch.zeros(rows, dim, dtype=one.dtype)
@@ -415,11 +415,11 @@ def _calls_of(module: nn.Module, embeddings: Sequence[Embedding], inputs: _Input
 
 def _described(one: Embedding, bound: dict[str, Any], inputs: _Inputs, starts: Mapping[str, int]) -> Iterator[_Call]:
     doing = f"packaging {one.path or inputs.module}"
-    if one.form is Form.COLLECTION:
+    if one.form is EmbeddingForm.COLLECTION:
         raise InvalidInputError(
             f"{doing}: got an EmbeddingCollection, whose rows are jagged; expected pooled or padded vectors"
         )
-    if one.form is Form.BAG_COLLECTION:
+    if one.form is EmbeddingForm.BAG_COLLECTION:
         features = bound["features"]
         source = next((name for name, given in inputs.given.items() if given is features), "")
         if not source or one.is_weighted:
@@ -445,7 +445,7 @@ def _described(one: Embedding, bound: dict[str, Any], inputs: _Inputs, starts: M
     shape = tuple(bound["input"].shape)
     given = inputs.tensors[source]
     call = _Call(source, lookup.name, source, max_norm=lookup.max_norm)
-    if one.form is Form.BAGS:
+    if one.form is EmbeddingForm.BAGS:
         call.pooling, call.padding_key, call.include_last = lookup.pooling, lookup.padding_idx, one.include_last_offset
     if (offsets := bound.get("offsets")) is not None:
         call.offsets, found = _origin(doing, offsets, inputs, starts)

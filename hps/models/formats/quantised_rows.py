@@ -29,7 +29,7 @@ _ALIGNMENT = 16  # of FBGEMM's tables on a GPU, which torchrec uses everywhere
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class QuantisedLayout:
     """Where a row has its parts. *Immutable.*
 
     Attributes:
@@ -43,7 +43,12 @@ class Layout:
     padded: bool = False
 
 
-LAYOUTS = {"fused8bit": Layout(4), "tbe8": Layout(2, leads=True, padded=True), "rowwise8": Layout(2), QUINT8: Layout(4)}
+LAYOUTS = {
+    "fused8bit": QuantisedLayout(4),
+    "tbe8": QuantisedLayout(2, leads=True, padded=True),
+    "rowwise8": QuantisedLayout(2),
+    QUINT8: QuantisedLayout(4),
+}
 CLAIMED_LAYOUTS = ("fused8bit", "tbe8", "rowwise8")
 """Layouts that uint8 arrays may have."""
 

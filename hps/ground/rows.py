@@ -24,6 +24,7 @@ beyond float16's range (65,504); for the 16 bits a finite element that would bec
 subnormals.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numba
@@ -240,6 +241,11 @@ def to_16_bits(values: FloatArray, out: Any) -> None:
     """
     convert = to_float16 if out.dtype == np.float16 else to_bfloat16
     convert(values.reshape(-1), out.reshape(-1).view(np.uint16))
+
+
+def row_kernels(row_dtypes: Iterable[str]) -> tuple[Callable[..., Any], ...]:
+    """Return the kernels of tables with these formats, to be compiled before the first lookup."""
+    return () if all(one == "float32" for one in row_dtypes) else (encode_rows, decode_rows)
 
 
 def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> FloatArray:

@@ -28,9 +28,10 @@ from hps.errors import (
     UnknownTableError,
 )
 from hps.ground.key_sets import places_kernels, set_kernels
+from hps.ground.numba_kernels import compile_kernels
 from hps.ground.open_calls import OpenCalls
 from hps.ground.progress import NoProgress, Progress
-from hps.ground.rows import decode, encode
+from hps.ground.rows import decode, encode, row_kernels
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.miss_path import MissPaths, choose_paths
@@ -498,6 +499,8 @@ def deploy(
         DatabaseError, DeviceError: a tier failed.
     """
     config, tables = version.config, tuple(tables)
+    if kernels := row_kernels(table.row_dtype for table in tables):
+        compile_kernels(*kernels)
     if config.embedding_cache_type in RESIDENT:
         chain, targets = _resident(targets, chain.metrics)
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
@@ -834,7 +837,7 @@ def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) 
             found += implementation("database", section.type).kernels(section)
     if not all(is_direct(model, cache_class) for model in configuration.models):
         found += [*cache_class.kernels(), *places_kernels()]
-    return found
+    return [*found, *row_kernels(table.row_dtype for model in configuration.models for table in model.tables)]
 
 
 def _open(config: Any) -> Database | None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hps.configuration.load import load_configuration
+from hps.ground.rows import decode, encode
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.registry import implementation
@@ -22,6 +23,7 @@ CACHE = {"query", "write", "scatter"}
 DISTINCT = {"_find_distinct", "_count_parts", "_fill_parts", "_find_distinct_of_parts", "_close_ranks"}
 PLACES = {"_index", "_match"}
 LOOKUP = CACHE | DISTINCT | PLACES
+ROWS = {"encode_rows", "decode_rows"}
 
 
 def document(tmp_path, volatile, **settings):
@@ -51,6 +53,8 @@ def document(tmp_path, volatile, **settings):
         ({"type": "hash_map"}, {"embedding_cache_type": "static"}, SETS | HASH_MAP | DENSE),
         ({"type": "redis_cluster"}, {}, SETS | REDIS | LOOKUP),
         ({"type": "disabled"}, {}, SETS | LOOKUP),
+        ({"type": "hash_map"}, {"row_dtype": "int8"}, SETS | HASH_MAP | DENSE | LOOKUP | ROWS),
+        ({"type": "hash_map"}, {"row_dtype": "float16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS),
     ],
 )
 def test_a_configuration_has_the_kernels_that_it_uses(tmp_path, volatile, settings, expected):
@@ -74,14 +78,24 @@ print(json.dumps([prepared, used, float(vectors.sum())]))
 """
 
 
-def test_loads_and_lookups_use_no_other_kernels(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, SETS | HASH_MAP | DENSE | LOOKUP),
+        ({"row_dtype": "int8"}, SETS | HASH_MAP | DENSE | LOOKUP | ROWS),
+        ({"row_dtype": "bfloat16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS),
+    ],
+)
+def test_loads_and_lookups_use_no_other_kernels(tmp_path, settings, expected):
     keys = np.arange(1000)
     write_sparse_model(tmp_path / "t.model", [(keys, sample_vectors(keys, 16))])
-    config = document(tmp_path, {"type": "hash_map"}, maxnum_catfeature_query_per_table_per_sample=[20_000])
+    config = document(tmp_path, {"type": "hash_map"}, maxnum_catfeature_query_per_table_per_sample=[20_000], **settings)
     command = [sys.executable, "-c", PROGRAM, json.dumps(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     prepared, used, total = json.loads(done.stdout)
     assert prepared == used, "no lookup waits for a compiler"
-    assert {name.partition(":")[2] for name in used} == SETS | HASH_MAP | DENSE | LOOKUP
-    assert total == pytest.approx(float(sample_vectors(np.arange(20_000) % 1000, 16).sum(dtype=np.float64)), rel=1e-3)
+    assert {name.partition(":")[2] for name in used} == expected
+    row_dtype = settings.get("row_dtype", "float32")
+    stored = decode(encode("storing", sample_vectors(np.arange(20_000) % 1000, 16), row_dtype), 16, row_dtype)
+    assert total == pytest.approx(float(stored.sum(dtype=np.float64)), rel=1e-3)

@@ -220,7 +220,7 @@ class CupyBatches(BatchDriver):
             _log.warning("CUDA device %d has no memory for batches, which makes lookups slower: %s", device_id, error)
             return None
         compiled = cache.lookup_kernels
-        shape = kernels.Shape.of(compiled.rows, 16)._replace(segments=AT_ONCE)
+        shape = kernels.Shape.of(compiled.rows, kernels.ALIGNED)._replace(segments=AT_ONCE)
         links = cache.links()
         self._held[id(cache)] = memory.tables(), links
         known = kernels_of(device_id)

@@ -76,6 +76,8 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _WORD = (1 << 64) - 1
 
 
+ALIGNED = 0
+"""Of `outputs_code`: outputs of float32 that are aligned to 16 bytes."""
 FLOAT16, BFLOAT16 = 1, 2
 """Formats of outputs beside float32, as `cuda/rows.cuh` numbers them."""
 _FORMAT_SHIFT = 28  # of a segment's units, see `cuda/rows.cuh`
@@ -356,8 +358,8 @@ def scatter_kernel(shape: Shape) -> Kernel:
 
 def _shapes(tables: Sequence[Rows]) -> list[Shape]:
     """Return the shapes of lookups of one of the tables, and of all, with aligned outputs."""
-    alone = [Shape.of([rows], 16) for rows in sorted(set(tables))]
-    return [*alone, Shape.of(tables, 16)] if len(tables) > 1 else alone
+    alone = [Shape.of([rows], ALIGNED) for rows in sorted(set(tables))]
+    return [*alone, Shape.of(tables, ALIGNED)] if len(tables) > 1 else alone
 
 
 def lookup_kernels(tables: Sequence[Rows], static: bool = False) -> list[Kernel]:

@@ -90,8 +90,8 @@ def test_ahead_compiles_what_a_models_tables_need():
 
 def test_the_kernels_compiled_ahead_are_those_of_a_cache():
     alone, both = [kernels.Rows(32, 3)], [kernels.Rows(32, 3), kernels.Rows(7)]
-    assert kernels.query_kernel(kernels.Shape.of(alone, 0)) in kernels.lookup_kernels(alone)
-    assert kernels.query_kernel(kernels.Shape.of(both, 0)) in kernels.lookup_kernels(both)
+    assert kernels.query_kernel(kernels.Shape.of(alone, kernels.ALIGNED)) in kernels.lookup_kernels(alone)
+    assert kernels.query_kernel(kernels.Shape.of(both, kernels.ALIGNED)) in kernels.lookup_kernels(both)
     assert {kernel.name for kernel in kernels.link_kernels(alone)} == set(kernels.ANSWERS)
 
 

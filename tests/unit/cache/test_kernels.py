@@ -25,7 +25,9 @@ FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
 
 def shape(*dims: int, dtypes: tuple[int, ...] = ()) -> Shape:
     """The shape of a launch for tables of these widths."""
-    return Shape.of([Rows(dim, dtype) for dim, dtype in zip(dims, dtypes or (FLOAT32,) * len(dims), strict=True)], 0)
+    return Shape.of(
+        [Rows(dim, dtype) for dim, dtype in zip(dims, dtypes or (FLOAT32,) * len(dims), strict=True)], kernels.ALIGNED
+    )
 
 
 ARCHITECTURES = (100, pytest.param(90, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow))
@@ -206,3 +208,21 @@ def test_compiles_for_the_architectures_of_three_generations(kernel: Kernel, arc
     except nvrtc.NVRTCError:
         pytest.fail(nvrtc.getProgramLog(program))
     assert len(nvrtc.getCUBIN(program)) > 0
+
+
+@pytest.mark.parametrize("tables", [[Rows(128)], [Rows(7, INT8)], [Rows(32), Rows(6, BFLOAT16), Rows(128, INT8)]])
+def test_what_is_compiled_ahead_writes_aligned_float32(tables):
+    aligned = Shape.of(tables, kernels.ALIGNED)
+    assert (aligned.out, aligned.unit) == (0, kernels.unit_of(math.gcd(*(rows.dim for rows in tables)), 0))
+    ahead = [*kernels.lookup_kernels(tables), *kernels.link_kernels(tables)]
+    assert not [kernel for kernel in ahead if "OUT" in dict(kernel.constants)]
+    assert kernels.query_kernel(aligned) in ahead
+
+
+@pytest.mark.parametrize(
+    ("address", "out_format", "unit"),
+    [(0, 0, 4), (8, 0, 2), (4, 0, 1), (16, 0, 4), (0, 1, 4), (8, 1, 4), (4, 2, 2), (2, 1, 1), (24, 2, 4)],
+)
+def test_outputs_say_their_format_and_how_many_elements_are_stored_at_once(address, out_format, unit):
+    made = Shape.of([Rows(128)], kernels.outputs_code(address, out_format))
+    assert (made.out, made.unit) == (out_format, unit)

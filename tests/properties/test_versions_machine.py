@@ -72,6 +72,7 @@ class VersionsMachine(RuleBasedStateMachine):
         self.writable = self.persistent or "embedding_cache_type" not in kind
         self.document = document_of(model, persistent=self.directory / "rocksdb" if self.persistent else None)
         self.server = hps.HPS(self.document)
+        self.server.live.first_retry_s = 0.0  # a poll tries what has failed at once
         self.serving = self.loaded("3")
 
     def loaded(self, number: str) -> Version:
@@ -183,6 +184,7 @@ class VersionsMachine(RuleBasedStateMachine):
         self.server.close()
         self.leave(self.serving, self.kept)
         self.server = hps.HPS(self.document)
+        self.server.live.first_retry_s = 0.0  # a poll tries what has failed at once
         if not self.persistent:
             self.pinned = ""
         self.serving, self.kept = self.loaded(self.pinned or "3"), None

@@ -61,7 +61,7 @@ _REPLACED, _ADMITTED, _UNPLACED = 0, 1, 2
 _LINES, _ROWS, _WORDS, _KEYS, _FLAGS = int64[:, ::1], float32[:, ::1], int64[::1], read_only(int64[::1]), boolean[::1]
 
 
-@njit()
+@njit(inline="always")
 def query_keys(
     lines: IndexArray,
     vectors: FloatArray,
@@ -88,9 +88,11 @@ def query_keys(
     epoch = epoch_at(fetch_add(address_of(state) + 8 * CLOCK, min(n, EPOCHS_A_CALL * WAYS * sets)), sets)
     base, vectors_at, out_at, wraps_at = address_of(lines), address_of(vectors), address_of(out), address_of(state) + 8 * WRAPS
     row_bytes, state_at, walks = 4 * vectors.shape[1], address_of(state), state.size > STATE_WORDS
-    spare = np.empty(vectors.shape[1] if dtype != FLOAT32 else 0, np.float32)
     ahead = min(row_bytes, _PREFETCHED_BYTES)
-    block_lines, block_versions, block_slots, block_rows = np.empty((4, _BLOCK), np.int64)
+    spare_rows = (row_bytes + 8 * _BLOCK - 1) // (8 * _BLOCK) if dtype != FLOAT32 else 0
+    block = np.empty((4 + spare_rows, _BLOCK), np.int64)
+    block_lines, block_versions, block_slots, block_rows = block[0], block[1], block[2], block[3]
+    spare_at = address_of(block) + 4 * 8 * _BLOCK  # a row before it is decoded
     misses = 0
     for start in range(0, n, _BLOCK):
         count = min(_BLOCK, n - start)
@@ -112,7 +114,7 @@ def query_keys(
                     prefetch(row + byte)
         for i in range(count):
             line, slot = block_lines[i], block_slots[i]
-            target = out_at + (start + i) * 4 * dim if dtype == FLOAT32 else address_of(spare)
+            target = out_at + (start + i) * 4 * dim if dtype == FLOAT32 else spare_at
             if slot >= 0:
                 copy_bytes(target, block_rows[i], row_bytes)
             if not unchanged(line, block_versions[i], wraps_at, wraps):
@@ -148,6 +150,8 @@ def query(
 
     Processes blocks of keys in three passes (sets, slots, vectors), each of which prefetches for the next.
     """
+    if dtype == FLOAT32:
+        return query_keys(lines, vectors, state, keys, out, found, missing, dim, FLOAT32)
     return query_keys(lines, vectors, state, keys, out, found, missing, dim, dtype)
 
 

@@ -1,7 +1,7 @@
 """Array types and the description of a table, used by every layer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -67,6 +67,10 @@ class TableSpec:
         rows = "" if self.row_dtype == "float32" else f"~{self.row_dtype}"
         return f"hps_et.{self.model_name}{slot}{rows}.{self.table_name}"
 
+    def stored_as(self, row_dtype: str | None) -> "TableSpec":
+        """Return the table as a tier with a format of its own stores it; itself for None."""
+        return self if row_dtype in (None, self.row_dtype) else replace(self, row_dtype=row_dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Scores:
@@ -107,6 +111,13 @@ def rows_text(table: TableSpec) -> str:
 def row_dtype_of(tag: str) -> str:
     """Return how a table's rows are stored, by its tag."""
     return tag.rpartition(".")[0].partition("~")[2] or "float32"
+
+
+def all_formats(tag: str) -> list[str]:
+    """Return the tags of a table in every row format, by one of them."""
+    where, _, table = tag.rpartition(".")
+    model = where.partition("~")[0]
+    return [f"{model}{'' if one == 'float32' else f'~{one}'}.{table}" for one in ROW_DTYPES]
 
 
 def stored_text(tag: str, width: int) -> str:

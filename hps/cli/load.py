@@ -65,16 +65,16 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
     """Open the databases that outlive the process; `stack` closes them."""
     from hps.databases.base import PersistentDatabase, SharedDatabase
     from hps.registry import implementation
+    from hps.versions.deployment import open_database
 
     persistent = configuration.persistent_db
     if persistent.type != "disabled" and persistent.read_only:
         raise errors.ConfigError(str(path), ["persistent_db.read_only: got true, expected false: hps load writes to it"])
     chosen = [
-        (database, section)
+        section
         for section in (configuration.volatile_db, persistent)
         if section.type != "disabled"
-        for database in [implementation("database", section.type)]
-        if issubclass(database, PersistentDatabase | SharedDatabase)
+        and issubclass(implementation("database", section.type), PersistentDatabase | SharedDatabase)
     ]
     if not chosen:
         raise errors.ConfigError(
@@ -84,7 +84,7 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
                 "it; hps serve fills an in-process volatile_db by itself"
             ],
         )
-    return [stack.enter_context(closing(database.from_config(section))) for database, section in chosen]
+    return [stack.enter_context(closing(open_database(section))) for section in chosen]
 
 
 def _load_version(catalog: "ModelCatalog", version: "ModelVersion", targets: "LoadTargets", progress: "Progress") -> list[str]:
@@ -100,7 +100,7 @@ def _load_version(catalog: "ModelCatalog", version: "ModelVersion", targets: "Lo
         return [f"{model.model}: embedding_cache_type stochastic uses no database"]
     lines = []
     for database in targets.load if targets.force else ():
-        _empty_shared(database, [table.tag for table in model.tables])
+        _empty_shared(database, [database.stored(table).tag for table in model.tables])
     changes = FormatChanges()
     if not targets.force:
         changes = find_changes(model, model.tables, catalog.fingerprints(version), None, targets.load)

@@ -41,6 +41,7 @@ from hps.configuration.fields import (
     problem,
 )
 from hps.registry import IMPLEMENTATIONS
+from hps.types import ROW_DTYPES
 
 _MULTI_PROCESS = "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map"
 _NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, otherwise hash_map"
@@ -91,6 +92,16 @@ TlsFile: TypeAlias = Annotated[str, _used_when("enable_tls", True, check_place)]
 OverflowPolicy: TypeAlias = Annotated[
     Literal["evict_random", "evict_least_used", "evict_oldest"],
     choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
+]
+ExactRows: TypeAlias = Annotated[
+    Literal["float32"],
+    choice(
+        *ROW_DTYPES,
+        refused=dict.fromkeys(
+            ROW_DTYPES[1:],
+            "a tier stores float32 or what models[].row_dtype says, since rows of any other format would be rounded twice",
+        ),
+    ),
 ]
 UpdateSourceType: TypeAlias = Annotated[
     str,
@@ -167,6 +178,7 @@ class VolatileDbConfig(Section):
     initialize_after_startup: Flag = True
     initial_cache_rate: Share = 1.0
     cache_missed_embeddings: Flag = False
+    row_dtype: ExactRows | None = None
     update_filters: ListOf[Expression] = ("^hps_.+$",)
     options: Options = {}
 
@@ -203,6 +215,7 @@ class PersistentDbConfig(Section):
     max_set_batch_size: Older[Positive] = None
     max_batch_size: Positive = Field(default_factory=_batch_size)
     initialize_after_startup: Flag = Field(default_factory=lambda data: not data["read_only"])
+    row_dtype: ExactRows | None = None
     update_filters: ListOf[Expression] = ("^hps_.+$",)
     options: Options = {}
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 
@@ -63,19 +63,22 @@ class RowChanges:
         vectors: (n, dim) float32; unspecified for deleted rows.
         sequences: (n,) int64, at least 1; the later of two changes to a row has the higher sequence.
         deleted: (n,) bool, True for deletions; None if there are none.
+        exact: if `vectors` are rows in fewer bits, what they were encoded from, (n, dim) float32; else None.
     """
 
     keys: KeyArray
     vectors: FloatArray
     sequences: IndexArray
     deleted: BoolArray | None = None
+    exact: FloatArray | None = None
 
     def at(self, rows: BoolArray | IndexArray | slice) -> "RowChanges":
         """Select rows by a mask, (n,), by positions or by a slice."""
         if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
             return self
         deleted = None if self.deleted is None else self.deleted[rows]
-        return RowChanges(self.keys[rows], self.vectors[rows], self.sequences[rows], deleted)
+        exact = None if self.exact is None else self.exact[rows]
+        return RowChanges(self.keys[rows], self.vectors[rows], self.sequences[rows], deleted, exact)
 
     def split(self) -> tuple[KeyArray, FloatArray, KeyArray]:
         """Return the inserted keys, their vectors, and the deleted keys."""
@@ -188,6 +191,9 @@ class Database(ABC):
     read_only: bool = False
     """Whether it refuses modifications."""
 
+    row_dtype: Literal["float32"] | None = None
+    """The format of all its rows, also of tables whose rows have fewer bits elsewhere; None for that of each table."""
+
     load_bytes: int = 0
     """Preferred size of a `load_chunk` in bytes of keys and vectors; 0 for any."""
 
@@ -203,6 +209,10 @@ class Database(ABC):
         Raises:
             DatabaseError: the engine cannot be reached or opened (`DatabaseLockedError`, `DatabaseCorruptError`).
         """
+
+    def stored(self, table: TableSpec) -> TableSpec:
+        """Return a table as this database stores it: with the tag and the width to use here."""
+        return table.stored_as(self.row_dtype)
 
     @classmethod
     def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:
@@ -468,8 +478,11 @@ class Database(ABC):
         """
         return None
 
-    def stand_above(self, tag: str, database: "Database") -> None:  # noqa: B027 - optional
+    def stand_above(self, tag: str, database: "Database", below: str = "") -> None:  # noqa: B027 - optional
         """Name the database of this process that holds every row of an open table.
+
+        Args:
+            below: the tag of the table there; by default the same.
 
         From then on a shared database shows no row older than a modification by this process, including modifications before
         its start. Where it cannot tell, it has no rows and takes none.

@@ -4,22 +4,23 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TypeAlias
 
 import numpy as np
 
 from hps.databases.base import Database, LogPosition, Partition, RowChanges
-from hps.errors import DatabaseError, NotReadyError, UnknownTableError
+from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownTableError
 from hps.ground.host_tables import HostTable
+from hps.ground.rows import decode, encode
 from hps.ground.thread_pool import POOL
 from hps.ground.workers import WorkQueue
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
 from hps.statistics.metrics import TIERS, Metrics
 from hps.statistics.tracing import current, ended
-from hps.types import BoolArray, KeyArray, RowArray, TableSpec
+from hps.types import BoolArray, FloatArray, KeyArray, RowArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _PROMOTION_QUEUE_LENGTH = 64
@@ -80,6 +81,14 @@ class _Tier:
         self.reads = _Access(f"reads of {name} ({database.kind})", name, "read", metrics, breaker())
         self.writes = _Access(f"writes to {name} ({database.kind})", name, "write", metrics, breaker())
 
+    def tag(self, table: TableSpec) -> str:
+        """Return the tag of a table here."""
+        return self.database.stored(table).tag
+
+    def is_exact(self, table: TableSpec) -> bool:
+        """Whether the rows here are float32, while those of the caches have fewer bits."""
+        return self.database.stored(table) is not table
+
     def fetch(
         self,
         table: TableSpec,
@@ -90,29 +99,47 @@ class _Tier:
         missing: int,
         open_lost: bool,
         fetched: Landed | None = None,
+        exact: FloatArray | None = None,
     ) -> DatabaseError | None:
         """Fetch the missing rows. An error is counted, reported to the breaker of reads and returned.
 
         Several threads share a large fetch, which the metrics count once. `fetched` gets ranges of rows that were asked for.
         With `open_lost`, a table that is gone is opened again, empty: another process emptied the shared database or dropped
         the table, and a lower tier has its rows.
+
+        Args:
+            exact: (n, dim) float32, if rows here are float32 and those of `out` have fewer bits: receives the vectors.
         """
-        worth = self.database.rows_worth_a_thread
+        worth, stored = self.database.rows_worth_a_thread, self.database.stored(table)
+        target = out if exact is None else exact
 
         def call() -> None:
             try:
                 if worth and missing >= 2 * worth:
-                    self._share(table.tag, keys, out, found, worth * keys.size // missing, fetched)
+                    self._share(stored.tag, keys, target, found, worth * keys.size // missing, fetched)
                 else:
-                    self.database.fetch(table.tag, keys, out, found)
+                    self.database.fetch(stored.tag, keys, target, found)
             except UnknownTableError as error:
                 if not open_lost:
                     raise
                 _log.warning("%s (%s): %s", self.name, self.database.kind, error)
-                self.database.open_table(table.tag, table.width)
-                self.database.fetch(table.tag, keys, out, found)
+                self.database.open_table(stored.tag, stored.width)
+                self.database.fetch(stored.tag, keys, target, found)
 
-        return self.reads.attempt(call, table.model_name)
+        if exact is None:
+            return self.reads.attempt(call, table.model_name)
+        known = found.copy()
+        error = self.reads.attempt(call, table.model_name)
+        fresh = np.flatnonzero(found & ~known)
+        try:
+            out[fresh] = encode(f"reading table {stored.tag}", exact[fresh], table.row_dtype, keys[fresh])
+        except InvalidInputError as unfit:  # of another program, or loaded before: no fault of the database
+            found[fresh] = False
+            return DatabaseError(str(unfit))
+        else:
+            return error
+        finally:
+            del error  # as in `DatabaseChain.fetch`
 
     def _share(
         self, tag: str, keys: KeyArray, out: RowArray, found: BoolArray, least_rows: int, fetched: Landed | None
@@ -248,7 +275,8 @@ class DatabaseChain:
     def open_table(self, table: TableSpec) -> None:
         self._fences.setdefault(table.tag, TableFence())
         for tier in self._tiers:
-            tier.database.open_table(table.tag, table.width)
+            stored = tier.database.stored(table)
+            tier.database.open_table(stored.tag, stored.width)
             tier.reads.show(table.model_name)
             tier.writes.show(table.model_name)
         for counter in (self.metrics.promoted, self.metrics.coalesced_keys):
@@ -266,31 +294,36 @@ class DatabaseChain:
         if table.tag not in self._fences:
             return
         with self._fences[table.tag].modifying(self._modification_timeout_s):
-            for database in self.databases:
-                database.release_table(table.tag)
+            for tier in self._tiers:
+                tier.database.release_table(tier.tag(table))
             if everywhere:
-                self.discard(table.tag)
+                self._fences.pop(table.tag, None)
+                self.discard({database: [database.stored(table).tag] for database in self.databases})
             self._quarantined.discard(table.tag)
             self._doubted.discard(table.tag)
             with suppress(KeyError):
                 self.metrics.table_quarantined.remove(table.tag)
 
-    def discard(self, tag: str) -> None:
-        """Drop an unused table from every writable database, the upper one first.
+    def discard(self, tags: Mapping[Database, Iterable[str]]) -> None:
+        """Drop an unused table from writable databases, the upper one first.
 
-        A failure is logged and leaves the databases below unchanged, so that a later discard finds the tag again.
+        A failure is logged and leaves the databases below unchanged, so that a later discard finds the table again.
+
+        Args:
+            tags: its tags in each database.
         """
-        self._fences.pop(tag, None)
         for database in self.databases:
-            try:
-                database.discard_table(tag)
-            except (DatabaseError, NotReadyError) as error:
-                _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
-                return
+            for tag in tags.get(database, ()):
+                try:
+                    database.discard_table(tag)
+                except (DatabaseError, NotReadyError) as error:
+                    _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
+                    return
 
     def host_table(self, table: TableSpec) -> HostTable | None:
         """Return a table that devices can read in place; None if the first database does not support it."""
-        return self._tiers[0].database.host_table(table.tag) if self._tiers else None
+        tier = self._tiers[0] if self._tiers else None
+        return tier.database.host_table(table.tag) if tier and not tier.is_exact(table) else None
 
     def settle(self, table: TableSpec) -> None:
         """Wait for a running modification of the table to end.
@@ -346,10 +379,10 @@ class DatabaseChain:
             known = found.copy() if tier is self._persistent and self._promotions else None
             if final:
                 final.for_certain = last
+            exact: FloatArray | None = np.empty((keys.size, table.dim), np.float32) if tier.is_exact(table) else None
             began = perf_counter_ns()
-            error = tier.fetch(
-                table, keys, out, found, missing=before, open_lost=not last, fetched=final.fetched if final else None
-            )
+            fetched = final.fetched if final and exact is None else None
+            error = tier.fetch(table, keys, out, found, missing=before, open_lost=not last, fetched=fetched, exact=exact)
             spent = ended(tier.name, table.table_name, began, before) - began
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, before - after, 0 if error else after, spent)
@@ -361,7 +394,7 @@ class DatabaseChain:
                 finally:
                     del error  # its traceback refers to this frame, which holds the caller's arrays
             if known is not None and after < before:
-                self._promote(table, fence, token, keys, out, found & ~known)
+                self._promote(table, fence, token, keys, out, exact, found & ~known)
             before = after
         if final:
             final.end()
@@ -384,7 +417,8 @@ class DatabaseChain:
         for tier in self._tiers:
             if tier is self._volatile and table.tag in self._quarantined and self._persistent:
                 continue
-            error = tier.fetch(table, key, out, found, missing=1, open_lost=False)
+            exact: FloatArray | None = np.empty((1, table.dim), np.float32) if tier.is_exact(table) else None
+            error = tier.fetch(table, key, out, found, missing=1, open_lost=False, exact=exact)
             if found[0]:
                 return tier.name
             if error and tier is self._tiers[-1]:
@@ -398,7 +432,7 @@ class DatabaseChain:
         """Return when the authoritative database stored the row of a key, (1,): microseconds since 1970; 0 if unknown."""
         for database in reversed(self.databases):
             with suppress(DatabaseError):
-                return int(database.written_at(table.tag, key)[0])
+                return int(database.written_at(database.stored(table).tag, key)[0])
         return 0
 
     def insert(
@@ -408,10 +442,12 @@ class DatabaseChain:
         rows: RowArray,  # (n, width)
         then: Callable[[bool], None],
         changing: AbstractContextManager[object] | None = None,
+        exact: FloatArray | None = None,  # (n, dim)
     ) -> None:
         """Add or replace rows in every database, the authoritative one first.
 
         Args:
+            exact: what rows in fewer bits were encoded from.
             then: called last, before fills of an upper tier continue: with True to update the embedding caches, or with False,
                 after a failure, to erase the keys from them.
             changing: entered before the first database is written, left after `then` has returned.
@@ -420,9 +456,9 @@ class DatabaseChain:
             DatabaseError: the authoritative database failed; each key has its old or its new vector.
         """
 
-        def write(database: Database) -> None:
-            database.insert(table.tag, keys, rows)
-            self._count_inserts(table, database, keys.size)
+        def write(tier: _Tier) -> None:
+            tier.database.insert(tier.tag(table), keys, exact if exact is not None and tier.is_exact(table) else rows)
+            self._count_inserts(table, tier, keys.size)
 
         self._modify(table, keys, write, then, changing)
 
@@ -438,7 +474,7 @@ class DatabaseChain:
         Raises:
             DatabaseError: the authoritative database failed; each key may or may not remain.
         """
-        self._modify(table, keys, lambda database: database.delete(table.tag, keys), then, changing)
+        self._modify(table, keys, lambda tier: tier.database.delete(tier.tag(table), keys), then, changing)
 
     def follow_log(self, table: TableSpec) -> dict[Partition, LogPosition]:
         """Follow the log of the authoritative database; see `Database.follow_log`.
@@ -448,7 +484,7 @@ class DatabaseChain:
         """
         if not self._tiers:
             raise DatabaseError(f"following a log of updates for table {table.tag}: no database is configured to store them")
-        return self._tiers[-1].database.follow_log(table.tag)
+        return self._tiers[-1].database.follow_log(self._tiers[-1].tag(table))
 
     def apply(
         self,
@@ -473,15 +509,16 @@ class DatabaseChain:
         """
         latest: list[BoolArray] = []
 
-        def write(database: Database) -> None:
-            authoritative = database is self._tiers[-1].database
-            with self.metrics.applying(self._tiers[-1 if authoritative else 0].name):
-                if authoritative:
-                    latest.append(database.apply(table.tag, changes, positions))
+        def write(tier: _Tier) -> None:
+            exact = changes.exact if tier.is_exact(table) else None
+            own = changes if exact is None else replace(changes, vectors=exact)
+            with self.metrics.applying(tier.name):
+                if tier is self._tiers[-1]:
+                    latest.append(tier.database.apply(tier.tag(table), own, positions))
                 else:
-                    database.copy_changes(table.tag, changes.at(latest[0]))
+                    tier.database.copy_changes(tier.tag(table), own.at(latest[0]))
             inserted = latest[0] if changes.deleted is None else latest[0] & ~changes.deleted
-            self._count_inserts(table, database, int(np.count_nonzero(inserted)))
+            self._count_inserts(table, tier, int(np.count_nonzero(inserted)))
 
         def tell(written: bool) -> None:
             with self.metrics.applying(TIERS[0]):
@@ -505,7 +542,7 @@ class DatabaseChain:
         self,
         table: TableSpec,
         keys: KeyArray,
-        write: Callable[[Database], object],
+        write: Callable[[_Tier], object],
         then: Callable[[bool], None],
         changing: AbstractContextManager[object] | None,
     ) -> None:
@@ -513,12 +550,12 @@ class DatabaseChain:
             failure: DatabaseError | None = None
             if self._tiers:
                 authoritative = self._tiers[-1]
-                failure = authoritative.attempt(table, lambda: write(authoritative.database))
+                failure = authoritative.attempt(table, lambda: write(authoritative))
             if self._volatile and self._persistent:
-                upper = self._volatile.database
+                upper = self._volatile
                 # After a failure the rows below are unknown, so the caches must drop theirs.
                 if table.tag not in self._quarantined and self._volatile.attempt(
-                    table, lambda: upper.delete(table.tag, keys) if failure else write(upper)
+                    table, lambda: upper.database.delete(upper.tag(table), keys) if failure else write(upper)
                 ):
                     self._quarantine(table)
                 if table.tag in self._quarantined:
@@ -542,8 +579,8 @@ class DatabaseChain:
     def _doubt(self, table: TableSpec) -> DatabaseError | None:
         """Record once in the persistent database that the volatile one lacks a modification."""
         if self._persistent and table.tag not in self._doubted:
-            database = self._persistent.database
-            if error := self._persistent.attempt(table, lambda: database.renew_writer_token(table.tag)):
+            tag, database = self._persistent.tag(table), self._persistent.database
+            if error := self._persistent.attempt(table, lambda: database.renew_writer_token(tag)):
                 return error
             self._doubted.add(table.tag)
         return None
@@ -552,11 +589,11 @@ class DatabaseChain:
         """Drop the volatile rows of a quarantined table; return whether the volatile database may be read."""
         if table.tag not in self._quarantined or self._volatile is None:
             return True
-        database = self._volatile.database
+        database, stored = self._volatile.database, self._volatile.database.stored(table)
 
         def empty() -> None:
-            database.drop_table(table.tag)
-            database.open_table(table.tag, table.width)
+            database.drop_table(stored.tag)
+            database.open_table(stored.tag, stored.width)
 
         if not self._healing.acquire(blocking=False):
             return False
@@ -575,16 +612,27 @@ class DatabaseChain:
         return True
 
     def _promote(
-        self, table: TableSpec, fence: TableFence, token: int, keys: KeyArray, out: RowArray, fresh: BoolArray
+        self,
+        table: TableSpec,
+        fence: TableFence,
+        token: int,
+        keys: KeyArray,
+        out: RowArray,
+        exact: FloatArray | None,
+        fresh: BoolArray,
     ) -> None:
         if self._promotions is None or self._volatile is None:
             return
-        volatile, promoted, vectors = self._volatile, keys[fresh], out[fresh]
+        volatile, promoted = self._volatile, keys[fresh]
+        if not volatile.is_exact(table):
+            vectors = out[fresh]
+        else:
+            vectors = decode(out[fresh], table.dim, table.row_dtype) if exact is None else exact[fresh]
         counts: list[int] = []
 
         def promote() -> None:
             counts.append(-1)  # a failed promotion may still take effect
-            counts.append(volatile.database.promote(table.tag, promoted, vectors))
+            counts.append(volatile.database.promote(volatile.tag(table), promoted, vectors))
 
         def job() -> None:
             with fence.filling(token) as allowed:  # of the table that was fetched: another table may use its tag by now
@@ -592,15 +640,14 @@ class DatabaseChain:
                     return
                 if volatile.attempt(table, promote) is None:
                     self.metrics.promoted.labels(table.model_name, table.table_name).inc(counts[-1])
-                    self._count_inserts(table, volatile.database, counts[-1])
+                    self._count_inserts(table, volatile, counts[-1])
                 elif counts:
                     self._quarantine(table)
 
         self._promotions.submit(job)
 
-    def _count_inserts(self, table: TableSpec, database: Database, rows: int) -> None:
+    def _count_inserts(self, table: TableSpec, tier: _Tier, rows: int) -> None:
         counters = self.metrics.table(table.model_name, table.table_name)
-        tier = next(one for one in self._tiers if one.database is database)
         with self.metrics.lock:
             counters.inserts[tier.index] += rows
 

@@ -38,7 +38,8 @@ class CarriedTable:
 
     Args:
         source: database of the old table, which holds every row.
-        old, new: the two tables, of the same dim.
+        old: the old table, as `source` stores it.
+        new: the new one, of the same dim.
     """
 
     def __init__(self, source: Database, old: TableSpec, new: TableSpec) -> None:
@@ -80,13 +81,14 @@ class CarriedTable:
         Args:
             database: the authoritative database, which holds both; no process writes to the old one any more.
         """
-        held = database.load_record(self.new.tag) if database.persistent else None
+        old, new = self.old, database.stored(self.new)
+        held = database.load_record(new.tag) if database.persistent else None
         if held is None or self._record is None:
             return
         files, modified = self._record, held.modified or self._differs
         whole = replace(held, fingerprint=files.fingerprint, size_bytes=files.size_bytes, modified=modified)
-        gone = LoadRecord(f"carried over to {self.new.tag}", 0, 1)
-        for table, record in ((self.new, whole), (self.old, gone)):
+        gone = LoadRecord(f"carried over to {new.tag}", 0, 1)
+        for table, record in ((new, whole), (old, gone)):
             database.load_chunk(table.tag, np.empty(0, np.int64), np.empty((0, table.width), np.float32), record)
 
     def rows_of(
@@ -94,23 +96,23 @@ class CarriedTable:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
         rows: RowArray,  # (n, width)
-    ) -> RowArray:
-        """Return rows of the files, or in their places the rows that were written online.
+    ) -> tuple[FloatArray, RowArray]:
+        """Return vectors and rows of the files, or in their places those that were written online.
 
         Args:
             vectors: as the files have them.
             rows: the same in the new format.
         """
         if self._is_unmodified():
-            return rows
-        before, present = self._read(self._source, self.old, keys)
+            return vectors, rows
+        before, present = _read(self._source, self.old, keys)
         written = present & ~_equal(before, encode(self._doing, vectors, self.old.row_dtype, keys))
         if not written.any():
-            return rows
+            return vectors, rows
         self._differs = True
-        rows = rows.copy()
-        rows[written] = self._renewed(before[written], keys[written])
-        return rows
+        vectors, rows = vectors.copy(), rows.copy()
+        vectors[written], rows[written] = self._renewed(before[written], keys[written])
+        return vectors, rows
 
     def copy(self, target: Database, chunk_rows: int, progress: Progress) -> None:
         """Bring the new table, loaded from `rows_of` of the files, to the state of the old one.
@@ -121,28 +123,29 @@ class CarriedTable:
         """
         if self._is_unmodified():
             return
-        source, old, new = self._source, self.old.tag, self.new.tag
+        source, old, stored = self._source, self.old.tag, target.stored(self.new)
+        new = stored.tag
         positions = source.follow_log(old) if source.persistent else {}
         progress.start(new, rows := source.size(old), rows * (8 + 4 * self.old.dim))
         for keys, _ in source.scan(old, chunk_rows):
-            absent = keys[~self._read(target, self.new, keys)[1]]
-            changes = self._changes(absent)
+            absent = keys[~_read(target, stored, keys)[1]]
+            changes = self._changes(absent, stored)
             added, added_rows, _gone = changes.at(changes.sequences == 0).split()
             if added.size:
                 target.insert(new, added, added_rows)
             progress.advance(new, keys.size)
         for keys, _ in target.scan(new, chunk_rows):
-            gone = keys[~self._read(source, self.old, keys)[1]]
+            gone = keys[~_read(source, self.old, keys)[1]]
             if gone.size:
                 target.delete(new, gone)
         for keys in source.changed_keys(old, chunk_rows):  # last: an insertion is later than what was applied before it
-            changes = self._changes(keys)
+            changes = self._changes(keys, stored)
             ordered = changes.at(changes.sequences > 0)
             if ordered.keys.size:
                 target.apply(new, ordered, {})
         if positions:
             target.follow_log(new)
-            target.apply(new, self._changes(np.empty(0, np.int64)), positions)
+            target.apply(new, self._changes(np.empty(0, np.int64), stored), positions)
         progress.finish(new)
 
     def catch_up(self, target: WrittenTable, index: int) -> None:
@@ -159,13 +162,13 @@ class CarriedTable:
             noted, self._noted, self._noted_keys = self._noted, [], 0
         if not noted:
             return
-        changes = self._changes(np.unique(np.concatenate(noted)))
+        changes = self._changes(np.unique(np.concatenate(noted)), self.new.stored_as("float32"))
         ordered = changes.sequences > 0
         if ordered.any():
             target.apply(index, changes.at(ordered), {})
-        keys, rows, gone = changes.at(~ordered).split()
+        keys, vectors, gone = changes.at(~ordered).split()
         if keys.size:
-            target.insert(index, keys, decode(rows, self.new.dim, self.new.row_dtype))
+            target.insert(index, keys, vectors)
         if gone.size:
             target.delete(index, gone)
 
@@ -177,20 +180,27 @@ class CarriedTable:
             self._unmodified = record is not None and record.complete and not record.modified
         return self._unmodified
 
-    def _changes(self, keys: KeyArray) -> RowChanges:
-        """Read the present state of keys in the old table, as rows of the new one."""
+    def _changes(self, keys: KeyArray, new: TableSpec) -> RowChanges:
+        """Read the present state of keys in the old table, as rows of another one.
+
+        Raises:
+            InvalidInputError: the format of the new table cannot hold one.
+        """
         sequences = self._source.sequences_of(self.old.tag, keys)  # first: a row may be newer than its sequence, never older
-        rows, found = self._read(self._source, self.old, keys)
-        return RowChanges(keys, self._renewed(rows, keys), sequences, ~found)
+        rows, found = _read(self._source, self.old, keys)
+        vectors, renewed = self._renewed(rows, keys)
+        return RowChanges(keys, vectors if new.row_dtype == "float32" else renewed, sequences, ~found)
 
-    def _renewed(self, rows: RowArray, keys: KeyArray) -> RowArray:
-        """Convert rows of the old table to the new format."""
-        return encode(self._doing, decode(rows, self.old.dim, self.old.row_dtype), self.new.row_dtype, keys)
+    def _renewed(self, rows: RowArray, keys: KeyArray) -> tuple[FloatArray, RowArray]:
+        """Convert rows of the old table to vectors and to the new format."""
+        vectors = decode(rows, self.old.dim, self.old.row_dtype)
+        return vectors, encode(self._doing, vectors, self.new.row_dtype, keys)
 
-    def _read(self, database: Database, table: TableSpec, keys: KeyArray) -> tuple[RowArray, BoolArray]:
-        rows, found = np.zeros((keys.size, table.width), np.float32), np.zeros(keys.size, np.bool_)
-        database.fetch(table.tag, keys, rows, found)
-        return rows, found
+
+def _read(database: Database, stored: TableSpec, keys: KeyArray) -> tuple[RowArray, BoolArray]:
+    rows, found = np.zeros((keys.size, stored.width), np.float32), np.zeros(keys.size, np.bool_)
+    database.fetch(stored.tag, keys, rows, found)
+    return rows, found
 
 
 def _equal(

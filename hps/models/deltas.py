@@ -26,7 +26,7 @@ from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_mod
 from hps.models.manifest import FileCheck, within
 from hps.models.read_ahead import whole_rows
 from hps.models.sources import ModelSources
-from hps.types import FloatArray, KeyArray
+from hps.types import FloatArray, KeyArray, TableSpec
 
 _KEY_BYTES = 13  # of a `KeySet`, most of them
 
@@ -41,13 +41,13 @@ class HeldTable:
     """A place in this process that may hold the rows of a version. *Immutable.*
 
     Attributes:
-        tag: tag of the table. For a persistent database it suffices, since the load record tells whether the rows count.
+        table: the table. For a persistent database it suffices, since the load record tells whether the rows count.
         database: a volatile database of this process that holds every row and evicts none, if any.
         fingerprint: identifies the files loaded into `database`.
         unmodified: tells whether the rows are unmodified there; called before and after they are copied.
     """
 
-    tag: str
+    table: TableSpec
     database: Database | None = None
     fingerprint: str = ""
     unmodified: Callable[[], bool] = lambda: False

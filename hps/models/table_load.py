@@ -21,7 +21,7 @@ from hps.models.read_ahead import chunk_ranges, read_ahead
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.warm_up import DatabaseRows, WarmUpSource
-from hps.types import FloatArray, KeyArray, RowArray, TableSpec, row_dtype_of
+from hps.types import FloatArray, KeyArray, RowArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
@@ -146,14 +146,14 @@ class TableLoad:
         for database in self._targets.keep:
             self._check_kept(database)
         for database in databases:
-            database.open_table(self._tag, self._table.width)
+            self._open(database)
         records = [self._record(database) for database in databases]
         authority = next((one for one in (*databases, *self._targets.keep) if one.persistent), None)
         differs = self._carried is not None or (authority is not None and self._differs(authority))
         if not all(self._is_whole(record) for record in records):
             self._model.verify()  # before a database loses what it has
         self._watched = self._model.may_change_unseen()
-        whole = authority is not None and self._is_whole(authority.load_record(self._tag))
+        whole = authority is not None and self._is_whole(authority.load_record(self._tag_in(authority)))
         if self._watched and whole and not self._targets.force:
             differs = True  # the files may be others by now than those that it holds
         differs = differs or self._repeats(authority)
@@ -192,17 +192,24 @@ class TableLoad:
 
     def _put_above(self, authority: Database) -> None:
         for database in (*self._targets.load, *self._targets.keep):
-            database.stand_above(self._tag, authority)
+            database.stand_above(self._tag_in(database), authority, self._tag_in(authority))
+
+    def _tag_in(self, database: Database) -> str:
+        return database.stored(self._table).tag
+
+    def _open(self, database: Database) -> None:
+        stored = database.stored(self._table)
+        database.open_table(stored.tag, stored.width)
 
     # -- state of the databases ---------------------------------------------------------------------------------------
 
     def _check_kept(self, database: Database) -> None:
-        database.open_table(self._tag, self._table.width)
-        record = None if database.shared else database.load_record(self._tag)
+        self._open(database)
+        record = None if database.shared else database.load_record(self._tag_in(database))
         if record is not None and not record.complete:
             raise DatabaseError(
-                f"keeping table {self._tag} in {database.kind} as it is (initialize_after_startup false): it holds "
-                f"{record.rows_done} of {record.rows_total} rows of a load that was interrupted; "
+                f"keeping table {self._tag_in(database)} in {database.kind} as it is (initialize_after_startup false): it "
+                f"holds {record.rows_done} of {record.rows_total} rows of a load that was interrupted; "
                 "complete it with `hps load`, or set initialize_after_startup to true"
             )
 
@@ -213,7 +220,7 @@ class TableLoad:
         """
         if self._targets.force or self._carried or database.shared:
             return None
-        record, model = database.load_record(self._tag), self._model
+        record, model = database.load_record(self._tag_in(database)), self._model
         if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
             return record
         if (
@@ -235,7 +242,7 @@ class TableLoad:
 
     def _differs(self, authority: Database) -> bool:
         """Whether the persistent database, once loaded or kept, holds other vectors than the files."""
-        record, kept = authority.load_record(self._tag), authority in self._targets.keep
+        record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
         if record is None or not self._is_whole(record):
             return kept
         return record.modified and (kept or not self._targets.force)
@@ -270,8 +277,8 @@ class TableLoad:
         if self._targets.force and not database.shared:
             self._empty(database)
         rows = self._share(database, self._model.rows)
-        first = database.claim_load(self._tag, self._model.fingerprint, rows, replaces=self._has_authority)
-        database.open_table(self._tag, self._table.width)
+        first = database.claim_load(self._tag_in(database), self._model.fingerprint, rows, replaces=self._has_authority)
+        self._open(database)
         return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
 
     def _first_row(self, database: Database, record: LoadRecord | None) -> int:
@@ -298,12 +305,12 @@ class TableLoad:
         return 0
 
     def _empty(self, database: Database) -> None:
-        database.drop_table(self._tag)
-        database.open_table(self._tag, self._table.width)
+        database.drop_table(self._tag_in(database))
+        self._open(database)
 
     def _share(self, database: Database, rows: int) -> int:
         """Compute how many of these rows a volatile database gets."""
-        return round(self._targets.initial_cache_rate * min(rows, database.stats(self._tag).capacity_rows))
+        return round(self._targets.initial_cache_rate * min(rows, database.stats(self._tag_in(database)).capacity_rows))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -321,9 +328,9 @@ class TableLoad:
         feeds = [self._feed(database, load) for database, load in targets]
         with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for start, keys, vectors in chunks:
-                rows = self._rows_of(keys, vectors)
+                exact, rows = self._rows_of(keys, vectors)
                 for feed in feeds:
-                    feed.add(start, keys, vectors, rows)
+                    feed.add(start, keys, vectors, exact if feed.is_exact else rows)
                 self._progress.advance(self._tag, keys.size)
         self._check_unchanged(model, targets, feeds)
         for (database, _), feed in zip(targets, feeds, strict=True):
@@ -333,7 +340,7 @@ class TableLoad:
 
     def _finish(self, database: Database) -> None:
         started = time.monotonic()
-        database.finish_load(self._tag)
+        database.finish_load(self._tag_in(database))
         if (seconds := time.monotonic() - started) > _LONG_MERGE_S:
             _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
 
@@ -352,7 +359,8 @@ class TableLoad:
             chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
             with closing(chunks):
                 for keys, vectors in chunks:
-                    feed.add(0, keys, vectors, self._rows_of(keys, vectors))
+                    exact, rows = self._rows_of(keys, vectors)
+                    feed.add(0, keys, vectors, exact if feed.is_exact else rows)
                     self._progress.advance(self._tag, keys.size)
             if base is None or base.still_counts():
                 break
@@ -376,34 +384,41 @@ class TableLoad:
         """Return the rows of the latest base that this process holds unmodified; None if there is none."""
         for level in reversed(range(len(model.deltas))):
             held, fingerprint = model.held[level], model.fingerprints[level]
-            if held is None or row_dtype_of(held.tag) != self._table.row_dtype:
+            if held is None:
                 continue
             if database.persistent:
-                if (record := self._unmodified_record(database, held.tag)) and record.fingerprint == fingerprint:
-                    chunks = partial(self._vectors_in, database, held.tag, model.chunk_rows)
-                    still_counts = partial(self._is_unmodified, database, held.tag, record)
+                base = database.stored(held.table)
+                if base.row_dtype != database.stored(self._table).row_dtype:
+                    continue
+                if (record := self._unmodified_record(database, base)) and record.fingerprint == fingerprint:
+                    chunks = partial(self._vectors_in, database, base, model.chunk_rows)
+                    still_counts = partial(self._is_unmodified, database, base.tag, record)
                     return BaseRows(level, chunks, record.checksum, still_counts)
-            elif held.database is not None and held.fingerprint == fingerprint and held.tag in held.database.tags():
-                chunks = partial(self._vectors_in, held.database, held.tag, model.chunk_rows)
+            elif held.database is not None and held.fingerprint == fingerprint:
+                base = held.database.stored(held.table)
+                if base.row_dtype != database.stored(self._table).row_dtype or base.tag not in held.database.tags():
+                    continue
+                chunks = partial(self._vectors_in, held.database, base, model.chunk_rows)
                 if held.unmodified():
                     return BaseRows(level, chunks, "", held.unmodified)
         return None
 
-    def _rows_of(self, keys: KeyArray, vectors: FloatArray) -> RowArray:
+    def _rows_of(self, keys: KeyArray, vectors: FloatArray) -> tuple[FloatArray, RowArray]:
+        """Return what databases of float32 rows store, (n, dim), and the rows of the others, (n, width)."""
         rows = encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
-        return self._carried.rows_of(keys, vectors, rows) if self._carried else rows
+        return self._carried.rows_of(keys, vectors, rows) if self._carried else (vectors, rows)
 
-    def _vectors_in(self, database: Database, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+    def _vectors_in(self, database: Database, stored: TableSpec, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Read the vectors of a table of the same row format: encoded again, they are the same rows."""
-        for keys, rows in database.scan(tag, chunk_rows):
-            yield keys, decode(rows, self._table.dim, self._table.row_dtype)
+        for keys, rows in database.scan(stored.tag, chunk_rows):
+            yield keys, decode(rows, stored.dim, stored.row_dtype)
 
-    def _unmodified_record(self, database: Database, tag: str) -> LoadRecord | None:
+    def _unmodified_record(self, database: Database, stored: TableSpec) -> LoadRecord | None:
         """Return the load record of another table if it is complete and unmodified."""
-        if tag not in database.tags():
+        if stored.tag not in database.tags():
             return None
-        database.open_table(tag, self._table.width)
-        record = database.load_record(tag)
+        database.open_table(stored.tag, stored.width)
+        record = database.load_record(stored.tag)
         return record if record is not None and record.complete and not record.modified else None
 
     def _is_unmodified(self, database: Database, tag: str, record: LoadRecord) -> bool:
@@ -449,17 +464,18 @@ class TableLoad:
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
         if self._carried:
             record = self._carried.begun(record)
-        database.reserve(self._tag, load.last_row, self._keys(load.last_row, base))
+        stored = database.stored(self._table)
+        database.reserve(stored.tag, load.last_row, self._keys(load.last_row, base))
         if database.persistent:
-            before = database.load_record(self._tag) if load.first_row else None
+            before = database.load_record(stored.tag) if load.first_row else None
             if before is not None:  # the checksum of the interrupted load
                 record = replace(record, checksum=before.checksum)
             else:
                 self._remember(database, record)  # so that a start that keeps the rows refuses a partial load
         if isinstance(model, DeltaModel):
-            return LoadFeed(database, self._tag, self._table.width, record, model.rows, counts=False)
+            return LoadFeed(database, self._table, record, model.rows, counts=False)
         sums = self._watched or model.is_summed
-        return LoadFeed(database, self._tag, self._table.width, record, load.last_row, sums=sums)
+        return LoadFeed(database, self._table, record, load.last_row, sums=sums)
 
     def _keys(self, rows: int, base: BaseRows | None) -> Iterator[KeyArray]:
         """Read the keys of the first rows, in chunks that the next one overwrites, for whom they help to place the rows.
@@ -478,7 +494,8 @@ class TableLoad:
                 yield keys
 
     def _remember(self, database: Database, record: LoadRecord) -> None:
-        database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.width), np.float32), record)
+        stored = database.stored(self._table)
+        database.load_chunk(stored.tag, np.empty(0, np.int64), np.empty((0, stored.width), np.float32), record)
 
     def _awaited(self, database: Database, rows: int) -> DatabaseLoad:
         """Wait until another process has loaded a shared database; load the rest if its claim runs out."""
@@ -491,8 +508,8 @@ class TableLoad:
         """Wait until no other process loads a shared database; return the first row that it still needs."""
         _log.info("Table: %s; another process is loading %s; waiting for it.", self._tag, database.kind)
         self._progress.start(self._tag, rows, rows * self._model.row_bytes)
-        fingerprint, replaces = self._model.fingerprint, self._has_authority
-        while (first := database.claim_load(self._tag, fingerprint, rows, wait_s=_CLAIM_WAIT_S, replaces=replaces)) is None:
+        tag, fingerprint, replaces = self._tag_in(database), self._model.fingerprint, self._has_authority
+        while (first := database.claim_load(tag, fingerprint, rows, wait_s=_CLAIM_WAIT_S, replaces=replaces)) is None:
             self._progress.advance(self._tag, 0)  # its rows are unknown here, but a progress that raises ends the wait
         self._progress.advance(self._tag, first)
         self._progress.finish(self._tag)
@@ -502,24 +519,24 @@ class TableLoad:
         """Fill a volatile database from the persistent one, up to its share of rows."""
         if database.shared and not differs:  # the rows are exactly those of the files, on which other processes may rely
             return self._copied_as_files(authority, database)
-        size = authority.size(self._tag)
+        size, tag = authority.size(self._tag_in(authority)), self._tag_in(database)
         limit = self._share(database, size)
         reads = limit == size and isinstance(self._model, SparseModel)  # of a delta, the files of its base may be far away
-        database.reserve(self._tag, limit, self._keys(self._model.rows, None) if reads else ())
-        return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, self._tag)))
+        database.reserve(tag, limit, self._keys(self._model.rows, None) if reads else ())
+        return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, tag)))
 
     def _copied_as_files(self, authority: Database, database: Database) -> DatabaseLoad:
         """Fill a shared database from the persistent one, under the fingerprint of the files."""
         rows, fingerprint = self._share(database, self._model.rows), self._model.fingerprint
-        first = database.claim_load(self._tag, fingerprint, rows)
-        database.open_table(self._tag, self._table.width)
+        first = database.claim_load(tag := self._tag_in(database), fingerprint, rows)
+        self._open(database)
         if first is None:
             first = self._claim_when_free(database, rows)
         if first == rows:
             return DatabaseLoad(database.kind, rows, rows)
         record = LoadRecord(fingerprint, 0, rows)  # an interrupted load of another process may have had another order
-        self._copy(authority, database, rows, lambda keys, some: database.load_chunk(self._tag, keys, some, record))
-        database.finish_load(self._tag)
+        self._copy(authority, database, rows, lambda keys, some: database.load_chunk(tag, keys, some, record))
+        database.finish_load(tag)
         return DatabaseLoad(database.kind, 0, rows)
 
     def _copy(self, authority: Database, database: Database, limit: int, write: Callable[[KeyArray, RowArray], object]) -> int:
@@ -527,7 +544,8 @@ class TableLoad:
         _log.info("Table: %s; filling %s from %s.", self._tag, database.kind, authority.kind)
         done = 0
         self._progress.start(self._tag, limit, limit * self._model.row_bytes)
-        for keys, rows in authority.scan(self._tag, self._model.chunk_rows):
+        row_dtype = database.stored(self._table).row_dtype
+        for keys, rows in DatabaseRows(authority, self._table).chunks(self._model.chunk_rows, row_dtype):
             count = min(keys.size, limit - done)
             if count <= 0:
                 break
@@ -544,7 +562,7 @@ class TableLoad:
             how = "complete" if load.rows else "all were there"
             _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", self._tag, rows, database.kind, how)
             return
-        stats = database.stats(self._tag)
+        stats = database.stats(self._tag_in(database))
         held = f"{stats.rows}, unbounded"
         if stats.capacity_rows < UNBOUNDED_ROWS:
             held = f"{stats.rows} / {stats.capacity_rows} ({100 * stats.rows / max(stats.capacity_rows, 1):.2f}%)"
@@ -561,6 +579,9 @@ class TableLoad:
 class LoadFeed:
     """Gathers chunks into batches of the database's preferred size, and counts them in its load record. *One thread.*
 
+    Attributes:
+        is_exact: whether the database stores float32 rows of a table with fewer bits.
+
     Args:
         record: the content before: `rows_done` is the first row to load, `checksum` is of the rows before it.
         last_row: end of the rows to load, exclusive.
@@ -571,15 +592,16 @@ class LoadFeed:
     def __init__(
         self,
         database: Database,
-        tag: str,
-        width: int,
+        table: TableSpec,
         record: LoadRecord,
         last_row: int,
         *,
         sums: bool = False,
         counts: bool = True,
     ) -> None:
-        self._database, self._tag = database, tag
+        stored = database.stored(table)
+        self._database, self._tag, width = database, stored.tag, stored.width
+        self.is_exact = stored is not table
         self.record, self._last_row = record, last_row
         self._counts = counts
         self._sums = sums or database.persistent  # others are never compared with files

@@ -11,11 +11,11 @@ import numpy as np
 from hps.cache.base import EmbeddingCache
 from hps.databases.base import Database
 from hps.ground.key_sets import last_of_each
-from hps.ground.rows import encode
+from hps.ground.rows import decode, encode
 from hps.models.deltas import DeltaModel, Merge, first_rows
 from hps.models.files import SparseModel, rows_of_a_chunk
 from hps.models.read_ahead import Allocate, read_ahead
-from hps.types import FloatArray, KeyArray, TableSpec
+from hps.types import FloatArray, KeyArray, RowArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
@@ -30,17 +30,35 @@ class DatabaseRows:
     table: TableSpec
 
     @property
+    def stored(self) -> TableSpec:
+        """The table as the database stores it."""
+        return self.database.stored(self.table)
+
+    @property
     def place(self) -> str:
-        return f"{self.table.tag} in {self.database.kind}"
+        return f"{self.stored.tag} in {self.database.kind}"
 
     @property
     def rows(self) -> int:
         """Number of rows; an estimate if the database counts lazily."""
-        return self.database.size(self.table.tag)
+        return self.database.size(self.stored.tag)
 
     @property
     def chunk_rows(self) -> int:
-        return rows_of_a_chunk(self.table.width)
+        return rows_of_a_chunk(self.stored.width)
+
+    def chunks(self, chunk_rows: int, row_dtype: str) -> Iterator[tuple[KeyArray, RowArray]]:
+        """Yield every row once, in a format, in chunks as of `Database.scan`.
+
+        Raises:
+            InvalidInputError: the format cannot hold a row.
+        """
+        stored = self.stored
+        for keys, rows in self.database.scan(stored.tag, chunk_rows):
+            if stored.row_dtype != row_dtype:
+                vectors = decode(rows, stored.dim, stored.row_dtype)
+                rows = encode(f"reading table {self.place}", vectors, row_dtype, keys)
+            yield keys, rows
 
     def may_change_unseen(self) -> bool:
         """Modifications do not matter: they reach caches, too."""
@@ -96,7 +114,7 @@ def _chunks(
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
     """Yield (number of the first row, keys, vectors) of the first rows; later rows may have keys of these.
 
-    Of `DatabaseRows`, rows as they are stored instead of vectors.
+    Of `DatabaseRows`, rows as the cache stores them instead of vectors.
     """
     if isinstance(source, SparseModel):
         source.verify()
@@ -109,7 +127,7 @@ def _chunks(
             yield start, keys, vectors
             start += keys.size
         return
-    for keys, vectors in source.database.scan(source.table.tag, source.chunk_rows):
+    for keys, vectors in source.chunks(source.chunk_rows, source.table.row_dtype):
         yield start, keys[: rows - start], vectors[: rows - start]
         if (start := start + keys.size) >= rows:
             return

@@ -9,6 +9,7 @@ from typing import Final
 
 from hps.cache.base import CachePlan, EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
+from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.databases.base import Database
 from hps.errors import ConfigError, HPSError, MissingDependencyError
 from hps.ground.capacity import Need, Place, available_memory
@@ -125,12 +126,13 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
         on_cuda: whether embedding caches are on GPUs.
     """
     found = [PlannedNeed("", "", "process", Need("ram", "the process itself", _PROCESS_BYTES))]
-    stored: dict[tuple[str, bool], tuple[type[Database], object, list[tuple[str, int, int]]]] = {}
+    stored: dict[
+        tuple[str, bool], tuple[type[Database], VolatileDbConfig | PersistentDbConfig, list[tuple[str, int, int]]]
+    ] = {}
     owners = {}
     load_bytes, plan = CHUNK_BYTES, cache_plan(on_cuda)
     for version in versions:
         config, tables = version.config, version.config.tables
-        owners.update({table.tag: (config.model, config.version, table.table_name) for table in tables})
         if on_cuda or not is_direct(config, implementation("cache", "cpu")):
             capacities = cache_capacities(config, version.rows)
             for device in config.deployed_device_list[: None if on_cuda else 1]:
@@ -147,9 +149,9 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
             for on_gpu, need in network_needs(config, version.network_bytes, on_cuda):
                 found += _of(config, "network", [need], on_gpu)
         for tier, database, section, share in _databases(configuration, config):
-            rows = [
-                (table.tag, table.width, math.ceil(share * count)) for table, count in zip(tables, version.rows, strict=True)
-            ]
+            there = [table.stored_as(section.row_dtype) for table in tables]
+            owners.update({table.tag: (config.model, config.version, table.table_name) for table in there})
+            rows = [(one.tag, one.width, math.ceil(share * count)) for one, count in zip(there, version.rows, strict=True)]
             own = tier == "volatile_db" and config.embedding_cache_type in RESIDENT
             stored.setdefault((tier, own), (database, section, []))[2].extend(rows)
             load_bytes = max(load_bytes, getattr(database, "load_bytes", 0))
@@ -279,7 +281,9 @@ def _gpu_memory(configuration: Configuration) -> list[int]:
     return [one for one in free if one is not None]
 
 
-def _databases(configuration: Configuration, model: ModelConfig) -> Iterable[tuple[str, type[Database], object, float]]:
+def _databases(
+    configuration: Configuration, model: ModelConfig
+) -> Iterable[tuple[str, type[Database], VolatileDbConfig | PersistentDbConfig, float]]:
     """Yield the databases that a version is loaded into: tier, class, configuration section, share of the rows."""
     volatile, persistent = configuration.volatile_db, configuration.persistent_db
     if model.embedding_cache_type in RESIDENT:

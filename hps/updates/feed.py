@@ -26,7 +26,7 @@ from hps.ground.rows import encode
 from hps.ground.workers import Worker
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import UpdateStatus
-from hps.types import IndexArray, RowArray, row_width
+from hps.types import IndexArray
 from hps.updates.base import Message, UpdateLog
 from hps.updates.dead_letters import DeadLetters
 from hps.updates.framing import HIGHEST_SEQUENCE, Changes, decode, sequence_of
@@ -63,11 +63,6 @@ class TableTopic:
     key_bytes: int
     start: Mapping[Partition, LogPosition]
     row_dtype: str = "float32"
-
-    @property
-    def width(self) -> int:
-        """As of `TableSpec`."""
-        return row_width(self.dim, self.row_dtype)
 
 
 class UpdateTarget(Protocol):
@@ -122,7 +117,7 @@ class UpdateFeed:
         self._settings = settings
         self._metrics = metrics
         self._tables = {table.topic: _Table(table, TableProgress(HIGHEST_SEQUENCE, 0, _clock)) for table in tables}
-        widest = max(8 + 4 * table.width for table in tables)
+        widest = max(8 + 4 * table.dim for table in tables)
         self._most_bytes = min(settings.max_batch_size * widest, settings.read_ahead_bytes)  # per poll
         self._uncommitted = 0  # messages since the last commit
         self._orphaned_at: float | None = None  # when the target went out of service
@@ -319,7 +314,7 @@ class UpdateFeed:
             position, last = message.position, max(last, sequence)
         if here is not None:
             applied[here] = LogPosition(position, last)
-        pieces = _pieces(_resolve(parts, sequences, followed.width), self._settings.max_batch_size) if rows else []
+        pieces = _pieces(_resolve(parts, sequences, followed.dim), self._settings.max_batch_size) if rows else []
         deletes = sum(part.deleted_keys.size for part in parts)
         counts = np.array([part.keys.size + part.deleted_keys.size for part in parts], np.int64)
         batch = _Batch(pieces, applied, taken, size_bytes, rows - deletes, deletes, np.array(times, np.int64), counts)
@@ -338,7 +333,7 @@ class UpdateFeed:
                 message.value, followed.dim, followed.key_bytes, key=message.key, table=followed.name, most_bytes=most_bytes
             )
             if changes is not None:
-                changes = changes._replace(vectors=_rows_of(changes, followed))
+                _check_rows(changes, followed)
         except Exception as error:  # noqa: BLE001 - a bug must not end the stream
             reason = error.reason if isinstance(error, UpdateFormatError) else "internal"
             if reason == "internal" and reason not in table.dead_letters:
@@ -430,7 +425,7 @@ class UpdateFeed:
         """Store positions that the database does not have yet."""
         if table.batch is None and table.applied != table.stored:
             nothing = np.empty(0, np.int64)
-            changes = RowChanges(nothing, np.empty((0, table.followed.width), np.float32), nothing)
+            changes = RowChanges(nothing, np.empty((0, table.followed.dim), np.float32), nothing)
             table.batch = _Batch([changes], table.applied, 0, 0, 0, 0, nothing, nothing)
 
     def _finish(self) -> None:
@@ -585,14 +580,19 @@ class _Table:
     future_times: int = 0
 
 
-def _rows_of(changes: Changes, followed: TableTopic) -> RowArray:
+def _check_rows(changes: Changes, followed: TableTopic) -> None:
+    """Refuse vectors that the table's format cannot hold.
+
+    Raises:
+        UpdateFormatError: there is one.
+    """
     try:
-        return encode(f"updating table {followed.name!r}", changes.vectors, followed.row_dtype, changes.keys)
+        encode(f"updating table {followed.name!r}", changes.vectors, followed.row_dtype, changes.keys)
     except InvalidInputError as error:
         raise UpdateFormatError("row_dtype", str(error)) from error
 
 
-def _resolve(parts: Sequence[Changes], sequences: Sequence[int], width: int) -> RowChanges:
+def _resolve(parts: Sequence[Changes], sequences: Sequence[int], dim: int) -> RowChanges:
     """Keep the latest change of each key: the highest sequence, and among equal ones the last to arrive."""
     counts = [part.keys.size + part.deleted_keys.size for part in parts]
     keys = np.concatenate([some for part in parts for some in (part.keys, part.deleted_keys)])
@@ -601,7 +601,7 @@ def _resolve(parts: Sequence[Changes], sequences: Sequence[int], width: int) -> 
         deleted = None
         vectors = np.concatenate([part.vectors for part in parts])
     else:
-        deleted, vectors = np.ones(keys.size, np.bool_), np.zeros((keys.size, width), np.float32)
+        deleted, vectors = np.ones(keys.size, np.bool_), np.zeros((keys.size, dim), np.float32)
         start = 0
         for part, count in zip(parts, counts, strict=True):
             deleted[start : start + part.keys.size] = False

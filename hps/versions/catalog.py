@@ -152,7 +152,7 @@ class ModelCatalog:
 
         def held_or_loaded(number: str) -> Sequence[HeldTable]:
             tables = model.model_copy(update={"version": number}).tables
-            return held(number) or [HeldTable(table.tag) for table in tables]
+            return held(number) or [HeldTable(table) for table in tables]
 
         known_files: dict[str, VersionFiles] = {}
 

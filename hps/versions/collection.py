@@ -146,7 +146,7 @@ class StatisticsCollector:
             for index, table in enumerate(deployment.tables):
                 for database in deployment.chain.databases:
                     if not database.in_process:
-                        self._ask(database, table.tag, partial(database.stats, table.tag))
+                        self._ask(database, table.tag, partial(database.stats, database.stored(table).tag))
                 for cache in deployment.caches:
                     if cache.device != "cpu":
                         self._ask(cache, table.tag, partial(cache.stats, index))
@@ -261,7 +261,7 @@ class StatisticsCollector:
             age = 0.0
             if database.in_process:
                 with suppress(HPSError):  # dropped in the meantime
-                    stats = database.stats(table.tag)
+                    stats = database.stats(database.stored(table).tag)
             else:
                 stats, age = self._last(database, table.tag, TableStats)
             place = TIERS.index(name)

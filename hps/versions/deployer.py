@@ -358,8 +358,8 @@ class Deployer:
         versions = self._live.versions(name)
         live = [table for one, _ in versions for table in one.tables] + list(loading)
         held = sum(state in ("kept", "retiring") for _, state in versions)
-        for tag in leftovers(config, live, held, self._chain):
-            self._chain.discard(tag)
+        for tags in leftovers(config, live, held, self._chain):
+            self._chain.discard(tags)
 
 
 def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from hps.cache.base import STATIC_LOAD, EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
+from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.databases.base import Database, LogPosition, Partition, RowChanges
 from hps.errors import (
     CapacityError,
@@ -189,8 +190,8 @@ class Deployment:
         whole = [one for one in self.chain.databases if one.in_process][-1:]
         return [
             HeldTable(
-                table.tag,
-                whole[0] if whole and whole[0].size(table.tag) == rows else None,
+                table,
+                whole[0] if whole and whole[0].size(whole[0].stored(table).tag) == rows else None,
                 fingerprint,
                 lambda: not self.modified.is_set(),
             )
@@ -286,7 +287,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.insert(table, keys, rows, apply, self._changing(index))
+            self.chain.insert(table, keys, rows, apply, self._changing(index), vectors)
 
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
@@ -312,7 +313,7 @@ class Deployment:
         """Apply changes of a log to every tier; see `Database.apply`. Lookups that start after it returns see the changes.
 
         Args:
-            changes: with rows as the table stores them.
+            changes: with float32 vectors, which the table's format can hold; those of deletions are finite.
 
         Returns:
             Number of changes not older than the stored rows.
@@ -323,6 +324,9 @@ class Deployment:
         """
         table = self.tables[index]
         shared = self.chain.databases[-1].shared
+        if table.row_dtype != "float32":
+            rows = encode(f"updating {table.tag}", changes.vectors, table.row_dtype, changes.keys)
+            changes = replace(changes, vectors=rows, exact=changes.vectors)
 
         def tell(latest: BoolArray | None) -> None:
             if latest is None:
@@ -617,7 +621,7 @@ def _tell_complete(deployment: Deployment) -> None:
     with chain.settled(tables):
         if chain.failed_above:
             return
-        rows = [chain.databases[0].size(table.tag) for table in tables]
+        rows = [chain.databases[0].size(chain.databases[0].stored(table).tag) for table in tables]
         for cache in deployment.caches:
             resident = [cache.stats(index).resident_rows for index in range(len(tables))]
             if cache.static and resident == rows:
@@ -784,7 +788,8 @@ def _check_room(
     """
     for database in targets.load:
         share = 1.0 if database.persistent else targets.initial_cache_rate
-        database.check_room([(one.tag, one.width, math.ceil(share * count)) for one, count in zip(tables, rows, strict=True)])
+        stored = map(database.stored, tables)
+        database.check_room([(one.tag, one.width, math.ceil(share * count)) for one, count in zip(stored, rows, strict=True)])
     if cache_class:
         for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
             room = cache_capacities(config, rows), device_id, is_static(config), index_sizes(config, rows)
@@ -809,9 +814,12 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
     Raises:
         DatabaseError: one of them cannot be opened; none is left open.
     """
-    volatile = _open(configuration.volatile_db)
+    volatile, persistent = None, None
     try:
-        persistent = _open(configuration.persistent_db)
+        if configuration.volatile_db.type != "disabled":
+            volatile = open_database(configuration.volatile_db)
+        if configuration.persistent_db.type != "disabled":
+            persistent = open_database(configuration.persistent_db)
     except BaseException:
         if volatile:
             volatile.close()
@@ -840,10 +848,14 @@ def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) 
     return [*found, *row_kernels(table.row_dtype for model in configuration.models for table in model.tables)]
 
 
-def _open(config: Any) -> Database | None:
-    if config.type == "disabled":
-        return None
+def open_database(config: VolatileDbConfig | PersistentDbConfig) -> Database:
+    """Open the database that a section of the configuration describes.
+
+    Raises:
+        DatabaseError: it cannot be opened.
+    """
     database: Database = implementation("database", config.type).from_config(config)
+    database.row_dtype = config.row_dtype
     return database
 
 

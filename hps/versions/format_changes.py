@@ -105,11 +105,12 @@ def find_changes(
             _warn_of_others(config, tables, database)
     if there is not None and there.chain.databases and not there.chain.databases[-1].shared:
         source = there.chain.databases[-1]
-        return FormatChanges([CarriedTable(source, *pair) for pair in zip(there.tables, tables, strict=True)], there)
+        pairs = zip(map(source.stored, there.tables), tables, strict=True)
+        return FormatChanges([CarriedTable(source, *pair) for pair in pairs], there)
     if isinstance(authority, SharedDatabase):
         tags = authority.tags()
         for table, fingerprint in zip(tables, fingerprints, strict=True):
-            _refuse_shared(config, table, fingerprint, authority, tags)
+            _refuse_shared(config, authority.stored(table), fingerprint, authority, tags)
     if authority is None or not authority.persistent:
         return FormatChanges()
     found = (_modified(config, table, fingerprint, authority) for table, fingerprint in zip(tables, fingerprints, strict=True))
@@ -120,9 +121,10 @@ def find_changes(
 
 def _modified(config: ModelConfig, table: TableSpec, fingerprint: str, database: Database) -> TableSpec | None:
     """Find the table with online writes that a start in another format left; None if this one is whole, or if there is none."""
-    if _is_whole(table, fingerprint, database):
+    stored = database.stored(table)
+    if _is_whole(stored, fingerprint, database):
         return None
-    others = (one for one in stored_as(config, table, database.tags()) if _is_whole(one, fingerprint, database))
+    others = (one for one in stored_as(config, stored, database.tags()) if _is_whole(one, fingerprint, database))
     records = {one: database.load_record(one.tag) for one in others}
     modified = {one: record for one, record in records.items() if record is not None and record.modified}
     return max(modified, key=lambda one: modified[one].loaded_at_us, default=None)
@@ -143,7 +145,7 @@ def _warn_of_others(config: ModelConfig, tables: Sequence[TableSpec], database: 
     """Log that other replicas use other formats of tables: each format takes memory, and has what its replicas wrote."""
     with suppress(DatabaseError):  # the load reports it
         tags = database.tags()
-        for table in tables:
+        for table in map(database.stored, tables):
             for other in stored_as(config, table, tags):
                 if other.row_dtype != table.row_dtype and database.used_by_others(other.tag):
                     _log.warning(

@@ -89,7 +89,7 @@ def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
     for database in deployment.chain.databases:
         with suppress(DatabaseError, NotReadyError, UnknownTableError):  # it is down, or the table is being dropped
             tier = TIERS[1 + database.persistent]
-            sizes[tier] = sum(database.stats(table.tag).vector_bytes for table in deployment.tables)
+            sizes[tier] = sum(database.stats(database.stored(table).tag).vector_bytes for table in deployment.tables)
     config = deployment.config
     return VersionInfo(config.model, config.version, state, deployment.since, sum(deployment.rows), sizes)
 

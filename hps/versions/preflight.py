@@ -60,7 +60,8 @@ def _checks(
     for section in ("volatile_db", "persistent_db"):
         tier = getattr(configuration, section)
         if tier.type != "disabled":
-            checks[section] = partial(implementation("database", tier.type).probe, tier, sizes)
+            stored = {table.stored_as(tier.row_dtype): size for table, size in sizes.items()}
+            checks[section] = partial(implementation("database", tier.type).probe, tier, stored)
     source = configuration.update_source
     if source.type != "null":
         updates = LiveUpdates(configuration, Metrics())

@@ -1,7 +1,7 @@
 """Decides which tables of earlier versions to keep, and allocates slots for those of a new one."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -12,7 +12,7 @@ from hps.databases.base import Database, LoadRecord, SharedDatabase
 from hps.errors import ConflictError, DatabaseError, TableWidthError
 from hps.lookup.chain import DatabaseChain
 from hps.models.files import joint_fingerprint
-from hps.types import ROW_DTYPES, TableSpec, row_dtype_of, split_tag
+from hps.types import ROW_DTYPES, TableSpec, all_formats, row_dtype_of, split_tag
 from hps.versions.deployment import Deployment
 
 
@@ -55,25 +55,25 @@ def free_slot(
         if authority is not None and keeps:
             raise _cannot_keep(config, authority, "loads no files")
         shared = [database for database in chain.databases if isinstance(database, SharedDatabase)]
-        return next(slot for slot in free if all(one.discard_table(tag) for one in shared for tag in _tags(config, slot)))
+        return next(slot for slot in free if all(one.discard_table(tag) for one in shared for tag in _tags(config, slot, one)))
     stored: dict[str, str] = {}
     if authority is not None and (authority.persistent or authority.shared):
         stored = {tag: slot for tag, slot, _ in _tables_of(config.model, authority)}
         own = {slot for slot in stored.values() if _is_own(slot, config)}
-        held = [slot for slot in own if slot not in used and stored.keys() >= set(_tags(config, slot))]
+        held = [slot for slot in own if slot not in used and stored.keys() >= set(_tags(config, slot, authority))]
         loads = {slot: loaded for slot in held if (loaded := _loaded(config, slot, fingerprints, authority))}
         if loads:
             return max(loads, key=lambda slot: loads[slot])
     if authority is not None and keeps:
         slot = config.tables[0].slot
-        if slot in used or (used and not stored.keys() >= set(_tags(config, slot))):
+        if slot in used or (used and not stored.keys() >= set(_tags(config, slot, authority))):
             raise _cannot_keep(config, authority, "has no rows of these files that no other version uses")
         return slot
     if not isinstance(authority, SharedDatabase):
         return next(free)
 
     def clear(slot: str) -> bool:
-        return all(map(authority.clear_table, _tags(config, slot), fingerprints))
+        return all(map(authority.clear_table, _tags(config, slot, authority), fingerprints))
 
     return next(filter(clear, free))
 
@@ -85,7 +85,7 @@ def _refuse_other_formats(config: ModelConfig, database: Database) -> None:
         ConflictError: it has.
     """
     tags = database.tags() if database.persistent or database.shared else []
-    for table in config.tables:
+    for table in map(database.stored, config.tables):
         others = [one for one in stored_as(config, table, tags) if one.slot == table.slot]
         if others and table.tag not in tags:
             raise _cannot_keep(
@@ -108,18 +108,19 @@ def _slots(config: ModelConfig, fingerprint: str) -> Iterator[str]:
         yield f"{config.version}.{hashlib.blake2b(f'{fingerprint} {number}'.encode(), digest_size=4).hexdigest()}"
 
 
-def _tags(config: ModelConfig, slot: str) -> list[str]:
-    return [replace(table, slot=slot).tag for table in config.tables]
+def _tags(config: ModelConfig, slot: str, database: Database) -> list[str]:
+    return [database.stored(replace(table, slot=slot)).tag for table in config.tables]
 
 
 def _loaded(config: ModelConfig, slot: str, fingerprints: Sequence[str], database: Database) -> tuple[bool, int] | None:
     """Return whether the tables of a slot have all rows of these files, and when they were loaded; None for other files."""
     records: list[LoadRecord] = []
-    for table, tag in zip(config.tables, _tags(config, slot), strict=True):
+    for table in config.tables:
+        stored = database.stored(replace(table, slot=slot))
         with suppress(TableWidthError):
             if database.persistent:
-                database.open_table(tag, table.width)
-            if record := database.load_record(tag):
+                database.open_table(stored.tag, stored.width)
+            if record := database.load_record(stored.tag):
                 records.append(record)
     if [record.fingerprint for record in records] != list(fingerprints):
         return None
@@ -144,8 +145,10 @@ def _is_own(slot: str, config: ModelConfig) -> bool:
     return slot == config.tables[0].slot or slot.startswith(f"{config.version}.")
 
 
-def leftovers(config: ModelConfig, live: Sequence[TableSpec], held_versions: int, chain: DatabaseChain) -> list[str]:
-    """Return the tags of tables that an earlier process left and that can be dropped.
+def leftovers(
+    config: ModelConfig, live: Sequence[TableSpec], held_versions: int, chain: DatabaseChain
+) -> list[Mapping[Database, Sequence[str]]]:
+    """Return the tags in each database of tables that an earlier process left and that can be dropped.
 
     Of the versions below the serving one, the last `keep_versions`, less those that this process keeps, stay complete for a
     fast roll-back after a restart. Tables of the serving version in other row formats go, also from shared databases: their
@@ -157,26 +160,34 @@ def leftovers(config: ModelConfig, live: Sequence[TableSpec], held_versions: int
         held_versions: number of replaced versions that this process keeps.
     """
     stored: list[tuple[str, str, str]] = []
-    used = {table.tag for table in live}
-    others: list[str] = []
+    used = {database: {database.stored(table).tag for table in live} for database in chain.databases}
+    others: list[Mapping[Database, Sequence[str]]] = []
     for database in chain.databases:
         with suppress(DatabaseError):
             if database.persistent and not database.read_only:
-                stored += _tables_of(config.model, database)
+                stored += [one for one in _tables_of(config.model, database) if one[0] not in used[database]]
             if (database.persistent or database.shared) and not database.read_only:
                 tags = database.tags()
-                others += [tag for table in live for tag in _recorded(config, table, database, tags) if tag not in used]
+                found = (tag for table in live for tag in _recorded(config, database.stored(table), database, tags))
+                others.append({database: [tag for tag in found if tag not in used[database]]})
     # Names without a slot are HugeCTR's and may belong to another program, except those of this model's tables.
     own = {table.table_name for table in config.tables} if all(table.slot for table in live) else set()
-    slots = {tag: slot or FIRST_VERSION for tag, slot, table in stored if tag not in used and (slot or table in own)}
+    slots = {tag: slot or FIRST_VERSION for tag, slot, table in stored if slot or table in own}
     below = sorted({int(slot) for slot in slots.values() if slot.isdecimal() and int(slot) < int(config.version)})
     count = config.keep_versions - held_versions
     stay = set(map(str, below[-count:])) if count > 0 else set()
-    return list(dict.fromkeys([tag for tag, slot in slots.items() if slot not in stay] + others))
+    gone = [tag for tag, slot in slots.items() if slot not in stay]
+    return [_everywhere(tag, used) for tag in gone] + others
+
+
+def _everywhere(tag: str, used: Mapping[Database, Collection[str]]) -> Mapping[Database, Sequence[str]]:
+    """Return the unused tags of the same table in each database; where one has a format of its own, in every format."""
+    tags = all_formats(tag) if any(database.row_dtype for database in used) else [tag]
+    return {database: [one for one in tags if one not in own] for database, own in used.items()}
 
 
 def _recorded(config: ModelConfig, table: TableSpec, database: Database, tags: Sequence[str]) -> Iterator[str]:
-    """Yield the tags of tables with the rows of a live table in another format that have a load record of ours."""
+    """Yield the tags of tables with the rows of a live table, as stored, in another format that have a load record of ours."""
     for other in stored_as(config, table, tags) if _is_own(table.slot, config) else ():
         if other.row_dtype != table.row_dtype:
             if database.persistent:

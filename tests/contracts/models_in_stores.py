@@ -137,7 +137,7 @@ class ModelsInStores:
         with closing(RocksDatabase(tmp_path / "rocksdb")) as database:
             targets = LoadTargets((database,), sources=sources)
             TableLoad(base, *table_sources("2", find), targets).run()
-            (source,) = table_sources("10", find, lambda number: [HeldTable(base.tag)] if number == "2" else ())
+            (source,) = table_sources("10", find, lambda number: [HeldTable(base)] if number == "2" else ())
             monkeypatch.setattr(self.store, "read_into", counting)
             TableLoad(delta, source, targets).run()
             assert read == {"10/item/key": 2 * 160, "10/item/emb_vector": 20 * 4 * DIM, "10/item/deleted": 160}

@@ -15,7 +15,7 @@ from hps.cli.app import app
 from hps.configuration.load import ModelConfig, load_configuration
 from hps.databases.redis.server_check import check_server
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import ConflictError, InvalidInputError
+from hps.errors import ConfigError, ConflictError, DatabaseError, InvalidInputError
 from hps.ground.rows import decode, encode
 from hps.lookup.chain import DatabaseChain
 from hps.models.carried_rows import CarriedTable
@@ -240,7 +240,7 @@ class TestFormatChange:
                     place.opened("int8")
         if back:
             with monkeypatch.context() as patch:
-                patch.setattr(DatabaseChain, "discard", lambda self, tag: None)  # it may be killed before that
+                patch.setattr(DatabaseChain, "discard", lambda self, tags: None)  # it may be killed before that
                 with place.opened("float32") as server:
                     check_modified(server, place, written, "float32")
                     written[:100] += 1
@@ -255,7 +255,7 @@ class TestFormatChange:
         with place.opened() as server:
             modify(server)
         with monkeypatch.context() as patch:
-            patch.setattr(DatabaseChain, "discard", lambda self, tag: None)
+            patch.setattr(DatabaseChain, "discard", lambda self, tags: None)
             with place.opened("int8") as server:
                 written = modify(server, seed=9)
         with place.opened("float32") as server:
@@ -333,7 +333,7 @@ class TestFormatChange:
 @pytest.fixture
 def tiers(request, tmp_path):
     """The settings of a combination of tiers; Redis is empty."""
-    cached, volatile, persistent = request.param
+    cached, volatile, persistent, *exact = request.param
     settings = {"volatile_db": {"type": volatile}, "cached": cached}
     if volatile == "redis_cluster":
         server = request.getfixturevalue("redis")
@@ -342,6 +342,8 @@ def tiers(request, tmp_path):
         settings["volatile_db"] |= {"address": server.address, "num_partitions": 2}
     if persistent:
         settings |= rocks_db(tmp_path)
+    for tier in exact:
+        settings[tier]["row_dtype"] = "float32"
     return settings
 
 
@@ -356,9 +358,26 @@ TIERS = [
     for persistent in (True, False)
     if persistent or volatile != "disabled"
 ]
+EXACT_TIERS = [
+    pytest.param(
+        (cached, volatile, persistent, *exact),
+        marks=[pytest.mark.redis] if volatile == "redis_cluster" else [],
+        id=f"{'cache' if cached else 'direct'}-{volatile}-{'rocks_db' if persistent else 'none'}-{'+'.join(exact)}",
+    )
+    for cached, volatile, persistent, *exact in (
+        (True, "hash_map", True, "persistent_db"),
+        (False, "hash_map", True, "persistent_db"),
+        (True, "hash_map", True, "volatile_db"),
+        (True, "redis_cluster", True, "persistent_db"),
+        (False, "redis_cluster", True, "volatile_db", "persistent_db"),
+        (True, "redis_cluster", False, "volatile_db"),
+        (False, "hash_map", False, "volatile_db"),
+        (True, "disabled", True, "persistent_db"),
+    )
+]
 
 
-@pytest.mark.parametrize("tiers", TIERS, indirect=True)
+@pytest.mark.parametrize("tiers", TIERS + EXACT_TIERS, indirect=True)
 @pytest.mark.parametrize("row_dtype", FEWER_BITS)
 class TestTiers:
     def test_every_tier_answers_the_rows_of_the_format(self, tmp_path, tiers, row_dtype):
@@ -424,6 +443,148 @@ class TestTiers:
             np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000] + 1, row_dtype))
 
 
+def rows_in(path: Path, tag: str, keys: np.ndarray, width: int) -> np.ndarray:
+    """Read rows that a closed server left, as they are stored."""
+    with closing(RocksDatabase(path / "db", read_only=True)) as database:
+        database.open_table(tag, width)
+        rows, found = np.zeros((keys.size, width), np.float32), np.zeros(keys.size, np.bool_)
+        database.fetch(tag, keys, rows, found)
+    assert found.all()
+    return rows
+
+
+def exact_rocks_db(path: Path) -> dict:
+    settings = rocks_db(path)
+    settings["persistent_db"]["row_dtype"] = "float32"
+    return settings
+
+
+class TestExactDatabase:
+    """The persistent database stores float32 under tiers of fewer bits."""
+
+    def test_it_has_what_was_sent_and_no_other_table(self, tmp_path):
+        place = Place(tmp_path, "int8", **exact_rocks_db(tmp_path))
+        for _ in range(2):
+            with place.opened() as server:
+                written = modify(server)
+                check_modified(server, place, written, "int8")
+            np.testing.assert_array_equal(rows_in(tmp_path, "hps_et.shop.item", KEYS[:100], DIM), written[:100])
+            np.testing.assert_array_equal(rows_in(tmp_path, "hps_et.shop.item", KEYS[300:], DIM), place.vectors[300:])
+        assert tags_in(tmp_path) == ["hps_et.shop.item"]
+
+    @pytest.mark.parametrize("volatile", ["hash_map", "disabled"])
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_changes_of_the_format_lose_nothing(self, tmp_path, volatile, restarts):
+        """Every format is rounded from what was sent, whatever it has been in between."""
+        place = Place(tmp_path, "float32", volatile_db={"type": volatile}, **exact_rocks_db(tmp_path))
+        with place.opened() as server:
+            written = modify(server)
+            for step, row_dtype in enumerate(() if restarts else CHAIN * 2):
+                place.change(server, row_dtype)
+                check_modified(server, place, written, row_dtype)
+                written[50 + step] = np.float32(1 / (step + 3))
+                server.insert(KEYS[50 + step : 51 + step], written[50 + step : 51 + step], "shop", "item")
+        for row_dtype in CHAIN:
+            for _ in range(2):
+                with place.opened(row_dtype) as server:
+                    check_modified(server, place, written, row_dtype)
+                assert len(tags_in(tmp_path)) == 1
+
+    def test_a_database_becomes_exact_and_stops_being_it_with_its_online_writes(self, tmp_path):
+        place = Place(tmp_path, "int8", **rocks_db(tmp_path))
+        with place.opened() as server:
+            written = stored(modify(server), "int8")
+        for exact, tag in (("float32", "hps_et.shop.item"), (None, "hps_et.shop~int8.item")) * 2:
+            place.settings["persistent_db"] = rocks_db(tmp_path)["persistent_db"] | ({"row_dtype": exact} if exact else {})
+            for _ in range(2):
+                with place.opened() as server:
+                    check_modified(server, place, written, "int8")
+                assert tags_in(tmp_path) == [tag]
+
+    def test_versions_come_and_go(self, tmp_path):
+        place = Place(tmp_path, "int8", **exact_rocks_db(tmp_path))
+        with place.opened(keep_versions=1) as server:
+            for number in (2, 3, 4):
+                place.write(number, place.vectors + number)
+                server.deploy("shop")
+                np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9] + number, "int8"))
+            server.rollback("shop")
+            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9] + 3, "int8"))
+        assert tags_in(tmp_path) == ["hps_et.shop@3.item", "hps_et.shop@4.item"]
+        with place.opened("float16", keep_versions=0) as server:  # which remembers the roll-back
+            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9] + 3, "float16"))
+        assert tags_in(tmp_path) == ["hps_et.shop@3.item"]
+
+    def test_a_stored_row_that_the_format_cannot_hold_is_refused_and_others_are_answered(self, tmp_path):
+        """Another program may have written it."""
+        place = Place(tmp_path, "float32", volatile_db={"type": "disabled"}, **rocks_db(tmp_path))
+        with place.opened() as server:
+            server.insert(KEYS[7:8], np.full((1, DIM), -1e6, np.float32), "shop", "item")
+        place.settings |= exact_rocks_db(tmp_path)
+        place.settings["persistent_db"]["initialize_after_startup"] = False
+        with place.opened("int8", init_ec=False) as server:
+            for _ in range(20):  # it is no fault of the database, which goes on answering
+                with pytest.raises(
+                    DatabaseError, match=r"reading table hps_et\.shop\.item: .* element 0 of key 21, which row_dtype"
+                ):
+                    place.answers(server, KEYS[:9])
+            np.testing.assert_array_equal(place.answers(server, KEYS[8:1000]), stored(place.vectors[8:1000], "int8"))
+            server.insert(KEYS[7:8], np.full((1, DIM), 3, np.float32), "shop", "item")
+            assert (place.answers(server, KEYS[7:8]) == 3).all()
+
+    @pytest.mark.parametrize("volatile", ["hash_map", pytest.param("redis_cluster", marks=pytest.mark.redis)])
+    @pytest.mark.parametrize("exact", [["persistent_db"], ["volatile_db"], ["volatile_db", "persistent_db"]])
+    def test_promoted_rows_are_what_the_tier_above_stores(self, tmp_path, request, volatile, exact):
+        settings = {"type": volatile, "initial_cache_rate": 0.01, "cache_missed_embeddings": True}
+        if volatile == "redis_cluster":
+            server = request.getfixturevalue("redis")
+            with server.client() as client:
+                client.flushall()
+            settings |= {"address": server.address, "num_partitions": 2}
+        place = Place(tmp_path, "int8", volatile_db=settings, **rocks_db(tmp_path))
+        for tier in exact:
+            place.settings[tier]["row_dtype"] = "float32"
+        with place.opened(gpucache=False) as server:
+            upper, lower = server.model("shop").chain.databases
+            table = upper.stored(server.model("shop").tables[0])
+            for _ in range(2):
+                np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000], "int8"))
+                assert server.drain()
+            rows, found = np.zeros((1000, table.width), np.float32), np.zeros(1000, np.bool_)
+            assert upper.fetch(table.tag, KEYS[:1000], rows, found) == 1000
+            want = place.vectors[:1000] if lower.row_dtype else stored(place.vectors[:1000], "int8")
+            want = want if upper.row_dtype else encode("x", place.vectors[:1000], "int8")
+            loaded = round(0.01 * ROWS)  # from the files
+            np.testing.assert_array_equal(rows[loaded:].view(np.uint32), want[loaded:].view(np.uint32))
+
+    def test_the_commands_know_it(self, tmp_path):
+        place = Place(tmp_path, "int8", **exact_rocks_db(tmp_path))
+        run = TestCommands().run
+        place.configured()
+        run("load", tmp_path / "ps.json")
+        assert tags_in(tmp_path) == ["hps_et.shop.item"]
+        assert "holds 1 of 1 tables" in run("check-config", tmp_path / "ps.json", "--connect")
+        plan = json.loads(run("plan", tmp_path / "ps.json", "--json"))
+        disk = {one["tier"]: one["size_bytes"] for one in plan["needs"] if one["table"] == "item" and one["tier"] != "fronts"}
+        assert disk["persistent_db"] > 4 * DIM * ROWS
+        assert disk["volatile_db"] < disk["persistent_db"]
+        with place.opened() as server:
+            _, volatile, persistent = server.stats().models[0].tables[0].tiers
+            assert volatile.vector_bytes == 4 * row_width(DIM, "int8") * ROWS
+            assert persistent.vector_bytes in (None, 4 * DIM * ROWS)
+            written = modify(server)
+        assert "complete, nothing to do" in run("load", tmp_path / "ps.json")
+        with place.opened() as server:
+            check_modified(server, place, written, "int8")
+
+    @pytest.mark.parametrize("tier", ["volatile_db", "persistent_db"])
+    def test_no_tier_has_another_format_of_its_own(self, tmp_path, tier):
+        place = Place(tmp_path, "int8", **rocks_db(tmp_path))
+        place.settings[tier]["row_dtype"] = "float16"
+        with pytest.raises(ConfigError, match=rf"{tier}\.row_dtype: got .float16.*rounded twice"):
+            place.opened()
+
+
 @pytest.fixture
 def broker(monkeypatch, tmp_path):
     monkeypatch.setitem(IMPLEMENTATIONS["update_log"], "memory", Ours("tests.fakes.memory_log:MemoryLog"))
@@ -438,9 +599,12 @@ class TestUpdates:
         position = broker.append(TOPIC, encode_update(keys, vectors, deleted, sequence=sequence))
         wait_until(lambda: server.updates()[0].positions.get(TOPIC) == position, "the feed caught up", 20)
 
-    def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(self, tmp_path, broker, row_dtype):
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(
+        self, tmp_path, broker, row_dtype, exact
+    ):
         source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
-        place = Place(tmp_path, row_dtype, update_source=source, **rocks_db(tmp_path))
+        place = Place(tmp_path, row_dtype, update_source=source, **(exact_rocks_db if exact else rocks_db)(tmp_path))
         written = vectors_of(8, 100)
         with place.opened() as server:
             self.send(broker, server, KEYS[:100], written, sequence=100)
@@ -456,6 +620,8 @@ class TestUpdates:
         for _ in range(2):
             with place.opened() as server:
                 self.check(place, server, written, row_dtype)
+        if exact:
+            np.testing.assert_array_equal(rows_in(tmp_path, "hps_et.shop.item", KEYS[:60], DIM), written[:60])
 
     def test_a_change_of_the_format_keeps_the_order_of_the_log(self, tmp_path, broker, row_dtype):
         source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}

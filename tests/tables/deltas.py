@@ -85,7 +85,7 @@ def source_of(place: str, version: str, held: Held, sources: ModelSources) -> Ta
 
 def in_the_database(version: str) -> Sequence[HeldTable]:
     """Where the table of a version is in a persistent database that has it."""
-    return [HeldTable(spec(version).tag)]
+    return [HeldTable(spec(version))]
 
 
 def load_version(

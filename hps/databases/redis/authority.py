@@ -8,7 +8,7 @@ class TableAuthority:
     """The persistent database below one table, if any. *Thread-safe*; `process` reads it at each call.
 
     Args:
-        tag: tag of the table.
+        tag: tag of the table there.
         database: the persistent database, once it holds the complete table.
     """
 

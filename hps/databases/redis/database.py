@@ -199,9 +199,9 @@ class RedisDatabase(SharedDatabase):
                     self._users.leave(layout)
             raise
 
-    def stand_above(self, tag: str, database: Database) -> None:
+    def stand_above(self, tag: str, database: Database, below: str = "") -> None:
         table = self._table(tag)
-        self._below[tag] = table.below = TableAuthority(tag, database)
+        self._below[tag] = table.below = TableAuthority(below or tag, database)
         table.look(opens=True)
         if table.marks is None:
             _log.warning("redis: table %s holds another model than the database below; it is not used until that changes", tag)

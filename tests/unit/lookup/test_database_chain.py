@@ -415,5 +415,5 @@ def test_a_table_that_one_database_cannot_drop_stays_in_those_below_where_it_is_
     chain.release_table(TABLE, everywhere=True)
     assert (volatile.tags(), persistent.tags()) == ([TABLE.tag], [TABLE.tag])
     volatile.failing = set()
-    chain.discard(TABLE.tag)
+    chain.discard({volatile: [TABLE.tag], persistent: [TABLE.tag]})
     assert (volatile.tags(), persistent.tags()) == ([], [])

@@ -107,7 +107,7 @@ def test_a_delta_takes_no_rows_of_another_format_from_its_base(
     tables = {one: replace(spec(one), row_dtype=base if one == "1" else row_dtype) for one in ("1", "2", "3")}
     targets = LoadTargets((persistent,), sources=versions.sources)
     for one, table in tables.items():
-        source = versions.source(one, lambda before: [HeldTable(tables[before].tag)])
+        source = versions.source(one, lambda before: [HeldTable(tables[before])])
         TableLoad(table, source, targets).run()
         expected = {
             key: encode("testing", np.frombuffer(row, np.float32)[None], table.row_dtype).tobytes()
@@ -261,7 +261,7 @@ def test_a_base_in_memory_is_copied_if_nothing_modified_it(
     with gates("counted") as (gate,):
         loaded = versions.load("1", [database], root="gate://counted")
         fingerprint = loaded.fingerprint if same_files else "of other files"
-        table = HeldTable(spec("1").tag, database, fingerprint, lambda: answers.pop(0))
+        table = HeldTable(spec("1"), database, fingerprint, lambda: answers.pop(0))
         if not there:
             database.drop_table(spec("1").tag)
         gate.bytes_read.clear()

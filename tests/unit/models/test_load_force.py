@@ -234,7 +234,7 @@ def test_a_database_gets_batches_of_the_size_it_wants(source: str, batch_rows: i
 def test_a_feed_takes_the_rows_that_are_wanted_and_counts_no_others(first: int, last: int, batch_rows: int) -> None:
     database = PersistentMemoryDatabase(batch_rows * ROW_BYTES)
     database.open_table(TAG, DIM)
-    feed = LoadFeed(database, TAG, DIM, LoadRecord("f", first, ROWS), last)
+    feed = LoadFeed(database, TABLE, LoadRecord("f", first, ROWS), last)
     for start in range(0, ROWS, CHUNK_ROWS):
         keys, vectors = KEYS[start : start + CHUNK_ROWS].copy(), VECTORS[start : start + CHUNK_ROWS].copy()
         feed.add(start, keys, vectors, vectors)

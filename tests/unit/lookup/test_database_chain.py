@@ -417,3 +417,13 @@ def test_a_table_that_one_database_cannot_drop_stays_in_those_below_where_it_is_
     volatile.failing = set()
     chain.discard({volatile: [TABLE.tag], persistent: [TABLE.tag]})
     assert (volatile.tags(), persistent.tags()) == ([], [])
+
+
+def test_devices_do_not_read_float32_rows_in_place_where_a_table_has_fewer_bits():
+    table, database = TableSpec("model", "table", 4, 0.5, 1000, row_dtype="int8"), HashMapDatabase()
+    for exact in (False, True):
+        database.row_dtype = "float32" if exact else None
+        chain = DatabaseChain(database, None, metrics=Metrics())
+        chain.open_table(table)
+        assert (chain.host_table(table) is None) == exact
+    chain.close()

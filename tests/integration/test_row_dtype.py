@@ -490,15 +490,21 @@ class TestExactDatabase:
                     check_modified(server, place, written, row_dtype)
                 assert len(tags_in(tmp_path)) == 1
 
-    def test_a_database_becomes_exact_and_stops_being_it_with_its_online_writes(self, tmp_path):
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_a_database_becomes_exact_and_stops_being_it_with_its_online_writes(self, tmp_path, number):
         place = Place(tmp_path, "int8", **rocks_db(tmp_path))
-        with place.opened() as server:
+        if number > 1:
+            place.write(number, place.vectors)
+        slot = "" if number == 1 else f"@{number}"
+        with place.opened(keep_versions=0) as server:
             written = stored(modify(server), "int8")
-        for exact, tag in (("float32", "hps_et.shop.item"), (None, "hps_et.shop~int8.item")) * 2:
+        for exact, tag in (("float32", f"hps_et.shop{slot}.item"), (None, f"hps_et.shop{slot}~int8.item")) * 2:
             place.settings["persistent_db"] = rocks_db(tmp_path)["persistent_db"] | ({"row_dtype": exact} if exact else {})
             for _ in range(2):
-                with place.opened() as server:
+                with place.opened(keep_versions=0) as server:
                     check_modified(server, place, written, "int8")
+                    model = server.model("shop")
+                    assert model.chain.databases[0].size(model.tables[0].tag) == ROWS, "100 added, 100 deleted"
                 assert tags_in(tmp_path) == [tag]
 
     def test_versions_come_and_go(self, tmp_path):

@@ -121,7 +121,8 @@ def running_service(document, parameter_server=None, *, ready=True, **settings):
     service.start()
     try:
         if ready:
-            wait_until(lambda: not lifecycle.not_ready_reason or lifecycle.failure, "the service is ready")
+            is_ready = lambda: lifecycle.serving and not lifecycle.not_ready_reason  # noqa: E731 - the one soon follows the other
+            wait_until(lambda: is_ready() or lifecycle.failure, "the service is ready")
             if lifecycle.failure:
                 raise lifecycle.failure
         yield service

@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from datetime import timedelta
 from tempfile import TemporaryDirectory
 
 import torch
@@ -23,7 +24,7 @@ def save(rank: int, store: str, place: str) -> None:
     """Save as one of the ranks."""
     warnings.simplefilter("ignore")
     logging.disable()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=200))
     tables = [
         torchrec.EmbeddingBagConfig(
             name=name, embedding_dim=TORCHREC_DIM, num_embeddings=rows, feature_names=[f"feature_{name}"]

@@ -5,7 +5,6 @@ request 638, NVIDIA-Merlin/HugeCTR 2f2016f (SOK).
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.servers.child_processes import ROOT, ChildProcesses
 from tests.tables.table_files import lists
 
 Array = np.ndarray[Any, Any]
@@ -117,8 +117,13 @@ def save_delta(
 
 def torchrec_checkpoint(path: Path) -> dict[str, Array]:
     """Let three ranks shard a torchrec model and save it by torch.distributed.checkpoint; return what each table has."""
-    command = [sys.executable, "-m", "tests.tables.torchrec_ranks", path]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    job = ChildProcesses()  # which kills the ranks, too, where `subprocess.run` would wait for them to close their pipes
+    try:
+        process = job.start(sys.executable, "-m", "tests.tables.torchrec_ranks", path, cwd=ROOT)
+        said = process.communicate(timeout=300)[1]
+    finally:
+        job.end()
+    assert process.returncode == 0, said
     return {name: torchrec_rows(name) for name in TORCHREC_ROWS}
 
 

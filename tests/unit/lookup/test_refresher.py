@@ -229,7 +229,12 @@ def test_a_thread_refreshes_on_time_and_ends(make: Callable[..., Refreshed], end
         served.write(generation)
         before = served.metric("refreshes_total") or 0
         wait_until(lambda before=before: (served.metric("refreshes_total") or 0) >= before + 2, "it was refreshed twice")  # type: ignore[misc]
-        served.check(generation)
+        wait_until(
+            lambda: all(served.cached(index)[0].size == RESIDENT for index in range(len(TABLES))), "no row is being written"
+        )
+        for index in range(len(TABLES)):  # of rows that are being written, a query leaves the keys to the databases
+            keys, vectors = served.cached(index)
+            np.testing.assert_array_equal(vectors, served.vectors(generation, index)[keys])
     if end == "collected":
         chain = served.chain
         del served

@@ -17,7 +17,7 @@ class Address:
     """Where a server listens. *Immutable.*
 
     Attributes:
-        text: as given; it has no secrets.
+        text: as given, without slashes at its end; it has no secrets. Routing by key identifies servers by it.
         host, port: of a TCP address.
         path: of a unix socket; empty for TCP.
         prefix: of the paths of all requests, behind some proxies.
@@ -115,4 +115,4 @@ def _read(text: str, tls: ssl.SSLContext | None) -> Address:
     if not good or parts.scheme not in _PORTS or not host or port == 0:
         raise InvalidInputError(f"connecting to a server: got address {text[:200]!r}, {expected}")
     secure = parts.scheme == "https"
-    return Address(text, host, port or _PORTS[parts.scheme], "", parts.path.rstrip("/"), tls if secure else None)
+    return Address(text.rstrip("/"), host, port or _PORTS[parts.scheme], "", parts.path.rstrip("/"), tls if secure else None)

@@ -62,7 +62,7 @@ class Calls:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of the servers, as given."""
+        """Addresses of the servers, without slashes at their ends."""
         return tuple(one.text for one in self._addresses)
 
     @property

@@ -18,7 +18,7 @@ from hps.lookup.session import Session
 from hps.networks.base import Network
 from hps.registry import implementation
 from hps.scoring.batching import Batcher, ScoreCall
-from hps.scoring.features import Feature, Output, ScoreRequest, features_of, read_request
+from hps.scoring.features import Feature, Output, ScoreInputs, features_of, read_request
 from hps.scoring.network_calls import NetworkCalls, bounded
 from hps.scoring.packing import Description, PackedRequest, read_description
 from hps.scoring.scorer import Outputs, Request, Scorer
@@ -150,7 +150,7 @@ class DeploymentScores:
         }
         self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
 
-    def read(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ScoreRequest:
+    def read(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ScoreInputs:
         """Check the inputs of a request; see `read_request`."""
         return read_request(self.opened.features, arrays, self.max_samples, self._model)
 
@@ -158,7 +158,7 @@ class DeploymentScores:
         """Read the description of a request in shared memory; see `read_description`."""
         return self._described(text)
 
-    def unpack(self, request: PackedRequest) -> ScoreRequest:
+    def unpack(self, request: PackedRequest) -> ScoreInputs:
         """Copy the values of a request in shared memory, and check them; see `read_request`."""
         return request.unpacked(self.opened.features, self.max_samples, self._model)
 

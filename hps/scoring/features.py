@@ -149,7 +149,7 @@ _NOTHING: Final = Given(np.empty(0), 0)
 
 
 @dataclass(slots=True, eq=False)
-class ScoreRequest:
+class ScoreInputs:
     """The inputs of one request. *Immutable.*
 
     Attributes:
@@ -165,7 +165,7 @@ class ScoreRequest:
 
 def read_request(
     features: Sequence[Feature], arrays: Mapping[str, npt.NDArray[Any]], max_samples: int, model: str
-) -> ScoreRequest:
+) -> ScoreInputs:
     """Check the inputs of a request.
 
     Args:
@@ -206,7 +206,7 @@ def read_request(
         extra = min(set(arrays) - known)
         raise InvalidInputError(f"{doing}: got input {extra[:120]!r}, which the network does not have")
     keys_of = tuple(got.values.size if one.is_lookup else 0 for one, got in zip(features, given, strict=True))
-    return ScoreRequest(given, _samples(doing, features, given, max_samples), keys_of)
+    return ScoreInputs(given, _samples(doing, features, given, max_samples), keys_of)
 
 
 def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:

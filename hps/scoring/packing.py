@@ -17,7 +17,7 @@ from numba import int64, types, void
 
 from hps.errors import InvalidInputError
 from hps.ground.numba_kernels import kernel, read_only
-from hps.scoring.features import Feature, Given, ScoreRequest, read_request
+from hps.scoring.features import Feature, Given, ScoreInputs, read_request
 from hps.types import IndexArray
 
 _KINDS: Final = frozenset({"<f4", "<f2", "<f8", "<i8", "<i4", "|b1"})
@@ -167,7 +167,7 @@ class PackedRequest:
         """Number of keys, by place of the feature."""
         return self.description.keys
 
-    def unpacked(self, features: Sequence[Feature], max_samples: int, model: str) -> ScoreRequest:
+    def unpacked(self, features: Sequence[Feature], max_samples: int, model: str) -> ScoreInputs:
         """Copy its values, and check them.
 
         Raises:
@@ -177,7 +177,7 @@ class PackedRequest:
         return read_request(features, arrays, max_samples, model)
 
 
-def rows_of(requests: Sequence[PackedRequest | ScoreRequest]) -> tuple[RequestLayout, IndexArray] | None:
+def rows_of(requests: Sequence[PackedRequest | ScoreInputs]) -> tuple[RequestLayout, IndexArray] | None:
     """Compare what requests give.
 
     Returns:
@@ -196,7 +196,7 @@ def rows_of(requests: Sequence[PackedRequest | ScoreRequest]) -> tuple[RequestLa
 
 
 def gather_into(
-    requests: Sequence[PackedRequest | ScoreRequest],
+    requests: Sequence[PackedRequest | ScoreInputs],
     sizes: IndexArray,  # (requests, inputs)
     memory: npt.NDArray[np.uint8],
     starts: IndexArray,  # (inputs,)
@@ -218,13 +218,13 @@ def gather_into(
     gather(sources.reshape(-1), np.concatenate([sizes, [filled - used]]).reshape(-1), targets.reshape(-1))
 
 
-def _layout_of(request: PackedRequest | ScoreRequest) -> RequestLayout | None:
+def _layout_of(request: PackedRequest | ScoreInputs) -> RequestLayout | None:
     if isinstance(request, PackedRequest):
         return request.description.layout
     return layout_of(request.given) if all(one.offsets is None and one.weights is None for one in request.given) else None
 
 
-def _addresses_of(request: PackedRequest | ScoreRequest) -> Any:
+def _addresses_of(request: PackedRequest | ScoreInputs) -> Any:
     if isinstance(request, PackedRequest):
         return request.description.offsets + request.address
     return [one.values.ctypes.data for one in request.given]

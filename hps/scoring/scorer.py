@@ -21,7 +21,7 @@ from hps.configuration.networks import DTYPES
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
 from hps.networks.base import Tensor
-from hps.scoring.features import Feature, Given, Output, ScoreRequest
+from hps.scoring.features import Feature, Given, Output, ScoreInputs
 from hps.scoring.forms import BatchForm, aligned, kept_forms, lay_out, room_for
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import PackedRequest, gather, gather_into, rows_of
@@ -31,7 +31,7 @@ from hps.types import TableSpec
 
 Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
-Request: TypeAlias = ScoreRequest | PackedRequest
+Request: TypeAlias = ScoreInputs | PackedRequest
 
 _log = logging.getLogger(__name__)
 _OUTPUT_DTYPES = (*DTYPES, "float64")
@@ -420,7 +420,7 @@ class Scorer:
     def _batch(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> _Batch:
         """Put the inputs of requests together."""
         given = [
-            one if isinstance(one, ScoreRequest) else one.unpacked(self.features, self._max_samples, self._model)
+            one if isinstance(one, ScoreInputs) else one.unpacked(self.features, self._max_samples, self._model)
             for one in requests
         ]
         columns: dict[int, Any] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hps.errors import InvalidInputError
 from hps.torch.lookup_layer import called_directly, hold, version_of, version_text
-from hps.torch.operators import Feature, as_text, lookup_bags, lookup_jagged
+from hps.torch.operators import PooledFeature, as_text, lookup_bags, lookup_jagged
 from hps.torch.servers import Server, place_of
 
 
@@ -53,7 +53,7 @@ class EmbeddingBag(torch.nn.Module):
         self.padding_idx = padding_idx
         self.include_last_offset: bool = include_last_offset
         self.wait: bool = wait
-        self.features: str = as_text([Feature(self.table_id, emb_vec_size, mode, max_norm, padding_idx)])
+        self.features: str = as_text([PooledFeature(self.table_id, emb_vec_size, mode, max_norm, padding_idx)])
         self.version: str = version_of(version)
         self.training = False
         hold(self, self.ps_config_file, model_name, self.version)
@@ -174,7 +174,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         self.dims = [table.emb_vec_size for table in tables for _ in table.features]
         self.features = as_text(
             [
-                Feature(table.name, table.emb_vec_size, check_combiner(table.pooling), table.max_norm, table.padding_idx)
+                PooledFeature(table.name, table.emb_vec_size, check_combiner(table.pooling), table.max_norm, table.padding_idx)
                 for table in tables
                 for _ in table.features
             ]

@@ -5,8 +5,8 @@
     hps::lookup_jagged   bags of several features, concatenated in one tensor                    (B, sum of dims)
 
 An operator's arguments are tensors, strings and numbers only, so that a saved program contains all of them; each feature is
-described by a string (`Feature`, `as_text`). An operator is functional: it allocates its output and keeps no reference to its
-inputs.
+described by a string (`PooledFeature`, `as_text`). An operator is functional: it allocates its output and keeps no reference to
+its inputs.
 
 Answers change with every online update, so the operators are tagged `nondeterministic_seeded`: torch then does not evaluate
 them at compile time, even for constant keys. It may merge two lookups of the same keys within one compiled graph.
@@ -49,7 +49,7 @@ _TO_TABLES = "str ps_config_file, str model_name"
 
 
 @dataclass(frozen=True)
-class Feature:
+class PooledFeature:
     """The bags of one feature: their table and how they are pooled. *Immutable.*"""
 
     table: int | str
@@ -59,7 +59,7 @@ class Feature:
     padding_key: int | None = None
 
 
-def as_text(features: Sequence[Feature]) -> str:
+def as_text(features: Sequence[PooledFeature]) -> str:
     """Serialise features as the operators take them."""
     return json.dumps([asdict(feature) for feature in features])
 
@@ -71,7 +71,7 @@ class _Features:
         poolings: by place, number of bags and of keys in each: bags without offsets and weights.
     """
 
-    def __init__(self, features: Iterable[Feature]) -> None:
+    def __init__(self, features: Iterable[PooledFeature]) -> None:
         self.poolings: dict[tuple[int, int, int], Pooling] = {}
         self._indices: tuple[ReferenceType[Deployment] | None, list[int]] = None, []
         self.of = tuple(features)
@@ -108,7 +108,7 @@ class _Features:
 
 @lru_cache(maxsize=4096)
 def _features_of(text: str) -> _Features:
-    return _Features(Feature(**one) for one in json.loads(text))
+    return _Features(PooledFeature(**one) for one in json.loads(text))
 
 
 def refuse_training() -> None:
@@ -150,7 +150,7 @@ def _check_beside(
         )
 
 
-def _check_widths(deployment: Deployment, features: Sequence[Feature]) -> None:
+def _check_widths(deployment: Deployment, features: Sequence[PooledFeature]) -> None:
     for feature in features:
         spec = deployment.tables[deployment.table_index(feature.table)]
         if spec.dim != feature.dim:
@@ -272,7 +272,7 @@ def _lookup(
     if max_norm is None:
         return lookup_rows(keys, ps_config_file, model_name, table, emb_vec_size, wait, version)
     _check_keys(keys, model_name, table)
-    feature = Feature(table, emb_vec_size, max_norm=max_norm)
+    feature = PooledFeature(table, emb_vec_size, max_norm=max_norm)
     bags = [_bags(feature, keys.reshape(-1, 1), None, None)]  # of one key each
     server = server_of(ps_config_file)
     out = _pooled(server, model_name, version, _Features((feature,)), bags, keys.numel(), keys.device, wait)
@@ -355,7 +355,7 @@ def _check_bags(
 
 
 def _bags(
-    feature: Feature, keys: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool = True
+    feature: PooledFeature, keys: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool = True
 ) -> Bags:
     return Bags(
         _adopted(keys),

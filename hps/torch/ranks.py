@@ -25,7 +25,7 @@ _AWAKE_S = 60.0  # a rank that holds nothing of a large table hears this often f
 _Box = tuple[int, int, int, int]  # first row, first column, rows, columns
 
 
-class Job:
+class RankJob:
     """What the ranks of a job do together to write tables. *One thread on each rank.*
 
     Every rank of the default group makes one (`gather`) and asks `leads`. The rank that leads reads from `tables` and ends with
@@ -61,7 +61,7 @@ class Job:
 
 
 @contextmanager
-def gather(doing: str, tables: Mapping[str, Table | ShardedTable]) -> Iterator[Job]:
+def gather(doing: str, tables: Mapping[str, Table | ShardedTable]) -> Iterator[RankJob]:
     """Make tables readable; if some are sharded, on all ranks together, until the block ends.
 
     Args:
@@ -74,7 +74,7 @@ def gather(doing: str, tables: Mapping[str, Table | ShardedTable]) -> Iterator[J
     """
     alone = {name: table for name, table in tables.items() if isinstance(table, Table)}
     if len(alone) == len(tables):
-        yield Job(doing, alone)
+        yield RankJob(doing, alone)
         return
     import torch.distributed as distributed
 
@@ -95,7 +95,7 @@ def gather(doing: str, tables: Mapping[str, Table | ShardedTable]) -> Iterator[J
         distributed.destroy_process_group(group)
 
 
-class _SharedJob(Job):
+class _SharedJob(RankJob):
     def __init__(self, doing: str, tables: Mapping[str, Table | ShardedTable], group: Any) -> None:
         super().__init__(doing, {})
         self._group = group

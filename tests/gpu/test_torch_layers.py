@@ -139,12 +139,12 @@ def test_a_compiled_layer_answers_on_the_gpu(server: hps.HPS, tables: dict[str, 
 def test_jagged_bags_of_many_features_are_split_on_the_gpu(server: hps.HPS, tables: dict[str, np.ndarray]) -> None:
     """As of a KeyedJaggedTensor, whose package this test does without: three features, two of one table."""
     from hps.torch import attach
-    from hps.torch.operators import Feature, as_text
+    from hps.torch.operators import PooledFeature, as_text
 
     lengths = torch.randint(0, 5, (3, 100), device="cuda")
     offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
     keys = torch.randint(0, ROWS, (int(offsets[-1]),), device="cuda")
-    features = as_text([Feature("b", 5), Feature("a", 32, "mean"), Feature("b", 5, "mean")])
+    features = as_text([PooledFeature("b", 5), PooledFeature("a", 32, "mean"), PooledFeature("b", 5, "mean")])
     for borders in (None, offsets[::100].tolist()):
         answer = torch.ops.hps.lookup_jagged(keys, offsets, None, attach(server), "m", features, [2, 0, 1], 3, borders)
         column = 0

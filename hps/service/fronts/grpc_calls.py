@@ -110,7 +110,7 @@ class _OwnerAnswer:
         self._body += data
 
 
-class Call:
+class GrpcCall:
     """One call: what its stream is for. *One event loop.*
 
     Attributes:
@@ -122,7 +122,7 @@ class Call:
     _message: bytearray | None = None  # one that is not complete
     _missing = _held = 0
     _compressed = False
-    _inference: "Inference | None" = None
+    _inference: "GrpcInference | None" = None
     _task: asyncio.Task[None] | None = None
     _timer: asyncio.TimerHandle | None = None
     _started = _ended = False  # sent headers; sent trailers, or lost
@@ -276,7 +276,7 @@ class Call:
                 return
             data = self._messages.popleft()
             if method.infers:
-                self._inference = Inference(self)
+                self._inference = GrpcInference(self)
                 self._inference.start(data)
                 return
             try:
@@ -430,7 +430,7 @@ class Call:
         return found
 
 
-class Inference:
+class GrpcInference:
     """A lookup by `ModelInfer`. *One event loop.*"""
 
     message_bytes = _held = 0
@@ -438,7 +438,7 @@ class Inference:
     _lookup: "Lookup | None" = None
     _keys: Sequence[bytes | memoryview] = ()
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: GrpcCall) -> None:
         self._call = call
         self._front = front = call.front
         self._served = front.served()
@@ -607,14 +607,14 @@ class Method(NamedTuple):
 
     path: str
     request: Any = None
-    answers: Callable[[Call, Any], AsyncIterator[Any]] = cast(Any, None)
+    answers: Callable[[GrpcCall, Any], AsyncIterator[Any]] = cast(Any, None)
     each: Callable[[Any], Any] = cast(Any, None)
     infers: bool = False
     streams: bool = False
     guarded: bool = False
 
 
-async def _live(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _live(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     try:
         status, _ = await call.ask("GET", "/v2/health/live")
     except RequestError:  # the front answers, and the owner is being started again
@@ -622,18 +622,18 @@ async def _live(call: Call, request: Any) -> AsyncIterator[Any]:
     yield message("inference.ServerLiveResponse")(live=status == 200)
 
 
-async def _is_ready(call: Call) -> bool:
+async def _is_ready(call: GrpcCall) -> bool:
     try:
         return (await call.ask("GET", "/v2/health/ready"))[0] == 200
     except RequestError:
         return False
 
 
-async def _ready(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _ready(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     yield message("inference.ServerReadyResponse")(ready=await _is_ready(call))
 
 
-async def _model_ready(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _model_ready(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     try:
         await call.json("GET", _model_path(request, "/ready"))
     except RequestError as error:
@@ -644,29 +644,29 @@ async def _model_ready(call: Call, request: Any) -> AsyncIterator[Any]:
         yield message("inference.ModelReadyResponse")(ready=True)
 
 
-async def _server_metadata(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _server_metadata(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     yield _parsed("ServerMetadataResponse", await call.json("GET", "/v2"))
 
 
-async def _model_metadata(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _model_metadata(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     yield _parsed("ModelMetadataResponse", await call.json("GET", _model_path(request)))
 
 
-async def _model_config(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _model_config(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     yield _parsed("ModelConfigResponse", {"config": await call.json("GET", _model_path(request, "/config"))})
 
 
-async def _model_statistics(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _model_statistics(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     path = _model_path(request, "/stats") if request.name else "/v2/models/stats"
     yield _parsed("ModelStatisticsResponse", await call.json("GET", path))
 
 
-async def _repository_index(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _repository_index(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     found = await call.json("POST", f"/v2/repository{_repository(request)}/index", {"ready": request.ready})
     yield _parsed("RepositoryIndexResponse", {"models": found})
 
 
-async def _load(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _load(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     parameters = {}
     for name, value in request.parameters.items():
         given = getattr(value, value.WhichOneof("parameter_choice") or "string_param")
@@ -676,7 +676,7 @@ async def _load(call: Call, request: Any) -> AsyncIterator[Any]:
     yield message("inference.RepositoryModelLoadResponse")()
 
 
-async def _unload(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _unload(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     await call.json("POST", f"/v2/repository{_repository(request)}/models/{quote(request.model_name, safe='')}/unload", {})
     yield message("inference.RepositoryModelUnloadResponse")()
 
@@ -694,13 +694,13 @@ def _parsed(name: str, found: Any) -> Any:
     return ParseDict(found, message(f"inference.{name}")(), ignore_unknown_fields=True)
 
 
-async def _check(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _check(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     if request.service and request.service not in _SERVICES:
         raise RequestError(404, f"got service {request.service[:120]!r}, expected one of {', '.join(_SERVICES)}")
     yield _HealthResponse(status="SERVING" if await _is_ready(call) else "NOT_SERVING")
 
 
-async def _watch(call: Call, request: Any) -> AsyncIterator[Any]:
+async def _watch(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     before = ""
     while True:
         status = "SERVICE_UNKNOWN"
@@ -735,7 +735,7 @@ def _reflect(package: str, request: Any) -> Any:
 
 
 _SERVICES: Final = [f"{file.package}.{service.name}" for file in FILES.values() for service in file.service]
-_ANSWERS: Final[dict[str, Callable[[Call, Any], AsyncIterator[Any]]]] = {
+_ANSWERS: Final[dict[str, Callable[[GrpcCall, Any], AsyncIterator[Any]]]] = {
     "ServerLive": _live,
     "ServerReady": _ready,
     "ModelReady": _model_ready,
@@ -775,4 +775,4 @@ _METHODS: Final = _methods()
 
 def grpc_connection(front: "Front") -> HTTP2Connection:
     """Make a connection whose streams are calls."""
-    return HTTP2Connection(front, Call)
+    return HTTP2Connection(front, GrpcCall)

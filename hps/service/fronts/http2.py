@@ -51,7 +51,7 @@ _NAME: Final = re.compile(rb":?[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _ILLEGAL: Final = re.compile(rb"[\r\n\0]").search
 
 
-class Request(Protocol):
+class StreamRequest(Protocol):
     """What a stream is for."""
 
     def data(self, data: memoryview) -> None:
@@ -100,7 +100,7 @@ class Stream:
     def __init__(self, number: int, window: int) -> None:
         self.id = number
         self.window = window
-        self.request: Request = cast(Request, None)
+        self.request: StreamRequest = cast(StreamRequest, None)
         self.ended = False
         self.granted = self.unsent = 0
         self._head = self._tail = b""
@@ -145,7 +145,7 @@ class HTTP2Connection(ClientConnection):
         last: what the last lookup began with.
     """
 
-    def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, dict[bytes, bytes]], Request]) -> None:
+    def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, dict[bytes, bytes]], StreamRequest]) -> None:
         super().__init__(front, front.grpc_tls)
         self._idle_since = self.opened
         self.last: Beginning | None = None
@@ -404,7 +404,7 @@ class HTTP2Connection(ClientConnection):
 
     def send(self, stream: Stream, head: bytes = b"", data: Iterable[bytes | memoryview] = (), tail: bytes = b"") -> None:
         """Send blocks of headers and trailers, and what is between; trailers end the stream. The data must not change until
-        `Request.closed`.
+        `StreamRequest.closed`.
         """
         if self._streams.get(stream.id) is not stream:
             return

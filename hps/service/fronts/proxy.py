@@ -29,7 +29,7 @@ _HOP_BY_HOP = frozenset(
 )
 
 
-class Client(Protocol):
+class Recipient(Protocol):
     """Who gets the answer of a request that was passed on."""
 
     def relay(self, data: bytes) -> None:
@@ -65,7 +65,7 @@ class Upstream(asyncio.Protocol):
     def __init__(self, pool: "OwnerConnections") -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._client: Client | None = None
+        self._client: Recipient | None = None
         self._head_only = self._began = self._done = False
         self._parser = httptools.HttpResponseParser(self)
 
@@ -83,7 +83,7 @@ class Upstream(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, client: Client, request: bytes, *, head_only: bool) -> None:
+    def ask(self, client: Recipient, request: bytes, *, head_only: bool) -> None:
         self._client, self._head_only, self._began, self._done = client, head_only, False, False
         if self._transport is not None:
             self._transport.write(request)
@@ -149,7 +149,7 @@ class OwnerConnections:
         self._idle: list[Upstream] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def ask(self, client: Client, request: bytes, *, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
+    def ask(self, client: Recipient, request: bytes, *, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
         """Send a request on some connection; `chosen` learns which."""
         while self._idle:
             upstream = self._idle.pop()
@@ -161,7 +161,7 @@ class OwnerConnections:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, client: Client, request: bytes, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
+    async def _connect(self, client: Recipient, request: bytes, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_S):

@@ -363,6 +363,13 @@ def test_a_prefix_of_a_proxy_is_kept(ask: Ask) -> None:
         assert server.requests[0].startswith(b"POST /embeddings/v2/models/m/versions/1/infer HTTP/1.1\r\n")
 
 
+def test_an_address_and_the_same_with_a_slash_are_one_server_to_routing() -> None:
+    with pytest.raises(InvalidInputError, match="expected each once"):
+        hps.connect(["http://a:8000", "http://a:8000/"], route="keys")
+    with hps.connect(["http://a:8000//", "http://b:8000/rows/"], route="keys") as client:
+        assert client.addresses == ("http://a:8000", "http://b:8000/rows")
+
+
 def test_tls_is_spoken_and_certificates_are_checked(ask: Ask, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     server_pair, client_pair = authority.sign("localhost"), authority.sign("someone")

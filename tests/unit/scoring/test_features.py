@@ -8,7 +8,7 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import Feature, ScoreRequest, arrays_of, features_of, read_request
+from hps.scoring.features import Feature, ScoreInputs, arrays_of, features_of, read_request
 from tests.fakes.region_front import tables_of
 
 INPUTS = {
@@ -41,7 +41,7 @@ def arrays(samples: int = 3, **changes: Any) -> dict[str, np.ndarray]:
     return {name: array for name, array in found.items() if array is not None}
 
 
-def read(given: dict[str, np.ndarray], **inputs: Any) -> ScoreRequest:
+def read(given: dict[str, np.ndarray], **inputs: Any) -> ScoreInputs:
     return read_request(features(**inputs), given, MOST, "m")
 
 

@@ -11,7 +11,7 @@ import hps
 from hps.configuration.load import load_dense
 from hps.errors import TooManyKeysError
 from hps.scoring import scorer as scorer_module
-from hps.scoring.features import Feature, ScoreRequest, features_of, read_request
+from hps.scoring.features import Feature, ScoreInputs, features_of, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.tensors.segments import Segment
@@ -190,7 +190,7 @@ def arrays(rng: np.random.Generator, samples: int, once: Sequence[str] = ONCE, k
     } | more
 
 
-def read(ours: Scorer, *given: Arrays) -> list[ScoreRequest]:
+def read(ours: Scorer, *given: Arrays) -> list[ScoreInputs]:
     return [read_request(ours.features, one, MOST, "m") for one in given]
 
 

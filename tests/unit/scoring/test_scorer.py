@@ -9,7 +9,7 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import Output, ScoreRequest, features_of, read_request
+from hps.scoring.features import Output, ScoreInputs, features_of, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
@@ -83,7 +83,7 @@ def expected(tables: FakeTables, given: Arrays, samples: int) -> np.ndarray:
     return np.concatenate([np.broadcast_to(one, (samples, one.shape[1])) for one in columns], 1)
 
 
-def request_of(scorer: Scorer, given: Arrays) -> ScoreRequest:
+def request_of(scorer: Scorer, given: Arrays) -> ScoreInputs:
     return read_request(scorer.features, given, 100, "m")
 
 

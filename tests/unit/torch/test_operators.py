@@ -9,7 +9,7 @@ import torch
 import hps
 import hps_torch
 from hps.torch import attach
-from hps.torch.operators import Feature, as_text
+from hps.torch.operators import PooledFeature, as_text
 from tests.unit.torch.conftest import ROWS, Served
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -17,7 +17,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 def calls(name: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     keys, offsets = torch.arange(6), torch.tensor([0, 2, 6])
-    both = as_text([Feature("user", 8, "mean"), Feature("item", 5)])
+    both = as_text([PooledFeature("user", 8, "mean"), PooledFeature("item", 5)])
     return {
         "rows": (torch.ops.hps.lookup, (keys.view(2, 3), name, "m", -1, "user", 8)),
         "clipped rows": (torch.ops.hps.lookup, (keys.int(), name, "m", 1, "", 5, 0.5)),
@@ -55,7 +55,7 @@ def test_a_bad_call_of_an_operator_says_what_is_wrong(
     served: Served, operator: str, tensors: Any, more: Any, message: str
 ) -> None:
     with pytest.raises(hps.InvalidInputError, match=message):
-        getattr(torch.ops.hps, operator)(*tensors, attach(served.server), "m", as_text([Feature("user", 8)]), *more)
+        getattr(torch.ops.hps, operator)(*tensors, attach(served.server), "m", as_text([PooledFeature("user", 8)]), *more)
 
 
 def test_code_for_hugectrs_plugin_runs_with_its_import(served: Served) -> None:
@@ -68,14 +68,17 @@ def test_code_for_hugectrs_plugin_runs_with_its_import(served: Served) -> None:
 
 def test_one_call_does_not_take_a_table_by_name_and_by_id(served: Served) -> None:
     keys = [torch.zeros((2, 3), dtype=torch.int64)] * 2
-    features = as_text([Feature("user", 8), Feature(0, 8)])
+    features = as_text([PooledFeature("user", 8), PooledFeature(0, 8)])
     for _ in range(2):
         with pytest.raises(hps.InvalidInputError, match="named twice"):
             torch.ops.hps.lookup_bags(keys, [None] * 2, [None] * 2, attach(served.server), "m", features, True)
 
 
 def test_bags_without_offsets_follow_their_model_and_their_shapes(served: Served) -> None:
-    features, rng = as_text([Feature("user", 8, "mean"), Feature("item", 5, "sum", padding_key=3)]), np.random.default_rng(1)
+    features, rng = (
+        as_text([PooledFeature("user", 8, "mean"), PooledFeature("item", 5, "sum", padding_key=3)]),
+        np.random.default_rng(1),
+    )
     place, user, item = attach(served.server), served.tables["user"], served.tables["item"]
     for value, shape in enumerate([(2, 3), (2, 3), (4, 1), (0, 2), (2, 3)]):
         served.write(7, float(value))

@@ -364,7 +364,7 @@ def test_a_prefix_of_a_proxy_is_kept(ask: Ask) -> None:
 
 
 def test_an_address_and_the_same_with_a_slash_are_one_server_to_routing() -> None:
-    with pytest.raises(InvalidInputError, match="expected each once"):
+    with pytest.raises(hps.InvalidInputError, match="expected each once"):
         hps.connect(["http://a:8000", "http://a:8000/"], route="keys")
     with hps.connect(["http://a:8000//", "http://b:8000/rows/"], route="keys") as client:
         assert client.addresses == ("http://a:8000", "http://b:8000/rows")

@@ -11,7 +11,6 @@ from hps.types import ROW_DTYPES, FloatArray, row_width
 
 FEWER_BITS = ROW_DTYPES[1:]
 HALVES = ("float16", "bfloat16")
-LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127"), "int8": 65504.0}
 
 
 def bits(array: FloatArray) -> np.ndarray:
@@ -94,7 +93,7 @@ class TestEncoding:
         got = decode(encode("x", own, "float16"), own.shape[1], "float16")
         np.testing.assert_array_equal(bits(got), bits(own.astype(np.float16).astype(np.float32)))
 
-    @given(own=vectors(largest=LARGEST["bfloat16"]))
+    @given(own=vectors(largest=float.fromhex("0x1.fep127")))
     def test_bfloat16_is_what_pytorch_makes(self, own: FloatArray) -> None:
         torch = pytest.importorskip("torch")
         got = decode(encode("x", own, "bfloat16"), own.shape[1], "bfloat16")
@@ -116,10 +115,6 @@ class TestEncoding:
         own = np.ones((3, 5), np.float32)
         assert encode("x", own, "float32") is own
         assert decode(own, 5, "float32") is own
-
-    def test_a_zero_of_int8_is_positive(self) -> None:
-        got = decode(encode("x", np.array([[-0.0, 0.0], [-0.0, -0.0]], np.float32), "int8"), 2, "int8")
-        np.testing.assert_array_equal(bits(got), 0)
 
 
 class TestRefusals:
@@ -146,14 +141,6 @@ class TestRefusals:
             encode("storing", own, row_dtype, keys)
         with pytest.raises(InvalidInputError, match=rf"element {place} of row {row},"):
             encode("storing", own, row_dtype)
-
-    @pytest.mark.parametrize("row_dtype", FEWER_BITS)
-    @pytest.mark.parametrize("sign", [1, -1])
-    def test_the_largest_value_fits(self, row_dtype, sign):
-        largest = sign * np.float32(LARGEST[row_dtype])
-        own = np.array([[largest, 0.0], [largest, largest]], np.float32)
-        got = decode(encode("x", own, row_dtype), 2, row_dtype)
-        assert (np.abs(got - own) <= np.abs(largest) / 255).all()
 
     @pytest.mark.parametrize("ends", [(-65504.0, 65504.0), (-65504.0, 16_000_000.0), (65504.0, 16_000_000.0)])
     def test_int8_holds_what_its_scale_reaches(self, ends):

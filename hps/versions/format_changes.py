@@ -110,7 +110,9 @@ def find_changes(
     if isinstance(authority, SharedDatabase):
         tags = authority.tags()
         for table, fingerprint in zip(tables, fingerprints, strict=True):
-            _refuse_shared(config, authority.stored(table), fingerprint, authority, tags)
+            _refuse_shared(config, table, fingerprint, authority, tags)
+            if there is not None and authority.row_dtype is not None:
+                _refuse_second_table(config, table, there, authority)
     if authority is None or not authority.persistent:
         return FormatChanges()
     found = (_modified(config, table, fingerprint, authority) for table, fingerprint in zip(tables, fingerprints, strict=True))
@@ -165,8 +167,9 @@ def _refuse_shared(
     config: ModelConfig, table: TableSpec, fingerprint: str, database: SharedDatabase, tags: Sequence[str]
 ) -> None:
     """Refuse a second format in a shared database with nothing below: neither's writes would reach the other's table."""
-    for other in stored_as(config, table, tags):
-        if other.row_dtype == table.row_dtype:
+    stored = database.stored(table)
+    for other in stored_as(config, stored, tags):
+        if other.row_dtype == stored.row_dtype:
             continue
         doing = (
             f"deploying model {config.model!r}, version {config.version}, with table {table.table_name!r} as {table.row_dtype}"
@@ -184,3 +187,15 @@ def _refuse_shared(
                 "is below that keeps them; publish the files as a new version and deploy that one in the new format, or deploy "
                 "with force, which gives up these writes"
             )
+
+
+def _refuse_second_table(config: ModelConfig, table: TableSpec, there: Deployment, database: SharedDatabase) -> None:
+    """Refuse a table beside the one with online writes, which would not reach it; both have the format of the database."""
+    old = next(one for one in there.tables if one.table_name == table.table_name)
+    record = database.load_record(database.stored(old).tag)
+    if record is not None and record.modified:
+        raise ConflictError(
+            f"deploying model {config.model!r}, version {config.version}, with table {table.table_name!r} as "
+            f"{table.row_dtype}: {database.kind} alone has its online writes, in a table that serves as {old.row_dtype}; "
+            "restart with the new configuration, which goes on with this table, or deploy with force, which gives up these writes"
+        )

@@ -720,6 +720,39 @@ class TestSharedRedis:
             place.change(server, "int8")
             np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "int8")[:9])
 
+    def test_float32_rows_with_nothing_below_go_on_in_every_format_after_a_restart(self, replica):
+        place = replica.place
+        place.settings["volatile_db"]["row_dtype"] = "float32"
+        with replica("a", "float32", False) as server:
+            place.change(server, "float16")  # nothing is lost: nothing was written
+            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "float16")[:9])
+            written = modify(server)
+            for _ in range(2):
+                with pytest.raises(ConflictError, match=r"redis_cluster alone has its online writes, .* as float16; restart"):
+                    place.change(server, "int8")
+                check_modified(server, place, written, "float16")
+        for row_dtype in ("int8", "bfloat16", "float32"):
+            for _ in range(2):
+                with replica("a", row_dtype, False) as server:
+                    check_modified(server, place, written, row_dtype)
+
+    def test_replicas_of_two_formats_share_float32_rows(self, replica):
+        """Each sees what the other wrote, rounded to its own format."""
+        place = replica.place
+        place.settings["volatile_db"]["row_dtype"] = "float32"
+        with replica("a", "float32", False) as first, replica("b", "int8", False) as second:
+            written = modify(first)
+            check_modified(second, place, written, "int8")
+            check_modified(first, place, written, "float32")
+            again = vectors_of(12, 5)
+            second.insert(KEYS[300:305], again, "shop", "item")
+            second.model("shop").refresh(1.0)
+            first.refresh("shop")
+            np.testing.assert_array_equal(place.answers(first, KEYS[300:305]), again)
+            np.testing.assert_array_equal(place.answers(second, KEYS[300:305]), stored(again, "int8"))
+            found = check_server(load_configuration(place.path / "ps.json").volatile_db, [TABLE.stored_as("float32")])
+            assert all(one.level == "good" for one in found)
+
 
 class TestCommands:
     def run(self, *arguments: object) -> str:

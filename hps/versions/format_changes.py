@@ -197,5 +197,5 @@ def _refuse_second_table(config: ModelConfig, table: TableSpec, there: Deploymen
         raise ConflictError(
             f"deploying model {config.model!r}, version {config.version}, with table {table.table_name!r} as "
             f"{table.row_dtype}: {database.kind} alone has its online writes, in a table that serves as {old.row_dtype}; "
-            "restart with the new configuration, which goes on with this table, or deploy with force, which gives up these writes"
+            "restart with the new configuration, which goes on with this table, or deploy with force, which gives them up"
         )

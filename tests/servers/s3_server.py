@@ -24,13 +24,24 @@ from tests.servers.child_processes import own_signals
 _START_S = 60.0  # moto alone takes 2 s to import
 
 _PROGRAM = """
-import logging, os
+import logging, os, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 application = DomainDispatcherApplication(create_backend_app)
-server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+one_at_a_time = threading.Lock()
+
+
+def atomic(environ, start_response):
+    # A conditional write is answered alone, as S3 does it: moto compares and stores in two steps.
+    if environ["REQUEST_METHOD"] != "PUT" or not {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():
+        return application(environ, start_response)
+    with one_at_a_time:
+        return list(application(environ, start_response))
+
+
+server = make_server("127.0.0.1", 0, atomic, threaded=True, request_handler=MotoRequestHandler)
 os.environ["MOTO_PORT"] = str(server.port)
 print(server.port, flush=True)
 server.serve_forever()

@@ -27,6 +27,7 @@ from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.ground.workloads import power_law_keys
 from hps.models.table_load import LoadFeed
+from hps.types import TableSpec
 
 TAG = "hps_et.bench.item"
 CHUNK_BYTES = 16 << 20  # of a model file's chunk
@@ -149,7 +150,9 @@ class Table:
         """Load as a model is loaded, or in as many chunks as given; returns seconds."""
         start = time.perf_counter()
         if chunks is None:
-            feed = LoadFeed(database, TAG, self.dim, LoadRecord("bench", 0, self.rows), self.rows)
+            feed = LoadFeed(
+                database, TableSpec("bench", "item", self.dim, 0.0, 1), LoadRecord("bench", 0, self.rows), self.rows
+            )
             for low in range(0, self.rows, step := CHUNK_BYTES // (8 + 4 * self.dim)):
                 vectors = self.vectors[low : low + step]
                 feed.add(low, self.keys[low : low + step], vectors, vectors)

@@ -170,7 +170,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     With `HPS_SLOW_SAMPLE=2`, of the slow tests run every second one, the others on the next day.
     """
-    if (share := int(os.environ.get("HPS_SLOW_SAMPLE", "1"))) > 1:
+    if (share := int(os.environ.pop("HPS_SLOW_SAMPLE", "1"))) > 1:  # not for what tests start
         slow = [item for item in items if item.get_closest_marker("slow")]
         today = date.today().toordinal() % share
         left_out = {item for item in slow if zlib.crc32(item.nodeid.encode()) % share != today}

@@ -105,6 +105,17 @@ def rocks_db(path: Path) -> dict:
     return {"persistent_db": {"type": "rocks_db", "path": str(path / "db")}}
 
 
+def promoting(request, volatile: str) -> dict:
+    """Settings of a volatile database that holds few rows and takes the others from below; Redis is empty."""
+    settings = {"type": volatile, "initial_cache_rate": 0.01, "cache_missed_embeddings": True}
+    if volatile == "redis_cluster":
+        server = request.getfixturevalue("redis")
+        with server.client() as client:
+            client.flushall()
+        settings |= {"address": server.address, "num_partitions": 2}
+    return settings
+
+
 def tags_in(path: Path) -> list[str]:
     with closing(RocksDatabase(path / "db", read_only=True)) as database:
         return [tag for tag in database.tags() if tag.startswith("hps_et.shop")]
@@ -542,12 +553,7 @@ class TestExactDatabase:
     @pytest.mark.parametrize("volatile", ["hash_map", pytest.param("redis_cluster", marks=pytest.mark.redis)])
     @pytest.mark.parametrize("exact", [["persistent_db"], ["volatile_db"], ["volatile_db", "persistent_db"]])
     def test_promoted_rows_are_what_the_tier_above_stores(self, tmp_path, request, volatile, exact):
-        settings = {"type": volatile, "initial_cache_rate": 0.01, "cache_missed_embeddings": True}
-        if volatile == "redis_cluster":
-            server = request.getfixturevalue("redis")
-            with server.client() as client:
-                client.flushall()
-            settings |= {"address": server.address, "num_partitions": 2}
+        settings = promoting(request, volatile)
         place = Place(tmp_path, "int8", volatile_db=settings, **rocks_db(tmp_path))
         for tier in exact:
             place.settings[tier]["row_dtype"] = "float32"
@@ -824,12 +830,7 @@ class TestCommands:
 @pytest.mark.parametrize("row_dtype", FEWER_BITS)
 @pytest.mark.parametrize("volatile", ["hash_map", pytest.param("redis_cluster", marks=pytest.mark.redis)])
 def test_promoted_rows_are_those_of_the_persistent_database(tmp_path, request, row_dtype, volatile):
-    settings = {"type": volatile, "initial_cache_rate": 0.01, "cache_missed_embeddings": True}
-    if volatile == "redis_cluster":
-        server = request.getfixturevalue("redis")
-        with server.client() as client:
-            client.flushall()
-        settings |= {"address": server.address, "num_partitions": 2}
+    settings = promoting(request, volatile)
     place = Place(tmp_path, row_dtype, volatile_db=settings, **rocks_db(tmp_path))
     with place.opened(gpucache=False) as server:
         upper, _ = server.model("shop").chain.databases

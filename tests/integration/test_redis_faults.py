@@ -350,7 +350,8 @@ class TestOneServerAndNothingBelow:
 @pytest.fixture(scope="module")
 def whole_cluster(tmp_path_factory):
     directory = tmp_path_factory.mktemp("cluster")
-    with RedisClusterServers(directory, 3, "--appendonly", "yes", "--appendfsync", "always") as cluster:
+    durable = "--appendonly", "yes", "--appendfsync", "always"
+    with RedisClusterServers(directory, 3, *durable, node_timeout_ms=1000) as cluster:
         yield cluster
 
 
@@ -497,8 +498,13 @@ class TestClusterOfSix:
     """Three masters, each with a replica."""
 
     @pytest.fixture
-    def cluster(self, tmp_path, program):
-        with RedisClusterServers(tmp_path / "cluster", 3, replicas=True, program=program) as cluster:
+    def node_timeout_ms(self):
+        return 15_000
+
+    @pytest.fixture
+    def cluster(self, tmp_path, program, node_timeout_ms):
+        directory = tmp_path / "cluster"
+        with RedisClusterServers(directory, 3, replicas=True, program=program, node_timeout_ms=node_timeout_ms) as cluster:
             yield cluster
 
     def test_replicas_take_over_when_asked_and_the_first_masters_again(self, cluster):
@@ -519,6 +525,7 @@ class TestClusterOfSix:
             assert database.size(TAG) == PRESENT
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("node_timeout_ms", [1000])
     @pytest.mark.parametrize("below", [True, False])
     def test_a_replica_takes_over_and_the_first_master_again_once_it_is_back(self, cluster, tmp_path, below):
         first, second = cluster.masters[0], cluster.servers[3]

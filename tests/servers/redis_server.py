@@ -172,8 +172,13 @@ class RedisClusterServers:
         replicas: bool = False,
         tls: dict[str, object] | None = None,
         program: str | None = None,
+        node_timeout_ms: int = 15_000,
     ) -> None:
-        arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *arguments)
+        """
+        Args:
+            node_timeout_ms: after which a silent node counts as failed. On a busy machine a node is silent for seconds.
+        """
+        arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms), *arguments)
         arguments += ("--repl-diskless-sync-delay", "0") if replicas else ()
         ports = free_ports(2 * masters if replicas else masters)
         self.servers = [RedisServer(directory / str(port), *arguments, port=port, tls=tls, program=program) for port in ports]
@@ -235,14 +240,12 @@ class RedisClusterServers:
     def promote(self, replica: RedisServer) -> None:
         """Let a replica take over from its master, which lives on.
 
-        It is asked once. Asked again within 2 s of its own election, it wins by the votes of that one (Redis 7.0), and two
-        masters take writes until they have met.
+        It is asked once. Asked again within two node timeouts of its own election, it wins by the votes of that one (Redis
+        7.0), and two masters take writes until they have met.
         """
-        with replica.client() as client:
-            port = client.info("replication")["master_port"]
-        master = next(server for server in self.servers if server.port == port)
         named = f"127.0.0.1:{replica.port}@{replica.port + 10_000} slave ".encode()
-        self._wait_until(lambda: named in _raw(master, "CLUSTER", "NODES"), master)  # else it ignores the request
+        for server in self.servers:  # else its master ignores the request, and other masters don't vote
+            self._wait_until(lambda: server is replica or named in _raw(server, "CLUSTER", "NODES"), server)  # noqa: B023
         _raw(replica, "CLUSTER", "FAILOVER")
         self._wait_until(lambda: self.is_master(replica), replica)
 

@@ -23,8 +23,8 @@ struct Admissions {
     u32 admitted, evicted;
 
     __device__ __forceinline__ void add_to(u64* counters) const {
-        if (admitted) atomicAdd(counters, static_cast<u64>(admitted));
-        if (evicted) atomicAdd(counters + 1, static_cast<u64>(evicted));
+        if (admitted) ::add_to(counters, static_cast<u64>(admitted));
+        if (evicted) ::add_to(counters + 1, static_cast<u64>(evicted));
     }
 };
 
@@ -37,52 +37,65 @@ __device__ __forceinline__ u32 rank_of(i64 there, i64 filler, bool at_home, u32 
     return at_home ? EVICTS + score : NEVER;
 }
 
-// The slot of the pair that is best to admit a key to, and above it, from bit 8 on, how good it is; for whole warps.
-__device__ __forceinline__ u32 choose_slot(const Writer& writer, const Table& table, const uint4& part, u32 home) {
-    const u32 bucket = writer.member / BUCKET_PARTS, within = writer.member % BUCKET_PARTS, high = bucket * SLOTS + 2 * within;
-    const u32 scores = __shfl_sync(FULL_WARP, part.y, writer.tile * TILE + bucket * BUCKET_PARTS);
-    const i64 filler = filler_of(table, home / 2);
-    const bool at_home = bucket == home % 2;
-    u32 best = rank_of(key_of(part.z, part.w), filler, at_home, score_of(scores, 2 * within)) << 8 | high;
-    if (within != 0) {
-        const u32 low = rank_of(key_of(part.x, part.y), filler, at_home, score_of(scores, 2 * within - 1));
-        best = min(best, low << 8 | (high - 1));
-    }
+// The slot of a pair that is best to admit a key to; for whole warps.
+struct Choice {
+    u32 slot, rank;
+    bool again;  // the key is the one that was refused last at its home
+
+    __device__ __forceinline__ Choice(const Writer& writer, const Table& table, const uint4& part, i64 key, u32 home) {
+        const u32 bucket = writer.member / BUCKET_PARTS, within = writer.member % BUCKET_PARTS, high = bucket * SLOTS + 2 * within;
+        const u32 scores = __shfl_sync(FULL_WARP, part.y, writer.tile * TILE + bucket * BUCKET_PARTS);
+        const i64 filler = filler_of(table, home / 2);
+        const bool at_home = bucket == home % 2;
+        u32 best = rank_of(key_of(part.z, part.w), filler, at_home, score_of(scores, 2 * within)) << 8 | high;
+        if (within != 0) {
+            const u32 low = rank_of(key_of(part.x, part.y), filler, at_home, score_of(scores, 2 * within - 1));
+            best = min(best, low << 8 | (high - 1));
+        }
 #pragma unroll
-    for (u32 other = TILE / 2; other > 0; other /= 2) best = min(best, __shfl_xor_sync(FULL_WARP, best, other));
-    return best;
-}
+        for (u32 other = TILE / 2; other > 0; other /= 2) best = min(best, __shfl_xor_sync(FULL_WARP, best, other));
+        slot = best & 0xff;
+        rank = best >> 8;
+        again = (__shfl_sync(FULL_WARP, part.x, writer.tile * TILE + home % 2 * BUCKET_PARTS) >> 16 & 0xff) == (mix(key) & 0xff);
+    }
+
+    // Of a key that missed.
+    __device__ __forceinline__ bool refuses() const { return rank > EVICTS && !again; }
+};
 
 // Give a slot of an owned pair to a key, and keep scores and counts of strays right; for the lanes of a tile. True for one.
-__device__ __forceinline__ bool admit(const Writer& writer, const Table& table, const uint4& part, i64 key, u32 home, u32 slot,
-                                      u32 rank, bool again) {
+__device__ __forceinline__ bool admit(const Writer& writer, const Table& table, const uint4& part, i64 key, u32 home,
+                                      const Choice& choice) {
+    const u32 slot = choice.slot, rank = choice.rank;
     const u32 bucket = writer.member / BUCKET_PARTS, within = writer.member % BUCKET_PARTS;
     const u32 target = slot / SLOTS, at = slot % SLOTS;
     if (rank == EMPTY_NEXT_DOOR && within == 0 && bucket == home % 2) {
-        *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 24) + 1;
+        writer.put(strays_at(writer.bucket(bucket)), static_cast<u8>((part.x >> 24) + 1));
     }
     const bool holds_low = within != 0 && bucket * SLOTS + 2 * within - 1 == slot,
                holds_high = bucket * SLOTS + 2 * within == slot;
     if (rank >= EVICTS && (holds_low || holds_high)) {  // who holds the key that goes tells whether it had strayed
-        const u32 lost = home_of(holds_low ? key_of(part.x, part.y) : key_of(part.z, part.w), table.pairs) % 2;
-        volatile u8* strays = strays_at(writer.bucket(lost));
-        if (lost != target) *strays = *strays - 1;
+        const u32 lost = home_in(table, holds_low ? key_of(part.x, part.y) : key_of(part.z, part.w)) % 2;
+        u8* const strays = strays_at(writer.bucket(lost));
+        if (lost != target) writer.put(strays, static_cast<u8>(*static_cast<volatile u8*>(strays) - 1));
     }
     if (within != 0 || bucket != target) return false;
     const u32 fallen = rank > EVICTS ? part.y - (rank - EVICTS) * 0x01111111u : part.y;
-    const u32 score = rank < EVICTS ? EMPTY_SCORE : again ? AGAIN_SCORE : FIRST_SCORE;
+    const u32 score = rank < EVICTS ? EMPTY_SCORE : choice.again ? AGAIN_SCORE : FIRST_SCORE;
     const u32 scores = (fallen & ~(15u << (4 * at))) | score << (4 * at);
-    *static_cast<volatile u32*>(scores_at(writer.bucket(target))) = scores;
-    *static_cast<volatile i64*>(key_at(writer.bucket(target), at)) = key;
+    writer.put(scores_at(writer.bucket(target)), scores);
+    writer.put(key_at(writer.bucket(target), at), key);
     return true;
 }
 
-// Note at its home that a key was refused; no score there is 0. For the lanes of a tile.
-__device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, u32 home, u32 name) {
+// Note at its home that a key was refused; no score there is 0. The pair need not be owned: what another changes there meanwhile,
+// of scores and of what was refused, may be lost, which costs nothing but recency. For the lanes of a tile.
+__device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, u32 home, i64 key) {
     if (writer.member != home % 2 * BUCKET_PARTS) return;
     uint4* const bucket = writer.bucket(home % 2);
+    const u32 name = mix(key) & 0xff;
     *static_cast<volatile u8*>(refused_at(bucket)) = static_cast<u8>(name);
-    if (name % 2 == 0) *static_cast<volatile u32*>(scores_at(bucket)) = part.y - 0x01111111u;
+    if (name % 2 == 0) writer.put(scores_at(bucket), part.y - 0x01111111u);
 }
 
 // Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` tells the tiles that have a key. A key is
@@ -90,18 +103,28 @@ __device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, 
 __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Piece* vector, u32 pieces,
                                            const u64* epoch_at, u64 epoch, Admissions& counts) {
     constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
-    const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
-    const u32 home = pending ? home_of(key, table.pairs) : 0, pair = home / 2;
-    Writer writer{tile, member, table.buckets + static_cast<u64>(pair) * PAIR_PARTS, 0, 0};
+    const u32 home = pending ? home_in(table, key) : 0, pair = home / 2;
+    Writer writer(table, pair);
+    const u32 tile = writer.tile, member = writer.member;
     Piece value[ROW_LOADS];
 #pragma unroll
     for (u32 r = 0; r < ROW_LOADS; ++r) {
         if (pending && r * TILE + member < pieces) value[r] = stream_in(vector + r * TILE + member);
     }
 
-    if (mode != (REPLACE | ADMIT)) {  // do not own pairs that will not change
-        const bool resident = writer.find(writer.load(pending), key, pending) >= 0;
-        pending = pending && (mode & (resident ? REPLACE : ADMIT));
+    if (mode != (REPLACE | ADMIT)) {  // do not own pairs that will not change; whoever owns one may be about to admit the key
+        uint4 part = writer.load(pending);
+        const bool resident = writer.find(part, key, pending) >= 0, owned = writer.is_owned(part);
+        pending = pending && (owned || mode & (resident ? REPLACE : ADMIT));
+        const bool chooses = mode == ADMIT && pending && !owned;
+        if (__any_sync(FULL_WARP, chooses)) {
+            writer.gather_scores(part, chooses);
+            const Choice choice(writer, table, part, key, home);
+            if (chooses && choice.refuses()) {
+                refuse(writer, part, home, key);
+                pending = false;
+            }
+        }
     }
 
 #pragma unroll 1
@@ -113,23 +136,22 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         }
         __syncwarp();
         fence();
-        const uint4 part = writer.load(own);
+        uint4 part = writer.load(own);
         int slot = writer.find(part, key, own);
         const bool resident = slot >= 0;
+        writer.gather_scores(part, own && !resident);
         const bool late = own && epoch_at != nullptr && load_word(epoch_at) != epoch;
         bool writes = own && !late && (mode & (resident ? REPLACE : ADMIT));
         if (__any_sync(FULL_WARP, writes && !resident)) {
-            const u32 best = choose_slot(writer, table, part, home), rank = best >> 8, name = mix(key) & 0xff;
-            const u32 header = __shfl_sync(FULL_WARP, part.x, tile * TILE + home % 2 * BUCKET_PARTS);
-            const bool again = (header >> 16 & 0xff) == name;
+            const Choice choice(writer, table, part, key, home);
             if (writes && !resident) {
-                slot = best & 0xff;
-                if (mode == ADMIT && rank > EVICTS && !again) {
-                    refuse(writer, part, home, name);
+                slot = choice.slot;
+                if (mode == ADMIT && choice.refuses()) {
+                    refuse(writer, part, home, key);
                     writes = false;
-                } else if (admit(writer, table, part, key, home, slot, rank, again)) {
+                } else if (admit(writer, table, part, key, home, choice)) {
                     atomicAdd(&counts.admitted, 1);
-                    if (rank >= EVICTS) atomicAdd(&counts.evicted, 1);
+                    if (choice.rank >= EVICTS) atomicAdd(&counts.evicted, 1);
                 }
             }
         }

@@ -32,6 +32,7 @@
 #include "embedding_cache.cuh"
 #include "rows.cuh"
 #include "host_table.cuh"
+#include "sharing.cuh"
 #include "writer.cuh"
 #include "admission.cuh"
 

@@ -11,6 +11,7 @@
 // An empty slot holds the pair's FILLER: a key whose own pair is another one. So every int64 is a legal key, a key compare
 // alone says whether a slot answers, and a query never looks at anything that marks empty slots.
 // Static tables, which hold every row, have the same buckets with another header: walk.cuh.
+// Tables that several devices share have a copy of the buckets on each: sharing.cuh.
 //
 // WHY NO QUERY RETURNS A TORN VECTOR. A writer sets the lowest bit of both versions of a pair with atomic ORs, fences, writes,
 // fences, and stores the next even versions. A query reads the bucket, then the row, and only then the version and the slot's
@@ -28,6 +29,14 @@
 #endif
 #ifndef HPS_FORMAL_ORDER
 #define HPS_FORMAL_ORDER 0  // 1: a query keeps to the letter of the PTX memory model; 2 to 15 % slower (docs/gpu-cache.md)
+#endif
+#ifndef HPS_SHARED
+#define HPS_SHARED 0  // 1: several devices read and write the table
+#endif
+#if HPS_SHARED
+#define SCOPE "sys"  // of fences, and of loads and stores of what others may be changing
+#else
+#define SCOPE "gpu"
 #endif
 #define FULL_WARP 0xffffffffu
 
@@ -59,14 +68,14 @@ using Piece = Words<HPS_PIECE>;
 
 // One table's memory.
 struct Table {
-    uint4* buckets;   // (2 pairs, 4) uint4, 128-byte aligned
+    uint4* buckets;   // (2 pairs, 4) uint4, 128-byte aligned; of a shared table the first copy
     float* rows;      // (14 pairs, width) words, 256-byte aligned: that of slot s of bucket b is 7 b + s
     u64* counters;    // (3,) uint64: keys admitted, keys evicted, keys erased
     i64 zero_filler;  // the filler of key 0's pair; every other pair's is 0
     u32 zero_pair;    // the pair of key 0
     u32 pairs;        // may be 0: nothing is cached
     u32 width;        // words of a row; dim where rows are float32
-    u32 padding;
+    u32 sharing;      // see home_in, and sharing.cuh
 };
 
 // The mixing hash of hps/hashing.py (rrxmrrxmsx_0, Pelle Evensen, public domain).
@@ -82,6 +91,11 @@ __device__ __forceinline__ u64 mix(i64 key) {
 // The home of a key in a table.
 __device__ __forceinline__ u32 home_of(i64 key, u32 pairs) {
     return __umulhi(static_cast<u32>(mix(key) >> 32), 2 * pairs);
+}
+
+// Likewise. The keys of a near table (sharing.cuh) come from a part of the hashes alone; its stretch spreads them over all buckets.
+__device__ __forceinline__ u32 home_in(const Table& table, i64 key) {
+    return __umulhi(static_cast<u32>(mix(key) >> 32) * (table.sharing & 15), 2 * table.pairs);
 }
 
 __device__ __forceinline__ i64 filler_of(const Table& table, u32 pair) {
@@ -102,12 +116,12 @@ __device__ __forceinline__ i64 key_of(u32 low, u32 high) {
     return static_cast<i64>(static_cast<u64>(high) << 32 | low);
 }
 
-// Loads and stores of what others may be changing: relaxed, device scope, so never from the incoherent L1 cache. All are
-// volatile: the compiler keeps them in program order.
+// Loads and stores of what others may be changing: relaxed, of the scope of those who change it, so never from the incoherent L1
+// cache. All are volatile: the compiler keeps them in program order.
 
 __device__ __forceinline__ uint4 load_part(const uint4* at) {
     uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.relaxed." SCOPE ".global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at)
                  : "memory");
@@ -116,7 +130,7 @@ __device__ __forceinline__ uint4 load_part(const uint4* at) {
 
 __device__ __forceinline__ u64 load_word(const void* at) {
     u64 v;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    asm volatile("ld.relaxed." SCOPE ".global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
     return v;
 }
 
@@ -124,14 +138,14 @@ template <u32 N>
 __device__ __forceinline__ Words<N> load_unit(const Words<N>* at) {
     Words<N> v;
     if constexpr (N == 4) {
-        asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.relaxed." SCOPE ".global.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
                      : "l"(at)
                      : "memory");
     } else if constexpr (N == 2) {
-        asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.value[0]), "=f"(v.value[1]) : "l"(at) : "memory");
+        asm volatile("ld.relaxed." SCOPE ".global.v2.f32 {%0, %1}, [%2];" : "=f"(v.value[0]), "=f"(v.value[1]) : "l"(at) : "memory");
     } else {
-        asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v.value[0]) : "l"(at) : "memory");
+        asm volatile("ld.relaxed." SCOPE ".global.f32 %0, [%1];" : "=f"(v.value[0]) : "l"(at) : "memory");
     }
     return v;
 }
@@ -139,14 +153,14 @@ __device__ __forceinline__ Words<N> load_unit(const Words<N>* at) {
 template <u32 N>
 __device__ __forceinline__ void store_unit(Words<N>* at, const Words<N>& v) {
     if constexpr (N == 4) {
-        asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
+        asm volatile("st.relaxed." SCOPE ".global.v4.f32 [%0], {%1, %2, %3, %4};"
                      :
                      : "l"(at), "f"(v.value[0]), "f"(v.value[1]), "f"(v.value[2]), "f"(v.value[3])
                      : "memory");
     } else if constexpr (N == 2) {
-        asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" : : "l"(at), "f"(v.value[0]), "f"(v.value[1]) : "memory");
+        asm volatile("st.relaxed." SCOPE ".global.v2.f32 [%0], {%1, %2};" : : "l"(at), "f"(v.value[0]), "f"(v.value[1]) : "memory");
     } else {
-        asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" : : "l"(at), "f"(v.value[0]) : "memory");
+        asm volatile("st.relaxed." SCOPE ".global.f32 [%0], %1;" : : "l"(at), "f"(v.value[0]) : "memory");
     }
 }
 
@@ -182,7 +196,7 @@ __device__ __forceinline__ void stream_out(Words<N>* at, const Words<N>& v) {
 }
 
 __device__ __forceinline__ void fence() {
-    asm volatile("fence.acq_rel.gpu;" : : : "memory");
+    asm volatile("fence.acq_rel." SCOPE ";" : : : "memory");
 }
 
 // What a query loads after this, it loads after what it loaded before; for whole warps. To the hardware an acquire fence is an
@@ -191,7 +205,7 @@ __device__ __forceinline__ void fence() {
 // lane to lane: that is what HPS_FORMAL_ORDER adds.
 __device__ __forceinline__ void acquire() {
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208  // PTX 8.6; before, a query relies on its dependencies alone
-    asm volatile("fence.acquire.gpu;" : : : "memory");
+    asm volatile("fence.acquire." SCOPE ";" : : : "memory");
 #elif HPS_FORMAL_ORDER
     fence();
 #endif
@@ -228,4 +242,23 @@ __device__ __forceinline__ int slot_in_part(const uint4& part, u32 member, i64 k
     if (member != 0 && key_of(part.x, part.y) == key) slot = 2 * member - 1;
     if (key_of(part.z, part.w) == key) slot = 2 * member;
     return slot;
+}
+
+// Atomics on what several devices may change where the table is shared.
+
+__device__ __forceinline__ u32 fetch_or(u32* at, u32 bits) {
+#if HPS_SHARED
+    return atomicOr_system(at, bits);
+#else
+    return atomicOr(at, bits);
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ void add_to(T* at, T by) {
+#if HPS_SHARED
+    atomicAdd_system(at, by);
+#else
+    atomicAdd(at, by);
+#endif
 }

@@ -9,6 +9,7 @@
 
 #include "embedding_cache.cuh"
 #include "walk.cuh"
+#include "sharing.cuh"
 #include "writer.cuh"
 #if HPS_STATIC
 #include "placement.cuh"
@@ -33,18 +34,20 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_con
     const u32 own = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
     erase_keys(table, own < request.n ? request.keys[own] : 0, own < request.n);
 #else
-    const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
     const u32 index = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
     bool pending = index < request.n;
     i64 key = 0;
     u32 home = 0;
     if (pending) {
         key = request.keys[index];
-        home = home_of(key, table.pairs);
+        home = home_in(table, key);
     }
     const u32 pair = home / 2;
-    Writer writer{tile, member, table.buckets + static_cast<u64>(pair) * PAIR_PARTS, 0, 0};
-    pending = writer.find(writer.load(pending), key, pending) >= 0;
+    Writer writer(table, pair);
+    const u32 member = writer.member;
+    const uint4 seen = writer.load(pending);
+    const bool resident = writer.find(seen, key, pending) >= 0, owned = writer.is_owned(seen);
+    pending = pending && (resident || owned);  // whoever owns the pair may be about to admit the key
 
 #pragma unroll 1
     for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {
@@ -55,17 +58,18 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_con
         }
         __syncwarp();
         fence();
-        const uint4 part = writer.load(own);
+        uint4 part = writer.load(own);
         const int slot = writer.find(part, key, own);
+        writer.gather_scores(part, slot >= 0);
         const u32 bucket = member / BUCKET_PARTS;
         if (slot >= 0 && member % BUCKET_PARTS == 0) {  // the lanes that hold the headers
             const u32 target = slot / SLOTS, at = slot % SLOTS;
             if (bucket == target) {
-                *static_cast<volatile i64*>(key_at(writer.bucket(target), at)) = filler_of(table, pair);
-                *static_cast<volatile u32*>(scores_at(writer.bucket(target))) = part.y & ~(15u << (4 * at));
-                atomicAdd(table.counters + 2, 1ull);
+                writer.put(key_at(writer.bucket(target), at), filler_of(table, pair));
+                writer.put(scores_at(writer.bucket(target)), part.y & ~(15u << (4 * at)));
+                add_to(table.counters + 2, 1ull);
             } else if (bucket == home % 2) {
-                *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 24) - 1;
+                writer.put(strays_at(writer.bucket(bucket)), static_cast<u8>((part.x >> 24) - 1));
             }
         }
         writer.give_back(own, slot >= 0);

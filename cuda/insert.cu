@@ -6,12 +6,13 @@
 // INVARIANTS  A key is in at most one slot of its table. Where a key occurs twice among `keys`, one of its vectors wins, whole.
 //             admission.cuh says which slot a key takes, and which keys are refused; placement.cuh says it of static tables,
 //             which refuse and evict none: their counter of keys that found no place is added to.
-// RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile notices
+// RACES       A tile changes rows and keys of a pair only while it owns it (writer.cuh). A query that reads meanwhile notices
 //             by the version (embedding_cache.cuh). The cache orders launches on one table; admissions of answer.cu run beside them.
 // TWIN        hps.cache.cpu.kernels.write
 
 #include "embedding_cache.cuh"
 #include "walk.cuh"
+#include "sharing.cuh"
 #include "writer.cuh"
 #if HPS_STATIC
 #include "placement.cuh"

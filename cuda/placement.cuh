@@ -20,8 +20,8 @@ struct Admissions {
     u32 admitted, unplaced;
 
     __device__ __forceinline__ void add_to(u64* counters) const {
-        if (admitted) atomicAdd(counters, static_cast<u64>(admitted));
-        if (unplaced) atomicAdd(counters + UNPLACED, static_cast<u64>(unplaced));
+        if (admitted) ::add_to(counters, static_cast<u64>(admitted));
+        if (unplaced) ::add_to(counters + UNPLACED, static_cast<u64>(unplaced));
     }
 };
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ Place find_place(const Table& table, const Writer& ho
     const u32 side = bucket % 2;
 #pragma unroll 1
     for (u32 steps = 0; __any_sync(FULL_WARP, looks); ++steps) {
-        const Writer there{home.tile, home.member, table.buckets + static_cast<u64>(bucket / 2) * PAIR_PARTS, 0, 0};
+        const Writer there(table, bucket / 2);
         const Look look = look_at(there, key, side, looks);
         const u32 gone = __shfl_sync(FULL_WARP, look.part.y, home.tile * TILE + side * BUCKET_PARTS);
         if (looks) {
@@ -85,7 +85,10 @@ __device__ __forceinline__ Place find_place(const Table& table, const Writer& ho
 // Add to the count of keys that have gone in every bucket that a key passed; for one lane.
 __device__ __forceinline__ void count_gone(const Table& table, u32 bucket, u32 step, u32 steps, int by) {
     for (u32 i = 0; i < steps; ++i) {
-        atomicAdd(gone_at(table.buckets + static_cast<u64>(bucket) * BUCKET_PARTS), static_cast<u32>(by));
+        u32* const gone = gone_at(table.buckets + static_cast<u64>(bucket) * BUCKET_PARTS);
+        for (u32 copy = 0; copy < copies_of(table); ++copy) {
+            add_to(reinterpret_cast<u32*>(reinterpret_cast<u64>(gone) + copy * copy_bytes(table)), static_cast<u32>(by));
+        }
         bucket = next_bucket(bucket, step, table.pairs);
     }
 }
@@ -103,9 +106,9 @@ __device__ __forceinline__ void rest(u32 attempt) {
 __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Piece* vector, u32 pieces,
                                            Admissions& counts) {
     constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
-    const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
-    const u32 home = pending ? home_of(key, table.pairs) : 0, side = home % 2, step = step_of(key, table.pairs);
-    Writer writer{tile, member, table.buckets + static_cast<u64>(home / 2) * PAIR_PARTS, 0, 0};
+    const u32 home = pending ? home_in(table, key) : 0, side = home % 2, step = step_of(key, table.pairs);
+    Writer writer(table, home / 2);
+    const u32 tile = writer.tile, member = writer.member;
     Piece value[ROW_LOADS];
 #pragma unroll
     for (u32 r = 0; r < ROW_LOADS; ++r) {
@@ -124,7 +127,7 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         __syncwarp();
         fence();
         const Place place = find_place(table, writer, home, step, key, own, admits);
-        Writer there{tile, member, table.buckets + static_cast<u64>(place.bucket / 2) * PAIR_PARTS, 0, 0};
+        Writer there(table, place.bucket / 2);
         const bool elsewhere = own && place.exists && place.steps != 0;
         const bool both = there.take_or_leave(elsewhere);
         __syncwarp();
@@ -136,13 +139,13 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         if (writes && !place.resident) {
             const u32 bucket = member / BUCKET_PARTS, target = slot / SLOTS, at = slot % SLOTS;
             if (member % BUCKET_PARTS == 0 && bucket == target) {
-                *static_cast<volatile i64*>(key_at(there.bucket(target), at)) = key;
-                *static_cast<volatile u8*>(occupied_at(there.bucket(target))) =
-                    static_cast<u8>((target == 0 ? look.occupied[0] : look.occupied[1]) | 1u << at);
+                there.put(key_at(there.bucket(target), at), key);
+                there.put(occupied_at(there.bucket(target)),
+                          static_cast<u8>((target == 0 ? look.occupied[0] : look.occupied[1]) | 1u << at));
                 count_gone(table, home, step, place.steps, 1);
                 atomicAdd(&counts.admitted, 1);
             } else if (member % BUCKET_PARTS == 0 && target != side) {
-                *static_cast<volatile u8*>(strays_at(there.bucket(side))) = static_cast<u8>((look.part.x >> 24) + 1);
+                there.put(strays_at(there.bucket(side)), static_cast<u8>((look.part.x >> 24) + 1));
             }
         }
         if (writes) {
@@ -168,9 +171,9 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
 
 // Make up to 4 keys non-resident, one a tile of 8 lanes; for whole warps.
 __device__ __forceinline__ void erase_keys(const Table& table, i64 key, bool pending) {
-    const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
-    const u32 home = pending ? home_of(key, table.pairs) : 0, side = home % 2, step = step_of(key, table.pairs);
-    Writer writer{tile, member, table.buckets + static_cast<u64>(home / 2) * PAIR_PARTS, 0, 0};
+    const u32 home = pending ? home_in(table, key) : 0, side = home % 2, step = step_of(key, table.pairs);
+    Writer writer(table, home / 2);
+    const u32 tile = writer.tile, member = writer.member;
     pending = find_place(table, writer, home, step, key, pending, false).resident;
 
 #pragma unroll 1
@@ -183,7 +186,7 @@ __device__ __forceinline__ void erase_keys(const Table& table, i64 key, bool pen
         __syncwarp();
         fence();
         const Place place = find_place(table, writer, home, step, key, own, false);
-        Writer there{tile, member, table.buckets + static_cast<u64>(place.bucket / 2) * PAIR_PARTS, 0, 0};
+        Writer there(table, place.bucket / 2);
         const bool elsewhere = own && place.resident && place.steps != 0;
         const bool both = there.take_or_leave(elsewhere);
         __syncwarp();
@@ -194,12 +197,12 @@ __device__ __forceinline__ void erase_keys(const Table& table, i64 key, bool pen
         if (writes && member % BUCKET_PARTS == 0) {
             const u32 bucket = member / BUCKET_PARTS, target = look.slot / SLOTS, at = look.slot % SLOTS;
             if (bucket == target) {
-                *static_cast<volatile u8*>(occupied_at(there.bucket(target))) =
-                    static_cast<u8>((target == 0 ? look.occupied[0] : look.occupied[1]) & ~(1u << at));
+                there.put(occupied_at(there.bucket(target)),
+                          static_cast<u8>((target == 0 ? look.occupied[0] : look.occupied[1]) & ~(1u << at)));
                 count_gone(table, home, step, place.steps, -1);
-                atomicAdd(table.counters + 2, 1ull);
+                add_to(table.counters + 2, 1ull);
             } else if (target != side) {
-                *static_cast<volatile u8*>(strays_at(there.bucket(side))) = static_cast<u8>((look.part.x >> 24) - 1);
+                there.put(strays_at(there.bucket(side)), static_cast<u8>((look.part.x >> 24) - 1));
             }
         }
         there.give_back(both, writes);

@@ -25,6 +25,7 @@
 
 #include "embedding_cache.cuh"
 #include "rows.cuh"
+#include "sharing.cuh"
 #include "walk.cuh"
 
 #ifndef HPS_THREADS
@@ -253,25 +254,27 @@ struct alignas(16) Found {
 };
 
 // Find the lanes' keys: a tile of 4 lanes reads the bucket of one, in four rounds; for whole warps.
-__device__ __forceinline__ void find(const PoolSegment& segment, Found& found, bool asks, int& slot) {
+template <bool STATIC>
+__device__ __forceinline__ void find(const uint4* buckets, Found& found, bool asks, int& slot) {
     const u32 lane = threadIdx.x % 32, tile = lane / 4, member = lane % 4, all = __ballot_sync(FULL_WARP, asks);
     uint4 parts[4];
 #pragma unroll
     for (u32 r = 0; r < 4; ++r) {
         const u32 bucket = found.index[8 * r + tile];
-        if (all >> (8 * r + tile) & 1) parts[r] = load_part(segment.buckets + static_cast<u64>(bucket) * BUCKET_PARTS + member);
+        if (all >> (8 * r + tile) & 1) parts[r] = load_part(buckets + static_cast<u64>(bucket) * BUCKET_PARTS + member);
     }
 #pragma unroll
     for (u32 r = 0; r < 4; ++r) {
         if (all >> (8 * r) & 0xff) {
+            int in_part = -1;
 #if HPS_STATIC
             const u32 occupied = occupied_of(__shfl_sync(FULL_WARP, parts[r].x, 4 * tile));
-            const int in_part =
-                all >> (8 * r + tile) & 1 ? slot_in_static_part(parts[r], member, found.key[8 * r + tile], occupied) : -1;
-            if (member == 0 && all >> (8 * r + tile) & 1) found.gone[8 * r + tile] = parts[r].y;
-#else
-            const int in_part = all >> (8 * r + tile) & 1 ? slot_in_part(parts[r], member, found.key[8 * r + tile]) : -1;
+            if (STATIC && all >> (8 * r + tile) & 1) {
+                in_part = slot_in_static_part(parts[r], member, found.key[8 * r + tile], occupied);
+                if (member == 0) found.gone[8 * r + tile] = parts[r].y;
+            }
 #endif
+            if (!STATIC && all >> (8 * r + tile) & 1) in_part = slot_in_part(parts[r], member, found.key[8 * r + tile]);
             const u32 who = __ballot_sync(FULL_WARP, in_part >= 0) >> (lane % 8 * 4) & 15;  // of the lane's own key, if it is its turn
             const int there = __shfl_sync(FULL_WARP, in_part, lane % 8 * 4 + (who ? __ffs(who) - 1 : 0));
             if (lane / 8 == r && asks) slot = who ? there : -1;
@@ -283,7 +286,7 @@ __device__ __forceinline__ void find(const PoolSegment& segment, Found& found, b
 
 // Read the rows of as many keys, widened; all loads are under way before one is waited for.
 template <u32 FORMAT>
-__device__ __forceinline__ void load_rows(const PoolSegment& segment, const u32* of, Floats (&rows)[KEYS]) {
+__device__ __forceinline__ void load_rows(const PoolSegment& segment, const volatile Near& near, const u32* of, Floats (&rows)[KEYS]) {
     if constexpr (!OCCURS<FORMAT>) return;
     const u32 units = units_of(segment.units), dim = units * UNIT, in_group = threadIdx.x % HPS_COPY;
     const u64 row_bytes = 4 * width_of(FORMAT, dim);
@@ -292,7 +295,10 @@ __device__ __forceinline__ void load_rows(const PoolSegment& segment, const u32*
     for (u32 k = 0; k < KEYS; ++k) {
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; ++c) {
-            stored[k][c].load(segment.rows + of[k] * row_bytes, min(in_group + c * HPS_COPY, units - 1), dim);
+            const bool is_near = HPS_SHARED && of[k] & NEAR_ROW;
+            const u8* row = segment.rows + of[k] * row_bytes;
+            if (is_near) row = near.rows + (of[k] & ~NEAR_ROW) * row_bytes;
+            stored[k][c].load(row, min(in_group + c * HPS_COPY, units - 1), dim);
         }
     }
 #pragma unroll
@@ -324,6 +330,14 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
     u64 lane_rows = reinterpret_cast<u64>(segment.rows) + min(in_group, units - 1) * sizeof(Unit);
     u32 row_bytes = units * sizeof(Unit);
     asm volatile("" : "+l"(lane_rows), "+r"(row_bytes));  // else every address takes three instructions
+    __shared__ Near near_of[HPS_SHARED ? WARPS : 1];
+    const volatile Near& near = near_of[HPS_SHARED ? threadIdx.x / 32 : 0];
+#if HPS_SHARED
+    if (lane == 0) near_of[threadIdx.x / 32] = segment.pairs != 0 ? near_of_copy(segment.buckets) : Near{};
+    __syncwarp();
+    const bool notes = near.pairs && is_sampled(threadIdx.x / 32);
+#endif
+    const u64 lane_near_rows = HPS_SHARED ? reinterpret_cast<u64>(near.rows) + min(in_group, units - 1) * sizeof(Unit) : 0;
 
     State now;
     clear(now.sum);
@@ -354,11 +368,33 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
         u32 goods;
 #pragma unroll 1
         for (u32 attempt = 0;; ++attempt) {
-            const bool asks = counts && segment.pairs != 0 && !refused;
+            bool asks = counts && segment.pairs != 0 && !refused;
+            int slot = -1;
+            bool is_near = false;
+#if HPS_SHARED
+            u32 near_index = 0, near_word = 0;
+            const bool looks_near = asks && near.may_have(home_of(found.key[lane], segment.pairs) / 2);
+            if (__any_sync(FULL_WARP, looks_near)) {
+                const uint4* const near_buckets = near.buckets;
+                found.index[lane] = near_home_of(near, found.key[lane]);
+                __syncwarp();
+                find<false>(near_buckets, found, looks_near, slot);
+                const bool next_door = looks_near && slot < 0 && found.word[lane] >> 24;
+                if (__any_sync(FULL_WARP, next_door)) {
+                    if (next_door) found.index[lane] ^= 1;
+                    __syncwarp();
+                    find<false>(near_buckets, found, next_door, slot);
+                }
+                is_near = slot >= 0;
+                near_index = found.index[lane];
+                near_word = found.word[lane];
+                asks = asks && !is_near;
+                __syncwarp();
+            }
+#endif
             found.index[lane] = home_of(found.key[lane], segment.pairs);
             __syncwarp();
-            int slot = -1;
-            find(segment, found, asks, slot);
+            find<HPS_STATIC>(segment.buckets, found, asks, slot);
 #if HPS_STATIC
             u32 came_to = found.index[lane], gone = found.gone[lane], steps = 0;
             bool next_door = found.word[lane] >> 24, walks = asks && slot < 0 && (next_door || gone);
@@ -369,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                     found.index[lane] = came_to ^ static_cast<u32>(next_door);
                 }
                 __syncwarp();
-                find(segment, found, walks, slot);
+                find<true>(segment.buckets, found, walks, slot);
                 if (walks) {
                     if (!next_door) gone = found.gone[lane];
                     next_door = !next_door && found.word[lane] >> 24;
@@ -381,13 +417,26 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
             if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
                 if (strayed) found.index[lane] ^= 1;
                 __syncwarp();
-                find(segment, found, strayed, slot);
+                find<false>(segment.buckets, found, strayed, slot);
+            }
+#endif
+#if HPS_SHARED
+            if (is_near) {
+                found.index[lane] = near_index;
+                found.word[lane] = near_word;
             }
 #endif
             acquire();
             const bool copies = slot >= 0 && !(found.word[lane] & 1);
             bool retry = slot >= 0 && !copies;  // a writer owns the bucket
-            found.row[lane] = copies ? found.index[lane] * SLOTS + slot : 0;
+            found.row[lane] = copies ? (found.index[lane] * SLOTS + slot) | (is_near ? NEAR_ROW : 0) : 0;
+#if HPS_SHARED
+            if (notes) {
+                const Sharing& sharing = sharing_of(segment.buckets);
+                const bool neighbour = copies && !is_near && near.may_have(found.index[lane] / 2);
+                note_samples(sharing, found.key[lane], neighbour, lane);
+            }
+#endif
             goods = __ballot_sync(FULL_WARP, copies) >> group_lane;
             __syncwarp();
 
@@ -404,7 +453,10 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                     if constexpr (!PACKED) {
 #pragma unroll
                         for (u32 k = 0; k < KEYS; ++k) {
-                            const Unit* const row = reinterpret_cast<const Unit*>(lane_rows + static_cast<u64>(of[k]) * row_bytes);
+                            const bool is_near = HPS_SHARED && of[k] & NEAR_ROW;
+                            const u64 rows_at = is_near ? lane_near_rows : lane_rows;
+                            const u32 number = is_near ? of[k] & ~NEAR_ROW : of[k];
+                            const Unit* const row = reinterpret_cast<const Unit*>(rows_at + static_cast<u64>(number) * row_bytes);
 #pragma unroll
                             for (u32 c = 0; c < CHUNKS; ++c) {
                                 const u32 unit = min(in_group + c * HPS_COPY, units - 1) - min(in_group, units - 1);
@@ -413,10 +465,10 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                         }
                     } else {
                         switch (format_of(segment.units)) {
-                            case FLOAT32: load_rows<FLOAT32>(segment, of, rows); break;
-                            case FLOAT16: load_rows<FLOAT16>(segment, of, rows); break;
-                            case BFLOAT16: load_rows<BFLOAT16>(segment, of, rows); break;
-                            case INT8: load_rows<INT8>(segment, of, rows); break;
+                            case FLOAT32: load_rows<FLOAT32>(segment, near, of, rows); break;
+                            case FLOAT16: load_rows<FLOAT16>(segment, near, of, rows); break;
+                            case BFLOAT16: load_rows<BFLOAT16>(segment, near, of, rows); break;
+                            case INT8: load_rows<INT8>(segment, near, of, rows); break;
                         }
                     }
                 }
@@ -479,15 +531,17 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
             acquire();
             if (own + HPS_COPY < bags.stop) next_key = __ldcs(segment.keys + own + HPS_COPY);  // arrives with what follows
             if (goods >> in_group & 1) {
-                const u32 index = found.index[lane], own_slot = found.row[lane] - index * SLOTS;
-                uint4* const bucket = segment.buckets + static_cast<u64>(index) * BUCKET_PARTS;
+                const u32 index = found.index[lane], own_slot = (is_near ? found.row[lane] & ~NEAR_ROW : found.row[lane]) - index * SLOTS;
+                uint4* buckets = segment.buckets;
+                if (is_near) buckets = near.buckets;
+                uint4* const bucket = buckets + static_cast<u64>(index) * BUCKET_PARTS;
                 const u64 again = load_word(reinterpret_cast<const u64*>(bucket) + late);
                 const i64 key_again = static_cast<i64>(load_word(reinterpret_cast<const u64*>(bucket) + 1 + own_slot + late));
                 retry = ((again ^ found.word[lane]) & 0xffff) != 0 || key_again != found.key[lane];
 #if !HPS_STATIC
                 const u32 score = score_of(static_cast<u32>(again >> 32), own_slot);
                 if (score < ENOUGH_SCORE) {
-                    atomicOr(scores_at(bucket), (score < HIT_SCORE ? HIT_SCORE : TOP_SCORE) << (4 * own_slot));
+                    fetch_or(scores_at(bucket), (score < HIT_SCORE ? HIT_SCORE : TOP_SCORE) << (4 * own_slot));
                 }
 #endif
             }

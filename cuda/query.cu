@@ -25,10 +25,13 @@
 //             the list; whoever reserved the first sets any_missing.
 //             Before a row that exists below leaves a complete table, the table's word for that is cleared; a query reads the
 //             word after the buckets in which it found no key.
+//             Of a shared table, rows of the device's near table come before it, and samples of keys found at neighbours are noted
+//             for promote.cu (sharing.cuh); samples that are written while that reads may be lost.
 // TWIN        hps.cache.cpu.kernels.query
 
 #include "embedding_cache.cuh"
 #include "rows.cuh"
+#include "sharing.cuh"
 #include "walk.cuh"
 
 #ifndef HPS_SETTLES
@@ -164,16 +167,54 @@ __device__ __forceinline__ void settle_misses(const Query& request, const Segmen
         if (atomicAdd(request.missing_counts + segment.index, __popc(absent)) == 0) request.any_missing[0] = 1;
         if (unread) request.any_missing[1] = 1;
     } else {
-        if (absent) atomicAdd(counters + ABSENT_KEYS, static_cast<u64>(__popc(absent)));
-        if (unread) atomicAdd(counters + UNREAD_KEYS, static_cast<u64>(__popc(unread)));
+        if (absent) add_to(counters + ABSENT_KEYS, static_cast<u64>(__popc(absent)));
+        if (unread) add_to(counters + UNREAD_KEYS, static_cast<u64>(__popc(unread)));
     }
+}
+#endif
+
+__device__ __forceinline__ const u8* row_at(const Segment& segment, const volatile Near& near, u32 row, u64 row_bytes) {
+    if (HPS_SHARED && row & NEAR_ROW) return near.rows + (row & ~NEAR_ROW) * row_bytes;
+    return segment.rows + row * row_bytes;
+}
+
+#if HPS_SHARED
+// What a tile found in the near table.
+struct NearLook {
+    u32 index, word, scores;
+    int slot;
+};
+
+// Look for the tiles' keys in the near table; for whole warps.
+__device__ __forceinline__ NearLook look_near(const volatile Near& near, i64 key, bool asks, u32 tile, u32 member) {
+    const uint4* const buckets = near.buckets;
+    NearLook look{asks ? near_home_of(near, key) : 0, 0, 0, -1};
+    bool looks = asks;
+#pragma unroll 1
+    for (u32 bucket = 0; bucket < 2 && __any_sync(FULL_WARP, looks); ++bucket) {  // at home, then next door
+        uint4 part = make_uint4(0, 0, 0, 0);
+        if (looks) part = load_part(buckets + static_cast<u64>(look.index) * BUCKET_PARTS + member);
+        const int in_part = looks ? slot_in_part(part, member, key) : -1;
+        const u32 who = __ballot_sync(FULL_WARP, in_part >= 0) >> (4 * tile) & 15;
+        const int slot = __shfl_sync(FULL_WARP, in_part, 4 * tile + (who ? __ffs(who) - 1 : 0));
+        const u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);
+        if (looks) {
+            look.slot = who ? slot : -1;
+            look.word = word;
+            look.scores = part.y;
+            looks = !who && word >> 24;
+            if (looks) look.index ^= 1;
+        }
+    }
+    return look;
 }
 #endif
 
 // Copy the rows of a pass to those who ask for them; for whole warps. Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a
 // round. `row` is that of the tile's key. Returns some bits of every unit that was copied.
 template <u32 FORMAT>
-__device__ __forceinline__ u32 copy_rows(const Segment& segment, u32 first, u32 row, const volatile u32* askers, u32 answered) {
+__device__ __forceinline__ u32 copy_rows(const Segment& segment, const volatile Near& near, u32 first, u32 row,
+                                         const volatile u32* askers, u32 answered) {
     if constexpr (!OCCURS<FORMAT>) return 0;
     const u32 lane = threadIdx.x % 32, units = units_of(segment.units), dim = units * UNIT;
     const u64 row_bytes = 4 * width_of(FORMAT, dim);
@@ -188,7 +229,7 @@ __device__ __forceinline__ u32 copy_rows(const Segment& segment, u32 first, u32 
             for (u32 r = 0; r < ROW_LOADS; ++r) {
                 from[r] = __shfl_sync(FULL_WARP, row, ((batch + r) * ROWS + lane / HPS_COPY) * 4);
                 if (unit >= units) from[r] = NO_ROW;
-                if (from[r] != NO_ROW) value[r].load(segment.rows + from[r] * row_bytes, unit, dim);
+                if (from[r] != NO_ROW) value[r].load(row_at(segment, near, from[r], row_bytes), unit, dim);
             }
 #pragma unroll
             for (u32 r = 0; r < ROW_LOADS; ++r) {
@@ -225,6 +266,11 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     if (first >= segment.n) return;
     const u32 count = min(segment.n - first, static_cast<u32>(request.keys_per_warp)), units = units_of(segment.units);
 
+    __shared__ Near near_of[HPS_SHARED ? WARPS : 1];
+    const volatile Near& near_table = near_of[HPS_SHARED ? warp : 0];
+#if HPS_SHARED
+    if (segment.pairs != 0 && lane == 0) near_of[warp] = near_of_copy(segment.buckets);
+#endif
     const u32 all = __ballot_sync(FULL_WARP, lane < count);
     const u32 found = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp], askers_of[warp]);
     const u32 distinct = segment.pairs == 0 ? 0 : found;
@@ -238,13 +284,25 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 #if HPS_SETTLES
     u32 unread = 0;  // likewise: a writer kept its bucket
 #endif
+#if HPS_SHARED
+    const bool notes = distinct && near_table.pairs && is_sampled(warp);
+#endif
     u32 attempt = 0;
 #pragma unroll 1
     for (u32 done = 0; done < distinct;) {
-        const bool asks = done + tile < distinct && askers_at_place[done + tile] & ~answered;
+        bool asks = done + tile < distinct && askers_at_place[done + tile] & ~answered;
         u32 index = asks ? home_at_place[done] : 0;
         uint4 part;
         if (asks) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+#if HPS_SHARED
+        NearLook near{0, 0, 0, -1};  // while the bucket is on its way
+        const bool looks_near = asks && near_table.may_have(index / 2);
+        if (__any_sync(FULL_WARP, looks_near)) near = look_near(near_table, key_at_place[done], looks_near, tile, member);
+        asks = asks && near.slot < 0;
+        const bool is_near = near.slot >= 0;
+#else
+        constexpr bool is_near = false;
+#endif
         int slot = tile_slot(part, key_at_place[done], asks, tile, member);
         u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);  // the first of the bucket's header
 #if HPS_STATIC
@@ -286,6 +344,18 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
             }
         }
 #endif
+#if HPS_SHARED
+        uint4* buckets = segment.buckets;
+        if (is_near) {
+            buckets = near_table.buckets;
+            index = near.index;
+            slot = near.slot;
+            word = near.word;
+            part.y = near.scores;
+        }
+#else
+        uint4* const buckets = segment.buckets;
+#endif
         acquire();
         const bool owned = word & 1;  // by a writer
         const bool copies = slot >= 0 && !owned;
@@ -293,17 +363,24 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 #if !HPS_STATIC
         if (copies && member == 0 && score_of(part.y, slot) < ENOUGH_SCORE) {
             const u32 raised = score_of(part.y, slot) < HIT_SCORE ? HIT_SCORE : TOP_SCORE;
-            atomicOr(scores_at(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS), raised << (4 * slot));
+            fetch_or(scores_at(buckets + static_cast<u64>(index) * BUCKET_PARTS), raised << (4 * slot));
         }
 #endif
 
-        const u32 row = copies ? index * SLOTS + slot : NO_ROW;
+#if HPS_SHARED
+        if (notes) {
+            const Sharing& sharing = sharing_of(segment.buckets);
+            const bool neighbour = copies && !is_near && near_table.may_have(index / 2);
+            note_samples(sharing, key_at_place[done], neighbour && member == 0, lane);
+        }
+#endif
+        const u32 row = copies ? (index * SLOTS + slot) | (is_near ? NEAR_ROW : 0) : NO_ROW;
         u32 copied = 0;
         switch (format_of(segment.units)) {
-            case FLOAT32: copied = copy_rows<FLOAT32>(segment, first, row, askers_at_place + done, answered); break;
-            case FLOAT16: copied = copy_rows<FLOAT16>(segment, first, row, askers_at_place + done, answered); break;
-            case BFLOAT16: copied = copy_rows<BFLOAT16>(segment, first, row, askers_at_place + done, answered); break;
-            case INT8: copied = copy_rows<INT8>(segment, first, row, askers_at_place + done, answered); break;
+            case FLOAT32: copied = copy_rows<FLOAT32>(segment, near_table, first, row, askers_at_place + done, answered); break;
+            case FLOAT16: copied = copy_rows<FLOAT16>(segment, near_table, first, row, askers_at_place + done, answered); break;
+            case BFLOAT16: copied = copy_rows<BFLOAT16>(segment, near_table, first, row, askers_at_place + done, answered); break;
+            case INT8: copied = copy_rows<INT8>(segment, near_table, first, row, askers_at_place + done, answered); break;
         }
         const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows are here
         acquire();
@@ -311,8 +388,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         bool same = true;
         if (copies && member < 2) {  // member 0 reads the version again, member 1 the key
             const u32 word_of = member == 0 ? 0 : 1 + slot;
-            const u64 again = load_word(reinterpret_cast<const u64*>(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS) +
-                                        word_of + late);
+            const u64 again =
+                load_word(reinterpret_cast<const u64*>(buckets + static_cast<u64>(index) * BUCKET_PARTS) + word_of + late);
             same = member == 0 ? ((again ^ word) & 0xffff) == 0 : static_cast<i64>(again) == key_at_place[done];
         }
         const bool torn = __ballot_sync(FULL_WARP, !same) >> (4 * tile) & 15;

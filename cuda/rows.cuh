@@ -60,17 +60,17 @@ __device__ __forceinline__ float widen_half(u32 half) {
 struct SharedMemory {
     static __device__ __forceinline__ u32 load_8(const u8* at) {
         u32 v;
-        asm volatile("ld.relaxed.gpu.global.u8 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+        asm volatile("ld.relaxed." SCOPE ".global.u8 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
         return v;
     }
     static __device__ __forceinline__ u32 load_16(const u8* at) {
         u16 v;
-        asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
+        asm volatile("ld.relaxed." SCOPE ".global.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
         return v;
     }
     static __device__ __forceinline__ u32 load_32(const u8* at) {
         u32 v;
-        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+        asm volatile("ld.relaxed." SCOPE ".global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
         return v;
     }
     static __device__ __forceinline__ u64 load_64(const u8* at) { return load_word(at); }

@@ -26,15 +26,15 @@ only when the lookup is finished.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from hps.errors import InvalidInputError
+from hps.errors import DeviceError, InvalidInputError
 from hps.ground.capacity import Need
 from hps.ground.host_tables import HostTable
 from hps.regions.board import Board, Resident
@@ -44,6 +44,15 @@ from hps.types import BoolArray, DeviceArray, KeyArray, RowArray, TableSpec
 STATIC_LOAD = 0.85
 """Load factor of static tables. Every row finds a place at any load; keys of fuller tables stand farther from home."""
 
+NEAR_SHARE = 1 / 32
+"""Share of the rows of each device that it keeps for the most used ones of its neighbours, where they share hot rows."""
+
+MOST_SHARERS = 15
+"""Maximum number of devices that share rows."""
+
+MOST_SHARED_ROWS = (1 << 31) - 1
+"""Maximum number of rows of a table that devices share; kernels number them by 31 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -51,6 +60,7 @@ class CacheStats:
 
     Attributes:
         evictions: resident keys displaced by an insert.
+        size_bytes: memory of the table on this cache's device.
         unplaced: keys that an insert into a static table found no place for.
     """
 
@@ -69,6 +79,22 @@ class DeviceMemory:
     name: str
     total_bytes: int
     free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSharing:
+    """How devices of one process share the rows of a cache. *Immutable.*
+
+    Attributes:
+        device_ids: the devices; each row lies on one of them, and all read it there. Empty for a cache of one device.
+        near_rows: by table, rows that each device keeps beside, the most used ones of its neighbours; empty for none.
+    """
+
+    device_ids: tuple[int, ...] = ()
+    near_rows: tuple[int, ...] = ()
+
+
+ALONE = DeviceSharing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +290,14 @@ class CachePlan(ABC):
 
     @classmethod
     @abstractmethod
-    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
-        """Return what `EmbeddingCache.create` would allocate for each table; arguments as there."""
+    def room_for(
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        static: bool = False,
+        sharing: DeviceSharing = ALONE,
+    ) -> list[Need]:
+        """Return what `EmbeddingCache.create` would allocate for each table on a device; arguments as there."""
 
     @classmethod
     def workspaces_for(cls, tables: Sequence[TableSpec], workspaces: int) -> list[Need]:
@@ -294,10 +326,30 @@ class EmbeddingCache(ABC):
 
     tables: tuple[TableSpec, ...]
     device_id: int
+    """The device that its lookups run on."""
 
     static: bool = False
     """The cache is to hold every row: it evicts nothing, an inserted key takes any empty slot, and a lookup makes nothing
     resident. A key that finds no slot is counted in `CacheStats.unplaced`."""
+
+    @property
+    def failure(self) -> str | None:
+        """The error that made its device unusable for this process; None without one. Every call then fails."""
+        return None
+
+    @contextmanager
+    def unless_lost(self) -> Iterator[None]:
+        """End the block without an error when it fails because the device is lost: nothing reads its rows then."""
+        try:
+            yield
+        except DeviceError:
+            if self.failure is None:
+                raise
+
+    @property
+    def device_name(self) -> str:
+        """The device in statistics and messages: `cpu`, or the number of the CUDA device."""
+        return "cpu" if self.device == "cpu" else str(self.device_id)
 
     complete: bool = False
     """Every row of every table is resident, so keys that are not are absent: lookups give them the default vector."""
@@ -313,11 +365,13 @@ class EmbeddingCache(ABC):
         raise NotImplementedError
 
     @classmethod
-    def compile_ahead(cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool]], architecture: str) -> tuple[int, int]:
+    def compile_ahead(
+        cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool, bool]], architecture: str
+    ) -> tuple[int, int]:
         """Compile the device's kernels for models; needs no device.
 
         Args:
-            models: dim and row_dtype of the tables of each, and whether they are static.
+            models: dim and row_dtype of the tables of each, and whether they are static, and shared by devices.
             architecture: compute capability without the dot, as `90`.
 
         Returns:
@@ -346,6 +400,7 @@ class EmbeddingCache(ABC):
         device_id: int,
         static: bool = False,
         index_bytes: Sequence[int] = (),
+        sharing: DeviceSharing = ALONE,
     ) -> None:
         """Reject tables that `create` could not allocate now, before anything is loaded; other arguments as for `create`.
 
@@ -359,8 +414,20 @@ class EmbeddingCache(ABC):
         """
 
     @classmethod
+    def reason_against_sharing(cls, device_ids: Sequence[int]) -> str | None:
+        """Return why these devices cannot share the rows of a cache, for the log; None if they can."""
+        return "this cache does not share rows between devices"
+
+    @classmethod
     @abstractmethod
-    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False) -> Self:
+    def create(
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        device_id: int,
+        static: bool = False,
+        sharing: DeviceSharing = ALONE,
+    ) -> Self:
         """Allocate a cache for all tables of a model.
 
         Args:
@@ -368,10 +435,21 @@ class EmbeddingCache(ABC):
             capacity_rows: T row counts, each at least 0, rounded up to full sets. 0 caches nothing.
             device_id: CUDA device; ignored on the CPU.
             static: see `static`.
+            sharing: devices that share the rows, `device_id` among them; `on` returns the cache of each. `capacity_rows` are
+                those of all devices together, without near rows.
 
         Raises:
             DeviceMemoryError: the tables do not fit; the message lists the need of each table and a size that would fit.
         """
+
+    def on(self, device_id: int) -> "EmbeddingCache":
+        """Return the cache whose lookups run on another of the devices that share the rows. Each is closed by itself."""
+        return self
+
+    @property
+    def leader(self) -> "EmbeddingCache":
+        """The one of the caches with the same rows that stands for them: a change of any changes all."""
+        return self
 
     @abstractmethod
     def create_lookup(self) -> CacheLookup:
@@ -406,7 +484,7 @@ class EmbeddingCache(ABC):
         """Mark a modification of an attached table's rows, until `update` or `erase` has returned.
 
         Rows that a lookup read before the end of the block are no longer admitted, so no older vector becomes resident after
-        the modification.
+        the modification. Lost devices are left out.
         """
         return nullcontext()
 

@@ -99,12 +99,15 @@ class CacheContract:
         ) -> EmbeddingCache:
             tables = [tables] if isinstance(tables, TableSpec) else tables
             capacity_rows = [capacity_rows] if isinstance(capacity_rows, int) else capacity_rows
-            made.append(self.cache_class.create(tables, capacity_rows, 0, static))
+            made.append(self.make_cache(tables, capacity_rows, static))
             return made[-1]
 
         yield make
         for cache in made:
             cache.close()
+
+    def make_cache(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool) -> EmbeddingCache:
+        return self.cache_class.create(tables, capacity_rows, 0, static)
 
     # -- what a session does, on host arrays ---------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ class FakeDeployment:
     keys_per_sample: int = 1
     one_device: int | None = None
     scores: None = None
+    device_caches: tuple[()] = ()
+    refuses: str = ""
 
     @property
     def config(self) -> SimpleNamespace:

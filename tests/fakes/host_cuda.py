@@ -1,14 +1,17 @@
-"""CuPy on a device whose memory is the host's: its kernels are NumPy, so that what Python does for a lookup runs without a GPU.
+"""CuPy on two devices whose memory is the host's: its kernels are NumPy, so that what Python does for them runs without a GPU.
 
     python -m tests.fakes.host_cuda ARGUMENTS OF PYTEST
 
 runs tests of a GPU on it, in a process of its own, since the modules of the CUDA cache import CuPy once. It has the kernels of
-lookups that wait and of changes; it reads no host memory in place, captures nothing, and runs everything at once. Tensors are
-CuPy's only.
+lookups that wait, of changes, and of copies of rows that devices share; it reads no host memory in place, captures nothing, and
+runs everything at once. All copies of the buckets of a shared table are one table. Tensors are CuPy's only.
 """
 
 import ctypes
 import sys
+import threading
+import weakref
+from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -17,7 +20,11 @@ from typing import Any
 import numpy as np
 
 _rows: dict[int, dict[int, np.ndarray]] = {}  # by the address of a table's buckets: vectors by key
+_copies: dict[int, int] = {}  # by the address of a copy of the buckets of a shared table: that of its first copy
+_current = threading.local()  # its `device`, once set
 _functions: list[tuple[str, dict[str, int]]] = []  # names and constants of the kernels, by their handle less 1
+DEVICES = 2
+_MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 launches: list[str] = []
 """Names of the launched kernels."""
 
@@ -29,6 +36,36 @@ def at(address: int, count: int, dtype: Any) -> np.ndarray:
     return np.frombuffer(memory, dtype)
 
 
+def _table_at(buckets: int) -> dict[int, np.ndarray]:
+    return _rows.get(_copies.get(buckets, buckets), {})
+
+
+def _notes(buckets: int, pairs: int, keys: Sequence[int]) -> None:
+    """Note keys as samples whose rows lie on other devices than a copy of the buckets."""
+    from hps.cache.cuda import kernels
+
+    _near, _rows_at, samples, count, near_pairs, _stretch, first, own, room = kernels.SHARING.unpack(
+        at(buckets - kernels.SHARING_BYTES, kernels.SHARING.size, np.uint8).tobytes()
+    )
+    for key in keys if near_pairs else ():
+        if not first <= kernels.home_of(key, pairs) // 2 < first + own:
+            [before] = at(count, 1, np.uint64).tolist()
+            if before < room:
+                at(samples + 8 * before, 1, np.int64)[0] = key
+            at(count, 1, np.uint64)[0] += 1
+
+
+def _near_of(buckets: int) -> dict[int, np.ndarray]:
+    """The near table beside a copy of the buckets of a shared table."""
+    from hps.cache.cuda import kernels
+
+    if buckets not in _copies:
+        return {}
+    sharing = at(buckets - kernels.SHARING_BYTES, kernels.SHARING.size, np.uint8).tobytes()
+    near_buckets, *_, near_pairs, _stretch, _first, _own, _room = kernels.SHARING.unpack(sharing)
+    return _table_at(near_buckets) if near_pairs else {}
+
+
 def _query(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
     from hps.cache.cuda import kernels
 
@@ -36,13 +73,20 @@ def _query(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> N
     missing_keys, missing_positions, counts, any_missing, segments, *_ = tail.unpack(arguments[-tail.size :])
     for nth in range(segments):
         part = arguments[nth * kernels.SEGMENT.size : (nth + 1) * kernels.SEGMENT.size]
-        keys_at, out, found, buckets, _vectors, n, _pairs, units, _first, missing, index = kernels.SEGMENT.unpack(part)
-        dim, table = units * _constants["UNIT"], _rows.get(buckets, {})
+        keys_at, out, found, buckets, _vectors, n, pairs, units, _first, missing, index = kernels.SEGMENT.unpack(part)
+        dim, table, near = units * _constants["UNIT"], _table_at(buckets), _near_of(buckets)
         keys, vectors = at(keys_at, n, np.int64), at(out, n * dim, np.float32).reshape(n, dim)
-        missed = [position for position, key in enumerate(keys.tolist()) if key not in table]
+        missed, shared = [], []
         for position, key in enumerate(keys.tolist()):
-            if key in table:
-                vectors[position] = table[key]
+            if (row := near.get(key)) is not None:
+                vectors[position] = row
+            elif (row := table.get(key)) is not None:
+                vectors[position] = row
+                shared.append(key)
+            else:
+                missed.append(position)
+        if buckets in _copies:
+            _notes(buckets, pairs, shared)
         if found:
             at(found, n, np.bool_)[:] = True
             at(found, n, np.bool_)[missed] = False
@@ -87,28 +131,33 @@ def _insert(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> 
     from hps.cache.cuda import kernels
 
     table, tail = kernels.TABLE, kernels.INSERT_TAIL
-    buckets, *_, dim = table.unpack(arguments[: table.size])
+    buckets, _vectors, counters, *_, dim, _sharing = table.unpack(arguments[: table.size])
     keys_at, vectors_at, chosen, n, mode = tail.unpack(arguments[table.size : table.size + tail.size])
     keys, vectors = at(keys_at, n, np.int64).tolist(), at(vectors_at, n * dim, np.float32).reshape(n, dim)
-    wanted, own = at(chosen, n, np.bool_) if chosen else np.ones(n, np.bool_), _rows[buckets]
+    wanted, own = at(chosen, n, np.bool_) if chosen else np.ones(n, np.bool_), _table_at(buckets)
+    before = len(own)
     for nth, key in enumerate(keys):
         if wanted[nth] and (mode & kernels.REPLACE if key in own else mode & kernels.ADMIT):
             own[key] = vectors[nth].copy()
+    at(counters, 1, np.uint64)[0] += len(own) - before
 
 
 def _erase(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
     from hps.cache.cuda import kernels
 
     keys, n = kernels.ERASE_TAIL.unpack(arguments[kernels.TABLE.size : kernels.TABLE.size + kernels.ERASE_TAIL.size])
-    own = _rows[kernels.TABLE.unpack(arguments[: kernels.TABLE.size])[0]]
+    buckets, _vectors, counters, *_ = kernels.TABLE.unpack(arguments[: kernels.TABLE.size])
+    own = _table_at(buckets)
+    before = len(own)
     for key in at(keys, n, np.int64).tolist():
         own.pop(key, None)
+    at(counters, 3, np.uint64)[2] += before - len(own)
 
 
 def _dump(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
     from hps.cache.cuda import kernels
 
-    own = _rows[kernels.TABLE.unpack(arguments[: kernels.TABLE.size])[0]]
+    own = _table_at(kernels.TABLE.unpack(arguments[: kernels.TABLE.size])[0])
     tail = arguments[kernels.TABLE.size : kernels.TABLE.size + kernels.DUMP_TAIL.size]
     keys, count, first, _n = kernels.DUMP_TAIL.unpack(tail)
     if not first:
@@ -116,7 +165,29 @@ def _dump(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> No
         at(count, 1, np.uint64)[0] = len(own)
 
 
-_KERNELS = {"query": _query, "unique": _unique, "scatter": _scatter, "insert": _insert, "erase": _erase, "dump": _dump}
+def _promote(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
+    from hps.cache.cuda import kernels
+
+    size, tail = kernels.TABLE.size, kernels.PROMOTE_TAIL
+    shared = _table_at(kernels.TABLE.unpack(arguments[:size])[0])
+    near_buckets, _vectors, counters, *_ = kernels.TABLE.unpack(arguments[size : 2 * size])
+    near = _table_at(near_buckets)
+    _own, samples, count, _staged, room = tail.unpack(arguments[2 * size :])
+    for key in at(samples, min(room, int(at(count, 1, np.uint64)[0])), np.int64).tolist():
+        if key in shared and key not in near:
+            near[key] = shared[key].copy()
+            at(counters, 1, np.uint64)[0] += 1
+
+
+_KERNELS = {
+    "query": _query,
+    "unique": _unique,
+    "scatter": _scatter,
+    "insert": _insert,
+    "erase": _erase,
+    "dump": _dump,
+    "promote": _promote,
+}
 
 
 class _Memory:
@@ -125,6 +196,45 @@ class _Memory:
     def __init__(self, size: int, *_: Any) -> None:
         self._memory = np.zeros(size + 256, np.uint8)
         self.ptr = self._memory.ctypes.data + -self._memory.ctypes.data % 256
+
+
+class _SpreadMemory:
+    """`SpreadMemory` of a shared table: a copy of the buckets for each device, then the rows."""
+
+    def __init__(self, parts: Sequence[tuple[int, int]], device_ids: Sequence[int]) -> None:
+        from hps.cache.cuda.kernels import SHARING_BYTES
+
+        self._memory = _Memory(sum(size for _device, size in parts))
+        self.address = self._memory.ptr
+        first = self.address + SHARING_BYTES
+        copies = [first + nth * parts[0][1] for nth in range(len(device_ids))]
+        _copies.update(dict.fromkeys(copies, first))
+        weakref.finalize(self, lambda: [_copies.pop(copy) for copy in copies])
+
+
+class _Device:
+    compute_capability, attributes = "90", {"MultiProcessorCount": 1}
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = _get_device() if device is None else device
+
+    def __enter__(self) -> "_Device":
+        self._before = _get_device()
+        _set_device(self.id)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _set_device(self._before)
+
+    def synchronize(self) -> None: ...
+
+
+class _Event:
+    ptr = 1 << 20
+
+    def __init__(self, **_: Any) -> None:
+        _Event.ptr += 1
+        self.ptr = _Event.ptr
 
 
 class _Stream:
@@ -142,8 +252,11 @@ class Array:
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
-        self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=0)
+        self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=_get_device())
         self.dtype, self.shape, self.size, self.flags = array.dtype, array.shape, array.size, array.flags
+
+    def __len__(self) -> int:
+        return len(self.array)
 
     def __getitem__(self, place: Any) -> "Array":
         return Array(self.array[place])
@@ -174,6 +287,7 @@ def _launch(handle: int, blocks: int, *rest: Any) -> None:
         "insert": kernels.TABLE.size + kernels.INSERT_TAIL.size,
         "erase": kernels.TABLE.size + kernels.ERASE_TAIL.size,
         "dump": kernels.TABLE.size + kernels.DUMP_TAIL.size,
+        "promote": 2 * kernels.TABLE.size + kernels.PROMOTE_TAIL.size,
     }[name]
     launches.append(name)
     _KERNELS[name](memoryview((ctypes.c_uint8 * size).from_address(pointer)).cast("B"), blocks, constants)
@@ -190,7 +304,7 @@ def _compile(code: str, name: str) -> int:
 def _memset(address: int, value: int, size: int, *_: Any) -> None:
     at(address, size, np.uint8)[:] = value
     if size and not value:
-        _rows[address] = {}
+        _rows[_copies.get(address, address)] = {}
 
 
 def _memcpy(target: int, source: int, size: int, *_: Any) -> None:
@@ -201,6 +315,25 @@ def _nothing(*_: Any) -> int:
     return 0
 
 
+def _set_device(device: int) -> None:
+    _current.device = device
+
+
+def _attribute(attribute: int, device: int) -> int:
+    if device >= DEVICES:
+        raise sys.modules["cupy_backends.cuda.api"].runtime.CUDARuntimeError(101)
+    return int(attribute == _MAPS_MEMORY)
+
+
+def _attribute_of_link(value: Any, _attribute: int, _device: int, _other: int) -> int:
+    value._obj.value = 1
+    return 0
+
+
+def _get_device() -> int:
+    return getattr(_current, "device", 0)
+
+
 class _Failed(Exception): ...
 
 
@@ -208,14 +341,18 @@ def install() -> None:
     """Put the stand-ins where CuPy would be imported from."""
     runtime, driver = ModuleType("runtime"), ModuleType("driver")
     nothing = (
-        "setDevice getDevice streamSynchronize eventSynchronize eventRecord eventQuery streamWaitEvent deviceGetAttribute "
-        "streamIsCapturing hostUnregister"
+        "deviceSynchronize streamSynchronize eventSynchronize eventRecord eventQuery streamWaitEvent streamIsCapturing "
+        "hostUnregister"
     )
     vars(runtime).update(dict.fromkeys(nothing.split(), _nothing))
     vars(runtime).update(
         {
             "CUDARuntimeError": type("CUDARuntimeError", (_Failed,), {}),
-            "getDeviceCount": lambda: 1,
+            "getDeviceCount": lambda: DEVICES,
+            "getDevice": _get_device,
+            "setDevice": _set_device,
+            "deviceCanAccessPeer": lambda _device, _other: 1,
+            "deviceGetAttribute": _attribute,
             "getDeviceProperties": lambda _device: {"name": b"host"},
             "memGetInfo": lambda: (1 << 34, 1 << 34),
             "memset": _memset,
@@ -232,15 +369,14 @@ def install() -> None:
     )
     vars(driver).update({"CUDADriverError": type("CUDADriverError", (_Failed,), {}), "launchKernel": _launch})
     cupy, cuda, api = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy_backends.cuda.api")
-    device = SimpleNamespace(compute_capability="90", attributes={"MultiProcessorCount": 1})
     vars(cuda).update(
         {
             "Memory": _Memory,
             "PinnedMemory": _Memory,
             "PinnedMemoryPointer": type("PinnedMemoryPointer", (), {}),
             "Stream": _Stream,
-            "Event": lambda **_: SimpleNamespace(ptr=1),
-            "Device": lambda _device: device,
+            "Event": _Event,
+            "Device": _Device,
             "is_available": lambda: True,
             "alloc_pinned_memory": bytearray,
             "get_current_stream": lambda *_device: _NULL,
@@ -249,6 +385,7 @@ def install() -> None:
         }
     )
     cupy.__spec__ = ModuleSpec("cupy", None)
+    cuda.runtime = runtime  # type: ignore[attr-defined]
     vars(cupy).update({"cuda": cuda, "ndarray": Array})
     vars(cupy).update(
         {
@@ -257,6 +394,7 @@ def install() -> None:
             "full": lambda shape, value, dtype: Array(np.full(shape, value, dtype)),
             "nan": np.nan,
             "float32": np.float32,
+            "bool_": np.bool_,
             "asarray": lambda array: Array(np.array(array)),
         }
     )
@@ -267,9 +405,12 @@ def install() -> None:
     vars(libraries).update({"nvrtc": ModuleType("nvrtc")})
     sys.modules |= {"cupy_backends.cuda.libs": libraries}
     from hps.cache.cuda import device as ours
+    from hps.cache.cuda import spread_memory, tables
     from hps.cache.cuda.kernels import KernelCache
 
     ours.kernels_of = cache(lambda _device: KernelCache(_compile))
+    tables.SpreadMemory = _SpreadMemory  # type: ignore[assignment,misc]
+    spread_memory._driver = lambda: SimpleNamespace(cuDeviceGetP2PAttribute=_attribute_of_link)
     ours.DependentLaunch = lambda _device: None  # type: ignore[assignment,misc]
 
 

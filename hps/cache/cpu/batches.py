@@ -83,8 +83,9 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
         busy = False
         for place in range(regions.shape[0]):
             count = available(regions, place, scratch)
-            if count != 0:
+            if count != 0 and not busy:
                 busy = True
+                state[BATCHES] += 1  # before anyone has an answer
             for _ in range(min(count, 16)):  # then the next front
                 slot = take(regions, place)
                 began = now_ns(scratch)
@@ -113,8 +114,6 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                     finish(regions, place, slot, ANSWERED, began, ended, scratch)
                 else:
                     hand_over(state, jobs, place, slot)
-        if busy:
-            state[BATCHES] += 1
         idle_since = now_ns(scratch) if busy else rest(regions, state, idle_since)
 
 

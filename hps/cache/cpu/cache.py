@@ -8,7 +8,16 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from hps.cache.base import BatchDriver, CacheLookup, CacheStats, DeviceMemory, EmbeddingCache, MissedKeys
+from hps.cache.base import (
+    ALONE,
+    BatchDriver,
+    CacheLookup,
+    CacheStats,
+    DeviceMemory,
+    DeviceSharing,
+    EmbeddingCache,
+    MissedKeys,
+)
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
@@ -79,7 +88,13 @@ class NumpyCache(EmbeddingCache):
         return NumpyBatches(board)
 
     @classmethod
-    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
+    def room_for(
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        static: bool = False,
+        sharing: DeviceSharing = ALONE,
+    ) -> list[Need]:
         return [
             Need(
                 "ram",
@@ -98,6 +113,7 @@ class NumpyCache(EmbeddingCache):
         device_id: int,
         static: bool = False,
         index_bytes: Sequence[int] = (),
+        sharing: DeviceSharing = ALONE,
     ) -> None:
         check_fits(
             f"making room for the embedding cache of model {tables[0].model_name!r}",
@@ -107,7 +123,14 @@ class NumpyCache(EmbeddingCache):
         )
 
     @classmethod
-    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False) -> Self:
+    def create(
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        device_id: int,
+        static: bool = False,
+        sharing: DeviceSharing = ALONE,
+    ) -> Self:
         return cls(tables, capacity_rows, static)
 
     def create_lookup(self) -> "NumpyLookup":

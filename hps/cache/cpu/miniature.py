@@ -8,20 +8,22 @@ Simulations", USENIX ATC 2017).
 from collections.abc import Sequence
 
 import numpy as np
-from numba import float64, int64
+from numba import boolean, float64, int64
 
-from hps.cache.base import CachePlan
+from hps.cache.base import ALONE, CachePlan, DeviceSharing
 from hps.cache.cpu.cache import NumpyCache, aligned_lines
 from hps.cache.cpu.sets import EPOCHS_A_CALL, WAYS, epoch_at, find, is_idle, line_of, probation_at, touch, victim
 from hps.ground.capacity import Need
 from hps.ground.numba_atomics import address_of, store_relaxed, store_relaxed_u8
 from hps.ground.numba_kernels import kernel, read_only
-from hps.types import IndexArray, KeyArray, TableSpec
+from hps.types import BoolArray, IndexArray, KeyArray, TableSpec
 
 _SMOOTHING = 0.02  # of the expected hit rate of lookups: about fifty lookups count
 
 
-@kernel(int64[::1], int64[:, ::1], int64, read_only(int64[::1]), read_only(int64[::1]), read_only(int64[::1]), float64, float64)
+@kernel(
+    boolean[::1], int64[:, ::1], int64, read_only(int64[::1]), read_only(int64[::1]), read_only(int64[::1]), float64, float64
+)
 def _simulate(
     lines: IndexArray,  # (sets, 16) int64
     whole_sets: int,
@@ -30,12 +32,12 @@ def _simulate(
     clocks: IndexArray,  # (lookups + 1,) int64
     share: float,
     threshold: float,
-) -> IndexArray:
-    """Replay lookups; return the misses of each."""
+) -> BoolArray:
+    """Replay lookups; return which keys missed."""
     sets = lines.shape[0]
     base = address_of(lines)
     lookups = starts.size - 1
-    missed = np.zeros(lookups, np.int64)
+    missed = np.zeros(keys.size, np.bool_)
     missing = np.empty(max(keys.size, 1), np.int64)
     miss_rate, clock = 1.0, 0
     np.random.seed(1)  # noqa: NPY002 - what numba knows, and its own state
@@ -51,11 +53,11 @@ def _simulate(
                 touch(line, slot, epoch)
                 continue
             count += 1
+            missed[i] = True
             if keys[i] not in seen:
                 seen.add(keys[i])
                 missing[distinct] = keys[i]
                 distinct += 1
-        missed[lookup] = count
         # A lookup of the full table is deferred if enough of its own keys hit; the miniature saw few of those.
         miss_rate += _SMOOTHING * (min(count / (share * asked), 1.0) - miss_rate)
         spread = np.sqrt(miss_rate * (1.0 - miss_rate) / asked)
@@ -75,7 +77,13 @@ class NumpyPlan(CachePlan):
     """Memory needs and simulated misses of NumPy caches. *Immutable.*"""
 
     @classmethod
-    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
+    def room_for(
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        static: bool = False,
+        sharing: DeviceSharing = ALONE,
+    ) -> list[Need]:
         """Return the memory of the tables; see `CachePlan.room_for`."""
         return NumpyCache.room_for(tables, capacity_rows, static)
 
@@ -93,7 +101,7 @@ class NumpyPlan(CachePlan):
         clocks: IndexArray,  # (lookups + 1,) int64
         sets: tuple[int, int],
         threshold: float,
-    ) -> IndexArray:
+    ) -> BoolArray:
         """Replay lookups on an initially empty miniature of a table.
 
         Args:
@@ -104,8 +112,8 @@ class NumpyPlan(CachePlan):
             threshold: the `hit_rate_threshold`.
 
         Returns:
-            (lookups,) int64: misses of each.
+            (n,) bool: whether each key missed; every use of a missing key in one lookup does.
         """
         few, whole = sets
-        missed: IndexArray = _simulate(aligned_lines(few), whole, keys, starts, clocks, few / whole, threshold)
+        missed: BoolArray = _simulate(aligned_lines(few), whole, keys, starts, clocks, few / whole, threshold)
         return missed

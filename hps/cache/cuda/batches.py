@@ -49,7 +49,7 @@ from hps.cache.cuda.batch_loop import (
     run,
 )
 from hps.cache.cuda.cache import CupyCache
-from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, kernels_of, on_device
+from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, on_device
 from hps.cache.cuda.links import CudaPinner
 from hps.errors import DeviceError
 from hps.ground.numba_kernels import compile_kernels
@@ -223,14 +223,13 @@ class CupyBatches(BatchDriver):
         shape = kernels.Shape.of(compiled.rows, kernels.ALIGNED)._replace(segments=AT_ONCE)
         links = cache.links()
         self._held[id(cache)] = memory.tables(), links
-        known = kernels_of(device_id)
-        query = known.handle(kernels.query_kernel(shape, cache.static))
+        query, answer = compiled.batch_kernels(shape)
         own = [device_id, query, shape.unit, 0, 0, 0, 0, 0]
         if any(link is not None for link in links):
             threads = kernels.answer_threads(shape)
             blocks = int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"])
             warps = kernels.fetch_warps(shape.most_words, blocks, threads)
-            own[3:] = [known.handle(kernels.answer_kernel("answer", shape)), threads, blocks, warps, 1]
+            own[3:] = [answer, threads, blocks, warps, 1]
         tables = []
         for (buckets, rows, pairs), struct, link, spec, kind in zip(
             compiled.geometry, compiled.structs, links, cache.tables, compiled.rows, strict=True

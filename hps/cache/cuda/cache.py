@@ -2,9 +2,9 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import cupy
@@ -12,24 +12,37 @@ import numpy as np
 import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import BatchDriver, CacheStats, DeviceMemory, EmbeddingCache, StreamOrderedCounts
+from hps.cache.base import (
+    ALONE,
+    BatchDriver,
+    CacheStats,
+    DeviceMemory,
+    DeviceSharing,
+    EmbeddingCache,
+    StreamOrderedCounts,
+)
 from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.compiler import compile_ahead
-from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, compile_all, copy_to_host, device_call, on_device
+from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable, TableMemory, compile_all, copy_to_host, device_call, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
+from hps.cache.cuda.kernels import Kind
 from hps.cache.cuda.links import AttachedTable, CudaPinner
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
-from hps.cache.cuda.modifications import Modifications
+from hps.cache.cuda.modifications import LaunchOrder, Modifications
+from hps.cache.cuda.near_tables import NearTables
+from hps.cache.cuda.spread_memory import reason_against
 from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.host_tables import HostTable
+from hps.ground.workers import PeriodicTask
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.segments import Segment
 from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+_COPY_INTERVAL_S = 0.01  # between two looks for rows of other devices that are used often
 
 
 class CupyCache(EmbeddingCache):
@@ -54,20 +67,30 @@ class CupyCache(EmbeddingCache):
 
     device: ClassVar[str] = "cuda"
 
-    def __init__(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False) -> None:
+    def __init__(self, tables: Sequence[TableSpec], device_id: int, kind: Kind, opened: tuple[DeviceTable, ...]) -> None:
+        """Make the cache of one device, for `create`, over tables that are allocated."""
         self.tables = tuple(tables)
         self.device_id = device_id
-        self.static = static
-        self.memory = TableMemory(tables, device_id, static)
+        self.static = kind.static
+        self.memory = TableMemory(tables, device_id, kind.static)
+        self.memory.open = opened
+        self._kind = kind
         self._links: list[AttachedTable | None] = [None] * len(tables)
         self._readers = threading.local()
-        self._allocate(capacity_rows)
+        self._all: Sequence[CupyCache] = ()  # the caches of all devices that share the tables, the leader first; () if alone
+        self._near: NearTables | None = None
+        self._copying = threading.Lock()  # of the leader: held while rows change that may have copies, or copies are made
+        self._copies: PeriodicTask | None = None
 
     @classmethod
     def batches(cls, board: Board) -> BatchDriver:
         from hps.cache.cuda.batches import CupyBatches  # it reads our tables
 
         return CupyBatches(board)
+
+    @property
+    def failure(self) -> str | None:
+        return self.memory.error
 
     @property
     def lookup_kernels(self) -> LookupKernels:
@@ -86,12 +109,16 @@ class CupyCache(EmbeddingCache):
         return None if count else "CuPy finds no CUDA device"
 
     @classmethod
-    def compile_ahead(cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool]], architecture: str) -> tuple[int, int]:
+    def compile_ahead(
+        cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool, bool]], architecture: str
+    ) -> tuple[int, int]:
         needed = [kernels.MIRROR_KERNEL]
-        for tables, static in models:
-            rows = [kernels.Rows(dim, ROW_DTYPES.index(row_dtype)) for dim, row_dtype in tables]
-            needed += kernels.lookup_kernels(rows, static) + kernels.modification_kernels(rows, static)
-            needed += kernels.link_kernels(rows)
+        for tables, *kind_of in models:
+            rows, kind = [kernels.Rows(dim, ROW_DTYPES.index(row_dtype)) for dim, row_dtype in tables], Kind(*kind_of)
+            needed += kernels.lookup_kernels(rows, kind) + kernels.modification_kernels(rows, kind)
+            needed += kernels.link_kernels(rows, kind)
+            if kind.shared:
+                needed += kernels.near_kernels(rows)
         return compile_ahead(needed, architecture)
 
     @classmethod
@@ -108,16 +135,58 @@ class CupyCache(EmbeddingCache):
         device_id: int,
         static: bool = False,
         index_bytes: Sequence[int] = (),
+        sharing: DeviceSharing = ALONE,
     ) -> None:
         cls._check_device(tables, device_id)
-        with on_device(device_id):
-            check_room(tables, capacity_rows, device_id, static, index_bytes)
+        with on_device(device_id), _reported(tables, device_id, static):
+            check_room(tables, capacity_rows, device_id, static, index_bytes, sharing)
 
     @classmethod
-    def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int, static: bool = False) -> Self:
+    def reason_against_sharing(cls, device_ids: Sequence[int]) -> str | None:
+        return cls.unavailable_reason() or reason_against(device_ids)
+
+    @classmethod
+    def create(
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        device_id: int,
+        static: bool = False,
+        sharing: DeviceSharing = ALONE,
+    ) -> Self:
         """Allocate a cache for all tables of a model, and compile its kernels. See `EmbeddingCache.create`."""
-        cls._check_device(tables, device_id)
-        return cls(tables, capacity_rows, device_id, static)
+        devices = sharing.device_ids or (device_id,)
+        for device in devices:
+            cls._check_device(tables, device)
+        if len(devices) > 1 and (reason := cls.reason_against_sharing(devices)):
+            raise DeviceError(f"creating the embedding cache of model {tables[0].model_name!r}: {reason}")
+        kind = Kind(static, len(devices) > 1)
+        with on_device(devices[0]), _reported(tables, devices[0], static):
+            opened = allocate(tables, capacity_rows, devices, static, sharing.near_rows)
+        order, caches = LaunchOrder(), [cls(tables, device, kind, opened) for device in devices]
+        try:
+            for one in caches:
+                one._prepare(caches if kind.shared else (), order, sharing.near_rows)
+            if kind.shared and sharing.near_rows:
+                caches[0]._copies = PeriodicTask(
+                    "copies", caches[0]._make_copies, _COPY_INTERVAL_S, what="copying the most used rows of other devices"
+                )
+        except BaseException:
+            for one in caches:  # they refer to each other, so only a garbage collection would end them
+                one.memory.open = one._near = None
+            raise
+        return next(found for found in caches if found.device_id == device_id)
+
+    def on(self, device_id: int) -> "CupyCache":
+        return next(one for one in self._sharers if one.device_id == device_id)
+
+    @property
+    def leader(self) -> "CupyCache":
+        return self._sharers[0]
+
+    @property
+    def _sharers(self) -> "Sequence[CupyCache]":
+        return self._all or (self,)
 
     @classmethod
     def _check_device(cls, tables: Sequence[TableSpec], device_id: int) -> None:
@@ -157,9 +226,17 @@ class CupyCache(EmbeddingCache):
         if link is not None:
             link.close()
 
-    def changing(self, table: int) -> AbstractContextManager[None]:
-        link = self._links[table]
-        return nullcontext() if link is None or self.memory.open is None else link.changing()
+    @contextmanager
+    def changing(self, table: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in self._sharers:
+                if (link := one._links[table]) is not None and one.memory.error is None:
+                    try:
+                        stack.enter_context(link.changing())
+                    except DeviceError as error:
+                        if not one.memory.lost(error):  # of a lost device, nothing is admitted any more
+                            raise
+            yield
 
     @device_call("reading counters")
     def stream_ordered_counts(self, table: int) -> StreamOrderedCounts:
@@ -170,10 +247,9 @@ class CupyCache(EmbeddingCache):
         values = np.zeros(geometry.COUNTERS, np.uint64)
         with self._counting:
             copy_to_host(values, self.memory.tables()[table].counters, int(self._counts_stream.ptr))
-        absent, unread = values[geometry.LOOKUP_COUNTERS].tolist()
-        return StreamOrderedCounts(
-            counts.misses + absent + unread, counts.linked, counts.absent, counts.unread + unread, absent
-        )
+        absent, unread = values[geometry.LOOKUP_COUNTERS].tolist()  # on all devices: counted once, and reported on each
+        settled, missed = (absent, absent + unread) if self is self.leader else (0, 0)
+        return StreamOrderedCounts(counts.misses + missed, counts.linked, counts.absent, counts.unread + unread, settled)
 
     @device_call("capturing a lookup")
     def capture_of(self, segments: Sequence[Segment]) -> CupyCapture | None:
@@ -196,45 +272,42 @@ class CupyCache(EmbeddingCache):
         cupy.cuda.get_current_stream().synchronize()  # whoever fills it may use another stream
         return array
 
-    @device_call("inserting")
     def insert(
         self,
         table: int,
         keys: KeyArray,  # (n,)
         rows: RowArray,  # (n, width)
     ) -> None:
-        self._write(table, keys, rows, kernels.REPLACE | kernels.ADMIT, "inserting into")
+        self.memory.tables()
+        self.leader._write(table, keys, rows, kernels.REPLACE | kernels.ADMIT, "inserting into")
 
-    @device_call("telling whether the cache is complete")
     def tell_complete(self, complete: bool) -> None:
         """Set `complete`, on the device too: a captured lookup sees it. See `EmbeddingCache.tell_complete`."""
-        tables = self.memory.tables()
-        self.complete = self.memory.complete = False
-        for table in tables if self.static else ():
-            self._changes.tell_complete(table, complete)
-        self.complete = self.memory.complete = complete and self.static
+        self.leader._tell_complete(complete)
 
-    @device_call("updating")
     def update(self, table: int, keys: KeyArray, rows: RowArray) -> None:
-        self._write(table, keys, rows, kernels.REPLACE, "updating")
+        self.memory.tables()
+        self.leader._write(table, keys, rows, kernels.REPLACE, "updating")
 
-    @device_call("erasing")
     def erase(self, table: int, keys: KeyArray) -> None:
-        own = self.memory.tables()[table]
-        check_keys(f"erasing from the cached table {own.spec.tag}", keys, aligned=True)
-        if own.pairs and keys.size:
-            self._changes.erase(own, keys)
+        self.memory.tables()
+        self.leader._erase(table, keys)
 
     @device_call("dumping keys")
     def dump(self, table: int) -> KeyArray:
-        return self._changes.dump(self.memory.tables()[table])
+        """Return the resident keys of a table, and those of which only copies are left. See `EmbeddingCache.dump`."""
+        parts = [self._changes.dump(self.memory.tables()[table])]
+        with self.leader._copying:
+            self.leader._tell_near(lambda near: parts.append(near.dump(table)))
+        return np.unique(np.concatenate(parts)) if len(parts) > 1 else parts[0]
 
     @device_call("reading counters")
     def stats(self, table: int) -> CacheStats:
-        """Return the counters of a table. `inserts` counts keys that became resident."""
+        """Return the counters of a table. `inserts` counts keys that became resident; all but the memory are of all devices."""
         own = self.memory.tables()[table]
         admitted, evicted, erased, unplaced, *_ = self._changes.counters(own) if own.pairs else [0] * geometry.COUNTERS
-        return CacheStats(own.capacity_rows, admitted - evicted - erased, admitted, evicted, own.size_bytes, unplaced)
+        resident, size_bytes = admitted - evicted - erased, own.bytes_on(self.device_id)
+        return CacheStats(own.capacity_rows, resident, admitted, evicted, size_bytes, unplaced)
 
     @device_call("asking for the memory")
     def device_memory(self) -> DeviceMemory:
@@ -244,24 +317,67 @@ class CupyCache(EmbeddingCache):
 
     def close(self) -> None:
         """Release the memory once the running calls have returned. Idempotent."""
-        if self.memory.open is None:
+        leader = self.leader
+        if leader._copies is not None:
+            leader._copies.abandon()
+        with leader._copying:
+            held, self.memory.open = self.memory.open, None  # held until what was launched has ended
+            near, self._near = self._near, None
+        if held is None:
             return
-        self.memory.open = None
         for table in range(len(self.tables)):
             self.detach(table)
         with on_device(self.device_id):
             try:
                 self._changes.close()
+                if near is not None:
+                    near.close()
             except CUDA_ERRORS as error:
-                self.memory.error = self.memory.error or str(error)
+                self.memory.lost(error)
 
     @device_call("creating an embedding cache")
-    def _allocate(self, capacity_rows: Sequence[int]) -> None:
-        self._changes = Modifications(self.device_id, self.static)
+    def _prepare(self, sharers: "Sequence[CupyCache]", order: LaunchOrder, near_rows: Sequence[int]) -> None:
+        """Make what lookups and changes on this device need."""
+        self._all, self.memory.sharers = sharers, [one.memory for one in sharers]
+        self._changes = Modifications(self.device_id, self._kind, order)
         self._counting, self._counts_stream = threading.Lock(), cupy.cuda.Stream(non_blocking=True)
-        self.memory.open = tables = allocate(self.tables, capacity_rows, self.device_id, self.static)
-        self._kernels = LookupKernels(self.device_id, tables, self.static)
-        compile_all(self.device_id, [*self._kernels.needed(), *self._changes.needed(self._kernels.rows)])
+        opened = self.memory.tables()
+        self._kernels = LookupKernels(self.device_id, opened, self._kind)
+        needed = [*self._kernels.needed(), *self._changes.needed(self._kernels.rows)]
+        if sharers and near_rows:
+            self._near = NearTables(self.device_id, [one.device_id for one in sharers], opened, near_rows)
+            self.memory.open = self._near.beside(opened)
+            needed += self._near.needed()
+        compile_all(self.device_id, needed)
+
+    def _make_copies(self) -> None:
+        """Admit what lookups have sampled to the near tables of all devices."""
+        with self._copying:
+            self._tell_near(NearTables.promote)
+
+    @contextmanager
+    def _changing_copies(self, index: int, keys: Callable[[], KeyArray]) -> Iterator[None]:
+        """Change resident rows inside the block, and drop the copies of those of `keys` at its end, also after an error."""
+        if self._copies is None:
+            yield
+            return
+        with self._copying:
+            self._tell_near(NearTables.settle)
+            try:
+                yield
+            finally:
+                changed = keys()  # which may have been written on a stream that the change waited for
+                self._tell_near(lambda near: near.erase(index, changed))
+
+    def _tell_near(self, change: Callable[[NearTables], object]) -> None:
+        """Do something with the near tables of all devices; those of closed ones nobody reads. `_copying` is held."""
+        for one in self._sharers:
+            if one._near is not None and one.memory.error is None:
+                one._on_near(change)
+
+    @device_call("changing copies of rows")
+    def _on_near(self, change: Callable[[NearTables], object]) -> None:
+        change(self._near)  # type: ignore[arg-type]
 
     def _reader(self) -> TensorReader:
         """Return the calling thread's reader."""
@@ -271,19 +387,58 @@ class CupyCache(EmbeddingCache):
             reader = self._readers.reader = TensorReader(self.device_id)
         return reader
 
-    def _write(self, index: int, keys: Any, vectors: Any, mode: int, doing: str) -> None:
+    @device_call("changing rows")
+    def _write(self, index: int, keys: Any, rows: Any, mode: int, doing: str) -> None:
         table = self.memory.tables()[index]
-        if isinstance(keys, np.ndarray) and isinstance(vectors, np.ndarray):
-            check_rows(f"{doing} the cached table {table.spec.tag}", keys, vectors, table.spec.width, aligned=True)
+        on_host = isinstance(keys, np.ndarray) and isinstance(rows, np.ndarray)
+        if on_host:
+            check_rows(f"{doing} the cached table {table.spec.tag}", keys, rows, table.spec.width, aligned=True)
             if table.pairs and keys.size:
-                self._changes.insert(table, keys, vectors, mode)
+                with self._changing_copies(index, lambda: keys):
+                    self._changes.insert(table, keys, rows, mode)
             return
         reader = TensorReader(self.device_id)
         reader.start()
         keys_at, n = reader.keys(keys)
-        vectors_at = reader.rows(vectors, n, table.spec.width)
-        if table.pairs and n:
-            self._changes.insert_on_device(table, keys_at, vectors_at, n, mode, reader.streams)
+        rows_at = reader.rows(rows, n, table.spec.width)
+        if not table.pairs or not n:
+            return
+        with self._changing_copies(index, partial(_keys_on_host, keys_at, n)):
+            self._changes.insert_on_device(table, keys_at, rows_at, n, mode, reader.streams)
+
+    @device_call("erasing")
+    def _erase(self, table: int, keys: KeyArray) -> None:
+        own = self.memory.tables()[table]
+        check_keys(f"erasing from the cached table {own.spec.tag}", keys, aligned=True)
+        if own.pairs and keys.size:
+            with self._changing_copies(table, lambda: keys):
+                self._changes.erase(own, keys)
+
+    @device_call("telling whether the cache is complete")
+    def _tell_complete(self, complete: bool) -> None:
+        tables = self.memory.tables()
+        for one in self._sharers:
+            one.complete = one.memory.complete = False
+        for table in tables if self.static else ():
+            self._changes.tell_complete(table, complete)
+        for one in self._sharers:
+            one.complete = one.memory.complete = complete and self.static
+
+
+def _keys_on_host(keys_at: int, n: int) -> KeyArray:
+    """Copy keys of the current device to the host."""
+    keys = np.empty(n, np.int64)
+    runtime.memcpy(keys.ctypes.data, keys_at, keys.nbytes, runtime.memcpyDeviceToHost)
+    return keys
+
+
+@contextmanager
+def _reported(tables: Sequence[TableSpec], device_id: int, static: bool) -> Iterator[None]:
+    """Convert CUDA errors of an allocation."""
+    try:
+        yield
+    except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+        TableMemory(tables, device_id, static).fail("creating an embedding cache", error)
 
 
 @cache

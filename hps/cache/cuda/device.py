@@ -6,10 +6,10 @@ that through `cupy.RawKernel` and `cupy.ndarray`.
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, update_wrapper
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -226,6 +226,8 @@ class DeviceTable:
         pairs: number of bucket pairs; 0 without a cache.
         buckets, rows, counters: addresses on the device.
         packed: struct that the kernels take.
+        copies: of a shared table, the address of the buckets on each device.
+        near: the near table of the cache's device beside it, if it has one.
     """
 
     spec: TableSpec
@@ -234,15 +236,25 @@ class DeviceTable:
     rows: int
     counters: int
     packed: bytes
-    memory: cupy.cuda.Memory | None
+    memory: Any
+    copies: Mapping[int, int] = field(default_factory=dict)
+    near: "DeviceTable | None" = None
 
     @property
     def capacity_rows(self) -> int:
         return 2 * SLOTS * self.pairs
 
-    @property
-    def size_bytes(self) -> int:
-        return geometry.size_bytes(self.pairs, self.spec.width)
+    def bytes_on(self, device_id: int) -> int:
+        """Return the bytes on a device, with its near table."""
+        near = 0 if self.near is None else self.near.bytes_on(device_id)
+        if not self.copies:
+            return geometry.size_bytes(self.pairs, self.spec.width) + near
+        parts = geometry.part_bytes(self.pairs, self.spec.width, len(self.copies))
+        return geometry.copy_bytes(self.pairs) + parts[list(self.copies).index(device_id)] + near
+
+    def buckets_on(self, device_id: int) -> int:
+        """Return the address of the buckets that queries on a device read."""
+        return self.copies.get(device_id, self.buckets)
 
 
 class TableMemory:
@@ -251,11 +263,12 @@ class TableMemory:
     Attributes:
         specs: tables, in the order of their ids.
         open: their memory; None once closed.
-        error: CUDA error that made the device unusable; None without one.
+        error: CUDA error that made the device unusable, or one that shares its rows; None without one.
         static, complete: see `EmbeddingCache`.
+        sharers: memories of the devices that share the tables. All are lost with one: changes no longer reach the rows.
     """
 
-    __slots__ = ("__weakref__", "_disowned", "complete", "device_id", "error", "open", "specs", "static")
+    __slots__ = ("__weakref__", "_disowned", "complete", "device_id", "error", "open", "sharers", "specs", "static")
 
     def __init__(self, specs: Sequence[TableSpec], device_id: int, static: bool = False) -> None:
         self.specs = tuple(specs)
@@ -264,6 +277,7 @@ class TableMemory:
         self.device_id = device_id
         self.open: tuple[DeviceTable, ...] | None = None
         self.error: str | None = None
+        self.sharers: Sequence[TableMemory] = ()
         self._disowned: object = None
         disown_in_children(self)
 
@@ -293,12 +307,19 @@ class TableMemory:
                 f"{where}: the device has no memory left ({error}); lower gpucacheper, max_batch_size or "
                 "num_of_worker_buffer_in_pool"
             ) from error
-        try:
-            runtime.memGetInfo()  # a lost context refuses every call
-        except CUDA_ERRORS:
-            self.error = str(error)
+        if self.lost(error):
             raise DeviceError(f"{where}: {error}; the process has to be restarted") from error
         raise DeviceError(f"{where}: {error}") from error
+
+    def lost(self, error: Exception) -> bool:
+        """Return whether the device is lost, after an error; remember it if so."""
+        try:
+            with on_device(self.device_id):
+                runtime.memGetInfo()  # a lost context refuses every call
+        except CUDA_ERRORS:
+            for one in self.sharers or (self,):
+                one.error = one.error or str(error)
+        return self.error is not None
 
 
 class HasMemory(Protocol):

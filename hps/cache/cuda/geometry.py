@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hps.cache.base import STATIC_LOAD, CachePlan
+from hps.cache.base import ALONE, STATIC_LOAD, CachePlan, DeviceSharing
 from hps.cache.cuda import kernels
 from hps.ground.capacity import Need
 from hps.types import TableSpec, rows_text
@@ -11,6 +11,8 @@ COUNTERS = 8  # keys admitted, evicted and erased; then those of static tables, 
 LOOKUP_COUNTERS = slice(4, 6)  # absent and unread keys of enqueued lookups of complete tables
 COMPLETE_AT = 8 * 6  # bytes from the first counter to the word that tells whether a static table is complete
 RESERVE_BYTES = 64 << 20  # reserved for the lookups and the driver
+GRANULE_BYTES = 1 << 21
+"""Memory of several devices under one range of addresses is a multiple of this."""
 LEAST_KEYS = 1 << 14  # initial size of a lookup's lists
 
 
@@ -24,7 +26,39 @@ def row_bytes(pairs: int, width: int) -> int:
 
 def size_bytes(pairs: int, width: int) -> int:
     """Return the bytes of a table: buckets, rows, counters."""
-    return bucket_bytes(pairs) + row_bytes(pairs, width) + 8 * COUNTERS
+    return bucket_bytes(pairs) + row_bytes(pairs, width) + 8 * COUNTERS if pairs else 0
+
+
+def copy_bytes(pairs: int) -> int:
+    """Return the bytes of each copy of the buckets of a shared table, with its `Sharing`."""
+    return granules(kernels.SHARING_BYTES + bucket_bytes(pairs)) * GRANULE_BYTES
+
+
+def part_bytes(pairs: int, width: int, devices: int) -> list[int]:
+    """Return the bytes of the rows of a shared table on each device, by the pairs that lie there; the counters on the last."""
+    total = granules(row_bytes(pairs, width) + 8 * COUNTERS)
+    each = -(-pairs // devices) * 2 * kernels.SLOTS * 4 * width
+    stops = [min(total, granules(each * nth)) for nth in range(1, devices)]
+    starts = [0, *stops]
+    return [GRANULE_BYTES * (stop - start) for start, stop in zip(starts, [*stops, total], strict=True)]
+
+
+def own_pairs(pairs: int, width: int, devices: int, nth: int) -> tuple[int, int]:
+    """Return the first pair of a shared table whose rows begin on the nth device, and how many do."""
+    parts, pair_bytes = part_bytes(pairs, width, devices), 2 * kernels.SLOTS * 4 * width
+    first, stop = (min(pairs, -(-sum(parts[:end]) // pair_bytes)) for end in (nth, nth + 1))
+    return first, stop - first
+
+
+def bytes_on_device(pairs: int, width: int, devices: int, near_pairs: int = 0) -> int:
+    """Return the most bytes that a table takes on one of its devices, with its near table."""
+    if devices == 1 or not pairs:
+        return size_bytes(pairs, width)
+    return copy_bytes(pairs) + max(part_bytes(pairs, width, devices)) + size_bytes(near_pairs, width)
+
+
+def granules(needed: int) -> int:
+    return -(-needed // GRANULE_BYTES)
 
 
 def grown(needed: int) -> int:
@@ -46,18 +80,27 @@ class CudaPlan(CachePlan):
     """Memory needs of caches on CUDA devices. *Immutable.*"""
 
     @classmethod
-    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool = False) -> list[Need]:
+    def room_for(
+        cls,
+        tables: Sequence[TableSpec],
+        capacity_rows: Sequence[int],
+        static: bool = False,
+        sharing: DeviceSharing = ALONE,
+    ) -> list[Need]:
         """Return the device memory of the tables; see `CachePlan.room_for`."""
         pairs = [kernels.pairs_for(rows, static) for rows in capacity_rows]
         used = f", static: {STATIC_LOAD:.0%} used" if static else ""
+        devices = max(1, len(sharing.device_ids))
+        near = [kernels.pairs_for(rows) for rows in sharing.near_rows] or [0] * len(tables)
         return [
             Need(
                 "gpu",
-                f"{2 * kernels.SLOTS * count:,} rows of table {table.table_name!r} ({rows_text(table)}{used})",
-                size_bytes(count, table.width) if count else 0,
+                f"{2 * kernels.SLOTS * (-(-count // devices) + beside):,} rows of table {table.table_name!r} "
+                f"({rows_text(table)}{used})",
+                bytes_on_device(count, table.width, devices, beside),
                 table.table_name,
             )
-            for table, count in zip(tables, pairs, strict=True)
+            for table, count, beside in zip(tables, pairs, near, strict=True)
         ]
 
     @classmethod

@@ -21,6 +21,8 @@ SLOTS = 7
 """Slots per bucket."""
 PAIR_BYTES = 128
 """Size of two buckets: versions, scores and keys."""
+SHARING_BYTES = 256
+"""Bytes before each copy of the buckets of a shared table, which begin with a `Sharing`."""
 SEGMENTS_AT_ONCE = 32
 """Maximum number of segments per launch; more need several launches."""
 TOO_MANY = 0xFFFFFFFF
@@ -43,7 +45,7 @@ MOST_BINS = 1024
 """Maximum number of bins for the misses of a large lookup, over all its tables."""
 
 # Argument structs of the kernels, as laid out in cuda/ (static_asserts there check the sizes).
-TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, width
+TABLE = struct.Struct("<QQQqIIII")  # buckets, rows, counters, zero_filler, zero_pair, pairs, width, sharing
 SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
@@ -67,6 +69,9 @@ POOL_TAIL = struct.Struct("<8QII")
 INSERT_TAIL = struct.Struct("<QQQII")  # keys, vectors, chosen, n, mode; after a TABLE
 ERASE_TAIL = struct.Struct("<QI4x")  # keys, n
 DUMP_TAIL = struct.Struct("<QQII")  # keys, count, first, n
+# near_buckets, near_rows, samples, sample_count, near_pairs, near_stretch, first_pair, pairs, sample_room
+SHARING = struct.Struct("<QQQQIIIII4x")
+PROMOTE_TAIL = struct.Struct("<QQQQI4x")  # own_buckets, samples, sample_count, staged, room; after two TABLEs
 SCATTER = struct.Struct("<QQQQQQIIf4x")  # positions, rows, fetched, vectors, out, found, n, units, default_value
 UNIQUE_HEAD = struct.Struct("<QQQQQQ")  # missing_keys, missing_counts, rows, distinct, distinct_on_host, counts
 UNIQUE_SEGMENT = struct.Struct("<II")  # missing, index
@@ -233,11 +238,26 @@ def _copy_lanes(unit: int, widest: int) -> int:
     return next((lanes for lanes in (4, 8, 16, 32) if lanes >= units), 32)
 
 
-STATIC = (("STATIC", 1),)
-"""Constants of the kernels for static tables; see `cuda/walk.cuh`."""
+class Kind(NamedTuple):
+    """What kernels for the tables of one cache have in common. *Immutable.*
+
+    Attributes:
+        static: the tables hold every row; see `cuda/walk.cuh`.
+        shared: several devices share the tables; see `cuda/sharing.cuh`.
+    """
+
+    static: bool = False
+    shared: bool = False
+
+    @property
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        return ((("STATIC", 1),) if self.static else ()) + ((("SHARED", 1),) if self.shared else ())
 
 
-def query_kernel(shape: Shape, static: bool = False, settles: bool = False) -> Kernel:
+DYNAMIC, STATIC = Kind(), Kind(static=True)
+
+
+def query_kernel(shape: Shape, kind: Kind = DYNAMIC, settles: bool = False) -> Kernel:
     """Return the query of a shape.
 
     Args:
@@ -254,9 +274,9 @@ def query_kernel(shape: Shape, static: bool = False, settles: bool = False) -> K
             ("ROW_LOADS", min(4 if shape.formats & 1 else 8, copy // 4)),
             ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", shape.segments),
-            ("MIN_BLOCKS", 16 if copy <= 8 else 10),
+            ("MIN_BLOCKS", (12 if copy <= 8 else 8) if kind.shared else 16 if copy <= 8 else 10),
             *shape.constants,
-            *(STATIC if static else ()),
+            *kind.constants,
             *((("SETTLES", 1), ("PATIENCE", 1 << 14)) if settles else ()),
         ),
     )
@@ -266,7 +286,7 @@ ANSWERS = ("answer", "admit_answers")
 """The kernels of `cuda/answer.cu`."""
 
 
-def answer_kernel(name: str, shape: Shape) -> Kernel:
+def answer_kernel(name: str, shape: Shape, kind: Kind = DYNAMIC) -> Kernel:
     """Return one of ANSWERS, for the misses of a query of a shape."""
     sizes: tuple[tuple[str, int], ...] = (
         ("UNIT", shape.unit),
@@ -280,7 +300,8 @@ def answer_kernel(name: str, shape: Shape) -> Kernel:
         lanes = next((lanes for lanes in (4, 8, 16) if lanes >= parts), 32)
         sizes += (("PIECE", piece), ("PART_LANES", lanes), ("LONG_PARTS", int(parts > lanes)), *shape.constants)
     loads = _row_loads(piece, shape.most_words)
-    return Kernel(name, "answer", (*sizes, *loads, ("THREADS", answer_threads(shape))))
+    shared = Kind(shared=kind.shared).constants  # of static tables, nothing is admitted
+    return Kernel(name, "answer", (*sizes, *loads, ("THREADS", answer_threads(shape)), *shared))
 
 
 def by_parts(shape: Shape) -> bool:
@@ -298,7 +319,7 @@ def answer_threads(shape: Shape) -> int:
     return 512 if _copy_lanes(shape.unit, shape.widest) <= 8 else 256
 
 
-def pool_kernel(name: str, shape: Shape, plain: bool, static: bool = False) -> Kernel:
+def pool_kernel(name: str, shape: Shape, plain: bool, kind: Kind = DYNAMIC) -> Kernel:
     """Return a kernel for pooling: pool, number, pool_rest; arguments as for `query_kernel`.
 
     Args:
@@ -310,7 +331,7 @@ def pool_kernel(name: str, shape: Shape, plain: bool, static: bool = False) -> K
     rows = min(copy, max(1, 8 // chunks))  # rows in flight; more of them or more warps are slower (docs/gpu-cache.md)
     blocks = 1 if name != "pool" or chunks > 2 else 5 if plain else 4
     sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks), ("PLAIN", int(plain)))
-    own = STATIC if static and name == "pool" else ()
+    own = kind.constants if name == "pool" else ()
     return Kernel(name, "pool", (*sizes, ("SEGMENTS", shape.segments), *shape.constants, *own))
 
 
@@ -338,11 +359,24 @@ def fetch_warps(width: int, blocks: int, threads: int) -> int:
     return min(threads // 32, max(1, round(warps / blocks)))
 
 
-def insert_kernel(piece: int, width: int, static: bool = False) -> Kernel:
+def insert_kernel(piece: int, width: int, kind: Kind = DYNAMIC) -> Kernel:
     """Return the insertion or update of rows of `width` words."""
     loads = _row_loads(piece, width)
-    blocks = 4 if static else 8 if dict(loads)["ROW_LOADS"] == 1 else 5
-    return Kernel("insert", "insert", (("UNIT", piece), *loads, ("MIN_BLOCKS", blocks), *(STATIC if static else ())))
+    blocks = 3 if kind.shared else 4 if kind.static else 8 if dict(loads)["ROW_LOADS"] == 1 else 5
+    return Kernel("insert", "insert", (("UNIT", piece), *loads, ("MIN_BLOCKS", blocks), *kind.constants))
+
+
+def erase_kernel(kind: Kind = DYNAMIC) -> Kernel:
+    return Kernel("erase", "erase", kind.constants)
+
+
+def dump_kernel(kind: Kind = DYNAMIC) -> Kernel:
+    return Kernel("dump", "dump", kind.constants)
+
+
+def promote_kernel(piece: int, width: int) -> Kernel:
+    """Return the admission of sampled rows of `width` words to a near table."""
+    return Kernel("promote", "promote", (("UNIT", piece), *_row_loads(piece, width), *Kind(shared=True).constants))
 
 
 def _row_loads(piece: int, widest: int) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -362,33 +396,37 @@ def _shapes(tables: Sequence[Rows]) -> list[Shape]:
     return [*alone, Shape.of(tables, ALIGNED)] if len(tables) > 1 else alone
 
 
-def lookup_kernels(tables: Sequence[Rows], static: bool = False) -> list[Kernel]:
+def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:
     """Return the kernels for lookups of tables, with aligned outputs; others are compiled on first use."""
     found = [UNIQUE]
     for shape in _shapes(tables):
-        found += [query_kernel(shape, static, settles) for settles in ((False, True) if static else (False,))]
+        found += [query_kernel(shape, kind, settles) for settles in ((False, True) if kind.static else (False,))]
         if shape.segments == 1:
             found.append(scatter_kernel(shape))
     return found
 
 
-def link_kernels(tables: Sequence[Rows]) -> list[Kernel]:
+def link_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:
     """Return the kernels for lookups of attached tables, with aligned outputs."""
-    return [answer_kernel(name, shape) for shape in _shapes(tables) for name in ANSWERS]
+    return [answer_kernel(name, shape, kind) for shape in _shapes(tables) for name in ANSWERS]
 
 
-def modification_kernels(tables: Sequence[Rows], static: bool = False) -> list[Kernel]:
+def modification_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:
     """Return the kernels that modifications of tables launch."""
-    inserts = [insert_kernel(unit_of(width, 16), width, static) for width in {rows.width for rows in tables}]
-    return [*inserts, *((STATIC_ERASE, STATIC_DUMP) if static else (ERASE, DUMP))]
+    inserts = [insert_kernel(unit_of(width, 16), width, kind) for width in {rows.width for rows in tables}]
+    return [*inserts, erase_kernel(kind), dump_kernel(kind)]
 
 
-ERASE, STATIC_ERASE = Kernel("erase", "erase"), Kernel("erase", "erase", STATIC)
-DUMP, STATIC_DUMP = Kernel("dump", "dump"), Kernel("dump", "dump", STATIC)
 MIRROR_KERNEL = Kernel("mirror", "mirror")
 UNIQUE = Kernel("unique", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 MARK_HEADS = Kernel("mark_heads", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
+
+
+def near_kernels(tables: Sequence[Rows]) -> list[Kernel]:
+    """Return the kernels for near tables beside shared ones."""
+    promotions = [promote_kernel(unit_of(width, 16), width) for width in {rows.width for rows in tables}]
+    return [*modification_kernels(tables), *promotions]
 
 
 def tile_blocks(items: int) -> int:
@@ -435,9 +473,13 @@ def bin_bits(segments: int) -> int:
     return (MOST_BINS // segments).bit_length() - 1
 
 
-def home_of(key: int, pairs: int) -> int:
-    """Return the home bucket of a key, as the kernels compute it."""
-    return (_mixed(key) >> 32) * 2 * pairs >> 32
+def home_of(key: int, pairs: int, stretch: int = 1) -> int:
+    """Return the home bucket of a key, as the kernels compute it.
+
+    Args:
+        stretch: of a near table, the number of devices that share the table beside it.
+    """
+    return ((_mixed(key) >> 32) * stretch & 0xFFFFFFFF) * 2 * pairs >> 32
 
 
 def step_of(key: int, pairs: int) -> int:
@@ -454,16 +496,21 @@ def _mixed(key: int) -> int:
     return x ^ x >> 28
 
 
+def sharing_word(stretch: int = 1, copies: int = 1, granules: int = 0) -> int:
+    """Pack `Table.sharing` as `cuda/sharing.cuh` describes it."""
+    return stretch | copies << 4 | granules << 8
+
+
 def zero_pair(pairs: int) -> int:
-    """Return the pair of key 0."""
+    """Return the pair of key 0, which any stretch leaves where it is."""
     return home_of(0, pairs) // 2
 
 
-def zero_filler(pairs: int) -> int:
+def zero_filler(pairs: int, stretch: int = 1) -> int:
     """Return the filler of key 0's pair, which cannot be 0: the least positive key of another pair. Needs two pairs."""
     home = zero_pair(pairs)
     key = 1
-    while home_of(key, pairs) // 2 == home:
+    while home_of(key, pairs, stretch) // 2 == home:
         key += 1
     return key
 

@@ -25,7 +25,7 @@ from hps.cache.cuda.device import (
     stream_of,
 )
 from hps.cache.cuda.geometry import LEAST_KEYS, count_bytes, list_bytes
-from hps.cache.cuda.kernels import Kernel, Rows, Shape
+from hps.cache.cuda.kernels import Kernel, Kind, Rows, Shape
 from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.pooling import BagPooling
@@ -56,13 +56,13 @@ class LookupKernels:
         structs: by table, what `kernels.TABLE` packs.
     """
 
-    def __init__(self, device_id: int, tables: Sequence[DeviceTable], static: bool = False) -> None:
+    def __init__(self, device_id: int, tables: Sequence[DeviceTable], kind: Kind = kernels.DYNAMIC) -> None:
         self._compiled = kernels_of(device_id)
-        self._static = static
+        self._kind = kind
         self.rows = [Rows.of(table.spec) for table in tables]
-        self.geometry = [(table.buckets, table.rows, table.pairs) for table in tables]
+        self.geometry = [(table.buckets_on(device_id), table.rows, table.pairs) for table in tables]
         self.structs = [kernels.TABLE.unpack(table.packed) for table in tables]
-        if static:  # lookups make nothing resident
+        if kind.static:  # lookups make nothing resident
             self.structs = [(*struct[:5], 0, *struct[6:]) for struct in self.structs]
         self.query_of = lru_cache(_MOST_QUERIES)(self._query_of)
         self.answer_of = lru_cache(_MOST_QUERIES)(self._answer_of)
@@ -71,14 +71,14 @@ class LookupKernels:
 
     def needed(self) -> list[Kernel]:
         """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
-        return kernels.lookup_kernels(self.rows, self._static)
+        return kernels.lookup_kernels(self.rows, self._kind)
 
     def _query(self, shape: Shape, settles: bool) -> Kernel:
-        return kernels.query_kernel(shape, self._static, settles)
+        return kernels.query_kernel(shape, self._kind, settles)
 
     def for_links(self) -> list[Kernel]:
         """Return the kernels for lookups of attached tables, of aligned outputs."""
-        return kernels.link_kernels(self.rows)
+        return kernels.link_kernels(self.rows, self._kind)
 
     def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use; found again by `query_of`.
@@ -102,7 +102,7 @@ class LookupKernels:
     def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int) -> tuple[int, Shape, int]:
         """Return handle, shape and threads of a kernel of `cuda/answer.cu`; arguments as above, found again by `answer_of`."""
         shape = self.shape_of(tables, alignment)
-        return self._compiled.handle(kernels.answer_kernel(name, shape)), shape, kernels.answer_threads(shape)
+        return self._compiled.handle(kernels.answer_kernel(name, shape, self._kind)), shape, kernels.answer_threads(shape)
 
     def scatter(self, shape: Shape) -> int:
         handle = self._scatters.get(shape)
@@ -114,9 +114,14 @@ class LookupKernels:
         """Return the handle of a kernel of `cuda/pool.cu`, compiled on first use."""
         handle = self._pools.get((name, shape, plain))
         if handle is None:
-            handle = self._compiled.handle(kernels.pool_kernel(name, shape, plain, self._static))
+            handle = self._compiled.handle(kernels.pool_kernel(name, shape, plain, self._kind))
             self._pools[name, shape, plain] = handle
         return handle
+
+    def batch_kernels(self, shape: Shape) -> tuple[int, int]:
+        """Return the handles of `query` and `answer` for what fronts post."""
+        query, answer = kernels.query_kernel(shape, self._kind), kernels.answer_kernel("answer", shape, self._kind)
+        return self._compiled.handle(query), self._compiled.handle(answer)
 
     def handle(self, kernel: Kernel) -> int:
         """Return the handle of a kernel without specialisations."""
@@ -150,6 +155,7 @@ class CupyLookup(CacheLookup):
         self.memory = memory
         self.kernels = compiled
         self.changes = changes
+        self._change_order = changes.order
         self._attached = links  # by table; the cache attaches and detaches them
         self._links: list[AttachedTable | None] = []  # those attached when the current lookup began, which it uses to its end
         self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads them
@@ -246,8 +252,8 @@ class CupyLookup(CacheLookup):
         tables = self.memory.tables()
         self._links = list(self._attached)
         self.begin(segments)
-        if self.changes.pending:
-            self.changes.show(self.stream)
+        if self._change_order.pending:
+            self._change_order.show(self.stream)
         if self._unread_flags:
             runtime.eventSynchronize(self._done.ptr)
             self.flags[:] = 0
@@ -285,8 +291,8 @@ class CupyLookup(CacheLookup):
                 "the device and on one stream"
             )
         if not captured:
-            if self.changes.pending:
-                self.changes.show(self.stream)
+            if self._change_order.pending:
+                self._change_order.show(self.stream)
             for link in links:
                 link.follow()  # type: ignore[union-attr]
                 if link.present is None:  # type: ignore[union-attr]

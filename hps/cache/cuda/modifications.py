@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import cupy
 import numpy as np
@@ -20,7 +20,7 @@ from hps.cache.cuda.device import (
     kernels_of,
     launch,
 )
-from hps.cache.cuda.kernels import Kernel, Rows
+from hps.cache.cuda.kernels import Kernel, Kind, Rows
 from hps.types import KeyArray
 
 _MAPPED_BYTES = 1 << 18  # up to this size, kernels read host arrays from pinned memory: a separate copy costs more
@@ -39,8 +39,50 @@ class _Stage:
         self.done = cupy.cuda.Event(disable_timing=True)
 
 
+class LaunchOrder:
+    """Orders the changes to the tables of one cache, on all devices that share them. *Thread-safe.*
+
+    Changes run in launch order, whatever their devices and streams: each waits for the last one.
+
+    Attributes:
+        pending: a change whose call has returned may still be running.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = self._returned = 0  # events of the last change, and of the last one that its call did not wait for
+        self.pending = False
+
+    @contextmanager
+    def ordered(self, stream: int, events: tuple[int, int], waits: bool) -> Iterator[None]:
+        """Run work launched on `stream` inside the block after all earlier changes, and before all later ones.
+
+        Args:
+            events: two events of the stream's device, the same ones for all its changes.
+            waits: the call waits for the change.
+        """
+        with self._lock:
+            if self._last:
+                runtime.streamWaitEvent(stream, self._last)
+            yield
+            self._last, returned = events
+            runtime.eventRecord(self._last, stream)
+            if not waits:
+                self._returned = returned
+                runtime.eventRecord(returned, stream)
+                self.pending = True
+
+    def show(self, stream: int) -> None:
+        """Let later work on `stream` see all changes whose calls returned, if any are `pending`."""
+        with self._lock:
+            if runtime.eventQuery(self._returned) == 0:
+                self.pending = False
+            else:
+                runtime.streamWaitEvent(stream, self._returned)
+
+
 class Modifications:
-    """Runs inserts, updates, erases and dumps of one cache. *Thread-safe.*
+    """Runs inserts, updates, erases and dumps of one cache, on one of its devices. *Thread-safe.*
 
     Changes to a table run on the device in launch order, whatever their streams. A query that begins after the call of a change
     has returned sees it. It does not wait for a change whose call still runs, so lookups continue beside a warm-up and a
@@ -48,18 +90,15 @@ class Modifications:
     (`AttachedTable.changing`).
 
     Attributes:
-        launched: a change was launched, which orders later ones.
-        pending: a change whose call has returned may still be running.
+        order: orders its changes with those of other devices that share the tables.
     """
 
-    def __init__(self, device_id: int, static: bool = False) -> None:
+    def __init__(self, device_id: int, kind: Kind = kernels.DYNAMIC, order: LaunchOrder | None = None) -> None:
         self._kernels = kernels_of(device_id)
-        self._static = static
+        self._kind = kind
+        self.order = order or LaunchOrder()
+        self._events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self._inserts: dict[tuple[int, int], int] = {}  # handles, by piece and width
-        self._ordering = threading.Lock()
-        self._last = cupy.cuda.Event(disable_timing=True)  # the last change
-        self._last_returned = cupy.cuda.Event(disable_timing=True)  # the last one that its call did not wait for
-        self.launched = self.pending = False
         self._staging = threading.Lock()  # guards the stream and the memory below
         self._own = cupy.cuda.Stream(non_blocking=True)
         self._stream = int(self._own.ptr)
@@ -70,26 +109,10 @@ class Modifications:
         self._dumped = DeviceBuffer()
         self._copiers: ThreadPoolExecutor | None = None
 
-    @contextmanager
-    def ordered(self, stream: int) -> Iterator[None]:
+    def ordered(self, stream: int) -> AbstractContextManager[None]:
         """Run work launched on `stream` inside the block after all earlier changes, and before all later ones."""
-        with self._ordering:
-            if self.launched:
-                runtime.streamWaitEvent(stream, self._last.ptr)
-            yield
-            runtime.eventRecord(self._last.ptr, stream)
-            self.launched = True
-            if stream != self._stream:  # the call waits on its own stream
-                runtime.eventRecord(self._last_returned.ptr, stream)
-                self.pending = True
-
-    def show(self, stream: int) -> None:
-        """Let later work on `stream` see all changes whose calls returned, if any are `pending`."""
-        with self._ordering:
-            if runtime.eventQuery(self._last_returned.ptr) == 0:
-                self.pending = False
-            else:
-                runtime.streamWaitEvent(stream, self._last_returned.ptr)
+        last, returned = self._events
+        return self.order.ordered(stream, (last.ptr, returned.ptr), stream == self._stream)
 
     def launch_insert(
         self,
@@ -107,7 +130,7 @@ class Modifications:
         piece = kernels.unit_of(width, rows & 15)
         handle = self._inserts.get((piece, width))
         if handle is None:
-            handle = self._inserts[piece, width] = self._kernels.handle(kernels.insert_kernel(piece, width, self._static))
+            handle = self._inserts[piece, width] = self._kernels.handle(kernels.insert_kernel(piece, width, self._kind))
         arguments.bytes[: kernels.TABLE.size] = table.packed
         arguments.pack(kernels.INSERT_TAIL, kernels.TABLE.size, keys, rows, chosen, n, mode)
         with self.ordered(stream):
@@ -145,7 +168,7 @@ class Modifications:
                 self._erase.bytes[: kernels.TABLE.size] = table.packed
                 self._erase.pack(kernels.ERASE_TAIL, kernels.TABLE.size, keys_at, part.size)
                 with self.ordered(self._stream):
-                    handle = self._kernels.handle(kernels.STATIC_ERASE if self._static else kernels.ERASE)
+                    handle = self._kernels.handle(kernels.erase_kernel(self._kind))
                     launch(handle, kernels.tile_blocks(part.size), kernels.THREADS, self._erase, self._stream)
                 runtime.streamSynchronize(self._stream)
 
@@ -157,12 +180,12 @@ class Modifications:
             for first in range(0, table.pairs, _DUMPED_PAIRS):
                 pairs = min(_DUMPED_PAIRS, table.pairs - first)
                 count_at = self._dumped.reserve(256 + 8 * 2 * kernels.SLOTS * pairs)
-                if self.pending:
-                    self.show(self._stream)
+                if self.order.pending:
+                    self.order.show(self._stream)
                 runtime.memsetAsync(count_at, 0, 8, self._stream)
                 self._dump.bytes[: kernels.TABLE.size] = table.packed
                 self._dump.pack(kernels.DUMP_TAIL, kernels.TABLE.size, count_at + 256, count_at, first, pairs)
-                handle = self._kernels.handle(kernels.STATIC_DUMP if self._static else kernels.DUMP)
+                handle = self._kernels.handle(kernels.dump_kernel(self._kind))
                 launch(handle, kernels.tile_blocks(pairs), kernels.THREADS, self._dump, self._stream)
                 copy_to_host(count, count_at, self._stream)
                 part = np.empty(int(count[0]), np.int64)
@@ -175,8 +198,8 @@ class Modifications:
         """Return the counters of a table since construction: keys admitted, evicted, erased; then those of `cuda/walk.cuh`."""
         values = np.zeros(geometry.COUNTERS, np.uint64)
         with self._staging:
-            if self.pending:
-                self.show(self._stream)
+            if self.order.pending:
+                self.order.show(self._stream)
             copy_to_host(values, table.counters, self._stream)
         found: list[int] = values.tolist()
         return found
@@ -189,14 +212,16 @@ class Modifications:
             runtime.streamSynchronize(self._stream)
 
     def close(self) -> None:
-        """Wait for running changes, and end the threads."""
-        runtime.streamSynchronize(self._stream)
-        if self._copiers is not None:
-            self._copiers.shutdown()
+        """Wait for running changes, end the threads, and free the memory."""
+        with self._staging:
+            runtime.streamSynchronize(self._stream)
+            if self._copiers is not None:
+                self._copiers.shutdown()
+            self._stages, self._dumped = (_Stage(), _Stage()), DeviceBuffer()
 
     def needed(self, tables: Sequence[Rows]) -> list[Kernel]:
         """Return the kernels that modifications of tables launch."""
-        return kernels.modification_kernels(tables, self._static)
+        return kernels.modification_kernels(tables, self._kind)
 
     def _follow(self, streams: set[int]) -> None:
         for stream in streams:

@@ -26,7 +26,10 @@ def compiled() -> int:
     return COMPILATIONS.all().get("cuda", (0, 0.0))[0]
 
 
-def code_of(kernel=kernels.ERASE, architecture="90"):
+ERASE = kernels.erase_kernel()
+
+
+def code_of(kernel=ERASE, architecture="90"):
     return compiler.machine_code_of(kernel.code, kernel.name, architecture)
 
 
@@ -42,7 +45,7 @@ def test_code_is_compiled_once(place):
 def test_code_belongs_to_source_architecture_options_and_compiler(place, monkeypatch):
     code_of()
     assert code_of(architecture="100")[1]
-    assert code_of(kernels.DUMP)[1]
+    assert code_of(kernels.dump_kernel())[1]
     other = kernels.Kernel("erase", "erase", (("ANYTHING", 1),))
     assert code_of(other)[1]
     monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "-lineinfo"))
@@ -63,7 +66,7 @@ def test_a_corrupt_or_foreign_file_is_refused_and_replaced(place, damage):
     (path,) = place.iterdir()
     whole = path.read_bytes()
     if damage == "foreign":
-        code_of(kernels.DUMP)
+        code_of(kernels.dump_kernel())
         (other,) = set(place.iterdir()) - {path}
         path.write_bytes(other.read_bytes())
     else:

@@ -179,15 +179,20 @@ class TestCupyCacheOnTorchTensors(CupyContract):
         return array.cpu().numpy()
 
 
-class TestBuckets:
+class Caches:
+    """Makes caches as the contract does, for tests of CuPy's alone."""
+
+    create = CacheContract.create
+    make_cache = CacheContract.make_cache
+    cache_class = CupyCache
+
+
+class TestBuckets(Caches):
     """What the layout promises beyond the contract."""
 
     @pytest.fixture
     def contract(self) -> CupyContract:
         return TestCupyCacheOnCupyArrays()
-
-    create = CacheContract.create
-    cache_class = CupyCache
 
     def test_keys_stray_to_the_neighbour_before_any_is_evicted(self, create: Create, contract: CupyContract):
         cache = create(spec(8), 28)
@@ -286,10 +291,7 @@ class TestBuckets:
         assert int(word[0]) == 4
 
 
-class TestLookups:
-    create = CacheContract.create
-    cache_class = CupyCache
-
+class TestLookups(Caches):
     @pytest.mark.parametrize("misses", [4096, 4097, 70_000, 300_000])
     @pytest.mark.parametrize("distinct", [False, True])
     def test_many_misses_are_made_distinct_and_ascending(self, create: Create, misses: int, distinct: bool):
@@ -485,10 +487,7 @@ class TestLookups:
         np.testing.assert_array_equal(bits(out[found]), bits(vectors[found]))
 
 
-class TestMemory:
-    create = CacheContract.create
-    cache_class = CupyCache
-
+class TestMemory(Caches):
     def test_more_memory_than_the_device_has_is_a_typed_error_that_names_the_tables(self):
         with pytest.raises(
             DeviceMemoryError, match=r"model 'shop'.*for 1,.* rows of table 'big'.*gpucacheper of at most"

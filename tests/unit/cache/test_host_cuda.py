@@ -9,6 +9,8 @@ TESTS = {
     "tests/integration/test_prepared.py": "cuda and not torch and not static",
     "tests/gpu/test_concatenated.py": "cupy",
     "tests/gpu/test_triton.py": "keys",
+    "tests/gpu/test_shared_copies.py": "",
+    "tests/gpu/test_two_devices.py": "current",
 }
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.cache.cuda import kernels
+from hps.cache.base import MOST_SHARERS
+from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.kernels import Kernel, KernelCache, Rows, Shape
 from hps.databases.hash_map import layout
 from hps.databases.hash_map.database import HashMapDatabase
@@ -31,6 +32,7 @@ def shape(*dims: int, dtypes: tuple[int, ...] = ()) -> Shape:
 
 
 ARCHITECTURES = (100, pytest.param(90, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow))
+SHARED, SHARED_STATIC = kernels.Kind(shared=True), kernels.Kind(static=True, shared=True)
 SPECIALISATIONS = [
     kernels.query_kernel(shape(32)),
     kernels.query_kernel(shape(128, 64)),
@@ -44,25 +46,34 @@ SPECIALISATIONS = [
     kernels.insert_kernel(1, 300),
     kernels.scatter_kernel(shape(32)),
     kernels.scatter_kernel(shape(7)),
-    kernels.ERASE,
-    kernels.DUMP,
+    kernels.erase_kernel(),
+    kernels.dump_kernel(),
     kernels.UNIQUE,
-    kernels.query_kernel(shape(32), static=True),
-    kernels.query_kernel(shape(128, 64), static=True, settles=True),
-    kernels.query_kernel(shape(301), static=True, settles=True),
-    kernels.pool_kernel("pool", shape(32), plain=True, static=True),
-    kernels.insert_kernel(4, 32, static=True),
-    kernels.insert_kernel(1, 300, static=True),
-    kernels.STATIC_ERASE,
-    kernels.STATIC_DUMP,
+    kernels.query_kernel(shape(32), kind=kernels.STATIC),
+    kernels.query_kernel(shape(128, 64), kind=kernels.STATIC, settles=True),
+    kernels.query_kernel(shape(301), kind=kernels.STATIC, settles=True),
+    kernels.pool_kernel("pool", shape(32), plain=True, kind=kernels.STATIC),
+    kernels.insert_kernel(4, 32, kind=kernels.STATIC),
+    kernels.insert_kernel(1, 300, kind=kernels.STATIC),
+    kernels.erase_kernel(kernels.STATIC),
+    kernels.dump_kernel(kernels.STATIC),
     kernels.query_kernel(shape(128, dtypes=(INT8,))),
-    kernels.query_kernel(shape(7, dtypes=(FLOAT16,)), static=True, settles=True),
+    kernels.query_kernel(shape(7, dtypes=(FLOAT16,)), kind=kernels.STATIC, settles=True),
     kernels.query_kernel(shape(128, 6, 300, dtypes=(FLOAT32, BFLOAT16, INT8))),
     kernels.answer_kernel("answer", shape(128, dtypes=(INT8,))),
     kernels.answer_kernel("answer", shape(1001, 6, 5, dtypes=(FLOAT32, BFLOAT16, INT8))),
     kernels.answer_kernel("admit_answers", shape(64, dtypes=(FLOAT16,))),
     kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True),
     kernels.pool_kernel("pool_rest", shape(300, 6, dtypes=(FLOAT16, FLOAT32)), plain=False),
+    *(kernels.query_kernel(shape(32, dtypes=(dtype,)), kind=SHARED) for dtype in (FLOAT32, INT8)),
+    kernels.query_kernel(shape(128, 64), kind=SHARED_STATIC, settles=True),
+    kernels.answer_kernel("answer", shape(128), kind=SHARED),
+    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True, kind=SHARED),
+    kernels.pool_kernel("pool", shape(32), plain=False, kind=SHARED_STATIC),
+    *(kernels.insert_kernel(4, 128, kind=kind) for kind in (SHARED, SHARED_STATIC)),
+    *(kernels.erase_kernel(kind) for kind in (SHARED, SHARED_STATIC)),
+    kernels.promote_kernel(1, 33),
+    kernels.promote_kernel(4, 128),
     kernels.scatter_kernel(shape(6, dtypes=(BFLOAT16,))),
 ]
 
@@ -166,6 +177,48 @@ def test_a_filler_is_no_key_of_its_pair(pairs: int):
     zero_pair, filler = kernels.zero_pair(pairs), kernels.zero_filler(pairs)
     assert kernels.home_of(0, pairs) // 2 == zero_pair
     assert kernels.home_of(filler, pairs) // 2 != zero_pair
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 17, 599_187])
+@pytest.mark.parametrize("stretch", [2, 3, 15])
+def test_a_filler_of_a_near_table_is_no_key_of_its_pair(pairs: int, stretch: int):
+    filler = kernels.zero_filler(pairs, stretch)
+    assert kernels.home_of(0, pairs, stretch) // 2 == kernels.zero_pair(pairs)
+    assert kernels.home_of(filler, pairs, stretch) // 2 != kernels.zero_pair(pairs)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5])
+def test_keys_of_one_device_spread_over_the_whole_near_table_of_another(devices: int):
+    pairs, near_pairs = 1000 * devices, 64
+    homes = np.zeros(2 * near_pairs, np.int64)
+    for key in range(20_000):
+        if kernels.home_of(key, pairs) // 2 >= pairs - 1000:  # the rows of the last device
+            homes[kernels.home_of(key, near_pairs, devices)] += 1
+    mean = homes.mean()
+    assert homes.min() > 0.3 * mean
+    assert homes.max() < 2 * mean
+
+
+def test_the_sharing_of_a_table_is_packed_as_the_kernels_read_it():
+    word = kernels.sharing_word(3, MOST_SHARERS, 77)
+    assert (word & 15, word >> 4 & 15, word >> 8) == (3, MOST_SHARERS, 77)
+    assert kernels.sharing_word() == 1 | 1 << 4
+    assert (kernels.SHARING.size, kernels.PROMOTE_TAIL.size) == (56, 136 - 2 * kernels.TABLE.size)
+    assert kernels.SHARING.size <= kernels.SHARING_BYTES
+    [granule] = re.findall(r"COPY_GRANULE = 1ull << (\d+);", kernels.source("promote"))
+    assert 1 << int(granule) == geometry.GRANULE_BYTES
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernels_of_tables_know_whether_devices_share_them(static: bool, shared: bool):
+    rows, kind = [Rows(32), Rows(7, INT8)], kernels.Kind(static, shared)
+    made = kernels.lookup_kernels(rows, kind) + kernels.link_kernels(rows, kind) + kernels.modification_kernels(rows, kind)
+    made += [kernels.pool_kernel("pool", Shape.of(rows, kernels.ALIGNED), plain, kind) for plain in (False, True)]
+    for kernel in made:
+        assert ("SHARED" in dict(kernel.constants)) == (shared and kernel.name not in ("unique", "scatter"))
+    for kernel in kernels.near_kernels(rows):  # of those, promotions alone read the shared table
+        assert ("SHARED" in dict(kernel.constants)) == (kernel.name == "promote")
 
 
 @pytest.mark.parametrize(

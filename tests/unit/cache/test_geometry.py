@@ -1,0 +1,88 @@
+"""How the memory of a table is laid out on one device, and on several that share it."""
+
+import pytest
+
+from hps.cache.base import DeviceSharing
+from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda.geometry import GRANULE_BYTES, CudaPlan
+from hps.types import TableSpec
+
+PAIR_ROWS = 2 * kernels.SLOTS
+SHAPES = [(pairs, width, devices) for pairs in (2, 7, 10_001, 300_000) for width in (1, 33, 128) for devices in (2, 3, 8, 15)]
+
+
+def spec(name: str, dim: int) -> TableSpec:
+    return TableSpec("m", name, dim, 0.0, 1000)
+
+
+@pytest.mark.parametrize(("pairs", "width", "devices"), SHAPES)
+def test_the_parts_of_a_table_hold_all_rows_and_the_counters(pairs: int, width: int, devices: int) -> None:
+    parts = geometry.part_bytes(pairs, width, devices)
+    needed = geometry.row_bytes(pairs, width) + 8 * geometry.COUNTERS
+    assert len(parts) == devices
+    assert all(part >= 0 and part % GRANULE_BYTES == 0 for part in parts)
+    assert needed <= sum(parts) < needed + GRANULE_BYTES
+
+
+@pytest.mark.parametrize(("pairs", "width", "devices"), SHAPES)
+def test_a_part_begins_with_the_rows_of_its_pairs_up_to_a_granule(pairs: int, width: int, devices: int) -> None:
+    parts, each = geometry.part_bytes(pairs, width, devices), -(-pairs // devices)
+    for nth in range(1, devices):
+        first_row = min(each * nth, pairs) * PAIR_ROWS * 4 * width
+        assert 0 <= sum(parts[:nth]) - first_row < GRANULE_BYTES + 4096  # counters and padding follow the last row
+
+
+@pytest.mark.parametrize(("pairs", "width", "devices"), SHAPES)
+def test_a_pair_is_of_the_device_on_which_its_rows_begin(pairs: int, width: int, devices: int) -> None:
+    parts, reached = geometry.part_bytes(pairs, width, devices), 0
+    for nth in range(devices):
+        first, count = geometry.own_pairs(pairs, width, devices, nth)
+        begin, end = sum(parts[:nth]), sum(parts[: nth + 1])
+        assert (first == reached) or not count
+        assert all(begin <= pair * PAIR_ROWS * 4 * width < end for pair in {first, first + count - 1} if count)
+        reached += count
+    assert reached == pairs
+    assert geometry.own_pairs(0, width, devices, 0) == (0, 0)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_tiny_table_lies_on_the_first_device(devices: int) -> None:
+    assert geometry.part_bytes(2, 4, devices) == [GRANULE_BYTES] + [0] * (devices - 1)
+
+
+def test_uneven_pairs_leave_the_last_of_three_devices_the_rest() -> None:
+    pairs, width = 3 * 100_000 - 2, 32
+    first, second, third = geometry.part_bytes(pairs, width, 3)
+    whole = geometry.granules(geometry.row_bytes(pairs, width) + 8 * geometry.COUNTERS) * GRANULE_BYTES
+    assert abs(first - 100_000 * PAIR_ROWS * 4 * width) < GRANULE_BYTES
+    assert abs(first - second) <= GRANULE_BYTES
+    assert third == whole - first - second
+
+
+def test_a_copy_of_the_buckets_has_room_for_what_precedes_them() -> None:
+    full = (GRANULE_BYTES - kernels.SHARING_BYTES) // kernels.PAIR_BYTES
+    assert geometry.copy_bytes(2) == geometry.copy_bytes(full) == GRANULE_BYTES
+    assert geometry.copy_bytes(full + 1) == 2 * GRANULE_BYTES
+
+
+@pytest.mark.parametrize(("pairs", "width", "devices"), SHAPES)
+def test_a_device_holds_a_copy_of_the_buckets_its_rows_and_its_near_table(pairs: int, width: int, devices: int) -> None:
+    alone = geometry.bytes_on_device(pairs, width, devices, 0)
+    assert alone == geometry.copy_bytes(pairs) + max(geometry.part_bytes(pairs, width, devices))
+    assert geometry.bytes_on_device(pairs, width, devices, 50) == alone + geometry.size_bytes(50, width)
+    assert geometry.bytes_on_device(0, width, devices, 0) == 0
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_room_is_planned_for_the_parts_of_each_device(devices: int) -> None:
+    tables, rows = [spec("large", 64), spec("none", 4)], [1_000_000, 0]
+    sharing = DeviceSharing(tuple(range(devices)), (50_000, 0))
+    large, none = CudaPlan.room_for(tables, rows, sharing=sharing)
+    pairs = kernels.pairs_for(1_000_000)
+    assert large.size_bytes == geometry.bytes_on_device(pairs, 64, devices, kernels.pairs_for(50_000))
+    assert large.what.startswith(f"{PAIR_ROWS * (-(-pairs // devices) + kernels.pairs_for(50_000)):,} rows of table 'large'")
+    assert none.size_bytes == 0
+    [without, _] = CudaPlan.room_for(tables, rows, sharing=DeviceSharing(tuple(range(devices))))
+    assert without.size_bytes == geometry.bytes_on_device(pairs, 64, devices, 0)
+    [alone, _] = CudaPlan.room_for(tables, rows)
+    assert alone.size_bytes == geometry.size_bytes(pairs, 64)

@@ -103,13 +103,16 @@ def _kernels(configuration: "Configuration") -> "list[Callable[..., Any]]":
 def _compile_for_gpu(configuration: "Configuration | None", architecture: str) -> tuple[int, int]:
     from hps.registry import implementation
 
-    models = [([(dim, "float32")], False) for dim in _USUAL_WIDTHS] if configuration is None else _models(configuration)
+    models = [([(dim, "float32")], False, False) for dim in _USUAL_WIDTHS] if configuration is None else _models(configuration)
     compiled, there = implementation("cache", "cuda").compile_ahead(models, architecture)
     return compiled, there
 
 
-def _models(configuration: "Configuration") -> list[tuple[list[tuple[int, str]], bool]]:
+def _models(configuration: "Configuration") -> list[tuple[list[tuple[int, str]], bool, bool]]:
     from hps.versions.deployment import is_static
 
     models = [model for model in configuration.models if model.gpucache]
-    return [([(table.dim, table.row_dtype) for table in model.tables], is_static(model)) for model in models]
+    return [
+        ([(table.dim, table.row_dtype) for table in model.tables], is_static(model), not model.reason_against_sharing)
+        for model in models
+    ]

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hps.ground.capacity import Place
+    from hps.planning.device_sharing import SharingForecast
     from hps.planning.forecast import Forecast, Suggestion
     from hps.planning.memory import Machine, PlannedNeed, Total
     from hps.planning.row_formats import FormatNeed
 
 EXAMPLE = "Example: `hps plan ps.json --trace keys.trace --goal 0.95 --picture plan.svg`"
 _POWERS = ("", "K", "M", "G", "T")
+_UNCERTAIN = "? fewer than 200 recorded keys fit such a cache: it may be off by more than 0.02. Record at a higher rate"
 
 
 def plan_command(
@@ -55,6 +57,10 @@ def plan_command(
     run_networks: Annotated[
         bool, typer.Option("--run-networks", help="Run each network on the CPU, to measure what a full batch needs.")
     ] = False,
+    devices: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="GPUs of one host: predict hit rates and rates of lookups by device sharing."),
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw hit rates by cache size: .svg or .png (extra `plot`).")
@@ -68,6 +74,7 @@ def plan_command(
     with console.reported():
         from hps.configuration.load import load_configuration
         from hps.planning import memory
+        from hps.planning.device_sharing import forecast_sharings
         from hps.planning.forecast import Forecast
         from hps.planning.row_formats import needs_by_format
         from hps.statistics.key_traces import read_traces
@@ -85,21 +92,25 @@ def plan_command(
         needs += memory.front_needs(configuration.service, on_cuda, processors)
         totals = memory.totals(needs, machine)
         traces = read_traces(trace) if trace else []
-        forecasts = [Forecast(version, traces, alpha, fit) for version in versions if version.config.gpucache]
+        forecasts = [Forecast(version, traces, alpha, fit, on_cuda) for version in versions if version.config.gpucache]
         predicted = [one for one in forecasts if one.tables]
         suggestions = [one.for_goal(goal) for one in predicted] if goal is not None else []
         if budget is not None:
             share = memory.share_within(_size(budget), versions, on_cuda)
             suggestions += [one.at(share) for one in predicted]
-        if (goal is not None or budget is not None) and not predicted:
-            raise errors.InvalidInputError("planning: --goal and --budget need keys, expected --trace or --alpha")
+        if (goal is not None or budget is not None or devices > 1) and not predicted:
+            raise errors.InvalidInputError("planning: --goal, --budget and --devices need keys, expected --trace or --alpha")
+        if devices > 1 and not on_cuda:
+            problem = f"--devices is of GPUs, got device {configuration.device}; expected cuda, or auto with --gpu-memory"
+            raise errors.InvalidInputError(f"planning: {problem}")
         if picture is not None:
             draw_plan(picture, [table for one in predicted for table in one.tables])
         formats = needs_by_format(configuration, versions, on_cuda, predicted)
+        sharings = forecast_sharings(predicted, devices) if devices > 1 else []
         if as_json:
-            typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions, formats), indent=1))
+            typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions, formats, sharings), indent=1))
         else:
-            _print(needs, totals, machine, predicted, suggestions, formats)
+            _print(needs, totals, machine, predicted, suggestions, formats, sharings)
             if not run_networks and any(version.network is not None for version in versions):
                 typer.echo("\nwhat networks allocate while they run is not counted; --run-networks measures it")
         if any(total.fits is False for total in totals):
@@ -111,8 +122,8 @@ def _size(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     try:
         return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2].upper()))  # type: ignore[index, operator]
-    except (TypeError, ValueError):
-        raise errors.InvalidInputError(f"planning: got the size {text!r}, expected one such as 80GB") from None
+    except (TypeError, ValueError, OverflowError):
+        raise errors.InvalidInputError(f"planning: got the size {text[:80]!r}, expected one such as 80GB") from None
 
 
 def _document(
@@ -122,16 +133,27 @@ def _document(
     forecasts: "list[Forecast]",
     suggestions: "list[Suggestion]",
     formats: "list[FormatNeed]",
+    sharings: "list[SharingForecast]",
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return {
+    from hps.planning.device_sharing import reasons_against
+
+    document: dict[str, Any] = {
         "needs": [{**{k: v for k, v in asdict(one).items() if k != "need"}, **asdict(one.need)} for one in needs],
         "totals": [{**asdict(one), "fits": one.fits, "source": machine.source.get(one.place)} for one in totals],
         "tables": [asdict(table) for one in forecasts for table in one.tables],
         "suggestions": [asdict(one) for one in suggestions],
         "row_formats": [asdict(one) for one in formats],
     }
+    if sharings:
+        document["device_sharings"] = [asdict(one) for one in sharings]
+        document["device_sharings_left_out"] = [
+            {"model": one.version.config.model, "version": one.version.config.version, "sharing": sharing, "reason": reason}
+            for one in forecasts
+            for sharing, reason in reasons_against(one.version, sharings[0].devices).items()
+        ]
+    return document
 
 
 def _print(
@@ -141,6 +163,7 @@ def _print(
     forecasts: "list[Forecast]",
     suggestions: "list[Suggestion]",
     formats: "list[FormatNeed]",
+    sharings: "list[SharingForecast]",
 ) -> None:
     screen = console.screen(160)
     _print_memory(screen, needs, totals, machine)
@@ -149,6 +172,8 @@ def _print(
         _print_hit_rates(screen, forecasts)
     else:
         screen.print("\nhit rates: unknown without keys; give --trace or --alpha")
+    if sharings:
+        _print_sharings(screen, sharings, forecasts)
     for one in suggestions:
         what = f"gpucacheper {one.gpucacheper:g}" if one.gpucacheper is not None else "no gpucacheper reaches the goal: at 1"
         screen.print(f"\nmodel {one.model} version {one.version}: {what}, hit rate {one.hit_rate:.3f}")
@@ -214,6 +239,30 @@ def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:
     screen.print("hit rate by cache size, as a share of the table's rows")
     screen.print(rates)
     if uncertain:
-        screen.print(
-            "? fewer than 200 recorded keys fit such a cache: it may be off by more than 0.02. Record at a higher rate"
-        )
+        screen.print(_UNCERTAIN)
+
+
+def _print_sharings(screen: "Console", sharings: "list[SharingForecast]", forecasts: "list[Forecast]") -> None:
+    from hps.planning.device_sharing import reasons_against
+    from hps.planning.read_rates import MEASURED_ON
+
+    figures = ("rows in reach", "memory per device", "hit rate", "local", "neighbour", "host", "keys/s per device")
+    rates = console.table(("model", "table", "device_sharing"), figures)
+    for one in sharings:
+        shares = [f"{share:.3f}{'' if one.certain else '?'}" for share in (one.hit_rate, one.local, one.neighbour, one.host)]
+        size, rate = size_text(one.size_bytes), f"{one.keys_per_s / 1e6:,.0f} M"
+        rates.add_row(one.model, one.table, one.sharing, f"{one.capacity_rows:,}", size, *shares, rate)
+    screen.print()
+    screen.print(f"{sharings[0].devices} devices by device sharing: where they find the rows of their keys, and expected rates")
+    screen.print(rates)
+    for version in (one.version for one in forecasts):
+        reasons = reasons_against(version, sharings[0].devices)
+        for reason in dict.fromkeys(reasons.values()):
+            names = " and ".join(sharing for sharing in reasons if reasons[sharing] == reason)
+            screen.print(f"model {version.config.model} version {version.config.version}: {names} left out, since {reason}")
+    if not all(one.certain for one in sharings):
+        screen.print(_UNCERTAIN)
+    screen.print(f"keys/s is an estimate for large batches, from rates measured on {MEASURED_ON}.")
+    screen.print(
+        "A key takes local / local rate + neighbour / neighbour rate + host / host rate; misses are read in pinned host memory."
+    )

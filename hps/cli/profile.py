@@ -1,6 +1,7 @@
 """`hps profile`: measure lookups in process or of a running server, and show where their time goes."""
 
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -140,7 +141,8 @@ def profile_command(
         _print(screen, profile)
         if json_file is not None:
             try:
-                json_file.write_text(json.dumps(asdict(profile), indent=2) + "\n")
+                with open(json_file, "w", opener=_open_at_once) as file:
+                    file.write(json.dumps(asdict(profile), indent=2) + "\n")
             except OSError as error:
                 raise errors.InvalidInputError(f"writing {json_file}: {error}") from error
         if picture is not None:
@@ -164,6 +166,13 @@ def _check(
         if file is not None and not file.absolute().parent.is_dir():
             raise errors.InvalidInputError(f"writing {file}: its directory does not exist")
     check_picture(picture)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a named pipe that nobody reads is an error, and not waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _keys(asked: "Service | InProcess", workload: "Workload", keys: Path | None, rows: int) -> "dict[str, KeyArray]":

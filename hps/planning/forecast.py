@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from hps.planning.hit_rates import MOST_KEYS, TablePrediction, cache_hit_rate, predict
-from hps.planning.memory import ServedVersion
+from hps.planning.memory import ServedVersion, cached_rows
 from hps.planning.power_law import fitted_alpha, power_law_trace
 from hps.statistics.key_traces import KeyTrace, distinct_share
-from hps.versions.deployment import cache_capacities
+from hps.versions.deployment import is_static
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Cache sizes to predict, as shares of a table's rows."""
@@ -68,27 +68,41 @@ class Forecast:
         traces: recorded keys; of several recordings of a table, the one with the most keys is used.
         alpha: power law for tables without a recording; without it these are left out.
         fit: use the power law fitted to the recorded keys instead of the keys, for short recordings.
+        on_cuda: whether embedding caches are on GPUs, which may share rows.
     """
 
     def __init__(
-        self, version: ServedVersion, traces: Sequence[KeyTrace], alpha: float | None = None, fit: bool = False
+        self,
+        version: ServedVersion,
+        traces: Sequence[KeyTrace],
+        alpha: float | None = None,
+        fit: bool = False,
+        on_cuda: bool = False,
     ) -> None:
         config = version.config
         self.version = version
         self._threshold = config.hit_rate_threshold
         self._rows: dict[str, int] = {}
         self._traces: dict[str, KeyTrace] = {}
+        self._drawn: set[str] = set()
         self.tables: list[TableForecast] = []
-        for table, rows, capacity in zip(config.tables, version.rows, cache_capacities(config, version.rows), strict=True):
+        _, capacities = cached_rows(version, on_cuda)
+        for table, rows, capacity in zip(config.tables, version.rows, capacities, strict=True):
             own = [one for one in traces if (one.model, one.table) == (table.model_name, table.table_name) and one.keys.size]
             trace = max(own, key=lambda one: one.keys.size, default=None)
             law = alpha if trace is None else fitted_alpha(trace)
             if law is None:
                 continue
-            used = power_law_trace(table, rows, law, table.max_keys) if trace is None or fit else trace
+            if trace is None or fit:
+                self._drawn.add(table.table_name)
+                used = power_law_trace(table, rows, law, table.max_keys)
+            else:
+                used = trace
             used = used.thinned(distinct_share(used, MOST_KEYS))
             self._rows[table.table_name], self._traces[table.table_name] = rows, used
             *curve, configured = predict(used, [*(math.ceil(share * rows) for share in SHARES), capacity], self._threshold)
+            if is_static(config):  # it is filled before lookups
+                configured = TablePrediction(rows, 1.0, 1.0)
             self.tables.append(
                 TableForecast(
                     config.model,
@@ -106,12 +120,24 @@ class Forecast:
 
     def hit_rate(self, share: float) -> float:
         """Predict the hit rate of all tables for caches of a share of their rows, weighted by their rates of keys."""
-        weights = self._weights()
+        weights = self.weights()
         return sum(weights[name] * self._table_hit_rate(name, share) for name in weights) / (sum(weights.values()) or 1.0)
+
+    def weights(self) -> dict[str, float]:
+        """Weigh tables by their recorded rates of keys, or else by their keys per sample."""
+        config = self.version.config
+        per_sample = dict(zip(config.embedding_table_names, config.maxnum_catfeature_query_per_table_per_sample, strict=True))
+        rates = {one.table: one.keys_per_s for one in self.tables}
+        known = all(rate is not None for rate in rates.values())
+        return {name: float((rates[name] or 0.0) if known else per_sample[name]) for name in self._traces}
 
     def knows(self, table: str) -> bool:
         """Whether the keys of a table are known."""
         return table in self._traces
+
+    def keys_of(self, table: str) -> tuple[KeyTrace, bool]:
+        """Return the keys that predictions of a table use, and whether they were drawn from a power law."""
+        return self._traces[table], table in self._drawn
 
     def hit_rate_at(self, table: str, capacity_rows: int) -> float:
         """Predict the hit rate of a table with known keys for a cache of so many rows."""
@@ -129,14 +155,6 @@ class Forecast:
 
     def _suggestion(self, share: float | None, hit_rate: float, per_table: dict[str, float | None]) -> Suggestion:
         return Suggestion(self.version.config.model, self.version.config.version, share, hit_rate, per_table)
-
-    def _weights(self) -> dict[str, float]:
-        """Weigh tables by their recorded rates of keys, or else by their keys per sample."""
-        config = self.version.config
-        per_sample = dict(zip(config.embedding_table_names, config.maxnum_catfeature_query_per_table_per_sample, strict=True))
-        rates = {one.table: one.keys_per_s for one in self.tables}
-        known = all(rate is not None for rate in rates.values())
-        return {name: float((rates[name] or 0.0) if known else per_sample[name]) for name in self._traces}
 
     def _table_hit_rate(self, name: str, share: float) -> float:
         return self.hit_rate_at(name, math.ceil(share * self._rows[name]))

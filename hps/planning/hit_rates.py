@@ -20,7 +20,7 @@ from numba import int64
 from hps.ground.numba_kernels import kernel, read_only
 from hps.registry import implementation
 from hps.statistics.key_traces import KeyTrace, distinct_share
-from hps.types import IndexArray
+from hps.types import BoolArray, IndexArray
 
 MOST_KEYS = 1 << 18
 """Maximum distinct keys of a trace to use; with so many, the sampling error is below 0.005."""
@@ -42,6 +42,33 @@ class TablePrediction:
     ideal: float
 
 
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A trace, replayed on a miniature of one cache. *Immutable.*
+
+    Attributes:
+        trace: the keys that the miniature was asked for.
+        missed: (n,) bool: which of them missed.
+        span: first number and count of the lookups.
+    """
+
+    trace: KeyTrace
+    missed: BoolArray
+    span: tuple[int, int]
+
+    @property
+    def misses(self) -> float:
+        """Estimated misses of the table in the second half of the lookups."""
+        first, total = self.span
+        late = self.trace.lookups - first >= _WARM_UP * total
+        return int(self.missed[late].sum()) / self.trace.rate
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit rate in the second half of the lookups; 0 of an empty trace."""
+        return hit_rate_of(self.misses, self.trace.asked) if self.trace.keys.size else 0.0
+
+
 def predict(trace: KeyTrace, capacities: Sequence[int], threshold: float = 1.1) -> list[TablePrediction]:
     """Predict hit rates for these cache sizes on the second half of the recorded keys.
 
@@ -58,20 +85,26 @@ def predict(trace: KeyTrace, capacities: Sequence[int], threshold: float = 1.1) 
 
 def cache_hit_rate(trace: KeyTrace, capacity_rows: int, threshold: float = 1.1) -> float:
     """Predict the hit rate of the NumPy cache on the second half of a trace; see `predict`."""
-    if capacity_rows == 0:
-        return 0.0
+    return replay(trace, capacity_rows, threshold).hit_rate if capacity_rows else 0.0
+
+
+def replay(trace: KeyTrace, capacity_rows: int, threshold: float = 1.1, span: tuple[int, int] | None = None) -> Replay:
+    """Replay a trace on a miniature of the NumPy cache; see `predict`.
+
+    Args:
+        capacity_rows: at least 1.
+        span: first number and count of the lookups that the trace is part of; by default those of its keys.
+    """
     plan = implementation("cache_plan", "cpu")
     sets, whole = plan.miniature_sets(capacity_rows, trace.rate)
-    rate = min(sets / whole, trace.rate)  # a whole number of sets of the same share
-    trace = trace.thinned(rate)
+    trace = trace.thinned(sets / whole)  # a whole number of sets of the same share
     numbers, starts = np.unique(trace.lookups, return_index=True)
-    if not numbers.size:
-        return 0.0
-    first, total = int(numbers[0]), int(numbers[-1]) - int(numbers[0]) + 1
+    if span is None:
+        span = (int(numbers[0]), int(numbers[-1]) - int(numbers[0]) + 1) if numbers.size else (0, 1)
+    first, total = span
     clocks = (np.append(numbers - first, total) * (trace.asked / total)).astype(np.int64)
     missed = plan.misses(trace.keys, np.append(starts, trace.keys.size), clocks, (sets, whole), threshold)
-    late = numbers - first >= _WARM_UP * total
-    return _rate(int(missed[late].sum()), rate, trace.asked * (1 - _WARM_UP))
+    return Replay(trace, missed, span)
 
 
 def ideal_hit_rates(trace: KeyTrace, capacities: Sequence[int]) -> list[float]:
@@ -83,11 +116,12 @@ def ideal_hit_rates(trace: KeyTrace, capacities: Sequence[int]) -> list[float]:
     late = trace.lookups >= trace.lookups[0] + _WARM_UP * (trace.lookups[-1] - trace.lookups[0] + 1)
     far = np.sort(distances[late])
     counts = far.size - np.searchsorted(far, [rows * trace.rate for rows in capacities])
-    return [_rate(int(misses), trace.rate, trace.asked * (1 - _WARM_UP)) for misses in counts]
+    return [hit_rate_of(int(misses) / trace.rate, trace.asked) for misses in counts]
 
 
-def _rate(misses: int, rate: float, asked: float) -> float:
-    return min(max(1.0 - misses / rate / asked, 0.0), 1.0) if asked else 0.0
+def hit_rate_of(misses: float, asked: int) -> float:
+    """Compute a hit rate from the misses in the second half of a trace with so many keys."""
+    return min(max(1.0 - misses / (asked * (1 - _WARM_UP)), 0.0), 1.0) if asked else 0.0
 
 
 @kernel(int64[::1], read_only(int64[::1]))

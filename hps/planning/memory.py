@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hps.cache.base import CachePlan, EmbeddingCache
+from hps.cache.base import ALONE, MOST_SHARERS, CachePlan, DeviceSharing, EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.databases.base import Database
@@ -22,7 +22,7 @@ from hps.regions.layout import MOST_PAGE_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
 from hps.registry import implementation
 from hps.versions.catalog import ModelCatalog
-from hps.versions.deployment import RESIDENT, cache_capacities, index_sizes, is_direct, is_static
+from hps.versions.deployment import RESIDENT, cache_capacities, device_sharing, index_sizes, is_direct, is_static
 
 PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
 _PROCESS_BYTES: Final = 300 << 20
@@ -134,9 +134,9 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
     for version in versions:
         config, tables = version.config, version.config.tables
         if on_cuda or not is_direct(config, implementation("cache", "cpu")):
-            capacities = cache_capacities(config, version.rows)
+            sharing, capacities = cached_rows(version, on_cuda)
             for device in config.deployed_device_list[: None if on_cuda else 1]:
-                needs = plan.room_for(tables, capacities, is_static(config))
+                needs = plan.room_for(tables, capacities, is_static(config), sharing)
                 if on_cuda:
                     needs += [
                         Need("gpu", f"index of table {table.table_name!r} in host memory", size_bytes, table.table_name)
@@ -250,6 +250,14 @@ def cache_plan(on_cuda: bool) -> type[CachePlan]:
     """Return the class that computes the memory of caches."""
     found: type[CachePlan] = implementation("cache_plan", "cuda" if on_cuda else "cpu")
     return found
+
+
+def cached_rows(version: ServedVersion, on_cuda: bool) -> tuple[DeviceSharing, list[int]]:
+    """Return how devices share the rows of a version, and the rows that its caches have room for, as `cache_capacities`."""
+    sharing = device_sharing(version.config, version.rows) if on_cuda else ALONE
+    if len(sharing.device_ids) > MOST_SHARERS:
+        sharing = ALONE
+    return sharing, cache_capacities(version.config, version.rows, sharing)
 
 
 def share_within(budget: int, versions: Sequence[ServedVersion], on_cuda: bool) -> float:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from hps.configuration.load import Configuration
 from hps.planning.forecast import Forecast
-from hps.planning.memory import ServedVersion, cache_plan, planned_needs
+from hps.planning.memory import ServedVersion, cache_plan, cached_rows, planned_needs
 from hps.types import ROW_DTYPES
-from hps.versions.deployment import cache_capacities, is_static
+from hps.versions.deployment import is_static
 
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 
@@ -65,17 +65,18 @@ def needs_by_format(
 
 
 def _hit_rates(version: ServedVersion, index: int, forecast: Forecast, on_cuda: bool) -> dict[str, float]:
-    """Predict the hit rate of a table's cache in each format, with the memory of the configured one."""
+    """Predict the hit rate of a table's cache in each format, with the memory of the configured one; none of a static cache."""
     table, rows = version.config.tables[index], version.rows[index]
-    if not forecast.knows(table.table_name):
+    if is_static(version.config) or not forecast.knows(table.table_name):
         return {}
-    plan, static = cache_plan(on_cuda), is_static(version.config)
+    sharing, capacities = cached_rows(version, on_cuda)
+    plan, sharing = cache_plan(on_cuda), replace(sharing, near_rows=sharing.near_rows[index : index + 1])
 
     def needed(row_dtype: str, capacity: int) -> int:
-        return sum(need.size_bytes for need in plan.room_for([replace(table, row_dtype=row_dtype)], [capacity], static))
+        needs = plan.room_for([replace(table, row_dtype=row_dtype)], [capacity], sharing=sharing)
+        return sum(need.size_bytes for need in needs)
 
-    capacity = cache_capacities(version.config, version.rows)[index]
-    budget = needed(table.row_dtype, capacity)
+    budget = needed(table.row_dtype, capacities[index])
     found = {}
     for row_dtype in ROW_DTYPES:
         low, high = 0, rows  # the most rows that fit

@@ -8,7 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hps.cli.app import app
+from hps.cli.compile_kernels import _compile_for_gpu
+from hps.configuration.load import load_configuration
 from hps.ground import machine_code
+from hps.registry import IMPLEMENTATIONS, Ours
 from tests.fakes.installation import Installation
 
 CONFIG = {
@@ -100,3 +103,27 @@ def test_without_a_directory_to_write_to_it_fails(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["compile", str(tmp_path / "ps.json")])
     assert done.exit_code == 1
     assert "no directory is writable; set NUMBA_CACHE_DIR to one that is" in done.stderr
+
+
+class Compiler:
+    """A cache that compiles nothing, and counts models that share rows and those that do not."""
+
+    @staticmethod
+    def compile_ahead(models, architecture):
+        shared = sum(shared for _, _, shared in models)
+        return shared, len(models) - shared
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"deployed_device_list": [0, 1], "device_sharing": "hot"}, (1, 0)),
+        ({"deployed_device_list": [0], "device_sharing": "hot"}, (0, 1)),
+        ({"deployed_device_list": [0, 1]}, (0, 1)),
+        ({"deployed_device_list": [0, 1], "device_sharing": "hot", "gpucache": False}, (0, 0)),
+    ],
+)
+def test_kernels_for_shared_rows_are_those_of_models_that_share_them(monkeypatch, changes, expected):
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours(f"{__name__}:Compiler"))
+    model = CONFIG["models"][0] | {"gpucache": True} | changes
+    assert _compile_for_gpu(load_configuration(CONFIG | {"models": [model]}), "90") == expected

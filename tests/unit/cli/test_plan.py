@@ -95,6 +95,9 @@ def test_what_does_not_fit_is_exit_code_1(config, options):
     [
         (["--disk", "much"], "got the size 'much'"),
         (["--goal", "0.9"], "expected --trace or --alpha"),
+        (["--devices", "2"], "expected --trace or --alpha"),
+        (["--devices", "65"], "64"),
+        (["--devices", "2", "--alpha", "1"], "--devices is of GPUs, got device cpu"),
         (["--alpha", "1", "--picture", "plan.gif"], "expected .svg or .png"),
     ],
 )
@@ -204,3 +207,54 @@ def test_the_configured_row_format_is_counted(config):
     assert {key: by_format[key][chosen[key[0]]] for key in after} == after
     assert {key: by_format[key]["float32"] for key in before} == before
     assert "rows of table hps_et.shop~int8.item (int8, 12 bytes a row)" in run(config).output
+
+
+def test_sharings_of_several_devices_are_compared(config, trace):
+    options = ("--trace", trace, "--gpu-memory", "80GB", "--ram", "64GB", "--disk", "1TB")
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "device": "auto"}))
+    one, three = run(config, *options), run(config, *options, "--devices", 3)
+    assert run(config, *options, "--devices", 1).output == one.output
+    before, after = (json.loads(run(config, *options, "--json", *more).output) for more in ([], ["--devices", 3]))
+    sharings = after.pop("device_sharings")
+    assert after.pop("device_sharings_left_out") == []
+    assert after == before
+    assert {(entry["table"], entry["sharing"]) for entry in sharings} == {
+        (table, sharing) for table in (*ROWS, "all tables") for sharing in ("replicate", "partition", "hot")
+    }
+    assert {entry["devices"] for entry in sharings} == {3}
+    replicate = sharings[0]
+    planned = next(need["size_bytes"] for need in before["needs"] if need["table"] == "item" and need["place"] == "gpu")
+    assert (replicate["capacity_rows"], replicate["size_bytes"]) == (5000, planned)
+    for entry in sharings[:3]:
+        shares = r"\?? +".join(f"{entry[name]:.3f}" for name in ("hit_rate", "local", "neighbour", "host"))
+        start = f"shop +item +{entry['sharing']} +{entry['capacity_rows']:,} .*B +"
+        assert re.search(rf"{start}{shares}\?? +{entry['keys_per_s'] / 1e6:,.0f} M", three.output), three.output
+    assert "3 devices by device sharing" in three.output
+    assert "an estimate for large batches, from rates measured on an H200 and on two H100s" in three.output
+    assert three.output.startswith(one.output.rstrip())
+    uncertain = [output.count("? fewer than 200 recorded keys") for output in (one.output, three.output)]
+    assert uncertain == [1, 2]  # the second is of private rows, half of which were recorded
+    assert "2 devices by device sharing" in run(config, *options, "--devices", 2).output
+
+
+def test_hit_rates_are_those_of_the_configured_sharing(config):
+    content = json.loads(config.read_text())
+    model = {**content["models"][0], "deployed_device_list": [0, 1], "device_sharing": "partition"}
+    config.write_text(json.dumps({**content, "device": "auto", "models": [model]}))
+    item, _ = json.loads(run(config, "--alpha", 1, "--gpu-memory", "80GB", "--json").output)["tables"]
+    assert item["configured"]["capacity_rows"] == 10_000  # a tenth of 50,000 on each device
+
+
+def test_sharings_that_cannot_be_deployed_are_left_out(config):
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "device": "auto"}))
+    options = ("--alpha", 1, "--gpu-memory", "80GB", "--devices", 16)
+    result = run(config, *options)
+    assert result.exit_code == 0, result.output
+    assert "model shop version 1: partition and hot left out, since at most 15 devices share rows" in result.output
+    assert not re.search(r"item +(partition|hot) ", result.output)
+    assert json.loads(run(config, *options, "--json").output)["device_sharings_left_out"] == [
+        {"model": "shop", "version": "1", "sharing": sharing, "reason": "at most 15 devices share rows"}
+        for sharing in ("partition", "hot")
+    ]

@@ -1,5 +1,6 @@
 """Memory that is planned, against what is then used."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +138,26 @@ def test_planned_gpu_memory_is_then_used(tmp_path, dim, rows):
     assert sum(room) == pytest.approx(used, rel=0.05, abs=4 << 20)  # the driver hands out 2 MB at a time
     again.close()
     cache.close()
+
+
+def test_devices_that_share_rows_are_planned_with_their_parts(tmp_path):
+    config = configuration(tmp_path, [(128, 10), (16, 10)], deployed_device_list=[0, 1])
+    [version] = served_versions(config)
+
+    def needs(sharing, *, on_cuda=True, share=0.3):
+        own = version.config.model_copy(update={"device_sharing": sharing, "gpucacheper": share})
+        found = planned_needs(config, [replace(version, config=own, rows=(100_000, 10))], on_cuda)
+        found = [one for one in found if one.tier == "embedding_cache"]
+        assert {one.device for one in found} == ({0, 1} if on_cuda else {None})
+        return [one.need for one in found if one.device in (0, None)]
+
+    own, shared, hot = (needs(sharing)[0] for sharing in ("replicate", "partition", "hot"))
+    assert [one.what.split(" rows")[0] for one in (own, shared, hot)] == ["30,002"] * 3
+    assert shared.size_bytes == pytest.approx(512 * 30_000 + 128 * 60_000 // 14, abs=3 << 21)  # the buckets of both parts
+    assert hot.size_bytes == pytest.approx(shared.size_bytes, abs=3 << 21)
+    [whole, _] = needs("partition", share=1.0)
+    assert whole.size_bytes == pytest.approx(512 * 50_000 + 128 * 100_000 // 14, abs=3 << 21)
+    assert needs("partition", on_cuda=False) == needs("replicate", on_cuda=False)
 
 
 def test_what_does_not_fit_is_told(tmp_path):

@@ -34,12 +34,14 @@ CASES = {  # name: what is measured, and beside what
     "gpu_lookup": "GPU: whole lookups from Python, beside torch",
     "prepared": "GPU: small lookups from Python, prepared or not, and through a layer",
     "misses": "GPU: misses by the link and by a copy, beside a gather over the link",
+    "sharing": "GPU: devices that share the rows of a cache, beside copies on each, and a gather from both memories",
     "row_formats_gpu": "GPU: rows of 8 and 16 bits beside float32: hits, keys by popularity, bags",
     "captured": "GPU: lookups in CUDA graphs, all keys resident or all but a few, beside the query alone",
     "pooled": "GPU: pooled lookups, beside a plain kernel and torch",
     "layers": "GPU: layers of hps.torch, beside the calls beneath them",
     "scores": "scores of a whole model over HTTP, beside a plain FastAPI application (GPU or CPU)",
     "loadgen": "scores under MLCommons LoadGen, scenarios Server and Offline (GPU or CPU)",
+    "dlrmv3": "the sparse stage of MLPerf's DLRMv3: 8,048 rows of 512 float16 a query, also under LoadGen (GPU or CPU)",
 }
 
 

@@ -232,9 +232,9 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int)
         before = cache.stats(0)
         if kind == "resident":
             seconds = back_to_back([insert(*pair) for pair in zip(keys, vectors, strict=True)])
-            lookup.changes._last = cupy.cuda.Event(disable_timing=True)  # the old ones belong to the graph
-            lookup.changes._last_returned = cupy.cuda.Event(disable_timing=True)
-            lookup.changes.launched = lookup.changes.pending = False
+            events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(2))
+            lookup.changes._events = events  # the old ones belong to the graph
+            lookup.changes.order._last, lookup.changes.order.pending = 0, False
             out = cupy.empty((n, dim), cupy.float32)
             _check(lookup.query([Segment(0, keys[-1], out)]) == 0 and bool((out == vectors[-1]).all()))
         else:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS, Report
+from benchmarks.harness import RESULTS, Report, revision
 
 HERE = Path(__file__).parents[1]
 _CASES = Path(__file__).with_name("compare_cases.py")
@@ -131,12 +131,6 @@ def _compare(case: str, against: Path, shared: Path, device: str, starts: int, r
     return pairs
 
 
-def _revision(checkout: Path) -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, timeout=10)
-    return done.stdout.strip() or "unknown"
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Compare the cases."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__.partition("\n\n")[0])
@@ -155,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     minutes = options.minutes or (7.0 if options.gpu else 1e6)
     starts = options.starts or (2 if options.gpu else 3)
     report = Report("compare_gpu" if options.gpu else "compare")
-    report.about = {"against": _revision(against), "this": _revision(HERE), "starts": starts, "rounds": options.rounds}
+    report.about = {"against": revision(against), "this": revision(HERE), "starts": starts, "rounds": options.rounds}
     begun = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="hps-compared-", dir=os.environ.get("HPS_BENCH_DIR")) as directory,

@@ -866,7 +866,83 @@ def scores_loadgen() -> list[str]:
     return _table(("scenario", "result", "requests/s", "pairs/s", "p99"), *rows)
 
 
+_DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
+    ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI355X", 12_198.8),
+    ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI350X", 9_297.78),
+)
+
+
+def sparse_stage() -> list[str]:
+    """Queries a second of DLRMv3's shape, ours as far as they were measured, beside what MLPerf has published."""
+    rows = [
+        (what, hardware, "10^9 x 512", f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "")
+        for what, hardware, rate in _DLRMV3_PUBLISHED
+    ]
+    path = RESULTS / "dlrmv3.json"
+    about = json.loads(path.read_text())["about"] if path.exists() else {}
+    for row in result_rows("dlrmv3") if about else ():
+        axes, found = row["axes"], row["figures"]
+        work = axes["work"]
+        if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
+            continue
+        devices = axes.get("devices", 1)
+        names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
+        names.append(f"{axes['threads']} threads x {axes['queries']}" if work == "sustained" else "")
+        names.append(f"{axes['rate']:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in work else "")
+        names.append(f"{axes['rate']:,.0f} queries/s offered" if work == "served" else "")
+        names.append(f"hit rate {found['hit_rate']:.3f}" if "hit_rate" in found else "")
+        rate = found.get("queries_per_s") or axes.get("rate") or 1e6 * found["mrows_per_s"] / about["keys_of_a_query"]
+        result = found.get("result") or (f"{_round(found['mrows_per_s'])} M rows/s" if "mrows_per_s" in found else "")
+        cells = (
+            ", ".join(name for name in names if name),
+            f"{devices} x {about['device']}",
+            f"{about['rows'] / 1e6:.3g} M x {about['dim']}",
+            f"{rate:,.0f}",
+            f"{rate / devices:,.0f}",
+            f"{found['p99_ms']:.2g}" if "p99_ms" in found else "",
+            result,
+        )
+        rows.append(cells)
+    return _table(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
+
+
+def sharing_resident() -> list[str]:
+    """Queries of resident rows on two devices, half of which lie on the other, beside a plain gather of the same rows."""
+    rows = []
+    for row in result_rows("sharing"):
+        axes, found = row["axes"], row["figures"]
+        if axes["work"] == "resident":
+            devices = "both at once" if axes["devices"] == 2 else "one"
+            rates = (f"{found['mkeys_per_s']:,.0f}", f"{found['gather_mkeys_per_s']:,.0f}", f"{found['of_gather']:.2f}")
+            rows.append((f"{axes['batch']:,} x {axes['dim']}", devices, *rates))
+    return _table(("keys x dim", "devices that ask", "M keys/s for each", "gather", "of it"), *rows)
+
+
+def sharing_traffic() -> list[str]:
+    """Keys by popularity on two devices at once, by how they share rows."""
+    rows = []
+    found = {
+        (row["axes"]["sharing"], row["axes"]["threads"]): row["figures"]
+        for row in result_rows("sharing")
+        if "sharing" in row["axes"]
+    }
+    for (sharing, threads), one in found.items():
+        alone = found["replicate", threads]
+        rows.append(
+            (
+                f"`{sharing}`, {threads} thread{'s' if threads > 1 else ''} a GPU",
+                f"{one['hit_rate']:.3f}",
+                f"{(1 - one['hit_rate']) / (1 - alone['hit_rate']):.2f}",
+                _round(one["mkeys_per_s"]),
+                f"{one['mkeys_per_s'] / alone['mkeys_per_s']:.2f}",
+            )
+        )
+    return _table(("sharing", "hit rate", "misses, of `replicate`'s", "M keys/s a GPU", "of `replicate`'s"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "sharing-resident": sharing_resident,
+    "sharing-traffic": sharing_traffic,
     "clients": clients,
     "row-formats": row_formats,
     "row-formats-hits": row_formats_hits,
@@ -899,6 +975,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "scores-once": scores_once,
     "scores-device": scores_device,
     "scores-loadgen": scores_loadgen,
+    "sparse-stage": sparse_stage,
     "updates": updates,
     "planning": planning,
     "planning-cost": planning_cost,

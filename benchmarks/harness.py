@@ -64,6 +64,16 @@ def time_calls(call: Callable[[int], Any], calls: int, warmup: int = 3) -> Timin
     return Timing(float(np.median(seconds)), float(np.quantile(seconds, 0.99)), float(seconds.min()), calls)
 
 
+def revision(checkout: Path) -> str:
+    """The commit of a checkout, `-dirty` after it if files were changed; "unknown" without git, or outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, timeout=10)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def machine() -> dict[str, Any]:
     """The processor, memory, versions and commit that a result belongs to."""
     versions = {}
@@ -76,14 +86,13 @@ def machine() -> dict[str, Any]:
         processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     except (OSError, StopIteration):
         processor = platform.processor()
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False, timeout=10)
     return {
         "processor": processor.partition(":")[2].strip() or processor,
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
         "versions": versions,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": revision(Path(__file__).parent),
     }
 
 

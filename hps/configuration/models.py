@@ -62,6 +62,7 @@ FIRST_VERSION: Final = "1"
 CacheType: TypeAlias = Annotated[
     Literal["dynamic", "static", "uvm", "stochastic"], choice("dynamic", "static", "uvm", "stochastic")
 ]
+DeviceSharingChoice: TypeAlias = Annotated[Literal["replicate", "partition", "hot"], choice("replicate", "partition", "hot")]
 MissPath: TypeAlias = Annotated[Literal["auto", "link", "copy"], choice("auto", "link", "copy")]
 RowDtype: TypeAlias = Annotated[Literal["float32", "float16", "bfloat16", "int8"], choice(*ROW_DTYPES)]
 ControlMode: TypeAlias = Annotated[Literal["none", "explicit", "poll"], choice("none", "explicit", "poll")]
@@ -271,6 +272,7 @@ class ModelConfig(Section):
     insert_queue_length: Annotated[Whole, Field(ge=1, le=65536)] = 64
     miss_path: MissPath = "auto"
     index_on_device: Flag = False
+    device_sharing: DeviceSharingChoice = "replicate"
     dense: DenseConfig | None = None
 
     dense_file: Ignored = None
@@ -301,6 +303,15 @@ class ModelConfig(Section):
             for name, dim, default, maxnum, row_dtype in columns
         )
 
+    @property
+    def reason_against_sharing(self) -> str:
+        """Why the devices share no rows, whatever the machine; empty if GPUs are to share them."""
+        if self.device_sharing == "replicate":
+            return "device_sharing is replicate"
+        if not self.gpucache:
+            return "gpucache is false"
+        return "deployed_device_list names one device" if len(self.deployed_device_list) == 1 else ""
+
     @field_validator(*_COUNTED, mode="wrap")
     @classmethod
     def _one_a_table(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
@@ -329,6 +340,15 @@ class ModelConfig(Section):
             raise problem(
                 f"got {max(value)} keys a sample and {batch} samples (max_batch_size), {keys} keys in one lookup; "
                 f"expected at most {INT32_MAX}"
+            )
+        return value
+
+    @field_validator("device_sharing")
+    @classmethod
+    def _can_be_hot(cls, value: str, info: ValidationInfo) -> str:
+        if value == "hot" and info.data.get("embedding_cache_type") == "static":
+            raise problem(
+                "got hot with embedding_cache_type static, whose cache holds every row; expected partition or another type"
             )
         return value
 
@@ -488,6 +508,12 @@ class Configuration(Section):
             f"model {model.model}: miss_path link is impossible: {reason}; its deployment will fail"
             for model in value
             if model.miss_path == "link" and (reason := _unlinkable(model, info.data))
+        )
+        notices_of(info).warnings.extend(
+            f"model {model.model}: device_sharing {model.device_sharing} has no effect: {reason}"
+            for model in value
+            if model.device_sharing != "replicate"
+            and (reason := "device is cpu" if info.data.get("device") == "cpu" else model.reason_against_sharing)
         )
         notices_of(info).warnings.extend(
             f"model {model.model}: index_on_device has no effect: {reason}"

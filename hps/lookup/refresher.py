@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import product
 
 from hps.cache.base import EmbeddingCache
 from hps.errors import ConflictError, InvalidInputError, NotReadyError
@@ -142,9 +143,9 @@ class Refresher:
         reports = {table.table_name: RefreshReport(0, 0) for table in self._tables}
         metrics, model = self._metrics, self._model
         try:
-            for cache in self._caches:
-                for index, table in enumerate(self._tables):
-                    pace.rest()
+            for cache, (index, table) in product(self._caches, enumerate(self._tables)):
+                pace.rest()
+                with cache.unless_lost():
                     one = refresh(cache, index, table, self._chain, self._settings.fraction_per_iteration, pace)
                     before = reports[table.table_name]
                     reports[table.table_name] = RefreshReport(before.updated + one.updated, before.erased + one.erased)

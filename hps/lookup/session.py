@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
-from hps.errors import InvalidInputError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
+from hps.errors import DeviceError, InvalidInputError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.ground.open_calls import OpenCalls
 from hps.ground.rows import decode
 from hps.ground.workers import WorkQueue
@@ -37,6 +37,13 @@ _AS_THEY_COME: IndexArray = np.empty(0, np.int64)
 
 class Session(Protocol):
     """Answers the lookups of one model on one device. *Thread-safe.*"""
+
+    lost: bool
+    """A lookup found its device lost."""
+
+    @property
+    def refuses(self) -> str:
+        """Why every lookup fails: its device is lost, and no database holds every row; empty if it answers."""
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -135,6 +142,7 @@ class SessionSettings:
         workspace_timeout_s: time limit of a lookup for one of them to become free.
         insert_queue_length: maximum number of batches of missing keys queued for insertion.
         one_of_several: the model has sessions on other devices, too, among which a lookup may choose.
+        databases_complete: the databases hold every row, so that they may answer without the device.
         stream_order_refusals: by table, why the device cannot answer a lookup alone; empty if it can for every table.
         miss_paths: by table, see `Session.miss_paths`.
     """
@@ -145,6 +153,7 @@ class SessionSettings:
     workspace_timeout_s: float = 1.0
     insert_queue_length: int = 64
     one_of_several: bool = False
+    databases_complete: bool = False
     stream_order_refusals: Mapping[int, str] = field(default_factory=dict)
     miss_paths: Sequence[str] = ()
 
@@ -218,8 +227,17 @@ class CachedSession:
         self._inserts.end_with(self)
         self._stream_ordered = StreamOrderedLookups(self.tables, cache, settings.stream_order_refusals, metrics)
         self.before_close: list[Callable[[float], bool]] = []
+        self._without_device = DirectSession(tables, chain, metrics)
+        self._databases_complete = settings.databases_complete
+        self.lost = False
         self._pending_lock = threading.Lock()
         self._pending = [np.empty(0, np.int64) for _ in self.tables]  # ascending: queued or being inserted
+
+    @property
+    def refuses(self) -> str:
+        if self._databases_complete or (failure := self.cache.failure) is None:
+            return ""
+        return f"device {self.cache.device_name} is lost ({failure}), and no database holds every row; restart the service"
 
     @property
     def busy(self) -> int:
@@ -255,6 +273,10 @@ class CachedSession:
                 if stages is not None:
                     current.stages = None
                 self._lookups.give_back(lookup)
+        except DeviceError as error:
+            self._go_on_without_device(error, segments)
+            self._without_device.lookup(segments, began_ns)
+            return
         finally:
             if under_way is not None:
                 del under_way[threading.get_ident()]
@@ -332,6 +354,9 @@ class CachedSession:
             lookup.query([Segment(table, key, out, found)])
             elsewhere = any(lookup.linked)  # it was not resident before
             lookup.finish()
+        except DeviceError as error:
+            self._go_on_without_device(error)
+            return False
         finally:
             self._lookups.give_back(lookup)
         return bool(found[0]) and not elsewhere
@@ -342,11 +367,31 @@ class CachedSession:
     def close(self, timeout_s: float = 10.0) -> bool:
         if not all(end(timeout_s) for end in self.before_close):
             return False
-        if not (self._lookups.close(timeout_s) and self._stream_ordered.close()):
+        if not (self._lookups.close(timeout_s) and self._without_device.close(timeout_s) and self._stream_ordered.close()):
             return False
         self._inserts.close()
         self.cache.close()
         return True
+
+    def _go_on_without_device(self, error: DeviceError, segments: Sequence[Segment] = ()) -> None:
+        """Return if the device is lost and the databases can answer the lookup; else raise the error."""
+        failure = self.cache.failure
+        if failure is None:
+            raise error
+        with self._metrics.lock:
+            told, self.lost = self.lost, True
+        if not told:
+            _log.error(
+                "model %r: device %d is lost (%s); until the process is restarted, %s",
+                self.tables[0].model_name,
+                self.cache.device_id,
+                failure,
+                "lookups of host arrays are answered from the databases, which is slower"
+                if self._databases_complete
+                else "lookups fail, since no database holds every row",
+            )
+        if not (self._databases_complete and all(_on_host(segment) for segment in segments)):
+            raise error
 
     def _answer_misses(self, lookup: CacheLookup, segments: Sequence[Segment], counts: Sequence[int]) -> None:
         padding = lookup.padding or [0] * len(segments)
@@ -443,7 +488,8 @@ class CachedSession:
         self._coalescer.fetch(table, fence, keys, rows, found)
         with fence.filling(token) as allowed:
             if allowed:
-                self.cache.insert(table_index, keys[found], rows[found])
+                with self.cache.unless_lost():
+                    self.cache.insert(table_index, keys[found], rows[found])
         return found
 
     def _done(self, table_index: int, keys: KeyArray) -> None:
@@ -519,7 +565,8 @@ class DirectSession:
     def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
         self.tables = tuple(tables)
         self.cache: EmbeddingCache | None = None
-        self.on_cuda = False
+        self.on_cuda = self.lost = False
+        self.refuses = ""
         self.busy = 0
         self.workspaces = (0, 0)
         self.miss_paths: Sequence[str] = ()
@@ -647,6 +694,13 @@ class DirectSession:
 
     def close(self, timeout_s: float = 10.0) -> bool:
         return self._calls.close(timeout_s)
+
+
+def _on_host(segment: Segment) -> bool:
+    """Return whether a lookup without a device can answer a segment."""
+    bags = () if segment.pooling is None else (segment.pooling.offsets, segment.pooling.weights)
+    arrays = [one for one in (segment.keys, segment.out, segment.found, *bags) if one is not None]
+    return all(isinstance(array, np.ndarray) for array in arrays) and segment.out.dtype == np.float32
 
 
 class _LookupPool:

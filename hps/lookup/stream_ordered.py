@@ -3,11 +3,12 @@
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hps.cache.base import CacheLookup, EmbeddingCache, StreamCapture, StreamOrderedCounts
-from hps.errors import DatabaseError, InvalidInputError, NotReadyError
+from hps.errors import DatabaseError, HPSError, InvalidInputError, NotReadyError
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
@@ -176,7 +177,8 @@ class StreamOrderedLookups:
             self._reclaim()
             if self._captured:
                 return False
-        self.settle()
+        with suppress(HPSError):  # the device failed
+            self.settle()
         with self._counting:
             self._ended = True
         return True

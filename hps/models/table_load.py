@@ -74,6 +74,7 @@ class LoadReport:
         differs: whether the authority has, or may have, other vectors than the files (it was updated online, kept, or writable
             by others), or than their first rows (a later row of the same key counts). A cache that is warmed up from the files
             must then be refreshed before it serves.
+        complete: a database holds every row, and evicts none.
     """
 
     tag: str
@@ -82,6 +83,7 @@ class LoadReport:
     seconds: float
     loads: tuple[DatabaseLoad, ...]
     differs: bool = False
+    complete: bool = False
 
 
 class TableLoad:
@@ -179,16 +181,19 @@ class TableLoad:
             self._log_loaded(database, loads[i])
         if not (databases or self._targets.keep) and isinstance(self._model, SparseModel) and self._model.is_summed:
             self._model.check_content(self._checksum(self._model, 0, self._model.rows))  # caches alone read it, and in part
-        source = self._warm_up_source(authority, loads)
-        return LoadReport(self._tag, source, self._model.fingerprint, time.monotonic() - started, tuple(loads), differs)
+        complete = authority or self._complete(loads)
+        source: WarmUpSource = self._model
+        if complete and isinstance(self._model, DeltaModel):
+            source = DatabaseRows(complete, self._table)
+        seconds = time.monotonic() - started
+        return LoadReport(self._tag, source, self._model.fingerprint, seconds, tuple(loads), differs, complete is not None)
 
-    def _warm_up_source(self, authority: Database | None, loads: Sequence[DatabaseLoad]) -> WarmUpSource:
-        """Choose the source of warm-ups: for a delta, a database with every row, if any."""
-        if isinstance(self._model, SparseModel):
-            return self._model
-        whole = (one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows)
-        database = authority or next(whole, None)
-        return DatabaseRows(database, self._table) if database else self._model
+    def _complete(self, loads: Sequence[DatabaseLoad]) -> Database | None:
+        """Return a volatile database that holds every row and evicts none, if any."""
+        loaded = [one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows]
+        kept = [one for one in self._targets.keep if one.shared]  # the others begin empty
+        evictless = (one for one in (*loaded, *kept) if one.stats(self._tag_in(one)).capacity_rows >= UNBOUNDED_ROWS)
+        return next(evictless, None)
 
     def _put_above(self, authority: Database) -> None:
         for database in (*self._targets.load, *self._targets.keep):

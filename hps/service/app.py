@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hps.configuration.load import ServiceConfig
 from hps.configuration.tokens import WatchedTokens, published
-from hps.errors import DeviceError, DeviceMemoryError, HPSError
+from hps.errors import HPSError
 from hps.service.authorization import CERTIFICATE, Authorization
 from hps.service.call_threads import CallThreads
 from hps.service.held_memory import HeldMemory
@@ -76,14 +76,13 @@ class Application:
         self._statistics = InferenceStatistics()
         self._memory = memory = HeldMemory(settings.max_held_bytes)
         self._refusals = Refusals()
-        self._device_failed = False
         self._rows = RowRoutes(lifecycle, settings, memory)
         self._reports, self._texts = (
             CallThreads(1, settings.request_timeout_s, memory, _MOST_WAITING, what) for what in ("report", "text")
         )
-        self.link = FrontLink(lifecycle, self.device_failed)
+        self.link = FrontLink(lifecycle)
         self._statistics.fronts, self._statistics.serials = self.link.figures, self.link.serials
-        self._metrics = HTTPMetrics(self._refusals, lambda: self.lifecycle.settled, lambda: self._device_failed)
+        self._metrics = HTTPMetrics(self._refusals, lambda: lifecycle.settled, lambda: bool(lifecycle.degraded))
         self._metrics.fronts, self._metrics.loops = self.link.figures, self.link.loop_figures
         routers = [
             admin_routes(lifecycle, self._reports, ERRORS),
@@ -144,12 +143,6 @@ class Application:
             elif scope["path"] not in POLLED:
                 requests.left_out += 1
 
-    def device_failed(self, error: DeviceError) -> None:
-        """Answer no more lookups: a device has failed."""
-        _log.error("the device failed: %s", error)
-        self._device_failed = True
-        self.lifecycle.fail(f"the device failed; restart the service: {error}")
-
     def openapi(self) -> dict[str, Any]:
         return self._control.openapi()
 
@@ -208,9 +201,7 @@ class Application:
         elif isinstance(error, RequestError) and error.status in (401, 403):
             client = scope["client"][0] if scope.get("client") else "an unknown address"
             self._refusals.deny(error.status, client, f"{request_line(scope)}: {error}", request_id)
-        if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError) and not served.who:
-            self.device_failed(error)
-        elif not isinstance(error, HPSError | MemoryError):
+        if not isinstance(error, HPSError | MemoryError):
             _log.error(
                 "serving %s failed unexpectedly", request_line(scope), exc_info=error, extra=fields(request_id=request_id)
             )

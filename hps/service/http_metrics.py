@@ -26,7 +26,7 @@ class HTTPMetrics:
     Args:
         refusals: exposed with the requests.
         ready: returns whether lookups of every model that can be loaded are answered.
-        device_failed: returns whether a device has failed.
+        device_failed: returns whether a device is lost.
 
     Attributes:
         fronts: returns the figures of all fronts, which are added.
@@ -144,7 +144,7 @@ _OF_LOOPS: Final = {
     "hps_owner_wakes": "How often the loop woke from sleep.",
 }
 _READY: Final = "1 while lookups are answered, ignoring models that cannot be loaded."
-_DEVICE_FAILED: Final = "1 after a device failure: no lookup is answered until a restart."
+_DEVICE_FAILED: Final = "1 while a device of a model in service is lost, until a restart."
 
 
 def are_figures(found: Mapping[str, Any]) -> bool:

@@ -114,7 +114,7 @@ class Lifecycle:
     @property
     def settled(self) -> bool:
         """Whether lookups are answered for every model that has not failed."""
-        blocked = self.leaving or self._blocked or self.unpublished()
+        blocked = self.leaving or self._blocked or self.unpublished() or self.live.refused()
         return not blocked and (self._all_tried or not self.states.summary())
 
     @property
@@ -126,7 +126,13 @@ class Lifecycle:
     def not_ready_reason(self) -> str:
         """Why lookups of some models are not answered, or soon will not be; empty if all are."""
         reason = self._blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
-        return reason or self.unpublished()
+        return reason or self.unpublished() or self.live.refused()
+
+    @property
+    def degraded(self) -> str:
+        """Which devices of models in service are lost; empty without any."""
+        lost = self.live.lost_devices().items()
+        return "; ".join(f"device {device} is lost: {failure}; restart the service" for device, failure in lost)
 
     @property
     def server(self) -> HPS:
@@ -162,12 +168,6 @@ class Lifecycle:
             self._loader = new_thread("load", self._load)
             self._loader.start()
 
-    def fail(self, reason: str) -> None:
-        """Stop answering for good, for a reason that only a restart removes."""
-        with self._changing:
-            self._blocked, self.serving = reason, None
-        self._block(reason)
-
     def _block(self, reason: str) -> None:
         self._blocked = reason
         for tell in self.on_block:
@@ -194,7 +194,9 @@ class Lifecycle:
     def refuse(self) -> None:
         """Answer no new lookups: the service is stopping."""
         self.leave()
-        self.fail(STOPPING)
+        with self._changing:
+            self._blocked, self.serving = STOPPING, None
+        self._block(STOPPING)
 
     def close(self, timeout_s: float) -> bool:
         """Stop loading and close the parameter server; False on timeout. Blocks."""

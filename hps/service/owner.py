@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, Final
@@ -17,7 +17,7 @@ import numpy as np
 
 from hps.cache.base import BatchDriver
 from hps.configuration.load import ServiceConfig
-from hps.errors import DeviceError, DeviceMemoryError, HPSError, InvalidInputError, NotReadyError, WorkspaceTimeoutError
+from hps.errors import HPSError, InvalidInputError, NotReadyError, WorkspaceTimeoutError
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.workers import new_thread
 from hps.lookup.session import CachedSession
@@ -113,16 +113,14 @@ class FrontLink:
 
     Args:
         lifecycle: of the parameter server.
-        device_failed: told of a device that has failed.
 
     Attributes:
         shared_memory: regions that clients have registered.
         tokens: entries of the file of tokens, for the page.
     """
 
-    def __init__(self, lifecycle: Lifecycle, device_failed: Callable[[DeviceError], None]) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._device_failed = device_failed
         self.tokens: list[dict[str, Any]] = []
         self._memories: list[Memory] = []
         self._boards: list[Board] = []
@@ -418,8 +416,6 @@ class FrontLink:
             server = self._lifecycle.opened
             if served is None or server is None or served.deployment not in server.live.all():
                 return RETIRED, b""
-        if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError):
-            self._device_failed(error)
         if isinstance(error, HPSError):
             message = str(error)
         elif isinstance(error, MemoryError):

@@ -147,10 +147,10 @@ class StatisticsCollector:
                 for database in deployment.chain.databases:
                     if not database.in_process:
                         self._ask(database, table.tag, partial(database.stats, database.stored(table).tag))
-                for cache in deployment.caches:
+                for cache in deployment.device_caches:
                     if cache.device != "cpu":
                         self._ask(cache, table.tag, partial(cache.stats, index))
-            for cache in deployment.caches:
+            for cache in deployment.device_caches:
                 self._ask(cache, _DEVICE, cache.device_memory)
 
     def close(self) -> None:
@@ -236,15 +236,17 @@ class StatisticsCollector:
         row_bytes = 4 * deployment.tables[index].width
         for place, cache in enumerate(deployment.caches):
             stats, age = self._cache_stats(cache, index)
-            vector_bytes = None if stats is None else min(stats.size_bytes, row_bytes * stats.capacity_rows)
+            of_devices = (self._cache_stats(one, index)[0] for one in deployment.device_caches if one.leader is cache)
+            size_bytes = sum(one.size_bytes for one in of_devices if one is not None)
+            vector_bytes = None if stats is None else min(size_bytes, row_bytes * stats.capacity_rows)
             yield TierStatistics(
                 tier=TIERS[0],
                 kind=cache.device,
-                device=_device(cache),
+                device=cache.device_name,
                 rows=None if stats is None else stats.resident_rows,
                 capacity_rows=None if stats is None else stats.capacity_rows,
                 vector_bytes=vector_bytes,
-                overhead_bytes=None if stats is None or vector_bytes is None else stats.size_bytes - vector_bytes,
+                overhead_bytes=None if vector_bytes is None else size_bytes - vector_bytes,
                 hits=0 if place else counters.hits[0],
                 misses=0 if place else counters.misses[0],
                 inserts=None if stats is None else stats.inserts,
@@ -294,7 +296,7 @@ class StatisticsCollector:
         for deployment in deployments:
             for session in dict.fromkeys(deployment.sessions.values()):
                 if session.cache is not None:
-                    device = _device(session.cache)
+                    device = session.cache.device_name
                     by_device.setdefault(device, []).append(session.cache)
                     pinned[device] = pinned.get(device, 0) + _pinned_bytes(deployment, session)
         for device, caches in by_device.items():
@@ -327,7 +329,3 @@ def _pinned_bytes(deployment: Deployment, session: Session) -> int:
             if path == "link" and (host := deployment.chain.host_table(table)):
                 total += host.pinned_bytes
     return total
-
-
-def _device(cache: EmbeddingCache) -> str:
-    return "cpu" if cache.device == "cpu" else str(cache.device_id)

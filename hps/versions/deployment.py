@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from hps.cache.base import STATIC_LOAD, EmbeddingCache
+from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.databases.base import Database, LogPosition, Partition, RowChanges
@@ -204,8 +204,18 @@ class Deployment:
 
     @property
     def caches(self) -> list[EmbeddingCache]:
-        """The embedding caches, each once."""
-        return [session.cache for session in dict.fromkeys(self.sessions.values()) if session.cache is not None]
+        """The embedding caches, each once; of devices that share rows, the one that stands for them all."""
+        return list(dict.fromkeys(cache.leader for cache in self.device_caches))
+
+    @property
+    def device_caches(self) -> list[EmbeddingCache]:
+        """The embedding caches of all devices, each once."""
+        return list(dict.fromkeys(session.cache for session in self.sessions.values() if session.cache is not None))
+
+    @property
+    def refuses(self) -> str:
+        """Why lookups on a device fail, whatever they ask for; empty if all are answered."""
+        return next(filter(None, (session.refuses for session in self.sessions.values())), "")
 
     @property
     def keys_per_sample(self) -> int:
@@ -214,6 +224,8 @@ class Deployment:
 
     def choose_device(self, *tensors: Any) -> int:
         """Choose a device for a lookup that names none: the tensors' device, else the one with the fewest keys in progress.
+
+        Lost devices come last.
 
         Only call it if `one_device` is None.
 
@@ -225,7 +237,7 @@ class Deployment:
                 if (device := cuda_device_of(one)) in self.sessions:
                     return device
         sessions = self.sessions
-        return min(next(self._turns), key=lambda device: sessions[device].busy)
+        return min(next(self._turns), key=lambda device: (sessions[device].lost, sessions[device].busy))
 
     def device(self, device_id: int | None) -> int:
         """Return a device; for None, the one that `choose_device` chooses."""
@@ -280,10 +292,11 @@ class Deployment:
         def apply(written: bool) -> None:
             self._tell(index, distinct)
             for cache in self._all_caches():
-                if written:
-                    cache.write(index, distinct, latest)
-                else:
-                    cache.drop(index, distinct)
+                with cache.unless_lost():
+                    if written:
+                        cache.write(index, distinct, latest)
+                    else:
+                        cache.drop(index, distinct)
 
         with self.changes:
             self.modified.set()
@@ -296,10 +309,11 @@ class Deployment:
         def apply(written: bool) -> None:
             self._tell(index, keys)
             for cache in self._all_caches():
-                if written:
-                    cache.erase(index, keys)
-                else:
-                    cache.drop(index, keys)
+                with cache.unless_lost():
+                    if written:
+                        cache.erase(index, keys)
+                    else:
+                        cache.drop(index, keys)
 
         with self.changes:
             self.modified.set()
@@ -336,12 +350,13 @@ class Deployment:
                 # With a shared database, another process already wrote these rows: our caches lack them.
                 stale = changes.keys[~latest] if shared else changes.keys[:0]
             for cache in self._all_caches():
-                if keys.size:
-                    cache.write(index, keys, vectors)
-                if gone.size:
-                    cache.erase(index, gone)
-                if stale.size:
-                    cache.drop(index, stale)
+                with cache.unless_lost():
+                    if keys.size:
+                        cache.write(index, keys, vectors)
+                    if gone.size:
+                        cache.erase(index, gone)
+                    if stale.size:
+                        cache.drop(index, stale)
 
         with self.changes:
             self.modified.set()
@@ -534,7 +549,7 @@ def deploy(
         fingerprints = tuple(report.fingerprint for report in reports)
         starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
         positions = _log_positions(chain, tables, starts)
-        build = partial(_sessions, cache_class, chain, rows)
+        build = partial(_sessions, cache_class, chain, rows, all(report.complete for report in reports))
         _log.debug("%s: its tables are loaded; building and warming its caches", what)
         fill = partial(_fill, chain) if config.embedding_cache_type == "static" else _FromFiles(tables, reports, chain).fill
         sessions = build(config, tables, fill)
@@ -655,6 +670,7 @@ def _sessions(
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
     rows: Sequence[int],
+    databases_complete: bool,
     config: ModelConfig,
     tables: Sequence[TableSpec],
     fill: Callable[[EmbeddingCache, int, float], None] | None = None,
@@ -662,6 +678,7 @@ def _sessions(
     """Build the session of every device, with its cache; on the CPU all device ids share one.
 
     Args:
+        databases_complete: the databases hold every row.
         fill: warms a table of a cache with a share of its rows; by default from the database that holds every row.
     """
     if is_direct(config, cache_class):
@@ -675,30 +692,59 @@ def _sessions(
         workspace_timeout_s=config.workspace_timeout_s,
         insert_queue_length=config.insert_queue_length,
         one_of_several=len(config.deployed_device_list) > 1 and cache_class.device != "cpu",
+        databases_complete=databases_complete,
     )
     fraction = config.cache_refresh_percentage_per_iteration if config.init_ec else 0.0
     if is_static(config):
         fraction = 1.0
     if not config.gpucache:
         fraction = 0.0
-    capacities = cache_capacities(config, rows)
+    sharing, reason = usable_sharing(config, cache_class, rows)
+    if reason is not None:
+        _log.warning("model %r: %s", config.model, not_shared(config, reason))
+    capacities = cache_capacities(config, rows, sharing)
     sessions: dict[int, Session] = {}
+    shared: EmbeddingCache | None = None
     try:
         for device_id in config.deployed_device_list:
             if cache_class.device == "cpu" and sessions:
                 sessions[device_id] = next(iter(sessions.values()))
                 continue
-            cache = cache_class.create(tables, capacities, device_id, is_static(config))
+            if shared is None:
+                cache = cache_class.create(tables, capacities, device_id, is_static(config), sharing)
+                shared = cache if sharing.device_ids else None
+            else:
+                cache = shared.on(device_id)
             paths = _miss_paths(config, cache, chain)
             own = replace(settings, stream_order_refusals=paths.stream_order_refusals, miss_paths=tuple(paths.paths))
             sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, chain.metrics)
-            for index in range(len(tables)):
-                fill(cache, index, fraction)
+            if not sharing.device_ids:
+                _fill_all(cache, fill, fraction)
+        if shared is not None:  # only now: miss paths are chosen for an empty cache
+            _fill_all(shared.leader, fill, fraction)
     except BaseException:
         for session in dict.fromkeys(sessions.values()):
             session.close(0.0)
+        if shared is not None:
+            for device_id in sharing.device_ids:
+                shared.on(device_id).close()
         raise
     return sessions
+
+
+def _fill_all(cache: EmbeddingCache, fill: Callable[[EmbeddingCache, int, float], None], fraction: float) -> None:
+    for index in range(len(cache.tables)):
+        fill(cache, index, fraction)
+
+
+def usable_sharing(
+    config: ModelConfig, cache_class: type[EmbeddingCache], rows: Sequence[int]
+) -> tuple[DeviceSharing, str | None]:
+    """Return how the devices of a model share its rows here, and why they do not share them as configured; None if they do."""
+    sharing = device_sharing(config, rows) if cache_class.device != "cpu" else ALONE
+    if sharing.device_ids and (reason := cache_class.reason_against_sharing(sharing.device_ids)):
+        return ALONE, reason
+    return sharing, None
 
 
 def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain) -> MissPaths:
@@ -761,10 +807,34 @@ def is_static(config: ModelConfig) -> bool:
     return config.embedding_cache_type == "static" and config.gpucache
 
 
-def cache_capacities(config: ModelConfig, rows: Sequence[int]) -> list[int]:
-    """Return the rows that a device's cache has room for, by table."""
-    share = 1 / STATIC_LOAD if config.embedding_cache_type == "static" else config.gpucacheper
-    return [math.ceil(share * count) if config.gpucache else 0 for count in rows]
+def not_shared(config: ModelConfig, reason: str) -> str:
+    """Say that the devices of a model do not share its rows."""
+    return f"device_sharing {config.device_sharing} is impossible here: {reason}; every device caches by itself (replicate)"
+
+
+def device_sharing(config: ModelConfig, rows: Sequence[int]) -> DeviceSharing:
+    """Return how the devices of a model are to share its rows."""
+    if config.reason_against_sharing:
+        return ALONE
+    near = tuple(int(NEAR_SHARE * config.gpucacheper * count) for count in rows) if config.device_sharing == "hot" else ()
+    return DeviceSharing(tuple(config.deployed_device_list), near)
+
+
+def cache_capacities(config: ModelConfig, rows: Sequence[int], sharing: DeviceSharing = ALONE) -> list[int]:
+    """Return the rows that a cache has room for, by table: of one device, or of all that share them, without near rows.
+
+    Each device gives as many as it would cache by itself, and a shared cache needs room for every row once.
+    """
+    if not config.gpucache:
+        return [0] * len(rows)
+    if config.embedding_cache_type == "static":
+        return [math.ceil(count / STATIC_LOAD) for count in rows]
+    own = [math.ceil(config.gpucacheper * count) for count in rows]
+    if not sharing.device_ids:
+        return own
+    near = sharing.near_rows or (0,) * len(rows)
+    devices = len(sharing.device_ids)
+    return [min(count, devices * (one - beside)) for count, one, beside in zip(rows, own, near, strict=True)]
 
 
 def index_sizes(config: ModelConfig, rows: Sequence[int]) -> list[int]:
@@ -791,9 +861,10 @@ def _check_room(
         stored = map(database.stored, tables)
         database.check_room([(one.tag, one.width, math.ceil(share * count)) for one, count in zip(stored, rows, strict=True)])
     if cache_class:
+        sharing, _reason = usable_sharing(config, cache_class, rows)
+        capacities = cache_capacities(config, rows, sharing)
         for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
-            room = cache_capacities(config, rows), device_id, is_static(config), index_sizes(config, rows)
-            cache_class.check_room(tables, *room)
+            cache_class.check_room(tables, capacities, device_id, is_static(config), index_sizes(config, rows), sharing)
 
 
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:

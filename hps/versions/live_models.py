@@ -83,9 +83,10 @@ class VersionInfo:
 def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
     """Return the current size and state of a version."""
     sizes: dict[str, int] = {}
-    if state in ("serving", "available") and deployment.caches:
-        tables = range(len(deployment.tables))
-        sizes[TIERS[0]] = sum(cache.stats(index).size_bytes for cache in deployment.caches for index in tables)
+    for cache in deployment.device_caches if state in ("serving", "available") else ():
+        with suppress(HPSError):  # its device is lost
+            size_bytes = sum(cache.stats(index).size_bytes for index in range(len(deployment.tables)))
+            sizes[TIERS[0]] = sizes.get(TIERS[0], 0) + size_bytes
     for database in deployment.chain.databases:
         with suppress(DatabaseError, NotReadyError, UnknownTableError):  # it is down, or the table is being dropped
             tier = TIERS[1 + database.persistent]
@@ -258,6 +259,16 @@ class LiveModels:
 
     def all(self) -> list[Deployment]:
         return [one for name in list(self._models) for one, state in self.versions(name) if state in ("serving", "available")]
+
+    def lost_devices(self) -> dict[str, str]:
+        """Return the devices that versions in service have lost, with the error of each."""
+        caches = [cache for one in self.all() for cache in one.device_caches]
+        return {cache.device_name: failure for cache in caches if (failure := cache.failure) is not None}
+
+    def refused(self) -> str:
+        """Which models in service refuse all lookups on a device, and why; empty without any."""
+        refusing = {one.config.model: reason for one in self.all() if (reason := one.refuses)}
+        return "; ".join(f"model {model!r}: {reason}" for model, reason in refusing.items())
 
     def kept(self, name: str) -> list[Deployment]:
         """Return the versions kept for a roll-back, in the order of their replacement."""

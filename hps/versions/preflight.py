@@ -17,7 +17,7 @@ from hps.models.sources import ModelSources
 from hps.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.types import CheckResult, TableSpec
-from hps.versions.deployment import cache_capacities, is_static, why_unavailable
+from hps.versions.deployment import cache_capacities, is_static, not_shared, usable_sharing, why_unavailable
 from hps.versions.live_updates import LiveUpdates, topic_of
 
 
@@ -111,9 +111,13 @@ def _room(
     for i, model in enumerate(configuration.models):
         own = {table: rows for table, (rows, _) in tables.items() if table.model_name == model.model and rows}
         devices = model.deployed_device_list[: 1 if cache.device == "cpu" else None] if model.gpucache and own else ()
+        sharing, reason = usable_sharing(model, cache, list(own.values()))
+        if reason is not None:
+            found.append(CheckResult("warning", f"models[{i}].device_sharing", not_shared(model, reason)))
+        capacities = cache_capacities(model, list(own.values()), sharing)
         for device_id in devices:
             try:
-                cache.check_room(list(own), cache_capacities(model, list(own.values())), device_id, is_static(model))
+                cache.check_room(list(own), capacities, device_id, is_static(model), sharing=sharing)
             except HPSError as error:
                 found.append(CheckResult("wrong", f"models[{i}].deployed_device_list", str(error)))
     return found

@@ -518,6 +518,7 @@ def test_more_lookups_than_may_wait_are_503_with_retry_after(fake, held, monkeyp
         (WorkspaceTimeoutError("all workspaces are busy"), 503),
         (DatabaseTimeoutError("Redis did not answer"), 503),
         (UnknownDeviceError("no device 7"), 404),
+        (DeviceError("CUDA error 700: an illegal memory access was encountered"), 503),
         (DeviceMemoryError("4 GB do not fit"), 503),
         (MemoryError(), 503),
     ],
@@ -530,17 +531,6 @@ def test_a_lookup_that_fails_is_answered_by_its_status(fake, error, status):
         assert response.json()["error"] == (str(error) or "not enough memory for the answer; send fewer keys at once")
         assert ("retry-after" in response.headers) == (status == 503)
         assert service.client.get("/v2/health/ready").status_code == 200
-
-
-def test_a_failed_device_turns_readiness_false(fake):
-    fake.on_lookup = raising(DeviceError("CUDA error 700: an illegal memory access was encountered"))
-    with running_service(document(), fake) as service:
-        assert service.client.post(PATH, content=LOOKUP).status_code == 503
-        response = service.client.get("/v2/health/ready")
-        assert response.status_code == 503
-        assert "CUDA error 700" in response.json()["reason"]
-        assert service.client.get("/v2/health/live").status_code == 200
-        assert service.client.post(PATH, content=LOOKUP).status_code == 503
 
 
 @pytest.mark.parametrize("path", [PATH, "/v2/models/m/infer"])

@@ -403,6 +403,20 @@ def test_prefetched_keys_are_resident(start, persistent):
         server.prefetch(keys, "m", "a", 7)
 
 
+def test_an_undeployment_frees_the_tables_when_the_device_is_lost(start, monkeypatch):
+    def lost(*_):
+        raise hps.DeviceError("reading counters: an illegal memory access was encountered")
+
+    server = start()
+    database, [tag, _] = server.model("m").chain.databases[0], [table.tag for table in server.model("m").tables]
+    lookup(server, [1], wait=False)
+    monkeypatch.setattr(LinkedCache, "stream_ordered_counts", lost)
+    assert database.size(tag) == ROWS
+    server.undeploy("m")
+    with pytest.raises(hps.UnknownTableError):
+        database.size(tag)
+
+
 def test_prefetch_into_no_cache_promotes(start):
     tiers = {"device": "cpu", "volatile_db": {"type": "hash_map", "initial_cache_rate": 0.0, "cache_missed_embeddings": True}}
     server = start(True, gpucache=False, tiers=tiers)

@@ -330,7 +330,7 @@ def test_arrays_of_our_client_do_not_pass_through_the_socket(service: ServedProc
             client.release(memory)
             assert (client.lookup(keys, "m", "item", out=out) == vectors_of(keys)).all()
             assert httpx.get(f"{service.url}/v2/systemsharedmemory/status").json() == []
-            assert not list(SHM.glob("hps-client-*"))
+            assert not list(SHM.glob(f"hps-client-{os.getpid()}-*"))
         with pytest.raises(hps.CapacityError):
             client.shared_memory(LIMIT + 1)
         with pytest.raises(hps.CapacityError):
@@ -338,10 +338,10 @@ def test_arrays_of_our_client_do_not_pass_through_the_socket(service: ServedProc
     with hps.connect("http://127.0.0.1:1") as nowhere, pytest.raises(hps.RemoteConnectionError):
         nowhere.shared_memory(4096)
     gc.collect()
-    assert not list(SHM.glob("hps-client-*"))
+    assert not list(SHM.glob(f"hps-client-{os.getpid()}-*"))
     with hps.connect(service.url) as client:
         client.shared_memory(4096)  # removed with the client
-    assert not list(SHM.glob("hps-client-*"))
+    assert not list(SHM.glob(f"hps-client-{os.getpid()}-*"))
 
 
 def test_arrays_of_our_asynchronous_client_neither(service: ServedProcess) -> None:

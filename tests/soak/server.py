@@ -114,7 +114,7 @@ class Node:
     def memory(self) -> dict[str, int]:
         """Bytes that the embedding caches hold."""
         deployed = [self._server.model(name) for name in self._server.models]
-        caches = [(cache, len(model.tables)) for model in deployed for cache in model.caches]
+        caches = [(cache, len(model.tables)) for model in deployed for cache in model.device_caches]
         return {"caches": sum(cache.stats(table).size_bytes for cache, tables in caches for table in range(tables))}
 
     def _of_child(self, known: npt.NDArray[np.int64]) -> list[str]:

@@ -68,6 +68,9 @@ class ServerReady(Ready):
     """Whether lookups of every model are answered."""
 
     models: list[ModelStatus] | None = Field(default=None, description="All models; absent when all are ready.")
+    degraded: str | None = Field(
+        default=None, description="Lost devices: lookups are answered without them, or fail, until the service is restarted."
+    )
 
 
 class ModelReady(Ready):

@@ -146,12 +146,12 @@ def control_app(
         strict: Annotated[bool, Query(description="`false` ignores models that cannot be loaded.")] = True,
     ) -> schemas.ServerReady:
         """Report whether lookups of every model are answered and, if not, the loading progress. Needs no token."""
-        reason = lifecycle.not_ready_reason
+        reason, degraded = lifecycle.not_ready_reason, lifecycle.degraded or None
         if not reason:
-            return schemas.ServerReady(ready=True)
+            return schemas.ServerReady(ready=True, degraded=degraded)
         settled = not strict and lifecycle.settled
         response.status_code = 200 if settled else 503
-        return schemas.ServerReady(ready=settled, reason=reason, models=lifecycle.states.models())
+        return schemas.ServerReady(ready=settled, reason=reason, models=lifecycle.states.models(), degraded=degraded)
 
     @app.get("/v2", tags=["metadata"], responses=_UNAUTHORIZED)
     async def server_metadata() -> schemas.ServerMetadata:
@@ -315,6 +315,8 @@ def _model_ready(lifecycle: Lifecycle, model: str, version: str | None) -> schem
     deployment = lifecycle.server_of(model).model(model, version)
     if lifecycle.leaving:
         raise NotReadyError(f"model {model!r} is not ready: {STOPPING}")
+    if reason := deployment.refuses:
+        raise NotReadyError(f"model {model!r} is not ready: {reason}")
     if deployment.scores is not None:
         deployment.scores.refuse_if_busy(lifecycle.configuration.service.request_timeout_s)
     return schemas.ModelReady(ready=True, name=model)

@@ -313,6 +313,17 @@ def test_secrets_are_in_no_repr() -> None:
             "index_on_device has no effect: embedding_cache_type is static",
         ),
         ({"index_on_device": True, "miss_path": "copy"}, {}, "index_on_device has no effect: miss_path is copy"),
+        (
+            {"device_sharing": "hot", "deployed_device_list": [0, 1]},
+            {"device": "cpu"},
+            "model ranker: device_sharing hot has no effect: device is cpu",
+        ),
+        (
+            {"device_sharing": "hot", "deployed_device_list": [0, 1], "gpucache": False},
+            {},
+            "device_sharing hot has no effect: gpucache is false",
+        ),
+        ({"device_sharing": "partition"}, {}, "device_sharing partition has no effect: deployed_device_list names one device"),
         ({}, {"persistent_db": {"path": "x"}}, "persistent_db has no type"),
     ],
 )
@@ -322,6 +333,26 @@ def test_what_is_read_and_not_done_is_a_warning(model: dict[str, Any], top: dict
 
 def test_an_index_on_the_device_that_is_kept_gives_no_warning() -> None:
     assert "index_on_device" not in notices({"index_on_device": True}, device="cuda")
+
+
+@pytest.mark.parametrize("sharing", ["replicate", "partition", "hot"])
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_devices_that_may_share_rows_give_no_warning(sharing: str, device: str) -> None:
+    changes = {"device_sharing": sharing, "deployed_device_list": [0, 1]}
+    assert "device_sharing" not in notices(changes, device=device)
+    assert load(changes, device=device).models[0].device_sharing == sharing
+
+
+def test_devices_share_nothing_by_default() -> None:
+    assert load({"deployed_device_list": [0, 1]}).models[0].device_sharing == "replicate"
+    assert "device_sharing" not in notices(device="cpu")
+
+
+def test_static_caches_have_no_hot_rows() -> None:
+    static = {"embedding_cache_type": "static", "deployed_device_list": [0, 1]}
+    with pytest.raises(ConfigError, match="device_sharing: got hot with embedding_cache_type static"):
+        load({**static, "device_sharing": "hot"})
+    assert load({**static, "device_sharing": "partition"}).models[0].device_sharing == "partition"
 
 
 # -- a repository in place of a ps.json -------------------------------------------------------------------------------

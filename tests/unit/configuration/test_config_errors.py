@@ -86,6 +86,11 @@ MODEL_VALUES = [
         "dynamik",
         'got "dynamik", expected one of: dynamic, static, uvm, stochastic; did you mean dynamic?',
     ),
+    (
+        "device_sharing",
+        "partitioned",
+        'got "partitioned", expected one of: replicate, partition, hot; did you mean partition?',
+    ),
 ]
 TOP_VALUES = [
     ("device", "gpu", 'got "gpu", expected one of: auto, cuda, cpu; did you mean cuda?'),

@@ -102,6 +102,12 @@ def test_the_device_with_fewer_keys_under_way_is_chosen_and_those_that_wait_for_
     assert sorted(deployed.chosen(2)) == [3, 5]
 
 
+def test_a_busy_device_is_chosen_before_a_lost_one(deployed):
+    deployed.deployment.session(5).lost = True
+    deployed.start(3, 10)
+    assert deployed.chosen(3) == [3, 3, 3]
+
+
 def test_lookups_that_fail_or_are_refused_are_under_way_no_longer(deployed):
     deployed.database.failing.add("fetch")
     running = deployed.start(3, 10)

@@ -1,12 +1,13 @@
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from hps.cache.cpu.cache import NumpyCache
+from hps.cache.cpu.cache import NumpyCache, NumpyLookup
 from hps.configuration.models import ModelConfig
-from hps.errors import DatabaseError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
+from hps.errors import DatabaseError, DeviceError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.coalescing import FetchCoalescer
@@ -213,6 +214,35 @@ def test_busy_workspaces_end_in_a_typed_error_after_the_timeout(serve):
     served.database.gate.set()
     thread.join(30)
     served.check(served.lookup({0: [2]}))
+
+
+@pytest.fixture
+def lost(serve, monkeypatch):
+    """A session whose device is lost."""
+
+    def fail(*_):
+        raise DeviceError("an illegal memory access")
+
+    monkeypatch.setattr(NumpyLookup, "query", fail)
+    monkeypatch.setattr(NumpyCache, "failure", "an illegal memory access")
+    return serve(databases_complete=True)
+
+
+def test_lookups_without_their_device_are_timed_from_their_beginning(lost):
+    began_ns = time.perf_counter_ns() - 10**12
+    lost.session.lookup([Segment(0, np.arange(3), np.empty((3, 3), np.float32))], began_ns)
+    assert lost.metrics.lookup_times("model").whole.total_ns >= 10**12
+
+
+def test_closing_waits_for_lookups_that_go_on_without_a_lost_device(lost):
+    lost.database.gate = threading.Event()
+    thread = threading.Thread(target=lost.lookup, args=({0: [1]},))
+    thread.start()
+    assert lost.database.entered.acquire(timeout=30)
+    assert not lost.session.close(0.05)
+    lost.database.gate.set()
+    thread.join(30)
+    assert lost.session.close(10)
 
 
 @pytest.mark.parametrize("threshold", [1.1, 0.0], ids=["lookup", "background"])

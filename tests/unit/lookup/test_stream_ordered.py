@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
+from hps.errors import DeviceError
 from hps.lookup.stream_ordered import StreamOrderedLookups
 from hps.statistics.metrics import Metrics
 from hps.tensors.bags import Combiner, Pooling
@@ -69,3 +70,16 @@ def test_a_workspace_is_prepared_once_for_all_lookups_that_are_no_larger(asked: 
     assert cache.last.prepared == 1
     lookups.enqueue(asked, take, lambda lookup: None)
     assert (cache.last.prepared, len(taken)) == ((1, 1) if has_room else (2, 0))
+
+
+def test_lookups_are_closed_after_their_device_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise DeviceError("reading counters: an illegal memory access was encountered")
+
+    tables = [TableSpec("m", "a", 8, 0.0, 1 << 20)]
+    cache = DeviceCache.create(tables, [100], 0)
+    lookups = StreamOrderedLookups(tables, cache, {}, Metrics())
+    lookups.enqueue(bags_of([8]), cache.create_lookup, lambda lookup: None)
+    monkeypatch.setattr(DeviceCache, "stream_ordered_counts", fail)
+    assert lookups.close()
+    lookups.settle()  # nothing is asked of the device any more

@@ -2,6 +2,7 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,22 @@ def test_a_closed_server_takes_no_version_that_was_being_loaded() -> None:
             live.serve(fake("1"), list, "keep")
     with pytest.raises(hps.NotReadyError, match="closed"), live.changing("m", "deploying"):
         pass
+
+
+def test_lost_devices_and_refusals_are_those_of_all_models() -> None:
+    given = ("a", {"0": None}, ""), ("b", {"0": None, "1": "lost"}, "no rows"), ("c", {"2": "gone"}, "")
+    models: dict[str, Any] = {
+        model: SimpleNamespace(
+            version="1",
+            config=SimpleNamespace(model=model),
+            device_caches=[SimpleNamespace(device_name=name, failure=failure) for name, failure in caches.items()],
+            refuses=refuses,
+        )
+        for model, caches, refuses in given
+    }
+    live = LiveModels(models)
+    assert live.lost_devices() == {"1": "lost", "2": "gone"}
+    assert live.refused() == "model 'b': no rows"
 
 
 def test_a_version_whose_caches_cannot_be_freed_is_in_nobodys_way() -> None:

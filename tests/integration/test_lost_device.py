@@ -1,0 +1,341 @@
+"""A device that is lost while a model serves: nothing is wrong, host arrays are answered, and a restart brings it back."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.registry import IMPLEMENTATIONS, Ours
+from hps.tensors.bags import Combiner, Pooling
+from hps.tensors.segments import Segment
+from tests.fakes.full_device import FullDevice
+from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
+
+ROWS, DIM = 500, 4
+KEYS = np.arange(ROWS)
+CACHED = {"gpucacheper": 0.6, "hit_rate_threshold": 1.1, "max_batch_size": 2 * ROWS}
+LOOKUP = {"tables": {"item": KEYS[:8].tolist()}}
+LOST = {"cpu": "an illegal memory access was encountered"}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(IMPLEMENTATIONS["cache"], device, Ours("tests.fakes.full_device:FullDevice"))
+    monkeypatch.setattr(FullDevice, "broken", False)
+    hps.write_sparse_model(tmp_path / "item.model", (KEYS, vectors(KEYS, 0)))
+    return model_of("shop", [tmp_path / "item.model"], {"item": DIM}, **CACHED)
+
+
+@pytest.fixture
+def document(model: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    return document_of(model, persistent=tmp_path / "rocksdb")
+
+
+def vectors(keys: np.ndarray, generation: int) -> np.ndarray:
+    return (keys[:, None] + 1000 * np.arange(DIM) + 100_000 * generation).astype(np.float32)
+
+
+def check(server: hps.HPS, generation: int) -> None:
+    found_vectors, found = server.lookup(np.append(KEYS, 10_000), "shop", "item", return_found=True)
+    np.testing.assert_array_equal(found_vectors[:-1], vectors(KEYS, generation))
+    np.testing.assert_array_equal(found_vectors[-1], 0.0)
+    assert found.tolist() == [True] * ROWS + [False]
+
+
+def test_lookups_and_writes_go_on_without_the_device(document: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with hps.HPS(document) as server:
+        check(server, 0)
+        FullDevice.broken = True
+        check(server, 0)
+        for generation in (1, 2, 3):
+            server.insert(KEYS, vectors(KEYS, generation), "shop", "item")
+            check(server, generation)
+        server.delete(KEYS[:5], "shop", "item")
+        _, found = server.lookup(KEYS[:10], "shop", "item", return_found=True)
+        assert found.tolist() == [False] * 5 + [True] * 5
+        assert server.row(7, "shop", "item").tier in ("persistent_db", "volatile_db")
+        assert server.prefetch(KEYS[10:20], "shop", "item") == 10
+        assert server.refresh("shop")["item"].updated == 0
+        assert server.live.lost_devices() == LOST
+    assert len([one for one in caplog.records if "is lost" in one.getMessage()]) == 1
+
+
+def test_a_write_that_finds_the_device_lost_is_kept(document: dict[str, Any]) -> None:
+    with hps.HPS(document) as server:
+        check(server, 0)
+        FullDevice.broken = True
+        server.insert(KEYS, vectors(KEYS, 1), "shop", "item")
+        check(server, 1)
+    FullDevice.broken = False
+    with hps.HPS(document) as server:  # the restart
+        check(server, 1)
+        assert server.live.lost_devices() == {}
+
+
+def test_a_device_is_lost_to_the_models_in_service_alone(document: dict[str, Any]) -> None:
+    with hps.HPS(document) as server:
+        assert server.live.lost_devices() == {}
+        FullDevice.broken = True
+        assert server.live.lost_devices() == LOST
+        server.undeploy("shop")
+        assert server.live.lost_devices() == {}
+
+
+class OnDevice:
+    """An array that is not in host memory."""
+
+    shape, dtype = (ROWS, DIM), np.dtype(np.float32)
+
+
+def bags(offsets: Any = None, weights: Any = None) -> Pooling:
+    return Pooling(ROWS, offsets, 1, weights, Combiner.SUM, 0.0, None)
+
+
+OUT = np.empty((ROWS, DIM), np.float32)
+BEYOND_DATABASES = {
+    "keys on a device": Segment(0, OnDevice(), OUT, n=ROWS),
+    "output on a device": Segment(0, KEYS, OnDevice()),
+    "float16": Segment(0, KEYS, np.empty((ROWS, DIM), np.float16)),
+    "mask on a device": Segment(0, KEYS, OUT, OnDevice()),
+    "offsets on a device": Segment(0, KEYS, OUT, pooling=bags(offsets=OnDevice())),
+    "weights on a device": Segment(0, KEYS, OUT, pooling=bags(weights=OnDevice())),
+}
+
+
+@pytest.mark.parametrize("segment", BEYOND_DATABASES.values(), ids=BEYOND_DATABASES)
+def test_arrays_that_databases_cannot_use_fail_with_the_device(
+    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch, segment: Segment
+) -> None:
+    def fall_back(*_: Any) -> None:
+        pytest.fail("the lookup was answered from the databases")
+
+    with hps.HPS(document) as server:
+        FullDevice.broken = True
+        session = server.model("shop").session(None)
+        monkeypatch.setattr(session._without_device, "lookup", fall_back)
+        with pytest.raises(hps.DeviceError, match="illegal memory access"):
+            session.lookup([segment])
+
+
+def test_no_answer_is_wrong_when_it_is_lost_under_load(document: dict[str, Any]) -> None:
+    with hps.HPS(document) as server:
+        done, failed = threading.Event(), []
+
+        def ask() -> None:
+            while not done.is_set():
+                try:
+                    check(server, 0)
+                except BaseException as error:  # noqa: BLE001 - shown below
+                    failed.append(error)
+                    return
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        done.wait(0.3)
+        FullDevice.broken = True
+        done.wait(0.5)
+        done.set()
+        for thread in threads:
+            thread.join(20)
+        assert not failed
+
+
+def test_errors_of_one_lookup_lose_no_device(document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullDevice, "failure", None)
+    with hps.HPS(document) as server:
+        FullDevice.broken = True
+        with pytest.raises(hps.DeviceError, match="illegal memory access"):
+            server.lookup(KEYS, "shop", "item")
+        with pytest.raises(hps.DeviceError, match="illegal memory access"):
+            server.insert(KEYS, vectors(KEYS, 1), "shop", "item")
+        with pytest.raises(hps.DeviceError, match="illegal memory access"):
+            server.row(7, "shop", "item")
+        assert server.live.lost_devices() == {}
+        FullDevice.broken = False
+        _, found = server.lookup(KEYS, "shop", "item", return_found=True)
+        assert found.all()
+
+
+HASH_MAP, NONE = {"type": "hash_map"}, {"type": "disabled"}
+ONLY_ROCKS_DB = {"volatile_db": NONE, "persistent_db": {"type": "rocks_db"}}
+
+
+@pytest.fixture
+def served(model: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., hps.HPS]:
+    """Start a server of caches with nearly every row, above databases."""
+
+    def start(tiers: dict[str, Any], **changes: Any) -> hps.HPS:
+        whole = {**model, "gpucacheper": 1.0, "cache_refresh_percentage_per_iteration": 1.0, **changes}
+        document = document_of(whole, persistent=tmp_path / "rocksdb" if "persistent_db" in tiers else None)
+        for name, tier in tiers.items():
+            document[name] = {**(document.get(name) or {}), **tier}
+        document["device"] = FullDevice.device
+        server = hps.HPS(document)
+        request.addfinalizer(server.close)
+        return server
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("tiers", "changes"),
+    [
+        ({}, {}),
+        (ONLY_ROCKS_DB, {}),
+        ({"volatile_db": {"initial_cache_rate": 0.1}, "persistent_db": {"type": "rocks_db"}}, {}),
+        ({"volatile_db": {"overflow_margin": 50}, "persistent_db": {"type": "rocks_db"}}, {}),
+        ({"volatile_db": NONE}, {"embedding_cache_type": "static"}),
+        ({"volatile_db": NONE}, {"embedding_cache_type": "uvm"}),
+    ],
+    ids=["hash map", "RocksDB", "part above RocksDB", "evicts above RocksDB", "static", "uvm"],
+)
+def test_databases_that_hold_every_row_answer_without_the_device(
+    served: Callable[..., hps.HPS], monkeypatch: pytest.MonkeyPatch, tiers: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    if changes:
+        monkeypatch.setattr(FullDevice, "device", "cuda")
+    server = served(tiers, **changes)
+    FullDevice.broken = True
+    check(server, 0)
+    assert server.row(7, "shop", "item").vector.tolist() == vectors(KEYS[7:8], 0)[0].tolist()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("kept", [False, True])
+def test_redis_alone_answers_without_the_device(served: Callable[..., hps.HPS], tmp_path: Path, kept: bool) -> None:
+    with RedisServer(tmp_path / "redis") as redis:
+        tier = {"type": "redis_cluster", "address": redis.address, "num_partitions": 2}
+        server = served({"volatile_db": tier})
+        if kept:
+            server = served({"volatile_db": {**tier, "initialize_after_startup": False}})
+        FullDevice.broken = True
+        check(server, 0)
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "changes"),
+    [
+        ({"volatile_db": NONE}, {}),
+        ({}, {"embedding_cache_type": "stochastic"}),
+        (ONLY_ROCKS_DB, {"embedding_cache_type": "stochastic"}),
+        ({"volatile_db": {"initial_cache_rate": 0.1}}, {}),
+        ({"volatile_db": {"overflow_margin": 1000}}, {}),
+        ({"volatile_db": {"initialize_after_startup": False}}, {}),
+    ],
+    ids=["none", "stochastic", "stochastic above RocksDB", "part", "evicts", "empty"],
+)
+def test_databases_that_lack_rows_do_not_answer_for_a_lost_device(
+    served: Callable[..., hps.HPS], caplog: pytest.LogCaptureFixture, tiers: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    server = served(tiers, **changes)
+    _, found = server.lookup(KEYS, "shop", "item", return_found=True)
+    known = KEYS[found]
+    assert known.size > ROWS / 2
+    FullDevice.broken = True
+    for _ in range(2):
+        with pytest.raises(hps.DeviceError, match="illegal memory access"):
+            server.lookup(known, "shop", "item")
+        with pytest.raises(hps.DeviceError, match="illegal memory access"):
+            server.row(known[0], "shop", "item")
+    assert server.live.lost_devices() == LOST
+    assert len([one for one in caplog.records if "lookups fail, since no database holds every row" in one.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("first", ["few", "item"])
+def test_a_table_that_the_databases_hold_does_not_answer_for_another(model: dict[str, Any], tmp_path: Path, first: str) -> None:
+    hps.write_sparse_model(tmp_path / "few.model", (KEYS[:1], vectors(KEYS[:1], 0)))  # 0.6 of one row is all of it
+    names = sorted(["few", "item"], reverse=first == "item")
+    two = model_of("shop", [tmp_path / f"{name}.model" for name in names], dict.fromkeys(names, DIM), **CACHED)
+    with hps.HPS({**document_of(two), "volatile_db": {**HASH_MAP, "initial_cache_rate": 0.6}}) as server:
+        FullDevice.broken = True
+        with pytest.raises(hps.DeviceError, match="illegal memory access"):
+            server.lookup(KEYS, "shop", "item")
+
+
+def failed(service: RunningService) -> tuple[float, str | None]:
+    """`hps_device_failed`, and `degraded`."""
+    return samples(service)[("hps_device_failed",)], service.client.get("/v2/health/ready").json().get("degraded")
+
+
+def test_the_service_says_that_it_is_degraded(document: dict[str, Any]) -> None:
+    with running_service(document) as service:
+        ready = service.client.get("/v2/health/ready")
+        assert (ready.status_code, ready.json()) == (200, {"ready": True})
+        assert failed(service) == (0, None)
+        before = service.client.post("/v1/models/shop/lookup", json=LOOKUP).json()
+        FullDevice.broken = True
+        degraded = "device cpu is lost: an illegal memory access was encountered; restart the service"
+        assert failed(service) == (1, degraded)  # no lookup has met it yet
+        for path in (
+            "/v1/models",
+            "/v2/models/shop",
+            "/v2/models/shop/versions/1",
+            "/v2/models/shop/stats",
+            "/v1/stats",
+            "/v1/models/shop/tables/item/rows/3",
+        ):
+            assert service.client.get(path).status_code == 200, path
+            answer = service.client.post("/v1/models/shop/lookup", json=LOOKUP)
+            assert (answer.status_code, answer.json()) == (200, before)
+        [version] = service.client.get("/v1/models").json()["models"][0]["versions"]
+        assert set(version["size_bytes"]) == {"volatile_db", "persistent_db"}
+        ready = service.client.get("/v2/health/ready")
+        assert (ready.status_code, ready.json()) == (200, {"ready": True, "degraded": degraded})
+        FullDevice.broken = False
+        assert failed(service) == (0, None)
+
+
+@pytest.mark.parametrize("query", ["", "?strict=false"])
+def test_it_says_so_also_while_another_model_is_not_ready(model: dict[str, Any], tmp_path: Path, query: str) -> None:
+    missing = {**model, "model": "ads", "sparse_files": [str(tmp_path / "nowhere")]}
+    with running_service(document_of(model, missing), ready=False) as service:
+        ready = lambda: service.client.get(f"/v2/health/ready{query}")  # noqa: E731 - asked again
+        wait_until(lambda: "1 of 2 models failed" in ready().json().get("reason", ""), "one has failed")
+        FullDevice.broken = True
+        assert "device cpu is lost" in ready().json()["degraded"]
+        assert ready().status_code == (200 if query else 503)
+
+
+def test_an_error_of_the_device_fails_its_request_and_nothing_else(
+    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FullDevice, "failure", None)
+    with running_service(document) as service:
+        FullDevice.broken = True
+        answer = service.client.post("/v1/models/shop/lookup", json=LOOKUP)
+        assert answer.status_code == 503
+        assert "illegal memory access" in answer.json()["error"]
+        row = {"keys": [1], "vectors": [[1.0] * DIM]}
+        answer = service.client.post("/v1/models/shop/tables/item/rows", json=row)
+        assert answer.status_code == 503
+        assert "illegal memory access" in answer.json()["error"]
+        FullDevice.broken = False
+        assert service.client.post("/v1/models/shop/lookup", json=LOOKUP).status_code == 200
+        assert failed(service) == (0, None)
+
+
+def test_a_model_that_no_database_can_answer_is_not_ready(document: dict[str, Any], model: dict[str, Any]) -> None:
+    cached = {**model, "model": "cached", "embedding_cache_type": "stochastic"}
+    with running_service({**document, "models": [*document["models"], cached]}) as service:
+        assert service.client.get("/v2/models/cached/ready").status_code == 200
+        FullDevice.broken = True
+        reason = "device cpu is lost (an illegal memory access was encountered), and no database holds every row"
+        for query in ("", "?strict=false"):
+            ready = service.client.get(f"/v2/health/ready{query}")
+            assert ready.status_code == 503
+            assert ready.json()["reason"] == f"model 'cached': {reason}; restart the service"
+        assert samples(service)[("hps_ready",)] == 0
+        answer = service.client.get("/v2/models/cached/ready")
+        assert (answer.status_code, reason in answer.json()["error"]) == (503, True)
+        assert service.client.get("/v2/models/shop/ready").status_code == 200
+        assert service.client.post("/v1/models/shop/lookup", json=LOOKUP).status_code == 200
+        FullDevice.broken = False
+        assert service.client.get("/v2/health/ready").json() == {"ready": True}

@@ -1,0 +1,266 @@
+"""A model whose devices share the rows of one cache: it is filled, changed and refreshed once, and is closed on all of them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.cache.base import NEAR_SHARE, DeviceSharing
+from hps.databases.base import RowChanges
+from hps.registry import IMPLEMENTATIONS, Ours
+from tests.fakes.shared_cache import SharedCache
+from tests.servers.running_service import document_of, model_of
+
+ROWS, DIM = 2000, 4
+KEYS = np.arange(ROWS)
+DEVICES = [0, 1]
+NEAR = int(NEAR_SHARE * 600)
+Start = Callable[..., hps.HPS]
+
+
+def vectors(keys: np.ndarray, generation: int = 0) -> np.ndarray:
+    return (keys[:, None] + 10_000 * np.arange(DIM) + 100_000 * generation).astype(np.float32)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Start:
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours("tests.fakes.shared_cache:SharedCache"))
+    SharedCache.forget()
+    hps.write_sparse_model(tmp_path / "a", (KEYS, vectors(KEYS)))
+
+    def started(sharing: str = "partition", **changes: Any) -> hps.HPS:
+        settings = {
+            "gpucacheper": 0.3,
+            "cache_refresh_percentage_per_iteration": 0.1,
+            "hit_rate_threshold": 1.1,
+            "max_batch_size": ROWS,
+            "miss_path": "link",
+            "deployed_device_list": DEVICES,
+            "device_sharing": sharing,
+            **changes,
+        }
+        server = hps.HPS(document_of(model_of("m", [tmp_path / "a"], {"a": DIM}, **settings), device="cuda"))
+        request.addfinalizer(server.close)
+        return server
+
+    return started
+
+
+def check(server: hps.HPS, generation: int = 0) -> None:
+    for device in DEVICES:
+        out = np.full((ROWS, DIM), np.nan, np.float32)
+        server.lookup_fromdlpack(KEYS, out, "m", "a", device)
+        np.testing.assert_array_equal(out, vectors(KEYS, generation))
+
+
+def told(*verbs: str) -> list[tuple[str, int, int]]:
+    return [one for one in SharedCache.calls if one[0] in verbs]
+
+
+@pytest.mark.parametrize(("sharing", "rows"), [("partition", 0.6 * ROWS), ("hot", 2 * (600 - NEAR))])
+def test_one_cache_of_all_devices_is_filled_once(start: Start, sharing: str, rows: float) -> None:
+    server = start(sharing)
+    assert server.model("m").caches == [SharedCache.made[0]]
+    assert [session.cache for session in server.model("m").sessions.values()] == SharedCache.made
+    [cache] = server.model("m").caches
+    assert rows <= cache.stats(0).capacity_rows <= rows + 14
+    assert sum(count for _, _, count in told("insert")) == cache.stats(0).inserts == cache.stats(0).capacity_rows
+    assert {device for _, device, _ in told("insert")} == {0}
+    check(server)
+
+
+def test_room_is_checked_for_what_is_then_made(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(SharedCache, "check_room", lambda _tables, *room: asked.append(room))
+    start("hot")
+    assert asked == [([2 * (600 - NEAR)], device, False, [], DeviceSharing((0, 1), (NEAR,))) for device in DEVICES]
+
+
+def test_miss_paths_of_all_devices_are_chosen_before_it_is_filled(start: Start) -> None:
+    start()
+    assert [call[:2] for call in SharedCache.calls[:3]] == [("attach", 0), ("attach", 1), ("insert", 0)]
+    assert len(told("attach")) == 2
+
+
+def test_a_write_reaches_it_once_and_is_seen_on_all_devices(start: Start) -> None:
+    server = start()
+    check(server)
+    SharedCache.calls.clear()
+    server.insert(KEYS, vectors(KEYS, 1), "m", "a")
+    assert told("insert", "update", "erase") == [("update", 0, ROWS)]
+    check(server, 1)
+    SharedCache.calls.clear()
+    server.delete(KEYS[:5], "m", "a")
+    assert told("insert", "update", "erase") == [("erase", 0, 5)]
+    for device in DEVICES:
+        out = np.full((8, DIM), np.nan, np.float32)
+        server.lookup_fromdlpack(KEYS[:8], out, "m", "a", device)
+        np.testing.assert_array_equal(out, np.where(KEYS[:8, None] < 5, np.float32(0), vectors(KEYS[:8], 1)))
+
+
+def test_it_is_refreshed_once(start: Start) -> None:
+    server = start()
+    resident = server.model("m").caches[0].stats(0).resident_rows
+    SharedCache.calls.clear()
+    server.refresh("m")
+    assert sum(count for _, _, count in told("update")) == resident
+    assert {device for _, device, _ in told("update")} == {0}
+
+
+def test_devices_that_cannot_share_have_a_cache_each(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    SharedCache.reason = "there is no NVLink"
+    server = start("hot")
+    assert server.model("m").caches == SharedCache.made
+    assert [cache.device_id for cache in SharedCache.made] == DEVICES
+    assert all(cache.stats(0).capacity_rows < 0.3 * ROWS + 14 for cache in SharedCache.made)
+    assert {device for _, device, _ in told("insert")} == {0, 1}
+    assert "device_sharing hot is impossible here: there is no NVLink" in caplog.text
+    check(server)
+
+
+def test_a_session_that_cannot_be_made_closes_the_caches_of_all_devices(start: Start) -> None:
+    SharedCache.refused = 1
+    with pytest.raises(hps.DeviceError, match="CUDA device 1 makes no lookups"):
+        start()
+    assert [(cache.device_id, cache.closed) for cache in SharedCache.made] == [(0, True), (1, True)]
+
+
+def test_a_cache_that_cannot_be_filled_is_closed_on_all_devices(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise hps.DeviceError("filling failed")
+
+    monkeypatch.setattr(SharedCache, "insert", fail)
+    with pytest.raises(hps.DeviceError, match="filling failed"):
+        start()
+    assert [(cache.device_id, cache.closed) for cache in SharedCache.made] == [(0, True), (1, True)]
+
+
+def test_a_server_that_ends_closes_the_caches_of_all_devices(start: Start) -> None:
+    start().close()
+    assert [(cache.device_id, cache.closed) for cache in SharedCache.made] == [(0, True), (1, True)]
+
+
+def test_figures_of_devices_are_their_own_and_those_of_the_tier_all_of_them(start: Start) -> None:
+    server = start()
+    server.statistics.measure()
+    stats, sizes = server.stats(), [cache.stats(0).size_bytes for cache in SharedCache.made]
+    assert [(one.device, one.name, one.memory_bytes, one.free_bytes, one.cache_bytes) for one in stats.devices] == [
+        (str(n), f"device {n}", 10**9 + n, 10**8 + n, sizes[n]) for n in DEVICES
+    ]
+    [cache, _hash_map] = stats.models[0].tables[0].tiers
+    assert 0 < sizes[0] < sizes[1]
+    assert cache.vector_bytes + cache.overhead_bytes == sum(sizes)
+    assert cache.capacity_rows == SharedCache.made[0].stats(0).capacity_rows
+    [version] = server.versions("m")
+    assert version.size_bytes["embedding_cache"] == sum(sizes)
+
+
+def test_devices_that_cache_by_themselves_have_a_tier_each(start: Start) -> None:
+    server = start("replicate")
+    server.statistics.measure()
+    *caches, _hash_map = server.stats().models[0].tables[0].tiers
+    assert [one.device for one in caches] == ["0", "1"]
+    sizes = [cache.stats(0).size_bytes for cache in SharedCache.made]
+    assert [one.vector_bytes + one.overhead_bytes for one in caches] == sizes
+
+
+@pytest.mark.parametrize(("sharing", "lost"), [("partition", [0, 1]), ("replicate", [0]), ("replicate", [1])])
+def test_every_lost_device_is_told_and_the_others_keep_their_figures(start: Start, sharing: str, lost: list[int]) -> None:
+    server = start(sharing)
+    left = sum(cache.stats(0).size_bytes for cache in SharedCache.made if cache.device_id not in lost)
+    SharedCache.lost = lost
+    assert server.live.lost_devices() == {str(device): "an illegal memory access was encountered" for device in lost}
+    [version] = server.versions("m")
+    assert version.size_bytes.get("embedding_cache", 0) == left
+
+
+@pytest.mark.parametrize("lost", DEVICES)
+def test_a_model_refuses_if_any_of_its_devices_does(start: Start, lost: int) -> None:
+    server = start("replicate", embedding_cache_type="stochastic")
+    assert server.model("m").refuses == ""
+    SharedCache.lost = (lost,)
+    assert server.model("m").refuses.startswith(f"device {lost} is lost")
+
+
+def test_writes_leave_lost_devices_alone(start: Start) -> None:
+    server = start()
+    SharedCache.lost = DEVICES
+    SharedCache.calls.clear()
+    server.insert(KEYS, vectors(KEYS, 1), "m", "a")
+    server.delete(KEYS[:5], "m", "a")
+    server.refresh("m")
+    assert told("insert", "update", "erase") == []
+    assert server.model("m").chain.databases[0].size(server.model("m").tables[0].tag) == ROWS - 5
+
+
+def test_updates_leave_lost_devices_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = start().model("m")
+    database = deployment.chain.databases[-1]
+    monkeypatch.setattr(database, "shared", True)
+    monkeypatch.setattr(database, "apply", lambda _tag, own, _positions: own.sequences > 1)  # another process wrote the first
+    changes = RowChanges(KEYS[:3], vectors(KEYS[:3], 1), np.array([1, 2, 2]), np.array([False, False, True]))
+    for lost, verbs in (((), ["update", "erase", "erase"]), (DEVICES, [])):
+        SharedCache.lost = lost
+        SharedCache.calls.clear()
+        assert deployment.apply(0, changes, {}) == 2
+        assert SharedCache.calls == [(verb, 0, 1) for verb in verbs]
+
+
+def test_other_devices_are_changed_and_refreshed_after_one_is_lost(start: Start) -> None:
+    server = start("replicate")
+    for lost, left in ((), {0, 1}), ((1,), {0}), ((0, 1), set()):  # one after the other
+        SharedCache.lost = lost
+        SharedCache.calls.clear()
+        server.insert(KEYS, vectors(KEYS, len(lost)), "m", "a")
+        assert {device for _, device, _ in told("update")} == left
+        SharedCache.calls.clear()
+        server.refresh("m")
+        assert {device for _, device, _ in told("update")} == left
+
+
+@pytest.mark.parametrize("verb", ["update", "erase"])
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_change_that_fails_is_kept_if_the_device_is_lost(
+    start: Start, monkeypatch: pytest.MonkeyPatch, verb: str, lost: bool
+) -> None:
+    server = start()
+    keys = server.model("m").caches[0].dump(0)[:5]
+
+    def fail(*_: Any) -> None:
+        SharedCache.lost = DEVICES if lost else ()
+        raise hps.DeviceError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(SharedCache, verb, fail)
+    with nullcontext() if lost else pytest.raises(hps.DeviceError, match="illegal memory access"):
+        if verb == "update":
+            server.insert(keys, vectors(keys, 1), "m", "a")
+        else:
+            server.delete(keys, "m", "a")
+    out, deployment = np.zeros((keys.size, DIM), np.float32), server.model("m")
+    deployment.chain.fetch(deployment.tables[0], keys, out, np.zeros(keys.size, np.bool_))
+    np.testing.assert_array_equal(out, vectors(keys, 1) if verb == "update" else 0.0)
+
+
+def test_lookups_that_name_no_device_avoid_a_lost_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start("replicate")
+    deployment = server.model("m")
+
+    def choices() -> set[int]:
+        return {deployment.choose_device() for _ in range(4)}
+
+    def fail() -> None:
+        raise hps.DeviceError("an illegal memory access was encountered")
+
+    assert choices() == set(DEVICES)
+    for lost, left in (((1,), {0}), ((0, 1), {0, 1})):  # one after the other
+        SharedCache.lost = lost
+        for device in lost:
+            monkeypatch.setattr(deployment.sessions[device]._lookups, "take", fail)
+        for _ in range(4):
+            np.testing.assert_array_equal(server.lookup_tables({"a": KEYS}, "m")["a"], vectors(KEYS))
+        assert choices() == left
+        check(server)

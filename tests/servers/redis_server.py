@@ -15,6 +15,7 @@ import redis
 from hps.databases.redis.layout import KeyPartition
 from tests.servers.child_processes import own_signals
 
+NODE_TIMEOUT_MS = 15_000  # after which a silent node counts as failed; on a busy machine a node is silent for seconds
 _START_S = 60.0
 
 
@@ -172,13 +173,8 @@ class RedisClusterServers:
         replicas: bool = False,
         tls: dict[str, object] | None = None,
         program: str | None = None,
-        node_timeout_ms: int = 15_000,
     ) -> None:
-        """
-        Args:
-            node_timeout_ms: after which a silent node counts as failed. On a busy machine a node is silent for seconds.
-        """
-        arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms), *arguments)
+        arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS), *arguments)
         arguments += ("--repl-diskless-sync-delay", "0") if replicas else ()
         ports = free_ports(2 * masters if replicas else masters)
         self.servers = [RedisServer(directory / str(port), *arguments, port=port, tls=tls, program=program) for port in ports]
@@ -209,10 +205,18 @@ class RedisClusterServers:
                 return next(server for server in self.servers if server.port == port)
         raise LookupError(slot)
 
-    def wait_whole(self) -> None:
-        """Wait until every running node says that the cluster is whole."""
+    def fail_silent_nodes(self, *, after_ms: int) -> None:
+        """Let a node count as failed, for those that run now, once it has been silent for that long."""
         for server in self.servers:
-            self._wait_until(lambda: not server.process or b"cluster_state:ok" in _raw(server, "CLUSTER", "INFO"), server)  # noqa: B023
+            if server.process:
+                _raw(server, "CONFIG", "SET", "cluster-node-timeout", after_ms)
+
+    def is_whole(self) -> bool:
+        """Whether every running node says so."""
+        return all(b"cluster_state:ok" in _raw(server, "CLUSTER", "INFO") for server in self.servers if server.process)
+
+    def wait_whole(self) -> None:
+        self._wait_until(self.is_whole, next(server for server in self.servers if server.process))
 
     def move_slot(self, slot: int, between: Callable[[], object] = lambda: None) -> None:
         """Move a slot to the next master as `redis-cli --cluster reshard` does, key by key, with `between` after each.

@@ -137,12 +137,12 @@ class ObjectStoreFaults(ModelsInStores):
     @pytest.mark.slow
     def test_a_body_that_trickles_is_given_up_for_another(self, proxy: MisbehavingProxy, file: str) -> None:
         proxy.rule = first(1, Trickle(after_bytes=1000), self.is_read)
-        assert read(store_at(proxy.url, file, timeout_s=3, deadline_s=6), file) == noise(SIZE)
+        assert read(store_at(proxy.url, file, timeout_s=5, deadline_s=10), file) == noise(SIZE)
         assert len(proxy.requests) == 2
 
     def test_a_body_that_stalls_is_asked_for_again(self, proxy: MisbehavingProxy, file: str) -> None:
         proxy.rule = first(1, Trickle(pause_s=600, after_bytes=101_000), self.is_read)
-        assert read(store_at(proxy.url, file, timeout_s=1, deadline_s=40), file) == noise(SIZE)
+        assert read(store_at(proxy.url, file, timeout_s=5, deadline_s=60), file) == noise(SIZE)
         assert len(proxy.requests) == 2
 
     def test_connections_are_used_again(self, proxy: MisbehavingProxy, patient: ObjectStore, file: str) -> None:

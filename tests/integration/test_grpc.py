@@ -305,7 +305,7 @@ class TestErrors:
             calls = [stub.ModelInfer.future(request_of([1]), timeout=0.3) for _ in range(20)]
             assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([4]))), vectors_of(0, [4]))
-        wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free", 5)
+        wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free")
 
     def test_cancelled_calls_release_their_slots(self, service: FrontedService, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
         stub.ModelInfer(request_of([1]))
@@ -317,11 +317,11 @@ class TestErrors:
                 call.cancel()
             time.sleep(0.2)
         np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([4]))), vectors_of(0, [4]))
-        wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free", 5)
+        wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free")
 
 
 def test_tokens_are_asked_for_and_short_times_kept(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", bearer_token="secret", admin_token="other", request_timeout_s=0.5)
+    service = FrontedService(children, tmp_path / "s", bearer_token="secret", admin_token="other", request_timeout_s=5)
     with grpc.insecure_channel(service.grpc) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
         unauthenticated = grpc.StatusCode.UNAUTHENTICATED
@@ -414,7 +414,7 @@ def test_killed_fronts_and_owners_are_replaced(children: ChildProcesses, tmp_pat
 
 
 def test_a_stop_fails_no_call(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", fronts=2, drain_s=1)
+    service = FrontedService(children, tmp_path / "s", fronts=2, drain_s=4)
     answered, failures, stopping = [], [], threading.Event()
 
     def ask() -> None:
@@ -433,11 +433,11 @@ def test_a_stop_fails_no_call(children: ChildProcesses, tmp_path) -> None:
     for thread in threads:
         thread.start()
     time.sleep(0.5)
-    service.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    time.sleep(0.8)
-    assert [one for one in failures if one[0] < began + 0.8] == []
-    assert max(answered) > began + 0.7  # the drain
+    service.process.send_signal(signal.SIGTERM)
+    time.sleep(3)
+    assert [one for one in failures if one[0] < began + 3] == []
+    assert max(answered) > began + 1  # the drain
     assert service.process.wait(30) == 0
     stopping.set()
     for thread in threads:

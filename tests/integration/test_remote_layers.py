@@ -234,27 +234,27 @@ def test_a_program_made_with_a_server_runs_in_another_process_by_address_or_path
 
 
 def test_layers_of_a_process_share_a_client_and_differ_in_their_options(service: ServedProcess) -> None:
-    layers = [LookupLayer(service.url, "m", "item", 5, timeout_s=timeout_s) for timeout_s in (None, 3.0, 7.0)]
+    layers = [LookupLayer(service.url, "m", "item", 5, timeout_s=timeout_s) for timeout_s in (None, 30.0, 70.0)]
     layers += [LookupLayer([service.url], "m", "item", 5, fallback=0.0), LookupLayer(layers[1].ps_config_file, "m", "item", 5)]
     for layer in layers:
         layer(torch.arange(3))
     servers: list[Any] = [server_of(layer.ps_config_file) for layer in layers]
     assert len({id(one.client) for one in servers}) == 1
-    assert [one.options.timeout_s for one in servers] == [None, 3.0, 7.0, None, 3.0]
+    assert [one.options.timeout_s for one in servers] == [None, 30.0, 70.0, None, 30.0]
     again = LookupLayer(layers[1].ps_config_file, "m", "item", 5, timeout_s=0.5, fallback=1.0)
     assert again.ps_config_file == f"{service.url}#timeout_s=0.5&fallback=1.0"
 
 
 def test_a_client_of_the_callers_has_its_token_and_stays_open(service: ServedProcess) -> None:
     with hps.connect(service.url, token="admin") as client:
-        layer = LookupLayer(client, "m", "item", 5, timeout_s=4.0)
+        layer = LookupLayer(client, "m", "item", 5, timeout_s=40.0)
         before = layer(torch.tensor([5]))
         client.insert([5], np.full((1, 5), 7.0), "m", "item")
         assert layer(torch.tensor([5])).tolist() == [[7.0] * 5]
         client.insert([5], before.numpy(), "m", "item")
         with hps.connect(service.url) as other:
             attach(other, "named")
-            named = LookupLayer("named", "m", "item", 5, timeout_s=2.0)
+            named = LookupLayer("named", "m", "item", 5, timeout_s=20.0)
             assert torch.equal(named(torch.tensor([5])), before)
             attach(client, "named")
             assert server_of(named.ps_config_file).client is client  # type: ignore[union-attr]

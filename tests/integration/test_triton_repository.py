@@ -300,7 +300,7 @@ class Gate(NoProgress):
 
 def test_a_load_is_seen_while_it_runs_and_outlives_its_client(explicit: RunningService) -> None:
     gate = Gate(explicit)
-    with httpx.Client(base_url=explicit.url, timeout=0.5) as hasty, pytest.raises(httpx.ReadTimeout):
+    with httpx.Client(base_url=explicit.url, timeout=httpx.Timeout(60, read=0.5)) as hasty, pytest.raises(httpx.ReadTimeout):
         hasty.post("/v2/repository/models/simple/load")
     assert gate.entered.wait(60)
     assert states(explicit)["simple", "1"] == "LOADING"

@@ -499,7 +499,7 @@ def test_closing_waits_for_lookups_of_a_version_that_was_replaced(
 def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answered_by_the_next(
     document: Callable[..., dict[str, Any]], segment: PausedSegment
 ) -> None:
-    configuration = document(workspace_timeout_s=0.5)
+    configuration = document(workspace_timeout_s=5)
     configuration["models"][0]["num_of_worker_buffer_in_pool"] = 1
     with hps.HPS(configuration, deploy_models=False) as server, ThreadPoolExecutor(1) as pool:
         server.deploy("ranker", "1")

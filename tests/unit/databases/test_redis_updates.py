@@ -249,7 +249,7 @@ def test_a_redis_that_is_full_or_gone_fails_the_changes(tmp_path, call):
 
 
 def test_a_write_that_failed_does_not_land_after_the_next_one_of_its_process(server, client):
-    with Proxy(server.port) as link, closing(RedisDatabase(link.address, num_partitions=PARTITIONS, timeout_s=0.5)) as slow:
+    with Proxy(server.port) as link, closing(RedisDatabase(link.address, num_partitions=PARTITIONS, timeout_s=5)) as slow:
         slow.open_table(TAG, DIM)
         slow.insert(TAG, KEYS, vectors(40, 4))
         late = link.held = threading.Event()

@@ -173,7 +173,7 @@ def test_bad_calls_are_refused(server: hps.HPS) -> None:
 def test_layers_over_http_answer_tensors_of_the_gpu_there(tmp_path: Path, tables: dict[str, np.ndarray]) -> None:
     for name, rows in tables.items():
         hps.write_sparse_model(tmp_path / name, (np.arange(ROWS), rows[:-1]))
-    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT], **SETTINGS)
+    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT])
     with ServedProcess(document_of(model, device="cpu"), tmp_path) as served:
         layer = LookupLayer(served.url, "m", "a", DIMS["a"])
         bag = EmbeddingBag(served.url, "m", "b", DIMS["b"], mode="sum", include_last_offset=True)

@@ -872,15 +872,10 @@ _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: que
 )
 
 
-def sparse_stage() -> list[str]:
-    """Queries a second of DLRMv3's shape, ours as far as they were measured, beside what MLPerf has published."""
-    rows = [
-        (what, hardware, "10^9 x 512", f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "")
-        for what, hardware, rate in _DLRMV3_PUBLISHED
-    ]
-    path = RESULTS / "dlrmv3.json"
-    about = json.loads(path.read_text())["about"] if path.exists() else {}
-    for row in result_rows("dlrmv3") if about else ():
+def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    about = result["about"]
+    for row in result["rows"]:
         axes, found = row["axes"], row["figures"]
         work = axes["work"]
         if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
@@ -903,6 +898,19 @@ def sparse_stage() -> list[str]:
             result,
         )
         rows.append(cells)
+    return rows
+
+
+def sparse_stage() -> list[str]:
+    """Queries a second of DLRMv3's shape, ours as far as they were measured, beside what MLPerf has published."""
+    rows = [
+        (what, hardware, "10^9 x 512", f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "")
+        for what, hardware, rate in _DLRMV3_PUBLISHED
+    ]
+    for result in ("dlrmv3", "dlrmv3_two_gpus"):
+        path = RESULTS / f"{result}.json"
+        if path.exists():
+            rows += _sparse_stage_of(json.loads(path.read_text()))
     return _table(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
 
 

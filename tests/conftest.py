@@ -18,6 +18,7 @@ from datetime import date
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hps.databases.redis.database import RedisDatabase
 from hps.ground.thread_pool import POOL
 from hps.ground.workers import THREADS
 from tests.servers.child_processes import ChildProcesses
@@ -127,6 +128,12 @@ def _short_collections_of_garbage() -> None:
 def _no_secrets_of_the_environment() -> None:
     for name in ("HPS_BEARER_TOKEN", "HPS_ADMIN_TOKEN", "HPS_REDIS_PASSWORD", "HPS_UPDATE_PASSWORD"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _time_for_redis() -> None:
+    """A server that answers may be silent for seconds on a busy machine; where none answers, tests say how long they wait."""
+    RedisDatabase.__init__.__kwdefaults__.update(connect_timeout_s=20.0, read_timeout_s=20.0, timeout_s=20.0)
 
 
 @pytest.fixture(autouse=True)

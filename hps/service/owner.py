@@ -204,6 +204,11 @@ class FrontLink:
                 self._figures[nth] = found[1]
         return [self._figures[nth] for nth in sorted(self._figures)]
 
+    @property
+    def answers_clients(self) -> bool:
+        """Whether a front listens: it counts from then on."""
+        return bool(self.figures())
+
     def loop_figures(self) -> dict[str, int]:
         """Return what the loops have counted (`Board.figures`), added up."""
         total: Counter[str] = Counter()
@@ -312,7 +317,7 @@ class FrontLink:
 
     def _work(self) -> None:
         while True:
-            os.eventfd_read(self._jobs_event)
+            os.read(self._jobs_event, 8)  # goes on after a signal, unlike os.eventfd_read
             for board in self._boards:
                 if (job := board.next_job()) is not None:
                     self._answer(board, job)

@@ -283,7 +283,7 @@ class Server:
             self._app.look_at_tokens()
             if self._app.lifecycle.failure is not None and self._stopping is None:
                 self.stop("the loading failed")
-            elif not announced and self._app.lifecycle.settled:
+            elif not announced and self._app.lifecycle.settled and self._app.link.answers_clients:
                 announced = True
                 self._app.link.publish()  # fronts know before anybody who reads the log
                 self._announce()

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import socket
+import sys
 import threading
 
 import httpx
@@ -155,6 +156,44 @@ def serve(tmp_path, children):
 def said(log, pattern):
     wait_until(lambda: re.search(pattern, log.read_text()), f"the log says {pattern}")
     return re.search(pattern, log.read_text())
+
+
+def test_lookups_go_on_after_signals(document):
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with running_service(document) as service:
+            threads = [one for one in threading.enumerate() if one.name.startswith("hps-lookup-")]
+            assert threads
+            for turn in range(3):
+                for one in threads:
+                    signal.pthread_kill(one.ident, signal.SIGUSR1)
+                answer = service.client.post("/v1/models/m/lookup", json={"tables": {"item": [turn]}})
+                assert answer.json() == {"tables": {"item": [[turn] * 3]}}
+            assert all(one.is_alive() for one in threads)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+LATE_FRONT = """
+import asyncio
+from hps.cli.app import main
+from hps.service.fronts.front import Front
+start = Front.start
+async def late(front, *listeners):
+    await asyncio.sleep(3)
+    await start(front, *listeners)
+Front.start = late
+main()
+"""
+
+
+def test_a_service_is_ready_when_its_fronts_listen(document, tmp_path, children):
+    path, log = tmp_path / "ps.json", tmp_path / "log"
+    path.write_text(json.dumps(document))
+    with log.open("wb") as stderr:
+        children.start(sys.executable, "-c", LATE_FRONT, "serve", path, "--port", 0, stderr=stderr)
+    url = said(log, r"ready; try: curl -s (http://[\d.:]+)/")[1]
+    assert httpx.get(f"{url}/v2/health/live").status_code == 200
 
 
 def test_serve_ends_on_an_interrupt_without_draining(document, serve):

@@ -333,7 +333,8 @@ class TestTls:
         with pytest.raises(DatabaseError, match=server.address):
             RedisDatabase(server.address)
 
-    def test_tls_to_a_plain_server_is_an_error(self, directory, tmp_path):
+    def test_tls_to_a_plain_server_is_an_error(self, directory, tmp_path, monkeypatch):
+        monkeypatch.setitem(RedisDatabase.__init__.__kwdefaults__, "connect_timeout_s", 1.0)
         with RedisServer(tmp_path) as plain, pytest.raises(DatabaseError, match=r"TLS failed|longer than"):
             RedisDatabase.from_config(self.config(directory, plain.address))
 

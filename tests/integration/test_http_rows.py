@@ -176,9 +176,11 @@ def test_writers_and_readers_of_the_same_keys_see_whole_rows_in_order(tiers: Run
 
     with ThreadPoolExecutor(writers + len(PATHS)) as pool:
         reading = [pool.submit(read, path) for path in PATHS]
-        for writing in [pool.submit(write, writer) for writer in range(writers)]:
-            writing.result()
-        stop.set()
+        try:
+            for writing in [pool.submit(write, writer) for writer in range(writers)]:
+                writing.result()
+        finally:
+            stop.set()
         for one in reading:
             one.result()
     assert not problems, problems[:3]

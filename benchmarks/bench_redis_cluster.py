@@ -240,7 +240,7 @@ def _losses(report: Report, loaded: _Loaded, six: RedisClusterServers, table: Re
             report.add({"work": f"master {how}", "node_timeout_s": node_timeout_s, "nth": nth}, figures)
             begin(old)
             _wait_until(lambda: not six.is_master(old))  # noqa: B023
-            six.wait_for_replica(old)
+            six.wait_for_replica(old, of=new)
             six.wait_whole()
 
 
@@ -252,7 +252,7 @@ def _asked_for(report: Report, loaded: _Loaded, six: RedisClusterServers, table:
             six.promote(new)
             promoted_s = time.perf_counter() - since
         report.add({"work": "CLUSTER FAILOVER", "nth": nth}, {"promoted_after_s": promoted_s, **watch.figures(since)})
-        six.wait_for_replica(old)
+        six.wait_for_replica(old, of=new)
 
 
 def _redirections(cluster: RedisClusterServers) -> Counter[str]:

@@ -28,26 +28,17 @@ ANOTHER = "hps_et.shop.another"
 KEYS = distinct_keys(5000)
 VECTORS = vectors_of(KEYS, DIM)
 PRESENT = 4000  # the others are in no database
-PATIENCE_S = 30.0  # of what waits for a Redis that answers, however slow the machine
 SLACK_S = 60.0  # of a busy machine; a call that hangs hangs for ever
 HEALED_S = 180.0
 
 
-def redis_database(address, timeout_s=PATIENCE_S, read_timeout_s=PATIENCE_S, **settings):
-    return RedisDatabase(
-        address,
-        num_partitions=PARTITIONS,
-        num_node_connections=4,
-        timeout_s=timeout_s,
-        read_timeout_s=read_timeout_s,
-        connect_timeout_s=read_timeout_s,
-        **settings,
-    )
+def redis_database(address, **settings):
+    return RedisDatabase(address, num_partitions=PARTITIONS, num_node_connections=4, **settings)
 
 
 def hasty_database(address):
     """For tests in which a server is silent. On a busy machine one that answers may be late for it, too."""
-    return redis_database(address, timeout_s=1.0, read_timeout_s=0.5)
+    return redis_database(address, timeout_s=1.0, read_timeout_s=0.5, connect_timeout_s=0.5)
 
 
 def fill(address, keys):
@@ -444,7 +435,7 @@ class TestCluster:
             database.close()
 
     def test_a_shard_that_hangs_is_not_asked_who_serves_what(self, cluster, caplog):
-        database = redis_database(cluster.address, timeout_s=4, read_timeout_s=2)
+        database = redis_database(cluster.address, timeout_s=4, read_timeout_s=2, connect_timeout_s=2)
         try:
             open_table(database, TAG, DIM)
             cluster.fail_silent_nodes(after_ms=1000)
@@ -554,7 +545,7 @@ class TestClusterOfSix:
                 out, found = np.empty((KEYS.size, DIM), np.float32), np.zeros(KEYS.size, np.bool_)
                 assert database.fetch(ANOTHER, KEYS, out, found) == KEYS.size
                 np.testing.assert_array_equal(out, written)
-                cluster.wait_for_replica(old)
+                cluster.wait_for_replica(old, of=new)
             assert traffic.failures == []
             assert database.size(TAG) == PRESENT
 
@@ -565,8 +556,7 @@ class TestClusterOfSix:
         with tiers(cluster, tmp_path if below else None) as chain:
             with Traffic(chain).running() as traffic:
                 for old, new in ((first, second), (second, first)):
-                    with old.client() as giver:
-                        assert giver.wait(1, 10_000) == 1
+                    cluster.wait_for_replica(new, of=old)
                     old.kill()
                     cluster.fail_silent_nodes(after_ms=1000)
                     traffic.wait_until(lambda new=new: cluster.is_master(new))
@@ -578,7 +568,7 @@ class TestClusterOfSix:
                     traffic.wait_for(50)
                     assert len(traffic.failures) == fresh  # it is healed for good
                     old.start()
-                    cluster.wait_for_replica(old)
+                    cluster.wait_for_replica(old, of=new)
                     cluster.wait_whole()
             assert all(isinstance(failure, DatabaseError) for failure in traffic.failures)
             assert bool(traffic.failures) != below

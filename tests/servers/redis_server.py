@@ -257,9 +257,20 @@ class RedisClusterServers:
         """Whether a server is a master, as far as it knows."""
         return b"role:master" in _raw(server, "INFO", "replication")
 
-    def wait_for_replica(self, server: RedisServer) -> None:
-        """Wait until a replica is in touch with its master and may stand for election."""
-        self._wait_until(lambda: b"master_link_status:up" in _raw(server, "INFO", "replication"), server)
+    def wait_for_replica(self, server: RedisServer, of: RedisServer) -> None:
+        """Wait until a replica has all that its master has now, and may stand for election.
+
+        WAIT would not do: it is about the writes of its own connection.
+        """
+        with of.client() as client:
+            written = client.info("replication")["master_repl_offset"]
+
+        def copied() -> bool:
+            with server.client() as client:
+                facts = client.info("replication")
+            return facts.get("master_link_status") == "up" and facts["slave_repl_offset"] >= written
+
+        self._wait_until(copied, server)
 
     def _next_owner(self, slot: int) -> tuple[RedisServer, RedisServer]:
         """The master of a slot and the next master, once all masters know of the last move."""
@@ -291,8 +302,8 @@ class RedisClusterServers:
             self._wait_until(lambda: _raw(server, "CLUSTER", "NODES").count(b" connected") == len(self.servers), server)  # noqa: B023
         for master, replica in zip(masters, replicas, strict=False):
             _raw(replica, "CLUSTER", "REPLICATE", _raw(master, "CLUSTER", "MYID").decode())
-        for replica in replicas:
-            self.wait_for_replica(replica)
+        for master, replica in zip(masters, replicas, strict=False):
+            self.wait_for_replica(replica, of=master)
         self.wait_whole()
 
 

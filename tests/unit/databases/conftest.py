@@ -34,7 +34,7 @@ def opened(server, client):
     with ExitStack() as databases:
 
         def open_database(**settings):
-            settings = {"num_partitions": 4, "timeout_s": 20, "read_timeout_s": 20, **settings}
+            settings = {"num_partitions": 4, **settings}
             return databases.enter_context(closing(RedisDatabase(server.address, **settings)))
 
         yield open_database

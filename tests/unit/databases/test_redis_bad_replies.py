@@ -211,7 +211,7 @@ def test_closing_beside_calls_ends_them(database, link):
 @pytest.mark.parametrize("dim", [1, 3, 40_000, 200_000])
 def test_vectors_of_any_size(server, dim):
     """Of one number, and larger than every buffer."""
-    database = RedisDatabase(server.address, num_partitions=2, timeout_s=20, read_timeout_s=20)
+    database = RedisDatabase(server.address, num_partitions=2)
     keys = distinct_keys(12)
     vectors = np.random.default_rng(1).random((12, dim), np.float32)
     database.open_table("hps_et.shop.wide", dim)

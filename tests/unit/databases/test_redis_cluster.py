@@ -57,7 +57,7 @@ class TestRedisCluster(TestRedisServer):
         self.clients = [server.client() for server in cluster.servers]
         for client in self.clients:
             client.flushall()
-        database = RedisDatabase(cluster.address, num_partitions=PARTITIONS, timeout_s=20, read_timeout_s=20)
+        database = RedisDatabase(cluster.address, num_partitions=PARTITIONS)
         yield database
         database.close()
         for client in self.clients:

@@ -44,7 +44,7 @@ class SharedRedis:
         self._databases = databases
 
     def database(self, tag: str = TAG, **settings) -> RedisDatabase:
-        settings = {"num_partitions": PARTITIONS, "timeout_s": 20, "read_timeout_s": 20, **settings}
+        settings = {"num_partitions": PARTITIONS, **settings}
         database = self._databases.enter_context(closing(RedisDatabase(self.address, **settings)))
         if tag:
             database.open_table(tag, DIM)

@@ -311,8 +311,8 @@ def test_force_needs_usable_files_before_it_empties_anything(source: str, rocks:
 @pytest.mark.redis
 def test_force_loads_redis_again_once_no_other_process_uses_the_table(source: str, tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
-        redis = RedisDatabase(server.address, num_partitions=4, timeout_s=20, read_timeout_s=20)
-        other = RedisDatabase(server.address, num_partitions=4, timeout_s=20, read_timeout_s=20)
+        redis = RedisDatabase(server.address, num_partitions=4)
+        other = RedisDatabase(server.address, num_partitions=4)
         try:
             load_table(TABLE, source, [redis])
             updated = update(redis)

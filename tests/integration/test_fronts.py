@@ -7,7 +7,7 @@ import signal
 import socket
 import struct
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -88,7 +88,8 @@ def stopped(pid):
         wait_until(lambda: state_of(pid) == "T", "the process stands")
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it may have been killed meanwhile
+            os.kill(pid, signal.SIGCONT)
 
 
 def posted(service):

@@ -294,7 +294,8 @@ class RedisDatabase(SharedDatabase):
         layout = self._any_layout(tag)
         if free_for_these() or self.discard_table(tag):
             return True
-        return free_for_these() or not self._users.others(layout)  # others drop it now, or load these files
+        # Others drop it now, or load these files. Read in this order: who drops it may use it next, with these files.
+        return not self._users.others(layout) or free_for_these()
 
     def used_by_others(self, tag: str) -> bool:
         return self._users.others(self._any_layout(tag))

@@ -157,7 +157,6 @@ def test_another_process_may_come_at_any_request_of_a_load(
 def test_processes_that_start_after_a_kill_at_any_request_of_a_load_serve(
     opened: Callable[..., RedisDatabase], client, files, watched, threads, monkeypatch, before: int | None
 ) -> None:
-    monkeypatch.setattr("hps.databases.redis.users._DROP_MS", 50)
     for number in count(1):
         client.flushall()
         if before is not None:
@@ -166,11 +165,14 @@ def test_processes_that_start_after_a_kill_at_any_request_of_a_load_serve(
         dead = opened(lease_s=0.05)
         watched[:] = [Requests(dead, number, killed)]
         try:
-            load(dead, files[0])
+            with monkeypatch.context() as meanwhile:
+                meanwhile.setattr("hps.databases.redis.users._DROP_MS", 50)
+                load(dead, files[0])
             break
         except Killed:
             watched.clear()
-            dead._users.disown()  # it renews no entry any more
+            with dead._users._renewing:
+                dead._users._used.clear()  # it renews no entry any more
             client.delete(RedisLayout.of(TAG, DIM, 4).users)  # as after the time that it counts
         starting = [opened(), opened()]
         for done in [threads.submit(load, one, files[0]) for one in starting]:
@@ -180,3 +182,38 @@ def test_processes_that_start_after_a_kill_at_any_request_of_a_load_serve(
             one.close()
         dead.close()
     assert number > 10
+
+
+def test_a_table_may_be_dropped_and_loaded_at_any_request_of_a_process_that_clears_it(
+    opened: Callable[..., RedisDatabase], client, files, watched, threads, monkeypatch
+) -> None:
+    for number in count(1):
+        client.flushall()
+        with closing(opened()) as earlier:
+            load(earlier, files[1])
+        with closing(opened()) as loading, closing(opened()) as clearing:
+            dropping, go_on = threading.Event(), threading.Event()
+
+            def wait_and_drop(tag: str, drop=loading._catalog.drop, dropping=dropping, go_on=go_on) -> None:
+                dropping.set()
+                assert go_on.wait(60)
+                drop(tag)
+
+            monkeypatch.setattr(loading._catalog, "drop", wait_and_drop)
+            loaded = threads.submit(load, loading, files[0])
+
+            def let_load(loaded=loaded, go_on=go_on) -> None:
+                go_on.set()
+                loaded.result(60)
+
+            try:
+                assert dropping.wait(60)
+                watched[:] = [Requests(clearing, number, let_load)]
+                assert clearing.clear_table(TAG, open_sparse_model(files[0], DIM).fingerprint)
+                reached = watched.pop().reached
+            finally:
+                let_load()
+            holds(loading, 0)
+        if not reached:
+            break
+    assert number > 3

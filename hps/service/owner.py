@@ -244,6 +244,7 @@ class FrontLink:
                 models.setdefault(one.config.model, {})[one.version] = {
                     **(made[0].published if made else _published(one)),
                     "serials": self._serials_of(one, made),
+                    "lost": [device for device, session in one.sessions.items() if session.lost],
                 }
             serving = (
                 {} if server is None else {name: one.version for name, one in server.live.serving.items() if name in models}

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 import hps
 from hps.versions.live_models import LiveModels
-from tests.servers.running_service import document_of, model_of, running_service, samples
+from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}
@@ -398,6 +398,25 @@ def test_requests_are_answered_by_both_devices_in_turn_or_by_the_one_that_they_n
 def test_curl_may_name_a_device(two_devices, device):
     answer = two_devices.client.post(LOOKUP, json={"tables": {"item": [2]}, "device": device}).json()
     np.testing.assert_array_equal(np.float32(answer["tables"]["item"]), vectors_of([2], 7) + 1000 * int(device))
+
+
+def test_a_lost_device_answers_only_those_who_name_it(two_devices, monkeypatch):
+    def device_of(**named):
+        answer = two_devices.client.post(LOOKUP, json={"tables": {"item": [2]}, **named}).json()
+        return round((answer["tables"]["item"][0][0] - vectors_of([2], 7)[0, 0]) / 1000)
+
+    def answering():
+        return {device_of() for _ in range(6)}
+
+    sessions = two_devices.app.lifecycle.server.model("ranker").sessions
+    for lost, other in ((1, 0), (0, 1)):
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(sessions[lost], "lost", True)
+            wait_until(lambda other=other: answering() == {other}, "the fronts know")
+            assert device_of(device=lost) == lost
+            meanwhile.setattr(sessions[other], "lost", True)
+            wait_until(lambda: answering() == {0, 1}, "both are lost")
+        wait_until(lambda: answering() == {0, 1}, "both are there")
 
 
 def test_concurrent_clients_each_get_their_own_vectors(service):

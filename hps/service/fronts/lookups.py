@@ -1,7 +1,7 @@
 """Lookups as a front posts them: from a request's bytes to a descriptor, and from vectors to an answer."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -45,7 +45,7 @@ class FrontVersion:
         serials: by device, what descriptors call it.
         counts: of Triton's statistics.
         turn: which device is next.
-        devices: those of the serials.
+        devices: which take turns: those that are not lost; if all are, all.
     """
 
     tables: ModelTables
@@ -55,7 +55,11 @@ class FrontVersion:
     devices: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.devices = tuple(self.serials)
+        self.leave_out(())
+
+    def leave_out(self, lost: Collection[int]) -> None:
+        """Give no turn to devices that are lost, while there are others."""
+        self.devices = tuple(device for device in self.serials if device not in lost) or tuple(self.serials)
 
     def device(self, device: int | None) -> int:
         """Return the device that answers; None: the next one.
@@ -71,7 +75,7 @@ class FrontVersion:
         if not devices:
             raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
         if device not in self.serials:
-            got = f"got device {device!r}, expected one of its deployed_device_list {list(devices)}"
+            got = f"got device {device!r}, expected one of its deployed_device_list {list(self.serials)}"
             raise UnknownDeviceError(f"looking up model {self.tables.name!r}: {got}")
         return device
 

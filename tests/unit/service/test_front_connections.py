@@ -65,7 +65,7 @@ class Owner:
         configuration = configuration_of(settings)
         page = {
             "models": {
-                name: {"1": {"tables": list(map(asdict, tables)), "keys_per_sample": 1, "serials": [[0, serial]]}}
+                name: {"1": {"tables": list(map(asdict, tables)), "keys_per_sample": 1, "serials": [[0, serial]], "lost": []}}
                 for name, (serial, tables) in models.items()
             },
             "serving": dict.fromkeys(models, "1"),

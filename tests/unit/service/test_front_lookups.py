@@ -411,6 +411,19 @@ def test_devices_take_turns_unless_one_is_named():
     assert [version.device(device) for device in (3, 0, 3)] == [3, 0, 3]
 
 
+def test_a_lost_device_has_no_turn_while_there_are_others():
+    version = version_of({0: 256, 3: 513, 4: 770})
+    version.leave_out([3])
+    assert sorted(version.device(None) for _ in range(10)) == [0] * 5 + [4] * 5
+    assert version.device(3) == 3
+    with pytest.raises(UnknownDeviceError, match=r"deployed_device_list \[0, 3, 4\]"):
+        version.device(7)
+    version.leave_out([0, 3, 4])
+    assert sorted(version.device(None) for _ in range(9)) == [0] * 3 + [3] * 3 + [4] * 3
+    version.leave_out([])
+    assert sorted(version.device(None) for _ in range(9)) == [0] * 3 + [3] * 3 + [4] * 3
+
+
 def test_a_device_without_the_model_is_refused():
     with pytest.raises(UnknownDeviceError, match=r"model 'm': got device 7, expected one of its deployed_device_list \[0, 3\]"):
         version_of({0: 256, 3: 513}).device(7)

@@ -48,7 +48,7 @@ class AsyncClient(Calls):
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
         super().__init__(addresses, token, timeout_s, connections, route)
         self._of_servers = [AsyncClient([one], token, timeout_s, connections) for one in addresses] if route else []
-        self._idle: list[_Connection] = []
+        self._idle: list[_AsyncConnection] = []
         self._free = asyncio.Semaphore(connections)
 
     async def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
@@ -90,7 +90,7 @@ class AsyncClient(Calls):
                 parts: Parts | None = end.value
                 return await self._ask(whole, attempts.left()) if parts is None else joined(parts)
 
-    async def _exchange(self, connection: "_Connection", call: RemoteCall) -> Answer:
+    async def _exchange(self, connection: "_AsyncConnection", call: RemoteCall) -> Answer:
         answer = call.answer()
         try:
             await connection.exchange(self._encoder.parts(call, connection.address), answer)
@@ -103,7 +103,7 @@ class AsyncClient(Calls):
             connection.close()
         return answer
 
-    async def _take(self, attempts: Attempts) -> "_Connection":
+    async def _take(self, attempts: Attempts) -> "_AsyncConnection":
         self._check_open()
         while self._idle:
             connection = self._idle.pop()
@@ -111,7 +111,7 @@ class AsyncClient(Calls):
                 return connection
         loop, errors = asyncio.get_running_loop(), []
         for place, one, timeout_s in self._to_try(attempts):
-            connection = _Connection(one)
+            connection = _AsyncConnection(one)
             made = partial(_same, connection)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -144,7 +144,7 @@ class AsyncClient(Calls):
         await self.close()
 
 
-class _Connection(asyncio.BufferedProtocol):
+class _AsyncConnection(asyncio.BufferedProtocol):
     """An open connection with at most one request under way. *Used only by its event loop.*"""
 
     def __init__(self, address: Address) -> None:
@@ -219,5 +219,5 @@ class _Connection(asyncio.BufferedProtocol):
         return RemoteConnectionError(f"asking {self.address.text}: the connection was lost: {why}")
 
 
-def _same(connection: _Connection) -> _Connection:
+def _same(connection: _AsyncConnection) -> _AsyncConnection:
     return connection

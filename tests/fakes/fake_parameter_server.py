@@ -35,8 +35,8 @@ class FakeDeployment:
         return [table.dim for table in self.tables]
 
     @property
-    def sessions(self) -> dict[int, None]:
-        return dict.fromkeys(self.devices)
+    def sessions(self) -> dict[int, SimpleNamespace]:
+        return dict.fromkeys(self.devices, SimpleNamespace(lost=False))
 
 
 class FakeParameterServer:

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hps.databases.redis.database import RedisDatabase
+from hps.ground.log_limits import OnceAMinute
 from hps.ground.thread_pool import POOL
 from hps.ground.workers import THREADS
 from tests.servers.child_processes import ChildProcesses
@@ -144,6 +145,15 @@ def _logging_left_as_it_was() -> Iterator[None]:
     yield
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def _no_line_is_held_back() -> None:
+    """A line that passes once a minute passes in every test, whatever the tests before have caused."""
+    for logger in list(logging.root.manager.loggerDict.values()):
+        for one in getattr(logger, "filters", ()):
+            if isinstance(one, OnceAMinute):
+                one._limits.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -157,9 +157,7 @@ def test_redis_gone(tabletop, tmp_path, promotes):
     tabletop.after(lambda: look_up(service))
 
 
-def test_token_wrong(tabletop, monkeypatch):
-    every_line = "hps.ground.log_limits.OnceAMinute.filter"  # a test before may have had such a line within the minute
-    monkeypatch.setattr(every_line, lambda limit, record: True)
+def test_token_wrong(tabletop):
     service = tabletop.serve(service={"bearer_token": "the-right-one"})
     service.client.headers["Authorization"] = "Bearer the-right-one"
     tabletop.before(lambda: look_up(service))

@@ -59,17 +59,15 @@ class Published:
             models[name] = {}
             for number, one in versions.items():
                 serials = {int(device): serial for device, serial in one["serials"]}
-                before = self._models.get(name, {}).get(number)
-                if before is not None and before.serials == serials:
-                    before.leave_out(one["lost"])
-                    models[name][number] = before
-                    continue
-                tables = tuple(TableSpec(**table) for table in one["tables"])
-                counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
-                network = _network(one["network"]) if one.get("network") else None
-                known = ModelTables(name, tables, number, one["keys_per_sample"], network)
-                models[name][number] = made = FrontVersion(known, serials, counts)
-                made.leave_out(one["lost"])
+                version = self._models.get(name, {}).get(number)
+                if version is None or version.serials != serials:
+                    tables = tuple(TableSpec(**table) for table in one["tables"])
+                    counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
+                    network = _network(one["network"]) if one.get("network") else None
+                    known = ModelTables(name, tables, number, one["keys_per_sample"], network)
+                    version = FrontVersion(known, serials, counts)
+                version.leave_out(one["lost"])
+                models[name][number] = version
         self._models = models
         if not self.blocked:  # a new owner begins without models
             self.counts = {

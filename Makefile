@@ -51,13 +51,13 @@ test: dev        ## all that the product promises, in minutes
 
 test-slow: dev   ## the storms: soak, kills, rolling stops, long properties, GPU architectures, mutants
 	$(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
-	$(BIN)/python -m tests.mutants --sample 20
+	$(BIN)/python -m tests.nightly.mutants --sample 20
 
 test-gpu: dev    ## the tests of the CUDA cache; fail where there is no GPU
 	HPS_REQUIRE=gpu $(BIN)/python -m pytest -m gpu $(ARGS)
 
 mutants: dev     ## put bugs into copies of the tree and see the tests notice them: make mutants ARGS="redis --jobs 1"
-	$(BIN)/python -m tests.mutants $(ARGS)
+	$(BIN)/python -m tests.nightly.mutants $(ARGS)
 
 check: lint types imports             ## everything but the tests
 
@@ -76,7 +76,7 @@ format: dev      ## put the code into its form
 	$(BIN)/ruff format .
 
 soak: dev        ## 64 good and bad clients, updates and chaos, every answer judged: make soak MINUTES=20
-	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),20) $(ARGS)
+	$(BIN)/python -m tests.nightly.soak --minutes $(or $(MINUTES),20) $(ARGS)
 
 bench: dev       ## benchmarks of the host tiers and HTTP: make bench NAMES="hash_map http"
 	$(BIN)/python -m benchmarks $(NAMES)

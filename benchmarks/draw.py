@@ -1,6 +1,6 @@
 """Draws the measured figures of `docs/measured.md` from `benchmarks/results/`: `python -m benchmarks.draw`.
 
-Each picture carries a digest of what it shows, by which `tests/repo/test_figures.py` finds those that show other
+Each picture carries a digest of what it shows, by which `tests/ring1/repo/test_figures.py` finds those that show other
 results: the text of an SVG differs from one version of matplotlib to the next. Grey on nothing can be read in light and dark.
 """
 

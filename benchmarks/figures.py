@@ -1,7 +1,7 @@
 """Writes the measured tables of the documentation from `benchmarks/results/`, so that no page says what no file holds.
 
 A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `TABLES` has its function by that name.
-`python -m benchmarks.figures` writes all of them anew; `tests/repo/test_figures.py` fails where a page differs.
+`python -m benchmarks.figures` writes all of them anew; `tests/ring1/repo/test_figures.py` fails where a page differs.
 """
 
 import json

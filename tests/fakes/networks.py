@@ -13,8 +13,8 @@ import numpy as np
 from hps.errors import DeviceMemoryError, ModelFileError
 from hps.networks.base import Network, NetworkTensor
 from hps.tensors.segments import Segment
+from hps.testing.pooling_oracle import pooled
 from tests.fakes.region_front import tables_of
-from tests.tables.pooling_oracle import pooled
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -13,8 +13,8 @@ from hps.errors import UnknownTableError
 from hps.ground.hashing import mix, scale
 from hps.ground.rows import decode, encode
 from hps.tensors.segments import Segment
+from hps.testing.caches import spec, vectors_of
 from hps.types import BoolArray, FloatArray, KeyArray
-from tests.contracts.cache_contract import spec, vectors_of
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
 

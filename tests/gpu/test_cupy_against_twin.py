@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
 from hps.tensors.segments import Segment
+from hps.testing.caches import AWKWARD_KEYS, DEFAULT, bits, spec, vectors_of
 from hps.types import BoolArray, FloatArray, KeyArray
-from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, bits, spec, vectors_of
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
 pytestmark = pytest.mark.gpu

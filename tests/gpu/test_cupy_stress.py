@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hps.tensors.segments import Segment
-from tests.contracts.cache_contract import spec
+from hps.testing.caches import spec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

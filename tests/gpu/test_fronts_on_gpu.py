@@ -14,7 +14,7 @@ import pytest
 import hps
 from hps.errors import DeviceError
 from hps.regions.exchange import D_TIMES
-from tests.contracts.cache_contract import bits, vectors_of
+from hps.testing.caches import bits, vectors_of
 from tests.gpu.cupy_if_installed import cupy
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 

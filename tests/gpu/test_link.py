@@ -16,7 +16,7 @@ from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, SessionSettings
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
-from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, distinct_keys
+from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys
 from tests.fakes.memory_database import PersistentMemoryDatabase
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, homes_of, rows_of

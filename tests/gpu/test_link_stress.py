@@ -25,9 +25,9 @@ from hps.databases.base import RowChanges
 from hps.errors import DatabaseError
 from hps.models.writer import write_sparse_model
 from hps.tensors.segments import Segment
+from hps.testing.caches import DEFAULT, distinct_keys
 from hps.types import BoolArray, FloatArray, KeyArray
 from hps.versions.deployment import Deployment
-from tests.contracts.cache_contract import DEFAULT, distinct_keys
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, homes_of
 

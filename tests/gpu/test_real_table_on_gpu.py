@@ -13,10 +13,10 @@ import pytest
 import tritonclient.http as triton
 
 import hps
+from tests import ROOT
 from tests.servers.running_service import running_service
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 DIM = 384
 
 

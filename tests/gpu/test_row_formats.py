@@ -11,8 +11,8 @@ from hps.errors import InvalidDtypeError
 from hps.ground.rows import decode, encode
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
+from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys, small_vectors_of, spec
 from hps.types import FloatArray, KeyArray
-from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, distinct_keys, small_vectors_of, spec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.gpu.linked_tables import LinkedTables
 

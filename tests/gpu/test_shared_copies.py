@@ -1,6 +1,6 @@
 """What Python does for devices that share rows: changes reach all copies, whatever fails, and one device may go before another.
 
-`tests/unit/cache/test_host_cuda.py` runs it without a GPU.
+`tests/ring1/cache/test_host_cuda.py` runs it without a GPU.
 """
 
 import gc
@@ -23,7 +23,7 @@ from hps.cache.cuda.geometry import CudaPlan, copy_bytes, size_bytes
 from hps.cache.cuda.kernels import pairs_for
 from hps.errors import CapacityError, DeviceError, DeviceMemoryError, NotReadyError
 from hps.tensors.segments import Segment
-from tests.contracts.cache_contract import bits, distinct_keys, spec, vectors_of
+from hps.testing.caches import bits, distinct_keys, spec, vectors_of
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.gpu.test_sharing import DEVICES, close, fill_copies, query
 

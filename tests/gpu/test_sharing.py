@@ -14,11 +14,11 @@ import pytest
 from hps.cache.base import ALONE, DeviceSharing, EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.tensors.segments import Segment
+from hps.testing.caches import bits, distinct_keys, spec, vectors_of
 from hps.types import TableSpec
-from tests.contracts.cache_contract import bits, distinct_keys, spec, vectors_of
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.gpu.test_cupy_stress import vectors_on_device
-from tests.unit.cache.test_cupy_cache import CupyContract, _copy
+from tests.ring1.cache.test_cupy_cache import CupyContract, _copy
 
 pytestmark = [pytest.mark.gpu]
 

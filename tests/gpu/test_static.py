@@ -11,7 +11,7 @@ import pytest
 
 import hps
 from hps.tensors.segments import Segment
-from tests.contracts.cache_contract import DEFAULT, distinct_keys, spec
+from hps.testing.caches import DEFAULT, distinct_keys, spec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.gpu.linked_tables import LinkedTables, rows_of
 from tests.servers.running_service import document_of, model_of

@@ -10,7 +10,7 @@ import pytest
 import hps
 from hps.errors import InvalidInputError
 from hps.tensors.segments import Segment
-from tests.contracts.cache_contract import bits, distinct_keys, spec, vectors_of
+from hps.testing.caches import bits, distinct_keys, spec, vectors_of
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.servers.running_service import document_of, model_of
 

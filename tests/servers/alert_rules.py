@@ -11,7 +11,9 @@ import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
+from tests import ROOT
+
+RULES = ROOT / "deploy" / "prometheus" / "alerts.yml"
 SEVERITIES = {
     rule["alert"]: rule["labels"]["severity"]
     for group in yaml.safe_load(RULES.read_text())["groups"]

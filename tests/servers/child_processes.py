@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from tests import ROOT
+
 _VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|\{(?P<name>\w+)(?:(?P<kind>:[-?])(?P<text>[^}]*))?\})")
 
 
@@ -135,6 +137,6 @@ class Compose:
 
 def compose_of(profiles: tuple[str, ...], **variables: str) -> Compose:
     """The project's compose file, with secrets of a test."""
-    path = Path(__file__).parents[2] / "deploy" / "docker-compose.yml"
+    path = ROOT / "deploy" / "docker-compose.yml"
     secrets = {"HPS_BEARER_TOKEN": "token4tests", "HPS_REDIS_PASSWORD": "password4tests", "GRAFANA_PASSWORD": "grafana4tests"}
     return Compose(path, secrets | variables, *profiles)

@@ -2,7 +2,7 @@
 
 It is an emulator: it does not heed conditions of downloads (`ifGenerationMatch`), checks no checksum and no credentials, and
 ends a resumable upload that is merely asked for its state (fsouza/fake-gcs-server, issues 1076 and 2354). What depends on
-those is tested with answers written by hand, most of them in `tests/integration/test_gcs_faults.py`.
+those is tested with answers written by hand, most of them in `tests/ring2/filesystems/test_gcs_faults.py`.
 """
 
 import importlib.util

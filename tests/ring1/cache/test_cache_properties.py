@@ -1,0 +1,180 @@
+"""An embedding cache against a model, by random sequences of calls; a cache on a device subclasses `CacheMachine`.
+
+The model knows which vector each key would have if it were resident: a cache may forget, and never lie.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hps.ground.rows import decode, encode
+from hps.testing.caches import AWKWARD_KEYS, DEFAULT, CacheContract, bits, vectors_of
+from hps.types import FloatArray, KeyArray, RowArray, TableSpec
+from tests.ring1.cache.test_numpy_cache import TestNumpyCache as NumpyContract
+
+DIMS = (1, 5, 20)
+POOL = np.concatenate([AWKWARD_KEYS[::3], np.arange(40) * 14])
+"""Few enough keys that they meet again, and more than the small caches hold."""
+
+keys_strategy = st.lists(st.sampled_from(POOL.tolist()), max_size=60).map(lambda keys: np.array(keys, np.int64))
+table_strategy = st.integers(0, len(DIMS) - 1)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Give `contract`, the contract test of the cache: it creates it and carries arrays to it and back."""
+
+    contract: ClassVar[CacheContract]
+    row_dtype: ClassVar[str] = "float32"
+    """How the tables store their rows."""
+
+    @initialize(capacities=st.tuples(*[st.sampled_from([0, 1, 14, 29, 300])] * len(DIMS)))
+    def start(self, capacities: tuple[int, ...]) -> None:
+        tables = [TableSpec("shop", f"t{dim}", dim, DEFAULT, 1000, row_dtype=self.row_dtype) for dim in DIMS]
+        self.cache = self.contract.cache_class.create(tables, capacities, 0)
+        self.lookup = self.cache.create_lookup()
+        self.known: list[dict[int, int]] = [{} for _ in DIMS]  # key -> version of the vector it has where it is resident
+        self.overflowed = [False] * len(DIMS)  # whether more keys than a set holds were ever there at once
+        self.version = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.close()
+
+    def next_rows(self, table: int, keys: KeyArray) -> RowArray:
+        self.version += 1
+        return self.rows_of(table, keys, self.version)
+
+    def rows_of(self, table: int, keys: KeyArray, version: int | np.ndarray) -> RowArray:
+        """The stored rows of a version; its number is within what float16 tells apart."""
+        return encode("storing", vectors_of(keys, DIMS[table], version) * np.float32(2.0**-9), self.row_dtype)
+
+    def vectors_of(self, table: int, keys: KeyArray, version: int | np.ndarray) -> FloatArray:
+        """What lookups answer."""
+        return decode(self.rows_of(table, keys, version), DIMS[table], self.row_dtype)
+
+    @rule(table=table_strategy, keys=keys_strategy)
+    def insert(self, table: int, keys: KeyArray) -> None:
+        self.cache.insert(table, keys, self.next_rows(table, keys))
+        self.known[table].update(dict.fromkeys(keys.tolist(), self.version))
+        self.overflowed[table] |= len(self.known[table]) > self.contract.ways
+        held = set(self.cache.dump(table).tolist())
+        stats = self.cache.stats(table)
+        if stats.capacity_rows and not stats.evictions:
+            assert held == set(self.known[table])
+        if stats.capacity_rows and len(set(keys.tolist())) == 1:
+            assert set(keys.tolist()) <= held
+        if len(self.known[table]) <= self.contract.ways and not self.overflowed[table]:
+            assert not stats.evictions
+
+    @rule(table=table_strategy, keys=keys_strategy)
+    def update(self, table: int, keys: KeyArray) -> None:
+        before = set(self.cache.dump(table).tolist())
+        self.cache.update(table, keys, self.next_rows(table, keys))
+        self.known[table].update(dict.fromkeys(before.intersection(keys.tolist()), self.version))
+        assert set(self.cache.dump(table).tolist()) == before
+
+    @rule(table=table_strategy, keys=keys_strategy)
+    def erase(self, table: int, keys: KeyArray) -> None:
+        self.cache.erase(table, keys)
+        for key in keys.tolist():
+            self.known[table].pop(key, None)
+        assert not set(self.cache.dump(table).tolist()) & set(keys.tolist())
+
+    @rule(
+        requests=st.lists(st.tuples(table_strategy, keys_strategy), max_size=len(DIMS), unique_by=lambda request: request[0]),
+        present=st.sets(st.sampled_from(POOL.tolist())),
+        with_found=st.booleans(),
+        answer=st.sampled_from(["fetch", "default", "nothing"]),
+    )
+    def look_up(self, requests: list[tuple[int, KeyArray]], present: set[int], with_found: bool, answer: str) -> None:
+        """Query tables at once; then fetch the `present` keys from below, or fill in defaults, or do nothing more."""
+        cache, lookup = self.cache, self.lookup
+        segments = [self.contract.segment(cache, table, keys, with_found=True) for table, keys in requests]
+        if not with_found:
+            for segment in segments:
+                segment.found = None
+        resident = [set(cache.dump(table).tolist()) for table, _keys in requests]
+        missing = lookup.query(segments)
+        hit = [np.isin(keys, list(held)) for (_table, keys), held in zip(requests, resident, strict=True)]
+        assert lookup.counts == [int(np.count_nonzero(~row)) for row in hit]
+        assert missing == sum(lookup.counts)
+        expected = [self.vectors_of(table, keys, self.versions(table, keys)) for table, keys in requests]
+        answered = [row.copy() for row in hit]
+        if answer == "fetch":
+            places = {table: index for index, (table, _keys) in enumerate(requests) if not hit[index].all()}
+            for missed in lookup.unique():
+                index = places.pop(missed.segment.table)
+                table, keys = requests[index]
+                np.testing.assert_array_equal(np.sort(missed.keys), np.unique(keys[~hit[index]]))
+                found = np.isin(missed.keys, list(present))
+                missed.buffer()[:] = self.next_rows(table, missed.keys)
+                missed.stage(0, missed.keys.size)
+                missed.scatter(found)
+                missed.insert(found)
+                self.known[table].update(dict.fromkeys(missed.keys[found].tolist(), self.version))
+                self.overflowed[table] |= len(self.known[table]) > self.contract.ways
+                refused = set(missed.keys[found].tolist()) - set(cache.dump(table).tolist())
+                assert not refused or self.overflowed[table] or not cache.stats(table).capacity_rows
+                for key in refused:
+                    del self.known[table][key]
+                answered[index] = hit[index] | np.isin(keys, list(present))
+                fetched = answered[index] & ~hit[index]
+                expected[index][fetched] = self.vectors_of(table, keys, self.version)[fetched]
+                expected[index][~answered[index]] = DEFAULT
+            assert not places
+        elif answer == "default":
+            for missed in lookup.unique():
+                missed.scatter(np.zeros(missed.keys.size, np.bool_))
+            for row, rows in zip(hit, expected, strict=True):
+                rows[~row] = DEFAULT
+        lookup.finish()
+        for segment, row, was_answered, rows in zip(segments, hit, answered, expected, strict=True):
+            compared = row if answer == "nothing" else slice(None)
+            np.testing.assert_array_equal(bits(self.contract.to_host(segment.out)[compared]), bits(rows[compared]))
+            if segment.found is not None:
+                np.testing.assert_array_equal(self.contract.to_host(segment.found), was_answered)
+
+    def versions(self, table: int, keys: KeyArray) -> np.ndarray:
+        return np.array([self.known[table].get(key, 0) for key in keys.tolist()], np.int64)
+
+    @invariant()
+    def what_is_resident_is_whole_and_current(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for table, known in enumerate(self.known):
+            rows = self.contract.raw_rows(self.cache, table)
+            stats = self.cache.stats(table)
+            assert len(rows) == stats.resident_rows <= stats.capacity_rows
+            assert sorted(rows) == sorted(self.cache.dump(table).tolist())
+            assert rows.keys() <= known.keys()
+            held = np.array(list(rows), np.int64)
+            current = self.rows_of(table, held, self.versions(table, held))
+            assert list(rows.values()) == [vector.tobytes() for vector in current]
+
+
+class NumpyCacheMachine(CacheMachine):
+    contract = NumpyContract()
+
+
+class Float16Machine(NumpyCacheMachine):
+    row_dtype = "float16"
+
+
+class Bfloat16Machine(NumpyCacheMachine):
+    row_dtype = "bfloat16"
+
+
+class Int8Machine(NumpyCacheMachine):
+    row_dtype = "int8"
+
+
+TestNumpyCacheAgainstAModel = NumpyCacheMachine.TestCase
+TestFloat16RowsAgainstAModel = Float16Machine.TestCase
+TestBfloat16RowsAgainstAModel = Bfloat16Machine.TestCase
+TestInt8RowsAgainstAModel = Int8Machine.TestCase
+TestNumpyCacheAgainstAModel.settings = settings(max_examples=60, stateful_step_count=30)
+for machine in (TestFloat16RowsAgainstAModel, TestBfloat16RowsAgainstAModel, TestInt8RowsAgainstAModel):
+    machine.settings = settings(max_examples=30, stateful_step_count=30)

@@ -1,0 +1,282 @@
+"""The kernels' sources: assembled whole, headed as the house wants it, and accepted by the CUDA compiler."""
+
+import importlib
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.cache.base import MOST_SHARERS
+from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda.kernels import Kernel, KernelCache, Rows, Shape
+from hps.databases.hash_map import layout
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.ground import host_tables
+from hps.ground.hashing import mix
+from tests import ROOT
+from tests.fakes.populating_pinner import PopulatingPinner
+
+HEADINGS = ["PURPOSE", "ARRAYS", "LAUNCH", "INVARIANTS", "RACES", "TWIN"]
+FILES = sorted(path.stem for path in (ROOT / "cuda").glob("*.cu"))
+FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
+
+
+def shape(*dims: int, dtypes: tuple[int, ...] = ()) -> Shape:
+    """The shape of a launch for tables of these widths."""
+    return Shape.of(
+        [Rows(dim, dtype) for dim, dtype in zip(dims, dtypes or (FLOAT32,) * len(dims), strict=True)], kernels.ALIGNED
+    )
+
+
+ARCHITECTURES = (100, pytest.param(90, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow))
+SHARED, SHARED_STATIC = kernels.Kind(shared=True), kernels.Kind(static=True, shared=True)
+SPECIALISATIONS = [
+    kernels.query_kernel(shape(32)),
+    kernels.query_kernel(shape(128, 64)),
+    kernels.query_kernel(shape(300, 6)),
+    kernels.query_kernel(shape(7)),
+    Kernel("query", "query", (("FORMAL_ORDER", 1),)),
+    kernels.answer_kernel("answer", shape(32)),
+    kernels.answer_kernel("admit_answers", shape(128, 64)),
+    kernels.answer_kernel("answer", shape(300, 7)),
+    kernels.insert_kernel(4, 32),
+    kernels.insert_kernel(1, 300),
+    kernels.scatter_kernel(shape(32)),
+    kernels.scatter_kernel(shape(7)),
+    kernels.erase_kernel(),
+    kernels.dump_kernel(),
+    kernels.UNIQUE,
+    kernels.query_kernel(shape(32), kind=kernels.STATIC),
+    kernels.query_kernel(shape(128, 64), kind=kernels.STATIC, settles=True),
+    kernels.query_kernel(shape(301), kind=kernels.STATIC, settles=True),
+    kernels.pool_kernel("pool", shape(32), plain=True, kind=kernels.STATIC),
+    kernels.insert_kernel(4, 32, kind=kernels.STATIC),
+    kernels.insert_kernel(1, 300, kind=kernels.STATIC),
+    kernels.erase_kernel(kernels.STATIC),
+    kernels.dump_kernel(kernels.STATIC),
+    kernels.query_kernel(shape(128, dtypes=(INT8,))),
+    kernels.query_kernel(shape(7, dtypes=(FLOAT16,)), kind=kernels.STATIC, settles=True),
+    kernels.query_kernel(shape(128, 6, 300, dtypes=(FLOAT32, BFLOAT16, INT8))),
+    kernels.answer_kernel("answer", shape(128, dtypes=(INT8,))),
+    kernels.answer_kernel("answer", shape(1001, 6, 5, dtypes=(FLOAT32, BFLOAT16, INT8))),
+    kernels.answer_kernel("admit_answers", shape(64, dtypes=(FLOAT16,))),
+    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True),
+    kernels.pool_kernel("pool_rest", shape(300, 6, dtypes=(FLOAT16, FLOAT32)), plain=False),
+    *(kernels.query_kernel(shape(32, dtypes=(dtype,)), kind=SHARED) for dtype in (FLOAT32, INT8)),
+    kernels.query_kernel(shape(128, 64), kind=SHARED_STATIC, settles=True),
+    kernels.answer_kernel("answer", shape(128), kind=SHARED),
+    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True, kind=SHARED),
+    kernels.pool_kernel("pool", shape(32), plain=False, kind=SHARED_STATIC),
+    *(kernels.insert_kernel(4, 128, kind=kind) for kind in (SHARED, SHARED_STATIC)),
+    *(kernels.erase_kernel(kind) for kind in (SHARED, SHARED_STATIC)),
+    kernels.promote_kernel(1, 33),
+    kernels.promote_kernel(4, 128),
+    kernels.scatter_kernel(shape(6, dtypes=(BFLOAT16,))),
+]
+
+
+def test_there_are_kernels():
+    assert {"query", "answer", "insert", "erase", "dump", "scatter", "unique"} <= set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+class TestSource:
+    def test_opens_with_the_six_headings(self, file: str):
+        head = kernels.source(file).partition("\n\n")[0]
+        assert re.findall(r"^// ([A-Z]+)  ", head, re.MULTILINE) == HEADINGS
+        assert all(line.startswith("//") for line in head.splitlines())
+
+    def test_pastes_our_headers_in_place_of_their_includes(self, file: str):
+        text = kernels.source(file)
+        assert "#include" not in text
+        assert text.count("struct Table {") == 1
+
+    def test_names_twins_that_exist(self, file: str):
+        (twins,) = re.findall(r"^// TWIN +(.+)$", kernels.source(file), re.MULTILINE)
+        for twin in twins.split(", "):
+            module, _, function = twin.rpartition(".")
+            assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_constants_stand_before_the_source():
+    code = kernels.query_kernel(shape(6)).code
+    assert code.startswith("#define HPS_UNIT 2\n")
+    assert code.endswith(kernels.source("query"))
+
+
+def test_equal_kernels_are_compiled_once():
+    compiled: list[str] = []
+
+    def compile_kernel(code: str, name: str) -> int:
+        compiled.append(name)
+        return len(compiled)
+
+    cache = KernelCache(compile_kernel)
+    assert cache.handle(kernels.insert_kernel(4, 32)) == cache.handle(kernels.insert_kernel(4, 32)) == 1
+    assert cache.handle(kernels.insert_kernel(4, 128)) == 2
+    assert compiled == ["insert", "insert"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "alignment", "unit"), [(128, 16, 4), (128, 256, 4), (128, 8, 2), (128, 4, 1), (6, 16, 2), (7, 16, 1), (1, 256, 1)]
+)
+def test_threads_move_as_much_at_once_as_width_and_alignment_allow(dim: int, alignment: int, unit: int):
+    assert kernels.unit_of(dim, alignment) == unit
+
+
+def test_the_home_of_a_key_is_that_of_the_mixing_hash():
+    keys = [0, 1, -1, 2**63 - 1, -(2**63), 123456789012345]
+    for pairs in (2, 3, 1000, 300_000_000):
+        homes = [kernels.home_of(key, pairs) for key in keys]
+        assert homes == [(int(np.uint64(mix(np.int64(key)))) % 2**64 >> 32) * 2 * pairs >> 32 for key in keys]
+        assert all(0 <= home < 2 * pairs for home in homes)
+
+
+@pytest.mark.parametrize("rows", [1, 100_000])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, dense: bool):
+    database, pinner = HashMapDatabase(), PopulatingPinner()
+    database.open_table("t", 3)
+    if dense:
+        database.reserve("t", rows, [np.arange(rows)])
+    database.insert("t", np.arange(rows), np.zeros((rows, 3), np.float32))
+    table = database.host_table("t")
+    table.pin(pinner)
+    words, slabs = table.layout().words.tolist(), table.layout().slabs
+    packed = kernels.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size))
+    assert packed[:2] == (64, 576)
+    positions = layout.VERSIONS, layout.SLAB_SHIFT, layout.VECTOR_BYTES, layout.SEGMENT_BITS
+    assert packed[2:7] == (words[positions[0]], slabs.size, *(words[position] for position in positions[1:]))
+    segments = words[layout.SEGMENTS :]
+    rest = [0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments))
+    assert packed[7:] == (*segments, *rest, rows * dense, 0, *[0] * kernels.MOST_HOST_SEGMENTS)
+    mirrors = list(range(1, len(segments) // 2 + 1))
+    packed = kernels.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 99, mirrors))
+    assert packed[7:] == (*segments, *rest, rows * dense, 99, *mirrors, *[0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors)))
+    assert (layout.DENSE_ROWS, layout.SEGMENTS) == (host_tables.DENSE_ROWS_AT, host_tables.SEGMENTS_AT)
+    assert words[layout.DENSE_ROWS] == rows * dense
+    assert kernels.bins_per_row(words) == dense * kernels.MOST_BINS / rows
+    database.close()
+
+
+def test_kernels_and_hash_map_agree_on_its_measures():
+    text = kernels.source("answer")
+    said = {name: int(value) for name, value in re.findall(r"^constexpr u32 (\w+) = (\d+);", text, re.MULTILINE)}
+    assert said["HOST_BUCKET"] == layout.BUCKET_BYTES
+    assert said["VERSION_BYTES"] == layout.VERSION_BYTES
+    assert 1 << said["STRIPE_BITS"] == layout.STRIPES == kernels.STRIPES
+    assert said["MOST_SEGMENTS"] == kernels.MOST_HOST_SEGMENTS
+    assert 1 << said["MOST_BIN_BITS"] == kernels.MOST_BINS
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 17, 599_187])
+def test_a_filler_is_no_key_of_its_pair(pairs: int):
+    zero_pair, filler = kernels.zero_pair(pairs), kernels.zero_filler(pairs)
+    assert kernels.home_of(0, pairs) // 2 == zero_pair
+    assert kernels.home_of(filler, pairs) // 2 != zero_pair
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 17, 599_187])
+@pytest.mark.parametrize("stretch", [2, 3, 15])
+def test_a_filler_of_a_near_table_is_no_key_of_its_pair(pairs: int, stretch: int):
+    filler = kernels.zero_filler(pairs, stretch)
+    assert kernels.home_of(0, pairs, stretch) // 2 == kernels.zero_pair(pairs)
+    assert kernels.home_of(filler, pairs, stretch) // 2 != kernels.zero_pair(pairs)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5])
+def test_keys_of_one_device_spread_over_the_whole_near_table_of_another(devices: int):
+    pairs, near_pairs = 1000 * devices, 64
+    homes = np.zeros(2 * near_pairs, np.int64)
+    for key in range(20_000):
+        if kernels.home_of(key, pairs) // 2 >= pairs - 1000:  # the rows of the last device
+            homes[kernels.home_of(key, near_pairs, devices)] += 1
+    mean = homes.mean()
+    assert homes.min() > 0.3 * mean
+    assert homes.max() < 2 * mean
+
+
+def test_the_sharing_of_a_table_is_packed_as_the_kernels_read_it():
+    word = kernels.sharing_word(3, MOST_SHARERS, 77)
+    assert (word & 15, word >> 4 & 15, word >> 8) == (3, MOST_SHARERS, 77)
+    assert kernels.sharing_word() == 1 | 1 << 4
+    assert (kernels.SHARING.size, kernels.PROMOTE_TAIL.size) == (56, 136 - 2 * kernels.TABLE.size)
+    assert kernels.SHARING.size <= kernels.SHARING_BYTES
+    [granule] = re.findall(r"COPY_GRANULE = 1ull << (\d+);", kernels.source("promote"))
+    assert 1 << int(granule) == geometry.GRANULE_BYTES
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernels_of_tables_know_whether_devices_share_them(static: bool, shared: bool):
+    rows, kind = [Rows(32), Rows(7, INT8)], kernels.Kind(static, shared)
+    made = kernels.lookup_kernels(rows, kind) + kernels.link_kernels(rows, kind) + kernels.modification_kernels(rows, kind)
+    made += [kernels.pool_kernel("pool", Shape.of(rows, kernels.ALIGNED), plain, kind) for plain in (False, True)]
+    for kernel in made:
+        assert ("SHARED" in dict(kernel.constants)) == (shared and kernel.name not in ("unique", "scatter"))
+    for kernel in kernels.near_kernels(rows):  # of those, promotions alone read the shared table
+        assert ("SHARED" in dict(kernel.constants)) == (kernel.name == "promote")
+
+
+@pytest.mark.parametrize(
+    ("rows", "pairs", "static"),
+    [(0, 0, 3), (1, 2, 3), (28, 2, 3), (29, 3, 3), (42, 3, 3), (43, 4, 5), (56, 4, 5), (1 << 23, 599_187, 599_187)],
+)
+def test_capacity_is_rounded_up_to_whole_pairs_and_two_at_least(rows: int, pairs: int, static: int):
+    assert kernels.pairs_for(rows) == pairs
+    assert kernels.pairs_for(rows, static=True) == static
+
+
+@pytest.mark.parametrize("pairs", [3, 5, 7, 1001, 599_187])
+def test_a_key_of_a_static_table_walks_to_every_pair(pairs: int):
+    steps = {kernels.step_of(key, pairs) for key in range(4000)}
+    assert steps == {1 << bit for bit in range(pairs.bit_length())}
+    assert max(steps) <= pairs
+    assert all(math.gcd(step, pairs) == 1 for step in steps)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kernel", SPECIALISATIONS, ids=lambda kernel: f"{kernel.name}-{'-'.join(map(str, dict(kernel.constants).values()))}"
+)
+def test_compiles_for_the_architectures_of_three_generations(kernel: Kernel, architecture: int, tmp_path: Path):
+    """With nvcc, or NVRTC where CuPy brings it; no GPU is needed."""
+    if shutil.which("nvcc"):
+        source = tmp_path / "kernel.cu"
+        source.write_text(kernel.code)
+        # 177: constants of the header that a kernel has no use for
+        options = ["-std=c++17", "-Werror", "all-warnings", "-diag-suppress=177", "-cubin", f"-arch=sm_{architecture}"]
+        command = ["nvcc", *options, "-o", str(tmp_path / "kernel"), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "kernel").stat().st_size > 0
+        return
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="neither nvcc nor CuPy's NVRTC is here")
+    program = nvrtc.createProgram(kernel.code, f"{kernel.name}.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, ("-std=c++17", f"--gpu-architecture=sm_{architecture}"))
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+    assert len(nvrtc.getCUBIN(program)) > 0
+
+
+@pytest.mark.parametrize("tables", [[Rows(128)], [Rows(7, INT8)], [Rows(32), Rows(6, BFLOAT16), Rows(128, INT8)]])
+def test_what_is_compiled_ahead_writes_aligned_float32(tables):
+    aligned = Shape.of(tables, kernels.ALIGNED)
+    assert (aligned.out, aligned.unit) == (0, kernels.unit_of(math.gcd(*(rows.dim for rows in tables)), 0))
+    ahead = [*kernels.lookup_kernels(tables), *kernels.link_kernels(tables)]
+    assert not [kernel for kernel in ahead if "OUT" in dict(kernel.constants)]
+    assert kernels.query_kernel(aligned) in ahead
+
+
+@pytest.mark.parametrize(
+    ("address", "out_format", "unit"),
+    [(0, 0, 4), (8, 0, 2), (4, 0, 1), (16, 0, 4), (0, 1, 4), (8, 1, 4), (4, 2, 2), (2, 1, 1), (24, 2, 4)],
+)
+def test_outputs_say_their_format_and_how_many_elements_are_stored_at_once(address, out_format, unit):
+    made = Shape.of([Rows(128)], kernels.outputs_code(address, out_format))
+    assert (made.out, made.unit) == (out_format, unit)

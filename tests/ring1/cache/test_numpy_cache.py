@@ -1,0 +1,264 @@
+"""The NumPy embedding cache: the contract, and what is its own."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hps.cache.base import EmbeddingCache
+from hps.cache.cpu.cache import NumpyCache
+from hps.cache.cpu.sets import CLOCK, PROBATION, WAYS, WRAPS
+from hps.errors import DeviceMemoryError, InvalidInputError
+from hps.ground.rows import decode, encode
+from hps.tensors.segments import Segment
+from hps.testing.caches import (
+    DEFAULT,
+    VersionedCacheContract,
+    bits,
+    distinct_keys,
+    small_vectors_of,
+    spec,
+    vectors_of,
+)
+from hps.types import ROW_DTYPES
+
+
+class TestNumpyCache(VersionedCacheContract):
+    cache_class = NumpyCache
+
+    def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:
+        memory = cache._open[table]
+        ages = memory.lines.view(np.uint8)[:, 2:16]
+        keys = memory.lines[:, 2:]
+        rows = {}
+        for index, way in np.argwhere(ages != 0):
+            key = int(keys[index, way])
+            assert key not in rows
+            rows[key] = memory.vectors[index * 14 + way].tobytes()
+        return rows
+
+    def raw_sets(self, cache: EmbeddingCache) -> np.ndarray:
+        return cache._open[0].lines.copy()
+
+    def raw_version(self, cache: EmbeddingCache) -> np.ndarray:
+        return cache._open[0].lines.view(np.uint16)[:1, 0]
+
+
+@pytest.fixture
+def cache() -> Iterator[NumpyCache]:
+    cache = NumpyCache.create([spec(4)], [WAYS], 0)
+    yield cache
+    cache.close()
+
+
+class TestSets:
+    def test_a_set_lies_within_its_own_cache_lines(self):
+        cache = NumpyCache.create([spec(16), spec(5, "other")], [1000, 15], 0)
+        for table in cache._open:
+            assert table.lines.ctypes.data % 128 == 0
+            assert table.vectors.ctypes.data % 128 == 0
+
+    def test_a_version_that_wraps_is_counted_and_the_set_works_on(self, cache: NumpyCache):
+        memory, keys = cache._open[0], distinct_keys(5)
+        version = memory.lines.view(np.uint16)[:, 0]
+        version[:] = 0xFFFC
+        for count, key in enumerate(keys[:, None]):
+            cache.insert(0, key, vectors_of(key, 4, count))
+            assert version[0] == (0xFFFC + 2 * (count + 1)) % (1 << 16)
+            assert memory.state[WRAPS] == (count >= 1)
+        out = np.empty((5, 4), np.float32)
+        assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
+        np.testing.assert_array_equal(out, vectors_of(keys, 4, np.arange(5)))
+
+    def test_recency_is_written_once_an_epoch(self, cache: NumpyCache):
+        keys = distinct_keys(WAYS)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        ages = cache._open[0].lines.view(np.uint8)[0, 2:16]
+        lookup, out = cache.create_lookup(), np.empty((1, 4), np.float32)
+        seen = []
+        for _ in range(3 * WAYS):
+            lookup.query([Segment(0, keys[:1], out)])
+            seen.append(int(ages[0]))
+        first = seen[0]
+        assert seen == [first] * WAYS + [first + 1] * WAYS + [first + 2] * WAYS
+        assert (ages[1:] == ages[1]).all()
+        assert (first - int(ages[1])) % 255 == 15
+
+    @pytest.mark.parametrize(("epochs", "admitted"), [(PROBATION - 1, 0), (PROBATION, 1)])
+    def test_a_missed_key_evicts_one_that_was_idle_for_the_probation(self, cache: NumpyCache, epochs: int, admitted: int):
+        keys, state = distinct_keys(WAYS + 1), cache._open[0].state
+        cache.insert(0, keys[:WAYS], vectors_of(keys[:WAYS], 4))
+        lookup = cache.create_lookup()
+        lookup.query([Segment(0, keys[:WAYS], np.empty((WAYS, 4), np.float32))])
+        state[CLOCK] = epochs * WAYS
+        lookup.query([Segment(0, keys[WAYS:], np.empty((1, 4), np.float32))])
+        (missed,) = lookup.unique()
+        missed.buffer()[:] = 0
+        missed.insert(np.array([True]))
+        assert cache.stats(0).evictions == admitted
+
+    def test_recency_goes_on_when_epochs_start_anew(self, cache: NumpyCache):
+        keys = distinct_keys(WAYS + 40)
+        old, new = keys[:WAYS], keys[WAYS:]
+        cache.insert(0, old, vectors_of(old, 4))
+        lookup = cache.create_lookup()
+        absent = distinct_keys(WAYS, seed=7)
+        for epoch in range(600):
+            lookup.query([Segment(0, old[1:], np.empty((WAYS - 1, 4), np.float32))])
+            lookup.query([Segment(0, absent, np.empty((WAYS, 4), np.float32))])
+            if epoch % 20 == 19:
+                key = new[epoch // 20, None]
+                cache.insert(0, key, vectors_of(key, 4))
+                assert set(cache.dump(0).tolist()) == {*old[1:].tolist(), int(key[0])}
+
+    @pytest.mark.parametrize("epoch", [0, 100, 240])
+    def test_what_a_thread_of_a_later_epoch_has_used_is_not_evicted_first(self, cache: NumpyCache, epoch: int):
+        """That thread counted its keys after ours had read the clock; counted modulo 255, its age looks 254 epochs old."""
+        memory, keys = cache._open[0], distinct_keys(WAYS + 1)
+        memory.state[CLOCK] = epoch * WAYS
+        cache.insert(0, keys[:WAYS], vectors_of(keys[:WAYS], 4))
+        ages = memory.lines.view(np.uint8)[0, 2:16]
+        later = np.arange(1, WAYS)  # epochs, for all slots but the first
+        ages[0], ages[1:] = (epoch - 1) % 255 + 1, (epoch + later) % 255 + 1  # one epoch old; the others are in the future
+        first = int(memory.lines[0, 2])
+        cache.insert(0, keys[WAYS:], vectors_of(keys[WAYS:], 4))
+        assert set(cache.dump(0).tolist()) == set(keys.tolist()) - {first}
+
+
+class TestMemory:
+    def test_more_memory_than_the_machine_has_is_a_typed_error_that_names_the_table(self):
+        with pytest.raises(DeviceMemoryError, match=r"model 'shop'.*rows of table 'big'.*gpucacheper of at most") as caught:
+            NumpyCache.create([spec(4, "small"), spec(1024, "big")], [1000, 1 << 40], 0)
+        assert isinstance(caught.value, MemoryError)
+
+    def test_running_calls_keep_the_memory_that_close_lets_go(self, cache: NumpyCache):
+        memory = weakref.ref(cache._open[0].lines)
+        running = cache._open
+        cache.close()
+        gc.collect()
+        assert memory() is not None
+        del running
+        gc.collect()
+        assert memory() is None
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("row_dtype", ["int8", "float16", "bfloat16"])
+def test_no_row_in_fewer_bits_is_torn(row_dtype: str, static: bool) -> None:
+    """Elements of a vector are its version, but for the first two, while a writer replaces it without a pause."""
+    dim, keys, done = 4000, distinct_keys(1), threading.Event()
+    vectors = np.repeat(np.arange(16, 256, 16, dtype=np.float32)[:, None], dim, axis=1)
+    vectors[:, 0], vectors[:, 1] = 0, 255  # so that int8 has these elements as codes
+    rows = encode("testing", vectors, row_dtype)
+    cache = NumpyCache.create([replace(spec(dim), row_dtype=row_dtype)], [WAYS], 0, static)
+    cache.insert(0, keys, rows[:1])
+
+    def write() -> None:
+        while not done.is_set():
+            cache.insert(0, np.repeat(keys, len(rows)), rows)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        try:
+            lookup, asked, answered = cache.create_lookup(), np.repeat(keys, 50), 0
+            for _ in range(400):
+                out, found = np.zeros((asked.size, dim), np.float32), np.zeros(asked.size, np.bool_)
+                lookup.query([Segment(0, asked, out, found)])
+                lookup.finish()
+                answered += np.count_nonzero(found)
+                assert (out[found, 2:] == out[found, 2:3]).all()
+                assert np.isin(out[found, 2], vectors[:, 2]).all()
+        finally:
+            done.set()
+            writing.result(60)
+    assert answered
+    cache.close()
+
+
+class TestArrays:
+    @pytest.mark.parametrize(
+        "segment",
+        [
+            Segment(0, np.zeros(3, np.int64), np.empty((3, 5), np.float32)),
+            Segment(0, np.zeros(3, np.int64), np.empty((2, 4), np.float32)),
+            Segment(0, np.zeros(3, np.int64), np.empty(12, np.float32)),
+            Segment(0, np.zeros(3, np.int64), np.empty((3, 4), np.float64)),
+            Segment(0, np.zeros(3, np.int64), np.empty((3, 8), np.float32)[:, ::2]),
+            Segment(0, np.zeros(3, np.int32), np.empty((3, 4), np.float32)),
+            Segment(0, np.zeros((3, 1), np.int64), np.empty((3, 4), np.float32)),
+            Segment(0, np.zeros(3, np.int64), np.empty((3, 4), np.float32), np.empty(2, np.bool_)),
+            Segment(0, np.zeros(3, np.int64), np.broadcast_to(np.float32(0), (3, 4))),
+            Segment(0, np.zeros(3, np.int64), np.frombuffer(bytearray(49), np.float32, 12, 1).reshape(3, 4)),
+        ],
+    )
+    def test_segments_that_do_not_fit_are_refused_before_anything_is_written(self, cache: NumpyCache, segment: Segment):
+        with pytest.raises(
+            InvalidInputError, match=r"querying the cached table hps_et\.shop\.item: (keys|out|found): got .*expected"
+        ):
+            cache.create_lookup().query([segment])
+
+    def test_keys_that_are_not_aligned_are_copied(self, cache: NumpyCache):
+        keys = np.frombuffer(b"\0" + distinct_keys(6).tobytes(), np.int64, 6, 1)
+        cache.insert(0, distinct_keys(6), vectors_of(distinct_keys(6), 4))
+        out = np.empty((6, 4), np.float32)
+        assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
+        np.testing.assert_array_equal(out, vectors_of(distinct_keys(6), 4))
+
+    def test_strided_modifications_are_refused(self, cache: NumpyCache):
+        with pytest.raises(InvalidInputError, match="contiguous"):
+            cache.insert(0, distinct_keys(6)[::2], np.zeros((3, 4), np.float32))
+        with pytest.raises(InvalidInputError, match="contiguous"):
+            cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32)[:, ::2])
+
+
+class TestRowFormats:
+    def test_tables_of_every_format_are_answered_by_one_lookup(self):
+        """Resident keys, keys that are fetched in parts, absent and repeated ones; then updated and erased rows."""
+        specs = [replace(spec(5, row_dtype), row_dtype=row_dtype) for row_dtype in ROW_DTYPES]
+        cache = NumpyCache.create(specs, [1000] * len(specs), 0)
+        keys = distinct_keys(300)
+        rows = [encode("x", small_vectors_of(keys, 5), one.row_dtype) for one in specs]
+        want = [decode(some, 5, one.row_dtype) for some, one in zip(rows, specs, strict=True)]
+        for table, some in enumerate(rows):
+            cache.insert(table, keys[:150], some[:150])
+        places = np.r_[0:300, 140:160, 280:300]
+        for fetched in (150, 250):  # the second time all but the absent ones are resident
+            segments = [Segment(t, keys[places], np.empty((340, 5), np.float32), np.empty(340, np.bool_)) for t in range(4)]
+            lookup = cache.create_lookup()
+            lookup.query(segments)
+            assert lookup.counts == [int(np.count_nonzero(places >= fetched))] * 4
+            for missed in lookup.unique():
+                table = missed.segment.table
+                below = np.array([np.flatnonzero(keys == key)[0] for key in missed.keys])
+                found = below < 250
+                missed.buffer()[found] = rows[table][below[found]]
+                for part in (0, found.size // 2), (found.size // 2, found.size):
+                    missed.stage(*part)
+                missed.scatter(found)
+                missed.insert(found)
+            lookup.finish()
+            for segment in segments:
+                expected = np.where((places < 250)[:, None], want[segment.table][places], DEFAULT)
+                np.testing.assert_array_equal(bits(segment.out), bits(expected.astype(np.float32)))
+                np.testing.assert_array_equal(segment.found, places < 250)
+        for table, some in enumerate(rows):
+            cache.update(table, keys[:20], some[20:40])
+            cache.erase(table, keys[20:40])
+            segment = Segment(table, keys[:40], np.full((40, 5), -1, np.float32), np.empty(40, np.bool_))
+            cache.create_lookup().query([segment])
+            np.testing.assert_array_equal(segment.found, np.arange(40) < 20)
+            np.testing.assert_array_equal(bits(segment.out[:20]), bits(want[table][20:40]))
+        cache.close()
+
+    @pytest.mark.parametrize("row_dtype", ROW_DTYPES[1:])
+    def test_vectors_in_the_place_of_rows_are_refused(self, row_dtype: str):
+        cache = NumpyCache.create([replace(spec(8), row_dtype=row_dtype)], [100], 0)
+        with pytest.raises(InvalidInputError):
+            cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32))
+        assert not cache.dump(0).size
+        cache.close()

@@ -1,0 +1,908 @@
+"""The hash map database: its contract, its memory and its limits."""
+
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.configuration.tiers import VolatileDbConfig
+from hps.databases.base import LoadRecord, LogPosition
+from hps.databases.hash_map import memory as hash_map_memory
+from hps.databases.hash_map import table as hash_map_table
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.kernels import fetch
+from hps.databases.hash_map.layout import DENSE_ROWS, DONE, FRESH_ROWS, MOVED
+from hps.databases.hash_map.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Slabs, dense_rows
+from hps.errors import (
+    DatabaseError,
+    DatabaseTimeoutError,
+    InvalidDtypeError,
+    InvalidInputError,
+    NotReadyError,
+    UnknownTableError,
+)
+from hps.registry import implementation
+from hps.testing.databases import (
+    AWKWARD_KEYS,
+    DIM,
+    TAG,
+    DatabaseContract,
+    applied,
+    changes_of,
+    distinct_keys,
+    fetched,
+    vectors_of,
+)
+from hps.testing.readers import reading
+from tests.servers.child_processes import run_alone
+from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, mixed, placed
+
+
+class TestHashMapDatabase(DatabaseContract):
+    @pytest.fixture(params=["unbounded", "segmented", "one bucket", "oldest"])
+    def database(self, request):
+        options = {
+            "unbounded": {},
+            "segmented": {"initial_buckets": 4096},
+            "one bucket": {"initial_buckets": 1, "allocation_rate": 1},
+            "oldest": {"overflow_margin": 10**6, "overflow_policy": "evict_oldest", "max_batch_size": 1000},
+        }
+        database = HashMapDatabase(**options[request.param])
+        yield database
+        database.close()
+
+    def raw_rows(self, database, tag):
+        return inspect(database, tag).vectors
+
+
+@pytest.fixture(params=["one array", "segments"])
+def database(request, monkeypatch):
+    if request.param == "segments":
+        monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", 2)
+    database = opened(initial_buckets=1)
+    yield database
+    database.close()
+
+
+def opened(dim=DIM, **options):
+    database = HashMapDatabase(**options)
+    database.open_table(TAG, dim)
+    return database
+
+
+def filled(database, keys, dim=DIM, version=0):
+    database.open_table(TAG, dim)
+    database.insert(TAG, keys, vectors_of(keys, dim, version))
+    return database
+
+
+def assert_holds(database, keys, dim=DIM, version=0):
+    out, found = fetched(database, TAG, keys, dim)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of(keys, dim, version))
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hash_map", "parallel_hash_map"])
+def test_both_names_of_the_configuration_select_it(name):
+    assert implementation("database", name) is HashMapDatabase
+
+
+def test_it_is_opened_as_configured():
+    config = VolatileDbConfig(
+        type="hash_map",
+        num_partitions=3,
+        allocation_rate=1 << 20,
+        overflow_margin=100,
+        overflow_policy="evict_oldest",
+        overflow_resolution_target=0.5,
+        max_batch_size=10,
+    )
+    database = HashMapDatabase.from_config(config)
+    database.open_table(TAG, DIM)
+    assert database.stats(TAG).capacity_rows == 300
+    assert database._overflow.target_rows == 50
+    assert database._overflow.policy == "evict_oldest"
+    options = database._new_table.keywords
+    assert options["batch_rows"] == 10
+    assert options["allocation_rate"] == 1 << 20
+
+
+def test_by_default_nothing_is_evicted_and_no_stamp_kept():
+    database = filled(HashMapDatabase.from_config(VolatileDbConfig(type="hash_map")), distinct_keys(10))
+    assert database.stats(TAG).capacity_rows == 2**64 - 1
+    assert inspect(database, TAG).stamps == {}
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_inverse_of_the_mixer_makes_collisions():
+    np.testing.assert_array_equal(mixed(keys_with_hash(np.arange(1000, dtype=np.uint64))), np.arange(1000))
+    assert (mixed(colliding_keys(1000)) >> np.uint64(32) == 2**32 - 1).all()
+
+
+def test_an_overflow_count_that_reached_its_limit_stays_and_nothing_is_lost():
+    database = HashMapDatabase(initial_buckets=10_000)
+    keys = colliding_keys(66_000)
+    filled(database, keys, 1)
+    database.delete(TAG, keys[:65_000])
+    assert_holds(database, keys[65_000:], 1)
+    assert not fetched(database, TAG, keys[:65_000:100].copy(), 1)[1].any()
+    assert (inspect(database, TAG).buckets["overflow"] == 0xFFFF).any()
+
+
+def test_replacing_changes_the_version_so_that_a_reader_elsewhere_can_tell(database):
+    filled(database, np.array([7]))
+    before = int(inspect(database, TAG).buckets["version"].sum())
+    filled(database, np.array([7]), version=1)
+    assert int(inspect(database, TAG).buckets["version"].sum()) == before + 2
+
+
+def test_rows_of_deleted_keys_are_used_again(database):
+    keys = distinct_keys(1000)
+    filled(database, keys)
+    overhead = database.stats(TAG).overhead_bytes
+    for round_ in range(5):
+        database.delete(TAG, keys)
+        keys = distinct_keys(1000, seed=round_ + 10)
+        filled(database, keys)
+    assert database.stats(TAG).overhead_bytes == overhead
+    more = distinct_keys(10, seed=99)
+    filled(database, more)  # more than were deleted
+    assert_holds(database, np.concatenate([keys, more]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "step"),
+    [
+        (np.unique(np.concatenate([AWKWARD_KEYS, distinct_keys(30_000), colliding_keys(200)])), 777),
+        (keys_with_hash(np.arange(5000, dtype=np.uint64) << np.uint64(40)), 100),  # crafted to fall into one segment
+    ],
+    ids=["any keys", "one segment"],
+)
+def test_growth_keeps_every_row(database, keys, step):
+    for start in range(0, keys.size, step):
+        filled(database, keys[start : start + step])
+    assert_holds(database, keys)
+    assert set(inspect(database, TAG).vectors) == set(keys.tolist())
+
+
+def assert_sends_readers_on(buckets, keys):
+    out, found = np.full((keys.size, DIM), 3.0, np.float32), np.zeros(keys.size, np.bool_)
+    assert fetch(buckets.layout, keys, out, found, out[0].copy(), 0, 0, 0) == (0, 0, MOVED)
+    assert not found.any()
+    assert (out == 3.0).all()
+
+
+def test_readers_of_an_outgrown_bucket_array_are_sent_on(database):
+    keys = distinct_keys(9)
+    filled(database, keys)
+    old = database._tables[TAG]._buckets
+    filled(database, distinct_keys(500, seed=5))
+    assert_sends_readers_on(old, keys)
+
+
+def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, monkeypatch):
+    keys = distinct_keys(9)
+    filled(database, keys)
+    old = database._tables[TAG]._buckets
+
+    def interrupted(layout, number):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hash_map_memory, "retire", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            filled(database, distinct_keys(10, seed=5))
+    assert database._tables[TAG]._buckets is not old
+    database.delete(TAG, keys[:1])
+    assert_sends_readers_on(old, keys)
+    assert_holds(database, keys[1:])
+
+
+# -- the order of rows ------------------------------------------------------------------------------------------------
+
+
+def stripes(database):
+    """The stripe of each row and the one of its key, of a table that lies in one extent; and how many stripes there are."""
+    (extent,) = database._tables[TAG]._slabs.extents
+    hashes, rows = placed(database, TAG)
+    of_keys = (hashes >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
+    return rows // extent.stripe_rows, of_keys, 1 << extent.stripe_bits
+
+
+def assert_in_order(database, displaced):
+    """At most this share of the rows is not in its key's stripe, and most of those in the next, around the end."""
+    of_rows, of_keys, count = stripes(database)
+    apart = (of_rows - of_keys) % count
+    assert count >= 16
+    assert 0 < np.count_nonzero(apart) <= displaced * apart.size
+    assert apart.mean() <= 2 * displaced
+    assert np.corrcoef(of_rows[apart == 0], of_keys[apart == 0])[0, 1] > 0.999
+
+
+def test_rows_that_were_reserved_lie_in_the_order_of_their_buckets_and_stay_so():
+    database = opened(32)
+    keys = distinct_keys(450_000)
+    vectors = np.zeros((30_000, 32), np.float32)
+    database.reserve(TAG, 300_000)
+    for start in range(0, 300_000, 30_000):
+        database.insert(TAG, keys[start : start + 30_000], vectors)
+    assert_in_order(database, displaced=0.01)
+    for start in range(0, 150_000, 30_000):  # others take the places of half of them
+        assert database.delete(TAG, keys[start : start + 30_000]) == 30_000
+        database.insert(TAG, keys[300_000 + start :][:30_000], vectors)
+    assert_in_order(database, displaced=0.02)
+
+
+def test_without_a_reservation_each_extent_is_in_order():
+    database = opened(32)
+    keys = distinct_keys(500_000)
+    database.insert(TAG, keys, np.zeros((keys.size, 32), np.float32))
+    hashes, rows = placed(database, TAG)
+    extents = database._tables[TAG]._slabs.extents
+    assert [extent.stripe_bits for extent in extents] == [0, 0, 1, 2, 3, 4, 5]
+    for extent in extents[3:]:
+        here = (rows >= extent.first_row) & (rows < extent.first_row + (extent.stripe_rows << extent.stripe_bits))
+        of_rows = (rows[here] - extent.first_row) // extent.stripe_rows
+        of_keys = (hashes[here] >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
+        assert np.mean(of_rows == of_keys) > 0.9
+
+
+@pytest.mark.parametrize("crafted", [False, True])
+def test_every_row_that_has_memory_is_used_before_there_are_more(database, crafted, monkeypatch):
+    """Also those of an extent that was left for a reserved one, and those that were freed before lists were split."""
+    monkeypatch.setattr(hash_map_memory, "_STRIPE_BYTES", PAGE_BYTES)
+    keys = colliding_keys(5000) if crafted else distinct_keys(5000)
+    database.open_table("wide", 64)
+    slabs = database._tables["wide"]._slabs
+    database.insert("wide", keys[:700], vectors_of(keys[:700], 64))
+    database.delete("wide", keys[600:700])
+    capacity = slabs.capacity_rows
+    database.reserve("wide", capacity + 10)
+    assert [extent.stripe_bits > 0 for extent in slabs.extents] == [True, True]
+    capacity = slabs.capacity_rows
+    new = keys[700:] if capacity < 4300 else distinct_keys(capacity, seed=8)
+    new = new[: capacity - 600]
+    for part in np.array_split(new, 7):
+        database.insert("wide", part, vectors_of(part, 64))
+    assert database.size("wide") == capacity == slabs.capacity_rows
+    last = distinct_keys(1, seed=77)
+    database.insert("wide", last, vectors_of(last, 64))
+    assert slabs.capacity_rows > capacity
+    held = np.concatenate([keys[:600], new, last])
+    assert inspect(database, "wide").vectors.keys() == set(held.tolist())
+    out, found = fetched(database, "wide", held, 64)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of(held, 64))
+
+
+@pytest.mark.parametrize(("rows", "dim", "stripes"), [(1000, 32, 1), (2**17, 32, 16), (2**20, 32, 128), (2**24, 128, 1024)])
+def test_what_is_reserved_is_one_extent_of_stripes_of_a_megabyte_or_more(rows, dim, stripes):
+    slabs = Slabs("table", 4 * dim, False, 1 << 28)
+    slabs.reserve(rows)
+    (extent,) = slabs.extents
+    assert 1 << extent.stripe_bits == stripes
+    assert 0 <= slabs.capacity_rows - rows <= rows / 256 + slabs.rows_per_slab
+    slabs.reserve(rows)
+    assert len(slabs.extents) == 1
+
+
+def test_huge_pages_that_nobody_reserved_are_few_until_they_are_used():
+    slabs = Slabs("table", 512, False, 1 << 28)
+    while slabs.capacity_rows < 2**23:
+        slabs.extend()
+        extent = slabs.extents[-1]
+        if extent.commit_bytes == HUGE_PAGE_BYTES:
+            assert HUGE_PAGE_BYTES << extent.stripe_bits <= 2 * extent.first_row
+        slabs.counters[FRESH_ROWS] = 0  # as if all had been used
+    assert slabs.extents[-1].stripe_bits == 2
+
+
+def test_a_pinned_table_grows_by_a_sixty_fourth():
+    slabs = Slabs("table", 512, False, 1 << 28)
+    slabs.reserve(2**20)
+    slabs.pinned, before = True, slabs.count
+    slabs.extend()
+    assert slabs.count == before + before // 64
+
+
+# -- dense tables -------------------------------------------------------------------------------------------------------
+
+
+def opened_dense(rows, dim=DIM, **options):
+    database = opened(dim, **options)
+    database.reserve(TAG, rows, np.array_split(np.random.default_rng(5).permutation(rows), 3))
+    return database
+
+
+def dense_rows_of(database, tag=TAG):
+    return int(database._tables[tag]._buckets.layout[DENSE_ROWS])
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        (np.arange(2000), 2000),
+        (np.arange(2000)[::-1].copy(), 2000),
+        (np.random.default_rng(1).permutation(2000), 2000),
+        (np.arange(1), 1),
+        (np.arange(1, 2001), 2001),
+        (np.concatenate([np.arange(1900), np.arange(100)]), 1900),  # repeated keys
+        (np.arange(2000).repeat(2), 2000),
+        (np.delete(np.arange(5000), np.arange(7, 71)), 5000),  # 64 are missing
+        (np.delete(np.arange(5000), np.arange(7, 72)), 0),
+        (np.delete(np.arange(500), np.arange(7, 37)), 0),  # few, but of few
+        (np.concatenate([np.arange(1600), distinct_keys(106)]), 1600),  # a sixteenth is elsewhere
+        (np.concatenate([np.arange(1590), distinct_keys(107)]), 0),
+        (np.append(np.arange(2000), [-1, 2**63 - 1, -(2**63), 2**32]), 2000),
+        (np.arange(0, 4000, 2), 0),
+        (-np.arange(2000), 0),
+        (np.arange(2000) << 32, 0),
+        (np.arange(10**6, 10**6 + 2000), 0),
+        (distinct_keys(2000), 0),
+        (np.empty(0, np.int64), 0),
+    ],
+)
+def test_a_table_is_dense_if_it_has_nearly_all_keys_from_0_on_and_few_others(keys, rows):
+    for parts in (1, 7):
+        assert dense_rows(keys.size, np.array_split(keys.astype(np.int64), parts)) == rows
+
+
+def test_the_keys_of_a_table_are_read_only_until_it_cannot_be_dense():
+    read = []
+
+    def chunks():
+        for start in range(0, 10_000, 1000):
+            read.append(start)
+            yield distinct_keys(10_000)[start : start + 1000]
+
+    assert dense_rows(10_000, chunks()) == 0
+    assert read == [0]
+
+
+def test_more_rows_than_a_table_can_have_are_not_dense(monkeypatch):
+    monkeypatch.setattr(hash_map_memory, "MAX_ROWS", 2000)
+    assert [dense_rows(rows, [np.arange(rows)]) for rows in (2000, 2001)] == [2000, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 1000, 40_000])
+def test_keys_of_a_dense_table_have_the_rows_of_their_numbers_for_good(database, rows):
+    """`inspect` checks that, and that no other key gets such a row."""
+    keys, others = np.random.default_rng(2).permutation(rows), distinct_keys(rows)
+    database.reserve(TAG, rows, [keys])
+    assert dense_rows_of(database) == rows
+    for version, there in enumerate((keys[rows // 2 :], keys, keys[rows // 3 :], keys)):
+        database.delete(TAG, np.setdiff1d(keys, there))
+        filled(database, there, version=version)
+        assert_holds(database, there, version=version)
+        filled(database, others[version::4].copy())
+        assert len(inspect(database, TAG).free_rows) == 0
+    database.delete(TAG, others)
+    assert_holds(database, keys, version=3)
+    assert len(inspect(database, TAG).free_rows) == rows
+    filled(database, np.arange(rows, 2 * rows))
+    assert_holds(database, keys, version=3)
+    assert_holds(database, np.arange(rows, 2 * rows))
+    assert len(inspect(database, TAG).vectors) == 2 * rows
+
+
+def test_the_rows_of_a_dense_table_lie_in_the_order_of_the_keys():
+    database, keys = opened_dense(5000), np.random.default_rng(3).permutation(5000)
+    filled(database, keys)
+    hashes, rows = placed(database, TAG)
+    np.testing.assert_array_equal(hashes, mixed(rows))
+
+
+@pytest.mark.parametrize("why", ["it evicts", "it has rows", "it had rows", "it was reserved", "nobody knows its keys"])
+def test_a_table_is_not_dense_if(why):
+    database = opened(**({"overflow_margin": 10_000} if why == "it evicts" else {}))
+    if why in ("it has rows", "it had rows"):
+        filled(database, np.arange(10))
+    if why == "it had rows":
+        database.delete(TAG, np.arange(10))
+    if why == "it was reserved":
+        database.reserve(TAG, 10)
+    database.reserve(TAG, 1000, () if why == "nobody knows its keys" else [np.arange(1000)])
+    assert dense_rows_of(database) == 0
+    filled(database, np.arange(1000))
+    assert_holds(database, np.arange(1000))
+    inspect(database, TAG)
+
+
+def test_a_dense_table_stays_as_it_is_if_it_is_reserved_again():
+    database = opened_dense(100_000)
+    slabs = database._tables[TAG]._slabs
+    for rows in (100_000, 106_000, 10):  # a sixteenth more is no reason to map more
+        database.reserve(TAG, rows, [np.arange(rows)])
+        assert len(slabs.extents) == 1
+    filled(database, np.arange(100_000))
+    database.reserve(TAG, 200_000, [np.arange(200_000)])
+    assert slabs.capacity_rows >= 200_000
+    filled(database, np.arange(200_000))
+    assert dense_rows_of(database) == 100_000
+    assert len(inspect(database, TAG).vectors) == 200_000
+    assert_holds(database, np.arange(200_000))
+
+
+def test_a_table_is_dense_again_after_it_was_dropped_and_reloaded():
+    database = opened_dense(1000)
+    filled(database, np.arange(1000))
+    database.drop_table(TAG)
+    database.open_table(TAG, DIM)
+    assert dense_rows_of(database) == 0
+    filled(database, np.arange(10))
+    database.drop_table(TAG)
+    database.open_table(TAG, DIM)
+    database.reserve(TAG, 900, [np.arange(900)])
+    filled(database, np.arange(1000), version=1)
+    assert_holds(database, np.arange(1000), version=1)
+    assert dense_rows_of(database) == 900
+    inspect(database, TAG)
+
+
+# -- scan -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 1000, 4096, 10**9])
+def test_scan_yields_more_rows_of_one_home_than_a_step_holds(database, chunk_rows):
+    keys = np.concatenate([colliding_keys(6000, 2**31), distinct_keys(500)])
+    filled(database, keys)
+    chunks = [chunk for chunk, _ in database.scan(TAG, chunk_rows)]
+    assert max(chunk.size for chunk in chunks) <= chunk_rows
+    np.testing.assert_array_equal(np.sort(np.concatenate(chunks)), np.sort(keys))
+
+
+def test_scan_yields_each_row_once_though_the_table_grows_and_shrinks(database):
+    stay, come, go = np.split(distinct_keys(30_000), 3)
+    filled(database, np.concatenate([stay, go]))
+    seen = []
+    for step, (keys, vectors) in enumerate(database.scan(TAG, 500)):
+        np.testing.assert_array_equal(vectors, vectors_of(keys, DIM))
+        seen.append(keys)
+        filled(database, come[step * 300 : (step + 1) * 300])
+        database.delete(TAG, go[step * 300 : (step + 1) * 300])
+    scanned = np.concatenate(seen)
+    assert np.unique(scanned).size == scanned.size
+    assert np.isin(stay, scanned).all()
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+@pytest.mark.parametrize("policy", [None, "evict_oldest"])
+@pytest.mark.parametrize("dim", [1, 32])
+def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy, dim):
+    database = opened(dim, **({"overflow_margin": 10**6, "overflow_policy": policy} if policy else {}))
+    keys = distinct_keys(150_000)
+    worst = 0.0
+    for start in range(0, keys.size, 500):
+        database.insert(TAG, keys[start : start + 500], np.zeros((500, dim), np.float32))
+        stats = database.stats(TAG)
+        if stats.rows >= 10_000:
+            worst = max(worst, stats.overhead_bytes / stats.rows)
+    assert 14 < worst <= 24
+
+
+def check_growth(dim, rows, reserved, dense=False):
+    keys = np.arange(rows) if dense else distinct_keys(rows)
+    vectors = np.ones((50_000, dim), np.float32)
+    warm = opened(dim)
+    warm.insert(TAG, keys[:1000], vectors[:1000])
+    before = resident_bytes()
+    database = opened(dim)
+    database.reserve(TAG, reserved, [keys] if dense else ())
+    for start in range(0, keys.size, 50_000):
+        database.insert(TAG, keys[start : start + 50_000], vectors)
+    grown = resident_bytes() - before
+    stats = database.stats(TAG)
+    assert abs(grown - stats.vector_bytes - stats.overhead_bytes) < 1 << 20
+    if dense or not reserved:
+        assert grown / stats.rows <= 4 * dim + 24
+
+
+def check_growth_of_tables():
+    for dim, rows, reserved in ((1, 400_000, 0), (32, 150_000, 0), (32, 150_000, 450_000)):
+        check_growth(dim, rows, reserved)
+    for dim, rows in ((32, 50_000), (32, 150_000), (1, 400_000)):
+        check_growth(dim, rows, rows, dense=True)
+
+
+def test_the_process_grows_by_what_the_statistics_say():
+    run_alone(check_growth_of_tables)
+
+
+def check_most_memory():
+    keys = distinct_keys(600_000)
+    vectors = np.ones((5000, 1), np.float32)
+    database = opened(1, overflow_margin=10**6, overflow_policy="evict_oldest")
+    database.insert(TAG, keys[:5000], vectors)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes() - database.stats(TAG).vector_bytes - database.stats(TAG).overhead_bytes
+    for start in range(5000, keys.size, 5000):
+        database.insert(TAG, keys[start : start + 5000], vectors)
+        if start >= 100_000:
+            status = Path("/proc/self/status").read_text().splitlines()
+            peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+            assert (peak - before) / database.size(TAG) <= 4 + 24
+
+
+def test_growth_takes_no_more_than_that_for_a_moment_either():
+    """The kernel's own record of the most memory that the process had."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the record cannot be reset: {error}")
+    run_alone(check_most_memory)
+
+
+def test_a_tiny_table_takes_a_few_pages_whatever_the_allocation_rate():
+    database = filled(HashMapDatabase(allocation_rate=1 << 40), distinct_keys(10))
+    assert database.stats(TAG).overhead_bytes <= 4 * PAGE_BYTES
+
+
+def test_reserving_keeps_the_rows_and_never_shrinks(database):
+    filled(database, distinct_keys(100, seed=9))
+    database.reserve(TAG, 20_000)
+    reserved = database._tables[TAG]._buckets
+    filled(database, distinct_keys(19_900))
+    database.reserve(TAG, 10)
+    assert database._tables[TAG]._buckets is reserved
+    filled(database, distinct_keys(9000, seed=7))
+    assert database._tables[TAG]._buckets is not reserved
+    assert_holds(database, distinct_keys(100, seed=9))
+
+
+@pytest.mark.parametrize("rows", [3000, 40_000, 250_000])
+def test_what_was_reserved_for_is_held_without_growth(rows):
+    database = opened(1)
+    database.reserve(TAG, rows)
+    reserved = database._tables[TAG]._buckets
+    filled(database, distinct_keys(rows), 1)
+    assert database._tables[TAG]._buckets is reserved
+    assert database.stats(TAG).overhead_bytes / rows < 20
+
+
+def test_no_more_is_reserved_than_the_margin_lets_in():
+    database = opened(num_partitions=2, overflow_margin=400)
+    database.reserve(TAG, 10**9)
+    assert sum(database._tables[TAG]._buckets._counts()) == 100
+
+
+def test_more_rows_than_row_numbers_are_refused_before_anything_changes(database, monkeypatch):
+    monkeypatch.setattr(hash_map_table, "MAX_ROWS", 100)
+    keys = distinct_keys(101)
+    filled(database, keys[:100])
+    before = inspect(database, TAG).vectors
+    with pytest.raises(DatabaseError, match=r"inserting 101 keys .* holds 100: it would hold more than 100 rows"):
+        filled(database, keys, version=1)
+    with pytest.raises(DatabaseError, match="reserving 101 rows"):
+        database.reserve(TAG, 101)
+    assert inspect(database, TAG).vectors == before
+    filled(database, keys[:100], version=2)
+    assert_holds(database, keys[:100], version=2)
+
+
+def check_refused_memory(segmented_from):
+    hash_map_memory.SEGMENTED_FROM = segmented_from or hash_map_memory.SEGMENTED_FROM
+    database = opened(initial_buckets=1)
+    keys = distinct_keys(200_000)
+    vectors = vectors_of(keys, 64)
+    database.open_table("big", 64)
+    database.insert("big", keys[:1000], vectors[:1000])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), hard))
+    try:
+        with pytest.raises(
+            DatabaseError, match=r"table 'big': \d+ (more rows|buckets): the system refused \d+ bytes"
+        ) as caught:
+            database.insert("big", keys, vectors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert 1000 <= len(inspect(database, "big").vectors) < 200_000
+    database.insert("big", keys, vectors)
+    out, found = fetched(database, "big", keys, 64)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors)
+
+
+@pytest.mark.parametrize("segmented_from", [0, 2], ids=["one array", "segments"])
+def test_a_table_that_gets_no_memory_says_so_and_stays_whole(segmented_from):
+    run_alone(check_refused_memory, segmented_from)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_files_mapped_into_memory_are_inserted_without_a_copy(database, tmp_path):
+    keys = distinct_keys(100)
+    keys.tofile(tmp_path / "key")
+    vectors_of(keys, DIM).tofile(tmp_path / "emb_vector")
+    mapped = np.memmap(tmp_path / "emb_vector", np.float32, "r", shape=(100, DIM))
+    database.insert(TAG, np.memmap(tmp_path / "key", np.int64, "r"), mapped)
+    assert_holds(database, keys)
+
+
+def test_arguments_that_do_not_fit_are_refused_in_words(database):
+    keys, out, found = distinct_keys(2), np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_)
+    unaligned = np.zeros(17, np.uint8)[1:].view(np.int64)
+    for call, error, message in [
+        (
+            lambda: database.fetch(TAG, [1, 2], out, found),
+            InvalidInputError,
+            r"fetching from table .*: keys: got list, .* NumPy",
+        ),
+        (lambda: database.fetch(TAG, unaligned, out, found), InvalidInputError, "aligned"),
+        (
+            lambda: database.fetch(TAG, keys, out[:, 1:].copy(), found),
+            InvalidInputError,
+            r"got shape \(2, 7\), expected \(2, 8\)",
+        ),
+        (lambda: database.delete(TAG, unaligned), InvalidInputError, "aligned"),
+        (
+            lambda: database.insert(TAG, keys, np.zeros((2, DIM))),
+            InvalidDtypeError,
+            f"{TAG}: vectors: got dtype float64, .* float32",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_that_waits_too_long_says_so_and_readers_go_on():
+    database = filled(HashMapDatabase(timeout_s=0.05), distinct_keys(10))
+    with database._tables[TAG]._writer:
+        with pytest.raises(DatabaseTimeoutError, match="inserting 10 keys"):
+            filled(database, distinct_keys(10), version=1)
+        with pytest.raises(DatabaseTimeoutError, match="deleting 10 keys"):
+            database.delete(TAG, distinct_keys(10))
+        with pytest.raises(DatabaseTimeoutError, match="scanning"):
+            next(database.scan(TAG, 10))
+        assert_holds(database, distinct_keys(10))
+        assert database.size(TAG) == 10
+        assert database.stats(TAG).rows == 10
+    filled(database, distinct_keys(10), version=1)
+    assert_holds(database, distinct_keys(10), version=1)
+
+
+def test_a_reader_of_a_bucket_that_stays_half_written_says_so_and_finds_the_rest():
+    database = filled(HashMapDatabase(timeout_s=0.05), distinct_keys(200))
+    (buckets,) = inspect(database, TAG).segments
+    stuck = int(np.flatnonzero(buckets["mask"])[3])
+    buckets["version"][stuck] += 1
+    out, found = np.full((200, DIM), 3.0, np.float32), np.zeros(200, np.bool_)
+    with pytest.raises(DatabaseTimeoutError, match="half-written"):
+        database.fetch(TAG, distinct_keys(200), out, found)
+    assert 0 < found.sum() < 200
+    np.testing.assert_array_equal(out[found], vectors_of(distinct_keys(200)[found], DIM))
+    assert (out[~found] == 3.0).all()
+    buckets["version"][stuck] += 1
+    assert_holds(database, distinct_keys(200))
+
+
+def test_a_reader_waits_for_a_writer_that_lost_the_processor():
+    database = filled(HashMapDatabase(timeout_s=30), distinct_keys(200))
+    (buckets,) = inspect(database, TAG).segments
+    buckets["version"] += 1
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(fetched, database, TAG, distinct_keys(200), DIM)
+        time.sleep(0.02)
+        buckets["version"] += 1
+        assert answer.result(30)[1].all()
+
+
+# -- concurrency ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [1, 20, 1000])
+def test_a_vector_waits_for_its_check_in_the_callers_memory(dim):
+    """Not in an array of the kernel's own, which numba would free once its address is taken: others then write there."""
+    database = opened(dim)
+    keys = distinct_keys(40)
+    database.insert(TAG, keys, vectors_of(keys, dim))
+    out, spare = np.empty((40, dim), np.float32), np.full(dim, np.nan, np.float32)
+    layout = database._tables[TAG]._buckets.layout
+    assert fetch(layout, keys, out, np.zeros(40, np.bool_), spare, 0, 0, 0) == (40, 40, DONE)
+    np.testing.assert_array_equal(spare, out[-1])
+
+
+@pytest.mark.parametrize("dim", [1, 20, 32, 1000])
+@pytest.mark.parametrize("policy", [None, "evict_least_used"])
+@pytest.mark.parametrize("segmented_from", [2, 4096])
+def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy, segmented_from, monkeypatch):
+    """Keys come, change, go and hand their rows on, in growing buckets, while readers check every vector they get."""
+    monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
+    options = {"overflow_margin": 700, "num_partitions": 2, "overflow_policy": policy} if policy else {}
+    database = opened(dim, initial_buckets=1, **options)
+    rows, rounds = (1500, 60) if dim < 1000 else (500, 20)
+    keys = distinct_keys(rows)
+    versions = np.stack([vectors_of(keys, dim, version) for version in range(rounds)])
+    marks = versions[:, :, 0]  # tells versions of a key apart
+
+    def read(rng):
+        picks = rng.integers(0, rows, 400)
+        out, found = np.full((400, dim), -7.0, np.float32), rng.random(400) < 0.1
+        before = found.copy()
+        assert database.fetch(TAG, keys[picks], out, found) == np.count_nonzero(found & ~before)
+        assert (out[~found | before] == -7.0).all(), "a row that was not to be filled was written"
+        new = np.flatnonzero(found & ~before)
+        same = marks[:, picks[new]] == out[new, 0]
+        assert same.any(axis=0).all(), "a vector of another key"
+        np.testing.assert_array_equal(out[new], versions[same.argmax(axis=0), picks[new]])
+        return new.size
+
+    with reading(read):
+        rng = np.random.default_rng(99)
+        for version in range(rounds):
+            order = rng.permutation(rows)
+            database.insert(TAG, keys[order], versions[version][order])
+            for part in np.array_split(order, 20):
+                database.delete(TAG, keys[part])
+                database.insert(TAG, keys[part[::2]], versions[version][part[::2]])
+    inspect(database, TAG)
+
+
+@pytest.mark.parametrize("dim", [20, 32, 5000])
+def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time(dim):
+    """Eight keys of one bucket are replaced without a pause, and two of them deleted and inserted."""
+    database = opened(dim, initial_buckets=1)
+    keys = distinct_keys(8)
+    versions = np.stack([vectors_of(keys, dim, version) for version in range(8)])
+    database.insert(TAG, keys, versions[0])
+
+    def read(rng):
+        picks = rng.integers(0, 8, 64 if dim > 1000 else 1000)
+        out, found = fetched(database, TAG, keys[picks], dim)
+        assert found[picks < 6].all(), "a key that was never deleted was absent"
+        assert np.isnan(out[~found]).all(), "a row that was not found was written"
+        picked = picks[found]
+        same = versions[:, picked, 0] == out[found][:, 0]
+        np.testing.assert_array_equal(out[found], versions[same.argmax(axis=0), picked])
+        return picked.size
+
+    with reading(read):
+        many = np.tile(keys, 100)
+        for version in range(5000 if dim > 1000 else 4000):
+            if dim > 1000:
+                database.insert(TAG, keys, versions[version % 8])
+            else:  # stay inside one call for long
+                database.insert(TAG, many, versions[np.arange(800) // 8 % 8, np.arange(800) % 8])
+            database.delete(TAG, keys[6:])
+
+
+def test_several_writers_take_turns():
+    database = opened(initial_buckets=1)
+    keys = distinct_keys(40_000)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda start: filled(database, keys[start::4].copy()), range(4), timeout=60))
+    assert_holds(database, keys)
+    inspect(database, TAG)
+
+
+def test_tables_are_dropped_and_opened_again_under_their_readers():
+    keys = distinct_keys(5000)
+    database = filled(HashMapDatabase(), keys)
+
+    def read(_rng):
+        out, found = np.zeros((5000, DIM), np.float32), np.zeros(5000, np.bool_)
+        try:
+            count = database.fetch(TAG, keys, out, found)
+        except UnknownTableError:
+            return 0
+        np.testing.assert_array_equal(out[found], vectors_of(keys[found], DIM))
+        return int(count == 5000)
+
+    with reading(read, threads=2):
+        for _ in range(100):
+            database.drop_table(TAG)
+            filled(database, keys)
+
+
+def test_a_scan_of_a_closed_database_ends_what_it_began():
+    database = filled(HashMapDatabase(), distinct_keys(100))
+    scan = database.scan(TAG, 10)
+    first = next(scan)[0]
+    database.close()
+    assert first.size + sum(keys.size for keys, _ in scan) == 100
+    with pytest.raises(NotReadyError):
+        database.scan(TAG, 10)
+
+
+def test_a_dropped_table_gives_its_memory_back_once_its_last_reader_is_done():
+    database = opened(dim=128)
+    try:
+        keys = np.arange(100_000)
+        database.insert(TAG, keys, np.ones((keys.size, 128), np.float32))
+        held = database.stats(TAG)
+        scan = database.scan(TAG, 1000)
+        before = resident_bytes()
+        database.drop_table(TAG)
+        assert next(scan)[1].all()
+        assert before - resident_bytes() < held.vector_bytes / 2
+        del scan
+        assert before - resident_bytes() > 0.95 * (held.vector_bytes + held.overhead_bytes)
+    finally:
+        database.close()
+
+
+@pytest.mark.parametrize("rows", [100, 50_000, 300_000])
+@pytest.mark.parametrize("margin", [{}, {"overflow_margin": 1000, "overflow_policy": "evict_oldest"}])
+def test_the_room_that_is_asked_for_is_what_a_load_then_takes(rows, margin):
+    database = opened(**margin)
+    try:
+        keys = distinct_keys(rows)
+        database.insert(TAG, keys[:50], vectors_of(keys[:50], DIM))
+        table, before = database._tables[TAG], database.stats(TAG)
+        asked = table.further_bytes(rows)
+        database.reserve(TAG, rows)
+        database.insert(TAG, keys, vectors_of(keys, DIM))
+        after = database.stats(TAG)
+        taken = after.vector_bytes + after.overhead_bytes - before.vector_bytes - before.overhead_bytes
+        assert abs(asked - taken) <= 0.02 * taken + 4 * PAGE_BYTES
+        assert table.further_bytes(after.rows) == 0
+    finally:
+        database.close()
+
+
+# -- updates of a log --------------------------------------------------------------------------------------------------
+
+
+def test_the_order_outlives_the_eviction_of_a_row():
+    database = opened(num_partitions=1, overflow_margin=100, overflow_policy="evict_oldest", max_batch_size=10)
+    keys = distinct_keys(1000)
+    database.follow_log(TAG)
+    for start in range(0, 1000, 50):
+        assert all(applied(database, TAG, changes_of(keys[start : start + 50], 10)))
+    assert database.size(TAG) <= 100
+    assert not any(applied(database, TAG, changes_of(keys, 9)))
+    assert database.stats(TAG).capacity_rows == 100
+    database.close()
+
+
+def test_sequences_of_any_bits_are_kept(database):
+    keys = distinct_keys(6)
+    sequences = np.array([1, 2**63 - 1, 0x7FA00001_FFA00001, 0x7FC00000_7F800001, 2**32 - 1, 1 << 31])
+    assert all(applied(database, TAG, changes_of(keys, sequences.tolist(), version=1)))
+    assert applied(database, TAG, changes_of(keys, (sequences - 1).tolist(), version=2)) == [False] * 6
+    assert all(applied(database, TAG, changes_of(keys, sequences.tolist(), version=3)))
+
+
+def test_after_a_change_that_failed_halfway_each_row_has_the_sequence_of_its_state(database, monkeypatch):
+    def fail(table, keys):
+        raise DatabaseError("was told to fail")
+
+    keys = distinct_keys(5)
+    applied(database, TAG, changes_of(keys[:3], 10, version=1))
+    applied(database, TAG, changes_of(keys[4:], 40, version=1))
+    changes = changes_of(keys[[4, 0, 1, 2, 3]], 30, [False, False, True, True, False], 3)  # the first is outdated
+    with monkeypatch.context() as patched:
+        patched.setattr("hps.databases.hash_map.table.HashMapTable.delete", fail)
+        with pytest.raises(DatabaseError, match="told"):
+            database.apply(TAG, changes, {"p": LogPosition("18", 30)})
+    assert database.follow_log(TAG) == {}
+    assert applied(database, TAG, changes_of(keys, [20, 20, 9, 29, 39], version=2)) == [False, True, False, False, False]
+    wanted = [vectors_of(keys[i : i + 1], DIM, version)[0] for i, version in enumerate((3, 2, 1, 3, 1))]
+    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
+
+
+def test_a_load_is_older_than_any_change_also_of_a_table_that_followed_a_log(database):
+    keys = distinct_keys(5)
+    applied(database, TAG, changes_of(keys, 10), {"p": LogPosition("1", 10)})
+    database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("other", 5, 5))
+    assert database.follow_log(TAG) == {}
+    assert all(applied(database, TAG, changes_of(keys, 9)))

@@ -1,0 +1,236 @@
+"""HugeCTR's keys and bytes (4.2 and later), fixed here: what it wrote is read, what we write it can read."""
+
+import struct
+
+import numpy as np
+import pytest
+from redis.crc import key_slot
+
+from hps.databases.redis.layout import KeyPartition, RedisLayout, partition_number, tag_of
+from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
+from hps.testing.databases import distinct_keys, fetched, vectors_of
+
+TAG = "hps_et.shop.item"
+P0, P1, P2, P3 = (f"hps_et{{hps_et.shop.item/p{i}}}v".encode() for i in range(4))
+
+# Key: its hash of four, its field, its vector of 1.0 and 2.0 times the key. The hashes were worked out apart from the code.
+ROWS = {
+    0: (P0, "0000000000000000", "0000000000000000"),
+    1: (P3, "0100000000000000", "0000803f00000040"),
+    -1: (P0, "ffffffffffffffff", "000080bf000000c0"),
+    42: (P1, "2a00000000000000", "000028420000a842"),
+    2**62: (P2, "0000000000000040", "0000805e0000005f"),
+}
+
+
+def rows():
+    keys = np.array(list(ROWS), np.int64)
+    return keys, np.stack([keys.astype(np.float32), 2 * keys.astype(np.float32)], 1)
+
+
+def test_the_whole_tag_stands_in_the_braces():
+    partition = RedisLayout.of(TAG, 2, 4).partitions[3]
+    assert partition.values == b"hps_et{hps_et.shop.item/p3}v"
+    assert partition.uses == b"hps_et{hps_et.shop.item/p3}t"
+
+
+def test_keys_of_a_partition_share_a_slot():
+    partition = KeyPartition(TAG, 7)
+    assert (
+        key_slot(partition.values) == key_slot(partition.uses) == key_slot(partition.mark) == key_slot(b"hps_et.shop.item/p7")
+    )
+
+
+def test_keys_of_other_programs_belong_to_no_table():
+    assert tag_of(P0) == tag_of(b"hps_et{hps_et.shop.item}m") == TAG
+    assert partition_number(P3) == 3
+    assert partition_number(b"hps_et{hps_et.shop.item}m") == -1
+    for key in (b"hps_et.shop.item/p0/v", b"hps_et{a/b/p0}v", b"hps_et{a/p0}x", b"x" + P0, b"hps_et{hps_et.shop.item}l"):
+        assert tag_of(key) is None
+
+
+@pytest.mark.redis
+def test_what_is_written_has_these_bytes(opened, client):
+    database = opened()
+    database.open_table(TAG, 2)
+    database.insert(TAG, *rows())
+    written = {}
+    for name in (P0, P1, P2, P3):
+        for field, value in client.hgetall(name).items():
+            written[int.from_bytes(field, "little", signed=True)] = (name, field.hex(), value.hex())
+    assert written == ROWS
+    assert client.exists(*(name[:-1] + b"t" for name in (P0, P1, P2, P3))) == 0  # evict_random notes no uses
+
+
+@pytest.mark.redis
+def test_what_hugectr_wrote_is_read(opened, client):
+    for name, field, value in ROWS.values():
+        client.hset(name, bytes.fromhex(field), bytes.fromhex(value))
+    database = opened()
+    assert database.tags() == [TAG]
+    database.open_table(TAG, 2)
+    keys, vectors = rows()
+    out, found = fetched(database, TAG, keys, 2)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors)
+    assert database.size(TAG) == len(ROWS)
+
+
+@pytest.mark.redis
+def test_uses_are_noted_as_hugectr_notes_them(opened, client):
+    keys, vectors = rows()
+    database = opened(overflow_policy="evict_oldest")
+    database.open_table(TAG, 2)
+    database.insert(TAG, keys, vectors)
+    before = client.time()[0]
+    uses = {field: value for i in range(4) for field, value in client.hgetall(f"hps_et{{{TAG}/p{i}}}t").items()}
+    assert set(uses) == {bytes.fromhex(field) for _, field, _ in ROWS.values()}
+    for value in uses.values():
+        (seconds,) = struct.unpack("<q", value)
+        assert before - 60 <= seconds <= before + 1
+
+    database = opened(overflow_policy="evict_least_used")
+    client.flushall()
+    database.open_table(TAG, 2)
+    database.insert(TAG, keys, vectors)
+    fetched(database, TAG, keys[:1], 2)
+    assert database.drain(10)
+    assert client.hgetall(f"hps_et{{{TAG}/p0}}t") == {bytes(8): b"2", b"\xff" * 8: b"1"}
+    assert set(client.hgetall(f"hps_et{{{TAG}/p3}}t").values()) == {b"1"}
+
+
+@pytest.mark.redis
+def test_found_keys_have_their_time_written(opened, client):
+    keys = distinct_keys(100)
+    database = opened(overflow_policy="evict_oldest")
+    database.open_table(TAG, 2)
+    database.insert(TAG, keys, vectors_of(keys, 2))
+    for i in range(4):
+        name = f"hps_et{{{TAG}/p{i}}}t"
+        for field in client.hgetall(name):
+            client.hset(name, field, bytes(8))
+    database.fetch(TAG, keys[:50], np.empty((50, 2), np.float32), np.arange(50) >= 40)  # another tier found the last ten
+    assert database.drain(10)
+    uses = {field: value for i in range(4) for field, value in client.hgetall(f"hps_et{{{TAG}/p{i}}}t").items()}
+    recent = {int.from_bytes(field, "little", signed=True) for field, value in uses.items() if value != bytes(8)}
+    assert recent == set(keys[:40].tolist())
+    database.delete(TAG, keys)
+    assert not client.keys("*}t")
+
+
+@pytest.mark.redis
+def test_vectors_of_another_width_that_hugectr_wrote_are_refused(opened, client):
+    client.hset(P1, bytes(8), bytes(12))
+    with pytest.raises(TableWidthError, match=r"(?s)(?=.*hps_et.shop.item)(?=.*\b8 bytes)(?=.*\b12 bytes)"):
+        opened().open_table(TAG, 2)
+    assert client.keys("*m") == []
+
+
+@pytest.mark.redis
+def test_more_partitions_than_configured_are_refused(opened, client):
+    client.hset(b"hps_et{hps_et.shop.item/p5}v", bytes(8), bytes(8))
+    with pytest.raises(DatabaseError, match=r"num_partitions 4, expected 6"):
+        opened().open_table(TAG, 2)
+
+
+@pytest.mark.redis
+def test_a_table_written_with_other_partitions_is_refused(opened):
+    opened().open_table(TAG, 2)
+    with pytest.raises(DatabaseError, match=r"num_partitions 8, expected 4"):
+        opened(num_partitions=8).open_table(TAG, 2)
+    opened(num_partitions=8).drop_table(TAG)
+    opened(num_partitions=8).open_table(TAG, 2)
+
+
+@pytest.mark.redis
+def test_one_vector_of_another_width_fails_by_its_key(opened, client):
+    keys = distinct_keys(100)
+    database = opened()
+    database.open_table(TAG, 2)
+    database.insert(TAG, keys, vectors_of(keys, 2))
+    holder = next(name for name in (P0, P1, P2, P3) if client.hexists(name, keys[:1].tobytes()))
+    client.hset(holder, keys[:1].tobytes(), bytes(16))
+    with pytest.raises(TableWidthError, match=rf"key {keys[0]} .*16 bytes.*{TAG}"):
+        fetched(database, TAG, keys, 2)
+    with pytest.raises(TableWidthError, match=rf"key {keys[0]} "):
+        list(database.scan(TAG, 1000))
+    client.hset(holder, keys[:1].tobytes(), bytes(5))
+    with pytest.raises(DatabaseCorruptError, match=rf"key {keys[0]} .*5 bytes"):
+        fetched(database, TAG, keys, 2)
+    assert fetched(database, TAG, keys[1:], 2)[1].all()
+
+
+@pytest.mark.redis
+def test_fields_that_are_no_keys_are_an_error(opened, client):
+    database = opened()
+    database.open_table(TAG, 2)
+    client.hset(P2, b"1234", bytes(8))
+    with pytest.raises(DatabaseCorruptError, match="32-bit keys"):
+        list(database.scan(TAG, 10))
+
+
+@pytest.mark.redis
+def test_a_key_of_another_type_is_an_error(opened, client):
+    database = opened()
+    database.open_table(TAG, 2)
+    client.set(P3, b"a string")
+    with pytest.raises(DatabaseError, match=r"WRONGTYPE.*another program"):
+        fetched(database, TAG, np.array([1], np.int64), 2)
+
+
+@pytest.mark.redis
+def test_lost_rows_are_not_absent(opened, client):
+    keys = distinct_keys(1000)
+    database = opened()
+    database.open_table(TAG, 2)
+    database.insert(TAG, keys, vectors_of(keys, 2))
+    absent = ~keys
+    assert not fetched(database, TAG, absent, 2)[1].any()
+    client.delete(P1, P1[:-1] + b"m")  # as when one node of a cluster comes back empty
+    with pytest.raises(UnknownTableError, match=r"table hps_et\.shop\.item is not what it was"):
+        fetched(database, TAG, keys, 2)
+    with pytest.raises(UnknownTableError, match="is not what it was"):
+        list(database.scan(TAG, 100))
+    there = np.concatenate([np.frombuffer(b"".join(client.hkeys(name)), np.int64) for name in (P0, P2, P3)])
+    out, found = fetched(database, TAG, there, 2)  # the other partitions still answer
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of(there, 2))
+    database.open_table(TAG, 2)
+    assert fetched(database, TAG, keys, 2)[1].sum() == there.size
+
+
+@pytest.mark.redis
+def test_a_table_that_another_process_made_anew_is_read_as_it_now_is(opened):
+    keys = distinct_keys(100)
+    ours, theirs = opened(), opened()
+    ours.open_table(TAG, 2)
+    ours.insert(TAG, keys, vectors_of(keys, 2))
+    theirs.drop_table(TAG)
+    with pytest.raises(UnknownTableError, match="open it again"):
+        fetched(ours, TAG, keys, 2)
+    theirs.open_table(TAG, 2)
+    theirs.insert(TAG, keys[:50], vectors_of(keys[:50], 2, version=1))
+    out, found = fetched(ours, TAG, keys, 2)
+    assert found.tolist() == [True] * 50 + [False] * 50
+    np.testing.assert_array_equal(out[:50], vectors_of(keys[:50], 2, version=1))
+    ours.insert(TAG, keys[50:], vectors_of(keys[50:], 2))
+    assert fetched(theirs, TAG, keys, 2)[1].all()
+    theirs.drop_table(TAG)
+    theirs.open_table(TAG, 3)
+    with pytest.raises(UnknownTableError, match="open it again"):
+        fetched(ours, TAG, keys, 2)
+
+
+@pytest.mark.redis
+def test_dropping_leaves_other_programs_and_other_tables_alone(opened, client):
+    others = {b"hps_et{hps_et.shop.item2/p0}v", b"hps_et{hps_et.shop.item}x", b"other", b"hps_et.shop.item/p0/v"}
+    for name in others:
+        client.hset(name, b"12345678", b"1234")
+    database = opened()
+    database.open_table(TAG, 2)
+    database.drop_table(TAG)
+    assert set(client.keys("*")) == others
+    for name in (P0, P3):  # HugeCTR's, never opened here
+        client.hset(name, bytes(8), bytes(8))
+    database.drop_table(TAG)
+    assert set(client.keys("*")) == others

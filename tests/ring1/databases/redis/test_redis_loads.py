@@ -1,0 +1,465 @@
+"""Several processes and one Redis: a model is loaded once, by one of them, and by another when that one dies."""
+
+import copy
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from hps.databases.base import LoadRecord
+from hps.databases.redis.load_leases import LoadLeases
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.errors import DatabaseCorruptError, DatabaseError, HPSError, NotReadyError, UnknownTableError
+from hps.models.files import CHUNK_BYTES
+from hps.models.writer import write_sparse_model
+from hps.testing.databases import distinct_keys, fetched, vectors_of
+from hps.types import TableSpec
+from tests.tables.deltas import Change, Versions, held_of, spec
+from tests.tables.table_loads import DIM as ITEM_DIM
+from tests.tables.table_loads import KEYS as ITEM_KEYS
+from tests.tables.table_loads import VECTORS as ITEM_VECTORS
+from tests.tables.table_loads import load_table, nothing_to_do
+
+pytestmark = pytest.mark.redis
+TABLE = TableSpec("shop", "item", 8, 0.0, 1000)
+TAG, DIM = TABLE.tag, TABLE.dim
+KEYS = distinct_keys(600)
+VECTORS = vectors_of(KEYS, DIM)
+
+
+@pytest.fixture
+def node(opened):
+    """Make databases, each as another process would; their table is open."""
+
+    def make(**settings):
+        database = opened(**settings)
+        database.open_table(TAG, DIM)
+        return database
+
+    return make
+
+
+@pytest.fixture
+def files(tmp_path):
+    write_sparse_model(tmp_path / "item.model", (KEYS, VECTORS))
+    return str(tmp_path / "item.model")
+
+
+def chunk(database, start, stop, fingerprint="v1", version=0):
+    keys = KEYS[start:stop]
+    database.load_chunk(TAG, keys, vectors_of(keys, DIM, version), LoadRecord(fingerprint, stop, 600))
+
+
+def holds(database, count, version=0):
+    out, found = fetched(database, TAG, KEYS, DIM)
+    assert found.tolist() == [True] * count + [False] * (600 - count)
+    np.testing.assert_array_equal(out[:count], vectors_of(KEYS[:count], DIM, version))
+
+
+def test_one_loads_and_the_others_find_it_loaded(node, client):
+    first, second = node(), node()
+    assert first.claim_load(TAG, "v1", 600) == 0
+    assert second.claim_load(TAG, "v1", 600) is None
+    chunk(first, 0, 300)
+    assert second.claim_load(TAG, "v1", 600) is None
+    chunk(first, 300, 600)
+    first.finish_load(TAG)
+    assert second.claim_load(TAG, "v1", 600) == 600
+    assert node().claim_load(TAG, "v1", 600) == 600
+    holds(second, 600)
+    assert not client.exists(f"hps_et{{{TAG}}}l")
+
+
+def test_who_gets_the_right_to_load_when_all_is_loaded_gives_it_back(node, client, monkeypatch):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    acquire = LoadLeases._acquire
+
+    def finish_and_acquire(leases, layout):
+        """The first process ends its load after the second has looked, and before it gets the lease."""
+        monkeypatch.undo()
+        chunk(first, 0, 600)
+        first.finish_load(TAG)
+        return acquire(leases, layout)
+
+    monkeypatch.setattr(LoadLeases, "_acquire", finish_and_acquire)
+    assert second.claim_load(TAG, "v1", 600) == 600
+    assert not client.exists(f"hps_et{{{TAG}}}l")
+    assert node().claim_load(TAG, "v2", 600) == 0
+
+
+def test_waiting_ends_with_the_load(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.claim_load, TAG, "v1", 600, 20)
+        chunk(first, 0, 600)
+        first.finish_load(TAG)
+        assert waiting.result(20) == 600
+
+
+def test_another_goes_on_when_the_loader_dies(node):
+    first, second = node(lease_s=0.3), node()
+    assert first.claim_load(TAG, "v1", 600) == 0
+    chunk(first, 0, 200)
+    assert second.claim_load(TAG, "v1", 600, wait_s=20) == 200
+    with pytest.raises(DatabaseError, match="another one has taken the load over"):
+        chunk(first, 200, 400)
+    chunk(second, 200, 600)
+    second.finish_load(TAG)
+    holds(second, 600)
+    assert first.claim_load(TAG, "v1", 600) == 600
+
+
+def test_a_loader_that_was_slow_goes_on_where_nobody_took_over(node):
+    first = node(lease_s=0.05)
+    first.claim_load(TAG, "v1", 600)
+    time.sleep(0.2)
+    chunk(first, 0, 600)
+    first.finish_load(TAG)
+    assert node().claim_load(TAG, "v1", 600) == 600
+
+
+def test_the_same_process_may_claim_again_after_a_failure(node):
+    database = node()
+    assert database.claim_load(TAG, "v1", 600) == 0
+    chunk(database, 0, 200)
+    assert database.claim_load(TAG, "v1", 600) == 200
+
+
+def test_another_model_replaces_the_rows(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    chunk(first, 0, 600)
+    first.finish_load(TAG)
+    assert second.claim_load(TAG, "v2", 300) == 0
+    with pytest.raises(DatabaseError, match="being loaded"):  # and not 600 absent keys
+        fetched(first, TAG, KEYS, DIM)
+    chunk(second, 0, 200, "v2", version=2)
+    with pytest.raises(DatabaseError, match="being loaded"):
+        fetched(first, TAG, KEYS[:200], DIM)
+    chunk(second, 200, 300, "v2", version=2)
+    second.finish_load(TAG)
+    holds(first, 300, version=2)
+
+
+def test_rows_that_another_process_uses_stay_if_it_has_nothing_below(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    chunk(first, 0, 600)
+    first.finish_load(TAG)
+    for _ in range(2):
+        assert not second.clear_table(TAG, "v2")
+        assert second.clear_table(TAG, "v1")
+        second.open_table(TAG, DIM)
+        with pytest.raises(DatabaseError, match="other processes use it"):
+            second.claim_load(TAG, "v2", 300, replaces=False)
+        holds(first, 600)
+    assert node().claim_load(TAG, "v1", 600, replaces=False) == 600
+    first.close()
+
+
+def test_rows_that_no_other_process_uses_are_replaced(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    chunk(first, 0, 600)
+    first.finish_load(TAG)
+    first.close()
+    assert second.clear_table(TAG, "v2")
+    second.open_table(TAG, DIM)
+    assert second.claim_load(TAG, "v2", 300, replaces=False) == 0
+    chunk(second, 0, 300, "v2", version=2)
+    second.finish_load(TAG)
+    holds(second, 300, version=2)
+
+
+def test_rows_that_nobody_recorded_stay_and_are_overwritten(node):
+    database = node()
+    database.insert(TAG, KEYS, vectors_of(KEYS, DIM, version=5))
+    assert database.claim_load(TAG, "v1", 100) == 0
+    chunk(database, 0, 100)
+    database.finish_load(TAG)
+    assert database.size(TAG) == 600
+    np.testing.assert_array_equal(fetched(database, TAG, KEYS[:100], DIM)[0], VECTORS[:100])
+
+
+def test_a_larger_share_is_completed_and_a_smaller_one_is_there(node):
+    database = node()
+    database.claim_load(TAG, "v1", 300)
+    chunk(database, 0, 300)
+    database.finish_load(TAG)
+    assert database.claim_load(TAG, "v1", 100) == 100
+    assert database.claim_load(TAG, "v1", 600) == 300
+
+
+def test_a_load_into_a_table_that_is_dropped_meanwhile_fails(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    chunk(first, 0, 300)
+    second.drop_table(TAG)
+    second.open_table(TAG, DIM)
+    with pytest.raises(UnknownTableError):  # or half of the model would be taken for all of it
+        chunk(first, 300, 600)
+    assert first.claim_load(TAG, "v1", 600) == 0
+
+
+def test_a_note_that_cannot_be_read_is_an_error(node, client):
+    database = node()
+    client.hset(f"hps_et{{{TAG}}}m", "loaded", "{}")
+    with pytest.raises(DatabaseCorruptError, match="drop the table"):
+        database.claim_load(TAG, "v1", 600)
+
+
+class TestLost:
+    """With nothing below, rows that Redis lost are an error until they are loaded again, never absent keys."""
+
+    @pytest.fixture
+    def reader(self, node):
+        """A process that serves a loaded table."""
+        reader = node()
+        reader.claim_load(TAG, "v1", 600)
+        chunk(reader, 0, 600)
+        reader.finish_load(TAG)
+        return reader
+
+    @staticmethod
+    def refuses(reader, reason="is not what it was"):
+        """Every call fails, and each time as the first."""
+        for _ in range(2):
+            for call in (
+                lambda: fetched(reader, TAG, KEYS, DIM),
+                lambda: list(reader.scan(TAG, 100)),
+                lambda: reader.insert(TAG, KEYS, VECTORS),
+                lambda: reader.delete(TAG, KEYS),
+            ):
+                with pytest.raises(HPSError, match=reason):
+                    call()
+
+    @pytest.mark.parametrize("what", ["everything", "partition", "dropped"])
+    def test_a_table_that_another_process_opened_to_load_it_is_not_empty(self, node, reader, client, what):
+        if what == "everything":
+            client.flushall()
+        elif what == "partition":
+            client.delete(f"hps_et{{{TAG}/p2}}v", f"hps_et{{{TAG}/p2}}m")
+        else:
+            node().drop_table(TAG)
+        self.refuses(reader)
+        dead, another = node(lease_s=0.3), node()  # which have opened it, and load it later
+        self.refuses(reader)
+        assert dead.claim_load(TAG, "v1", 600) == 0
+        chunk(dead, 0, 200)
+        waiting = node()
+        for process in (reader, waiting) if what != "partition" else ():  # its other rows were never away
+            self.refuses(process, "being loaded")
+        assert another.claim_load(TAG, "v1", 600, wait_s=20) == 200
+        chunk(another, 200, 600)
+        another.finish_load(TAG)
+        for process in (reader, another, waiting):
+            holds(process, 600)
+
+    def test_neither_is_one_that_was_lost_again_before_its_load(self, node, reader, client):
+        for _ in range(2):
+            client.flushall()
+            loader = node()
+            self.refuses(reader)
+        client.flushall()
+        assert loader.claim_load(TAG, "v1", 600) == 0
+        self.refuses(reader, "being loaded")
+        client.flushall()
+        with pytest.raises(UnknownTableError):
+            chunk(loader, 0, 600)
+        node()
+        self.refuses(reader)  # it has seen the load that was lost
+        assert loader.claim_load(TAG, "v1", 600) == 0
+        chunk(loader, 0, 600)
+        loader.finish_load(TAG)
+        holds(reader, 600)
+
+    def test_rows_that_hugectr_writes_again_count_once_the_table_is_opened_again(self, node, reader, client):
+        rows = {f"hps_et{{{TAG}/p{i}}}v": client.hgetall(f"hps_et{{{TAG}/p{i}}}v") for i in range(4)}
+        client.flushall()
+        for name, row in list(rows.items())[:2]:
+            client.hset(name, mapping=row)
+        another = node()
+        self.refuses(reader)  # nobody knows whether these are all
+        for name, row in rows.items():
+            client.hset(name, mapping=row)
+        for process in (reader, another):
+            process.open_table(TAG, DIM)
+            holds(process, 600)
+
+
+class TestLoadTable:
+    def test_nodes_that_start_together_load_once(self, node, files, tmp_path, client):
+        nodes = [node() for _ in range(3)]
+        client.config_resetstat()
+        with ThreadPoolExecutor(3) as pool:
+            reports = list(pool.map(lambda database: load_table(TABLE, files, [database]), nodes))
+        assert sorted(load.rows for report in reports for load in report.loads) == [0, 0, 600]
+        for database in nodes:
+            holds(database, 600)
+
+    def test_each_node_fills_its_own_persistent_database_meanwhile(self, node, files, tmp_path):
+        shared = [node(), node()]
+        own = [RocksDatabase(tmp_path / str(i)) for i in range(2)]
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                reports = list(pool.map(lambda i: load_table(TABLE, files, [shared[i], own[i]]), range(2)))
+            assert sorted(report.loads[0].rows for report in reports) == [0, 600]
+            assert [report.loads[1].rows for report in reports] == [600, 600]
+            assert [database.size(TAG) for database in own] == [600, 600]
+        finally:
+            for database in own:
+                database.close()
+
+    def test_a_restarted_node_uses_what_is_there(self, node, files):
+        load_table(TABLE, files, [node()])
+        assert nothing_to_do(load_table(TABLE, files, [node()]))
+
+    def test_a_new_version_replaces_the_old_one(self, node, files):
+        load_table(TABLE, files, [before := node()])
+        before.close()
+        write_sparse_model(files, (KEYS[:400], vectors_of(KEYS[:400], DIM, 1)), overwrite=True)
+        database = node()
+        assert load_table(TABLE, files, [database]).loads[0].rows == 400
+        holds(database, 400, version=1)
+
+    def test_a_node_takes_over_from_one_that_died(self, node, files, caplog):
+        dead = node(lease_s=1.0)
+        fingerprint = load_table(TABLE, files, []).model.fingerprint
+        dead.claim_load(TAG, fingerprint, 600)
+        chunk(dead, 0, 200, fingerprint)
+        survivor = node()
+        report = load_table(TABLE, files, [survivor])
+        assert (report.loads[0].first_row, report.loads[0].last_row) == (200, 600)
+        holds(survivor, 600)
+
+    def test_a_progress_listener_may_end_the_wait(self, node, files):
+        class Stopping:
+            told = 0
+
+            def start(self, tag, rows, size_bytes):
+                assert (tag, rows) == (TAG, 600)
+
+            def advance(self, tag, rows):
+                assert rows == 0
+                self.told += 1
+                if self.told == 2:
+                    raise NotReadyError("the service stops")
+
+            def finish(self, tag):
+                raise AssertionError("it was not loaded")
+
+        loading = node(lease_s=60.0)
+        loading.claim_load(TAG, load_table(TABLE, files, []).model.fingerprint, 600)
+        with pytest.raises(NotReadyError, match="the service stops"):
+            load_table(TABLE, files, [node()], progress=Stopping())
+
+    def test_only_the_configured_share_is_loaded(self, node, files):
+        database = node()
+        load_table(TABLE, files, [database], initial_cache_rate=0.5)
+        holds(database, 300)
+        assert nothing_to_do(load_table(TABLE, files, [node()], initial_cache_rate=0.5))
+
+    def test_the_share_is_of_what_fits(self, node, files):
+        database = node(overflow_margin=40)
+        load_table(TABLE, files, [database], initial_cache_rate=0.5)
+        assert database.size(TAG) <= 80
+        assert fetched(database, TAG, KEYS, DIM)[1][80:].sum() == 0
+
+    def test_a_node_that_keeps_what_is_there_loads_nothing(self, node, files, client):
+        database = node()
+        database.insert(TAG, KEYS[:10], VECTORS[:10])
+        report = load_table(TABLE, files, [], keep=[database])
+        assert nothing_to_do(report)
+        holds(database, 10)
+
+    def test_reading_goes_on_while_a_model_is_loaded_in_chunks(self, node, tmp_path):
+        rows = 2 * CHUNK_BYTES // (8 + 4 * DIM) + 100
+        keys = np.arange(rows, dtype=np.int64)
+        write_sparse_model(tmp_path / "large.model", (keys, vectors_of(keys, DIM)))
+        database, reader = node(), node()
+        done = threading.Event()
+
+        def read():
+            checked = 0
+            while not done.is_set():
+                picks = np.random.default_rng(checked).choice(keys, 500)
+                out, found = fetched(reader, TAG, picks, DIM)
+                np.testing.assert_array_equal(out[found], vectors_of(picks, DIM)[found])
+                checked += int(found.sum())
+            return checked
+
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read)
+            try:
+                load_table(TABLE, str(tmp_path / "large.model"), [database])
+            finally:
+                done.set()
+            assert reading.result(30) > 0
+        assert database.size(TAG) == rows
+
+
+# -- deltas ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def versions(tmp_path):
+    """1 is whole, 2 is a delta."""
+    made = Versions(tmp_path / "shop", (ITEM_KEYS, ITEM_VECTORS))
+    made.add(Change((ITEM_KEYS[5:9], ITEM_VECTORS[:4]), ITEM_KEYS[8:20]))
+    return made
+
+
+def test_one_process_loads_a_delta_and_the_others_find_it_loaded(opened, versions, client):
+    first, second = opened(), opened()
+    for version in ("1", "2"):
+        versions.load(version, [first])
+        assert held_of(first, version) == versions.expected(version)
+        assert nothing_to_do(versions.load(version, [second]))
+        assert held_of(second, version) == versions.expected(version)
+        assert not client.exists(f"hps_et{{{spec(version).tag}}}l")
+
+
+def test_a_delta_that_another_process_did_not_finish_is_loaded_from_the_start(opened, versions, monkeypatch):
+    dying, other = opened(lease_s=0.2), opened(lease_s=0.2)
+    monkeypatch.setattr(dying, "finish_load", lambda tag: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        versions.load("2", [dying])
+    versions.load("2", [other])
+    assert held_of(other, "2") == versions.expected("2")
+    assert nothing_to_do(versions.load("2", [opened()]))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_processes_with_databases_of_their_own_share_the_rows_of_a_delta(opened, versions, tmp_path, copies):
+    """The first fills Redis from its RocksDB; another one that loaded a copy of the same files uses what is there."""
+    here = versions
+    for name in ("a", "b"):
+        redis = opened()
+        with closing(RocksDatabase(tmp_path / name)) as rocks:
+            if name == "a":
+                here.load("1", [redis, rocks])
+            report = here.load("2", [redis, rocks])
+            assert (report.loads[0].rows == 0) == (name == "b")
+            assert held_of(redis, "2") == held_of(rocks, "2") == versions.expected("2")
+            assert nothing_to_do(here.load("2", [redis, rocks]))
+            if copies:
+                shutil.copytree(versions.place, tmp_path / "copy", dirs_exist_ok=True)
+                here = copy.copy(versions)
+                here.place = str(tmp_path / "copy")
+
+
+def test_a_modified_delta_is_no_longer_what_redis_was_loaded_with(opened, versions, tmp_path):
+    with closing(RocksDatabase(tmp_path / "a")) as rocks:
+        versions.load("2", [opened(), rocks])
+        rocks.insert(spec("2").tag, ITEM_KEYS[:1], ITEM_VECTORS[9:10])
+        redis = opened()
+        assert versions.load("2", [redis, rocks]).differs
+        out, found = np.empty((1, ITEM_DIM), np.float32), np.zeros(1, np.bool_)
+        redis.fetch(spec("2").tag, ITEM_KEYS[:1], out, found)
+        assert not found[0] or out.tobytes() == ITEM_VECTORS[9].tobytes()

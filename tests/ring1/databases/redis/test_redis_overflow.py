@@ -1,0 +1,229 @@
+"""Margins, policies and targets, against a real server."""
+
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hps.errors import DatabaseError
+from hps.testing.databases import distinct_keys, fetched, vectors_of
+from tests.tables.hash_map_inspection import mixed
+
+pytestmark = pytest.mark.redis
+TAG, DIM, PARTITIONS, MARGIN = "hps_et.shop.item", 4, 4, 100
+POLICIES = ("evict_random", "evict_least_used", "evict_oldest")
+
+
+@pytest.fixture
+def opened(opened):
+    """Open databases of few rows a partition, and their table."""
+
+    def open_database(policy, **settings):
+        database = opened(**{"overflow_policy": policy, "overflow_margin": MARGIN, **settings})
+        database.open_table(TAG, DIM)
+        return database
+
+    return open_database
+
+
+def lengths(client, kind="v"):
+    return [client.hlen(f"hps_et{{{TAG}/p{i}}}{kind}") for i in range(PARTITIONS)]
+
+
+def put(database, keys, version=0):
+    database.insert(TAG, keys, vectors_of(keys, DIM, version))
+
+
+def keys_of_partition(index, count, seed=1):
+    keys = distinct_keys(count * PARTITIONS * 2, seed)
+    return keys[mixed(keys) % np.uint64(PARTITIONS) == index][:count]
+
+
+def age(client, partition, keys, seconds):
+    for key in keys:
+        client.hset(f"hps_et{{{TAG}/p{partition}}}t", key.tobytes(), struct.pack("<q", seconds))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch", [50, 1000, 65_536])
+def test_no_partition_is_over_its_margin_when_an_insertion_returns(opened, client, policy, batch):
+    database = opened(policy, max_batch_size=batch)
+    keys = distinct_keys(3000)
+    for start in range(0, 3000, 500):
+        put(database, keys[start : start + 500])
+        assert max(lengths(client)) <= MARGIN
+    assert min(lengths(client)) >= round(0.8 * MARGIN)
+    out, found = fetched(database, TAG, keys, DIM)
+    assert found.sum() == sum(lengths(client))
+    np.testing.assert_array_equal(out[found], vectors_of(keys, DIM)[found])
+    stats = database.stats(TAG)
+    assert (stats.capacity_rows, stats.evictions) == (MARGIN * PARTITIONS, keys.size - found.sum())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("target", "left"), [(1.0, 100), (0.8, 80), (0.5, 50), (0.0, 0)])
+def test_exactly_the_surplus_goes(opened, client, policy, target, left):
+    database = opened(policy, overflow_resolution_target=target)
+    keys = keys_of_partition(2, MARGIN + 30)
+    put(database, keys[:MARGIN])
+    assert lengths(client) == [0, 0, MARGIN, 0]
+    put(database, keys[MARGIN:])
+    assert lengths(client) == [0, 0, left, 0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_batch_of_more_than_the_margin_does_not_empty_a_partition(opened, client, policy):
+    database = opened(policy, overflow_margin=10)
+    put(database, distinct_keys(5000))
+    assert lengths(client) == [8] * PARTITIONS
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_evicts_beside_another_removes_no_more_than_is_left_of_the_surplus(opened, client, policy):
+    """As if another process had evicted since this one chose its keys."""
+    database = opened(policy)
+    keys = keys_of_partition(0, MARGIN)
+    put(database, keys)
+    assert database._overflow._trim(database._tables[TAG].layout.partitions[0], keys[:60]) == 20
+    assert lengths(client)[0] == 80
+
+
+def test_an_eviction_that_failed_does_not_bar_the_next(opened, client):
+    database = opened("evict_random")
+    partition = database._tables[TAG].layout.partitions[0]
+    client.set(partition.values, "no hash")
+    with pytest.raises(DatabaseError, match="WRONGTYPE"):
+        database._overflow.resolve(partition, MARGIN + 1)
+    client.delete(partition.values)
+    put(database, keys_of_partition(0, 2 * MARGIN))
+    assert lengths(client)[0] <= MARGIN
+
+
+def test_evict_random_keeps_nothing_beside_the_vectors_and_any_row_may_go(opened, client):
+    database = opened("evict_random")
+    keys = keys_of_partition(1, 400)
+    gone = set()
+    for _ in range(4):
+        put(database, keys[: 2 * MARGIN])
+        gone |= set(keys[: 2 * MARGIN][~fetched(database, TAG, keys[: 2 * MARGIN], DIM)[1]].tolist())
+        assert len(gone) >= MARGIN
+    assert len(gone) > 1.3 * MARGIN  # not the same ones each time
+    assert lengths(client, "t") == [0] * PARTITIONS
+
+
+def test_the_oldest_go(opened, client):
+    database = opened("evict_oldest")
+    keys = keys_of_partition(0, MARGIN + 1)
+    put(database, keys[:MARGIN])
+    age(client, 0, keys[:MARGIN], 1000)
+    age(client, 0, keys[:30], 2000)
+    put(database, keys[MARGIN:])
+    found = fetched(database, TAG, keys, DIM)[1]
+    assert found[:30].all()
+    assert found[MARGIN]
+    assert found.sum() == 80
+    assert database.drain(10)
+    assert lengths(client, "t") == lengths(client)
+
+
+def test_a_fetch_makes_a_row_young(opened, client):
+    database = opened("evict_oldest")
+    keys = keys_of_partition(0, MARGIN + 1)
+    put(database, keys[:MARGIN])
+    age(client, 0, keys[:MARGIN], 1000)
+    used = keys[40:70].copy()
+    fetched(database, TAG, used, DIM)
+    assert database.drain(10)
+    put(database, keys[MARGIN:])
+    assert fetched(database, TAG, used, DIM)[1].all()
+
+
+def test_the_least_used_go_and_counts_age(opened, client):
+    database = opened("evict_least_used")
+    keys = keys_of_partition(3, MARGIN + 1)
+    put(database, keys[:MARGIN])
+    for _ in range(5):
+        fetched(database, TAG, keys[:60], DIM)
+    fetched(database, TAG, keys[60:70], DIM)
+    assert database.drain(10)
+    put(database, keys[MARGIN:])
+    found = fetched(database, TAG, keys, DIM)[1]
+    assert found[:70].all()
+    assert found.sum() == 80
+    assert database.drain(10)
+    counts = {key: int(count) for key, count in client.hgetall(f"hps_et{{{TAG}/p3}}t").items()}
+    assert counts[keys[:1].tobytes()] == 6 // 2 + 1
+    assert counts[keys[60:61].tobytes()] == 2 // 2 + 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in POLICIES for b in POLICIES if a != b])
+def test_margins_hold_after_a_change_of_policy(opened, client, before, after):
+    put(opened(before), distinct_keys(2000))
+    database = opened(after)
+    keys = distinct_keys(2000, seed=7)
+    put(database, keys)
+    assert max(lengths(client)) <= MARGIN
+    found = fetched(database, TAG, keys, DIM)[1]
+    assert found.any()
+
+
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in POLICIES for b in POLICIES if a != b])
+def test_rows_noted_under_another_policy_can_be_used_and_replaced(opened, client, before, after):
+    keys = keys_of_partition(1, MARGIN)
+    put(opened(before), keys)
+    database = opened(after)
+    put(database, keys, version=1)
+    out, found = fetched(database, TAG, keys, DIM)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of(keys, DIM, 1))
+    assert database.drain(10)
+    fresh = keys_of_partition(1, 10, seed=3)
+    put(database, fresh)
+    assert lengths(client)[1] == 80
+
+
+def test_notes_of_rows_that_are_gone_do_not_stop_eviction(opened, client):
+    database = opened("evict_oldest")
+    keys = keys_of_partition(1, MARGIN + 1)
+    put(database, keys[:MARGIN])
+    age(client, 1, keys_of_partition(1, 500, seed=9), 10)  # older than any row
+    put(database, keys[MARGIN:])
+    assert lengths(client)[1] <= MARGIN
+    assert lengths(client)[1] >= round(0.8 * MARGIN)
+
+
+def test_rows_that_nobody_noted_do_not_stop_eviction(opened, client):
+    for key in keys_of_partition(1, 300):
+        client.hset(f"hps_et{{{TAG}/p1}}v", key.tobytes(), bytes(4 * DIM))
+    database = opened("evict_oldest")
+    put(database, keys_of_partition(1, 1, seed=5))
+    assert lengths(client)[1] <= MARGIN
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_margins_hold_beside_other_writers(opened, client, policy):
+    databases = [opened(policy), opened(policy)]
+    keys = distinct_keys(8000)
+
+    def write(i):
+        part = keys[i * 1000 : (i + 1) * 1000]
+        for start in range(0, 1000, 100):
+            put(databases[i % 2], part[start : start + 100].copy())
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(8)))
+    assert max(lengths(client)) <= MARGIN
+    assert min(lengths(client)) >= round(0.8 * MARGIN)
+    out, found = fetched(databases[0], TAG, keys, DIM)
+    np.testing.assert_array_equal(out[found], vectors_of(keys, DIM)[found])
+
+
+def test_uses_that_do_not_fit_into_a_full_redis_are_an_error(opened, client):
+    database = opened("evict_least_used")
+    client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(DatabaseError, match=r"OOM.*maxmemory"):
+            put(database, keys_of_partition(1, 10))
+    finally:
+        client.config_set("maxmemory", "0")

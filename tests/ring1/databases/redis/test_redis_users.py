@@ -1,0 +1,219 @@
+"""Who uses a table of a shared Redis: the last process that gives it up drops it, and nobody loses one that is in use."""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+
+import numpy as np
+import pytest
+from redis import ResponseError
+
+from hps.databases.base import LoadRecord
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.redis.layout import RedisLayout
+from hps.errors import TableWidthError, UnknownTableError
+from hps.testing.databases import distinct_keys, fetched, vectors_of
+from tests.servers.child_processes import ChildProcesses
+
+pytestmark = pytest.mark.redis
+HUGECTRS = "hps_et.shop.item"
+TAG = "hps_et.shop@2.item"
+DIM, PARTITIONS = 8, 4
+KEYS = distinct_keys(500)
+LAYOUT = RedisLayout.of(TAG, DIM, PARTITIONS)
+USER = """
+import sys
+from hps.databases.redis.database import RedisDatabase
+database = RedisDatabase(sys.argv[1], num_partitions=4, use_lease_s=float(sys.argv[2]))
+database.open_table(sys.argv[3], 8)
+print("opened", flush=True)
+sys.stdin.read()
+database.close()
+"""
+
+
+class SharedRedis:
+    """A server or a cluster, and databases over it, each as another process would have it."""
+
+    def __init__(self, address: str, servers: list, databases: ExitStack) -> None:
+        self.address = address
+        self.clients = [server.client() for server in servers]
+        self._databases = databases
+
+    def database(self, tag: str = TAG, **settings) -> RedisDatabase:
+        settings = {"num_partitions": PARTITIONS, **settings}
+        database = self._databases.enter_context(closing(RedisDatabase(self.address, **settings)))
+        if tag:
+            database.open_table(tag, DIM)
+        return database
+
+    def all_keys(self) -> set[bytes]:
+        return {key for client in self.clients for key in client.scan_iter("hps_et{*")}
+
+    def own(self, command: str, *words: object) -> object:
+        """Run a command on the node that has the table's own keys."""
+        for client in self.clients:
+            with suppress(ResponseError):  # MOVED
+                return client.execute_command(command, *words)
+        raise AssertionError(command)
+
+    def users(self) -> dict[bytes, int]:
+        """Until when each user counts."""
+        return {user: int(until) for user, until in self.own("HGETALL", LAYOUT.users).items()}
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait until it holds, at most 30 s."""
+        give_up = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+
+
+@pytest.fixture(params=["server", "cluster"])
+def shared(request: pytest.FixtureRequest) -> Iterator[SharedRedis]:
+    one = request.getfixturevalue(request.param)
+    servers = one.servers if request.param == "cluster" else [one]
+    with ExitStack() as databases:
+        shared = SharedRedis(one.address, servers, databases)
+        for client in shared.clients:
+            client.flushall()
+        yield shared
+    for client in shared.clients:
+        client.close()
+
+
+def test_the_last_user_drops_a_table_and_nothing_of_it_is_left(shared: SharedRedis):
+    first, second = shared.database(), shared.database()
+    first.insert(TAG, KEYS, vectors_of(KEYS, DIM))
+    assert first.claim_load(TAG, "v1", 500) == 0  # and does not end it
+    for client in shared.clients:
+        client.config_resetstat()
+    assert not first.discard_table(TAG)
+    with pytest.raises(UnknownTableError):
+        fetched(first, TAG, KEYS, DIM)
+    assert second.claim_load(TAG, "v1", 500) == 0
+    second.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM), LoadRecord("v1", 500, 500))
+    second.finish_load(TAG)
+    assert fetched(second, TAG, KEYS, DIM)[1].all()
+    assert second.discard_table(TAG)
+    assert shared.all_keys() == set()
+    for client in shared.clients:
+        assert "cmdstat_del" not in client.info("commandstats")  # which frees what it removes before it answers others
+    for database in (first, second):
+        for owner in (database, database._users, database._leases):
+            assert not [name for name, value in vars(owner).items() if isinstance(value, dict) and TAG in value]
+
+
+def test_a_table_that_this_process_never_opened_can_be_discarded(shared: SharedRedis):
+    other = shared.database()
+    me = shared.database("")
+    assert not me.discard_table(TAG)
+    other.close()
+    assert LAYOUT.about in shared.all_keys()
+    assert me.discard_table(TAG)
+    assert me.discard_table(TAG)  # there is nothing to drop
+    assert shared.all_keys() == set()
+
+
+@pytest.mark.slow
+def test_a_process_that_lives_keeps_its_table_and_one_that_died_for_a_while(shared: SharedRedis, children: ChildProcesses):
+    child = children.start(sys.executable, "-c", USER, shared.address, 1.0, TAG, stdin=-1)
+    assert child.stdout.readline() == "opened\n", child.stderr.read()
+    me = shared.database(use_lease_s=1.0)
+    assert len(shared.users()) == 2
+    assert not me.discard_table(TAG)
+    (entered,) = shared.users().values()
+    shared.until(lambda: min(shared.users().values()) > entered + 2000)  # it lives for longer than an entry counts
+    assert not me.discard_table(TAG)
+    child.kill()
+    child.wait(30)
+    assert not me.discard_table(TAG)
+    shared.until(lambda: me.discard_table(TAG))
+    assert shared.all_keys() == set()
+
+
+def test_a_table_that_is_being_dropped_is_made_anew_once_it_is_gone(shared: SharedRedis):
+    dropping = shared.database()
+    dropping.insert(TAG, KEYS, vectors_of(KEYS, DIM))
+    dropping.close()
+    seconds, _ = shared.own("TIME")
+    shared.own("HSET", LAYOUT.about, "dropping", (int(seconds) + 2) * 1000)  # its process dies before it has dropped a row
+    me = shared.database("", use_lease_s=1.0)
+    me.open_table(TAG, DIM)
+    assert int(shared.own("TIME")[0]) >= int(seconds) + 2
+    assert not fetched(me, TAG, KEYS, DIM)[1].any()
+    assert len(shared.users()) == 1
+    me.insert(TAG, KEYS, vectors_of(KEYS, DIM))
+    assert fetched(me, TAG, KEYS, DIM)[1].all()
+
+
+def test_nobody_loses_a_table_between_opening_and_discarding_it(shared: SharedRedis):
+    def use(number: int) -> int:
+        keys, drops = KEYS[number::3].copy(), 0
+        database = shared.database("")
+        for _ in range(25):
+            database.open_table(TAG, DIM)
+            database.insert(TAG, keys, vectors_of(keys, DIM))
+            out, found = fetched(database, TAG, keys, DIM)
+            assert found.all()
+            np.testing.assert_array_equal(out, vectors_of(keys, DIM))
+            drops += database.discard_table(TAG)
+        return drops
+
+    with ThreadPoolExecutor(3) as processes:
+        assert sum(processes.map(use, range(3))) > 0
+    assert shared.all_keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("tag", "loaded", "dropped"), [(HUGECTRS, False, False), (HUGECTRS, True, True), (TAG, False, True), (TAG, True, True)]
+)
+def test_rows_that_may_be_hugectrs_are_left_alone(shared: SharedRedis, tag: str, loaded: bool, dropped: bool):
+    if loaded:
+        loader = shared.database(tag)
+        loader.claim_load(tag, "v1", 500)
+        loader.load_chunk(tag, KEYS, vectors_of(KEYS, DIM), LoadRecord("v1", 500, 500))
+        loader.finish_load(tag)
+        loader.close()
+    else:
+        partition = RedisLayout.of(tag, DIM, PARTITIONS).partitions[0]
+        shared.own("HSET", partition.values, KEYS[:1].tobytes(), vectors_of(KEYS[:1], DIM).tobytes())
+    me = shared.database(tag)
+    assert me.discard_table(tag) is dropped
+    assert (shared.all_keys() == set()) is dropped
+    assert not shared.own("EXISTS", RedisLayout.of(tag, DIM, PARTITIONS).users)
+
+
+def test_a_full_redis_renews_and_drops(shared: SharedRedis):
+    database, other = shared.database(), shared.database()
+    (entered, _) = shared.users().values()
+    try:
+        for client in shared.clients:
+            client.config_set("maxmemory", "1")
+        database._users.renew()
+        assert max(shared.users().values()) > entered
+        assert not database.discard_table(TAG)
+        assert other.discard_table(TAG)
+        assert shared.all_keys() == set()
+    finally:
+        for client in shared.clients:
+            client.config_set("maxmemory", "0")
+
+
+def test_a_database_that_nobody_holds_renews_nothing(server):
+    database = RedisDatabase(server.address, num_partitions=PARTITIONS, use_lease_s=0.2)
+    database.open_table(TAG, DIM)
+    task = database._users._task
+    del database
+    gc.collect()
+    assert task.join(30)
+
+
+def test_an_open_that_fails_makes_no_user(shared: SharedRedis):
+    shared.database().close()
+    with pytest.raises(TableWidthError):
+        shared.database("").open_table(TAG, DIM + 1)
+    assert shared.users() == {}

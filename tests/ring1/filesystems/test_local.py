@@ -1,0 +1,146 @@
+"""Files of this machine."""
+
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from hps.errors import ModelFileError, ModelFileNotFoundError
+from hps.filesystems.local import LocalFileSystem
+from hps.testing.filesystems import FileSystemContract, noise
+
+
+class TestLocalFileSystem(FileSystemContract):
+    @pytest.fixture
+    def filesystem(self) -> LocalFileSystem:
+        return LocalFileSystem()
+
+    @pytest.fixture(params=["", "file://"])
+    def root(self, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+        return f"{request.param}{tmp_path}/root"
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write beside and rename, as a careful writer does."""
+        target = Path(path.removeprefix("file://"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(target.name + ".new")
+        new.write_bytes(content)
+        new.rename(target)
+
+
+@pytest.mark.parametrize("form", ["file://{}", "FILE://{}", "file:{}", "file://localhost{}", "{}"])
+def test_every_form_of_a_local_uri_names_the_file(tmp_path: Path, form: str) -> None:
+    (tmp_path / "key").write_bytes(b"x" * 24)
+    assert LocalFileSystem().status(form.format(tmp_path / "key")).size_bytes == 24
+
+
+def test_percent_signs_of_a_uri_are_decoded_and_those_of_a_path_are_not(tmp_path: Path) -> None:
+    (tmp_path / "a b").write_bytes(b"1")
+    (tmp_path / "a%20b").write_bytes(b"22")
+    assert LocalFileSystem().status(f"file://{tmp_path}/a%20b").size_bytes == 1
+    assert LocalFileSystem().status(f"{tmp_path}/a%20b").size_bytes == 2
+
+
+@pytest.mark.parametrize("uri", ["file://server/share/key", "file://server"])
+def test_a_uri_of_another_host_is_refused(uri: str) -> None:
+    with pytest.raises(ModelFileError, match=r"'server'.*file:///absolute/path"):
+        LocalFileSystem().exists(uri)
+
+
+def test_a_relative_path_counts_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_bytes(b"12345")
+    monkeypatch.chdir(tmp_path)
+    assert LocalFileSystem().status("key").size_bytes == 5
+
+
+def test_a_file_written_in_place_has_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"old")
+    before = LocalFileSystem().status(str(path)).version
+    status = path.stat()
+    path.write_bytes(b"new")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # a clock tick may be longer than this test
+    assert LocalFileSystem().status(str(path)).version != before
+
+
+def test_a_time_that_is_put_back_hides_no_write(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"before")
+    status, before = path.stat(), LocalFileSystem().status(str(path)).version
+    deadline = time.monotonic() + 30
+    while LocalFileSystem().status(str(path)).version == before:  # within the same tick of the clock nothing can be seen
+        assert time.monotonic() < deadline
+        path.write_bytes(b"behind")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_replacement_that_keeps_the_time_has_another_version(tmp_path: Path) -> None:
+    path, other = tmp_path / "key", tmp_path / "other"
+    path.write_bytes(b"old")
+    other.write_bytes(b"new")
+    os.utime(path, ns=(10**18, 10**18))
+    os.utime(other, ns=(10**18, 10**18))
+    before = LocalFileSystem().status(str(path)).version
+    other.rename(path)
+    assert LocalFileSystem().status(str(path)).version != before
+
+
+def test_a_link_leads_to_its_file_and_a_broken_one_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(noise(64))
+    (tmp_path / "link").symlink_to("key")
+    (tmp_path / "broken").symlink_to("nowhere")
+    (tmp_path / "circle").symlink_to("circle")
+    filesystem = LocalFileSystem()
+    assert filesystem.status(str(tmp_path / "link")).size_bytes == 64
+    with pytest.raises(ModelFileNotFoundError, match="broken"):
+        filesystem.status(str(tmp_path / "broken"))
+    with pytest.raises(ModelFileError, match=re.escape("circle")):
+        filesystem.status(str(tmp_path / "circle"))
+
+
+def test_a_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    path = str(tmp_path / "key")
+    os.mkfifo(path)
+    filesystem = LocalFileSystem()
+    with pytest.raises(ModelFileError, match="not a regular file"):
+        filesystem.status(path)
+    with pytest.raises(ModelFileError, match="key"):
+        filesystem.read_into(path, 0, memoryview(bytearray(8)))
+
+
+@pytest.mark.parametrize("name", ["nul\0name", "surrogate\ud800name"])
+def test_a_name_that_no_file_can_have_is_a_model_file_error(tmp_path: Path, name: str) -> None:
+    filesystem = LocalFileSystem()
+    for call in (filesystem.exists, filesystem.status, filesystem.list, filesystem.create, filesystem.delete):
+        with pytest.raises(ModelFileError, match="no file can have this name"):
+            call(f"{tmp_path}/{name}")
+
+
+def test_a_name_that_is_too_long_is_a_model_file_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="too long"):
+        LocalFileSystem().status(f"{tmp_path}/{'x' * 300}")
+
+
+def test_what_may_not_be_read_says_so_and_is_not_called_absent(tmp_path: Path) -> None:
+    path = tmp_path / "closed" / "key"
+    path.parent.mkdir()
+    path.write_bytes(b"12345678")
+    filesystem = LocalFileSystem()
+    user = os.geteuid()
+    path.chmod(0)
+    path.parent.chmod(0)
+    if user == 0:  # root may read everything
+        os.seteuid(65534)
+    try:
+        for call in (filesystem.exists, filesystem.status, filesystem.list, filesystem.create, filesystem.delete):
+            with pytest.raises(ModelFileError, match="permission denied; let the user that runs hps read it") as raised:
+                call(str(path))
+            assert not isinstance(raised.value, ModelFileNotFoundError)
+        with pytest.raises(ModelFileError, match="permission denied"):
+            filesystem.read_into(str(path), 0, memoryview(bytearray(8)))
+    finally:
+        os.seteuid(user)
+        path.parent.chmod(stat.S_IRWXU)

@@ -1,0 +1,243 @@
+"""The whole hierarchy against a dict, with tiers that fail at random.
+
+    HPS_HYPOTHESIS_EXAMPLES=4000 python -m pytest tests/ring1/lookup/test_hierarchy_properties.py
+
+runs for many minutes. Every answer must be the current vector of its key, or the default vector of an absent key, or an
+error while a tier fails; a failed modification leaves each of its keys with the old or the new vector.
+"""
+
+import os
+import shutil
+import tempfile
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hps.cache.cpu.cache import NumpyCache
+from hps.configuration.models import ModelConfig
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.errors import DatabaseError
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.circuit_breaker import CircuitBreaker
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.refresh import refresh
+from hps.lookup.session import CachedSession, SessionSettings
+from hps.statistics.metrics import Metrics
+from hps.tensors.segments import Segment
+from hps.types import TableSpec
+from hps.versions.deployment import Deployment
+from tests.fakes.faulty_database import FaultyDatabase
+from tests.fakes.memory_database import MemoryDatabase
+from tests.servers.running_service import model_of
+
+TABLES = (TableSpec("model", "narrow", 1, -1.0, 64), TableSpec("model", "wide", 5, 0.25, 64))
+ALL_KEYS = [-(2**63), -1, 0, 1, 2**32, 2**63 - 1]
+KEYS = st.sampled_from(ALL_KEYS)
+BATCH = st.lists(KEYS, min_size=1, max_size=12)
+TABLE = st.integers(0, 1)
+CALLS = st.sets(st.sampled_from(["fetch", "insert", "delete", "drop_table"]))
+
+
+def vector(dim: int, key: int, version: int) -> tuple[float, ...]:
+    return tuple(float(np.float32(hash((key, version, j)) % 2**20)) for j in range(dim))
+
+
+class Hierarchy(RuleBasedStateMachine):
+    """Two sessions (complete and asynchronous) over one chain; `current` holds the vectors each key may have."""
+
+    with_volatile = True
+    with_persistent = True
+
+    @initialize(promote=st.booleans(), capacity=st.sampled_from([0, 14, 1000]))
+    def open(self, promote, capacity):
+        self.directory = tempfile.mkdtemp(prefix="hps-hierarchy-")
+        self.volatile = FaultyDatabase(self.make_volatile()) if self.with_volatile else None
+        self.persistent = FaultyDatabase(self.make_persistent()) if self.with_persistent else None
+        self.metrics = Metrics()
+        self.chain = DatabaseChain(
+            self.volatile,
+            self.persistent,
+            metrics=self.metrics,
+            promote=promote,
+            breaker=lambda: CircuitBreaker(failures=10**9),
+        )
+        for table in TABLES:
+            self.chain.open_table(table)
+        coalescer = FetchCoalescer(self.chain.fetch, self.metrics)
+        self.sessions = [
+            CachedSession(
+                TABLES,
+                NumpyCache.create(TABLES, [capacity, capacity], 0),
+                self.chain,
+                coalescer,
+                SessionSettings(hit_rate_threshold=threshold, workspace_timeout_s=30),
+                self.metrics,
+            )
+            for threshold in (1.1, 0.0)
+        ]
+        config = ModelConfig.model_validate(model_of("model", ["/a", "/b"], {table.table_name: table.dim for table in TABLES}))
+        self.deployment = Deployment(config, TABLES, dict(enumerate(self.sessions)), self.chain)
+        self.current = [{}, {}]  # per table: key -> set of vectors it may have; None stands for absent
+        self.version = 0
+
+    def make_volatile(self):
+        return MemoryDatabase()
+
+    def make_persistent(self):
+        return MemoryDatabase()
+
+    def teardown(self):
+        if not hasattr(self, "sessions"):
+            return
+        for session in self.sessions:
+            session.close(10)
+        self.chain.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def databases(self):
+        return [database for database in (self.volatile, self.persistent) if database]
+
+    @property
+    def failing(self):
+        return any(database.failing or database.failing_halfway for database in self.databases)
+
+    @rule(calls=CALLS, halfway=st.sets(st.sampled_from(["fetch", "insert", "delete"])), which=st.integers(0, 1))
+    def fail(self, calls, halfway, which):
+        database = self.databases[which % len(self.databases)]
+        database.failing, database.failing_halfway = set(calls), set(halfway)
+
+    @precondition(lambda self: self.failing)
+    @rule()
+    def mend(self):
+        for database in self.databases:
+            database.failing, database.failing_halfway = set(), set()
+
+    @rule(index=TABLE, keys=st.sets(KEYS, min_size=1))
+    def insert(self, index, keys):
+        self.version += 1
+        table = TABLES[index]
+        new = {key: vector(table.dim, key, self.version) for key in sorted(keys)}
+        array = np.array(list(new), np.int64)
+        rows = np.array(list(new.values()), np.float32)
+        try:
+            self.deployment.insert(index, array, rows)
+        except DatabaseError:
+            assert self.failing
+            for key, row in new.items():
+                self.current[index][key] = self.allowed(index, key) | {row}
+            self.assert_not_cached(index, new)
+        else:
+            self.current[index].update({key: {row} for key, row in new.items()})
+
+    @rule(index=TABLE, keys=st.sets(KEYS, min_size=1))
+    def delete(self, index, keys):
+        array = np.array(sorted(keys), np.int64)
+        try:
+            self.deployment.delete(index, array)
+        except DatabaseError:
+            assert self.failing
+            for key in keys:
+                self.current[index][key] = self.allowed(index, key) | {None}
+            self.assert_not_cached(index, keys)
+        else:
+            self.current[index].update({key: {None} for key in keys})
+
+    def assert_not_cached(self, index, keys):
+        """After a failure only the databases can say what a key has. (The other session may fill its cache meanwhile.)"""
+        assert not set(keys) & set(self.sessions[0].cache.dump(index).tolist())
+
+    def allowed(self, index, key):
+        return self.current[index].get(key, {None})
+
+    def ask(self, which, requests):
+        segments = []
+        for index, keys in requests.items():
+            array = np.array(keys, np.int64)
+            out = np.full((array.size, TABLES[index].dim), np.nan, np.float32)
+            segments.append(Segment(index, array, out, np.zeros(array.size, np.bool_)))
+        try:
+            self.sessions[which].lookup(segments)
+        except DatabaseError:
+            assert self.failing
+            return None
+        for segment in segments:
+            assert (segment.out[~segment.found] == TABLES[segment.table].default_value).all()
+        return segments
+
+    @rule(requests=st.dictionaries(TABLE, BATCH, min_size=1))
+    def lookup_some(self, requests):
+        self.lookup(requests)
+
+    def lookup(self, requests):
+        for segment in self.ask(0, requests) or []:
+            for key, row, found in zip(segment.keys.tolist(), segment.out.tolist(), segment.found.tolist(), strict=True):
+                got = tuple(row) if found else None
+                assert got in self.allowed(segment.table, key), (TABLES[segment.table], key, row, found)
+                self.current[segment.table][key] = {got}
+
+    @rule()
+    def lookup_everything(self):
+        self.lookup({0: ALL_KEYS, 1: ALL_KEYS})
+
+    @rule(requests=st.dictionaries(TABLE, BATCH, min_size=1))
+    def lookup_asynchronously(self, requests):
+        for segment in self.ask(1, requests) or []:
+            for key, row, found in zip(segment.keys.tolist(), segment.out.tolist(), segment.found.tolist(), strict=True):
+                assert not found or tuple(row) in self.allowed(segment.table, key)
+
+    @rule()
+    def drain(self):
+        assert all(session.drain(30) for session in self.sessions)
+        assert self.chain.drain(30)
+
+    @rule(index=TABLE)
+    def refresh(self, index):
+        try:
+            for session in self.sessions:
+                refresh(session.cache, index, TABLES[index], self.chain, 0.5)
+        except DatabaseError:
+            assert self.failing
+
+    @invariant()
+    def caches_hold_nothing_that_was_deleted_or_replaced(self):
+        if not hasattr(self, "sessions"):
+            return
+        for session in self.sessions:
+            for index in range(len(TABLES)):
+                for key in session.cache.dump(index).tolist():
+                    assert self.allowed(index, key) != {None}
+
+
+class EngineHierarchy(Hierarchy):
+    """The same with the engines that are shipped."""
+
+    def make_volatile(self):
+        return HashMapDatabase()
+
+    def make_persistent(self):
+        return RocksDatabase(self.directory)
+
+
+class PersistentOnly(Hierarchy):
+    with_volatile = False
+
+
+class VolatileOnly(Hierarchy):
+    with_persistent = False
+
+
+EXAMPLES = int(os.environ.get("HPS_HYPOTHESIS_EXAMPLES", "60"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [(Hierarchy, EXAMPLES), (PersistentOnly, EXAMPLES), (VolatileOnly, EXAMPLES), (EngineHierarchy, max(5, EXAMPLES // 10))],
+)
+def test_hierarchy_agrees_with_a_dict(machine, examples):
+    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40, deadline=None)
+    machine.TestCase("runTest").runTest()

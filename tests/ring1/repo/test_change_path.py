@@ -1,0 +1,124 @@
+"""How many files a reader opens who follows a change of a model from each of its doors to the state machine."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import hps
+from hps.cli.app import app
+from hps.models import table_load
+from hps.service.server import Server
+from hps.versions import deployment
+from hps.versions.live_models import LiveModels
+from tests.ring1.repo.test_lookup_path import PACKAGE
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+
+MOST_FILES_TO_THE_STATE_MACHINE, MOST_FILES_OF_A_DEPLOY = 6, 12
+PARTS = ("service/", "versions/", "parameter_server.py")
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    keys = np.arange(10)
+    for version in ("1", "2"):
+        hps.write_sparse_model(tmp_path / "m" / version / "t", (keys, np.full((10, 4), float(version), np.float32)))
+    model = model_of("m", ["t"], {"t": 4}, version_path=str(tmp_path / "m"))
+    model["version_policy"] = {"specific": {"versions": [1]}}
+    return document_of(model, persistent=tmp_path / "rocksdb", service={"model_control_mode": "explicit", "load_models": ["*"]})
+
+
+def noting(function: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
+    """Note the files that are on the call stack, from the request on, whenever a function is called."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not Server.run.__code__ and frame.f_code is not Server._serve.__code__:
+            if (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
+                found.add(path.relative_to(PACKAGE).as_posix())
+            frame = frame.f_back
+        found.add(Path(sys.modules[function.__module__].__file__ or "").relative_to(PACKAGE).as_posix())
+        return function(*arguments, **named)
+
+    return call
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The files on the way to the state machine."""
+    found: set[str] = set()
+    for name in ("begin", "changing", "serve", "withdraw", "failed", "want", "give_up"):
+        monkeypatch.setattr(LiveModels, name, noting(getattr(LiveModels, name), found))
+    return found
+
+
+@pytest.fixture
+def service(document: dict[str, Any]) -> Iterator[RunningService]:
+    with running_service(document) as service:
+        yield service
+
+
+def check(entered: set[str], door: str) -> None:
+    assert {door, "versions/live_models.py"} <= entered, sorted(entered)
+    followed = {path for path in entered if path.startswith(PARTS)}  # not the command line's own
+    assert len(followed) <= MOST_FILES_TO_THE_STATE_MACHINE, sorted(followed)
+
+
+def test_from_python(document: dict[str, Any], entered: set[str]) -> None:
+    with hps.HPS(document) as server:
+        server.deploy("m", "2")
+        server.rollback("m")
+        server.undeploy("m")
+    check(entered, "parameter_server.py")
+
+
+def test_from_the_command_line(service: RunningService, entered: set[str]) -> None:
+    entered.clear()
+    for arguments in (["deploy", "m", "--version", "2"], ["rollback", "m"], ["undeploy", "m"]):
+        result = CliRunner().invoke(app, [*arguments, "--url", service.url])
+        assert result.exit_code == 0, result.output
+    check(entered, "service/routes/administration.py")
+
+
+def test_from_http(service: RunningService, entered: set[str]) -> None:
+    entered.clear()
+    for verb, body in (("deploy", {"version": "2"}), ("rollback", {}), ("undeploy", {})):
+        service.client.post(f"/v1/models/m/{verb}", json=body).raise_for_status()
+    check(entered, "service/routes/administration.py")
+
+
+def test_from_triton_clients(service: RunningService, entered: set[str]) -> None:
+    entered.clear()
+    for verb in ("unload", "load"):
+        service.client.post(f"/v2/repository/models/m/{verb}").raise_for_status()
+    check(entered, "service/routes/repository.py")
+
+
+def test_from_the_service_itself(document: dict[str, Any], entered: set[str], tmp_path: Path) -> None:
+    document["service"] = {"model_control_mode": "poll", "repository_poll_s": 0.1}
+    document["models"][0]["version_policy"] = {"latest": {"num_versions": 1}}
+    with running_service(document) as service:
+        server = service.app.lifecycle.server
+        keys = np.arange(10)
+        hps.write_sparse_model(tmp_path / "m" / "3" / "t", (keys, np.full((10, 4), 3.0, np.float32)))
+        wait_until(lambda: server.model("m").version == "3", "polling has found version 3")
+        service.app.lifecycle.change([], ["m"])
+        wait_until(lambda: not server.models, "the model is gone")
+    check(entered, "service/lifecycle.py")
+
+
+def test_a_deploy_over_http_crosses_few_files(
+    service: RunningService, entered: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the request to the load of a table, the warm-up of its cache, and the takeover."""
+    for module, name in ((table_load.TableLoad, "run"), (deployment, "warm_up"), (deployment.Deployment, "close")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name), entered))
+    entered.clear()
+    service.client.post("/v1/models/m/deploy", json={"version": "2"}).raise_for_status()
+    assert {"models/table_load.py", "models/warm_up.py", "versions/live_models.py"} <= entered, sorted(entered)
+    assert len(entered) <= MOST_FILES_OF_A_DEPLOY, sorted(entered)

@@ -1,0 +1,58 @@
+"""What keeps the house one that a newcomer finds the way around in: each engine and the environment have one owner."""
+
+import ast
+import functools
+
+import pytest
+
+from tests import ROOT
+
+OWNERS = {
+    "rocksdict": "hps/databases/rocks_db/",
+    "redis": ("hps/databases/redis/", "hps/updates/redis_streams"),
+    "hiredis": "hps/databases/redis/",
+    "cupy": ("hps/cache/cuda/", "hps/profiling/in_process"),  # a profile makes tensors as its callers do
+    "fastapi": "hps/service/",
+    "starlette": "hps/service/",
+    "uvicorn": "hps/service/",
+    "uvloop": "hps/service/",
+    "typer": "hps/cli/",
+    "boto3": "hps/filesystems/s3",
+    "botocore": "hps/filesystems/s3",
+    "hdfs_native": "hps/filesystems/hdfs",
+    "google": ("hps/filesystems/gcs", "hps/service/protocol/grpc_messages", "hps/service/fronts/grpc_calls"),  # protobuf
+    "hpack": "hps/service/fronts/http2",
+    "torch": ("hps/models/formats/torch_", "hps/networks/torch_", "hps/torch/"),
+    "onnxruntime": "hps/networks/onnx_",
+    "pyarrow": "hps/models/formats/parquet",
+    "safetensors": "hps/models/formats/safetensors_",
+    "ml_dtypes": "hps/models/formats/safetensors_",
+}
+
+
+@functools.cache
+def imports(path):
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("engine", OWNERS)
+def test_engine_is_imported_by_its_owner_alone(engine):
+    importers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hps").rglob("*.py") if engine in imports(path)}
+    assert {name for name in importers if not name.startswith(OWNERS[engine])} == set()
+
+
+def test_configuration_and_environment_are_read_in_one_place():
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "hps").rglob("*.py")}
+    readers = {path for path, source in sources.items() if "os.environ" in source or "getenv(" in source}
+    assert readers <= {"hps/configuration/load.py"}
+
+
+def test_no_drawer_for_everything():
+    names = {path.stem for path in (ROOT / "hps").rglob("*.py")}
+    assert not names & {"utils", "util", "helpers", "common", "misc"}

@@ -1,0 +1,175 @@
+"""The release: its workflow is read and not run; the commands in it that need no runner are run as processes."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from deploy import release
+from tests import ROOT
+from tests.servers.compose_file import read_dockerfile
+
+WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
+JOBS = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+STEPS = [step for job in JOBS.values() for step in job["steps"]]
+COMMANDS = [line.strip() for step in STEPS for line in step.get("run", "").splitlines()]
+EPOCH = "1700000000"
+
+
+def run(*command, **options):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_workflow_pleases_zizmor():
+    run(Path(sys.executable).with_name("zizmor"), "--offline", "--no-progress", WORKFLOW)
+
+
+def test_every_action_is_one_commit_and_says_its_version():
+    used = re.findall(r"uses: (.*)", WORKFLOW.read_text())
+    assert len(used) == sum("uses" in step for step in STEPS) > 10
+    assert [one for one in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one)] == []
+    versions = {}
+    for one in used:
+        versions.setdefault(one.partition("@")[0], set()).add(one)
+    assert all(len(found) == 1 for found in versions.values())
+
+
+def test_every_command_is_one_that_there_is():
+    assert len(COMMANDS) > 10
+    for line in COMMANDS:
+        for command in re.split(r" \| ", line):
+            words = shlex.split(command)
+            assert words[0] in {"python", "installed/bin/python", "echo", "printf", "helm"}, command
+            if words[0].endswith("python"):
+                if words[1] != "-m":
+                    assert (ROOT / words[1]).is_file(), command
+                elif words[2] != "pip":  # whose finder warns where another test has imported distutils
+                    assert find_spec(words[2]), command
+            files = [word for word in words if word.startswith("deploy/")]
+            assert all((ROOT / word).exists() for word in files), command
+
+
+def test_a_job_may_do_what_it_does_and_pypi_comes_last():
+    assert yaml.safe_load(WORKFLOW.read_text())["permissions"] == {}
+    writes = {name: {key for key, value in job["permissions"].items() if value == "write"} for name, job in JOBS.items()}
+    attesting = {"id-token", "attestations", "artifact-metadata"}
+    assert writes == {"dist": set(), "images": {"packages", *attesting}, "chart": {"packages"}, "pypi": attesting}
+    assert set(JOBS["pypi"]["needs"]) == JOBS.keys() - {"pypi"}
+    assert all("timeout-minutes" in job for job in JOBS.values())
+
+
+def test_images_are_the_variants_and_have_the_names_that_the_chart_asks_for():
+    stages = read_dockerfile(ROOT / "deploy" / "Dockerfile")
+    variants = JOBS["images"]["strategy"]["matrix"]["variant"]
+    assert {f"build-{one}" for one in variants} == {name for name in stages if name.startswith("build-")}
+    (build,) = [step["with"] for step in JOBS["images"]["steps"] if "build-push" in step.get("uses", "")]
+    assert build["tags"].endswith(":${{ steps.name.outputs.version }}-${{ matrix.variant }}")
+    assert (build["provenance"], build["sbom"]) == ("mode=max", True)
+    assert build["platforms"] == "linux/amd64,linux/arm64"
+    assert "rewrite-timestamp=true" in build["outputs"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The files that name a version."""
+    for name in (*release.NAMED, "pyproject.toml", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_all_files_name_one_version():
+    assert list(release.disagreements()) == []
+
+
+@pytest.mark.parametrize("name", release.NAMED)
+def test_a_file_of_another_version_stops_a_release(tree, name):
+    version = release.version_of(ROOT)
+    text = (tree / name).read_text()
+    last = text.rindex(version)  # one of several is enough
+    (tree / name).write_text(f"{text[:last]}9.9.9{text[last + len(version) :]}")
+    (problem,) = release.disagreements(tree)
+    assert problem.startswith(f"{name}: got ")
+    assert "9.9.9" in problem
+
+
+def test_a_release_needs_its_tag_and_a_dated_heading(tree):
+    version = release.version_of(ROOT)
+    heading = f"CHANGELOG.md: expected a heading `## [{version}] - YYYY-MM-DD`"
+    assert heading in release.check(f"v{version}", tree)
+    changelog = (tree / "CHANGELOG.md").read_text()
+    (tree / "CHANGELOG.md").write_text(changelog.replace("## [Unreleased]", f"## [{version}] - 2026-11-25"))
+    assert release.check(f"v{version}", tree) == []
+    assert f"the tag: got v9.9.9, expected v{version}" in release.check("v9.9.9", tree)
+    assert f"the tag: got {version}, expected v{version}" in release.check(version, tree)
+
+
+def copy_of_the_repository(place: Path) -> Path:
+    """Copy what git would check out, with the time of now."""
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "benchmarks", "site", "dist", "data"
+    )
+    return Path(shutil.copytree(ROOT, place, ignore=ignored, copy_function=shutil.copyfile, symlinks=True))
+
+
+def built(tree: Path, *options: str) -> dict[str, bytes]:
+    (command,) = [line for line in COMMANDS if "-m build" in line]
+    run(sys.executable, *shlex.split(command)[1:], *options, cwd=tree, env=os.environ | {"SOURCE_DATE_EPOCH": EPOCH})
+    return {path.name: path.read_bytes() for path in (tree / "dist").iterdir()}
+
+
+@pytest.mark.slow
+def test_what_is_released_is_built_alike_anywhere_and_serves(tmp_path):
+    first, second = (built(copy_of_the_repository(tmp_path / name)) for name in ("one", "the other"))
+    assert first.keys() == second.keys()
+    assert len(first) == 2
+    assert first == second
+
+    # The image builds its wheel from the files that it may copy, and not from the sdist.
+    image = tmp_path / "image"
+    for name in (line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")):
+        (image / name).parent.mkdir(parents=True, exist_ok=True)
+        copying = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copying(tmp_path / "one" / name, image / name)
+    (wheel,) = [name for name in first if name.endswith(".whl")]
+    assert built(image, "--wheel") == {wheel: first[wheel]}
+
+    (sdist,) = [name for name in first if name.endswith(".tar.gz")]
+    with tarfile.open(tmp_path / "one" / "dist" / sdist) as archive:
+        assert {one.mtime for one in archive} == {int(EPOCH)}
+
+    # What it needs is what the tests run with; hps itself is the wheel's.
+    installed = tmp_path / "installed"
+    venv.create(installed, symlinks=True)
+    (packages,) = installed.glob("lib/python*/site-packages")
+    (packages / "needed.pth").write_text(f"{Path(np.__file__).parents[1]}\n")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        installed / "bin" / "python",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+    )
+    run(*pip, tmp_path / "one" / "dist" / wheel)
+    program = installed / "bin" / "hps"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    assert run(program, "--version", env=environment, cwd=tmp_path) == f"hps {release.version_of(ROOT)}\n"
+    where = run(installed / "bin" / "python", "-c", "import hps; print(hps.__file__)", env=environment, cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(packages)
+    run(sys.executable, ROOT / "deploy" / "release.py", "serve", program, env=environment, cwd=tmp_path)

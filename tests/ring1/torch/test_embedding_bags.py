@@ -1,0 +1,309 @@
+"""The layers of bags, against torch's `embedding_bag` and torchrec's collection."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hps
+from hps.torch import BagTable, EmbeddingBag, EmbeddingBagCollection
+from tests.ring1.torch.conftest import ROWS, Served
+from tests.ring1.torch.test_lookup_layer import WAYS, Way, some_ways
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+def random_bags(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 6, count)
+    keys = torch.from_numpy(rng.integers(0, ROWS + 20, lengths.sum()))
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+    return keys, offsets, torch.from_numpy(rng.uniform(0.1, 2, lengths.sum()).astype(np.float32))
+
+
+def expected_of(
+    served: Served,
+    table: str,
+    keys: torch.Tensor,
+    offsets: torch.Tensor,  # (B + 1,)
+    weights: torch.Tensor | None,
+    mode: str,
+    max_norm: float | None = None,
+    padding: int | None = None,
+) -> torch.Tensor:
+    """torch's sum of the same bags, in float64, divided as the combiner says."""
+    rows = served.rows(keys, table).double()
+    if max_norm is not None:
+        norms = rows.norm(dim=1, keepdim=True)
+        rows = torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
+    factors = torch.ones(keys.numel(), dtype=torch.float64) if weights is None else weights.double()
+    if padding is not None:
+        factors = torch.where(keys == padding, 0.0, factors)
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(keys.numel())
+        return torch.nn.functional.embedding_bag(places, values, offsets[:-1], mode="sum")
+
+    sums = total(rows * factors[:, None])
+    divisor = {"sum": factors * 0, "mean": factors, "sqrtn": factors * factors}[mode][:, None]
+    divisors = total(divisor).sqrt() if mode == "sqrtn" else total(divisor)
+    answer = sums if mode == "sum" else torch.where(divisors == 0, 0.0, sums / divisors)
+    return answer.float()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    count=st.integers(0, 30),
+    seed=st.integers(0, 1000),
+    mode=st.sampled_from(["sum", "mean", "sqrtn"]),
+    weighted=st.booleans(),
+    max_norm=st.sampled_from([None, 1.5]),
+    padding=st.sampled_from([None, 3]),
+    include_last=st.booleans(),
+)
+def test_bags_are_combined_as_torch_does(served: Served, count: int, seed: int, mode: str, weighted: bool, **more: Any) -> None:
+    keys, offsets, weights = random_bags(count, seed)
+    keys = torch.where(keys % 7 == 0, 3, keys)
+    given_weights = weights if weighted else None
+    layer = EmbeddingBag(
+        served.server,
+        "m",
+        "user",
+        8,
+        mode=mode,
+        max_norm=more["max_norm"],
+        padding_idx=more["padding"],
+        include_last_offset=more["include_last"],
+    )
+    answer = layer(keys, offsets if more["include_last"] else offsets[:-1], given_weights)
+    if count == 0 and not more["include_last"]:
+        assert answer.shape == (0, 8)
+        return
+    expected = expected_of(served, "user", keys, offsets, given_weights, mode, more["max_norm"], more["padding"])
+    torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("max_norm", [None, 1.5])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_answers_are_those_of_torchs_layer(served: Served, mode: str, max_norm: float | None, padding: int | None) -> None:
+    keys, offsets, weights = random_bags(40, 1)
+    keys, offsets = keys.clamp(max=ROWS).int(), offsets.int()
+    theirs = torch.nn.EmbeddingBag(
+        ROWS + 1,
+        8,
+        mode=mode,
+        max_norm=max_norm,
+        padding_idx=padding,
+        include_last_offset=True,
+        _weight=served.tables["user"].clone(),
+    )
+    ours = EmbeddingBag(
+        served.server, "m", "user", 8, mode=mode, max_norm=max_norm, padding_idx=padding, include_last_offset=True
+    )
+    ws = [None, weights] if mode == "sum" else [None]
+    for given_weights in ws:
+        torch.testing.assert_close(ours(keys, offsets, given_weights), theirs(keys, offsets, given_weights).detach())
+
+
+@pytest.mark.parametrize("way", [way for name, way in WAYS.items() if name != "traced"])  # torch cannot trace lists of Tensor?
+def test_bags_in_every_way(served: Served, way: Way) -> None:
+    keys, offsets, weights = random_bags(9, 2)
+    layer = EmbeddingBag(served.server, "m", "item", 5, mode="sqrtn", include_last_offset=True)
+    answer = way(layer, (keys, offsets, weights))(keys, offsets, weights.requires_grad_())
+    assert not answer.requires_grad
+    torch.testing.assert_close(answer, expected_of(served, "item", keys, offsets, weights.detach(), "sqrtn"))
+
+
+@some_ways
+def test_bags_of_one_length_need_no_offsets(served: Served, way: Way) -> None:
+    keys = torch.randint(0, ROWS, (6, 4))
+    layer = EmbeddingBag(served.server, "m", "item", 5)
+    torch.testing.assert_close(way(layer, (keys,))(keys), served.rows(keys, "item").mean(1))
+
+
+@some_ways
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ((torch.ones(3), torch.tensor([0])), hps.InvalidDtypeError, "got keys of torch.float32"),
+        ((torch.arange(3),), hps.InvalidInputError, "without offsets, expected (bags, hotness)"),
+        ((torch.arange(6).view(2, 3), torch.tensor([0])), hps.InvalidInputError, "expected one dimension of both"),
+        ((torch.arange(3), torch.tensor([0.0])), hps.InvalidDtypeError, "got offsets of torch.float32"),
+        ((torch.arange(3), torch.tensor([1, 2])), hps.InvalidInputError, "expected them to begin with 0"),
+        ((torch.arange(3), torch.tensor([0, 2, 1])), hps.InvalidInputError, "never to fall"),
+        ((torch.arange(3), torch.tensor([0, 9])), hps.InvalidInputError, "at most 3"),
+        ((torch.arange(3), torch.tensor([0]), torch.ones(2)), hps.InvalidInputError, "got weights of shape (2,)"),
+        ((torch.arange(3), torch.tensor([0]), torch.ones(3).half()), hps.InvalidDtypeError, "got weights of torch.float16"),
+        ((torch.arange(3), torch.zeros(1, dtype=torch.int64, device="meta")), hps.InvalidInputError, "got offsets on meta"),
+    ],
+)
+def test_bad_bags_say_what_is_wrong(served: Served, way: Way, inputs: Any, error: type[Exception], message: str) -> None:
+    layer = EmbeddingBag(served.server, "m", "user", 8)
+    with pytest.raises(error if way is WAYS["eager"] else Exception) as refused:
+        way(layer, inputs)(*inputs)
+    assert message in str(refused.value)
+
+
+def test_training_mode_is_refused(served: Served) -> None:
+    inputs = {"user": torch.zeros(2, 2, dtype=torch.int64)}
+    with pytest.raises(hps.TrainingModeError):
+        EmbeddingBag(served.server, "m", "user", 8).train()(inputs["user"])
+    with pytest.raises(hps.TrainingModeError):
+        EmbeddingBagCollection(served.server, "m", [BagTable("user", ("user",), 8)]).train()(inputs)
+
+
+def test_an_unknown_mode_is_refused(served: Served) -> None:
+    with pytest.raises(hps.InvalidInputError, match="got mode 'max', expected 'sum', 'mean' or 'sqrtn'"):
+        EmbeddingBag(served.server, "m", "user", 8, mode="max")
+
+
+def test_outputs_of_one_name_are_refused(served: Served) -> None:
+    tables = [BagTable("user", ("u",), 8, pooling) for pooling in ("sum", "mean")]
+    with pytest.raises(hps.InvalidInputError, match="got 'u@user' as the name of several outputs"):
+        EmbeddingBagCollection(served.server, "m", tables)
+
+
+TABLES = [
+    BagTable("user", ("u", "friend", "shared"), 8),
+    BagTable("item", ("i", "shared"), 5, "mean", max_norm=1.5, padding_idx=3),
+]
+FEATURES = ["i", "u", "unused", "shared", "friend"]  # in another order than the tables have them
+OUTPUTS = [("u", 0), ("friend", 0), ("shared@user", 0), ("i", 1), ("shared@item", 1)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("way", [WAYS[name] for name in ("eager", "compiled", "dynamic")])
+def test_a_collection_takes_each_feature_from_its_table(served: Served, way: Way, weighted: bool) -> None:
+    bags = {name: random_bags(6, seed) for seed, name in enumerate(FEATURES)}
+    given = {name: one if weighted else one[:2] for name, one in bags.items()}
+    collection = EmbeddingBagCollection(served.server, "m", TABLES, is_weighted=weighted)
+    answers = way(collection, (given,))(given)
+    assert list(answers) == [name for name, _ in OUTPUTS]
+    for name, index in OUTPUTS:
+        keys, offsets, weights = bags[name.partition("@")[0]]
+        table = TABLES[index]
+        expected = expected_of(
+            served, table.name, keys, offsets, weights if weighted else None, table.pooling, table.max_norm, table.padding_idx
+        )
+        torch.testing.assert_close(answers[name], expected)
+
+
+def test_a_collection_takes_bags_of_one_length(served: Served) -> None:
+    collection = EmbeddingBagCollection(served.server, "m", [BagTable("user", ("u",), 8), BagTable("item", ("i",), 5)])
+    keys = {"u": torch.randint(0, ROWS, (4, 3)), "i": torch.randint(0, ROWS, (4, 1))}
+    answers = collection(keys)
+    torch.testing.assert_close(answers["u"], served.rows(keys["u"], "user").sum(1))
+    torch.testing.assert_close(answers["i"], served.rows(keys["i"], "item").sum(1))
+    assert answers["u"].untyped_storage().data_ptr() == answers["i"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"u": torch.zeros(2, 2, dtype=torch.int64)}, "expected also 'i'"),
+        ({"u": torch.zeros(2, 2, dtype=torch.int64), "i": torch.zeros(3, 2, dtype=torch.int64)}, "got 3 bags, expected 2"),
+        ({"u": (torch.zeros(2, 2, dtype=torch.int64), None, torch.ones(2, 2))}, "got weights, but"),
+    ],
+)
+def test_features_that_do_not_fit_the_collection_are_refused(served: Served, features: Any, message: str) -> None:
+    collection = EmbeddingBagCollection(served.server, "m", [BagTable("user", ("u",), 8), BagTable("item", ("i",), 5)])
+    with pytest.raises(hps.InvalidInputError, match=message):
+        collection(features)
+
+
+@pytest.fixture
+def torchrec() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("torchrec")
+
+
+def jagged(torchrec: Any, count: int, *, weighted: bool = False, known_borders: bool = False) -> Any:
+    bags = [random_bags(count, seed) for seed in range(len(FEATURES))]
+    kjt = torchrec.KeyedJaggedTensor(
+        FEATURES,
+        torch.cat([keys.clamp(max=ROWS) for keys, _, _ in bags]),
+        torch.cat([weights for _, _, weights in bags]) if weighted else None,
+        lengths=torch.cat([offsets.diff() for _, offsets, _ in bags]),
+    )
+    if known_borders:
+        kjt.offset_per_key()
+    return kjt
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("known_borders", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_answers_are_those_of_torchrecs_collection(
+    served: Served, torchrec: Any, count: int, weighted: bool, known_borders: bool
+) -> None:
+    pooling = torchrec.PoolingType.SUM if weighted else torchrec.PoolingType.MEAN
+    tables = [("user", ["u", "friend", "shared"], 8), ("item", ["i", "shared"], 5)]
+    theirs = torchrec.EmbeddingBagCollection(
+        [
+            torchrec.EmbeddingBagConfig(
+                name=name, embedding_dim=dim, num_embeddings=ROWS + 1, feature_names=features, pooling=pooling
+            )
+            for name, features, dim in tables
+        ],
+        is_weighted=weighted,
+    )
+    for name, bag in theirs.embedding_bags.items():
+        bag.weight.data.copy_(served.tables[name])
+    ours = EmbeddingBagCollection(
+        served.server, "m", [BagTable(*one, "sum" if weighted else "mean") for one in tables], is_weighted=weighted
+    )
+    kjt = jagged(torchrec, count, weighted=weighted, known_borders=known_borders)
+    answer = ours(kjt)
+    if count == 0:
+        assert answer.values().shape == (0, 34)
+        return
+    expected = theirs(kjt)
+    assert answer.keys() == expected.keys()
+    assert answer.length_per_key() == expected.length_per_key()
+    torch.testing.assert_close(answer.values(), expected.values().detach())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_jagged_collection_is_compiled_and_exported(served: Served, torchrec: Any) -> None:
+    collection = EmbeddingBagCollection(served.server, "m", TABLES)
+    kjt = jagged(torchrec, 6)
+    expected = collection(kjt).values()
+    compiled = torch.compile(collection, fullgraph=True)
+    torch.testing.assert_close(compiled(kjt).values(), expected)
+    other = jagged(torchrec, 9)
+    torch.testing.assert_close(compiled(other).values(), collection(other).values())
+    exported = torch.export.export(collection, (kjt,), strict=False).module()
+    torch.testing.assert_close(exported(kjt).values(), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jagged_tensors_that_do_not_fit_are_refused(served: Served, torchrec: Any) -> None:
+    collection = EmbeddingBagCollection(served.server, "m", TABLES)
+    variable = torchrec.KeyedJaggedTensor(
+        FEATURES,
+        torch.zeros(0, dtype=torch.int64),
+        lengths=torch.zeros(6, dtype=torch.int64),
+        stride_per_key_per_rank=[[2], [1], [1], [1], [1]],
+    )
+    with pytest.raises(hps.InvalidInputError, match="variable stride"):
+        collection(variable)
+    with pytest.raises(hps.InvalidInputError, match="got no weights"):
+        EmbeddingBagCollection(served.server, "m", TABLES, is_weighted=True)(jagged(torchrec, 2))
+    with pytest.raises(hps.InvalidInputError, match="expected also 'unknown'"):
+        EmbeddingBagCollection(served.server, "m", [BagTable("user", ("unknown",), 8)])(jagged(torchrec, 2))
+    falling = torchrec.KeyedJaggedTensor(FEATURES, torch.zeros(4, dtype=torch.int64), offsets=torch.tensor([0, 3, 1, 4, 4, 4]))
+    with pytest.raises(hps.InvalidInputError, match="never to fall"):
+        collection(falling)
+    five = torch.ones(5, dtype=torch.int64)
+    with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got keys of torch.float32"):
+        collection(torchrec.KeyedJaggedTensor(FEATURES, torch.zeros(5), lengths=five))
+    half = torchrec.KeyedJaggedTensor(FEATURES, five, five.half(), lengths=five)
+    with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got weights of torch.float16"):
+        EmbeddingBagCollection(served.server, "m", TABLES, is_weighted=True)(half)

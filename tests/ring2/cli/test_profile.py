@@ -1,0 +1,304 @@
+"""`hps profile`: its figures are those of the server that it measured, and every failure has its exit code."""
+
+import json
+import os
+import threading
+from importlib.util import find_spec
+from itertools import count
+
+import numpy as np
+import pytest
+
+import hps
+from hps.errors import DatabaseTimeoutError, HPSError
+from hps.models.sample import sample_vectors
+from hps.models.writer import write_sparse_model
+from hps.parameter_server import HPS
+from hps.profiling import service as profiling
+from tests.ring1.cli.test_cli import run
+from tests.servers.certificates import Authority
+from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
+from tests.servers.served_process import ServedProcess
+from tests.servers.timed_server import Answer, timed_server
+
+ROWS = 2000
+TABLES = {"user": 4, "item": 8}
+QUICK = ("--seconds", "0.3", "--warmup", "0", "--batch", "50", "--concurrency", "2")
+INFER = "/v2/models/{model}/infer"
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    """A model of two tables whose keys are not 0 to n - 1, half of them in the cache."""
+    directory = tmp_path_factory.mktemp("profile")
+    keys = np.arange(ROWS, dtype=np.int64) * 3 - 7
+    for table, dim in TABLES.items():
+        write_sparse_model(directory / table, (keys, sample_vectors(keys, dim)))
+    sources = [directory / table for table in TABLES]
+    return document_of(model_of("m", sources, TABLES, gpucacheper=0.5, hit_rate_threshold=1.1))
+
+
+@pytest.fixture
+def config(document, tmp_path):
+    (tmp_path / "ps.json").write_text(json.dumps(document))
+    return tmp_path / "ps.json"
+
+
+@pytest.fixture(scope="module")
+def service(document):
+    with running_service({**document, "service": {"bearer_token": "secret"}}) as service:
+        service.client.headers["Authorization"] = "Bearer secret"
+        yield service
+
+
+def profiled(tmp_path, *arguments, code=0):
+    """Run it; returns what it wrote."""
+    result = run("profile", *arguments, "--json", tmp_path / "out.json")
+    assert result.exit_code == code, result.output
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def test_in_process_asks_the_keys_of_the_model_and_says_where_the_time_goes(config, tmp_path):
+    found = profiled(tmp_path, config, *QUICK, "--batch", "20", "--check", "--picture", tmp_path / "a.svg")
+    assert (found["about"]["model"], found["about"]["tables"]) == ("m", list(TABLES))
+    assert [(row["batch"], row["tables"]) for row in found["rows"]] == [(50, 2), (20, 2)]
+    for row in found["rows"]:
+        assert row["lookups"] > 0
+        assert row["failures"] == {}
+        assert row["default_keys"] == 0  # ids that the model has
+        asked = row["tiers"]["embedding_cache"]["asked"]
+        assert asked == row["lookups"] * row["batch"] * len(TABLES)
+        assert 0.5 < row["tiers"]["embedding_cache"]["hit_rate"] < 1
+        stages = row["stages"]
+        assert {"lookup", "adopt", "query", "unique", "volatile_db", "scatter", "outside"} <= set(stages)
+        assert 0 < stages["lookup"]["count"] <= row["lookups"] / 8 + 1
+        assert stages["lookup"]["share"] == 1.0
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_over_http_it_counts_what_the_server_counts(service, tmp_path):
+    before = samples(service)
+    found = profiled(tmp_path, service.url, "--token", "secret", *QUICK, "--rows", "100", "--table", "item", "--seed", "3")
+    after = samples(service)
+    (row,) = found["rows"]
+    requests = after["hps_http_requests_total", INFER, "200"] - before.get(("hps_http_requests_total", INFER, "200"), 0)
+    assert requests == row["lookups"] + 1  # and one before, which tells what is wrong with all of them
+    assert row["stages"]["http"]["count"] == row["stages"]["lookup"]["count"] == row["lookups"]
+    assert row["tiers"]["embedding_cache"]["asked"] == row["lookups"] * 50
+    assert row["default_keys"] > 0  # 0 to 99 are not the ids of this model
+
+
+@pytest.mark.parametrize("options", [("--bags", "10"), ("--rate", "100"), ("--rate", "100", "--processes", "2"), ("--keys",)])
+def test_ways_of_asking(service, tmp_path, options):
+    if options == ("--keys",):
+        np.save(tmp_path / "keys.npy", np.arange(60) * 3 - 7)
+        options = ("--keys", tmp_path / "keys.npy")
+    found = profiled(tmp_path, service.url, "--token", "secret", *QUICK, "--check", *options)
+    (row,) = found["rows"]
+    assert row["failures"] == {}
+    if "--rate" in options:
+        assert row["lookups"] == 30
+    if "--keys" in options:
+        assert row["default_keys"] == 0
+
+
+@pytest.mark.parametrize("options", [("--bags", "10"), ("--rate", "100"), ("--distribution", "hot-keys"), ("--rows", "50")])
+def test_ways_of_asking_in_process(config, tmp_path, options):
+    (row,) = profiled(tmp_path, config, *QUICK, *options)["rows"]
+    assert row["failures"] == {}
+    if "--rate" in options:
+        assert row["lookups"] == 30
+
+
+def test_a_rate_that_cannot_be_held_in_process(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("hps.profiling.http_load.DRAIN_S", 0.1)
+    (row,) = profiled(tmp_path, config, *QUICK, "--rate", "300000", code=1)["rows"]
+    assert row["failures"]["no answer"] > 0
+    assert row["lookups"] + row["failures"]["no answer"] == 90_000
+    assert row["latency"]["max_ms"] >= 100  # what waited until the end, and longer
+
+
+def test_failed_lookups_in_process_are_counted_apart(config, tmp_path, monkeypatch):
+    answer, numbers = HPS.lookup_tables, count()
+
+    def sometimes(self, *arguments, **options):
+        if next(numbers) % 4 == 3:
+            raise DatabaseTimeoutError("fetching: the database did not answer in time")
+        return answer(self, *arguments, **options)
+
+    monkeypatch.setattr(HPS, "lookup_tables", sometimes)
+    (row,) = profiled(tmp_path, config, *QUICK, "--max-failures", "0.5")["rows"]
+    assert row["failures"] == {"DatabaseTimeoutError": (row["lookups"] + 1 + row["failures"]["DatabaseTimeoutError"]) // 4}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("--bags", "10"), ("--on-device",), ("--on-device", "--bags", "10")])
+def test_on_a_gpu(config, tmp_path, options):
+    config.write_text(config.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    (row,) = profiled(tmp_path, config, *QUICK, "--check", *options)["rows"]
+    assert row["failures"] == {}
+    assert row["tiers"]["embedding_cache"]["asked"] == row["lookups"] * 50 * len(TABLES)
+
+
+@pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed")
+def test_keys_on_the_gpu_need_cupy(config):
+    result = run("profile", config, *QUICK, "--on-device")
+    assert result.exit_code == 2
+    assert "hps-server[cuda12]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "missed"),
+    [
+        (("--p99-ms", "0.000001"), "p99 is"),
+        (("--p50-ms", "0.000001"), "p50 is"),
+        (("--min-keys-per-s", "1e15"), "the throughput is"),
+        (("--min-hit-rate", "1"), "the hit rate is"),
+    ],
+)
+def test_a_missed_bound_is_exit_code_1(config, options, missed):
+    result = run("profile", config, *QUICK, *options)
+    assert result.exit_code == 1
+    assert f"missed: batch 50: {missed}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--model", "n"), "n"),
+        (("--table", "n"), "n"),
+        (("--batch", "100000"), "100000"),
+        (("--batch", "0"), "expected at least 1"),
+        (("--batch", "50", "--bags", "7"), "multiples of --bags 7"),
+        (("--rate", "0"), "lookups a second"),
+        (("--keys", "/nowhere.npy"), "nowhere"),
+        (("--picture", "a.jpg"), ".svg or .png"),
+        (("--json", "/nowhere/a.json"), "its directory does not exist"),
+    ],
+)
+def test_wrong_input_is_exit_code_2(config, service, options, problem):
+    for target in (config, service.url):
+        result = run("profile", target, "--token", "secret", *QUICK, *options)
+        assert result.exit_code == 2, result.output
+        assert problem in result.output
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "code", "problem"),
+    [
+        (None, ("--token", "wrong"), 2, "401"),
+        (None, ("--token", "secret", "--device", "0"), 2, "--device"),
+        ("http://127.0.0.1:9", (), 1, "is the server running there?"),
+        ("https://127.0.0.1:9", ("--cert", "/nowhere.pem"), 2, "nowhere.pem"),
+    ],
+)
+def test_servers_that_cannot_be_asked(service, url, options, code, problem):
+    result = run("profile", url or service.url, *QUICK, *options)
+    assert result.exit_code == code, result.output
+    assert problem in result.output
+
+
+def test_a_server_that_does_not_say_its_rows_is_asked_for_no_keys():
+    with timed_server() as server:
+        result = run("profile", server.url, *QUICK)
+    assert result.exit_code == 2
+    assert "give --rows, or recorded --keys" in result.output
+
+
+def test_several_processes_profile_a_server_with_tls_and_their_results_are_added(document, tmp_path, monkeypatch):
+    authority = Authority(tmp_path)
+    pair, own = authority.sign("localhost"), authority.sign("someone")
+    settings = {
+        "tls_certificate_path": str(pair.certificate),
+        "tls_key_path": str(pair.key),
+        "tls_client_ca_path": str(authority.path),
+    }
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+    monkeypatch.setenv("HPS_CLIENT_CERTIFICATE", str(own.both))
+    with ServedProcess({**document, "service": settings}, tmp_path) as served:
+        options = ("--processes", "3", "--concurrency", "5", "--batch", "1000")  # answers of several TLS records
+        (_, large), (_, due) = (
+            profiled(tmp_path, served.url, *QUICK, *options, *more)["rows"] for more in ((), ("--rate", "100"))
+        )
+        monkeypatch.delenv("HPS_CLIENT_CERTIFICATE")
+        assert run("profile", served.url, *QUICK).exit_code == 1
+    assert large["failures"] == due["failures"] == {}
+    assert due["lookups"] == 30  # each process sends its share, and no other
+    assert large["tiers"]["embedding_cache"]["asked"] == 2 * 1000 * large["lookups"] > 0
+
+
+def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path):
+    with ServedProcess(document, tmp_path) as served, hps.connect(served.url) as client:
+
+        def looked_up():
+            return client.ask("/v1/stats")["server"]["models"][0]["lookups"]["count"]
+
+        def stop_it():
+            wait_until(lambda: looked_up() > 20, "it is loaded", 60)
+            served.stop()
+
+        stopping = threading.Thread(target=stop_it)
+        stopping.start()
+        options = ("--seconds", "4", "--processes", "2", "--max-failures", "1")
+        (row,) = profiled(tmp_path, served.url, *QUICK, *options)["rows"]
+        stopping.join(60)
+    assert row["lookups"] > 20
+    assert row["failures"]["no connection"] >= 2
+    assert set(row["failures"]) <= {"no connection", "connection lost", "status 503"}
+
+
+class Killed(profiling.Requests):
+    """Requests whose second process ends before it sends one."""
+
+    def pool(self):
+        try:
+            os.close(os.open(self.start.decode(), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            os._exit(9)
+        return super().pool()
+
+
+def test_a_client_process_that_is_killed_ends_the_profile(service, tmp_path):
+    asked = profiling.Service(service.url, "secret", processes=2)
+    keys = {"item": np.arange(100)}
+    requests = Killed(profiling.Target(service.url), str(tmp_path / "first").encode(), keys, 10, 0)
+    with pytest.raises(HPSError, match="one of the client processes was killed"):
+        asked._run(requests, 2, 0.1, None)
+
+
+def test_it_uses_half_of_the_processors_and_no_more_processes_than_connections(service, monkeypatch):
+    monkeypatch.setattr(profiling, "available_processors", lambda: 16)
+    loads = []
+    monkeypatch.setattr(profiling, "_load", lambda *load: loads.append(load) or profiling.LoadResult(seconds=1.0))
+    asked = profiling.Service(service.url, "secret")
+    assert asked._processes == 8
+    asked._run(None, 1, 0.1, None)
+    assert len(loads) == 1  # in this process
+    monkeypatch.setattr(profiling, "available_processors", lambda: 1)
+    assert profiling.Service(service.url, "secret")._processes == 1
+
+
+def test_against_a_server_that_does_nothing_it_measures_itself(tmp_path):
+    answer = Answer(body=b"{}" + bytes(50 * 4 * 4))
+    with timed_server(lambda number: answer) as server:
+        (row,) = profiled(tmp_path, server.url, *QUICK, "--rows", "100")["rows"]
+        assert len(server.lookups) == row["lookups"] + 1
+    assert row["stages"] == row["tiers"] == {}
+    assert 0 < row["generator_busy"] < 1.5  # processor time of one process, which also begins and ends
+    assert len(set(server.lookups)) == 1  # as many bytes each time
+
+
+@pytest.mark.parametrize(("rate", "allowed", "code"), [((), "0", 1), ((), "1", 0), (("--rate", "100"), "0", 1)])
+def test_refusals_and_wrong_sizes_are_shown_and_fail_the_run(tmp_path, rate, allowed, code):
+    right, short = (Answer(body=b"{}" + bytes(size)) for size in (50 * 4 * 4, 8))
+
+    def answer(number):
+        return (right, Answer(503), short)[number % 3]
+
+    with timed_server(answer) as server:
+        found = profiled(tmp_path, server.url, *QUICK, "--rows", "9", *rate, "--max-failures", allowed, code=code)
+    (row,) = found["rows"]
+    asked = len(server.lookups) - 1
+    assert row["lookups"] + sum(row["failures"].values()) == asked
+    assert set(row["failures"]) == {"status 503", "8 bytes of vectors"}
+    assert bool(found["missed"]) == code

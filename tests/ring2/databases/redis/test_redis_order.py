@@ -1,0 +1,216 @@
+"""Processes that share a Redis, each with its own RocksDB: nobody sees what is older than a write that it was told is done."""
+
+import threading
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+
+import hps
+from hps.databases.redis.layout import KeyPartition
+from hps.testing.databases import distinct_keys, vectors_of
+from tests.servers.redis_proxy import Proxy
+from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import document_of, model_of
+
+pytestmark = pytest.mark.redis
+DIM, PARTITIONS = 8, 4
+KEYS = distinct_keys(300)
+KEY = KEYS[:1]
+OTHERS = KEYS[1:]
+TAG = "hps_et.shop.item"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def process(server, client, tmp_path):
+    """Start processes by name: each has a RocksDB of its own, which it finds again when it is started anew."""
+    with ExitStack() as running:
+
+        def start(name, *, port=server.port, files="item", **volatile):
+            source = tmp_path / f"{files}.model"
+            if not source.exists():
+                hps.write_sparse_model(source, (KEYS, vectors_of(KEYS, DIM)))
+            document = document_of(
+                model_of("shop", [source], {"item": DIM}, gpucache=False), persistent=tmp_path / f"rocksdb-{name}"
+            )
+            document["volatile_db"] = {
+                "type": "redis_cluster",
+                "address": f"127.0.0.1:{port}",
+                "num_partitions": PARTITIONS,
+                "cache_missed_embeddings": True,
+                **volatile,
+            }
+            return running.enter_context(closing(hps.HPS(document)))
+
+        yield start
+
+
+def insert(one, version, keys=KEY):
+    one.insert(keys, vectors_of(keys, DIM, version), "shop", "item")
+
+
+def expect(one, version, keys=KEY, times=3):
+    """Look a key up, a few times, because a promotion may change what is found next."""
+    for _ in range(times):
+        np.testing.assert_array_equal(one.lookup(keys, "shop", "item"), vectors_of(keys, DIM, version))
+        assert one.drain(10)
+
+
+def evict(client, keys=KEY):
+    for i in range(PARTITIONS):
+        client.hdel(KeyPartition(TAG, i).values, *(key.tobytes() for key in keys))
+
+
+def in_redis(client, key):
+    return next((row for i in range(PARTITIONS) if (row := client.hget(KeyPartition(TAG, i).values, key.tobytes()))), None)
+
+
+def flush(client):
+    client.flushall()
+
+
+@pytest.mark.parametrize("lose", [evict, flush])
+def test_what_another_process_promotes_is_never_older(process, client, lose):
+    writer, reader = process("writer"), process("reader")
+    insert(writer, 1)
+    lose(client)
+    expect(reader, 0)  # it has its own RocksDB, and was never told
+    expect(writer, 1)
+    expect(reader, 1 if in_redis(client, KEY[0]) else 0)
+    expect(writer, 1)
+
+
+def test_without_online_writes_everyone_promotes(process, client):
+    one, other = process("one"), process("other")
+    evict(client, KEYS)
+    expect(one, 0, KEYS[:150])
+    expect(other, 0, KEYS[150:])
+    assert all(in_redis(client, key) for key in KEYS)
+
+
+def test_the_only_writer_promotes(process, client):
+    writer = process("writer")
+    insert(writer, 1)
+    evict(client, KEYS)
+    expect(writer, 1)
+    assert in_redis(client, KEY[0]) == vectors_of(KEY, DIM, 1).tobytes()
+
+
+def test_writes_of_one_process_are_read_by_the_other_while_redis_has_them(process):
+    one, other = process("one"), process("other")
+    for version, writer in enumerate((one, other, one, one, other), 1):
+        insert(writer, version)
+        expect(one, version)
+        expect(other, version)
+
+
+@pytest.mark.parametrize("again", ["writer", "other"])
+def test_a_write_that_comes_late_changes_nothing(process, server, again):
+    """It reaches Redis after the client gave up, and after a later write of the same or of another process was done."""
+    other = process("other")
+    insert(other, 1, OTHERS[:1])
+    with Proxy(server.port) as link:
+        writer = process("writer", port=link.address.rpartition(":")[2])
+        insert(writer, 1, OTHERS[:1])
+        late = link.held = threading.Event()
+        insert(writer, 2)
+        link.held = None
+        last = {"writer": writer, "other": other}[again]
+        insert(last, 3)
+        if again == "writer":
+            expect(writer, 3)  # and Redis is used again
+            insert(writer, 3)
+        before = link.delivered
+        late.set()
+        link.wait_delivered(before)
+        expect(last, 3)
+
+
+def test_a_promotion_that_comes_late_changes_nothing(process, client, server):
+    with Proxy(server.port) as link:
+        writer = process("writer", port=link.address.rpartition(":")[2])
+        evict(client)
+        assert writer.lookup(KEYS, "shop", "item").size
+        assert writer.drain(10)
+        evict(client)
+        late = threading.Event()
+        link.hold_if = (lambda data: b"EVAL" in data or b"HSET" in data, late)
+        writer.lookup(KEY, "shop", "item")
+        assert writer.drain(30)
+        link.hold_if = None
+        insert(writer, 2)
+        expect(writer, 2)
+        insert(writer, 2)
+        evict(client)
+        before = link.delivered
+        late.set()
+        link.wait_delivered(before)
+        expect(writer, 2)
+
+
+def test_a_full_redis_takes_no_promotion_and_keeps_its_rows(process, client):
+    one = process("one")
+    evict(client)
+    client.config_set("maxmemory", "1")
+    expect(one, 0, KEYS)
+    client.config_set("maxmemory", "0")
+    assert in_redis(client, KEY[0]) is None
+    assert all(in_redis(client, key) for key in OTHERS)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_restarted_process_does_not_trust_what_its_failed_write_left(process, client, keep):
+    writer = process("writer")
+    insert(writer, 1)
+    client.config_set("maxmemory", "1")  # Redis refuses
+    insert(writer, 2)  # it is in RocksDB alone
+    writer.close()
+    client.config_set("maxmemory", "0")
+    expect(process("writer", initialize_after_startup=not keep), 2)
+
+
+def test_a_restarted_process_uses_what_it_left(process, client):
+    writer, other = process("writer"), process("other")
+    insert(writer, 1)
+    insert(other, 2, OTHERS[:1])
+    writer.close()
+    again = process("writer", initialize_after_startup=False)
+    assert in_redis(client, OTHERS[5])
+    expect(again, 2, OTHERS[:1])  # what the other wrote is still there
+    expect(again, 1)
+
+
+def test_another_model_is_never_answered_from(process, client, tmp_path):
+    """A process that serves the older model sees that Redis now holds another one."""
+    old = process("old")
+    fresh = vectors_of(KEYS[:200], DIM, 7)
+    hps.write_sparse_model(tmp_path / "new.model", (KEYS[:200], fresh))
+    new = process("new", files="new")
+    expect(old, 0, KEYS)
+    expect(new, 7, KEYS[:200])
+    expect(old, 0, KEYS)
+    insert(old, 1)
+    insert(new, 8)
+    expect(old, 1)
+    expect(new, 8)
+
+
+def test_copies_of_the_files_elsewhere_are_the_same_model(process, client, tmp_path):
+    one = process("one")
+    process("two", files="copy").close()
+    insert(one, 3)
+    two = process("two", files="copy")  # its RocksDB holds the same rows, although from other files
+    expect(two, 3)

@@ -1,0 +1,755 @@
+"""RocksDB's faults: locked, damaged, full, killed. Each ends in right vectors or in an error that names the cause."""
+
+import ctypes
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile  # noqa: F401 - for the children
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.databases.base import LoadRecord
+from hps.databases.rocks_db import directory  # noqa: F401 - for the children
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.databases.rocks_db.engine import database_error
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseLockedError,
+    DatabaseTimeoutError,
+    InvalidInputError,
+    UnknownTableError,
+)
+from hps.testing.databases import DIM, TAG, changes_of, distinct_keys, fetched, vectors_of
+from hps.types import KeyArray
+from tests import ROOT
+from tests.tables.rocks_database import opened
+
+ROWS = 6000
+KEYS = distinct_keys(ROWS)
+VECTORS = vectors_of(KEYS, DIM)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rocksdb"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A closed database: ROWS rows of TAG in several merged and unmerged files."""
+    path = tmp_path_factory.mktemp("pristine") / "rocksdb"
+    with opened(path) as database:
+        for start in range(0, ROWS, 1000):
+            rows = slice(start, start + 1000)
+            database.load_chunk(TAG, KEYS[rows], VECTORS[rows], LoadRecord("x", start + 1000, ROWS))
+            if start == 3000:
+                database.finish_load(TAG)
+    return path
+
+
+def child(code: str, *arguments: str | Path, **options) -> subprocess.Popen:
+    """Start a Python process that has the constants of this file at hand."""
+    start = "import sys\nfrom tests.ring2.databases.rocks_db.test_rocks_db_faults import *\n" + textwrap.dedent(code)
+    command = [sys.executable, "-c", start, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **options)
+
+
+def outcome_of(code: str, *arguments: str | Path, **options) -> str:
+    with child(code, *arguments, **options) as process:
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    return out
+
+
+# -- locked ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure(path: Path):
+    code = """
+        database = RocksDatabase(sys.argv[1])
+        print("open", flush=True)
+        sys.stdin.read()
+        database.close()
+    """
+    with child(code, path, stdin=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(DatabaseLockedError, match=rf"(?s){path}.*Another process.*fuser.*another path.*read_only"):
+            RocksDatabase(path)
+        RocksDatabase(path, read_only=True).close()
+        holder.communicate("", timeout=30)
+    RocksDatabase(path).close()
+
+
+def test_a_directory_that_this_process_holds_is_refused(path: Path):
+    database = RocksDatabase(path)
+    with pytest.raises(DatabaseLockedError, match=str(path)):
+        RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    database.insert(TAG, KEYS, VECTORS)  # the first one is as it was
+    database.close()
+
+
+# -- damaged -----------------------------------------------------------------------------------------------------------
+
+Damage = Callable[[Path, random.Random], None]
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def garble(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    start = rng.randrange(len(data))
+    for i in range(start, min(len(data), start + rng.choice([1, 8, 300]))):
+        data[i] ^= rng.randrange(1, 256)
+    path.write_bytes(data)
+
+
+def zero_the_end(path: Path, rng: random.Random) -> None:
+    data = path.read_bytes()
+    kept = rng.randrange(len(data))
+    path.write_bytes(data[:kept] + bytes(len(data) - kept))
+
+
+def empty(path: Path, rng: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def read_everything(path: Path, read_only: bool) -> None:
+    """Fetch and scan all rows; passes when they are all right, raises what the database raises."""
+    with opened(path, read_only=read_only) as database:
+        record = database.load_record(TAG)
+        out, found = fetched(database, TAG, KEYS, DIM)
+        assert found.all()
+        np.testing.assert_array_equal(out, VECTORS)
+        scanned = np.concatenate([keys for keys, _ in database.scan(TAG, 1000)])
+        np.testing.assert_array_equal(np.sort(scanned), np.sort(KEYS))
+        assert record == LoadRecord("x", ROWS, ROWS)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("damage", [cut, garble, zero_the_end, empty, remove])
+@pytest.mark.parametrize("pattern", ["*.sst", "MANIFEST-*", "CURRENT"])
+def test_a_damaged_file_is_reported_and_never_answers_wrongly(
+    pristine: Path, path: Path, pattern: str, damage: Damage, read_only: bool
+):
+    reports = []
+    for seed in range(1 if damage in (empty, remove) else 8):
+        rng = random.Random(seed)
+        shutil.copytree(pristine, path)
+        victim = rng.choice(sorted(path.glob(pattern)))
+        damage(victim, rng)
+        try:
+            read_everything(path, read_only)
+        except DatabaseCorruptError as error:
+            reports.append(str(error))
+        shutil.rmtree(path)
+    # Bytes that nothing reads may change unnoticed, but not many of them.
+    assert len(reports) >= (1 if damage in (empty, remove) else 6)
+    assert all(str(path) in report and "backup" in report for report in reports)
+
+
+def test_a_manifest_cut_at_any_point_is_reported(pristine: Path, path: Path):
+    whole = next(pristine.glob("MANIFEST-*")).stat().st_size
+    for size in [*range(0, whole, 97), whole - 1]:
+        shutil.copytree(pristine, path)
+        os.truncate(next(path.glob("MANIFEST-*")), size)
+        with pytest.raises(DatabaseCorruptError, match=r"MANIFEST-\d+ was cut short"):
+            RocksDatabase(path)
+        assert len(list(path.glob("*.sst"))) == len(list(pristine.glob("*.sst")))  # RocksDB would have deleted them
+        shutil.rmtree(path)
+
+
+def test_a_file_that_is_damaged_while_it_is_open_is_reported(pristine: Path, path: Path):
+    shutil.copytree(pristine, path)
+    with opened(path) as database:
+        assert fetched(database, TAG, KEYS, DIM)[1].all()
+        for file in path.glob("*.sst"):
+            data = file.read_bytes()
+            with open(file, "r+b") as handle:
+                handle.write(bytes(byte ^ 0x55 for byte in data[: len(data) // 2]))
+        found = np.zeros(ROWS, np.bool_)
+        out = np.zeros((ROWS, DIM), np.float32)
+        with pytest.raises(DatabaseCorruptError, match=rf"(?s)fetching from table {TAG} in {path}.*checksum"):
+            database.fetch(TAG, KEYS, out, found)
+        np.testing.assert_array_equal(out[found], VECTORS[found])
+        with pytest.raises(DatabaseCorruptError, match="scanning"):
+            list(database.scan(TAG, 100))
+        with pytest.raises(DatabaseCorruptError, match="counting"):
+            database.size(TAG)
+
+
+def test_a_database_without_its_first_file_is_not_taken_for_a_new_one(pristine: Path, path: Path):
+    shutil.copytree(pristine, path)
+    (path / "CURRENT").unlink()
+    before = sorted(path.iterdir())
+    for read_only in (False, True):
+        with pytest.raises(DatabaseCorruptError, match="CURRENT is missing"):
+            RocksDatabase(path, read_only=read_only)
+    assert sorted(path.iterdir()) == before
+
+
+def test_a_damaged_or_foreign_seal_does_not_keep_a_whole_database_closed(pristine: Path, path: Path):
+    for text in ("", "{", "[]", '{"manifest": "MANIFEST-999999", "size_bytes": 5, "crc32": 5}'):
+        shutil.copytree(pristine, path)
+        (path / "hps-manifest.json").write_text(text)
+        read_everything(path, read_only=False)
+        shutil.rmtree(path)
+
+
+# -- no place ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_path_that_is_a_file_is_refused(path: Path, read_only: bool):
+    path.write_text("mine")
+    for place in (path, path / "below"):
+        with pytest.raises(DatabaseError, match=str(place)):
+            RocksDatabase(place, read_only=read_only)
+    assert path.read_text() == "mine"
+
+
+def test_a_path_that_cannot_be_made_is_refused():
+    with pytest.raises(DatabaseError, match=r"/proc/rocksdb.*directory that this process may use"):
+        RocksDatabase("/proc/rocksdb")
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "cure"),
+    [
+        ("IO error: While lock file: /x/LOCK: Resource temporarily unavailable", DatabaseLockedError, "read_only"),
+        ("IO error: lock hold by current process, acquire time 1: /x/LOCK: No locks available", DatabaseLockedError, "fuser"),
+        ("Corruption: block checksum mismatch: stored = 1", DatabaseCorruptError, "backup"),
+        ("IO error: No such file or directory: While open a file for random read: /x/1.sst", DatabaseCorruptError, "backup"),
+        ("IO error: No space left on device: While appending to file: /x/1.log", DatabaseError, "by itself"),
+        ("IO error: While fsync: /x/1.log: File too large", DatabaseError, "Make room"),
+        ("IO error: While open a file for appending: /x/1.log: Permission denied", DatabaseError, "may write"),
+        ("IO error: While open a file: /x/1.log: Read-only file system", DatabaseError, "read_only"),
+        ("IO error: While open a file for random read: /x/1.sst: Too many open files", DatabaseError, "ulimit"),
+        ("Result incomplete: Write stall", DatabaseTimeoutError, "keep up"),
+        ("Invalid argument: something new", DatabaseError, "something new"),
+    ],
+)
+def test_every_message_of_the_engine_becomes_a_typed_error(message: str, kind: type[DatabaseError], cure: str):
+    error = database_error(message, "doing this", Path("/x"))
+    private = type(error).__module__ != "hps.errors"  # a stall, or a full disk
+    assert (type(error).__base__ if private else type(error)) is kind
+    assert str(error).startswith("doing this in /x: ")
+    assert message.split(": ")[-1] in str(error)
+    assert cure in str(error)
+
+
+# -- full --------------------------------------------------------------------------------------------------------------
+
+FILL = """
+    import gc
+    path = Path(sys.argv[1])
+    with opened(path) as database:
+        database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
+        fill(path)
+
+        def failing(work):
+            try:
+                for step in range(60):
+                    work(step)
+            except DatabaseError as error:
+                print("DatabaseError", "Make room" in str(error))
+            else:
+                print("never full")
+            out, found = fetched(database, TAG, KEYS, DIM)
+            assert found.all() and (out == VECTORS).all(), "what was there is lost"
+            assert database.load_record(TAG).rows_done == ROWS
+
+        wide = distinct_keys(60_000, seed=5)
+        part = lambda step: wide[step * 1000 : step * 1000 + 1000]
+        failing(lambda step: database.load_chunk(TAG, wide, vectors_of(wide, DIM), LoadRecord("y", 1, 1)))
+        failing(lambda step: database.insert(TAG, part(step), vectors_of(part(step), DIM)))
+        assert list((path / "hps-ingest").iterdir()) == []
+        empty_again(path)
+        with ThreadPoolExecutor(1) as pool:
+            done = threading.Event()
+            reads = pool.submit(read_until, done, database)
+            try:
+                insert_when_possible(database, wide)
+            finally:
+                done.set()
+            assert reads.result(60) > 0
+    with opened(path) as database:
+        out, found = fetched(database, TAG, KEYS, DIM)
+        assert found.all() and (out == VECTORS).all(), "what was there is lost"
+        out, found = fetched(database, TAG, wide, DIM)
+        assert found.all() and (out == vectors_of(wide, DIM)).all(), "what was acknowledged is lost"
+"""
+
+
+def read_until(done: threading.Event, database: RocksDatabase) -> int:
+    """Count fetches, all of which must answer with every vector."""
+    reads = 0
+    while not done.is_set():
+        out, found = fetched(database, TAG, KEYS, DIM)
+        assert found.all(), "what was there is lost"
+        np.testing.assert_array_equal(out, VECTORS)
+        reads += 1
+    return reads
+
+
+def insert_when_possible(database: RocksDatabase, keys: KeyArray) -> None:
+    give_up = time.monotonic() + 60
+    while True:
+        try:
+            return database.insert(TAG, keys, vectors_of(keys, DIM))
+        except DatabaseError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.1)
+
+
+@contextmanager
+def mounted(mount: Path, *calls: tuple[Any, ...]) -> Iterator[Path]:
+    """A new directory on which these calls of mount(2) have been made; skips where they are not allowed."""
+    mount.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        for source, kind, flags, data in calls:
+            if libc.mount(source, bytes(mount), kind, flags, data):
+                pytest.skip(f"cannot mount a file system: {os.strerror(ctypes.get_errno())}")
+        yield mount
+    finally:
+        libc.umount2(bytes(mount), 2)
+
+
+FULL = {
+    "files may not grow": """
+        def fill(path, most=1 << 20):
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+        def empty_again(path):
+            fill(path, -1)
+    """,
+    "disk": """
+        def fill(path, left=400_000):
+            with open(path.parent / "filler", "wb") as filler:
+                filler.write(bytes(shutil.disk_usage(path).free - left))
+
+        def empty_again(path):
+            (path.parent / "filler").unlink()
+    """,
+}
+
+
+@pytest.mark.parametrize("full", FULL)
+def test_what_is_full_ends_in_an_error_and_what_was_there_stays_readable(tmp_path: Path, full: str):
+    disk = [(b"none", b"tmpfs", 0, b"size=12m")] if full == "disk" else []
+    with mounted(tmp_path / "disk", *disk) as place:
+        said = outcome_of(textwrap.dedent(FULL[full]) + textwrap.dedent(FILL), place / "rocksdb")
+    assert said.split("\n") == ["DatabaseError True"] * 2 + [""]
+
+
+RESTARTS_WHEN_FULL = """
+    def refused(work):
+        try:
+            work()
+        except DatabaseError as error:
+            print("refused", "Make room" in str(error))
+
+    path, memory = map(Path, sys.argv[1:])
+    directory._MEMORY = str(memory)
+    tempfile.tempdir = str(path.parent)  # as full
+    with opened(path) as database:
+        database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
+        database.open_table("gone", DIM)
+        database.insert(TAG, KEYS[:100], VECTORS[:100])
+        before = database.writer_token(TAG)
+        if killed:
+            shutil.copytree(path, path.parent / "killed")
+    if killed:  # its last rows are in the write-ahead log alone
+        shutil.rmtree(path)
+        (path.parent / "killed").rename(path)
+    fill(path, 1000)
+    for restart in range(3):
+        with opened(path) as database:
+            assert fetched(database, TAG, KEYS, DIM)[1].all()
+            np.testing.assert_array_equal(fetched(database, TAG, KEYS, DIM)[0], VECTORS)
+            assert database.load_record(TAG).complete
+            assert database.follow_log(TAG) == {}
+            assert sorted(database.tags()) == sorted([TAG, "gone"])
+            for _ in range(2):
+                refused(lambda: database.insert(TAG, KEYS, VECTORS + 1))
+            refused(lambda: database.open_table("new", DIM))
+            refused(lambda: database.drop_table("gone"))
+            other = child("RocksDatabase(sys.argv[1])", path)
+            assert "DatabaseLockedError" in other.communicate(timeout=60)[1]
+            assert fetched(database, TAG, KEYS, DIM)[1].all()
+            token = database.renew_writer_token(TAG)
+            assert token not in (None, before) and database.writer_token(TAG) == token
+            if restart == 2:
+                empty_again(path)
+                insert_when_possible(database, KEYS)
+                database.open_table("new", DIM)
+                assert database.writer_token(TAG) == token
+            assert len(os.listdir(memory)) == (restart < 2)
+        assert not os.listdir(memory)
+    with opened(path) as database:
+        assert database.writer_token(TAG) == token
+        np.testing.assert_array_equal(fetched(database, TAG, KEYS, DIM)[0], VECTORS)
+        assert sorted(database.tags()) == sorted([TAG, "gone", "new"])
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("full", FULL)
+def test_every_restart_on_a_full_disk_serves_what_is_there_until_there_is_room(tmp_path: Path, full: str, killed: bool):
+    disk = [(b"none", b"tmpfs", 0, b"size=12m")] if full == "disk" else []
+    with mounted(tmp_path / "disk", *disk) as place:
+        code = textwrap.dedent(FULL[full]) + f"killed = {killed}\n" + textwrap.dedent(RESTARTS_WHEN_FULL)
+        (tmp_path / "memory").mkdir()
+        said = outcome_of(code, place / "rocksdb", tmp_path / "memory")
+    assert said.split("\n") == ["refused True"] * 12 + [""]
+
+
+def test_a_first_start_on_a_full_disk_promises_nothing(tmp_path: Path):
+    code = textwrap.dedent(FULL["files may not grow"]) + textwrap.dedent("""
+        path = Path(sys.argv[1])
+        fill(path, 1000)
+        try:
+            RocksDatabase(path)
+        except DatabaseError as error:
+            print("by itself" in str(error), "make room" in str(error))
+    """)
+    assert outcome_of(code, tmp_path / "rocksdb") == "False True\n"
+
+
+def test_inserts_go_on_when_there_are_descriptors_again(path: Path):
+    code = """
+        with opened(sys.argv[1]) as database:
+            database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
+            database.insert(TAG, KEYS[:10], VECTORS[:10])
+            import resource
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+            failed = 0
+            for work in (lambda: database.finish_load(TAG), lambda: database.insert(TAG, KEYS, VECTORS)):
+                try:
+                    work()
+                except DatabaseError as error:
+                    failed += "ulimit" in str(error)
+            assert failed, "the descriptors sufficed"
+            assert fetched(database, TAG, KEYS, DIM)[1].all()
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            more = distinct_keys(1000, seed=9)
+            insert_when_possible(database, more)
+        with opened(sys.argv[1]) as database:
+            assert fetched(database, TAG, more, DIM)[1].all()
+    """
+    outcome_of(code, path)
+
+
+def test_whatever_meets_the_limit_of_descriptors_raises_a_typed_error_and_goes_on_later(path: Path):
+    code = """
+        import resource
+        path, (_, most) = Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_NOFILE)
+        failed = 0
+
+        def allow(free):
+            used = {int(name) for name in os.listdir("/proc/self/fd")}
+            numbers = [number for number in range(len(used) + free + 1) if number not in used]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (numbers[free - 1] + 1 if free else 0, most))
+
+        def attempt(work):
+            global failed
+            database._recover_at = 0.0
+            try:
+                work()
+            except DatabaseError:
+                failed += 1
+
+        with opened(path) as database:
+            database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
+            for free in (0, 1, 2, 3, 5, 8, 12, 16):
+                database.insert(TAG, KEYS[:10], VECTORS[:10])
+                database._engine.flush(database._engine.family(TAG), "rows to a file, and another log")
+                database._engine.stuck = True  # as a write that failed leaves it
+                allow(free)
+                attempt(lambda: database.insert(TAG, KEYS, VECTORS))
+                attempt(lambda: database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS)))
+                attempt(lambda: database.finish_load(TAG))
+                attempt(lambda: database.open_table(f"new {free}", DIM))
+                attempt(lambda: database.drop_table(f"new {free}"))
+                attempt(lambda: fetched(database, TAG, KEYS, DIM))
+                attempt(lambda: RocksDatabase(path, read_only=True).close())
+                attempt(lambda: RocksDatabase(path.parent / f"other {free}").close())
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+                insert_when_possible(database, KEYS)
+                np.testing.assert_array_equal(fetched(database, TAG, KEYS, DIM)[0], VECTORS)
+        print(failed > 20)
+    """
+    assert outcome_of(code, path) == "True\n"
+
+
+def test_a_database_that_cannot_be_opened_again_answers_nothing_until_it_can(path: Path):
+    code = (
+        textwrap.dedent(FULL["files may not grow"])
+        + """
+path = Path(sys.argv[1])
+with opened(path) as database:
+    database.insert(TAG, KEYS, VECTORS)
+    fill(path, 1000)
+    try:
+        database.insert(TAG, KEYS, VECTORS)
+    except DatabaseError:
+        fill(path, -1)
+    (path / "CURRENT").rename(path / "away")
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        try:
+            database.insert(TAG, KEYS[:1], VECTORS[:1])
+        except DatabaseCorruptError:
+            break
+        except DatabaseError:
+            continue
+    for _ in range(3):
+        try:
+            fetched(database, TAG, KEYS, DIM)
+        except DatabaseError as error:
+            assert str(path) in str(error)
+        else:
+            raise SystemExit("answered")
+    (path / "away").rename(path / "CURRENT")
+    while time.monotonic() < give_up:
+        try:
+            out, found = fetched(database, TAG, KEYS, DIM)
+            break
+        except DatabaseError:
+            time.sleep(0.1)
+    assert found.all() and (out == VECTORS).all()
+    database.insert(TAG, KEYS[:1], VECTORS[:1])
+"""
+    )
+    outcome_of(code, path)
+
+
+def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: Path, tmp_path: Path):
+    bind, remount, read_only = 4096, 32, 1
+    calls = [(bytes(pristine), None, bind, None), (None, None, bind | remount | read_only, None)]
+    with mounted(tmp_path / "disk", *calls) as disk:
+        read_everything(disk, read_only=True)
+        with pytest.raises(DatabaseError, match=rf"{disk}.*[Rr]ead-only"):
+            RocksDatabase(disk)
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+LOAD_ROWS, CHUNK_ROWS = 120_000, 1500
+LOAD_KEYS = np.concatenate([distinct_keys(LOAD_ROWS - 5000, seed=11), distinct_keys(5000, seed=11)])  # the last come again
+LOAD_VECTORS = vectors_of(LOAD_KEYS, DIM) + np.arange(LOAD_ROWS, dtype=np.float32)[:, None] * 2**-10
+
+LOAD = """
+    with opened(sys.argv[1]) as database:
+        record = database.load_record(TAG)
+        print("begin", flush=True)
+        for start in range(record.rows_done if record else 0, LOAD_ROWS, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, LOAD_ROWS)
+            database.load_chunk(TAG, LOAD_KEYS[start:stop], LOAD_VECTORS[start:stop], LoadRecord("f", stop, LOAD_ROWS))
+            print("chunk", flush=True)
+        print("merge", flush=True)
+        database.finish_load(TAG)
+    print("done", flush=True)
+"""
+
+
+def expected(rows: int) -> dict[int, bytes]:
+    return {int(key): row.tobytes() for key, row in zip(LOAD_KEYS[:rows], LOAD_VECTORS[:rows], strict=True)}
+
+
+def check_prefix(path: Path) -> int:
+    """Rows done, all of which must be there: each as of the last chunk counted, or of the one that was being loaded."""
+    with opened(path) as database:
+        record = database.load_record(TAG)
+        done = record.rows_done if record else 0
+        here = expected(done)
+        maybe = expected(min(done + CHUNK_ROWS, LOAD_ROWS))
+        keys = np.fromiter(here, np.int64, len(here))
+        out, found = fetched(database, TAG, keys, DIM)
+        assert found.all()
+        rows = [row.tobytes() for row in out]
+        assert all(row in (here[key], maybe[key]) for key, row in zip(keys.tolist(), rows, strict=True))
+        assert list((path / "hps-ingest").iterdir()) == []
+        return done
+
+
+@pytest.mark.slow
+def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path: Path):
+    rng = random.Random(7)
+    kills = 0
+    progress = [0]
+    while progress[-1] < LOAD_ROWS:
+        with child(LOAD, path) as loader:
+            assert loader.stdout.readline() == "begin\n", loader.stderr.read()
+            if kills < 8:
+                for _ in range(rng.randrange(9)):
+                    assert loader.stdout.readline() == "chunk\n"
+                time.sleep(rng.uniform(0, 0.01))
+                loader.kill()
+            loader.communicate(timeout=120)
+        assert loader.returncode in (0, -signal.SIGKILL)
+        kills += loader.returncode != 0
+        progress.append(check_prefix(path))
+        assert progress[-1] >= progress[-2]
+    assert kills == 8
+    assert len(set(progress)) >= 5, "the kills missed the load"
+    assert progress[-1] == LOAD_ROWS
+    with opened(path, read_only=True) as database:
+        whole = expected(LOAD_ROWS)
+        keys = np.fromiter(whole, np.int64, len(whole))
+        out, found = fetched(database, TAG, keys, DIM)
+        assert found.all()
+        assert [row.tobytes() for row in out] == list(whole.values())
+        assert database.size(TAG) == len(whole)
+
+
+@pytest.mark.slow
+def test_a_merge_that_is_killed_loses_nothing(path: Path):
+    rng = random.Random(3)
+    killed = 0
+    for seconds in (0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.1)):
+        with child(LOAD, path) as loader:
+            while loader.stdout.readline() not in ("merge\n", ""):
+                pass
+            time.sleep(seconds)
+            loader.kill()
+            loader.communicate(timeout=120)
+        killed += loader.returncode == -signal.SIGKILL
+        assert check_prefix(path) == LOAD_ROWS
+    assert killed >= 1
+
+
+def test_inserts_that_returned_survive_a_kill(path: Path):
+    code = """
+        database = RocksDatabase(sys.argv[1])
+        database.open_table(TAG, DIM)
+        for version in range(100_000):
+            database.insert(TAG, KEYS[:500], vectors_of(KEYS[:500], DIM, version % 250))
+            print(version, flush=True)
+    """
+    for seconds in (0.0, 0.05, 0.2):
+        with child(code, path) as writer:
+            assert writer.stdout.readline() == "0\n"
+            time.sleep(seconds)
+            writer.kill()
+            lines = writer.stdout.read()  # what communicate() reads lacks the lines that are buffered already
+        acknowledged = int(lines.split("\n")[-2]) if "\n" in lines else 0
+        database = RocksDatabase(path)
+        database.open_table(TAG, DIM)
+        out, found = fetched(database, TAG, KEYS[:500], DIM)
+        assert found.all()
+        candidates = [vectors_of(KEYS[:500], DIM, version % 250) for version in (acknowledged, acknowledged + 1)]
+        assert np.logical_or(*((out == wanted).all(axis=1) for wanted in candidates)).all()
+        database.close()
+
+
+def test_a_table_that_is_dropped_under_its_users_is_unknown_to_them_and_nothing_crashes(path: Path):
+    with opened(path) as database:
+        database.insert(TAG, KEYS, VECTORS)
+        scan = database.scan(TAG, 1000)
+        next(scan)
+        database.drop_table(TAG)
+        with pytest.raises(UnknownTableError):
+            fetched(database, TAG, KEYS, DIM)
+        rest = sum(keys.size for keys, _ in scan)  # the scan holds on to what it reads
+        assert rest == ROWS - 1000
+        database.open_table(TAG, DIM + 1)
+        assert not fetched(database, TAG, KEYS, DIM + 1)[1].any()
+    RocksDatabase(path).close()
+
+
+def test_a_table_that_is_replaced_under_its_writers_and_readers_never_mixes_its_widths(path: Path):
+    with opened(path) as database:
+        done = threading.Event()
+
+        def use(work: Callable[[int], object], dim: int) -> int:
+            calls = 0
+            while not done.is_set():
+                try:
+                    work(dim)
+                    calls += 1
+                except (UnknownTableError, InvalidInputError):  # dropped, or of the other width just now
+                    continue
+            return calls
+
+        def insert(dim: int) -> None:
+            database.insert(TAG, KEYS, vectors_of(KEYS, dim))
+
+        def load(dim: int) -> None:
+            database.load_chunk(TAG, KEYS[::-1].copy(), vectors_of(KEYS[::-1].copy(), dim), LoadRecord("x", 1, 1))
+
+        def fetch(dim: int) -> None:
+            out, found = fetched(database, TAG, KEYS, dim)
+            np.testing.assert_array_equal(out[found], vectors_of(KEYS, dim)[found])
+
+        with ThreadPoolExecutor(6) as pool:
+            users = [pool.submit(use, work, dim) for work in (insert, load, fetch) for dim in (DIM, DIM + 1)]
+            try:
+                for turn in range(10):
+                    time.sleep(0.02)
+                    database.drop_table(TAG)
+                    database.open_table(TAG, DIM + turn % 2)
+            finally:
+                done.set()
+            assert sum(user.result(60) for user in users) > 0
+
+
+@pytest.mark.parametrize("writes", [6, 7, 8, 9])  # a batch of changes is four of them
+def test_an_update_that_is_killed_between_its_writes_loses_no_order_and_skips_no_message(path: Path, writes: int):
+    code = """
+        from hps.databases.base import LogPosition
+        from hps.databases.rocks_db.engine import Engine
+
+        write, left = Engine.write, int(sys.argv[2])
+
+        def write_and_die(*arguments):
+            global left
+            write(*arguments)
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with opened(sys.argv[1], max_batch_size=100) as database:
+            database.insert(TAG, KEYS[:1], VECTORS[:1])  # which names the writer
+            Engine.write = write_and_die
+            for batch in range(1, 4):
+                database.apply(TAG, changes_of(KEYS[:350], 10 * batch, version=batch), {"p": LogPosition(str(batch))})
+    """
+    with child(code, path, writes) as writer:
+        assert writer.wait(60) == -signal.SIGKILL, writer.stderr.read()
+    with opened(path) as database:
+        counted = int(database.follow_log(TAG)["p"].position)
+        out, found = fetched(database, TAG, KEYS[:350], DIM)
+        assert found.all()
+        newer, older = ((out == vectors_of(KEYS[:350], DIM, counted + more)).all(axis=1) for more in (1, 0))
+        assert (newer ^ older).all(), "a batch that was counted is not there"
+        assert np.count_nonzero(newer) == 100 * (writes % 4)
+        ago = 10 * counted + np.where(newer, 9, -1)
+        assert not database.apply(TAG, changes_of(KEYS[:350], ago.tolist(), version=9), {}).any()
+        assert database.apply(TAG, changes_of(KEYS[:350], (ago + 1).tolist(), version=9), {}).all()

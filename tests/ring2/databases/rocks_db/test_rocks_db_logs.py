@@ -1,0 +1,324 @@
+"""RocksDB's write-ahead log, damaged in every way: all that was acknowledged is answered, or the opening is refused."""
+
+import json
+import random
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hps.cli.app import app
+from hps.databases.base import LoadRecord
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.databases.rocks_db.write_ahead_log import check_logs
+from hps.errors import DatabaseCorruptError
+from hps.testing.databases import DIM, TAG, distinct_keys, fetched, vectors_of
+from tests.ring2.databases.rocks_db.test_rocks_db_faults import child, outcome_of
+from tests.tables.rocks_database import opened
+
+ROWS = 12_000
+KEYS = distinct_keys(ROWS)
+VECTORS = vectors_of(KEYS, DIM)
+OTHER = f"{TAG}.other"
+BLOCK = 1 << 15
+SEAL = "hps-log.json"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a kill leaves: ROWS acknowledged rows of TAG in two logs and in no other file."""
+    path, left = tmp_path_factory.mktemp("written") / "rocksdb", tmp_path_factory.mktemp("killed") / "rocksdb"
+    with opened(path) as database:
+        database.open_table(OTHER, DIM)
+        for start in range(0, ROWS, 3000):
+            database.insert(TAG, KEYS[start : start + 3000], VECTORS[start : start + 3000])
+            database.insert(OTHER, KEYS[:10], VECTORS[:10])
+            if start == 3000:
+                database.load_chunk(OTHER, KEYS[:100], VECTORS[:100], LoadRecord("x", 100, 100))  # begins another log
+        shutil.copytree(path, left)
+    assert len(logs(left)) == 2
+    return left
+
+
+def logs(path: Path) -> list[Path]:
+    return sorted(path.glob("*.log"))
+
+
+def opens_whole(path: Path, read_only: bool) -> bool:
+    """True if every acknowledged row is answered, False if the opening is refused with what to do."""
+    try:
+        database = RocksDatabase(path, read_only=read_only)
+    except DatabaseCorruptError as error:
+        return f"hps check-database {path}" not in str(error)
+    try:
+        database.open_table(TAG, DIM)
+        out, found = fetched(database, TAG, KEYS, DIM)
+        assert found.all(), f"{np.count_nonzero(~found)} acknowledged rows are gone"
+        np.testing.assert_array_equal(out, VECTORS)
+    finally:
+        database.close()
+    return True
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+Damage = Callable[[bytearray, random.Random], None]
+
+
+def flip(data: bytearray, rng: random.Random) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def zero(data: bytearray, rng: random.Random) -> None:
+    start = rng.randrange(0, len(data), 4096)
+    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+
+
+def swap(data: bytearray, rng: random.Random) -> None:
+    one, two = (BLOCK * block for block in rng.sample(range(len(data) // BLOCK), 2))
+    data[one : one + BLOCK], data[two : two + BLOCK] = data[two : two + BLOCK], data[one : one + BLOCK]
+
+
+def cut(data: bytearray, rng: random.Random) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+def cut_the_end(data: bytearray, rng: random.Random) -> None:
+    del data[len(data) - rng.randint(1, 600) :]
+
+
+def empty(data: bytearray, rng: random.Random) -> None:
+    data.clear()
+
+
+def garble_the_rest(data: bytearray, rng: random.Random) -> None:
+    start = rng.randrange(len(data))
+    data[start:] = rng.randbytes(len(data) - start)
+
+
+def recycle(data: bytearray, rng: random.Random) -> None:
+    data[rng.randrange(0, len(data), BLOCK) + 6] = rng.choice([5, 6, 7, 8, 11])  # the type of a record
+
+
+DAMAGES = [flip, zero, swap, cut, cut_the_end, empty, garble_the_rest, recycle]
+
+ATTACK = """
+    from itertools import product
+    from tests.ring2.databases.rocks_db.test_rocks_db_logs import *
+    killed, path, read_only = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
+    for damage, victim, seed in product(DAMAGES, range(2), range(4)):
+        shutil.copytree(killed, path)
+        log = logs(path)[victim]
+        data = bytearray(log.read_bytes())
+        damage(data, random.Random(seed))
+        log.write_bytes(data)
+        before = {file: file.read_bytes() for file in logs(path)}
+        try:
+            assert not opens_whole(path, read_only)
+        except AssertionError as error:
+            print(damage.__name__, victim, seed, repr(error))
+        else:
+            assert {file: file.read_bytes() for file in logs(path)} == before
+        shutil.rmtree(path)
+"""
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_damaged_log_is_refused_and_left_as_it_is(killed: Path, tmp_path: Path, read_only: bool):
+    assert outcome_of(ATTACK, killed, tmp_path / "rocksdb", str(read_only)) == ""  # in a child, since RocksDB hangs
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_log_is_refused(killed: Path, tmp_path: Path, victim: int, read_only: bool):
+    path = Path(shutil.copytree(killed, tmp_path / "rocksdb"))
+    lost = logs(path)[victim]
+    lost.unlink()
+    with pytest.raises(DatabaseCorruptError, match=rf"{lost}.*missing.*check-database"):
+        RocksDatabase(path, read_only=read_only)
+
+
+def test_a_manifest_that_hangs_rocks_db_is_refused(killed: Path, tmp_path: Path):
+    path = Path(shutil.copytree(killed, tmp_path / "rocksdb"))
+    (path / "hps-manifest.json").unlink()
+    with open(next(path.glob("MANIFEST-*")), "ab") as manifest:
+        manifest.write(struct.pack("<IHB", 1, 10, 7) + bytes(100))
+    assert outcome_of("""
+        from tests.ring2.databases.rocks_db.test_rocks_db_logs import *
+        print(opens_whole(Path(sys.argv[1]), False))
+    """, path) == "False\n"  # fmt: skip
+
+
+# -- what a kill or a power cut leaves ---------------------------------------------------------------------------------
+
+RECORD = struct.pack("<IHB", 0x12345678, 3000, 1)
+TAILS = {
+    "nothing": b"",
+    "zeros": bytes(50_000),
+    "random bytes": random.Random(4).randbytes(70_000),
+    "half a header": RECORD[:4],
+    "half a record": RECORD + bytes(1000),
+    "a damaged record": RECORD + bytes(4000),
+    **{f"a record of type {kind}": struct.pack("<IHB", 1, 10, kind) + bytes(100) for kind in (5, 6, 7, 8, 11)},
+}
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_torn_end_behind_what_was_acknowledged_is_dropped(killed: Path, tmp_path: Path, read_only: bool):
+    code = """
+        from tests.ring2.databases.rocks_db.test_rocks_db_logs import *
+        for name, tail in TAILS.items():
+            path = Path(shutil.copytree(sys.argv[1], Path(sys.argv[2], name)))
+            with open(logs(path)[-1], "ab") as log:
+                log.write(tail)
+            print(name, opens_whole(path, sys.argv[3] == "True"))
+    """
+    assert outcome_of(code, killed, tmp_path, str(read_only)).splitlines() == [f"{name} True" for name in TAILS]
+
+
+def test_a_log_without_its_seal_is_read_if_only_its_last_record_is_incomplete(killed: Path, tmp_path: Path):
+    for i, (size, damage, whole) in enumerate([(0, 0, True), (2000, 0, True), (0, 1, False), (0, 3, False)]):
+        path = Path(shutil.copytree(killed, tmp_path / f"rocksdb-{i}"))
+        (path / SEAL).write_text("{" if i else "")
+        data = bytearray(logs(path)[1].read_bytes())
+        data[BLOCK + 6] ^= damage  # 0, or from a middle part to 3 ^ 1 = 2, or to 3 ^ 3 = 0
+        logs(path)[1].write_bytes(data + RECORD + bytes(size) if size else data)
+        assert opens_whole(path, False) is whole
+
+
+@pytest.mark.parametrize(("oldest", "lost"), [(6, [7, 8]), (7, [7, 8]), (8, [8]), (9, [])])
+def test_a_missing_log_is_lost_from_the_oldest_on_that_is_still_needed(tmp_path: Path, oldest: int, lost: list[int]):
+    sealed = [[number, 100, 0] for number in (7, 8)]
+    (tmp_path / SEAL).write_text(json.dumps({"logs": sealed, "crc32": zlib.crc32(json.dumps(sealed).encode())}))
+    assert list(check_logs(tmp_path, lambda: oldest).damages) == [f"{number:06}.log" for number in lost]
+
+
+def test_a_log_that_was_written_to_files_is_not_missed(killed: Path, tmp_path: Path):
+    path = Path(shutil.copytree(killed, tmp_path / "rocksdb"))
+    seal = (path / SEAL).read_bytes()
+    assert opens_whole(path, False)
+    (path / SEAL).write_bytes(seal)  # as if killed before the seal was renewed
+    assert opens_whole(path, False)
+    assert opens_whole(path, True)
+
+
+@pytest.mark.slow
+def test_kills_are_never_refused_whatever_the_logs_are_at(tmp_path: Path):
+    code = """
+        from tests.ring2.databases.rocks_db.test_rocks_db_logs import *
+        database = RocksDatabase(sys.argv[1])
+        tags = [f"{TAG}.{i}" for i in range(4)]
+        for tag in tags:
+            database.open_table(tag, DIM)
+        print("open", flush=True)
+        for turn in range(100_000):
+            rng = random.Random(turn)
+            tag = rng.choice(tags)
+            database.insert(tag, KEYS[:500], vectors_of(KEYS[:500], DIM, turn % 250))
+            print(tag, turn % 250, flush=True)
+            if rng.random() < 0.3:
+                database.finish_load(rng.choice(tags))
+            if rng.random() < 0.1:
+                print(tag, "dropped", flush=True)
+                database.drop_table(tag)
+                database.open_table(tag, DIM)
+    """
+    rng, path, acknowledged = random.Random(5), tmp_path / "rocksdb", {}
+    for _ in range(10):
+        with child(code, path) as writer:
+            assert writer.stdout.readline() == "open\n", writer.stderr.read()
+            lines = [writer.stdout.readline() for _ in range(rng.randrange(1, 40))]
+            writer.kill()
+            lines += writer.stdout.read().split("\n")  # what communicate() reads lacks the lines that are buffered already
+        for tag, version in (line.split() for line in lines if line.strip()):
+            acknowledged[tag] = version
+            if version != "dropped":
+                following = str((int(version) + 1) % 250)  # perhaps written, not acknowledged
+        with opened(path) as database:
+            for tag, version in acknowledged.items():
+                database.open_table(tag, DIM)
+                out, _ = fetched(database, tag, KEYS[:500], DIM)
+                candidates = list({version, following} - {"dropped"})
+                fits = [v for v in candidates if (out == vectors_of(KEYS[:500], DIM, int(v))).all()]
+                assert fits or version == "dropped"
+                acknowledged[tag] = fits[0] if fits else "dropped"
+
+
+# -- hps check-database ------------------------------------------------------------------------------------------------
+
+
+def check(path: Path) -> tuple[int, str]:
+    """Run `hps check-database`, which may change nothing; returns its exit code and what it said."""
+    before = {file: file.read_bytes() for file in path.iterdir() if file.is_file()} if path.is_dir() else {}
+    result = CliRunner().invoke(app, ["check-database", str(path)])
+    assert {file: file.read_bytes() for file in before} == before
+    return result.exit_code, result.output
+
+
+def rows_in(output: str, tag: str) -> int:
+    return int(re.search(rf"^{tag}: ([\d,]+) rows? of {DIM} floats can be read", output, re.MULTILINE)[1].replace(",", ""))
+
+
+def test_a_whole_database_is_found_good(killed: Path, tmp_path: Path):
+    path = Path(shutil.copytree(killed, tmp_path / "rocksdb"))
+    code, output = check(path)
+    assert (code, rows_in(output, TAG)) == (0, ROWS)
+    assert f"{path}: good" in output
+
+
+@pytest.mark.parametrize("damage", [flip, swap, cut, empty, recycle, None])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_cure_of_a_damaged_log_saves_the_rows_that_can_be_read(
+    killed: Path, tmp_path: Path, damage: Damage | None, victim: int
+):
+    path = Path(shutil.copytree(killed, tmp_path / "rocksdb"))
+    log = logs(path)[victim]
+    data = bytearray(log.read_bytes())
+    if damage:
+        damage(data, random.Random(2))
+        log.write_bytes(data)
+    else:
+        log.unlink()
+    code, output = check(path)
+    assert code == 1
+    assert f"damaged: {log}" in output
+    readable = rows_in(output, TAG)
+    assert readable < ROWS
+    for line in output.splitlines():
+        if line.startswith("  "):
+            subprocess.run(line, shell=True, check=True)
+    assert check(path)[0] == 0
+    with opened(path) as database:
+        out, found = fetched(database, TAG, KEYS, DIM)
+    assert np.count_nonzero(found) == readable
+    np.testing.assert_array_equal(out[found], VECTORS[found])
+
+
+def test_a_damaged_file_of_one_table_leaves_the_other_tables_readable(tmp_path: Path):
+    path = tmp_path / "rocksdb"
+    with opened(path) as database:
+        database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
+        (file,) = path.glob("*.sst")
+        database.open_table(OTHER, DIM)
+        database.load_chunk(OTHER, KEYS[:100], VECTORS[:100], LoadRecord("x", 100, 100))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    code, output = check(path)
+    assert code == 1
+    assert rows_in(output, OTHER) == 100
+    assert 0 < rows_in(output, TAG) < ROWS
+    assert f"damaged: table {TAG}: " in output
+
+
+def test_what_is_no_database_cannot_be_looked_at(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
+        assert check(path)[0] == 2

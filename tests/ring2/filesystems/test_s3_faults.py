@@ -1,0 +1,216 @@
+"""What S3 alone answers: its refusals, each an error that names address, cause and cure, and its uploads in parts."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hps.errors import HPSError, ModelFileError, ModelSourceError
+from hps.filesystems.s3 import S3FileSystem
+from hps.models.files import open_sparse_model
+from hps.models.manifest import write_file
+from hps.testing.filesystems import noise
+from tests.servers.misbehaving_proxy import (
+    Answer,
+    Before,
+    Drop,
+    Fault,
+    MisbehavingProxy,
+    Request,
+    after,
+    always,
+    first,
+)
+from tests.servers.s3_server import S3Server, know_only_moto, s3_server
+from tests.tables.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, read, sources_at
+
+pytestmark = pytest.mark.s3
+
+DIM = 8
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    know_only_moto(monkeypatch)
+    return s3_server()
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.DEBUG, "hps"):
+        yield
+    assert not [record for record in caplog.records if record.name.startswith("hps") and "secret" in record.getMessage()]
+
+
+def is_commit(request: Request) -> bool:
+    return request.method == "POST" and "uploadId=" in request.path
+
+
+def refusal(status: int, code: str, extra: str = "", headers: dict[str, str] | None = None) -> Callable[[Request], Fault]:
+    """Answer every request as S3 refuses: with a body, but for HEAD, which has none."""
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>What {code} says.</Message>{extra}</Error>".encode()
+    return always(Answer(status, body, {"Content-Type": "application/xml", **(headers or {})}))
+
+
+class TestS3(ObjectStoreFaults):
+    store = S3FileSystem
+    version_header = "ETag"
+    overloaded = r"127\.0\.0\.1:\d+ failed \(HTTP 500.*check that it runs"
+    unreachable = r"\S+ (broke off or cannot be reached|did not answer).*model_source.s3_endpoint_url"
+
+    def is_read(self, request: Request) -> bool:
+        return request.method == "GET" and "list-type" not in request.path
+
+    def condition(self, request: Request) -> str | None:
+        return request.headers["If-Match"]
+
+
+# -- failures that pass --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["SlowDown", "InternalError", "RequestTimeout", "OperationAborted", "Throttling", "Other"])
+def test_what_s3_says_of_a_failure_tells_whether_it_passes(
+    proxy: MisbehavingProxy, patient: S3FileSystem, file: str, code: str
+) -> None:
+    body = f"<Error><Code>{code}</Code><Message>Wait.</Message></Error>".encode()
+    proxy.rule = first(1, Answer(400, body))
+    if code == "Other":
+        with pytest.raises(ModelFileError, match=r"refused \(HTTP 400 Other: Wait\.\)"):
+            read(patient, file)
+    else:
+        assert read(patient, file) == noise(SIZE)
+
+
+def test_what_is_written_through_failures_is_whole(
+    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, root: str
+) -> None:
+    content = noise(17_000_000)
+    faults = iter([Answer(500), None, Drop(), None, Answer(503), None, Drop(after_asking=True), None, Answer(500)])
+    proxy.rule = lambda request: next(faults, None)
+    write_file(patient, f"{root}/file", content)
+    assert server.get(f"{root}/file") == content
+    assert next(faults, "used up") == "used up"
+
+
+def test_a_commit_whose_answer_is_lost_is_found_done(
+    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, root: str
+) -> None:
+    content, gone = noise(9_000_000), b"<Error><Code>NoSuchUpload</Code></Error>"  # S3's answer to a second commit, not moto's
+    faults = iter([Drop(after_asking=True), Answer(404, gone)])
+    proxy.rule = lambda request: next(faults) if is_commit(request) else None
+    write_file(patient, f"{root}/file", content)
+    assert server.get(f"{root}/file") == content
+    assert len([request for request in proxy.requests if is_commit(request)]) == 2
+
+
+def test_a_commit_of_an_upload_that_somebody_ended_is_an_error(
+    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
+) -> None:
+    proxy.rule = always(Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>"), is_commit)
+    with pytest.raises(ModelFileError, match=rf"writing {file}: .*NoSuchUpload"):
+        write_file(patient, file, noise(9_000_000))
+    assert server.get(file) == noise(SIZE)
+
+
+# -- failures that do not pass -------------------------------------------------------------------------------------
+
+
+def test_a_failed_write_leaves_the_old_object_and_no_parts(
+    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
+) -> None:
+    proxy.rule = after(1, Answer(500), lambda request: request.method == "PUT")
+    with pytest.raises(ModelSourceError, match=f"writing {file}"):
+        write_file(patient, file, noise(17_000_000))
+    assert server.get(file) == noise(SIZE)
+    assert "Uploads" not in server.client.list_multipart_uploads(Bucket=file.split("/")[2])
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_refusal_is_told_by_every_operation_at_once(
+    proxy: MisbehavingProxy, patient: S3FileSystem, file: str, operation: str
+) -> None:
+    for answer, message in (
+        (refusal(403, "AccessDenied"), "not allowed .*; grant s3:GetObject"),
+        (refusal(400, "ExpiredToken"), "credentials have expired .*; renew them"),
+        (refusal(301, "PermanentRedirect"), "in another region.*AWS_DEFAULT_REGION"),
+    ):
+        proxy.requests.clear()
+        proxy.rule = answer
+        with pytest.raises(ModelFileError, match=rf"s3://.*: .*{message}") as raised:
+            OPERATIONS[operation](patient, file)
+        assert not isinstance(raised.value, ModelSourceError)
+        assert len(proxy.requests) <= 2  # nothing is tried again; after a HEAD, a GET asks for the reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (refusal(403, "AccessDenied"), r"not allowed \(HTTP 403 AccessDenied: What AccessDenied says\.\); grant s3:GetObject"),
+        (refusal(403, "InvalidAccessKeyId"), "does not know the access key .*check AWS_ACCESS_KEY_ID"),
+        (refusal(403, "SignatureDoesNotMatch"), "secret access key is wrong .*AWS_SECRET_ACCESS_KEY"),
+        (refusal(400, "ExpiredToken"), "credentials have expired .*ExpiredToken.*renew them"),
+        (refusal(403, "ExpiredToken"), "credentials have expired .*ExpiredToken.*renew them"),
+        (refusal(403, "RequestTimeTooSkewed"), "clock differs .*set the clock"),
+        (
+            refusal(301, "PermanentRedirect", "", {"x-amz-bucket-region": "eu-central-1"}),
+            "is in region eu-central-1, 127.0.0.1:.* was asked as .*AWS_DEFAULT_REGION",
+        ),
+        (
+            refusal(400, "AuthorizationHeaderMalformed", "<Region>eu-central-1</Region>"),
+            "is in region eu-central-1, .*AWS_DEFAULT_REGION",
+        ),
+        (refusal(301, "PermanentRedirect"), "is in another region.*AWS_DEFAULT_REGION"),
+        (refusal(400, "IllegalLocationConstraintException"), "is in another region.*AWS_DEFAULT_REGION"),
+        (always(Answer(403)), "not allowed .*s3:ListBucket .*an object that is not there"),
+        (refusal(418, "Teapot"), r"refused \(HTTP 418 Teapot: What Teapot says\.\)"),
+    ],
+    ids=lambda value: "" if callable(value) else value[:24],
+)
+def test_a_refusal_names_cause_and_cure(
+    proxy: MisbehavingProxy, patient: S3FileSystem, file: str, answer: Callable[[Request], Fault], message: str
+) -> None:
+    proxy.rule = answer
+    for operation in ("status", "read_into"):
+        with pytest.raises(ModelFileError, match=rf"{file}: .*{message}") as raised:
+            OPERATIONS[operation](patient, file)
+        assert "testing" not in str(raised.value)
+
+
+def test_a_wrong_region_in_the_address_is_named(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:
+    proxy.rule = refusal(301, "PermanentRedirect", "", {"x-amz-bucket-region": "eu-central-1"})
+    bucket = file.split("/")[2]
+    address = f"https://{bucket}.s3.us-west-2.amazonaws.com/models/item/key"
+    with pytest.raises(ModelFileError, match=rf"{address}: .*in region eu-central-1, .*name it in the address"):
+        patient.status(address)
+    assert any("/us-west-2/s3/" in request.headers["Authorization"] for request in proxy.requests)
+
+
+def test_what_is_no_s3_is_an_error(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:
+    proxy.rule = always(Answer(200, b"<html>Please log in", {"Content-Type": "text/html"}))
+    for operation in ("status", "read_into", "list"):
+        with pytest.raises(ModelFileError, match="s3://"):
+            OPERATIONS[operation](patient, file)
+
+
+# -- what was asked for, and nothing else --------------------------------------------------------------------------
+
+
+def test_a_write_that_ends_as_another_object_is_an_error(
+    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
+) -> None:
+    proxy.rule = always(Before(lambda: server.put(file, b"another's")), lambda request: request.method == "HEAD")
+    with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*expected 5 bytes.*another writer"):
+        write_file(patient, file, b"ours.")
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_with_secrets_is_refused_without_them(server: S3Server) -> None:
+    for source in ("s3://AKIA:secret@bucket/item", "https://bucket.s3.us-east-1.amazonaws.com/item?X-Amz-Signature=secret"):
+        with pytest.raises(HPSError) as raised:
+            open_sparse_model(source, DIM, sources=sources_at(server.url))
+        assert "secret" not in str(raised.value)

@@ -1,0 +1,428 @@
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import hps
+from hps.cache.cpu.cache import NumpyCache
+from hps.ground.progress import NoProgress
+from hps.registry import IMPLEMENTATIONS
+from hps.testing.readers import reading
+from tests.servers.running_service import document_of, model_of, wait_until
+
+ROWS = 500
+DIMS = {"user": 4, "item": 7}
+
+
+def vectors_of(keys, dim):
+    keys = np.asarray(keys, np.int64)
+    return (keys[:, None] * 8 + np.arange(dim)).astype(np.float32)
+
+
+def write_models(directory, keys):
+    for table, dim in DIMS.items():
+        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)), overwrite=True)
+
+
+@pytest.fixture
+def configuration(tmp_path):
+    write_models(tmp_path, np.arange(-10, ROWS - 10))
+    sources = [tmp_path / f"{table}.model" for table in DIMS]
+    changes = {"default_value_for_each_table": [0.5, -2.0], "gpucacheper": 0.3, "hit_rate_threshold": 1.1}
+    limits = {
+        "max_batch_size": 50,
+        "maxnum_catfeature_query_per_table_per_sample": [2, 5],
+        "num_of_worker_buffer_in_pool": 4,
+    }
+    return document_of(model_of("ranker", sources, DIMS, **changes, **limits), persistent=tmp_path / "rocksdb")
+
+
+@pytest.fixture
+def server(configuration):
+    with hps.HPS(configuration) as server:
+        yield server
+
+
+def test_lookup_returns_vectors_and_defaults(server):
+    vectors, found = server.lookup([3, -10, 3, 10_000], "ranker", "item", return_found=True)
+    assert vectors.dtype == np.float32
+    assert found.tolist() == [True, True, True, False]
+    np.testing.assert_array_equal(vectors[:3], vectors_of([3, -10, 3], 7))
+    np.testing.assert_array_equal(vectors[3], np.float32(-2))
+
+
+@pytest.mark.parametrize("table", [0, "user", np.int64(0)])
+def test_table_may_be_named_or_numbered(server, table):
+    np.testing.assert_array_equal(server.lookup([1], "ranker", table), vectors_of([1], 4))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.uint64])
+def test_keys_of_any_integer_type_are_taken_bit_for_bit(server, dtype):
+    keys = np.array([7, 9, 11] if dtype is np.uint8 else [7, 9, -3]).astype(dtype)
+    np.testing.assert_array_equal(server.lookup(keys, "ranker", 0), vectors_of(keys.astype(np.int64), 4))
+    assert server.lookup([], "ranker", 0).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ([1.5], hps.InvalidDtypeError),
+        (["a"], hps.InvalidDtypeError),
+        ([[1, 2]], hps.InvalidInputError),
+        (5, hps.InvalidInputError),
+        ([2**70], hps.InvalidInputError),
+        ([[1], [2, 3]], hps.InvalidInputError),
+        (np.zeros(101, np.int64), hps.TooManyKeysError),
+        ([True, False], hps.InvalidDtypeError),
+    ],
+)
+def test_wrong_keys_are_typed_errors(server, keys, error):
+    with pytest.raises(error):
+        server.lookup(keys, "ranker", "user")
+
+
+def test_unknown_names_are_typed_errors_that_name_what_is_known(server):
+    with pytest.raises(hps.UnknownModelError, match="ranker"):
+        server.lookup([1], "rankre", 0)
+    for table in (2, -1, "usr", True):
+        with pytest.raises(hps.UnknownTableError, match=r"0 \(user\), 1 \(item\)"):
+            server.lookup([1], "ranker", table)
+    with pytest.raises(hps.UnknownDeviceError, match=r"\[0\]"):
+        server.lookup([1], "ranker", 0, 3)
+
+
+def test_lookup_tables_answers_several_tables_at_once(server):
+    vectors, found = server.lookup_tables({"item": [1, 2], "user": [3, 999]}, "ranker", return_found=True)
+    assert list(vectors) == ["item", "user"]
+    np.testing.assert_array_equal(vectors["item"], vectors_of([1, 2], 7))
+    assert found["user"].tolist() == [True, False]
+
+
+def test_lookup_tables_writes_into_the_outputs_it_is_given(server):
+    outs = {"user": torch.zeros(2, 4), "item": np.zeros((1, 7), np.float32)}
+    vectors = server.lookup_tables({"user": torch.tensor([1, 2]), "item": [3]}, "ranker", out=outs)
+    assert vectors == outs
+    np.testing.assert_array_equal(outs["user"].numpy(), vectors_of([1, 2], 4))
+    np.testing.assert_array_equal(outs["item"], vectors_of([3], 7))
+    with pytest.raises(hps.InvalidInputError, match="'item'"):
+        server.lookup_tables({"item": [3]}, "ranker", out={"user": outs["user"]})
+
+
+def test_lookup_fromdlpack_writes_torch_tensors_in_place(server):
+    keys = torch.tensor([[1, 2], [3, 4]])
+    out = torch.full((2, 2, 7), torch.nan)
+    assert server.lookup_fromdlpack(keys, out, "ranker", "item") is None
+    np.testing.assert_array_equal(out.numpy().reshape(4, 7), vectors_of([1, 2, 3, 4], 7))
+
+
+def test_lookup_fromdlpack_leaves_capsules_usable(server):
+    out = torch.zeros(2, 7)
+    capsule = torch.utils.dlpack.to_dlpack(out)
+    keys = torch.utils.dlpack.to_dlpack(torch.tensor([5, 6]))
+    server.lookup_fromdlpack(keys, capsule, "ranker", 1, 0)
+    server.lookup_fromdlpack(keys, capsule, "ranker", 1, 0)
+    again = torch.utils.dlpack.from_dlpack(capsule)
+    np.testing.assert_array_equal(again.numpy(), vectors_of([5, 6], 7))
+
+
+def test_lookup_tables_takes_capsules(server):
+    capsule = torch.utils.dlpack.to_dlpack(torch.tensor([[5, 6]]))
+    for _ in range(2):
+        np.testing.assert_array_equal(server.lookup_tables({"item": capsule}, "ranker")["item"], vectors_of([5, 6], 7))
+
+
+def test_lookup_fromdlpack_refuses_what_does_not_fit(server):
+    with pytest.raises(hps.InvalidInputError):
+        server.lookup_fromdlpack(torch.tensor([1, 2]), torch.zeros(13), "ranker", "item")
+    with pytest.raises(hps.InvalidDtypeError):
+        server.lookup_fromdlpack(torch.tensor([1.0]), torch.zeros(7), "ranker", "item")
+
+
+@pytest.mark.parametrize("counts", [(3, 5), (0, 4), (4, 0), (0, 0)])
+def test_lookup_concatenated_answers_all_tables_from_one_run_of_keys(server, counts):
+    keys = np.random.default_rng(1).integers(-10, ROWS + 10, sum(counts))
+    pieces = {name: keys[start : start + n] for name, start, n in zip(DIMS, (0, counts[0]), counts, strict=True)}
+    wanted, masks = server.lookup_tables(pieces, "ranker", return_found=True)
+    out = torch.full((sum(n * dim for n, dim in zip(counts, DIMS.values(), strict=True)) + 3,), -1.0)
+    found = server.lookup_concatenated(torch.from_numpy(keys), counts, out, "ranker", return_found=True)
+    np.testing.assert_array_equal(out[:-3], np.concatenate([wanted[name].ravel() for name in DIMS]))
+    np.testing.assert_array_equal(found, np.concatenate([masks[name] for name in DIMS]))
+    assert out[-3:].tolist() == [-1.0] * 3  # beyond what was asked for
+    assert server.lookup_concatenated(keys, counts, out, "ranker") is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "floats", "message"),
+    [
+        ((3,), 99, "expected 2 of them"),
+        ((3, 2, 1), 99, "expected 2 of them"),
+        ((7, -1), 99, "none negative"),
+        ((3, 4), 99, "got 6 keys, expected 7"),
+        ((3, 2), 99, "got 6 keys, expected 5"),
+        ((3, 3), 3 * sum(DIMS.values()) - 1, "output"),
+    ],
+)
+def test_lookup_concatenated_refuses_what_does_not_fit(server, counts, floats, message):
+    with pytest.raises(hps.InvalidInputError, match=message):
+        server.lookup_concatenated(np.arange(6), counts, np.zeros(floats, np.float32), "ranker")
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64])
+def test_counts_of_small_integers_do_not_wrap(server, dtype):
+    counts, keys = np.array([100, 100], dtype), np.arange(200)
+    out = np.zeros(100 * (4 + 7), np.float32)
+    found = server.lookup_concatenated(keys, counts, out, "ranker", return_found=True)
+    assert found.size == 200
+    np.testing.assert_array_equal(out[:400].reshape(100, 4), vectors_of(keys[:100], 4))
+    np.testing.assert_array_equal(out[400:].reshape(100, 7), vectors_of(keys[100:], 7))
+
+
+@pytest.mark.parametrize("counts", [[1.0, 1], ["1", 1], [None, 2], 2, np.array([1.0, 1.0])])
+def test_counts_that_are_no_integers_are_typed_errors(server, counts):
+    with pytest.raises(hps.InvalidInputError, match="expected integers"):
+        server.lookup_concatenated(np.arange(2), counts, np.zeros(11, np.float32), "ranker", return_found=True)
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        [[1, 2, 3, 4], [1, 2]],
+        torch.zeros(2, 4, dtype=torch.bfloat16),
+        torch.zeros(2, 4, requires_grad=True),
+        np.zeros((2, 4), np.complex64),
+        [["1", "2", "3", "4"]] * 2,
+        None,
+    ],
+)
+def test_vectors_of_the_wrong_kind_are_typed_errors_and_change_nothing(server, vectors):
+    with pytest.raises(hps.InvalidInputError, match="reading vectors"):
+        server.insert([1, 2], vectors, "ranker", "user")
+    np.testing.assert_array_equal(server.lookup([1, 2], "ranker", "user"), vectors_of([1, 2], 4))
+
+
+def test_insert_and_delete_are_seen_by_the_next_lookup(server):
+    server.lookup([1, 2], "ranker", 0)
+    new = np.array([[9, 9, 9, 9]], np.float32)
+    server.insert([1], new, "ranker", 0)
+    server.insert([70_000], new, "ranker", 0)
+    np.testing.assert_array_equal(server.lookup([1, 70_000], "ranker", 0), np.repeat(new, 2, 0))
+    server.delete([2], "ranker", "user")
+    vectors, found = server.lookup([2], "ranker", 0, return_found=True)
+    assert not found[0]
+    np.testing.assert_array_equal(vectors, np.float32(0.5))
+
+
+def test_insert_refuses_vectors_of_another_shape(server):
+    with pytest.raises(hps.InvalidInputError, match=r"\(1, 3\)"):
+        server.insert([1], np.zeros((1, 3), np.float32), "ranker", 0)
+
+
+def test_refresh_brings_resident_keys_up_to_date(server):
+    server.lookup([1, 2], "ranker", 0)
+    deployment = server.model("ranker")
+    [cache] = deployment.caches
+    cache.update(0, np.array([1]), np.full((1, 4), -7, np.float32))
+    assert {table: report.erased for table, report in server.refresh("ranker").items()} == {"user": 0, "item": 0}
+    np.testing.assert_array_equal(server.lookup([1, 2], "ranker", 0), vectors_of([1, 2], 4))
+
+
+def test_undeploying_ends_a_refresh_that_pauses(server):
+    server.lookup([1, 2], "ranker", 0)
+    deployment = server.model("ranker")
+    with ThreadPoolExecutor(1) as pool:
+        refreshing = pool.submit(deployment.refresh, 1e-300)  # for ever, nearly
+        wait_until(lambda: deployment.changes.under_way, "the refresh began")
+        try:
+            assert deployment.close()
+            assert isinstance(refreshing.exception(30), hps.NotReadyError)
+        finally:
+            deployment.refresher.stop()
+
+
+def test_config_may_be_a_file(configuration, tmp_path):
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps(configuration))
+    with hps.HPS(path) as server:
+        assert server.models == ("ranker",)
+
+
+@pytest.mark.parametrize("written_as", ["dynamic", "static", "uvm"])
+@pytest.mark.parametrize("read_as", ["dynamic", "static", "uvm"])
+@pytest.mark.parametrize("persistent", [{}, {"initialize_after_startup": False}])
+def test_restart_serves_online_updates_from_the_persistent_database(configuration, written_as, read_as, persistent):
+    new = np.array([[4, 3, 2, 1], [8, 7, 6, 5]], np.float32)
+    configuration["models"][0].update(cache_refresh_percentage_per_iteration=1.0, embedding_cache_type=written_as)
+    with hps.HPS(configuration) as server:
+        server.insert([-10, 7000], new, "ranker", 0)
+        server.delete([-9], "ranker", 0)
+        np.testing.assert_array_equal(server.lookup([-10, 7000], "ranker", 0), new)
+    configuration["models"][0]["embedding_cache_type"] = read_as
+    configuration["persistent_db"].update(persistent)
+    with hps.HPS(configuration) as server:
+        vectors, found = server.lookup([-10, 7000, -9, 1], "ranker", 0, return_found=True)
+    np.testing.assert_array_equal(vectors[:2], new)
+    assert found.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(("kind", "tiers"), [("static", ["volatile_db"]), ("static", []), ("dynamic", [])])
+def test_a_modification_that_no_database_would_keep_is_refused(configuration, kind, tiers):
+    configuration["models"][0]["embedding_cache_type"] = kind
+    for tier in {"volatile_db", "persistent_db"}.difference(tiers):
+        configuration[tier] = {"type": "disabled"}
+    with hps.HPS(configuration) as server:
+        with pytest.raises(hps.InvalidInputError, match="no database that would keep it"):
+            server.insert([1], np.ones((1, 4), np.float32), "ranker", 0)
+        with pytest.raises(hps.InvalidInputError, match="no database that would keep it"):
+            server.delete([1], "ranker", 0)
+
+
+def test_inserts_that_a_read_only_database_refuses_do_not_stop_lookups(configuration):
+    hps.HPS(configuration).close()
+    configuration["persistent_db"]["read_only"] = True
+    with hps.HPS(configuration) as server:
+        for _ in range(5):
+            with pytest.raises(hps.DatabaseError):
+                server.insert([1], np.zeros((1, 4), np.float32), "ranker", "user")
+        np.testing.assert_array_equal(server.lookup(range(90), "ranker", "user"), vectors_of(range(90), 4))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpucache": False},
+        {"gpucacheper": 0.0},
+        {"embedding_cache_type": "static"},
+        {"embedding_cache_type": "uvm"},
+        {"cache_refresh_percentage_per_iteration": 0.25},
+        {"deployed_device_list": [0, 1]},
+    ],
+)
+def test_every_kind_of_deployment_gives_the_same_vectors(configuration, change):
+    configuration["models"][0].update(change)
+    with hps.HPS(configuration) as server:
+        for device in configuration["models"][0]["deployed_device_list"]:
+            vectors, found = server.lookup([*range(-10, 60), 4000], "ranker", 1, device, return_found=True)
+            np.testing.assert_array_equal(vectors[:-1], vectors_of(np.arange(-10, 60), 7))
+            np.testing.assert_array_equal(vectors[-1], np.float32(-2))
+            assert found.tolist() == [True] * 70 + [False]
+        with pytest.raises(hps.TooManyKeysError):
+            server.lookup(np.zeros(251, np.int64), "ranker", "item")
+
+
+def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(configuration):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    configuration["device"] = "cuda"
+    with pytest.raises((hps.DeviceError, hps.MissingDependencyError)):
+        hps.HPS(configuration)
+
+
+def test_broken_model_files_leave_nothing_open(configuration, tmp_path):
+    vectors = tmp_path / "item.model" / "emb_vector"
+    content = vectors.read_bytes()
+    vectors.write_bytes(content[:-4])
+    with pytest.raises(hps.ModelFileError):
+        hps.HPS(configuration)
+    vectors.write_bytes(content)
+    with hps.HPS(configuration) as server:
+        assert server.models == ("ranker",)
+
+
+class LoadsOneTable(NoProgress):
+    """A progress that ends the load of the second table."""
+
+    def start(self, tag, rows, size_bytes):
+        if tag.endswith(".item"):
+            raise InterruptedError(tag)
+
+
+def test_a_model_that_could_not_be_deployed_leaves_nothing_behind(configuration, tmp_path):
+    del configuration["persistent_db"]
+    with hps.HPS(configuration, deploy_models=False) as server:
+        model = server.config.models[0]
+        with pytest.raises(InterruptedError, match="item"):
+            server.deploy(model, progress=LoadsOneTable())
+        assert server.models == ()
+        write_models(tmp_path, np.arange(5))  # a table that was loaded before the failure has fewer rows now
+        server.deploy(model)
+        assert not server.lookup([5, 6], "ranker", 0, return_found=True)[1].any()
+
+
+class WarmsOneTable(NumpyCache):
+    """An embedding cache whose memory fails when its second table is warmed up."""
+
+    made: ClassVar[list[NumpyCache]] = []
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.made.append(self)
+
+    def insert(self, table, keys, vectors):
+        if table == 1:
+            raise hps.DeviceMemoryError("warming up: told to fail")
+        super().insert(table, keys, vectors)
+
+
+def test_a_model_that_could_not_be_warmed_up_gives_back_its_cache_and_its_threads(configuration, monkeypatch):
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", (f"{__name__}:WarmsOneTable", "nothing"))
+    configuration["models"][0]["cache_refresh_percentage_per_iteration"] = 1.0
+    with hps.HPS(configuration, deploy_models=False) as server:
+        before = set(threading.enumerate())
+        with pytest.raises(hps.DeviceMemoryError):
+            server.deploy(server.config.models[0])
+        [cache] = WarmsOneTable.made
+        with pytest.raises(hps.NotReadyError):
+            cache.dump(0)
+        wait_until(lambda: not _ours(set(threading.enumerate()) - before), "its threads have ended")
+
+
+@pytest.mark.parametrize(("cached", "threads"), [(True, 3), (False, 3), (True, 1)])
+def test_threads_that_share_a_large_lookup_are_as_many_as_configured_and_end_with_the_server(tmp_path, cached, threads):
+    keys = np.arange(20_000)
+    write_models(tmp_path, keys)
+    sources = [tmp_path / f"{table}.model" for table in DIMS]
+    settings = {"max_batch_size": 20_000, "gpucache": cached, "hit_rate_threshold": 1.1}
+    before = set(threading.enumerate())
+    with hps.HPS(document_of(model_of("ranker", sources, DIMS, **settings)) | {"fetch_threads": threads}) as server:
+        np.testing.assert_array_equal(server.lookup(keys[::-1], "ranker", "item"), vectors_of(keys[::-1], 7))
+        wait_until(lambda: len(_ours(threading.enumerate(), "hps-piece")) == threads - 1, "those of other servers have ended")
+    wait_until(lambda: not _ours(set(threading.enumerate()) - before), "its threads have ended")
+
+
+def _ours(threads, prefix="hps"):
+    return [thread for thread in threads if thread.name.startswith(prefix)]
+
+
+def test_closed_server_says_so(configuration):
+    server = hps.HPS(configuration)
+    server.close()
+    server.close()
+    with pytest.raises(hps.NotReadyError):
+        server.lookup([1], "ranker", 0)
+
+
+def test_concurrent_lookups_and_updates_never_show_a_wrong_vector(server):
+    """Row j of key k at version v is k * 64 + v in every element: torn, foreign and stale vectors show."""
+    keys = np.arange(40)
+    server.insert(keys, np.repeat(keys[:, None] * 64.0, 4, 1).astype(np.float32), "ranker", "user")
+    written = 0
+
+    def read(rng):
+        ask = rng.choice(keys, 60)
+        floor = written
+        got = server.lookup(ask, "ranker", "user")
+        version = got[:, 0] - ask * 64.0
+        assert (got == got[:, :1]).all()
+        assert (version >= floor).all()
+        assert (version <= written + 1).all()
+        return ask.size
+
+    with reading(read) as checked:
+        for version in range(1, 60):
+            server.insert(keys, np.repeat(keys[:, None] * 64.0 + version, 4, 1).astype(np.float32), "ranker", "user")
+            written = version
+    assert sum(checked) > 1000

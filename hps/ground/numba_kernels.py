@@ -2,8 +2,8 @@
 
 numba checks the file that defines a kernel, but not what the kernel calls or inlines. `machine_code.py` therefore names the
 directory of all machine code by a hash of *all* kernel sources. Two rules make that complete (`test_kernels.py` checks both): a
-module that defines a kernel or a part of one decorates it with `@kernel`, `@njit` or `@intrinsic` by that name, and a kernel uses
-functions and constants of such modules only.
+module that defines a kernel or a part of one decorates it with `@kernel`, `@njit` or `@intrinsic` by that name, and a kernel
+uses functions and constants of such modules only.
 
     @njit(inline="always")                        # a part of kernels: plain numba, never cached by itself
     def _doubled(value): ...

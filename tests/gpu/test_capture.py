@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hps
+from hps.testing.waiting import wait_until
 from tests.gpu.cupy_if_installed import cupy
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 pytestmark = pytest.mark.gpu
 DIMS, ROWS, MOST_KEYS = {"a": 32, "b": 5}, 50_000, 40_000

@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import hps
 from hps.regions.layout import Memory
+from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 from tests.servers.service_processes import service_processes, socket_inodes, tcp_sockets
 
 ROWS, DIM = 1000, 8

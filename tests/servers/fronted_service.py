@@ -11,8 +11,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 from tests.servers.service_processes import children_of
 
 ROWS = 5000

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from contextlib import contextmanager
 
 import httpx
@@ -12,8 +11,7 @@ from hps.configuration.load import load_configuration
 from hps.service.app import Application
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import Server, listen
-
-START_S = 60
+from hps.testing.waiting import PATIENCE_S, wait_until
 
 
 class RunningService:
@@ -68,7 +66,7 @@ class RunningService:
         """Stop as a signal does; False when it takes too long."""
         self.client.close()
         self.server.stop()
-        self._thread.join(START_S)
+        self._thread.join(PATIENCE_S)
         return not self._thread.is_alive()
 
     def connect(self) -> socket.socket:
@@ -97,14 +95,6 @@ def document_of(*models, persistent=None, **more):
     if persistent is not None:
         document["persistent_db"] = {"type": "rocks_db", "path": str(persistent)}
     return document
-
-
-def wait_until(condition, what, timeout_s=START_S):
-    """Poll until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{timeout_s} s passed before {what}"
-        time.sleep(0.005)
 
 
 def samples(service):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import tritonclient.http as triton
 
+from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ROOT, ChildProcesses
-from tests.servers.running_service import wait_until
 
 MODEL = ROOT / "deploy" / "triton" / "ranker"
 

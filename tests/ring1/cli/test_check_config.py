@@ -14,10 +14,11 @@ from typer.testing import CliRunner, Result
 
 from hps.cli.app import app
 from hps.models.writer import write_sparse_model
+from hps.testing.waiting import wait_until
 from tests.servers.certificates import Authority
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisClusterServers, RedisServer, free_ports
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 from tests.servers.s3_server import S3Server, know_only_moto
 
 DIMS = {"user": 4, "item": 8}

@@ -8,8 +8,8 @@ import pytest
 
 from hps.ground import compiler_processes, numba_kernels, thread_pool
 from hps.ground.compiler_processes import CompilerProcesses
+from hps.testing.waiting import wait_until
 from tests.fakes.installation import Installation
-from tests.servers.running_service import wait_until
 
 NAMES = ["_hashes", "_sample"]  # of hps.statistics.key_traces: small, and its module imports little
 KERNELS = [f"hps.statistics.key_traces:{name}" for name in NAMES]

@@ -17,10 +17,10 @@ from hps.errors import InvalidInputError, ModelFileError
 from hps.statistics.key_traces import KeyRecorder, KeyTrace, distinct_share, keyed_hashes, read_traces, sample_hashes
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
+from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.servers.child_processes import run_alone
-from tests.servers.running_service import wait_until
 
 TABLES = (TableSpec("shop", "item", 4, 0.0, 1 << 20), TableSpec("shop", "user", 8, 0.0, 1 << 20))
 RNG = np.random.default_rng(7)

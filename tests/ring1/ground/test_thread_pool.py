@@ -10,7 +10,7 @@ import pytest
 
 from hps.errors import DatabaseError
 from hps.ground.thread_pool import ThreadPool, available_threads
-from tests.servers.running_service import wait_until
+from hps.testing.waiting import wait_until
 
 WAIT_S = 10
 

@@ -23,8 +23,8 @@ from hps.ground.workers import (
     new_thread,
 )
 from hps.statistics.metrics import Metrics
+from hps.testing.waiting import wait_until
 from tests.fakes.clock import Clock, Pauses
-from tests.servers.running_service import wait_until
 
 
 def test_jobs_run_in_the_order_of_arrival():

@@ -14,10 +14,11 @@ from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, SessionSettings
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
+from hps.testing.waiting import wait_until
 from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase
 from tests.fakes.memory_database import MemoryDatabase
-from tests.servers.running_service import model_of, wait_until
+from tests.servers.running_service import model_of
 
 CONFIG = ModelConfig.model_validate(model_of("m", ["a.model"], {"a": 2}, deployed_device_list=[3, 5]))
 TABLES = CONFIG.tables

@@ -12,7 +12,8 @@ import hps
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
 from hps.lookup import session as sessions
 from hps.testing.pooling_oracle import pooled
-from tests.servers.running_service import document_of, model_of, wait_until
+from hps.testing.waiting import wait_until
+from tests.servers.running_service import document_of, model_of
 
 ROWS, DIMS, DEFAULT = 100, {"a": 3, "b": 5}, 0.5
 KEYS = np.array([4, 2, 2, 7, 1, 9])

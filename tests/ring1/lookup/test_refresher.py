@@ -19,11 +19,11 @@ from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.models.sample import sample_vectors
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
+from hps.testing.waiting import wait_until
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.fakes.clock import Clock, Pauses
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
 from tests.fakes.memory_database import MemoryDatabase
-from tests.servers.running_service import wait_until
 
 TABLES = (TableSpec("shop", "user", 3, 0.0, 1000), TableSpec("shop", "item", 4, 0.0, 1000))
 KEYS = np.arange(300, dtype=np.int64)

@@ -14,10 +14,11 @@ import hps
 from hps.cli.app import app
 from hps.models import table_load
 from hps.service.server import Server
+from hps.testing.waiting import wait_until
 from hps.versions import deployment
 from hps.versions.live_models import LiveModels
 from tests.ring1.repo.test_lookup_path import PACKAGE
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 MOST_FILES_TO_THE_STATE_MACHINE, MOST_FILES_OF_A_DEPLOY = 6, 12
 PARTS = ("service/", "versions/", "parameter_server.py")

@@ -12,9 +12,10 @@ import pytest
 import hps
 from hps.configuration.load import UpdateSourceConfig
 from hps.registry import IMPLEMENTATIONS, Ours
+from hps.testing.waiting import wait_until
 from hps.updates.publisher import Publisher, open_writer
 from tests.ring1.repo.test_lookup_path import CHANGES, DIM, PACKAGE, files
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 __all__ = ["files"]
 MOST_FILES = 9  # and the one that reads Kafka, in place of which a log in memory is read here
@@ -48,7 +49,7 @@ def test_an_update_crosses_few_files_on_its_way_to_the_cache(device: str, files:
             keys = server.model("m").caches[0].dump(0)[: KEYS.size]
             publisher.insert(keys, np.ones((keys.size, DIM), np.float32))
             publisher.flush()
-            wait_until(lambda: bool((server.lookup(keys, "m", 0) == 1).all()), "the update to be applied")
+            wait_until(lambda: bool((server.lookup(keys, "m") == 1).all()), "the update to be applied")
     finally:
         threading.setprofile(None)
         sys.setprofile(None)

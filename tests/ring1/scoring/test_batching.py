@@ -18,8 +18,8 @@ from hps.scoring.features import features_of, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.statistics.scores import ScoreCounters
+from hps.testing.waiting import wait_until
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
-from tests.servers.running_service import wait_until
 
 MOST_KEYS, MOST_SAMPLES = 20, 10
 INPUTS = {"item": {"table": "t0"}, "tags": {"table": "t1", "pooling": "sum"}}

@@ -8,8 +8,8 @@ import pytest
 
 import hps
 from hps.scoring.network_calls import NetworkCalls, bounded
+from hps.testing.waiting import wait_until
 from tests.fakes.networks import ArrayNetwork
-from tests.servers.running_service import wait_until
 
 
 def calls_of() -> tuple[NetworkCalls, ArrayNetwork]:

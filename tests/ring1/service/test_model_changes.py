@@ -11,9 +11,9 @@ from hps.errors import ConflictError, DatabaseError
 from hps.service.http_answer import OverloadedError
 from hps.service.logs.requests import SERVED
 from hps.service.model_changes import MOST_AT_ONCE, change_model
+from hps.testing.waiting import wait_until
 from hps.versions.changes import Change
 from hps.versions.live_models import LiveModels
-from tests.servers.running_service import wait_until
 
 
 class Request:

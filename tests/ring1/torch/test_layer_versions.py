@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import hps.torch
 from hps import HPS, InvalidInputError, VersionMismatchError
+from hps.testing.waiting import wait_until
 from hps.torch import BagTable, EmbeddingBag, EmbeddingBagCollection, LookupLayer, convert
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 DIM, ROWS = 3, 20

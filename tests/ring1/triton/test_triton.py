@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import hps
+from hps.testing.waiting import wait_until
 from tests.fakes import triton_backend as triton
 from tests.fakes.triton_backend import InferenceRequest as Request
 from tests.fakes.triton_backend import TritonError
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 DIMS = {"item": 7, "user": 3}
 ROWS = 100

@@ -10,10 +10,10 @@ import pytest
 import hps
 from hps.ground.workers import THREADS
 from hps.statistics.series import Models
+from hps.testing.waiting import wait_until
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
 from tests.fakes.clock import Clock
 from tests.fakes.fake_deployment import ENTRY, FakeDeployment, fake
-from tests.servers.running_service import wait_until
 
 
 def serve(live: LiveModels, deployment: Any) -> None:

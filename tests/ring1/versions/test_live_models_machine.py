@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import hps
+from hps.testing.waiting import wait_until
 from hps.versions import live_models
 from hps.versions.deployment import Deployment
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
 from tests.fakes.clock import Clock
 from tests.fakes.fake_deployment import ENTRY, fake
-from tests.servers.running_service import wait_until
 
 VERSION = st.sampled_from(["1", "2", "3"])
 

@@ -15,9 +15,10 @@ from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
 from hps.profiling import service as profiling
+from hps.testing.waiting import wait_until
 from tests.ring1.cli.test_cli import run
 from tests.servers.certificates import Authority
-from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
+from tests.servers.running_service import document_of, model_of, running_service, samples
 from tests.servers.served_process import ServedProcess
 from tests.servers.timed_server import Answer, timed_server
 
@@ -234,7 +235,7 @@ def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path
             return client.ask("/v1/stats")["server"]["models"][0]["lookups"]["count"]
 
         def stop_it():
-            wait_until(lambda: looked_up() > 20, "it is loaded", 60)
+            wait_until(lambda: looked_up() > 20, "it is loaded")
             served.stop()
 
         stopping = threading.Thread(target=stop_it)

@@ -15,11 +15,11 @@ import pytest
 import redis
 
 from hps.models.sample import sample_vectors
+from hps.testing.waiting import wait_until
 from tests import ROOT
 from tests.fakes.installation import Installation
 from tests.servers.compose_file import compose_of, read_dockerfile
 from tests.servers.compose_runner import Stack, can_isolate, isolated
-from tests.servers.running_service import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 REPLICAS = ("hps-1", "hps-2", "hps-3")

@@ -20,6 +20,7 @@ import yaml
 from hps.configuration.load import load_configuration
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.testing.waiting import wait_until
 from tests import ROOT
 from tests.fakes.installation import Installation
 from tests.servers.child_processes import ChildProcesses
@@ -27,7 +28,7 @@ from tests.servers.compose_file import read_dockerfile
 from tests.servers.compose_runner import as_pod
 from tests.servers.helm import CHART, helm, rendered
 from tests.servers.redis_server import free_ports
-from tests.servers.running_service import document_of, model_of, running_service, wait_until
+from tests.servers.running_service import document_of, model_of, running_service
 
 pytestmark = pytest.mark.helm
 VALUES = sorted((CHART / "ci").glob("*.yaml"))
@@ -375,7 +376,7 @@ def test_the_command_of_a_pod_answers_under_its_restrictions(place, children: Ch
             return False
 
     def look_up():
-        wait_until(answers, "the pod is ready", 120)
+        wait_until(answers, "the pod is ready")
         answer = httpx.post(f"{url}/v1/models/ranking/lookup", json={"tables": {"user": [3, 999, 10**9]}}).json()
         expected = np.concatenate([sample_vectors(np.array([3, 999]), 128), np.zeros((1, 128), np.float32)])
         np.testing.assert_array_equal(np.array(answer["tables"]["user"], np.float32), expected)
@@ -393,7 +394,7 @@ def test_the_command_of_a_pod_answers_under_its_restrictions(place, children: Ch
     assert "CapEff:\t0000000000000000" in status
     for one in (killed := children_of(first)):
         os.kill(one, signal.SIGKILL)
-    wait_until(lambda: not set(killed) & set(children_of(first)), "the first process has buried the others", 20)
+    wait_until(lambda: not set(killed) & set(children_of(first)), "the first process has buried the others")
     look_up()
     os.kill(first, signal.SIGTERM)
     assert pod.wait(60) == 0, (place / "log").read_text()

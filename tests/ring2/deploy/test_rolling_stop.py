@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import hps
-from tests.servers.running_service import document_of, model_of, wait_until
+from hps.testing.waiting import wait_until
+from tests.servers.running_service import document_of, model_of
 
 STOPS = int(os.environ.get("HPS_ROLLING_STOPS", "6"))
 ROWS, DIM = 1000, 4

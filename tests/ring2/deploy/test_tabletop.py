@@ -23,6 +23,7 @@ import hps
 from hps.configuration.load import UpdateSourceConfig
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.service.fronts import exchange
+from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from hps.updates.publisher import Publisher, open_writer
 from tests.fakes.fake_parameter_server import FakeParameterServer
@@ -31,7 +32,7 @@ from tests.fakes.memory_log import MemoryBroker, MemoryLog
 from tests.ring2.databases.rocks_db.test_rocks_db_faults import mounted
 from tests.servers.alert_rules import Timeline, scrape
 from tests.servers.redis_server import RedisServer
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 ROWS, DIM = 2000, 4
 KEYS = np.arange(ROWS)
@@ -482,7 +483,7 @@ MOST_PENDING = 100
 
 def many_lookups(flood: Flood) -> None:
     flood.send(280, b'{"tables": {"item": [1]}}')
-    wait_until(lambda: flood.service.front.refusals.refused["threads"] == 280 - MOST_PENDING, "the others are refused", 20)
+    wait_until(lambda: flood.service.front.refusals.refused["threads"] == 280 - MOST_PENDING, "the others are refused")
 
 
 def large_bodies(flood: Flood) -> None:
@@ -512,7 +513,7 @@ def test_flood(tabletop, reason, limits, work, also, monkeypatch):
 
     def all_at_once():
         work(flood)
-        wait_until(lambda: flood.service.front.refusals.refused[reason], "something is refused", 20)
+        wait_until(lambda: flood.service.front.refusals.refused[reason], "something is refused")
         flood.ease()
 
     alerts = [f'HPSOverloaded{{instance="hps-1",reason="{reason}"}}'] + ['HPSServerErrors{instance="hps-1"}'] * also

@@ -12,9 +12,10 @@ import hps
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
+from hps.testing.waiting import wait_until
 from tests.fakes.full_device import FullDevice
 from tests.servers.redis_server import RedisServer
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
 
 ROWS, DIM = 500, 4
 KEYS = np.arange(ROWS)

@@ -12,9 +12,10 @@ import pytest
 import hps
 from hps.lookup import miss_path, stream_ordered
 from hps.registry import IMPLEMENTATIONS, Ours
+from hps.testing.waiting import wait_until
 from tests.fakes.linked_cache import LinkedCache
 from tests.fakes.populating_pinner import PopulatingPinner
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 ROWS, DIM, DEFAULT = 500, 4, -2.0
 

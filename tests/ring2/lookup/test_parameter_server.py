@@ -12,7 +12,8 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.ground.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS
 from hps.testing.readers import reading
-from tests.servers.running_service import document_of, model_of, wait_until
+from hps.testing.waiting import wait_until
+from tests.servers.running_service import document_of, model_of
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}

@@ -13,7 +13,8 @@ import hps
 from hps.lookup.session import CachedSession, DirectSession
 from hps.statistics.key_traces import read_traces
 from hps.statistics.tracing import traced
-from tests.servers.running_service import document_of, model_of, wait_until
+from hps.testing.waiting import wait_until
+from tests.servers.running_service import document_of, model_of
 
 ROWS, DIMS, DEFAULT = 3000, {"a": 4, "b": 5}, -2.0
 KINDS = {

@@ -11,9 +11,10 @@ import hps
 from hps.errors import DatabaseError
 from hps.statistics.prometheus import update_families
 from hps.statistics.snapshot import UpdateStatus
+from hps.testing.waiting import wait_until
 from hps.versions.collection import StatisticsCollector
 from tests.fakes.clock import Clock
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 ROWS, DIM = 1000, 4
 
@@ -38,7 +39,7 @@ def tiers_of(server, table=0):
 
 def measured(server):
     server.stats()
-    wait_until(lambda: server.stats().devices[0].memory_bytes, "all have answered", 30)
+    wait_until(lambda: server.stats().devices[0].memory_bytes, "all have answered")
     return server.stats()
 
 
@@ -90,7 +91,7 @@ def test_a_database_that_does_not_answer_holds_nobody_up(server):
     database.stats = slow
     for _ in range(20):
         assert tiers_of(server)["persistent_db"].rows is None
-    wait_until(lambda: calls, "the database is asked", 30)
+    wait_until(lambda: calls, "the database is asked")
     assert tiers_of(server)["volatile_db"].rows == ROWS  # nor does it keep others from being asked
     assert len(calls) == 1
     gate.set()
@@ -107,7 +108,7 @@ def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(
     stats = database.stats
     database.stats = lambda tag: asked.append(tag) or stats(tag)
     persistent()
-    wait_until(lambda: collector.statistics().devices[0].memory_bytes, "all have answered", 30)
+    wait_until(lambda: collector.statistics().devices[0].memory_bytes, "all have answered")
     clock.now += 14
     assert persistent().age_s == 14
     assert len(asked) == 2  # each table once
@@ -118,7 +119,7 @@ def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(
 
     database.stats = fail
     clock.now += 1  # 15 s to the moment
-    wait_until(lambda: persistent() and len(asked) == 4, "it is asked again", 30)
+    wait_until(lambda: persistent() and len(asked) == 4, "it is asked again")
     collector.close()
     assert (persistent().rows, persistent().age_s) == (ROWS, 15)
     clock.now += 100
@@ -131,11 +132,11 @@ def test_a_database_with_a_defect_is_logged_and_asked_again(server, caplog):
     collector, stats = StatisticsCollector(server.live, server.metrics, clock=clock), database.stats
     database.stats = lambda tag: [][0]
     collector.statistics()
-    wait_until(lambda: "asking databases" in caplog.text, "it is logged", 30)
+    wait_until(lambda: "asking databases" in caplog.text, "it is logged")
     database.stats = stats
     clock.now += 16
     collector.statistics()
-    wait_until(lambda: collector.statistics().devices[0].memory_bytes, "it is asked again", 30)
+    wait_until(lambda: collector.statistics().devices[0].memory_bytes, "it is asked again")
 
 
 def test_counts_are_those_of_one_moment(server):

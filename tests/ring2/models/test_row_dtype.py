@@ -20,12 +20,12 @@ from hps.ground.rows import decode, encode
 from hps.lookup.chain import DatabaseChain
 from hps.models.carried_rows import CarriedTable
 from hps.registry import IMPLEMENTATIONS, Ours
+from hps.testing.waiting import wait_until
 from hps.types import ROW_DTYPES, TableSpec, row_width
 from hps.updates.base import Partition
 from hps.updates.framing import encode as encode_update
 from tests.fakes.memory_log import MemoryBroker
 from tests.servers.redis_server import RedisServer
-from tests.servers.running_service import wait_until
 
 DIM = 7
 ROWS = 3000
@@ -610,7 +610,7 @@ def broker(monkeypatch, tmp_path):
 class TestUpdates:
     def send(self, broker, server, keys, vectors, deleted=NONE, sequence=0) -> None:
         position = broker.append(TOPIC, encode_update(keys, vectors, deleted, sequence=sequence))
-        wait_until(lambda: server.updates()[0].positions.get(TOPIC) == position, "the feed caught up", 20)
+        wait_until(lambda: server.updates()[0].positions.get(TOPIC) == position, "the feed caught up")
 
     @pytest.mark.parametrize("exact", [False, True])
     def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(
@@ -814,7 +814,7 @@ class TestCommands:
         place = Place(tmp_path, "int8", update_source=source, **rocks_db(tmp_path))
         with place.opened() as server:
             broker.append(TOPIC, encode_update(KEYS[:1], np.full((1, DIM), -1e6, np.float32), NONE, sequence=9))
-            wait_until(lambda: server.updates()[0].dead_letters == {"row_dtype": 1}, "the dead letter was counted", 20)
+            wait_until(lambda: server.updates()[0].dead_letters == {"row_dtype": 1}, "the dead letter was counted")
         count = len(broker.messages(TOPIC.topic))
         result = CliRunner().invoke(app, ["updates", "replay", str(tmp_path / "ps.json")])
         assert result.exit_code == 1
@@ -824,7 +824,7 @@ class TestCommands:
         self.run("updates", "replay", tmp_path / "ps.json")
         assert len(broker.messages(TOPIC.topic)) > count
         with place.opened() as server:
-            wait_until(lambda: (place.answers(server, KEYS[:1]) < -9e5).all(), "the row was applied", 20)
+            wait_until(lambda: (place.answers(server, KEYS[:1]) < -9e5).all(), "the row was applied")
 
 
 @pytest.mark.parametrize("row_dtype", FEWER_BITS)

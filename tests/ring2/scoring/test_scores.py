@@ -22,9 +22,10 @@ import pytest
 import hps
 from hps.lookup.session import CachedSession
 from hps.scoring.scorer import Scorer
+from hps.testing.waiting import wait_until
 from tests.fakes import entry_points
 from tests.fakes.networks import ArrayNetwork
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
 from tests.servers.served_process import ServedProcess
 
 ROWS, DIM = 500, 4

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hps.regions import layout
+from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.front_service import (
     DIM,
@@ -27,7 +28,6 @@ from tests.servers.front_service import (
     has_ipv6,
     vectors_of,
 )
-from tests.servers.running_service import wait_until
 from tests.servers.service_processes import is_gone, state_of
 
 KEYS = [3, 500, ROWS - 1, 3, ROWS + 7]

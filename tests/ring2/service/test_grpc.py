@@ -23,10 +23,11 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 from tritonclient.utils import InferenceServerException
 
+from hps.testing.waiting import wait_until
 from tests.servers.certificates import Authority, Pair
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.fronted_service import DIMS, ROWS, FrontedService, vectors_of, write_tables
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 SERVICE = "inference.GRPCInferenceService"
 METHOD = f"/{SERVICE}/ModelInfer"

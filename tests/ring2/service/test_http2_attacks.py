@@ -12,6 +12,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
+from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.fronted_service import FrontedService, vectors_of
 from tests.servers.http2_peer import (
@@ -32,7 +33,6 @@ from tests.servers.http2_peer import (
     message,
     settings,
 )
-from tests.servers.running_service import wait_until
 
 KEYS = np.arange(100)
 ODD = frame(HEADERS, 4, 1, call_headers())
@@ -73,7 +73,7 @@ def healthy(service: FrontedService) -> Iterator[None]:
         yield
         got = np.frombuffer(stub.ModelInfer(request).raw_output_contents[0], "<f4").reshape(-1, 32)
         np.testing.assert_array_equal(got, vectors_of(0, KEYS))
-    wait_until(lambda: service.figure("hps_http_held_bytes") <= held, "no memory is held", 10)
+    wait_until(lambda: service.figure("hps_http_held_bytes") <= held, "no memory is held")
     assert "Traceback" not in service.log.read_text()
 
 
@@ -269,7 +269,7 @@ def test_unread_answers_are_given_up_when_others_need_their_memory(tmp_path: Pat
                     return True
 
                 for _ in range(20):
-                    wait_until(answered, "a lookup is answered", 30)
+                    wait_until(answered, "a lookup is answered")
         wait_until(
             lambda: small.figure("hps_http_aborted_connections_total") >= slots // 2, "the unread answers are counted", 30
         )

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import hps
+from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 MB = 1 << 20
 BUDGET = 64 * MB
@@ -253,7 +254,7 @@ def test_no_error_keeps_its_request_until_garbage_is_collected(tmp_path, count, 
                 answer = victim.client.request(method, path, content=body, headers=ADMIN | {"Content-Encoding": encoding})
                 assert 400 <= answer.status_code < 500, (kind, answer.text)
             with suppress(AssertionError):
-                wait_until(lambda before=before: server.rss < before + 64 * MB, "its memory is free", 5)
+                wait_until(lambda before=before: server.rss < before + 64 * MB, "its memory is free")
             kept[kind] = (server.rss - before) // MB
         assert max(kept.values()) < 64, kept
         victim.check()

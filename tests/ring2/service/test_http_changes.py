@@ -20,9 +20,10 @@ from hps.configuration.load import load_configuration
 from hps.service.app import Application
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import Server, listen
+from hps.testing.waiting import wait_until
 from tests.fakes.gated_file_system import Gate, gates
 from tests.servers.child_processes import ChildProcesses
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 DIM, ROWS = 4, 200
 

@@ -16,9 +16,10 @@ import pytest
 
 from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, UnknownDeviceError, WorkspaceTimeoutError
 from hps.service.fronts import exchange
+from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
-from tests.servers.running_service import document_of, model_of, running_service, wait_until
+from tests.servers.running_service import document_of, model_of, running_service
 
 LOOKUP = b'{"tables": {"item": [1]}}'
 PATH = "/v1/models/m/lookup"

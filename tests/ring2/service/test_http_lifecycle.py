@@ -19,7 +19,8 @@ from hps.ground.progress import LogProgress
 from hps.ground.workers import THREADS, new_thread
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import listen
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
+from hps.testing.waiting import wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
 
 EXIT_S = 60
 

@@ -14,8 +14,9 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import hps
+from hps.testing.waiting import wait_until
 from hps.versions.live_models import LiveModels
-from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
+from tests.servers.running_service import document_of, model_of, running_service, samples
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}

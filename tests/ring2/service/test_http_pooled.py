@@ -9,7 +9,8 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import hps
-from tests.servers.running_service import document_of, model_of, running_service, wait_until
+from hps.testing.waiting import wait_until
+from tests.servers.running_service import document_of, model_of, running_service
 
 ROWS, MOST = 400, 1000
 DIMS = {"user": 4, "item": 7, "word": 128}

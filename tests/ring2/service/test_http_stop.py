@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from hps.service.fronts import connection as connections
+from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
-from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
+from tests.servers.running_service import document_of, model_of, running_service, samples
 
 PATH = "/v1/models/m/lookup"
 LOOKUP = b'{"tables": {"item": [1]}}'

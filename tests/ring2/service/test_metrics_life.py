@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import hps
-from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
+from hps.testing.waiting import wait_until
+from tests.servers.running_service import document_of, model_of, running_service, samples
 
 ROWS, DIM, TABLES, MODELS = 50, 4, ("a", "b", "c"), 180
 

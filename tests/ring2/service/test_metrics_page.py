@@ -8,8 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import hps
 from hps.statistics.tracing import STAGES
+from hps.testing.waiting import wait_until
 from tests import ROOT
-from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
+from tests.servers.running_service import document_of, model_of, running_service, samples
 
 PAGE = ROOT / "docs" / "observability.md"
 _ROW = re.compile(r"^\| `(\w+)` \| (counter|gauge|histogram|untyped) \|(.*?)\| .+ \| .+ \|$", re.MULTILINE)

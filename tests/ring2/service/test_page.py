@@ -15,9 +15,10 @@ from rich.console import Console
 import hps
 from hps.cli.top import shown
 from hps.service.lifecycle import Lifecycle
+from hps.testing.waiting import wait_until
 from tests.browser import CHROMIUM
 from tests.fakes.gated_file_system import WAIT_S, gates
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 pytestmark = pytest.mark.browser
 PHONE = {"width": 375, "height": 740}
@@ -342,7 +343,7 @@ def test_a_route_is_tried_from_the_page_that_describes_it(tab, service):
 
 def test_rates_are_by_the_clock_of_the_server_as_an_answer_may_be_older_than_its_request(service):
     before = service.client.get("/v1/stats").json()
-    wait_until(lambda: service.client.get("/v1/stats").json()["at_s"] > before["at_s"], "there is another answer", 30)
+    wait_until(lambda: service.client.get("/v1/stats").json()["at_s"] > before["at_s"], "there is another answer")
     now = copy.deepcopy(before)
     now["at_s"] += 4
     next(one for one in now["server"]["models"] if one["name"] == "ranker")["tables"][0]["keys"] += 400_000

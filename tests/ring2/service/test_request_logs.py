@@ -12,9 +12,10 @@ import hps
 from hps.errors import DatabaseError
 from hps.ground.log_limits import LineLimit
 from hps.statistics.tracing import STAGES
+from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
-from tests.servers.running_service import document_of, model_of, running_service, wait_until
+from tests.servers.running_service import document_of, model_of, running_service
 
 LOOKUP, INFER = "/v1/models/m/lookup", "/v2/models/m/infer"
 DIMS = {"user": 2, "item": 3}

@@ -17,9 +17,10 @@ from tritonclient.utils import InferenceServerException
 
 import hps
 from hps.ground.progress import NoProgress
+from hps.testing.waiting import wait_until
 from hps.versions import deployment as deployment_module
 from hps.versions import live_models
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 DIM = 4
 ROWS = 200

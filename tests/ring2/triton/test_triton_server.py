@@ -12,8 +12,9 @@ import tritonclient.http as http
 from tritonclient.utils import InferenceServerException
 
 import hps
+from hps.testing.waiting import wait_until
 from tests.servers.redis_server import free_ports
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 from tests.servers.triton_server import TritonServer, add_model, configuration_of
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]

@@ -20,11 +20,12 @@ from hps.errors import NotReadyError
 from hps.models.writer import write_version
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.statistics.snapshot import UpdateStatus
+from hps.testing.waiting import wait_until
 from hps.updates.base import Partition
 from hps.updates.publisher import Publisher, open_writer
 from tests.fakes.memory_log import MemoryBroker
 from tests.servers.redis_server import RedisServer
-from tests.servers.running_service import document_of, model_of, running_service, wait_until
+from tests.servers.running_service import document_of, model_of, running_service
 
 DIMS = {"user": 4, "item": 7}
 KEYS = np.arange(1, 2001)

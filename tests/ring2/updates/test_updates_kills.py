@@ -26,13 +26,14 @@ import hps
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.ground import rows as row_formats
 from hps.registry import implementation
+from hps.testing.waiting import wait_until
 from hps.types import KeyArray
 from hps.updates.base import TOPIC_PREFIX, Message, Partition, UpdateLog, UpdateLogWriter
 from hps.updates.framing import encode
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.kafka_broker import KafkaBroker, KafkaBrokerOnS3
 from tests.servers.redis_server import RedisServer
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 from tests.tables.numbered_updates import DEFAULT, NumberedPublisher, NumberedRows, replay
 from tests.tables.update_replica import BY_HUGECTR, DIMS, MODEL
 

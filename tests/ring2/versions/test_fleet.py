@@ -20,8 +20,9 @@ from hps.filesystems.base import FileStatus
 from hps.filesystems.local import LocalFileSystem
 from hps.ground.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS
+from hps.testing.waiting import wait_until
 from hps.versions.catalog import ModelVersion
-from tests.servers.running_service import document_of, model_of, running_service, wait_until
+from tests.servers.running_service import document_of, model_of, running_service
 from tests.servers.served_process import ServedProcess
 
 KEYS = np.arange(50)

@@ -23,9 +23,10 @@ from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 import hps
 from hps.configuration.tokens import digest_of
+from hps.testing.waiting import wait_until
 from tests.servers.certificates import Authority, Pair
 from tests.servers.child_processes import ROOT, ChildProcesses
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 LOOKUP, ROWS, DEPLOY = "/v1/models/m/lookup", "/v1/models/m/tables/item/rows", "/v1/models/m/refresh"
 BODY = json.dumps({"tables": {"item": [1, 2]}}).encode()

@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 import hps
 from hps.cli.app import app
 from hps.ground.progress import NoProgress
-from tests.servers.running_service import document_of, model_of, running_service, wait_until
+from hps.testing.waiting import wait_until
+from tests.servers.running_service import document_of, model_of, running_service
 
 KEYS = np.arange(100)
 Make = Callable[..., dict[str, Any]]

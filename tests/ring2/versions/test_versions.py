@@ -16,10 +16,11 @@ import hps
 from hps.databases.base import RowChanges
 from hps.ground.progress import NoProgress
 from hps.models.writer import write_version as write_version_of
+from hps.testing.waiting import wait_until
 from hps.types import split_tag
 from hps.versions.deployment import reconfigure
 from tests.fakes.paused_lookup import PausedSegment, paused_lookup
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.running_service import document_of, model_of
 
 DIMS = {"user": 4, "item": 7}
 KEYS = np.arange(3000)

@@ -1,0 +1,28 @@
+"""The one way in which tests wait: for a condition that the product publishes, as long as a busy machine may take."""
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+PATIENCE_S: Final = 120.0
+"""Every wait of a test ends after this many seconds. It bounds a test that fails; none that passes comes near it."""
+_PAUSE_S: Final = 0.005
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], what: str = "the condition holds") -> T:
+    """Poll a condition until it holds, and return what it returned.
+
+    Args:
+        condition: it is called again until it returns something true; its exceptions are the caller's.
+        what: for the message, e.g. "the service is ready".
+
+    Raises:
+        AssertionError: it did not hold within PATIENCE_S.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"{PATIENCE_S:g} s passed before {what}"
+        time.sleep(_PAUSE_S)
+    return result

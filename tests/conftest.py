@@ -1,4 +1,4 @@
-"""What every test shares: the report header, and markers that skip where something is missing.
+"""What every test shares: the report header, the ledger, and markers that skip where something is missing.
 
 `HPS_REQUIRE=gpu,redis` turns those skips into failures, so that a run cannot pass by doing nothing.
 """
@@ -7,21 +7,23 @@ import gc
 import importlib.metadata
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
-from datetime import date
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from hps.databases.redis.database import RedisDatabase
+from hps.ground import machine_code
 from hps.ground.log_limits import OnceAMinute
 from hps.ground.thread_pool import POOL
 from hps.ground.workers import THREADS
+from tests import ROOT
+from tests.ledger import Ledger, read_durations
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.gcs_server import gcs_server as gcs_server  # a fixture for all
 
@@ -111,9 +113,16 @@ _NEEDS = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ledger", action="store_true", help="write what each file took into tests/durations.json")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the kernels once, before each worker of a parallel run compiles those that it uses."""
-    if config.getoption("numprocesses", None):
+    """Compile the kernels once in a new tree, before workers and servers each compile those that they use."""
+    config.pluginmanager.register(Ledger(write=config.getoption("--ledger")))
+    place = machine_code.directory()
+    if not (hasattr(config, "workerinput") or config.option.collectonly or (place and any(place.iterdir()))):
+        sys.stderr.write("hps: compiling the kernels, once in this tree\n")
         subprocess.run(
             [sys.executable, "-m", "hps", "compile"], cwd=config.rootpath, timeout=600, check=True, stderr=subprocess.DEVNULL
         )
@@ -182,19 +191,10 @@ def children() -> Iterator[ChildProcesses]:
     processes.end()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with long files that would come last, so that no worker of a parallel run is left alone with one of them.
-
-    With `HPS_SLOW_SAMPLE=2`, of the slow tests run every second one, the others on the next day.
-    """
-    if (share := int(os.environ.pop("HPS_SLOW_SAMPLE", "1"))) > 1:  # not for what tests start
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        today = date.today().toordinal() % share
-        left_out = {item for item in slow if zlib.crc32(item.nodeid.encode()) % share != today}
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
-    folders = ("unit/updates", "unit/torch")
-    items.sort(key=lambda item: not item.nodeid.startswith(tuple(f"tests/{folder}/" for folder in folders)))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that took longest, so that no worker of a parallel run is left alone with one of them."""
+    took = {ROOT / "tests" / path: taken.total_s for path, taken in read_durations().items()}
+    items.sort(key=lambda item: -took.get(item.path, math.inf))
 
 
 def pytest_collection_finish() -> None:

@@ -13,7 +13,7 @@ TESTS    = $(if $(wildcard $(ROOM)),$(ROOM),$(or $(shell find tests/ring1 tests/
 # Tests start hundreds of processes. Without cached bytecode, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install dev sample serve test test-all test-nightly test-gpu durations mutants check lint types imports format soak bench docs site wheel locks clean
+.PHONY: help install dev sample serve test test-all test-ring2 test-nightly test-gpu durations mutants check lint types imports format soak bench docs site wheel locks clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -57,6 +57,9 @@ endif
 
 test-all: dev    ## rings 1 and 2, every wire and process, in a quarter of an hour
 	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) tests/ring1 tests/ring2 $(ARGS)
+
+test-ring2: dev  ## ring 2 alone, or its files in ROOM
+	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) $(or $(ROOM),tests/ring2) $(ARGS)
 
 test-nightly: dev  ## the storms, rings 1 and 2 on a busy machine with a list of flaky tests, and mutants
 	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) tests/nightly $(ARGS)

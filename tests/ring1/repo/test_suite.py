@@ -1,0 +1,82 @@
+"""Rules of the tests themselves: what they may take, and that none of them depends on patience."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.ledger import read_durations
+
+TESTS = ROOT / "tests"
+RINGS = ("ring1", "ring2", "nightly", "gpu")
+RING_1_BUDGET_S = 420
+"""Processor seconds of all tests of ring 1. Two cores, less what collecting takes on each, leave 5 minutes by the clock."""
+TEST_BUDGET_S = 1.0
+CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
+
+
+def files_of(*rings: str) -> list[Path]:
+    return [path for ring in rings for path in sorted((TESTS / ring).rglob("*.py"))]
+
+
+def name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def patience(source: str) -> Iterator[int]:
+    """Yield the lines of tests that sleep, or that assert how long something took."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and name_of(node) == "sleep":
+            if not (node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0):  # 0 lets others run
+                yield node.lineno
+        elif isinstance(node, ast.Assert):
+            calls = [one for one in ast.walk(node.test) if isinstance(one, ast.Call)]
+            if any(name_of(call) in CLOCKS for call in calls):
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("time.sleep(0.1)", True),
+        ("await asyncio.sleep(1)", True),
+        ("await asyncio.sleep(0)", False),
+        ("assert time.monotonic() - started < 5", True),
+        ("assert perf_counter() < deadline, 'late'", True),
+        ("started = time.monotonic()", False),
+        ("assert clock.now == 5", False),
+        ("wait_until(lambda: server.ready, 'it is ready')", False),
+    ],
+)
+def test_patience_is_seen(source: str, found: bool) -> None:
+    assert [*patience(source)] == [1] * found
+
+
+def test_no_test_of_rings_1_and_2_sleeps_or_asserts_a_duration() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}" for path in files_of("ring1", "ring2") for line in patience(path.read_text("utf-8"))
+    ]
+    assert not found, f"wait for a condition with hps.testing.waiting.wait_until, or move the test to tests/nightly: {found}"
+
+
+def test_every_test_is_in_a_ring() -> None:
+    strays = [path for path in TESTS.rglob("test_*.py") if path.relative_to(TESTS).parts[0] not in RINGS]
+    assert not strays
+
+
+def test_the_ledger_has_every_file_of_rings_1_and_2() -> None:
+    tests = {path.relative_to(TESTS).as_posix() for path in files_of("ring1", "ring2") if path.name.startswith("test_")}
+    known = set(read_durations())
+    assert known == tests, f"run: make durations ROOM='{' '.join(f'tests/{path}' for path in sorted(tests - known))}'"
+
+
+def test_ring_1_keeps_its_budget() -> None:
+    taken = {path: file for path, file in read_durations().items() if path.startswith("ring1/")}
+    dear = [f"{path}::{file.dearest} {file.dearest_s:g} s" for path, file in taken.items() if file.dearest_s > TEST_BUDGET_S]
+    assert not dear, (
+        f"expected at most {TEST_BUDGET_S:g} CPU-s a test in ring 1; make them smaller or move them to ring 2: {dear}"
+    )
+    total = sum(file.total_s for file in taken.values())
+    assert total <= RING_1_BUDGET_S, f"ring 1 takes {total:.0f} CPU-s, expected at most {RING_1_BUDGET_S}"

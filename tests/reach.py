@@ -64,7 +64,7 @@ def imported(source: str) -> Iterator[str]:
 
 
 def _commands(node: ast.AST) -> Iterator[str]:
-    """Yield the modules of commands of `hps` that a list or a call names: [python, "-m", "hps", "load"], children.hps("load")."""
+    """Yield the modules of commands that a list or a call names: [python, "-m", "hps", "load"], children.hps("load")."""
     words = getattr(node, "elts", None) or getattr(node, "args", None)
     if not isinstance(words, list):
         return

@@ -111,4 +111,4 @@ locks: dev       ## write the locked packages of the images, deploy/requirements
 	$(BIN)/python deploy/lock.py $(ARGS)
 
 clean:           ## remove what the targets made, but for models and data
-	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis flaky.txt

@@ -35,11 +35,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(package: Path, command: str) -> subprocess.CompletedProcess[str]:
-    clone, _, command = command.rpartition("PYTHONPATH=path/to/the/clone ")
-    path = os.pathsep.join([str(package / "site"), *([str(ROOT)] if clone or command.startswith("python") else [])])
+    """Run a command outside of the repository, where `hps` and the package are installed and nothing of `tests` is."""
     program, *arguments = command.split()
     argv = [sys.executable, *arguments] if program == "python" else [sys.executable, "-m", program, *arguments]
-    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
+    environment = os.environ | {"PYTHONPATH": str(package / "site"), "COLUMNS": "200"}
     return subprocess.run(argv, cwd=package, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 

@@ -141,6 +141,20 @@ def _no_secrets_of_the_environment() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_plug_ins_of_this_machine() -> Iterator[None]:
+    """What other packages register beside the repository is none of its tests' business."""
+    groups = (group for group in importlib.metadata.entry_points().groups if group.startswith("hps."))
+    installed = {point for group in groups for point in importlib.metadata.entry_points(group=group)}
+
+    def of_tests(**selected: str) -> list[importlib.metadata.EntryPoint]:
+        return [point for point in importlib.metadata.entry_points(**selected) if point not in installed]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hps.registry.entry_points", of_tests)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _time_for_redis() -> None:
     """A server that answers may be silent for seconds on a busy machine; where none answers, tests say how long they wait."""
     RedisDatabase.__init__.__kwdefaults__.update(connect_timeout_s=20.0, read_timeout_s=20.0, timeout_s=20.0)

@@ -1,6 +1,6 @@
 """Runs rings 1 and 2 beside loops that keep every core busy, and what fails there ten times more.
 
-    python -m tests.nightly.busy [argument of pytest ...]      by default tests/ring1 tests/ring2; or: make test-nightly
+    python -m tests.nightly.busy [argument of pytest ...]      by default tests/ring1 tests/ring2
 
 Writes flaky.txt: the tests that failed and then passed at least once, with how often they passed. The exit code is 0 if all passed.
 """

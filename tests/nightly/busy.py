@@ -2,7 +2,7 @@
 
     python -m tests.nightly.busy [argument of pytest ...]      by default tests/ring1 tests/ring2
 
-Writes flaky.txt: the tests that failed and then passed at least once, with how often they passed. The exit code is 0 if all passed.
+Writes flaky.txt: the tests that failed and then passed at least once, with how often they passed. Exits with 0 if all passed.
 """
 
 import os

@@ -29,7 +29,19 @@ from typing import IO, Any, Final, Self
 from tests import ROOT
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_IMPORTED: Final = ("hps.cli.app", "hps.service.server", "hps.client.client", "hps.service.fronts.grpc_calls")
+_IMPORTED: Final = (
+    "hps.cli.app",
+    "hps.service.server",
+    "hps.client.client",
+    "hps.service.fronts.grpc_calls",
+    # What a served process imports when it needs it.
+    "hps.cache.cpu.cache",
+    "hps.databases.hash_map.database",
+    "hps.databases.rocks_db.database",
+    "uvicorn.lifespan.on",
+    "uvicorn.protocols.http.httptools_impl",
+    "encodings.idna",
+)
 _READ_AT_START: Final = ("PYTHON", "COVERAGE", "NUMBA", "LD_", "MALLOC", "OMP", "OPENBLAS", "MKL")
 """What names of variables begin with that a process reads when it starts or imports."""
 _ENVIRONMENT: Final = dict(os.environ)  # before any test has changed it
@@ -326,10 +338,19 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _load_kernels() -> None:
+    """Load the machine code of a service on the CPU with a hash map and RocksDB."""
+    from hps.cache.cpu.batches import run
+    from hps.cache.cpu.cache import NumpyCache
+    from hps.configuration.load import load_configuration
+    from hps.ground.key_sets import distinct_kernels, places_kernels
     from hps.ground.numba_kernels import compile_kernels
-    from hps.regions.board import FRONT_KERNELS
+    from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
+    from hps.versions.deployment import kernels_of
 
-    compile_kernels(*FRONT_KERNELS)
+    lookups = [run, *NumpyCache.kernels(), *places_kernels(), *distinct_kernels()]
+    databases = {"volatile_db": {"type": "hash_map"}, "persistent_db": {"type": "rocks_db", "path": "nowhere"}}
+    configuration = load_configuration({"supportlonglong": True, "model_repository": "nowhere", **databases})
+    compile_kernels(*FRONT_KERNELS, *OWNER_KERNELS, *kernels_of(configuration, NumpyCache), *lookups)
 
 
 def _serve(connection: socket.socket, parent: int) -> tuple[dict[str, Any], list[int]] | None:

@@ -111,9 +111,10 @@ def test_an_interrupt_reaches_the_program(children: ChildProcesses) -> None:
 
 def test_the_end_of_a_test_kills_what_its_forks_have_started() -> None:
     children = ChildProcesses()
-    code = "import os\nif os.fork():\n print(os.getpid(), flush=True)\nelse:\n print(os.getpid(), flush=True)\ninput()"
+    code = "import os\nif child := os.fork():\n print(os.getpid(), child, flush=True)\ninput()"
     process = python(children, code, stdin=subprocess.PIPE)
-    pids = [int(process.stdout.readline()) for _ in range(2)]
+    pids = list(map(int, process.stdout.readline().split()))
+    assert len(pids) == 2
     children.end()
     assert process.returncode == -signal.SIGKILL
     wait_until(lambda: all(map(is_gone, pids)), "parent and child are gone")

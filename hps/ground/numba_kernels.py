@@ -32,6 +32,7 @@ import llvmlite.binding as llvm
 import numba
 from numba import njit
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from hps.ground import machine_code
@@ -151,7 +152,7 @@ class _Kernel:
 
     def _read(self) -> bytes | None:
         context = self.made.targetctx
-        context.refresh()
+        rtsys.initialize(context)  # machine code needs no more of numba; a third of a second of imports is for compiling
         for processor in _processors(context.codegen()):
             if code := machine_code.read(*self._place(processor)):
                 return code

@@ -1,28 +1,26 @@
 """Processes that a test starts: they have signal handlers of their own, and end with the test."""
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from tests import ROOT
+from tests.servers import fork_server
+from tests.servers.fork_server import ForkedProcess
 
-_libc = ctypes.CDLL(None, use_errno=True)
+Process = subprocess.Popen[str] | ForkedProcess
+_FORKED: Final = frozenset(("cwd", "env", "stdin", "stdout", "stderr", "text"))
+"""Options that a forked process has, too."""
 
 
 def own_signals() -> None:
-    """Make a child independent of how the tests were started; for `preexec_fn`.
-
-    A shell starts background jobs with SIGINT ignored, and their children inherit that: none of them would end on an interrupt.
-    A test run that is killed takes the child with it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    """Make a child independent of how the tests were started; for `preexec_fn`. A test run that is killed takes it with it."""
+    fork_server.own_signals()
+    fork_server.end_with_parent()
 
 
 def run_alone(function: Callable[..., object], *arguments: object) -> None:
@@ -33,27 +31,48 @@ def run_alone(function: Callable[..., object], *arguments: object) -> None:
         arguments: are passed by their `repr`.
     """
     name = function.__name__
-    code = f"from {function.__module__} import {name}; {name}(*{arguments!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    children = ChildProcesses()
+    process = children.start(
+        sys.executable, "-c", f"from {function.__module__} import {name}; {name}(*{arguments!r})", cwd=ROOT
+    )
+    try:
+        _, errors = process.communicate(timeout=300)
+    finally:
+        children.end()
+    assert process.returncode == 0, errors
 
 
 class ChildProcesses:
     """The processes of one test, each in a session of its own. Use the fixture `children`."""
 
     def __init__(self) -> None:
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[Process] = []
 
-    def start(self, *command: object, **options: Any) -> "subprocess.Popen[str]":
-        """Start a command; its output is piped, as text, unless `options` say otherwise."""
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-        process = subprocess.Popen(list(map(str, command)), start_new_session=True, preexec_fn=own_signals, **options)
+    def start(self, *command: object, real: bool = False, **options: Any) -> Any:
+        """Start a command; its output is piped, as text, unless `options` say otherwise.
+
+        `sys.executable` with `-c CODE ...` or `-m MODULE ...` runs in a fork of a process that has imported the package.
+
+        Args:
+            real: start Python itself, for tests of what is imported, of the command line or of how a process begins and ends.
+
+        Returns:
+            A `Process`.
+        """
+        program, *arguments = map(str, command)
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        process: Process | None = None
+        if not real and program == sys.executable and arguments[:1] in (["-c"], ["-m"]) and _FORKED.issuperset(options):
+            process = fork_server.start(arguments, **options)
+        if process is None:
+            options = {"text": True, **options}
+            process = subprocess.Popen([program, *arguments], start_new_session=True, preexec_fn=own_signals, **options)
         self._started.append(process)
         return process
 
-    def hps(self, *arguments: object, **options: Any) -> "subprocess.Popen[str]":
-        """Start a command of `hps`."""
-        return self.start(sys.executable, "-m", "hps", *arguments, **options)
+    def hps(self, *arguments: object, real: bool = False, **options: Any) -> Any:
+        """Start a command of `hps`; like `start`."""
+        return self.start(sys.executable, "-m", "hps", *arguments, real=real, **options)
 
     def end(self) -> None:
         """Kill those that still run, with whatever they started."""

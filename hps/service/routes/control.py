@@ -31,8 +31,12 @@ from hps.version import __version__
 
 _Responses = dict[int | str, dict[str, Any]]
 
+_ERROR = schemas.ErrorAnswer.__name__
+# By its name: FastAPI would make a validator of the model for each status of each route, which takes as long as all the rest.
+_ERROR_CONTENT = {"application/json": {"schema": {"$ref": f"#/components/schemas/{_ERROR}"}}}
+
 ERRORS: _Responses = {
-    status: {"model": schemas.ErrorAnswer, "description": text}
+    status: {"content": _ERROR_CONTENT, "description": text}
     for status, text in {
         400: "The request is wrong.",
         401: "The token is missing or wrong.",
@@ -217,8 +221,10 @@ def control_app(
                     if operation["operationId"].startswith(operation["summary"].lower().replace(" ", "_") + "_"):
                         title, *rest = re.split(r"\.(?:\s+|$)", operation.pop("description"), maxsplit=1)
                         operation |= {"summary": title, **({"description": rest[0]} if any(rest) else {})}
-            for name in ("HTTPValidationError", "ValidationError"):
-                document["components"]["schemas"].pop(name)
+            named = document["components"]["schemas"] | {_ERROR: schemas.ErrorAnswer.model_json_schema()}
+            document["components"]["schemas"] = {
+                name: named[name] for name in sorted(named) if name not in ("HTTPValidationError", "ValidationError")
+            }
             app.openapi_schema = document
         return app.openapi_schema
 

@@ -151,7 +151,7 @@ def test_create_model_overwrites_only_when_asked(tmp_path: Path) -> None:
 
 
 def test_create_model_that_is_interrupted_leaves_nothing(tmp_path: Path, children: ChildProcesses) -> None:
-    process = children.hps("create-model", tmp_path / "m", "--rows", 2_000_000_000, "--dim", 16)
+    process = children.hps("create-model", tmp_path / "m", "--rows", 2_000_000_000, "--dim", 16, real=True)
     deadline = time.monotonic() + 60
     while not os.listdir(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -481,7 +481,7 @@ def test_serve_says_when_its_port_is_taken_before_it_opens_anything(config: Path
 
 def test_serve_of_a_broken_model_ends_with_code_2(tmp_path: Path, config: Path, children: ChildProcesses) -> None:
     (tmp_path / "item" / "key").unlink()
-    process = children.hps("serve", config, "--port", 0)
+    process = children.hps("serve", config, "--port", 0, real=True)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 2
     assert f"error: opening sparse model {tmp_path}/item: key not found" in stderr

@@ -5,6 +5,8 @@ import pytest
 
 import hps
 import hps.errors
+from hps.ground.numba_kernels import compile_kernels
+from hps.regions.board import FRONT_KERNELS
 
 
 def test_every_exported_name_is_there():
@@ -30,5 +32,15 @@ def test_every_error_is_exported_drawn_in_the_tree_and_an_hps_error():
 def test_importing_a_module_loads_nothing_heavy(module: str, more: set[str]) -> None:
     heavy = ["numba", "rocksdict", "redis", "boto3", "cupy", "fastapi", "uvicorn", "prometheus_client", "torch"]
     code = f"import sys, {module}; print(sorted({more.union(heavy)} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout == "[]\n"
+
+
+def test_loading_kernels_imports_none_of_what_compiling_needs() -> None:
+    compile_kernels(*FRONT_KERNELS)  # unless it is done
+    code = (
+        "import sys; from hps.ground.numba_kernels import compile_kernels; from hps.regions.board import FRONT_KERNELS\n"
+        "compile_kernels(*FRONT_KERNELS); print(sorted({'numba.np.arrayobj', 'numba.cpython.unicode'} & set(sys.modules)))"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == "[]\n"

@@ -27,7 +27,7 @@ def sample(tmp_path: Path) -> Path:
 
 
 def test_the_examples_work_beside_the_server_of_make_serve(sample: Path, children: ChildProcesses) -> None:
-    server = children.hps("serve", "configs/minimal.json", "--port", 0, cwd=sample)
+    server = children.hps("serve", "configs/minimal.json", "--port", 0, cwd=sample, real=True)
     assert server.stderr
     assert any("ready; try:" in line for line in server.stderr)
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -148,7 +148,8 @@ def serve(tmp_path, children):
         path, log = tmp_path / "ps.json", tmp_path / "log"
         path.write_text(json.dumps(document))
         with log.open("wb") as stderr:
-            process = children.hps("serve", path, "--port", port, *options, stderr=stderr, env={**os.environ, "COLUMNS": "300"})
+            environment = {**os.environ, "COLUMNS": "300"}
+            process = children.hps("serve", path, "--port", port, *options, stderr=stderr, env=environment, real=True)
         return process, log
 
     return serve

@@ -38,14 +38,20 @@ class Served:
     """`hps serve` in processes of its own. *For one test.*"""
 
     def __init__(
-        self, children: ChildProcesses, directory: Path, document: dict[str, Any], *arguments: Any, **more: str
+        self,
+        children: ChildProcesses,
+        directory: Path,
+        document: dict[str, Any],
+        *arguments: Any,
+        real: bool = False,
+        **more: str,
     ) -> None:
         self.directory = directory
         self.log = directory / "log"
         (directory / "ps.json").write_text(json.dumps(document))
         command = ("serve", directory / "ps.json", "--port", 0, *arguments)
         with self.log.open("w") as log:
-            self.process = children.hps(*command, stderr=log, env={**os.environ, **more})
+            self.process = children.hps(*command, stderr=log, env={**os.environ, **more}, real=real)
         wait_until(lambda: "ready; try" in self.text or self.process.poll() is not None, "it is ready")
         found = re.search(r"listening on (https?)://[0-9.]+:(\d+)", self.text)
         assert found is not None, self.text
@@ -548,7 +554,7 @@ def test_no_secret_is_in_logs_metrics_errors_or_process_lists(
         "access_log_per_s": 1000,
         "slow_lookup_ms": 0.000001,
     }
-    service = Served(children, tmp_path, document, "--fronts", 2, HPS_ADMIN_TOKEN=SECRETS["admin"])
+    service = Served(children, tmp_path, document, "--fronts", 2, real=True, HPS_ADMIN_TOKEN=SECRETS["admin"])
     context = trusting(authority)
     seen = []
     for secret in SECRETS.values():

@@ -10,9 +10,8 @@ import sys
 import tempfile  # noqa: F401 - for the children
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor  # noqa: F401 - for the children
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,9 @@ from hps.errors import (
     DatabaseError,
     DatabaseLockedError,
     DatabaseTimeoutError,
-    InvalidInputError,
-    UnknownTableError,
 )
 from hps.testing.databases import DIM, TAG, changes_of, distinct_keys, fetched, vectors_of
+from hps.testing.waiting import wait_until
 from hps.types import KeyArray
 from tests import ROOT
 from tests.tables.rocks_database import opened
@@ -148,31 +146,37 @@ def read_everything(path: Path, read_only: bool) -> None:
         assert record == LoadRecord("x", ROWS, ROWS)
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize("damage", [cut, garble, zero_the_end, empty, remove])
-@pytest.mark.parametrize("pattern", ["*.sst", "MANIFEST-*", "CURRENT"])
-def test_a_damaged_file_is_reported_and_never_answers_wrongly(
-    pristine: Path, path: Path, pattern: str, damage: Damage, read_only: bool
-):
-    reports = []
-    for seed in range(1 if damage in (empty, remove) else 8):
+DAMAGES = (cut, garble, zero_the_end, empty, remove)
+PATTERNS = ("*.sst", "MANIFEST-*", "CURRENT")
+
+
+def check_damaged(pristine: Path, path: Path, pattern: str, damage: Damage, read_only: bool, seeds: int) -> None:
+    """Damage a copy, each time another way; what is read then is right, or the damage is reported."""
+    reports, seeds = [], 1 if damage in (empty, remove) else seeds
+    for seed in range(seeds):
         rng = random.Random(seed)
         shutil.copytree(pristine, path)
-        victim = rng.choice(sorted(path.glob(pattern)))
-        damage(victim, rng)
+        damage(rng.choice(sorted(path.glob(pattern))), rng)
         try:
             read_everything(path, read_only)
         except DatabaseCorruptError as error:
             reports.append(str(error))
         shutil.rmtree(path)
     # Bytes that nothing reads may change unnoticed, but not many of them.
-    assert len(reports) >= (1 if damage in (empty, remove) else 6)
+    assert len(reports) >= min(seeds, seeds // 2 + 1)
     assert all(str(path) in report and "backup" in report for report in reports)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_damaged_file_is_reported_and_never_answers_wrongly(pristine: Path, path: Path, pattern: str, damage: Damage):
+    read_only = (DAMAGES.index(damage) + PATTERNS.index(pattern)) % 2 == 0
+    check_damaged(pristine, path, pattern, damage, read_only, seeds=3)
 
 
 def test_a_manifest_cut_at_any_point_is_reported(pristine: Path, path: Path):
     whole = next(pristine.glob("MANIFEST-*")).stat().st_size
-    for size in [*range(0, whole, 97), whole - 1]:
+    for size in [*range(0, whole, whole // 8), whole - 1]:
         shutil.copytree(pristine, path)
         os.truncate(next(path.glob("MANIFEST-*")), size)
         with pytest.raises(DatabaseCorruptError, match=r"MANIFEST-\d+ was cut short"):
@@ -198,16 +202,6 @@ def test_a_file_that_is_damaged_while_it_is_open_is_reported(pristine: Path, pat
             list(database.scan(TAG, 100))
         with pytest.raises(DatabaseCorruptError, match="counting"):
             database.size(TAG)
-
-
-def test_a_database_without_its_first_file_is_not_taken_for_a_new_one(pristine: Path, path: Path):
-    shutil.copytree(pristine, path)
-    (path / "CURRENT").unlink()
-    before = sorted(path.iterdir())
-    for read_only in (False, True):
-        with pytest.raises(DatabaseCorruptError, match="CURRENT is missing"):
-            RocksDatabase(path, read_only=read_only)
-    assert sorted(path.iterdir()) == before
 
 
 def test_a_damaged_or_foreign_seal_does_not_keep_a_whole_database_closed(pristine: Path, path: Path):
@@ -294,7 +288,7 @@ FILL = """
                 insert_when_possible(database, wide)
             finally:
                 done.set()
-            assert reads.result(60) > 0
+            assert reads.result() > 0
     with opened(path) as database:
         out, found = fetched(database, TAG, KEYS, DIM)
         assert found.all() and (out == VECTORS).all(), "what was there is lost"
@@ -315,14 +309,14 @@ def read_until(done: threading.Event, database: RocksDatabase) -> int:
 
 
 def insert_when_possible(database: RocksDatabase, keys: KeyArray) -> None:
-    give_up = time.monotonic() + 60
-    while True:
+    def inserted() -> bool:
         try:
-            return database.insert(TAG, keys, vectors_of(keys, DIM))
+            database.insert(TAG, keys, vectors_of(keys, DIM))
         except DatabaseError:
-            if time.monotonic() > give_up:
-                raise
-            time.sleep(0.1)
+            return False
+        return True
+
+    wait_until(inserted, "there is room again")
 
 
 @contextmanager
@@ -418,8 +412,7 @@ RESTARTS_WHEN_FULL = """
 """
 
 
-@pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize("full", FULL)
+@pytest.mark.parametrize(("full", "killed"), [("files may not grow", False), ("files may not grow", True), ("disk", True)])
 def test_every_restart_on_a_full_disk_serves_what_is_there_until_there_is_room(tmp_path: Path, full: str, killed: bool):
     disk = [(b"none", b"tmpfs", 0, b"size=12m")] if full == "disk" else []
     with mounted(tmp_path / "disk", *disk) as place:
@@ -512,37 +505,27 @@ def test_a_database_that_cannot_be_opened_again_answers_nothing_until_it_can(pat
     code = (
         textwrap.dedent(FULL["files may not grow"])
         + """
+def outcome(work):
+    try:
+        work()
+    except DatabaseError as error:
+        return type(error)
+
 path = Path(sys.argv[1])
 with opened(path) as database:
     database.insert(TAG, KEYS, VECTORS)
     fill(path, 1000)
-    try:
+    with pytest.raises(DatabaseError):
         database.insert(TAG, KEYS, VECTORS)
-    except DatabaseError:
-        fill(path, -1)
+    fill(path, -1)
     (path / "CURRENT").rename(path / "away")
-    give_up = time.monotonic() + 60
-    while time.monotonic() < give_up:
-        try:
-            database.insert(TAG, KEYS[:1], VECTORS[:1])
-        except DatabaseCorruptError:
-            break
-        except DatabaseError:
-            continue
+    wait_until(lambda: outcome(lambda: database.insert(TAG, KEYS[:1], VECTORS[:1])) is DatabaseCorruptError)
     for _ in range(3):
-        try:
+        with pytest.raises(DatabaseError, match=str(path)):
             fetched(database, TAG, KEYS, DIM)
-        except DatabaseError as error:
-            assert str(path) in str(error)
-        else:
-            raise SystemExit("answered")
     (path / "away").rename(path / "CURRENT")
-    while time.monotonic() < give_up:
-        try:
-            out, found = fetched(database, TAG, KEYS, DIM)
-            break
-        except DatabaseError:
-            time.sleep(0.1)
+    wait_until(lambda: outcome(lambda: fetched(database, TAG, KEYS, DIM)) is None)
+    out, found = fetched(database, TAG, KEYS, DIM)
     assert found.all() and (out == VECTORS).all()
     database.insert(TAG, KEYS[:1], VECTORS[:1])
 """
@@ -561,89 +544,6 @@ def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: 
 
 # -- killed ------------------------------------------------------------------------------------------------------------
 
-LOAD_ROWS, CHUNK_ROWS = 120_000, 1500
-LOAD_KEYS = np.concatenate([distinct_keys(LOAD_ROWS - 5000, seed=11), distinct_keys(5000, seed=11)])  # the last come again
-LOAD_VECTORS = vectors_of(LOAD_KEYS, DIM) + np.arange(LOAD_ROWS, dtype=np.float32)[:, None] * 2**-10
-
-LOAD = """
-    with opened(sys.argv[1]) as database:
-        record = database.load_record(TAG)
-        print("begin", flush=True)
-        for start in range(record.rows_done if record else 0, LOAD_ROWS, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, LOAD_ROWS)
-            database.load_chunk(TAG, LOAD_KEYS[start:stop], LOAD_VECTORS[start:stop], LoadRecord("f", stop, LOAD_ROWS))
-            print("chunk", flush=True)
-        print("merge", flush=True)
-        database.finish_load(TAG)
-    print("done", flush=True)
-"""
-
-
-def expected(rows: int) -> dict[int, bytes]:
-    return {int(key): row.tobytes() for key, row in zip(LOAD_KEYS[:rows], LOAD_VECTORS[:rows], strict=True)}
-
-
-def check_prefix(path: Path) -> int:
-    """Rows done, all of which must be there: each as of the last chunk counted, or of the one that was being loaded."""
-    with opened(path) as database:
-        record = database.load_record(TAG)
-        done = record.rows_done if record else 0
-        here = expected(done)
-        maybe = expected(min(done + CHUNK_ROWS, LOAD_ROWS))
-        keys = np.fromiter(here, np.int64, len(here))
-        out, found = fetched(database, TAG, keys, DIM)
-        assert found.all()
-        rows = [row.tobytes() for row in out]
-        assert all(row in (here[key], maybe[key]) for key, row in zip(keys.tolist(), rows, strict=True))
-        assert list((path / "hps-ingest").iterdir()) == []
-        return done
-
-
-@pytest.mark.slow
-def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path: Path):
-    rng = random.Random(7)
-    kills = 0
-    progress = [0]
-    while progress[-1] < LOAD_ROWS:
-        with child(LOAD, path) as loader:
-            assert loader.stdout.readline() == "begin\n", loader.stderr.read()
-            if kills < 8:
-                for _ in range(rng.randrange(9)):
-                    assert loader.stdout.readline() == "chunk\n"
-                time.sleep(rng.uniform(0, 0.01))
-                loader.kill()
-            loader.communicate(timeout=120)
-        assert loader.returncode in (0, -signal.SIGKILL)
-        kills += loader.returncode != 0
-        progress.append(check_prefix(path))
-        assert progress[-1] >= progress[-2]
-    assert kills == 8
-    assert len(set(progress)) >= 5, "the kills missed the load"
-    assert progress[-1] == LOAD_ROWS
-    with opened(path, read_only=True) as database:
-        whole = expected(LOAD_ROWS)
-        keys = np.fromiter(whole, np.int64, len(whole))
-        out, found = fetched(database, TAG, keys, DIM)
-        assert found.all()
-        assert [row.tobytes() for row in out] == list(whole.values())
-        assert database.size(TAG) == len(whole)
-
-
-@pytest.mark.slow
-def test_a_merge_that_is_killed_loses_nothing(path: Path):
-    rng = random.Random(3)
-    killed = 0
-    for seconds in (0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.1)):
-        with child(LOAD, path) as loader:
-            while loader.stdout.readline() not in ("merge\n", ""):
-                pass
-            time.sleep(seconds)
-            loader.kill()
-            loader.communicate(timeout=120)
-        killed += loader.returncode == -signal.SIGKILL
-        assert check_prefix(path) == LOAD_ROWS
-    assert killed >= 1
-
 
 def test_inserts_that_returned_survive_a_kill(path: Path):
     code = """
@@ -653,13 +553,13 @@ def test_inserts_that_returned_survive_a_kill(path: Path):
             database.insert(TAG, KEYS[:500], vectors_of(KEYS[:500], DIM, version % 250))
             print(version, flush=True)
     """
-    for seconds in (0.0, 0.05, 0.2):
+    for inserts in (1, 2, 40):
         with child(code, path) as writer:
-            assert writer.stdout.readline() == "0\n"
-            time.sleep(seconds)
+            for number in range(inserts):
+                assert writer.stdout.readline() == f"{number}\n"
             writer.kill()
             lines = writer.stdout.read()  # what communicate() reads lacks the lines that are buffered already
-        acknowledged = int(lines.split("\n")[-2]) if "\n" in lines else 0
+        acknowledged = int(lines.split("\n")[-2]) if "\n" in lines else inserts - 1
         database = RocksDatabase(path)
         database.open_table(TAG, DIM)
         out, found = fetched(database, TAG, KEYS[:500], DIM)
@@ -667,57 +567,6 @@ def test_inserts_that_returned_survive_a_kill(path: Path):
         candidates = [vectors_of(KEYS[:500], DIM, version % 250) for version in (acknowledged, acknowledged + 1)]
         assert np.logical_or(*((out == wanted).all(axis=1) for wanted in candidates)).all()
         database.close()
-
-
-def test_a_table_that_is_dropped_under_its_users_is_unknown_to_them_and_nothing_crashes(path: Path):
-    with opened(path) as database:
-        database.insert(TAG, KEYS, VECTORS)
-        scan = database.scan(TAG, 1000)
-        next(scan)
-        database.drop_table(TAG)
-        with pytest.raises(UnknownTableError):
-            fetched(database, TAG, KEYS, DIM)
-        rest = sum(keys.size for keys, _ in scan)  # the scan holds on to what it reads
-        assert rest == ROWS - 1000
-        database.open_table(TAG, DIM + 1)
-        assert not fetched(database, TAG, KEYS, DIM + 1)[1].any()
-    RocksDatabase(path).close()
-
-
-def test_a_table_that_is_replaced_under_its_writers_and_readers_never_mixes_its_widths(path: Path):
-    with opened(path) as database:
-        done = threading.Event()
-
-        def use(work: Callable[[int], object], dim: int) -> int:
-            calls = 0
-            while not done.is_set():
-                try:
-                    work(dim)
-                    calls += 1
-                except (UnknownTableError, InvalidInputError):  # dropped, or of the other width just now
-                    continue
-            return calls
-
-        def insert(dim: int) -> None:
-            database.insert(TAG, KEYS, vectors_of(KEYS, dim))
-
-        def load(dim: int) -> None:
-            database.load_chunk(TAG, KEYS[::-1].copy(), vectors_of(KEYS[::-1].copy(), dim), LoadRecord("x", 1, 1))
-
-        def fetch(dim: int) -> None:
-            out, found = fetched(database, TAG, KEYS, dim)
-            np.testing.assert_array_equal(out[found], vectors_of(KEYS, dim)[found])
-
-        with ThreadPoolExecutor(6) as pool:
-            users = [pool.submit(use, work, dim) for work in (insert, load, fetch) for dim in (DIM, DIM + 1)]
-            try:
-                for turn in range(10):
-                    time.sleep(0.02)
-                    database.drop_table(TAG)
-                    database.open_table(TAG, DIM + turn % 2)
-            finally:
-                done.set()
-            assert sum(user.result(60) for user in users) > 0
 
 
 @pytest.mark.parametrize("writes", [6, 7, 8, 9])  # a batch of changes is four of them

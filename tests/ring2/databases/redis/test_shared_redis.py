@@ -66,9 +66,10 @@ class AskingPeers(NoProgress):
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path / "redis") as server:
-        yield server
+def redis(server: RedisServer) -> RedisServer:
+    with server.client() as client:
+        client.flushall()
+    return server
 
 
 @pytest.fixture
@@ -96,8 +97,8 @@ def stored_slots(redis: RedisServer) -> set[str]:
 def test_peers_answer_all_the_while_that_each_in_turn_forces_a_deployment(
     start: Callable[..., hps.HPS], redis: RedisServer
 ) -> None:
-    servers = [start() for _ in range(3)]
-    for _ in range(3):
+    servers = [start() for _ in range(2)]
+    for _ in range(2):
         for server in servers:
             peers = AskingPeers(dict.fromkeys(servers, 1))
             server.deploy("ranker", progress=peers, force=True)
@@ -109,9 +110,9 @@ def test_peers_answer_all_the_while_that_each_in_turn_forces_a_deployment(
 def test_servers_that_force_a_deployment_at_once_load_it_once(start: Callable[..., hps.HPS], redis: RedisServer) -> None:
     servers = [start() for _ in range(3)]
     with ThreadPoolExecutor() as pool:
-        for _ in range(3):
+        for _ in range(2):
             for done in [pool.submit(server.deploy, "ranker", force=True) for server in servers]:
-                done.result(60)
+                done.result()
             assert list(map(content_of, servers)) == [1, 1, 1]
 
 
@@ -149,7 +150,7 @@ def test_an_older_change_removes_the_row_from_the_caches_of_a_server_that_lags(s
     np.testing.assert_array_equal(behind.lookup([7, 8, 9], "ranker", "user"), expected)
 
 
-@pytest.mark.parametrize("forced", [1, 2, 3, 4])
+@pytest.mark.parametrize("forced", [1, 3])
 def test_a_restarted_server_finds_the_rows_that_it_forced_last_and_its_writes(
     start: Callable[..., hps.HPS], forced: int
 ) -> None:

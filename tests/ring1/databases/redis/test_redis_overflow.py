@@ -45,7 +45,7 @@ def age(client, partition, keys, seconds):
         client.hset(f"hps_et{{{TAG}/p{partition}}}t", key.tobytes(), struct.pack("<q", seconds))
 
 
-@pytest.mark.parametrize(("policy", "batch"), zip(POLICIES, [50, 1000, 65_536], strict=True))
+@pytest.mark.parametrize(("policy", "batch"), [*zip(POLICIES, [50, 1000, 65_536], strict=True)])
 def test_no_partition_is_over_its_margin_when_an_insertion_returns(opened, client, policy, batch):
     database = opened(policy, max_batch_size=batch)
     keys = distinct_keys(3000)
@@ -155,7 +155,7 @@ def test_the_least_used_go_and_counts_age(opened, client):
     assert counts[keys[60:61].tobytes()] == 2 // 2 + 1
 
 
-@pytest.mark.parametrize(("before", "after"), zip(POLICIES, (*POLICIES[1:], POLICIES[0]), strict=True))
+@pytest.mark.parametrize(("before", "after"), [*zip(POLICIES, (*POLICIES[1:], POLICIES[0]), strict=True)])
 def test_rows_noted_under_another_policy_can_be_used_and_replaced(opened, client, before, after):
     keys = keys_of_partition(1, MARGIN)
     put(opened(before), keys)

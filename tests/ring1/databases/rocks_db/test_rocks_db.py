@@ -262,26 +262,6 @@ def test_a_scan_of_many_engine_pieces_is_whole(database: RocksDatabase):
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def test_later_chunks_win_over_earlier_ones_and_over_inserts(path: Path):
-    with opened(path) as database:
-        keys = distinct_keys(4000)
-        database.insert(TAG, keys, vectors_of(keys, DIM, 0))
-        for version in range(1, 7):  # each replaces a smaller part of the same keys
-            part = keys[: 4000 - 600 * version]
-            database.load_chunk(TAG, part, vectors_of(part, DIM, version), LoadRecord("x", version, 7))
-        database.insert(TAG, keys[:100], vectors_of(keys[:100], DIM, 9))
-        wanted = vectors_of(keys, DIM, 0)
-        for version in range(1, 7):
-            wanted[: 4000 - 600 * version] = vectors_of(keys[: 4000 - 600 * version], DIM, version)
-        wanted[:100] = vectors_of(keys[:100], DIM, 9)
-        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
-        database.finish_load(TAG)
-        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
-    with opened(path) as again:
-        np.testing.assert_array_equal(fetched(again, TAG, keys, DIM)[0], wanted)
-        assert again.load_record(TAG) == LoadRecord("x", 6, 7, modified=True)
-
-
 def test_a_long_load_merges_before_it_runs_out_of_open_files_and_in_the_end(
     table: RocksDatabase, monkeypatch: pytest.MonkeyPatch
 ):

@@ -9,9 +9,7 @@ import subprocess
 import sys
 import tempfile  # noqa: F401 - for the children
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor  # noqa: F401 - for the children
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -281,31 +279,13 @@ FILL = """
         failing(lambda step: database.insert(TAG, part(step), vectors_of(part(step), DIM)))
         assert list((path / "hps-ingest").iterdir()) == []
         empty_again(path)
-        with ThreadPoolExecutor(1) as pool:
-            done = threading.Event()
-            reads = pool.submit(read_until, done, database)
-            try:
-                insert_when_possible(database, wide)
-            finally:
-                done.set()
-            assert reads.result() > 0
+        insert_when_possible(database, wide)
     with opened(path) as database:
         out, found = fetched(database, TAG, KEYS, DIM)
         assert found.all() and (out == VECTORS).all(), "what was there is lost"
         out, found = fetched(database, TAG, wide, DIM)
         assert found.all() and (out == vectors_of(wide, DIM)).all(), "what was acknowledged is lost"
 """
-
-
-def read_until(done: threading.Event, database: RocksDatabase) -> int:
-    """Count fetches, all of which must answer with every vector."""
-    reads = 0
-    while not done.is_set():
-        out, found = fetched(database, TAG, KEYS, DIM)
-        assert found.all(), "what was there is lost"
-        np.testing.assert_array_equal(out, VECTORS)
-        reads += 1
-    return reads
 
 
 def insert_when_possible(database: RocksDatabase, keys: KeyArray) -> None:
@@ -432,31 +412,6 @@ def test_a_first_start_on_a_full_disk_promises_nothing(tmp_path: Path):
             print("by itself" in str(error), "make room" in str(error))
     """)
     assert outcome_of(code, tmp_path / "rocksdb") == "False True\n"
-
-
-def test_inserts_go_on_when_there_are_descriptors_again(path: Path):
-    code = """
-        with opened(sys.argv[1]) as database:
-            database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
-            database.insert(TAG, KEYS[:10], VECTORS[:10])
-            import resource
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
-            failed = 0
-            for work in (lambda: database.finish_load(TAG), lambda: database.insert(TAG, KEYS, VECTORS)):
-                try:
-                    work()
-                except DatabaseError as error:
-                    failed += "ulimit" in str(error)
-            assert failed, "the descriptors sufficed"
-            assert fetched(database, TAG, KEYS, DIM)[1].all()
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            more = distinct_keys(1000, seed=9)
-            insert_when_possible(database, more)
-        with opened(sys.argv[1]) as database:
-            assert fetched(database, TAG, more, DIM)[1].all()
-    """
-    outcome_of(code, path)
 
 
 def test_whatever_meets_the_limit_of_descriptors_raises_a_typed_error_and_goes_on_later(path: Path):

@@ -382,18 +382,6 @@ def test_a_dense_table_that_is_made_anew_is_another(database, pinner):
         database.open_table(TAG, DIM)
 
 
-def test_an_acknowledged_write_is_read_in_place(database, pinner):
-    keys = distinct_keys(3000)
-    fill(database, keys)
-    table = database.host_table(TAG)
-    table.pin(pinner)
-    for version in range(1, 4):
-        fill(database, keys, version)
-        assert_readable(table.layout(), pinner, keys, version)
-    database.delete(TAG, keys[::2].copy())
-    assert not read_in_place(table.layout(), keys[::2].copy())[1].any()
-
-
 def test_an_unknown_table_is_refused():
     with pytest.raises(UnknownTableError, match="there is no table"):
         opened().host_table("hps_et.m.other")

@@ -12,7 +12,7 @@ from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.nodes import RedisNodes
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.testing.databases import distinct_keys, fetched, vectors_of
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.redis_proxy import Proxy
 
 pytestmark = pytest.mark.redis
@@ -158,13 +158,13 @@ def test_closing_beside_calls_ends_them(database, link):
 
     def held(data):
         started.set()
-        goes_on.wait()
+        goes_on.wait(PATIENCE_S)
         return data
 
     link.fault = held
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(fetched, database, TAG, KEYS, DIM)
-        started.wait()
+        assert started.wait(PATIENCE_S)
         database.close()
         goes_on.set()
         with pytest.raises(DatabaseError):

@@ -18,6 +18,7 @@ from hps.errors import DatabaseError, NotReadyError
 from hps.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.testing.databases import distinct_keys, fetched, vectors_of
+from hps.testing.waiting import PATIENCE_S
 from tests import ROOT
 from tests.servers.redis_server import RedisServer, free_ports
 
@@ -69,7 +70,7 @@ def test_a_name_that_does_not_exist():
 
 def test_a_name_server_that_is_silent(monkeypatch):
     looked_up = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: looked_up.wait() and [])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: looked_up.wait(PATIENCE_S) and [])
     with pytest.raises(DatabaseError, match=r"redis slow:7000: connecting took longer than 0\.2 s"):
         RedisDatabase("slow:7000", connect_timeout_s=0.2)
     looked_up.set()
@@ -178,7 +179,7 @@ class TestPassword:
                 database.load_chunk(TAG, KEYS, vectors_of(KEYS, 4), LoadRecord("v1", KEYS.size, KEYS.size))
                 database.finish_load(TAG)
                 assert fetched(database, TAG, KEYS, 4)[1].sum() == database.size(TAG) > 0
-                assert database.drain(10)
+                assert database.drain(PATIENCE_S)
                 assert database.stats(TAG).overhead_bytes > 0
                 assert sum(keys.size for keys, _ in database.scan(TAG, 100)) == database.size(TAG)
                 database.follow_log(TAG)
@@ -207,7 +208,7 @@ class TestPassword:
             database.open_table(TAG, 4)
             for _ in range(30):
                 assert fetched(database, TAG, KEYS[:10], 4)[1].all()
-            assert database.drain(10)
+            assert database.drain(PATIENCE_S)
             failed = metrics.registry.get_sample_value("hps_background_failed_batches_total", {"work": "redis_uses"})
             assert 1 <= failed < 15
             database.close()

@@ -8,6 +8,7 @@ import pytest
 
 from hps.errors import DatabaseError
 from hps.testing.databases import distinct_keys, fetched, vectors_of
+from hps.testing.waiting import PATIENCE_S
 from tests.tables.hash_map_inspection import mixed
 
 pytestmark = pytest.mark.redis
@@ -121,7 +122,7 @@ def test_the_oldest_go(opened, client):
     assert found[:30].all()
     assert found[MARGIN]
     assert found.sum() == 80
-    assert database.drain(10)
+    assert database.drain(PATIENCE_S)
     assert lengths(client, "t") == lengths(client)
 
 
@@ -132,7 +133,7 @@ def test_a_fetch_makes_a_row_young(opened, client):
     age(client, 0, keys[:MARGIN], 1000)
     used = keys[40:70].copy()
     fetched(database, TAG, used, DIM)
-    assert database.drain(10)
+    assert database.drain(PATIENCE_S)
     put(database, keys[MARGIN:])
     assert fetched(database, TAG, used, DIM)[1].all()
 
@@ -144,12 +145,12 @@ def test_the_least_used_go_and_counts_age(opened, client):
     for _ in range(5):
         fetched(database, TAG, keys[:60], DIM)
     fetched(database, TAG, keys[60:70], DIM)
-    assert database.drain(10)
+    assert database.drain(PATIENCE_S)
     put(database, keys[MARGIN:])
     found = fetched(database, TAG, keys, DIM)[1]
     assert found[:70].all()
     assert found.sum() == 80
-    assert database.drain(10)
+    assert database.drain(PATIENCE_S)
     counts = {key: int(count) for key, count in client.hgetall(f"hps_et{{{TAG}/p3}}t").items()}
     assert counts[keys[:1].tobytes()] == 6 // 2 + 1
     assert counts[keys[60:61].tobytes()] == 2 // 2 + 1
@@ -164,7 +165,7 @@ def test_rows_noted_under_another_policy_can_be_used_and_replaced(opened, client
     out, found = fetched(database, TAG, keys, DIM)
     assert found.all()
     np.testing.assert_array_equal(out, vectors_of(keys, DIM, 1))
-    assert database.drain(10)
+    assert database.drain(PATIENCE_S)
     fresh = keys_of_partition(1, 10, seed=3)
     put(database, fresh)
     assert lengths(client)[1] == 80

@@ -406,6 +406,28 @@ def test_files_of_a_killed_load_are_removed_at_the_next_opening(path: Path):
     assert list((path / "hps-ingest").iterdir()) == []
 
 
+def test_the_manifest_is_on_disk_before_a_seal_promises_it(path: Path, monkeypatch: pytest.MonkeyPatch):
+    steps: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_fsync(file: int) -> None:
+        steps.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        fsync(file)
+
+    def note_replace(file: Path, target: Path) -> Path:
+        steps.append(target.name)
+        return replace(file, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    with opened(path) as database:
+        for tag in ("first", "second"):
+            steps.clear()
+            database.open_table(tag, DIM)
+            sealed = [step for step in steps if step.startswith(("MANIFEST-", "hps-manifest"))]
+            assert sealed == [(path / "CURRENT").read_text().strip(), "hps-manifest.json"]
+
+
 # -- read only ---------------------------------------------------------------------------------------------------------
 
 

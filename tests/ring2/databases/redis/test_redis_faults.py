@@ -1,6 +1,6 @@
 """Redis dies, stalls, fills up or moves: lookups go on from the database below, no vector is wrong, and it heals by itself.
 
-Here one lookup comes after another; `tests/nightly/databases/redis/test_redis_faults.py` looks up in threads meanwhile.
+Here one lookup comes after another; `tests/nightly/databases/redis/test_redis_traffic.py` looks up in threads meanwhile.
 """
 
 import threading

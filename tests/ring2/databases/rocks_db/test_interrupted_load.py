@@ -1,6 +1,6 @@
 """Loads are killed at chosen moments, of `hps load` and of starting servers; in the end every tier holds the model, only it.
 
-`tests/nightly/databases/rocks_db/test_interrupted_load.py` kills at random ones, again and again.
+`tests/nightly/databases/rocks_db/test_killed_loads.py` kills at random ones, again and again.
 """
 
 import json

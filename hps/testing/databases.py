@@ -262,8 +262,12 @@ class DatabaseContract:
         table.insert(TAG, none, no_vectors)
         assert table.fetch(TAG, none, no_vectors, np.empty(0, np.bool_)) == 0
         assert table.delete(TAG, none) in (0, -1)
+        table.load_chunk(TAG, none, no_vectors, LoadRecord("abc", 0, 0))
+        table.finish_load(TAG)
         assert self.raw_rows(table, TAG) == {}
         assert list(table.scan(TAG, 10)) == []
+        if isinstance(table, PersistentDatabase):
+            assert table.load_record(TAG) == LoadRecord("abc", 0, 0)
 
     def test_when_a_row_was_written_is_known_or_zero(self, table: Database) -> None:
         keys = distinct_keys(20)

@@ -74,11 +74,6 @@ def test_exactly_the_surplus_goes(opened, client, policy, target, left):
     assert lengths(client) == [0, 0, left, 0]
 
 
-def test_a_batch_of_more_than_the_margin_does_not_empty_a_partition(opened, client):
-    put(opened("evict_oldest", overflow_margin=10), distinct_keys(5000))
-    assert lengths(client) == [8] * PARTITIONS
-
-
 def test_who_evicts_beside_another_removes_no_more_than_is_left_of_the_surplus(opened, client):
     """As if another process had evicted since this one chose its keys."""
     database = opened("evict_least_used")

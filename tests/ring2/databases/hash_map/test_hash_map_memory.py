@@ -82,7 +82,7 @@ def test_growth_takes_no_more_than_that_for_a_moment_either():
 
 def check_refused_memory(segmented_from):
     hash_map_memory.SEGMENTED_FROM = segmented_from or hash_map_memory.SEGMENTED_FROM
-    database = opened(initial_buckets=1)
+    database = opened(1, initial_buckets=1)
     keys = distinct_keys(200_000)
     vectors = vectors_of(keys, 64)
     database.open_table("big", 64)

@@ -71,8 +71,10 @@ class Watched:
             one.kill()
 
     def returns(self, place):
-        """Start a server that was the primary, as a copy of the one that is."""
-        back, primary = self.servers[place].start(), self.servers[1 - place]
+        """Wait until a server that was the primary copies the one that is; start it where it was killed."""
+        back, primary = self.servers[place], self.servers[1 - place]
+        if back.process is None:
+            back.start()
 
         def copies():
             facts = back.client().info("replication")

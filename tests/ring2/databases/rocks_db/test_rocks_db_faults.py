@@ -202,6 +202,16 @@ def test_a_file_that_is_damaged_while_it_is_open_is_reported(pristine: Path, pat
             database.size(TAG)
 
 
+def test_a_database_without_its_first_file_is_not_taken_for_a_new_one(pristine: Path, path: Path):
+    shutil.copytree(pristine, path)
+    (path / "CURRENT").unlink()
+    before = sorted(path.iterdir())
+    for read_only in (False, True):
+        with pytest.raises(DatabaseCorruptError, match="CURRENT is missing"):
+            RocksDatabase(path, read_only=read_only)
+    assert sorted(path.iterdir()) == before
+
+
 def test_a_damaged_or_foreign_seal_does_not_keep_a_whole_database_closed(pristine: Path, path: Path):
     for text in ("", "{", "[]", '{"manifest": "MANIFEST-999999", "size_bytes": 5, "crc32": 5}'):
         shutil.copytree(pristine, path)

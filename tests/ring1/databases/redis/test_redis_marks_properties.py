@@ -1,6 +1,6 @@
 """The rules of marks, searched in a model; the scripts that carry them out, compared with a mirror in Python.
 
-`tests/nightly/databases/redis/test_redis_marks_properties.py` searches exhaustively.
+`tests/nightly/databases/redis/test_redis_marks_search.py` searches exhaustively.
 """
 
 from contextlib import closing

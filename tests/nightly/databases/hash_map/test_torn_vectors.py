@@ -27,13 +27,16 @@ def rows_move(database, keys, versions):
 
 
 @pytest.mark.parametrize("dim", [1, 20, 32, 1000])
-@pytest.mark.parametrize("policy", [None, "evict_least_used", "evict_random", "dense"])
+@pytest.mark.parametrize(
+    ("policy", "in_place"),
+    [
+        *((policy, False) for policy in (None, "evict_least_used", "dense")),
+        *((policy, True) for policy in (None, "evict_random", "dense")),
+    ],
+)
 @pytest.mark.parametrize("segmented_from", [2, 4096])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy, segmented_from, in_place, monkeypatch):
+def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, segmented_from, policy, in_place, monkeypatch):
     monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
-    if in_place and policy == "evict_least_used":
-        pytest.skip("devices note no accesses")
     rows, rounds = (1500, 60) if dim < 1000 else (500, 20)
     keys = distinct_keys(rows)
     options = {"overflow_margin": 700, "num_partitions": 2, "overflow_policy": policy} if (policy or "dense") != "dense" else {}

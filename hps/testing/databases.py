@@ -15,6 +15,8 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -34,7 +36,8 @@ from hps.errors import (
 )
 from hps.ground.rows import encode
 from hps.testing.readers import reading
-from hps.types import ROW_DTYPES, BoolArray, FloatArray, KeyArray, TableSpec, row_width
+from hps.testing.waiting import PATIENCE_S
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec, row_width
 
 TAG = "hps_et.shop.item"
 OTHER = "hps_et.shop.user"
@@ -113,7 +116,7 @@ class DatabaseContract:
 
     # -- insert and fetch ---------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("dim", [1, 2, 3, 7, 16, 32, 128, 384])
+    @pytest.mark.parametrize("dim", [1, 3, 32, 384])
     def test_inserted_vectors_come_back_bit_for_bit(self, database: Database, dim: int) -> None:
         keys = distinct_keys(500)
         vectors = np.random.default_rng(7).integers(0, 2**32, (500, dim), dtype=np.uint32).view(np.float32)
@@ -123,8 +126,9 @@ class DatabaseContract:
         assert found.all()
         np.testing.assert_array_equal(bits(out), bits(vectors)[::-1])
 
-    @pytest.mark.parametrize("dim", [1, 3, 8, 129])
-    @pytest.mark.parametrize("row_dtype", ROW_DTYPES[1:])
+    @pytest.mark.parametrize(
+        ("row_dtype", "dim"), [("float16", 1), ("float16", 8), ("bfloat16", 3), ("int8", 1), ("int8", 129)]
+    )
     def test_rows_of_fewer_bits_come_back_bit_for_bit(self, database: Database, row_dtype: str, dim: int) -> None:
         """As words that may look like any float: loaded, inserted, promoted, scanned and fetched."""
         keys, tag = distinct_keys(900), TableSpec("shop", "item", dim, 0.0, 100, row_dtype=row_dtype).tag
@@ -152,7 +156,7 @@ class DatabaseContract:
         with pytest.raises(TableWidthError):
             database.open_table(tag, width + 1)
 
-    @pytest.mark.parametrize("row_dtype", ROW_DTYPES[1:])
+    @pytest.mark.parametrize("row_dtype", ["float16", "int8"])
     def test_changes_of_a_log_keep_rows_of_fewer_bits(self, database: Database, row_dtype: str) -> None:
         if not self.follows_logs:
             pytest.skip("it keeps no order")
@@ -228,13 +232,21 @@ class DatabaseContract:
         given_vectors[:] = -1
         np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors)
 
-    def test_read_only_inputs_are_accepted(self, table: Database) -> None:
+    def test_inputs_may_be_read_only_and_all_arrays_files_that_are_mapped_into_memory(
+        self, table: Database, tmp_path: Path
+    ) -> None:
         keys = distinct_keys(100)
         vectors = vectors_of(keys, DIM)
         frozen = np.frombuffer(keys.tobytes(), np.int64)
         table.insert(TAG, frozen, np.frombuffer(vectors.tobytes(), np.float32).reshape(100, DIM))
-        np.testing.assert_array_equal(fetched(table, TAG, frozen, DIM)[0], vectors)
+        out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(100, DIM))
+        found = np.memmap(tmp_path / "found", np.bool_, "w+", shape=(100,))
+        assert table.fetch(TAG, frozen, out, found) == 100
+        np.testing.assert_array_equal(np.asarray(out), vectors)
         assert table.delete(TAG, frozen) in (100, -1)
+        keys.tofile(tmp_path / "keys")
+        table.insert(TAG, np.memmap(tmp_path / "keys", np.int64, "r"), out)
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors)
 
     def test_a_batch_larger_than_any_internal_chunk(self, database: Database) -> None:
         keys = distinct_keys(150_000)
@@ -250,8 +262,12 @@ class DatabaseContract:
         table.insert(TAG, none, no_vectors)
         assert table.fetch(TAG, none, no_vectors, np.empty(0, np.bool_)) == 0
         assert table.delete(TAG, none) in (0, -1)
+        table.load_chunk(TAG, none, no_vectors, LoadRecord("abc", 0, 0))
+        table.finish_load(TAG)
         assert self.raw_rows(table, TAG) == {}
         assert list(table.scan(TAG, 10)) == []
+        if isinstance(table, PersistentDatabase):
+            assert table.load_record(TAG) == LoadRecord("abc", 0, 0)
 
     def test_when_a_row_was_written_is_known_or_zero(self, table: Database) -> None:
         keys = distinct_keys(20)
@@ -293,32 +309,34 @@ class DatabaseContract:
 
     # -- scan, size, stats --------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("chunk_rows", [1, 7, 300, 100_000])
-    def test_scan_yields_every_row_once_in_bounded_chunks_that_the_caller_owns(self, table: Database, chunk_rows: int) -> None:
+    def test_scan_yields_every_row_once_in_bounded_chunks_that_the_caller_owns(self, table: Database) -> None:
         keys = distinct_keys(300)
         table.insert(TAG, keys, vectors_of(keys, DIM))
-        seen = []
-        for chunk_keys, chunk_vectors in table.scan(TAG, chunk_rows):
-            assert chunk_keys.dtype == np.int64
-            assert chunk_vectors.dtype == np.float32
-            assert 0 < chunk_keys.size <= chunk_rows
-            np.testing.assert_array_equal(chunk_vectors, vectors_of(chunk_keys, DIM))
-            seen.append(chunk_keys.copy())
-            chunk_keys[:] = 0
-            chunk_vectors[:] = -1
-        np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.sort(keys))
+        for chunk_rows in (1, 7, 299, 300, 301):
+            seen = []
+            for chunk_keys, chunk_vectors in table.scan(TAG, chunk_rows):
+                assert chunk_keys.dtype == np.int64
+                assert chunk_vectors.dtype == np.float32
+                assert 0 < chunk_keys.size <= chunk_rows
+                np.testing.assert_array_equal(chunk_vectors, vectors_of(chunk_keys, DIM))
+                seen.append(chunk_keys.copy())
+                chunk_keys[:] = 0
+                chunk_vectors[:] = -1
+            np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.sort(keys))
         np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
 
     def test_a_scan_may_be_left_early_and_beside_writes(self, table: Database) -> None:
         keys = distinct_keys(5000)
         table.insert(TAG, keys[:2000], vectors_of(keys[:2000], DIM))
-        scan = table.scan(TAG, 100)
-        seen = [next(scan) for _ in range(3)]
-        table.insert(TAG, keys[2000:], vectors_of(keys[2000:], DIM))
-        seen.extend(scan)
+        seen = []
+        for step, chunk in enumerate(table.scan(TAG, 100)):  # while the table grows, and shrinks
+            seen.append(chunk)
+            more = keys[2000 + 300 * step :][:300].copy()
+            table.insert(TAG, more, vectors_of(more, DIM))
+            table.delete(TAG, keys[50 * step : 50 * step + 50] if step < 20 else keys[:0])
         scanned = np.concatenate([chunk[0] for chunk in seen])
         assert np.unique(scanned).size == scanned.size
-        assert np.isin(keys[:2000], scanned).all()
+        assert np.isin(keys[1000:2000], scanned).all()
         np.testing.assert_array_equal(np.concatenate([chunk[1] for chunk in seen]), vectors_of(scanned, DIM))
         next(table.scan(TAG, 100))
 
@@ -397,7 +415,7 @@ class DatabaseContract:
         assert table.size(TAG) == 10
 
     def test_a_table_is_dropped_and_made_again_beside_readers_and_writers(self, database: Database) -> None:
-        keys = distinct_keys(2000)
+        keys = distinct_keys(1000)
         for tag in (TAG, OTHER):
             database.open_table(tag, DIM)
             database.insert(tag, keys, vectors_of(keys, DIM))
@@ -415,7 +433,7 @@ class DatabaseContract:
             return picks.size
 
         with reading(read):
-            for _ in range(10):
+            for _ in range(4):
                 database.drop_table(TAG)
                 database.insert(OTHER, keys, vectors_of(keys, DIM))
                 database.open_table(TAG, DIM)
@@ -603,7 +621,7 @@ class DatabaseContract:
         assert applied(followed, OTHER, changes_of(keys, 4)) == [False] * 5
 
     def test_a_large_batch_of_upserts_and_deletions_is_applied_and_applied_again(self, followed: Database) -> None:
-        keys = distinct_keys(40_000)
+        keys = distinct_keys(10_000)
         random = np.random.default_rng(4)
         changes = changes_of(keys, random.integers(50, 100, keys.size).tolist(), (random.random(keys.size) < 0.2).tolist())
         for _ in range(2):
@@ -625,24 +643,17 @@ class DatabaseContract:
         assert all(rows[key] == new[key] for key in rows)
 
     def test_of_threads_that_change_the_same_rows_the_latest_change_stays(self, followed: Database) -> None:
-        keys = distinct_keys(3000)
+        keys = distinct_keys(1500)
         turns = itertools.count(1)
-        errors: list[Exception] = []
 
         def change() -> None:
-            try:
-                while (sequence := next(turns)) <= 30:
-                    followed.apply(TAG, changes_of(keys, sequence, version=sequence), {})
-            except Exception as error:  # noqa: BLE001 - the test says so
-                errors.append(error)
+            while (sequence := next(turns)) <= 15:
+                followed.apply(TAG, changes_of(keys, sequence, version=sequence), {})
 
-        threads = [threading.Thread(target=change) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not errors
-        np.testing.assert_array_equal(fetched(followed, TAG, keys, DIM)[0], vectors_of(keys, DIM, 30))
+        with ThreadPoolExecutor(3) as pool:
+            for thread in [pool.submit(change) for _ in range(3)]:
+                thread.result(PATIENCE_S)
+        np.testing.assert_array_equal(fetched(followed, TAG, keys, DIM)[0], vectors_of(keys, DIM, 15))
 
     def test_updates_of_an_unknown_or_closed_table_are_refused(self, followed: Database) -> None:
         changes = changes_of(distinct_keys(2), 1)
@@ -655,7 +666,7 @@ class DatabaseContract:
                 call()
 
     @settings(
-        max_examples=25,
+        max_examples=10,
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],  # as a contract is for
     )
@@ -712,7 +723,7 @@ class DatabaseContract:
     # -- concurrency --------------------------------------------------------------------------------------------------
 
     def test_a_fetch_beside_writes_sees_whole_vectors(self, database: Database) -> None:
-        dim, rows, rounds = 32, 2000, 12
+        dim, rows, rounds = 32, 1000, 8
         keys = distinct_keys(rows * rounds)
         resident = keys[:rows]
         versions = np.stack([vectors_of(resident, dim, version) for version in range(rounds)])

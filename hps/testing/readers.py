@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from hps.testing.waiting import PATIENCE_S
+
 
 @contextmanager
 def reading(read: Callable[[np.random.Generator], int], threads: int = 3) -> Iterator[list[int]]:
@@ -36,4 +38,4 @@ def reading(read: Callable[[np.random.Generator], int], threads: int = 3) -> Ite
         finally:
             done.set()
         for reader in readers:
-            reader.result(60)
+            reader.result(PATIENCE_S)

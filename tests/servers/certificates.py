@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,3 +74,19 @@ class Authority:
 
 def _name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def certificate(directory: Path, name: str, subject: str, signer: str | None = None) -> tuple[str, str]:
+    """Make a key and a certificate with openssl; signed by itself, as an authority is, without a signer."""
+    key, request, made = (directory / f"{name}.{kind}" for kind in ("key", "csr", "crt"))
+    extension = directory / f"{name}.ext"
+    extension.write_text(f"subjectAltName=DNS:{subject}\n" if signer else "basicConstraints=critical,CA:TRUE\n")
+
+    def openssl(*arguments: object) -> None:
+        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
+
+    openssl("req", "-new", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", request, "-subj", f"/CN={subject}")
+    issuer = ("-CA", directory / f"{signer}.crt", "-CAkey", directory / f"{signer}.key", "-CAcreateserial")
+    issuer = issuer if signer else ("-signkey", key)
+    openssl("x509", "-req", "-in", request, "-days", 2, "-out", made, "-extfile", extension, *issuer)
+    return str(made), str(key)

@@ -3,8 +3,8 @@
 PROGRAM is `load` (the command `hps load`), `serve` (a parameter server that starts) or `delta`: CONFIG is then a directory, in
 which version 2 of the model in `shop` is loaded into `rocksdb`, from version 1 there if it is there. A phase is a step of the
 databases, such as `ingest`. Before the first step PHASE at row ROW or later, this process prints `<phase> <row>`; it does that
-step and then waits instead of the next. A parent that waits a little after that line and then kills this process kills it
-somewhere in that step. A load that never reaches the step prints `whole` and waits.
+step, prints `held 0` and waits instead of the next. A parent that kills this process after the first of these lines kills it
+somewhere in that step. A load that never reaches the step prints `whole` before it waits.
 """
 
 import sys
@@ -61,6 +61,7 @@ def tell(what: str, row: int) -> None:
 
 def hold() -> None:
     """Wait to be killed; this process also ends when its parent does."""
+    tell("held", 0)
     sys.stdin.read()
     raise SystemExit("nobody killed this process")
 

@@ -1,23 +1,17 @@
-"""A Redis server and a cluster for the tests of this folder that need them, and databases over the server."""
+"""A Redis server for the tests of this folder that need one, and databases over it."""
 
 from contextlib import ExitStack, closing
 
 import pytest
 
 from hps.databases.redis.database import RedisDatabase
-from tests.servers.redis_server import RedisClusterServers, RedisServer
+from tests.servers.redis_server import RedisServer
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with RedisClusterServers(tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hps.testing.update_logs import UpdateLogContract, eventually, polled, value
 from hps.updates import redis_streams
 from hps.updates.base import Partition
 from hps.updates.redis_streams import RedisStreamLog, RedisStreamWriter
-from tests.ring1.databases.redis.test_redis_connections import certificate
+from tests.servers.certificates import certificate
 from tests.servers.redis_proxy import Proxy
 from tests.servers.redis_server import RedisClusterServers, RedisServer
 

@@ -1,9 +1,9 @@
 """The hash map database: its contract, its memory and its limits."""
 
-import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from hps.errors import (
     InvalidDtypeError,
     InvalidInputError,
     NotReadyError,
-    UnknownTableError,
 )
 from hps.registry import implementation
 from hps.testing.databases import (
@@ -37,22 +36,25 @@ from hps.testing.databases import (
     vectors_of,
 )
 from hps.testing.readers import reading
-from tests.servers.child_processes import run_alone
 from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, mixed, placed
 
 
 class TestHashMapDatabase(DatabaseContract):
-    @pytest.fixture(params=["unbounded", "segmented", "one bucket", "oldest"])
+    """With as few buckets as can be, which grow until they are segments; in segments from the start, and with stamps."""
+
+    @pytest.fixture(params=["one bucket", "oldest"])
     def database(self, request):
         options = {
-            "unbounded": {},
-            "segmented": {"initial_buckets": 4096},
             "one bucket": {"initial_buckets": 1, "allocation_rate": 1},
-            "oldest": {"overflow_margin": 10**6, "overflow_policy": "evict_oldest", "max_batch_size": 1000},
+            "oldest": {
+                "initial_buckets": 4096,
+                "overflow_margin": 10**6,
+                "overflow_policy": "evict_oldest",
+                "max_batch_size": 1000,
+            },
         }
-        database = HashMapDatabase(**options[request.param])
-        yield database
-        database.close()
+        with closing(HashMapDatabase(**options[request.param])) as database:
+            yield database
 
     def raw_rows(self, database, tag):
         return inspect(database, tag).vectors
@@ -127,16 +129,6 @@ def test_the_inverse_of_the_mixer_makes_collisions():
     assert (mixed(colliding_keys(1000)) >> np.uint64(32) == 2**32 - 1).all()
 
 
-def test_an_overflow_count_that_reached_its_limit_stays_and_nothing_is_lost():
-    database = HashMapDatabase(initial_buckets=10_000)
-    keys = colliding_keys(66_000)
-    filled(database, keys, 1)
-    database.delete(TAG, keys[:65_000])
-    assert_holds(database, keys[65_000:], 1)
-    assert not fetched(database, TAG, keys[:65_000:100].copy(), 1)[1].any()
-    assert (inspect(database, TAG).buckets["overflow"] == 0xFFFF).any()
-
-
 def test_replacing_changes_the_version_so_that_a_reader_elsewhere_can_tell(database):
     filled(database, np.array([7]))
     before = int(inspect(database, TAG).buckets["version"].sum())
@@ -207,52 +199,6 @@ def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, mo
 
 
 # -- the order of rows ------------------------------------------------------------------------------------------------
-
-
-def stripes(database):
-    """The stripe of each row and the one of its key, of a table that lies in one extent; and how many stripes there are."""
-    (extent,) = database._tables[TAG]._slabs.extents
-    hashes, rows = placed(database, TAG)
-    of_keys = (hashes >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
-    return rows // extent.stripe_rows, of_keys, 1 << extent.stripe_bits
-
-
-def assert_in_order(database, displaced):
-    """At most this share of the rows is not in its key's stripe, and most of those in the next, around the end."""
-    of_rows, of_keys, count = stripes(database)
-    apart = (of_rows - of_keys) % count
-    assert count >= 16
-    assert 0 < np.count_nonzero(apart) <= displaced * apart.size
-    assert apart.mean() <= 2 * displaced
-    assert np.corrcoef(of_rows[apart == 0], of_keys[apart == 0])[0, 1] > 0.999
-
-
-def test_rows_that_were_reserved_lie_in_the_order_of_their_buckets_and_stay_so():
-    database = opened(32)
-    keys = distinct_keys(450_000)
-    vectors = np.zeros((30_000, 32), np.float32)
-    database.reserve(TAG, 300_000)
-    for start in range(0, 300_000, 30_000):
-        database.insert(TAG, keys[start : start + 30_000], vectors)
-    assert_in_order(database, displaced=0.01)
-    for start in range(0, 150_000, 30_000):  # others take the places of half of them
-        assert database.delete(TAG, keys[start : start + 30_000]) == 30_000
-        database.insert(TAG, keys[300_000 + start :][:30_000], vectors)
-    assert_in_order(database, displaced=0.02)
-
-
-def test_without_a_reservation_each_extent_is_in_order():
-    database = opened(32)
-    keys = distinct_keys(500_000)
-    database.insert(TAG, keys, np.zeros((keys.size, 32), np.float32))
-    hashes, rows = placed(database, TAG)
-    extents = database._tables[TAG]._slabs.extents
-    assert [extent.stripe_bits for extent in extents] == [0, 0, 1, 2, 3, 4, 5]
-    for extent in extents[3:]:
-        here = (rows >= extent.first_row) & (rows < extent.first_row + (extent.stripe_rows << extent.stripe_bits))
-        of_rows = (rows[here] - extent.first_row) // extent.stripe_rows
-        of_keys = (hashes[here] >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
-        assert np.mean(of_rows == of_keys) > 0.9
 
 
 @pytest.mark.parametrize("crafted", [False, True])
@@ -372,7 +318,7 @@ def test_more_rows_than_a_table_can_have_are_not_dense(monkeypatch):
     assert [dense_rows(rows, [np.arange(rows)]) for rows in (2000, 2001)] == [2000, 0]
 
 
-@pytest.mark.parametrize("rows", [1, 1000, 40_000])
+@pytest.mark.parametrize("rows", [1, 1000, 5000])
 def test_keys_of_a_dense_table_have_the_rows_of_their_numbers_for_good(database, rows):
     """`inspect` checks that, and that no other key gets such a row."""
     keys, others = np.random.default_rng(2).permutation(rows), distinct_keys(rows)
@@ -431,22 +377,6 @@ def test_a_dense_table_stays_as_it_is_if_it_is_reserved_again():
     assert_holds(database, np.arange(200_000))
 
 
-def test_a_table_is_dense_again_after_it_was_dropped_and_reloaded():
-    database = opened_dense(1000)
-    filled(database, np.arange(1000))
-    database.drop_table(TAG)
-    database.open_table(TAG, DIM)
-    assert dense_rows_of(database) == 0
-    filled(database, np.arange(10))
-    database.drop_table(TAG)
-    database.open_table(TAG, DIM)
-    database.reserve(TAG, 900, [np.arange(900)])
-    filled(database, np.arange(1000), version=1)
-    assert_holds(database, np.arange(1000), version=1)
-    assert dense_rows_of(database) == 900
-    inspect(database, TAG)
-
-
 # -- scan -------------------------------------------------------------------------------------------------------------
 
 
@@ -459,32 +389,13 @@ def test_scan_yields_more_rows_of_one_home_than_a_step_holds(database, chunk_row
     np.testing.assert_array_equal(np.sort(np.concatenate(chunks)), np.sort(keys))
 
 
-def test_scan_yields_each_row_once_though_the_table_grows_and_shrinks(database):
-    stay, come, go = np.split(distinct_keys(30_000), 3)
-    filled(database, np.concatenate([stay, go]))
-    seen = []
-    for step, (keys, vectors) in enumerate(database.scan(TAG, 500)):
-        np.testing.assert_array_equal(vectors, vectors_of(keys, DIM))
-        seen.append(keys)
-        filled(database, come[step * 300 : (step + 1) * 300])
-        database.delete(TAG, go[step * 300 : (step + 1) * 300])
-    scanned = np.concatenate(seen)
-    assert np.unique(scanned).size == scanned.size
-    assert np.isin(stay, scanned).all()
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
-
-
-@pytest.mark.parametrize("policy", [None, "evict_oldest"])
-@pytest.mark.parametrize("dim", [1, 32])
+@pytest.mark.parametrize(("policy", "dim"), [(None, 1), ("evict_oldest", 32)])
 def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy, dim):
     database = opened(dim, **({"overflow_margin": 10**6, "overflow_policy": policy} if policy else {}))
-    keys = distinct_keys(150_000)
+    keys = distinct_keys(60_000)
     worst = 0.0
     for start in range(0, keys.size, 500):
         database.insert(TAG, keys[start : start + 500], np.zeros((500, dim), np.float32))
@@ -492,58 +403,6 @@ def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy,
         if stats.rows >= 10_000:
             worst = max(worst, stats.overhead_bytes / stats.rows)
     assert 14 < worst <= 24
-
-
-def check_growth(dim, rows, reserved, dense=False):
-    keys = np.arange(rows) if dense else distinct_keys(rows)
-    vectors = np.ones((50_000, dim), np.float32)
-    warm = opened(dim)
-    warm.insert(TAG, keys[:1000], vectors[:1000])
-    before = resident_bytes()
-    database = opened(dim)
-    database.reserve(TAG, reserved, [keys] if dense else ())
-    for start in range(0, keys.size, 50_000):
-        database.insert(TAG, keys[start : start + 50_000], vectors)
-    grown = resident_bytes() - before
-    stats = database.stats(TAG)
-    assert abs(grown - stats.vector_bytes - stats.overhead_bytes) < 1 << 20
-    if dense or not reserved:
-        assert grown / stats.rows <= 4 * dim + 24
-
-
-def check_growth_of_tables():
-    for dim, rows, reserved in ((1, 400_000, 0), (32, 150_000, 0), (32, 150_000, 450_000)):
-        check_growth(dim, rows, reserved)
-    for dim, rows in ((32, 50_000), (32, 150_000), (1, 400_000)):
-        check_growth(dim, rows, rows, dense=True)
-
-
-def test_the_process_grows_by_what_the_statistics_say():
-    run_alone(check_growth_of_tables)
-
-
-def check_most_memory():
-    keys = distinct_keys(600_000)
-    vectors = np.ones((5000, 1), np.float32)
-    database = opened(1, overflow_margin=10**6, overflow_policy="evict_oldest")
-    database.insert(TAG, keys[:5000], vectors)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_bytes() - database.stats(TAG).vector_bytes - database.stats(TAG).overhead_bytes
-    for start in range(5000, keys.size, 5000):
-        database.insert(TAG, keys[start : start + 5000], vectors)
-        if start >= 100_000:
-            status = Path("/proc/self/status").read_text().splitlines()
-            peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-            assert (peak - before) / database.size(TAG) <= 4 + 24
-
-
-def test_growth_takes_no_more_than_that_for_a_moment_either():
-    """The kernel's own record of the most memory that the process had."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        pytest.skip(f"the record cannot be reset: {error}")
-    run_alone(check_most_memory)
 
 
 def test_a_tiny_table_takes_a_few_pages_whatever_the_allocation_rate():
@@ -563,7 +422,7 @@ def test_reserving_keeps_the_rows_and_never_shrinks(database):
     assert_holds(database, distinct_keys(100, seed=9))
 
 
-@pytest.mark.parametrize("rows", [3000, 40_000, 250_000])
+@pytest.mark.parametrize("rows", [3000, 80_000])
 def test_what_was_reserved_for_is_held_without_growth(rows):
     database = opened(1)
     database.reserve(TAG, rows)
@@ -593,71 +452,20 @@ def test_more_rows_than_row_numbers_are_refused_before_anything_changes(database
     assert_holds(database, keys[:100], version=2)
 
 
-def check_refused_memory(segmented_from):
-    hash_map_memory.SEGMENTED_FROM = segmented_from or hash_map_memory.SEGMENTED_FROM
-    database = opened(initial_buckets=1)
-    keys = distinct_keys(200_000)
-    vectors = vectors_of(keys, 64)
-    database.open_table("big", 64)
-    database.insert("big", keys[:1000], vectors[:1000])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), hard))
-    try:
-        with pytest.raises(
-            DatabaseError, match=r"table 'big': \d+ (more rows|buckets): the system refused \d+ bytes"
-        ) as caught:
-            database.insert("big", keys, vectors)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert isinstance(caught.value.__cause__, OSError)
-    assert 1000 <= len(inspect(database, "big").vectors) < 200_000
-    database.insert("big", keys, vectors)
-    out, found = fetched(database, "big", keys, 64)
-    assert found.all()
-    np.testing.assert_array_equal(out, vectors)
-
-
-@pytest.mark.parametrize("segmented_from", [0, 2], ids=["one array", "segments"])
-def test_a_table_that_gets_no_memory_says_so_and_stays_whole(segmented_from):
-    run_alone(check_refused_memory, segmented_from)
-
-
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def test_files_mapped_into_memory_are_inserted_without_a_copy(database, tmp_path):
-    keys = distinct_keys(100)
-    keys.tofile(tmp_path / "key")
-    vectors_of(keys, DIM).tofile(tmp_path / "emb_vector")
-    mapped = np.memmap(tmp_path / "emb_vector", np.float32, "r", shape=(100, DIM))
-    database.insert(TAG, np.memmap(tmp_path / "key", np.int64, "r"), mapped)
-    assert_holds(database, keys)
 
 
 def test_arguments_that_do_not_fit_are_refused_in_words(database):
     keys, out, found = distinct_keys(2), np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_)
     unaligned = np.zeros(17, np.uint8)[1:].view(np.int64)
-    for call, error, message in [
-        (
-            lambda: database.fetch(TAG, [1, 2], out, found),
-            InvalidInputError,
-            r"fetching from table .*: keys: got list, .* NumPy",
-        ),
-        (lambda: database.fetch(TAG, unaligned, out, found), InvalidInputError, "aligned"),
-        (
-            lambda: database.fetch(TAG, keys, out[:, 1:].copy(), found),
-            InvalidInputError,
-            r"got shape \(2, 7\), expected \(2, 8\)",
-        ),
-        (lambda: database.delete(TAG, unaligned), InvalidInputError, "aligned"),
-        (
-            lambda: database.insert(TAG, keys, np.zeros((2, DIM))),
-            InvalidDtypeError,
-            f"{TAG}: vectors: got dtype float64, .* float32",
-        ),
+    for call, message in [
+        (lambda: database.fetch(TAG, [1, 2], out, found), r"fetching from table .*: keys: got list, .* NumPy"),
+        (lambda: database.fetch(TAG, unaligned, out, found), "aligned"),
+        (lambda: database.delete(TAG, unaligned), "aligned"),
+        (lambda: database.fetch(TAG, keys, out[:, 1:].copy(), found), r"got shape \(2, 7\), expected \(2, 8\)"),
+        (lambda: database.insert(TAG, keys, np.zeros((2, DIM))), f"{TAG}: vectors: got dtype float64, .* float32"),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises((InvalidInputError, InvalidDtypeError), match=message):
             call()
 
 
@@ -695,15 +503,16 @@ def test_a_reader_of_a_bucket_that_stays_half_written_says_so_and_finds_the_rest
     assert_holds(database, distinct_keys(200))
 
 
-def test_a_reader_waits_for_a_writer_that_lost_the_processor():
-    database = filled(HashMapDatabase(timeout_s=30), distinct_keys(200))
+def test_a_reader_waits_for_a_writer_that_lost_the_processor(monkeypatch):
+    database = filled(HashMapDatabase(timeout_s=1e9), distinct_keys(200))
     (buckets,) = inspect(database, TAG).segments
     buckets["version"] += 1
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(fetched, database, TAG, distinct_keys(200), DIM)
-        time.sleep(0.02)
+
+    def gets_it_back(_seconds):
         buckets["version"] += 1
-        assert answer.result(30)[1].all()
+
+    monkeypatch.setattr(hash_map_table, "time", SimpleNamespace(monotonic=time.monotonic, sleep=gets_it_back))
+    assert_holds(database, distinct_keys(200))
 
 
 # -- concurrency ------------------------------------------------------------------------------------------------------
@@ -721,52 +530,16 @@ def test_a_vector_waits_for_its_check_in_the_callers_memory(dim):
     np.testing.assert_array_equal(spare, out[-1])
 
 
-@pytest.mark.parametrize("dim", [1, 20, 32, 1000])
-@pytest.mark.parametrize("policy", [None, "evict_least_used"])
-@pytest.mark.parametrize("segmented_from", [2, 4096])
-def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy, segmented_from, monkeypatch):
-    """Keys come, change, go and hand their rows on, in growing buckets, while readers check every vector they get."""
-    monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
-    options = {"overflow_margin": 700, "num_partitions": 2, "overflow_policy": policy} if policy else {}
-    database = opened(dim, initial_buckets=1, **options)
-    rows, rounds = (1500, 60) if dim < 1000 else (500, 20)
-    keys = distinct_keys(rows)
-    versions = np.stack([vectors_of(keys, dim, version) for version in range(rounds)])
-    marks = versions[:, :, 0]  # tells versions of a key apart
-
-    def read(rng):
-        picks = rng.integers(0, rows, 400)
-        out, found = np.full((400, dim), -7.0, np.float32), rng.random(400) < 0.1
-        before = found.copy()
-        assert database.fetch(TAG, keys[picks], out, found) == np.count_nonzero(found & ~before)
-        assert (out[~found | before] == -7.0).all(), "a row that was not to be filled was written"
-        new = np.flatnonzero(found & ~before)
-        same = marks[:, picks[new]] == out[new, 0]
-        assert same.any(axis=0).all(), "a vector of another key"
-        np.testing.assert_array_equal(out[new], versions[same.argmax(axis=0), picks[new]])
-        return new.size
-
-    with reading(read):
-        rng = np.random.default_rng(99)
-        for version in range(rounds):
-            order = rng.permutation(rows)
-            database.insert(TAG, keys[order], versions[version][order])
-            for part in np.array_split(order, 20):
-                database.delete(TAG, keys[part])
-                database.insert(TAG, keys[part[::2]], versions[version][part[::2]])
-    inspect(database, TAG)
-
-
-@pytest.mark.parametrize("dim", [20, 32, 5000])
-def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time(dim):
+def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time():
     """Eight keys of one bucket are replaced without a pause, and two of them deleted and inserted."""
+    dim = 20
     database = opened(dim, initial_buckets=1)
     keys = distinct_keys(8)
     versions = np.stack([vectors_of(keys, dim, version) for version in range(8)])
     database.insert(TAG, keys, versions[0])
 
     def read(rng):
-        picks = rng.integers(0, 8, 64 if dim > 1000 else 1000)
+        picks = rng.integers(0, 8, 1000)
         out, found = fetched(database, TAG, keys[picks], dim)
         assert found[picks < 6].all(), "a key that was never deleted was absent"
         assert np.isnan(out[~found]).all(), "a row that was not found was written"
@@ -775,42 +548,20 @@ def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time(dim):
         np.testing.assert_array_equal(out[found], versions[same.argmax(axis=0), picked])
         return picked.size
 
-    with reading(read):
-        many = np.tile(keys, 100)
-        for version in range(5000 if dim > 1000 else 4000):
-            if dim > 1000:
-                database.insert(TAG, keys, versions[version % 8])
-            else:  # stay inside one call for long
-                database.insert(TAG, many, versions[np.arange(800) // 8 % 8, np.arange(800) % 8])
+    many, each = np.tile(keys, 100), np.arange(800)
+    with reading(read, threads=2):
+        for _ in range(400):  # inside one call for long
+            database.insert(TAG, many, versions[each // 8 % 8, each % 8])
             database.delete(TAG, keys[6:])
 
 
 def test_several_writers_take_turns():
     database = opened(initial_buckets=1)
-    keys = distinct_keys(40_000)
+    keys = distinct_keys(8000)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda start: filled(database, keys[start::4].copy()), range(4), timeout=60))
+        list(pool.map(lambda start: filled(database, keys[start::4].copy()), range(4)))
     assert_holds(database, keys)
     inspect(database, TAG)
-
-
-def test_tables_are_dropped_and_opened_again_under_their_readers():
-    keys = distinct_keys(5000)
-    database = filled(HashMapDatabase(), keys)
-
-    def read(_rng):
-        out, found = np.zeros((5000, DIM), np.float32), np.zeros(5000, np.bool_)
-        try:
-            count = database.fetch(TAG, keys, out, found)
-        except UnknownTableError:
-            return 0
-        np.testing.assert_array_equal(out[found], vectors_of(keys[found], DIM))
-        return int(count == 5000)
-
-    with reading(read, threads=2):
-        for _ in range(100):
-            database.drop_table(TAG)
-            filled(database, keys)
 
 
 def test_a_scan_of_a_closed_database_ends_what_it_began():
@@ -823,28 +574,11 @@ def test_a_scan_of_a_closed_database_ends_what_it_began():
         database.scan(TAG, 10)
 
 
-def test_a_dropped_table_gives_its_memory_back_once_its_last_reader_is_done():
-    database = opened(dim=128)
-    try:
-        keys = np.arange(100_000)
-        database.insert(TAG, keys, np.ones((keys.size, 128), np.float32))
-        held = database.stats(TAG)
-        scan = database.scan(TAG, 1000)
-        before = resident_bytes()
-        database.drop_table(TAG)
-        assert next(scan)[1].all()
-        assert before - resident_bytes() < held.vector_bytes / 2
-        del scan
-        assert before - resident_bytes() > 0.95 * (held.vector_bytes + held.overhead_bytes)
-    finally:
-        database.close()
-
-
-@pytest.mark.parametrize("rows", [100, 50_000, 300_000])
-@pytest.mark.parametrize("margin", [{}, {"overflow_margin": 1000, "overflow_policy": "evict_oldest"}])
+@pytest.mark.parametrize(
+    ("rows", "margin"), [(100, {}), (60_000, {}), (60_000, {"overflow_margin": 1000, "overflow_policy": "evict_oldest"})]
+)
 def test_the_room_that_is_asked_for_is_what_a_load_then_takes(rows, margin):
-    database = opened(**margin)
-    try:
+    with closing(opened(**margin)) as database:
         keys = distinct_keys(rows)
         database.insert(TAG, keys[:50], vectors_of(keys[:50], DIM))
         table, before = database._tables[TAG], database.stats(TAG)
@@ -855,8 +589,6 @@ def test_the_room_that_is_asked_for_is_what_a_load_then_takes(rows, margin):
         taken = after.vector_bytes + after.overhead_bytes - before.vector_bytes - before.overhead_bytes
         assert abs(asked - taken) <= 0.02 * taken + 4 * PAGE_BYTES
         assert table.further_bytes(after.rows) == 0
-    finally:
-        database.close()
 
 
 # -- updates of a log --------------------------------------------------------------------------------------------------

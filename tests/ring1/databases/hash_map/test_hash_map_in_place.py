@@ -4,7 +4,6 @@ import ctypes
 import gc
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from hps.databases.hash_map.layout import DENSE_ROWS, SEGMENT_BITS, VERSIONS
 from hps.databases.hash_map.memory import PAGE_BYTES
 from hps.errors import DeviceError, InvalidInputError, NotReadyError, UnknownTableError
 from hps.testing.databases import DIM, TAG, distinct_keys, vectors_of
-from hps.testing.readers import reading
 from tests.fakes.populating_pinner import PopulatingPinner, named_by
 from tests.tables.hash_map_inspection import inspect, keys_with_hash, mixed
 from tests.tables.host_layout_reader import read_in_place, without_buckets
@@ -384,53 +382,6 @@ def test_a_dense_table_that_is_made_anew_is_another(database, pinner):
         database.open_table(TAG, DIM)
 
 
-@pytest.mark.parametrize("dim", [1, 20, 32])
-@pytest.mark.parametrize("margin", [{}, {"overflow_margin": 600, "num_partitions": 2}, "dense"])
-def test_no_vector_that_is_read_in_place_is_torn_or_foreign(database, pinner, dim, margin):
-    """Keys come, change, go and hand their rows on, in growing buckets, while readers of layouts check what they get."""
-    rows, rounds = 1500, 40
-    keys = distinct_keys(rows)
-    if margin == "dense":
-        database = opened(dim, initial_buckets=1)
-        keys = np.concatenate([np.arange(rows - rows // 5), keys[: rows // 5]])
-        database.reserve(TAG, rows - rows // 5, [keys[: rows - rows // 5]])
-    else:
-        database = opened(dim, initial_buckets=1, **margin)
-    versions = np.stack([vectors_of(keys, dim, version) for version in range(rounds)])
-    database.insert(TAG, keys[:5], versions[0][:5])
-    table = database.host_table(TAG)
-    table.pin(pinner)
-
-    def read(rng):
-        picks = rng.integers(0, rows, 400)
-        out, answered = read_in_place(table.layout(), keys[picks])
-        same = (versions[:, picks[answered]] == out[answered]).all(axis=2)
-        assert same.any(axis=0).all(), "a vector of another key, or of two moments"
-        return int(np.count_nonzero(answered))
-
-    with reading(read):
-        rng = np.random.default_rng(99)
-        for version in range(rounds):
-            order = rng.permutation(rows)
-            database.insert(TAG, keys[order], versions[version][order])
-            for part in np.array_split(order, 20):
-                database.delete(TAG, keys[part])
-                database.insert(TAG, keys[part[::2]], versions[version][part[::2]])
-    database.close()
-
-
-def test_an_acknowledged_write_is_read_in_place(database, pinner):
-    keys = distinct_keys(3000)
-    fill(database, keys)
-    table = database.host_table(TAG)
-    table.pin(pinner)
-    for version in range(1, 4):
-        fill(database, keys, version)
-        assert_readable(table.layout(), pinner, keys, version)
-    database.delete(TAG, keys[::2].copy())
-    assert not read_in_place(table.layout(), keys[::2].copy())[1].any()
-
-
 def test_an_unknown_table_is_refused():
     with pytest.raises(UnknownTableError, match="there is no table"):
         opened().host_table("hps_et.m.other")
@@ -451,25 +402,3 @@ def test_a_device_that_looks_for_key_0_hears_of_every_entry_that_may_look_like_i
             change(TAG, np.array([key]), np.zeros((1, DIM), np.float32))
             assert int(versions[0]) == before + steps
             assert not (versions & np.uint64(1)).any()
-
-
-def test_tables_that_are_open_at_the_exit_are_not_unpinned_while_modules_are_taken_apart():
-    script = """
-import sys
-import numpy as np
-import hps
-from hps.databases.hash_map.database import HashMapDatabase
-
-class Pinner:
-    def pin(self, address, size_bytes): pass
-    def unpin(self, address, ending=sys.is_finalizing): assert not ending(), "the modules that unpin may be gone"
-
-database = HashMapDatabase()
-database.open_table("t", 4)
-database.insert("t", np.arange(9), np.zeros((9, 4), np.float32))
-table = database.host_table("t")
-table.pin(Pinner())
-hps.kept = table.layout()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

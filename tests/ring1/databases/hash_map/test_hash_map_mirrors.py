@@ -1,7 +1,5 @@
 """Copies of the hash map's buckets: told of every change, never followed when they are old."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -167,34 +165,3 @@ def test_a_table_without_pins_or_dropped_has_no_mirror(mirrored):
     with pytest.raises(InvalidInputError, match="not pinned, or was dropped"):
         mirrored.table.mirror(print)
     assert len(mirrored.mirror.updates) == told
-
-
-def test_no_vector_of_the_copy_is_wrong_beside_a_writer(mirrored):
-    keys, stop = distinct_keys(4000), threading.Event()
-    faults, answers = 0, 0
-
-    def encoded(keys, turn):
-        low = (keys & 0xFFFFF).astype(np.float32)[:, None]
-        return np.where(np.arange(DIM) % 2, np.float32(turn), low)
-
-    def write():
-        random = np.random.default_rng(1)
-        for turn in range(1, 150):
-            mirrored.database.delete(TAG, random.choice(keys, 200, replace=False))
-            again = random.choice(keys, 300, replace=False)
-            mirrored.database.insert(TAG, again, encoded(again, turn))
-        stop.set()
-
-    mirrored.database.insert(TAG, keys[:2000], encoded(keys[:2000], 0))
-    mirrored.mirror.read(keys[:1])  # compiled before
-    writer = threading.Thread(target=write)
-    writer.start()
-    random = np.random.default_rng(2)
-    while not stop.is_set():
-        asked = random.choice(keys, 100)
-        out, answered, _ = mirrored.mirror.read(asked)
-        faults += (out != encoded(asked, out[:, 1:2]))[answered].sum()
-        answers += answered.sum()
-    writer.join(60)
-    assert faults == 0
-    assert answers

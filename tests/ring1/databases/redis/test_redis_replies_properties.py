@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import InvalidResponse, MovedError, RedisError
 
-from hps.databases.redis.connections import ReplyParser
+from hps.databases.redis.connections import ReplyParser, until
 from hps.databases.redis.requests import FetchRows, GetMark
 from hps.errors import DatabaseError
+from tests.fakes.clock import Clock
 
 rows_lists = st.lists(st.one_of(st.none(), st.binary(min_size=12, max_size=12)), min_size=1, max_size=40)
 cuts = st.lists(st.integers(1, 60), min_size=1, max_size=200)
@@ -134,3 +135,29 @@ def test_a_new_connection_knows_nothing_of_the_last_one():
     parser.on_connect(SimpleNamespace(socket=Pieces(b"+OK\r\n", [9])))
     assert parser.read_response() == b"OK"
     assert not found.any()
+
+
+@pytest.mark.parametrize(
+    ("each_s", "time_s", "reason"), [(0.9, 5.0, "when the time for the call was over"), (1.1, 50.0, "silent for 1 s")]
+)
+def test_a_reply_that_drips_or_stops_ends_with_the_time_of_the_call_or_of_silence(monkeypatch, each_s, time_s, reason):
+    clock = Clock()
+    monkeypatch.setattr("hps.databases.redis.connections.time", SimpleNamespace(monotonic=clock))
+
+    class Slow(Pieces):
+        def settimeout(self, timeout):
+            self.timeout = timeout
+
+        def recv_into(self, view):
+            clock.now += min(each_s, self.timeout)
+            if each_s > self.timeout:
+                raise TimeoutError
+            return super().recv_into(view)
+
+    parser = ReplyParser(1.0)
+    parser.on_connect(SimpleNamespace(socket=Slow(reply_of([bytes(12)] * 9), [1])))
+    parser.waiting_since = clock.now
+    request, _, _ = request_for([bytes(12)] * 9, range(9))
+    with until(time_s), pytest.raises(RedisError, match=reason):
+        parser.read(request, last=True)
+    assert clock.now <= time_s

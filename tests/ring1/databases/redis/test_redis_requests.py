@@ -66,15 +66,6 @@ def test_hits_and_misses_are_read_into_their_rows():
     assert [row.tobytes() for row in out] == [bytes(8), bytes(8), b"AAAAAAAA", b"\r\n$-1\r\nB"]
 
 
-def test_a_row_that_is_cut_short_is_not_marked():
-    reply = b"*2\r\n$8\r\nAAAAAAAA\r\n$8\r\nBBBBBBBB\r\n"
-    for size in range(len(reply)):
-        request, _, found = fetch()
-        read(request, reply[:size])
-        assert request.reply is None
-        assert found.tolist() == [False, False, size >= len(b"*2\r\n$8\r\nAAAAAAAA\r\n"), False]
-
-
 @pytest.mark.parametrize(
     "reply",
     [

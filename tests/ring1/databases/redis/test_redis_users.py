@@ -1,9 +1,7 @@
 """Who uses a table of a shared Redis: the last process that gives it up drops it, and nobody loses one that is in use."""
 
 import gc
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 
@@ -16,7 +14,8 @@ from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.layout import RedisLayout
 from hps.errors import TableWidthError, UnknownTableError
 from hps.testing.databases import distinct_keys, fetched, vectors_of
-from tests.servers.child_processes import ChildProcesses
+from hps.testing.waiting import PATIENCE_S
+from tests.servers.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
 HUGECTRS = "hps_et.shop.item"
@@ -24,21 +23,12 @@ TAG = "hps_et.shop@2.item"
 DIM, PARTITIONS = 8, 4
 KEYS = distinct_keys(500)
 LAYOUT = RedisLayout.of(TAG, DIM, PARTITIONS)
-USER = """
-import sys
-from hps.databases.redis.database import RedisDatabase
-database = RedisDatabase(sys.argv[1], num_partitions=4, use_lease_s=float(sys.argv[2]))
-database.open_table(sys.argv[3], 8)
-print("opened", flush=True)
-sys.stdin.read()
-database.close()
-"""
 
 
 class SharedRedis:
     """A server or a cluster, and databases over it, each as another process would have it."""
 
-    def __init__(self, address: str, servers: list, databases: ExitStack) -> None:
+    def __init__(self, address: str, servers: list[RedisServer], databases: ExitStack) -> None:
         self.address = address
         self.clients = [server.client() for server in servers]
         self._databases = databases
@@ -64,20 +54,17 @@ class SharedRedis:
         """Until when each user counts."""
         return {user: int(until) for user, until in self.own("HGETALL", LAYOUT.users).items()}
 
-    def until(self, condition: Callable[[], object]) -> None:
-        """Wait until it holds, at most 30 s."""
-        give_up = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
+
+@pytest.fixture
+def servers(server: RedisServer) -> tuple[str, list[RedisServer]]:
+    """Their address and each of them; ring 2 has a cluster in its place."""
+    return server.address, [server]
 
 
-@pytest.fixture(params=["server", "cluster"])
-def shared(request: pytest.FixtureRequest) -> Iterator[SharedRedis]:
-    one = request.getfixturevalue(request.param)
-    servers = one.servers if request.param == "cluster" else [one]
+@pytest.fixture
+def shared(servers: tuple[str, list[RedisServer]]) -> Iterator[SharedRedis]:
     with ExitStack() as databases:
-        shared = SharedRedis(one.address, servers, databases)
+        shared = SharedRedis(*servers, databases)
         for client in shared.clients:
             client.flushall()
         yield shared
@@ -118,23 +105,6 @@ def test_a_table_that_this_process_never_opened_can_be_discarded(shared: SharedR
     assert shared.all_keys() == set()
 
 
-@pytest.mark.slow
-def test_a_process_that_lives_keeps_its_table_and_one_that_died_for_a_while(shared: SharedRedis, children: ChildProcesses):
-    child = children.start(sys.executable, "-c", USER, shared.address, 1.0, TAG, stdin=-1)
-    assert child.stdout.readline() == "opened\n", child.stderr.read()
-    me = shared.database(use_lease_s=1.0)
-    assert len(shared.users()) == 2
-    assert not me.discard_table(TAG)
-    (entered,) = shared.users().values()
-    shared.until(lambda: min(shared.users().values()) > entered + 2000)  # it lives for longer than an entry counts
-    assert not me.discard_table(TAG)
-    child.kill()
-    child.wait(30)
-    assert not me.discard_table(TAG)
-    shared.until(lambda: me.discard_table(TAG))
-    assert shared.all_keys() == set()
-
-
 def test_a_table_that_is_being_dropped_is_made_anew_once_it_is_gone(shared: SharedRedis):
     dropping = shared.database()
     dropping.insert(TAG, KEYS, vectors_of(KEYS, DIM))
@@ -154,7 +124,7 @@ def test_nobody_loses_a_table_between_opening_and_discarding_it(shared: SharedRe
     def use(number: int) -> int:
         keys, drops = KEYS[number::3].copy(), 0
         database = shared.database("")
-        for _ in range(25):
+        for _ in range(8):
             database.open_table(TAG, DIM)
             database.insert(TAG, keys, vectors_of(keys, DIM))
             out, found = fetched(database, TAG, keys, DIM)
@@ -209,7 +179,7 @@ def test_a_database_that_nobody_holds_renews_nothing(server):
     task = database._users._task
     del database
     gc.collect()
-    assert task.join(30)
+    assert task.join(PATIENCE_S)
 
 
 def test_an_open_that_fails_makes_no_user(shared: SharedRedis):

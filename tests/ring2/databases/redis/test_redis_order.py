@@ -1,7 +1,7 @@
 """Processes that share a Redis, each with its own RocksDB: nobody sees what is older than a write that it was told is done."""
 
 import threading
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ import pytest
 import hps
 from hps.databases.redis.layout import KeyPartition
 from hps.testing.databases import distinct_keys, vectors_of
+from hps.testing.waiting import PATIENCE_S
 from tests.servers.redis_proxy import Proxy
-from tests.servers.redis_server import RedisServer
 from tests.servers.running_service import document_of, model_of
 
 pytestmark = pytest.mark.redis
@@ -19,19 +19,6 @@ KEYS = distinct_keys(300)
 KEY = KEYS[:1]
 OTHERS = KEYS[1:]
 TAG = "hps_et.shop.item"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    with server.client() as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture
@@ -66,7 +53,7 @@ def expect(one, version, keys=KEY, times=3):
     """Look a key up, a few times, because a promotion may change what is found next."""
     for _ in range(times):
         np.testing.assert_array_equal(one.lookup(keys, "shop", "item"), vectors_of(keys, DIM, version))
-        assert one.drain(10)
+        assert one.drain(PATIENCE_S)
 
 
 def evict(client, keys=KEY):
@@ -78,14 +65,23 @@ def in_redis(client, key):
     return next((row for i in range(PARTITIONS) if (row := client.hget(KeyPartition(TAG, i).values, key.tobytes()))), None)
 
 
-def flush(client):
-    client.flushall()
+@contextmanager
+def held(link, writer):
+    """Keep what a process sends to Redis, and let it give up soon; yields the event that lets it through."""
+    late = link.held = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer.model("shop").chain.databases[0]._nodes, "timeout_s", 0.2)
+        yield late
+    link.held = None
 
 
-@pytest.mark.parametrize("lose", [evict, flush])
+@pytest.mark.parametrize("lose", [evict, lambda client: client.flushall()], ids=["evict", "flush"])
 def test_what_another_process_promotes_is_never_older(process, client, lose):
     writer, reader = process("writer"), process("reader")
     insert(writer, 1)
+    evict(client, KEYS)
+    expect(writer, 1)
+    assert in_redis(client, KEY[0]) == vectors_of(KEY, DIM, 1).tobytes()  # the only writer promotes
     lose(client)
     expect(reader, 0)  # it has its own RocksDB, and was never told
     expect(writer, 1)
@@ -101,22 +97,6 @@ def test_without_online_writes_everyone_promotes(process, client):
     assert all(in_redis(client, key) for key in KEYS)
 
 
-def test_the_only_writer_promotes(process, client):
-    writer = process("writer")
-    insert(writer, 1)
-    evict(client, KEYS)
-    expect(writer, 1)
-    assert in_redis(client, KEY[0]) == vectors_of(KEY, DIM, 1).tobytes()
-
-
-def test_writes_of_one_process_are_read_by_the_other_while_redis_has_them(process):
-    one, other = process("one"), process("other")
-    for version, writer in enumerate((one, other, one, one, other), 1):
-        insert(writer, version)
-        expect(one, version)
-        expect(other, version)
-
-
 @pytest.mark.parametrize("again", ["writer", "other"])
 def test_a_write_that_comes_late_changes_nothing(process, server, again):
     """It reaches Redis after the client gave up, and after a later write of the same or of another process was done."""
@@ -125,9 +105,8 @@ def test_a_write_that_comes_late_changes_nothing(process, server, again):
     with Proxy(server.port) as link:
         writer = process("writer", port=link.address.rpartition(":")[2])
         insert(writer, 1, OTHERS[:1])
-        late = link.held = threading.Event()
-        insert(writer, 2)
-        link.held = None
+        with held(link, writer) as late:
+            insert(writer, 2)
         last = {"writer": writer, "other": other}[again]
         insert(last, 3)
         if again == "writer":
@@ -144,12 +123,14 @@ def test_a_promotion_that_comes_late_changes_nothing(process, client, server):
         writer = process("writer", port=link.address.rpartition(":")[2])
         evict(client)
         assert writer.lookup(KEYS, "shop", "item").size
-        assert writer.drain(10)
+        assert writer.drain(PATIENCE_S)
         evict(client)
         late = threading.Event()
         link.hold_if = (lambda data: b"EVAL" in data or b"HSET" in data, late)
-        writer.lookup(KEY, "shop", "item")
-        assert writer.drain(30)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer.model("shop").chain.databases[0]._nodes, "timeout_s", 0.2)
+            writer.lookup(KEY, "shop", "item")
+            assert writer.drain(PATIENCE_S)
         link.hold_if = None
         insert(writer, 2)
         expect(writer, 2)
@@ -206,11 +187,3 @@ def test_another_model_is_never_answered_from(process, client, tmp_path):
     insert(new, 8)
     expect(old, 1)
     expect(new, 8)
-
-
-def test_copies_of_the_files_elsewhere_are_the_same_model(process, client, tmp_path):
-    one = process("one")
-    process("two", files="copy").close()
-    insert(one, 3)
-    two = process("two", files="copy")  # its RocksDB holds the same rows, although from other files
-    expect(two, 3)

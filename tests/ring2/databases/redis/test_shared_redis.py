@@ -1,7 +1,6 @@
 """Servers that share a Redis with nothing below: none takes another one's rows away while it deploys."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 import hps
 from hps.databases.base import RowChanges
-from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.layout import tag_of
 from hps.ground.progress import NoProgress
 from hps.types import split_tag
@@ -66,9 +64,10 @@ class AskingPeers(NoProgress):
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path / "redis") as server:
-        yield server
+def redis(server: RedisServer) -> RedisServer:
+    with server.client() as client:
+        client.flushall()
+    return server
 
 
 @pytest.fixture
@@ -96,23 +95,14 @@ def stored_slots(redis: RedisServer) -> set[str]:
 def test_peers_answer_all_the_while_that_each_in_turn_forces_a_deployment(
     start: Callable[..., hps.HPS], redis: RedisServer
 ) -> None:
-    servers = [start() for _ in range(3)]
-    for _ in range(3):
+    servers = [start() for _ in range(2)]
+    for _ in range(2):
         for server in servers:
             peers = AskingPeers(dict.fromkeys(servers, 1))
             server.deploy("ranker", progress=peers, force=True)
             assert peers.steps > 10
             peers.ask()
     assert len(stored_slots(redis)) <= 2 * len(servers), "what each serves, and what it keeps"
-
-
-def test_servers_that_force_a_deployment_at_once_load_it_once(start: Callable[..., hps.HPS], redis: RedisServer) -> None:
-    servers = [start() for _ in range(3)]
-    with ThreadPoolExecutor() as pool:
-        for _ in range(3):
-            for done in [pool.submit(server.deploy, "ranker", force=True) for server in servers]:
-                done.result(60)
-            assert list(map(content_of, servers)) == [1, 1, 1]
 
 
 def test_files_that_were_replaced_are_loaded_beside_those_that_a_peer_serves(
@@ -149,7 +139,7 @@ def test_an_older_change_removes_the_row_from_the_caches_of_a_server_that_lags(s
     np.testing.assert_array_equal(behind.lookup([7, 8, 9], "ranker", "user"), expected)
 
 
-@pytest.mark.parametrize("forced", [1, 2, 3, 4])
+@pytest.mark.parametrize("forced", [1, 3])
 def test_a_restarted_server_finds_the_rows_that_it_forced_last_and_its_writes(
     start: Callable[..., hps.HPS], forced: int
 ) -> None:
@@ -160,20 +150,3 @@ def test_a_restarted_server_finds_the_rows_that_it_forced_last_and_its_writes(
     server.close()
     server = start()
     np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), forced - 1, np.float32))
-
-
-def test_a_table_of_hugectr_stays_as_it_is_beside_a_forced_deployment(
-    start: Callable[..., hps.HPS], redis: RedisServer
-) -> None:
-    """HugeCTR enters itself nowhere, and may read its table."""
-    database = RedisDatabase(redis.address, num_partitions=2)
-    for table, dim in DIMS.items():
-        database.open_table(f"hps_et.ranker.{table}", dim)
-        database.insert(f"hps_et.ranker.{table}", KEYS, vectors_of(dim, 3))
-    database.close()
-    with redis.client() as client:
-        ours = [key for key in client.scan_iter("hps_et{*") if key[-1:] not in (b"v", b"t")]
-        client.unlink(*ours)
-        before = {key: client.hgetall(key) for key in client.scan_iter("hps_et{*}v")}
-        assert content_of(start(force=True)) == 1
-        assert {key: client.hgetall(key) for key in before} == before

@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
-import tests.ring1.databases.redis.test_redis_cluster as redis_tests
 from hps.configuration.tiers import VolatileDbConfig
-from hps.databases.base import RowChanges
 from hps.databases.redis.database import RedisDatabase
 from hps.testing.databases import TAG, distinct_keys, vectors_of
 from hps.types import TableSpec
-from tests.servers.redis_server import RedisClusterServers, RedisServer, rows_of, valkey_program
+from tests.ring2.databases.redis import test_redis_cluster as redis_tests
+from tests.servers.redis_server import RedisClusterServers, RedisServer, rows_of, server_program, valkey_program
 
-pytestmark = pytest.mark.valkey
+pytestmark = [
+    pytest.mark.valkey,
+    pytest.mark.skipif(server_program() == valkey_program(), reason="no other Redis is here: all tests run against it"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +26,6 @@ def server(tmp_path_factory):
 def cluster(tmp_path_factory):
     with RedisClusterServers(tmp_path_factory.mktemp("cluster"), program=valkey_program()) as cluster:
         yield cluster
-
-
-class TestValkeyServer(redis_tests.TestRedisServer):
-    pass
 
 
 class TestValkeyCluster(redis_tests.TestRedisCluster):
@@ -45,19 +43,6 @@ def test_partitions_stay_within_their_margin(opened, client, policy):
     left = rows_of([client], TAG, 4)
     assert len(left) >= 320
     assert all(left[int(key)] == vectors_of(keys[i : i + 1], 4).tobytes() for i, key in enumerate(keys) if int(key) in left)
-
-
-def test_changes_of_a_log_are_made_in_their_order(opened):
-    database, keys = opened(), distinct_keys(600)
-    database.open_table(TAG, 4)
-    database.follow_log(TAG)
-    newer, older = vectors_of(keys, 4, 2), vectors_of(keys, 4, 1)
-    assert database.apply(TAG, RowChanges(keys[:300], newer[:300], np.full(300, 2)), {}).all()
-    made = database.apply(TAG, RowChanges(keys, older, np.ones(600, np.int64)), {})
-    np.testing.assert_array_equal(made, np.arange(600) >= 300)
-    out, found = np.empty((600, 4), np.float32), np.zeros(600, np.bool_)
-    assert database.fetch(TAG, keys, out, found) == 600
-    np.testing.assert_array_equal(out, np.concatenate([newer[:300], older[300:]]))
 
 
 def test_a_check_names_it(server, client):

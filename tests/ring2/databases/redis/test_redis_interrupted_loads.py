@@ -19,6 +19,7 @@ from hps.ground.progress import NoProgress
 from hps.models.files import open_sparse_model
 from hps.models.writer import write_sparse_model
 from hps.testing.databases import distinct_keys, fetched, vectors_of
+from hps.testing.waiting import PATIENCE_S
 from hps.types import TableSpec
 from tests.tables.table_loads import load_table
 
@@ -113,11 +114,13 @@ def test_another_process_may_come_at_any_request_of_a_load(
 ) -> None:
     progress = Waiting()
 
-    def sleep(seconds: float) -> None:  # until a table is dropped that is about to be opened
-        progress.waits.set()
-        time.sleep(seconds)
+    pause = time.sleep
 
-    monkeypatch.setattr("hps.databases.redis.users.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    def look_again(seconds: float) -> None:  # until a table is dropped that is about to be opened
+        progress.waits.set()
+        pause(seconds)
+
+    monkeypatch.setattr("hps.databases.redis.users.time", SimpleNamespace(monotonic=time.monotonic, sleep=look_again))
     for number in count(1):
         progress.waits.clear()
         client.flushall()
@@ -140,13 +143,13 @@ def test_another_process_may_come_at_any_request_of_a_load(
 
             def let_come(comes: list[Future[None]] = comes) -> None:
                 comes.append(threads.submit(come))
-                assert progress.waits.wait(60)
+                assert progress.waits.wait(PATIENCE_S)
 
             watched[:] = [Requests(loading, number, let_come)]
             load(loading, files[0])
             reached = watched.pop().reached
             for one in comes:
-                one.result(60)
+                one.result(PATIENCE_S)
             holds(loading, 0)
         if not reached:
             break
@@ -176,7 +179,7 @@ def test_processes_that_start_after_a_kill_at_any_request_of_a_load_serve(
             client.delete(RedisLayout.of(TAG, DIM, 4).users)  # as after the time that it counts
         starting = [opened(), opened()]
         for done in [threads.submit(load, one, files[0]) for one in starting]:
-            done.result(60)
+            done.result(PATIENCE_S)
         for one in starting:
             holds(one, 0)
             one.close()
@@ -196,7 +199,7 @@ def test_a_table_may_be_dropped_and_loaded_at_any_request_of_a_process_that_clea
 
             def wait_and_drop(tag: str, drop=loading._catalog.drop, dropping=dropping, go_on=go_on) -> None:
                 dropping.set()
-                assert go_on.wait(60)
+                assert go_on.wait(PATIENCE_S)
                 drop(tag)
 
             monkeypatch.setattr(loading._catalog, "drop", wait_and_drop)
@@ -204,10 +207,10 @@ def test_a_table_may_be_dropped_and_loaded_at_any_request_of_a_process_that_clea
 
             def let_load(loaded=loaded, go_on=go_on) -> None:
                 go_on.set()
-                loaded.result(60)
+                loaded.result(PATIENCE_S)
 
             try:
-                assert dropping.wait(60)
+                assert dropping.wait(PATIENCE_S)
                 watched[:] = [Requests(clearing, number, let_load)]
                 assert clearing.clear_table(TAG, open_sparse_model(files[0], DIM).fingerprint)
                 reached = watched.pop().reached

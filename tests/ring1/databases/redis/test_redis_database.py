@@ -1,8 +1,7 @@
-"""The contract of a database, against a real server and a real cluster."""
+"""The contract of a database, against a real server."""
 
 import pytest
 
-from hps.databases.redis.database import RedisDatabase
 from hps.errors import CapacityError
 from hps.testing.databases import OTHER, TAG, DatabaseContract, distinct_keys, vectors_of
 from tests.servers.redis_server import rows_of
@@ -42,29 +41,6 @@ class TestRedisServer(DatabaseContract):
             for client in self.clients:
                 client.config_set("maxmemory", "0")
                 client.config_set("maxmemory-policy", "noeviction")
-
-
-class TestRedisServerThatNotesUses(TestRedisServer):
-    @pytest.fixture(params=["evict_least_used", "evict_oldest"])
-    def database(self, opened, client, request):
-        self.clients = [client]
-        return opened(overflow_policy=request.param)
-
-
-class TestRedisCluster(TestRedisServer):
-    @pytest.fixture
-    def database(self, cluster):
-        self.clients = [server.client() for server in cluster.servers]
-        for client in self.clients:
-            client.flushall()
-        database = RedisDatabase(cluster.address, num_partitions=PARTITIONS)
-        yield database
-        database.close()
-        for client in self.clients:
-            client.close()
-
-    def test_it_is_found_to_be_a_server(self, database):
-        assert database.clustered
 
 
 def test_a_bounded_table_needs_no_more_room_than_its_capacity(opened):

@@ -1,4 +1,4 @@
-"""Writes tables as trainers do, by the layouts in their sources. Only `torchrec_checkpoint` runs the libraries; it takes half a minute.
+"""Writes tables as trainers do, by the layouts in their sources; only `torchrec_checkpoint` runs the libraries, for a while.
 
 The sources: NVIDIA/recsys-examples 43465ae (dynamicemb), alibaba/TorchEasyRec 54cac31 and, for `dynamicemb_evicted`, its pull
 request 638, NVIDIA-Merlin/HugeCTR 2f2016f (SOK).

@@ -5,11 +5,8 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -45,7 +42,11 @@ Array = np.ndarray[Any, Any]
 Save = Callable[[Path, Array, Array], Path]
 
 
-every_format = pytest.mark.parametrize("save", table_files.SAVERS, ids=lambda save: save.__name__)
+a_few_formats = pytest.mark.parametrize(
+    "save",
+    [table_files.save_npz, table_files.save_pair, table_files.save_torch, table_files.save_parquet_parts],
+    ids=lambda save: save.__name__,
+)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def opened(place: object, dim: int, sources: ModelSources | None = None) -> tupl
 
 
 @pytest.mark.usefixtures("small_chunks")
-@every_format
+@a_few_formats
 def test_a_table_comes_back_bit_for_bit(save: Save, table: tuple[Array, Array], tmp_path: Path) -> None:
     source = save(tmp_path, *table)
     written = import_model(source, tmp_path / "model")
@@ -83,23 +84,6 @@ def test_a_table_comes_back_bit_for_bit(save: Save, table: tuple[Array, Array], 
     assert vectors.tobytes() == table[1].tobytes()
     assert (written.rows, written.dim, written.size_bytes) == (1000, 5, 28_000)
     assert (written.keys and written.keys.name, written.vectors.name, written.dtype) == ("keys", "vectors", "float32")
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("kind", [np.float16, np.float64, ">f4"])
-@pytest.mark.parametrize(
-    "save",
-    [table_files.save_npz, table_files.save_npz_compressed, table_files.save_pair_fortran],
-    ids=lambda save: save.__name__,
-)
-def test_other_floats_become_float32(save: Save, kind: Any, tmp_path: Path) -> None:
-    vectors = np.random.default_rng(1).random((300, 4)).astype(kind)
-    keys = np.arange(300, dtype=">u2")[:, None]
-    written = import_model(save(tmp_path, keys, vectors), tmp_path / "model")
-    got_keys, got = opened(tmp_path / "model", 4)
-    assert np.array_equal(got_keys, np.arange(300))
-    assert np.array_equal(got, vectors.astype(np.float32))
-    assert written.dtype == np.dtype(kind).name
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -180,21 +164,17 @@ def test_a_torchscript_archive_is_refused_as_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@every_format
-def test_a_bad_row_far_into_the_table_leaves_nothing(save: Save, tmp_path: Path) -> None:
-    def refused(message: str, *table: Array) -> None:
-        with pytest.raises(ModelFileError, match=message):
-            import_model(save(Path(mkdtemp(dir=tmp_path)), *table), tmp_path / "out" / "model")
-        assert os.listdir(tmp_path / "out") == []
-
+def test_a_bad_row_far_into_the_table_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    keys, vectors = np.arange(500), np.ones((500, 5))
-    vectors[321, 2] = 1e300
-    refused(r"row 321 of 'vectors' has 1e\+300 as element 2, which is infinite as float32", keys, vectors)
-    if save is not table_files.save_torch_legacy:  # it has no uint64
-        keys = keys.astype(np.uint64)
-        keys[-2:] = 2**63 - 1, 2**63
-        refused("row 499 of 'keys' has key 9223372036854775808, expected keys below", keys, np.ones((500, 5), np.float32))
+    vectors, large = np.ones((500, 5)), np.arange(500, dtype=np.uint64)
+    vectors[321, 2], large[-1] = 1e300, 2**63
+    for keys, rows, message in (
+        (np.arange(500), vectors, r"row 321 of 'vectors' has 1e\+300 as element 2, which is infinite as float32"),
+        (large, np.ones((500, 5)), "row 499 of 'keys' has key 9223372036854775808, expected keys below"),
+    ):
+        with pytest.raises(ModelFileError, match=message):
+            import_model(table_files.save_npz(tmp_path, keys, rows), tmp_path / "out" / "model")
+        assert os.listdir(tmp_path / "out") == []
 
 
 class _During:
@@ -219,7 +199,7 @@ class _During:
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("change", ["written again", "cut short"])
-@every_format
+@a_few_formats
 def test_a_source_that_changes_meanwhile_is_noticed(
     save: Save, change: str, table: tuple[Array, Array], tmp_path: Path
 ) -> None:
@@ -357,58 +337,7 @@ def test_the_command_ends_with_2_and_one_message_on_wrong_input(table: tuple[Arr
     assert not (tmp_path / "out").exists()
 
 
-_MEASURE = """
-import sys
-from hps.models.importing import import_model
-from hps.registry import implementation
-
-def status(name):
-    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) << 10
-
-class Sampling:
-    own = 0
-    def start(self, *_): pass
-    def advance(self, *_): self.own = max(self.own, status("RssAnon"))
-    def finish(self, *_): pass
-
-implementation("format", sys.argv[3])
-own, peak, sampling = status("RssAnon"), status("VmHWM"), Sampling()
-import_model(sys.argv[1], sys.argv[2], progress=sampling)
-print(sampling.own - own, status("VmHWM") - peak)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("save", "name", "mapped"),
-    [
-        (table_files.save_npz, "npz", False),
-        (table_files.save_npz_compressed, "npz", False),
-        (table_files.save_pair, "npy", True),
-        (table_files.save_pair_fortran, "npy", True),
-        (table_files.save_safetensors, "safetensors", True),
-        (table_files.save_torch, "torch", True),
-        (table_files.save_torch_transposed, "torch", True),
-        (table_files.save_parquet, "parquet", False),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_memory_stays_far_below_the_size_of_the_table(save: Save, name: str, mapped: bool, tmp_path: Path) -> None:
-    rows, dim = 1_500_000, 32  # 204 MB
-    vectors = np.zeros((rows, dim), np.float32)
-    vectors[:, 0] = np.arange(rows)
-    source = save(tmp_path, np.arange(rows), vectors)
-    del vectors
-    command = [sys.executable, "-c", _MEASURE, str(source), str(tmp_path / "out"), name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert open_sparse_model(tmp_path / "out", dim).rows == rows
-    own, peak = map(int, done.stdout.split())
-    assert own < 100 << 20
-    if not mapped:  # else the kernel counts pages of the file, which it drops when memory is short
-        assert peak < 100 << 20
-
-
-DLRM = {f"emb_l.{i}.weight": np.random.default_rng(i).random((40 + 9 * i, 4 + i % 3), np.float32) for i in reversed(range(26))}
+DLRM = {f"emb_l.{i}.weight": np.random.default_rng(i).random((40 + 9 * i, 4 + i % 3), np.float32) for i in reversed(range(12))}
 """The embedding weights of a DLRM, as its state_dict names them, not in their order."""
 
 
@@ -460,13 +389,13 @@ def test_all_tables_of_a_checkpoint_are_served_by_the_configuration_that_the_imp
     monkeypatch.chdir(tmp_path)
     source, *options = save(tmp_path)
     done = run("import", source, "out/dlrm-1.0", *options)
-    assert (done.exit_code, done.stdout.splitlines()[-1].split(",")[0]) == (0, "out/dlrm-1.0/ps.json: 26 tables"), done.stderr
+    assert (done.exit_code, done.stdout.splitlines()[-1].split(",")[0]) == (0, "out/dlrm-1.0/ps.json: 12 tables"), done.stderr
     monkeypatch.chdir("/")
     config = tmp_path / "out" / "dlrm-1.0" / "ps.json"
     assert run("check-config", config).exit_code == 0
     with hps.HPS(config) as server:
         tables = load_configuration(config).models[0].embedding_table_names
-        assert tables == tuple(f"emb_l_{i}" for i in range(26))
+        assert tables == tuple(f"emb_l_{i}" for i in range(12))
         for i, table in enumerate(tables):
             weight = DLRM[f"emb_l.{i}.weight"]
             vectors, found = server.lookup(np.arange(len(weight) + 1), "dlrm-1_0", table, return_found=True)

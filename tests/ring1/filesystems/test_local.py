@@ -90,6 +90,31 @@ def test_a_replacement_that_keeps_the_time_has_another_version(tmp_path: Path) -
     assert LocalFileSystem().status(str(path)).version != before
 
 
+def test_a_file_is_durable_before_it_has_its_name_and_the_name_before_the_commit_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, sync, replace = [], os.fsync, os.replace
+
+    def noted_sync(descriptor: int) -> None:
+        sync(descriptor)
+        steps.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name[:5]}")
+
+    def noted_replace(old: str, new: str) -> None:
+        replace(old, new)
+        steps.append(f"rename {Path(old).name[:5]} {Path(new).name}")
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    whole = ["sync .key.", "rename .key. key", "sync model"]
+    writer = LocalFileSystem().create(f"{tmp_path}/model/key")
+    writer.write(memoryview(b"x"))
+    assert steps == []
+    writer.commit()
+    assert steps == whole
+    LocalFileSystem().replace(f"{tmp_path}/model/key", b"y", LocalFileSystem().status(f"{tmp_path}/model/key").version)
+    assert steps == whole * 2
+
+
 def test_a_link_leads_to_its_file_and_a_broken_one_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(noise(64))
     (tmp_path / "link").symlink_to("key")

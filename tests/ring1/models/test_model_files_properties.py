@@ -109,7 +109,7 @@ def test_what_is_written_in_chunks_is_read_in_other_chunks(data, dim, pieces, ch
         assert b"".join(v.tobytes() for _, v in chunks) == b"".join(v for _, v in raw)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.text(max_size=40) | st.from_regex(r"\A[A-Za-z]{1,6}:/{0,3}[a-z0-9./:%]{0,30}\Z"))
 def test_any_text_for_a_place_without_a_model_is_refused(source):
     with scratch() as directory:

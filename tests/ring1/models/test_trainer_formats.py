@@ -309,7 +309,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("chunk_bytes", [8 + 48, 7 * (8 + 48), 1 << 20])
 def test_tables_of_three_ranks_come_back_whole(chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ring2/models/test_trainer_formats.py lets torchrec write such a checkpoint."""
+    """ring2/models/test_torchrec_checkpoint.py lets torchrec write such a checkpoint."""
     tables = sharded_checkpoint(tmp_path / "dump")
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", chunk_bytes)
     got = read(tmp_path / "dump", TORCHREC_TABLES)

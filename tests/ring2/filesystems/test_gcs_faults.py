@@ -230,6 +230,7 @@ def test_a_token_is_not_sent_in_the_clear(
     (tmp_path / "key.json").write_text(json.dumps(info))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
     assert read(patient, file) == noise(SIZE)
+    assert proxy.requests
     assert all(request.path != "/token" and "Authorization" not in request.headers for request in proxy.requests)
 
 

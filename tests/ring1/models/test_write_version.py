@@ -74,9 +74,7 @@ def test_a_version_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
 
     def noted_rename(old: str, new: str) -> None:
-        renamed.append(
-            (old, new, {path.removeprefix(f"{old}/") for path in synced if path.startswith(f"{old}/")}, old in synced)
-        )
+        renamed.append((new, {os.path.relpath(path, old) for path in synced}))
         rename(old, new)
         synced.clear()
 

@@ -67,7 +67,7 @@ def hash_map() -> Iterator[HashMapDatabase]:
 
 
 def test_files_that_were_only_touched_are_compared_once_and_not_loaded_again(
-    source: str, rocks: RocksDatabase, caplog: pytest.LogCaptureFixture
+    source: str, rocks: RocksDatabase, hash_map: HashMapDatabase, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "hps.models.table_load")
     load_table(TABLE, source, [rocks])
@@ -81,6 +81,13 @@ def test_files_that_were_only_touched_are_compared_once_and_not_loaded_again(
     assert nothing_to_do(load_table(TABLE, source, [rocks]))
     assert caplog.text.count("comparing them") == 1
     assert held(rocks) == FILES
+    updated = update(rocks)
+    touch(source)
+    report = load_table(TABLE, source, [hash_map, rocks])
+    assert report.differs
+    assert report.loads[1].rows == 0
+    assert record_of(rocks).modified
+    assert held(rocks) == held(hash_map) == updated
 
 
 def test_files_that_were_copied_are_not_loaded_again_and_the_record_names_the_copy(
@@ -90,19 +97,6 @@ def test_files_that_were_copied_are_not_loaded_again_and_the_record_names_the_co
     shutil.copytree(source, tmp_path / "copy")
     assert nothing_to_do(load_table(TABLE, str(tmp_path / "copy"), [rocks]))
     assert record_of(rocks).source == str(tmp_path / "copy")
-
-
-def test_online_updates_outlive_files_that_were_only_touched(
-    source: str, rocks: RocksDatabase, hash_map: HashMapDatabase
-) -> None:
-    load_table(TABLE, source, [rocks])
-    updated = update(rocks)
-    touch(source)
-    report = load_table(TABLE, source, [hash_map, rocks])
-    assert report.differs
-    assert report.loads[1].rows == 0
-    assert record_of(rocks).modified
-    assert held(rocks) == held(hash_map) == updated
 
 
 def flip_a_bit(source: str, name: str, place: int) -> None:
@@ -253,6 +247,10 @@ def test_what_was_gathered_and_not_loaded_is_not_counted(source: str) -> None:
 
 
 def test_online_updates_stay_without_force_and_go_with_it(source: str, rocks: RocksDatabase, hash_map: HashMapDatabase) -> None:
+    rocks.open_table(TAG, DIM)
+    rocks.insert(TAG, np.arange(10**15, 10**15 + 1), np.ones((1, DIM), np.float32))  # of unknown origin
+    load_table(TABLE, source, [rocks], force=True)
+    assert held(rocks) == FILES
     load_table(TABLE, source, [hash_map, rocks])
     updated = update(rocks)
     update(hash_map)
@@ -264,13 +262,6 @@ def test_online_updates_stay_without_force_and_go_with_it(source: str, rocks: Ro
     assert held(rocks) == held(hash_map) == FILES
     assert not record_of(rocks).modified
     assert nothing_to_do(load_table(TABLE, source, [rocks]))
-
-
-def test_force_removes_rows_of_unknown_origin(source: str, rocks: RocksDatabase) -> None:
-    rocks.open_table(TAG, DIM)
-    rocks.insert(TAG, NEW_KEY, np.ones((1, DIM), np.float32))
-    load_table(TABLE, source, [rocks], force=True)
-    assert held(rocks) == FILES
 
 
 def test_a_forced_load_that_is_interrupted_goes_on_and_keeps_no_update(source: str) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
+from hps.errors import (
+    HPSError,
+    InvalidDtypeError,
+    InvalidInputError,
+    ModelFileChangedError,
+    ModelFileError,
+    ModelFileNotFoundError,
+)
 from hps.filesystems import local
 from hps.filesystems.local import LocalFileSystem
 from hps.ground.hashing import mix
@@ -186,12 +193,8 @@ def test_files_that_cannot_be_the_table_are_refused(model_dir: Path, damage: Dam
     assert type(raised.value) is error
 
 
-def test_a_meta_file_of_the_right_size_is_accepted(model_dir: Path) -> None:
+def test_a_meta_file_of_the_right_size_and_what_hugectr_leaves_beside_are_accepted(model_dir: Path) -> None:
     (model_dir / "meta").write_bytes(b"x" * 800)
-    assert open_sparse_model(model_dir, DIM).rows == 100
-
-
-def test_files_that_hugectr_leaves_beside_are_ignored(model_dir: Path) -> None:
     (model_dir / "slot_id").write_bytes(b"x" * 3)
     assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(100))
 
@@ -217,33 +220,31 @@ def started(directory: Path) -> tuple[SparseModel, Iterator[tuple[KeyArray, Floa
     return model, chunks
 
 
+def renewed(path: Path) -> None:
+    new = path.with_suffix(".new")
+    new.write_bytes(path.read_bytes())
+    new.rename(path)
+
+
 @pytest.mark.parametrize("name", ["key", "emb_vector"])
-def test_a_file_replaced_while_loading_is_noticed_before_the_next_row(model_dir: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (renewed, ModelFileChangedError, "it changed while it was being read .*load the model again"),
+        (lambda path: os.truncate(path, path.stat().st_size * 15 // 100), ModelFileError, "it (ends at byte|changed)"),
+        (Path.unlink, ModelFileNotFoundError, ""),
+    ],
+    ids=["replaced", "cut short", "removed"],
+)
+def test_a_file_that_changes_while_loading_is_noticed(
+    model_dir: Path, name: str, change: Callable[[Path], object], error: type[ModelFileError], message: str
+) -> None:
     model, chunks = started(model_dir)
-    new = model_dir / "new"
-    new.write_bytes((model_dir / name).read_bytes())
-    new.rename(model_dir / name)
-    with pytest.raises(ModelFileError, match=rf"{model_dir}/{name}: it changed while it was being read .*load the model again"):
-        next(chunks)
-    with pytest.raises(ModelFileError, match="changed"):
-        model.verify()
-
-
-@pytest.mark.parametrize("name", ["key", "emb_vector"])
-def test_a_file_cut_short_while_loading_is_noticed(model_dir: Path, name: str) -> None:
-    _, chunks = started(model_dir)
-    size = (model_dir / name).stat().st_size
-    os.truncate(model_dir / name, size * 15 // 100)
-    with pytest.raises(ModelFileError, match=rf"{model_dir}/{name}: it (ends at byte|changed)"):
+    change(model_dir / name)
+    with pytest.raises(error, match=rf"{model_dir}/{name}: {message}"):
         list(chunks)
-
-
-@pytest.mark.parametrize("name", ["key", "emb_vector"])
-def test_a_file_removed_while_loading_is_noticed(model_dir: Path, name: str) -> None:
-    _, chunks = started(model_dir)
-    (model_dir / name).unlink()
-    with pytest.raises(ModelFileNotFoundError, match=f"{model_dir}/{name}"):
-        next(chunks)
+    with pytest.raises(ModelFileError):
+        model.verify()
 
 
 def test_a_model_replaced_between_opening_and_reading_is_noticed(model_dir: Path) -> None:
@@ -346,20 +347,16 @@ def test_overwriting_works_where_the_file_system_cannot_exchange(model_dir: Path
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+def test_a_directory_of_something_else_and_a_file_are_never_replaced(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ModelFileError, match="exists" if not overwrite else "thesis.tex, which is not part of a sparse model"):
-        write_sparse_model(tmp_path / "home", rows_of(5), overwrite=overwrite)
-    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_file_in_the_way_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
-    (tmp_path / "m").write_text("a file")
-    with pytest.raises(ModelFileError, match="a file is in the way"):
-        write_sparse_model(tmp_path / "m", rows_of(5), overwrite=overwrite)
-    assert (tmp_path / "m").read_text() == "a file"
+    for path, message in (
+        (tmp_path / "home" / "thesis.tex", "thesis.tex, which is not part of a sparse model" if overwrite else "exists"),
+        (tmp_path / "m", "a file is in the way"),
+    ):
+        path.write_text("years of work")
+        with pytest.raises(ModelFileError, match=message):
+            write_sparse_model(tmp_path / ("m" if path.name == "m" else "home"), rows_of(5), overwrite=overwrite)
+        assert path.read_text() == "years of work"
 
 
 def test_an_empty_directory_and_a_link_are_written_to(tmp_path: Path) -> None:

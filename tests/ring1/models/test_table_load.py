@@ -229,14 +229,9 @@ def test_a_database_to_keep_is_opened_and_not_loaded(source: str) -> None:
     report = load_table(TABLE, source, [persistent], keep=[volatile])
     assert held(volatile) == {}
     assert report.loads == (DatabaseLoad("persistent_memory", 0, ROWS),)
-
-
-def test_a_whole_table_of_another_version_is_kept_when_asked_to(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
-    load_table(TABLE, source, [persistent])
     write_sparse_model(source, rows_of(ROWS // 2, seed=2), overwrite=True)
     load_table(TABLE, source, [MemoryDatabase()], keep=[persistent])
-    assert held(persistent) == FILES
+    assert held(persistent) == FILES  # of another version
 
 
 def test_a_half_loaded_table_is_not_kept_for_whole(source: str) -> None:
@@ -258,18 +253,13 @@ def test_a_half_loaded_table_is_not_kept_for_whole(source: str) -> None:
 def test_a_volatile_database_gets_its_share_and_the_persistent_one_all(
     source: str, capacity: int, rate: float, expected: int
 ) -> None:
-    volatile, persistent = BoundedMemory(capacity), PersistentMemoryDatabase()
+    volatile, persistent, progress = BoundedMemory(capacity), PersistentMemoryDatabase(), Events()
     report = load_table(TABLE, source, [volatile, persistent], initial_cache_rate=rate)
     assert held(volatile) == content(KEYS[:expected], VECTORS[:expected])
     assert held(persistent) == FILES
     assert report.loads[0] == DatabaseLoad("bounded_memory", 0, expected)
-
-
-def test_no_more_is_read_than_a_bounded_database_gets(source: str) -> None:
-    progress = Events()
-    load_table(TABLE, source, [BoundedMemory(200)], progress=progress)
-    assert progress.told[0] == ("start", TAG, 200, 200 * ROW_BYTES)
-    assert progress.advanced == 200
+    load_table(TABLE, source, [BoundedMemory(capacity)], initial_cache_rate=rate, progress=progress)
+    assert progress.advanced == expected  # no more is read than it gets
 
 
 def test_a_hash_map_with_a_margin_and_rocksdb_get_theirs(source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -366,20 +356,18 @@ def test_a_load_of_a_dense_hash_map_that_is_stopped_is_completed_by_the_next(
 # -- the persistent database is the authority --------------------------------------------------------------------------
 
 
-def test_an_unmodified_table_is_loaded_from_the_files(source: str) -> None:
-    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+def test_a_volatile_database_gets_the_files_or_what_was_updated_online(source: str) -> None:
+    persistent, volatile, share = PersistentMemoryDatabase(), MemoryDatabase(), MemoryDatabase()
     load_table(TABLE, source, [persistent])
     for databases, keep in (([volatile, persistent], []), ([volatile], [persistent])):
         assert not load_table(TABLE, source, databases, keep=keep).differs
         assert held(volatile) == FILES
-
-
-def test_a_volatile_database_gets_what_was_updated_online(source: str) -> None:
-    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
-    load_table(TABLE, source, [persistent])
-    updated = update(persistent)
+    updated, volatile = update(persistent), MemoryDatabase()
     assert load_table(TABLE, source, [volatile, persistent]).differs
     assert held(volatile) == held(persistent) == updated
+    load_table(TABLE, source, [share, persistent], initial_cache_rate=0.5)
+    assert share.size(TAG) == ROWS // 2
+    assert held(share).items() <= updated.items()
 
 
 def test_a_database_that_is_kept_is_the_authority_whatever_the_files_say(source: str) -> None:
@@ -399,15 +387,6 @@ def test_a_new_version_of_the_files_replaces_online_updates(source: str) -> None
     write_sparse_model(source, (KEYS, -VECTORS), overwrite=True)
     assert not load_table(TABLE, source, [volatile, persistent]).differs
     assert held(volatile) == held(persistent) == content(KEYS, -VECTORS)
-
-
-def test_only_the_share_that_is_asked_for_is_copied(source: str) -> None:
-    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
-    load_table(TABLE, source, [persistent])
-    update(persistent)
-    load_table(TABLE, source, [volatile, persistent], initial_cache_rate=0.5)
-    assert volatile.size(TAG) == ROWS // 2
-    assert held(volatile).items() <= held(persistent).items()
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -294,17 +294,3 @@ class ObjectStoreFaults(ModelsInStores):
             load_table(TABLE, source, [volatile, persistent], sources=through)
             assert_holds(volatile, 2)
             assert_holds(persistent, 2)
-
-    def test_a_model_is_loaded_through_a_store_that_fails_now_and_then(
-        self, proxy: MisbehavingProxy, sources: ModelSources, root: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 200_000)
-        monkeypatch.setattr(self.store, "part_bytes", 60_000)
-        write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=1), sources=sources)
-        faults = [Answer(503), None, Reset(10_000), None, Truncate(5_000), None, Drop(), None, Answer(500), None, None]
-        count = iter(range(10_000))
-        proxy.rule = lambda request: faults[next(count) % len(faults)]
-        with closing(HashMapDatabase()) as volatile:
-            through = sources_at(proxy.url, timeout_s=20, deadline_s=40, max_attempts=20)
-            load_table(TABLE, f"{root}/item", [volatile], sources=through)
-            assert_holds(volatile, 1)

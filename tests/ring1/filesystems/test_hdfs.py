@@ -132,15 +132,17 @@ def test_threads_that_get_no_answer_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
     def ask(_client: object) -> str:
         asked.append(1)
-        release.wait(60)
+        release.wait()
         return "answer"
 
     connections = hdfs_connections.HdfsConnections(ModelSourceConfig(timeout_s=0.1, deadline_s=20, max_attempts=5))
     address = hdfs_address("hdfs://127.0.0.1:1/key", "opening")
-    with pytest.raises(ModelSourceError, match=r"opening hdfs://127\.0\.0\.1:1/key: no answer .*tried 5 times"):
-        connections.ask("opening", address, ask)
-    assert len(asked) == 3
-    release.set()
+    try:
+        with pytest.raises(ModelSourceError, match=r"opening hdfs://127\.0\.0\.1:1/key: no answer .*tried 5 times"):
+            connections.ask("opening", address, ask)
+        assert len(asked) == 3
+    finally:
+        release.set()
     patient = connections.settings.model_copy(update={"timeout_s": 20.0})
     connections.settings = patient
     assert connections.ask("opening", address, ask) == "answer"

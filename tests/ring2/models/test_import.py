@@ -513,14 +513,3 @@ def test_tables_in_s3_are_served_by_a_local_configuration_that_says_how_to_reach
         assert np.array_equal(served.lookup(np.arange(3), "m", "b"), ONES * 2)
     with pytest.raises(ModelFileError, match=r"s3://.*/m/a\.model exists"):
         import_tables(source, place, "*", write_config=tmp_path / "2.json", model_source=model_source)
-
-
-@pytest.mark.s3
-@pytest.mark.usefixtures("small_chunks")
-def test_a_bad_row_leaves_nothing_in_s3(server: S3Server, tmp_path: Path) -> None:
-    keys, bucket = np.array([1] * 200 + [2**63], np.uint64), server.new_bucket()
-    source = table_files.save_npz(tmp_path, keys, np.ones((201, 5), np.float32))
-    with pytest.raises(ModelFileError, match="row 200"):
-        import_model(source, f"s3://{bucket}/m", model_source=ModelSourceConfig(s3_endpoint_url=server.url))
-    assert "Contents" not in server.client.list_objects_v2(Bucket=bucket)
-    assert "Uploads" not in server.client.list_multipart_uploads(Bucket=bucket)

@@ -26,6 +26,7 @@ from hps.updates.base import Partition
 from hps.updates.framing import encode as encode_update
 from tests.fakes.memory_log import MemoryBroker
 from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import document_of, model_of
 
 DIM = 7
 ROWS = 2000
@@ -68,20 +69,10 @@ class Place:
         hps.write_version(self.path / "models" / "shop" / str(version), {"item.model": (keys, vectors)}, **settings)
 
     def entry(self, row_dtype: str, **settings) -> dict:
-        return {
-            "model": "shop",
-            "version_path": str(self.path / "models" / "shop"),
-            "sparse_files": ["item.model"],
-            "embedding_table_names": ["item"],
-            "embedding_vecsize_per_table": [DIM],
-            "maxnum_catfeature_query_per_table_per_sample": [1000],
-            "default_value_for_each_table": [0.5],
-            "deployed_device_list": [0],
-            "gpucacheper": 0.3,
-            "hit_rate_threshold": 1.1,
-            "row_dtype": row_dtype,
-            **settings,
-        }
+        limits = {"maxnum_catfeature_query_per_table_per_sample": [1000], "max_batch_size": 64, "hit_rate_threshold": 1.1}
+        defaults = {"default_value_for_each_table": [0.5], "gpucacheper": 0.3, "row_dtype": row_dtype}
+        place = str(self.path / "models" / "shop")
+        return model_of("shop", ["item.model"], {"item": DIM}, version_path=place, **limits, **defaults) | settings
 
     def change(self, server: hps.HPS, row_dtype: str, **settings) -> None:
         self.row_dtype = row_dtype
@@ -89,7 +80,7 @@ class Place:
 
     def configured(self, row_dtype: str | None = None, **entry) -> Path:
         self.row_dtype = row_dtype or self.row_dtype
-        document = {"device": "cpu", "models": [self.entry(self.row_dtype, **entry)], **self.settings}
+        document = document_of(self.entry(self.row_dtype, **entry), **self.settings)
         path = self.path / "ps.json"
         path.write_text(json.dumps(document))
         return path
@@ -134,14 +125,19 @@ def check_modified(server: hps.HPS, place: Place, written: np.ndarray, row_dtype
         np.testing.assert_array_equal(place.answers(server, KEYS[300:1300]), stored(place.vectors[300:1300], row_dtype))
 
 
+@pytest.fixture
+def place(tmp_path) -> Place:
+    """Above RocksDB, in float32."""
+    return Place(tmp_path, "float32", **rocks_db(tmp_path))
+
+
 CHAIN = ("int8", "float16", "float32", "bfloat16")
 
 
 class TestFormatChange:
     """A version gets tables of another format, with what was written online; the rows of the files are those of the files."""
 
-    def test_writes_go_along_while_it_serves(self, tmp_path):
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+    def test_writes_go_along_while_it_serves(self, tmp_path, place):
         with place.opened() as server:
             written = modify(server)
             for step, row_dtype in enumerate(CHAIN):
@@ -165,8 +161,7 @@ class TestFormatChange:
             assert len(tags_in(tmp_path)) == 1
             written = stored(written, row_dtype)
 
-    def test_without_online_writes_it_is_loaded_from_the_files(self, tmp_path):
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+    def test_without_online_writes_it_is_loaded_from_the_files(self, tmp_path, place):
         with place.opened() as server:
             for row_dtype in CHAIN[:2]:
                 place.change(server, row_dtype)
@@ -176,9 +171,8 @@ class TestFormatChange:
             database.open_table(tag, TableSpec("shop", "item", DIM, 0, 1, row_dtype=CHAIN[1]).width)
             assert not database.load_record(tag).modified
 
-    def test_what_is_written_meanwhile_is_not_lost(self, tmp_path):
+    def test_what_is_written_meanwhile_is_not_lost(self, place):
         """One thread writes without a pause; every write that returned is answered after the changes."""
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
         last, stop, writes = {}, threading.Event(), [0]
 
         def write() -> None:
@@ -211,8 +205,7 @@ class TestFormatChange:
             got = place.answers(server, keys)[:, 0]
         np.testing.assert_allclose(got, want, rtol=2**-7)  # some went through bfloat16
 
-    def test_a_row_that_the_new_format_cannot_hold_ends_the_change(self, tmp_path):
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+    def test_a_row_that_the_new_format_cannot_hold_ends_the_change(self, place):
         with place.opened() as server:
             server.insert(KEYS[7:8], np.full((1, DIM), -1e6, np.float32), "shop", "item")
             with pytest.raises(InvalidInputError, match=r"carrying rows of hps_et\.shop\.item over .*element 0 of key 21"):
@@ -223,9 +216,8 @@ class TestFormatChange:
             assert (place.answers(server, KEYS[7:8]) == 3).all()
 
     @pytest.mark.parametrize(("step", "back"), [("copy", True), ("catch_up", False)])
-    def test_an_interrupted_change_starts_over(self, tmp_path, monkeypatch, step, back):
+    def test_an_interrupted_change_starts_over(self, place, monkeypatch, step, back):
         """Twice interrupted, and with or without a start in the old format after that, in which it is written again."""
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
 
         def fail(*args):
             raise RuntimeError("interrupted")
@@ -247,9 +239,8 @@ class TestFormatChange:
         with place.opened("int8") as server:
             check_modified(server, place, written, "int8")
 
-    def test_the_old_table_counts_no_more_once_the_new_one_has_taken_over(self, tmp_path, monkeypatch):
+    def test_the_old_table_counts_no_more_once_the_new_one_has_taken_over(self, place, monkeypatch):
         """Even if the process ends before it is dropped."""
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
         with place.opened() as server:
             modify(server)
         with monkeypatch.context() as patch:
@@ -259,15 +250,13 @@ class TestFormatChange:
         with place.opened("float32") as server:
             check_modified(server, place, stored(written, "int8"), "float32")
 
-    def test_force_gives_up_what_was_written(self, tmp_path):
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+    def test_force_gives_up_what_was_written(self, place):
         with place.opened() as server:
             modify(server)
             server.deploy(ModelConfig(**place.entry("int8")), force=True)
             np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500], "int8"))
 
-    def test_a_database_that_loads_nothing_refuses_another_format(self, tmp_path):
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+    def test_a_database_that_loads_nothing_refuses_another_format(self, place):
         with place.opened():
             pass
         place.settings["persistent_db"]["initialize_after_startup"] = False
@@ -286,8 +275,7 @@ class TestFormatChange:
                 written = stored(written, row_dtype)
 
     @pytest.mark.parametrize("restarts", [False, True])
-    def test_a_delta_takes_its_writes_along(self, tmp_path, restarts):
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+    def test_a_delta_takes_its_writes_along(self, place, restarts):
         place.write(2, place.vectors[300:400] + 1, KEYS[300:400], delta_of="1", deleted={"item.model": KEYS[400:410]})
         with place.opened() as server:
             assert server.model("shop").version == "2"
@@ -315,8 +303,7 @@ class TestFormatChange:
                 np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9], "int8"))
             assert tags_in(tmp_path) == ["hps_et.shop.item", "hps_et.shop~int8.item"]
 
-    def test_after_another_version_the_older_formats_are_gone(self, tmp_path):
-        place = Place(tmp_path, "float32", **rocks_db(tmp_path))
+    def test_after_another_version_the_older_formats_are_gone(self, place):
         with place.opened() as server:
             modify(server)
             place.change(server, "int8")

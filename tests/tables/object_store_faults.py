@@ -44,7 +44,7 @@ from tests.tables.table_loads import load_table
 
 SIZE = 300_000
 """Of the file that the tests read."""
-HASTY: dict[str, Any] = {"timeout_s": 0.3, "deadline_s": 1.5, "max_attempts": 3}
+HASTY: dict[str, Any] = {"timeout_s": 0.5, "deadline_s": 2.0, "max_attempts": 3}
 
 
 @functools.cache

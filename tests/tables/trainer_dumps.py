@@ -8,7 +8,7 @@ import io
 import json
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +129,12 @@ def save_delta(
 TORCHREC_TABLES = "model.ebc.embedding_bags.*.weight"
 
 
-def sharded_checkpoint(path: Path) -> dict[str, Array]:
-    """Write what `torchrec_checkpoint` does, by the layout of torch's FileSystemWriter; return what each table has."""
+def sharded_checkpoint(path: Path, change: Callable[[Metadata], object] = bool) -> dict[str, Array]:
+    """Write what `torchrec_checkpoint` does, by the layout of torch's FileSystemWriter; return what each table has.
+
+    Args:
+        change: what to do to the description before it is written.
+    """
     path.mkdir(parents=True)
     tables = {name: torchrec_rows(name) for name in TORCHREC_ROWS}
     shards = {
@@ -154,7 +158,9 @@ def sharded_checkpoint(path: Path) -> dict[str, Array]:
         state[fqn] = TensorStorageMetadata(TensorProperties(dtype=whole.dtype), whole.shape, chunks)
     for rank, file in files.items():
         (path / f"__{rank}_0.distcp").write_bytes(file.getvalue())
-    (path / ".metadata").write_bytes(pickle.dumps(Metadata(state, storage_data=places)))
+    metadata = Metadata(state, storage_data=places)
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     return tables
 
 

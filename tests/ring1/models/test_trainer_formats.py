@@ -349,6 +349,31 @@ def test_damaged_metadata_gives_rows_or_one_kind_of_error(sharded: Path) -> None
     assert refused
 
 
+ROWS_TABLE = TORCHREC_TABLES.replace("*", "rows")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda table, place: setattr(table.chunks[0], "offsets", (-1, 0)), "expected offsets from 0 on"),
+        (lambda table, place: setattr(place, "relative_path", "../__0_0.distcp"), "expected a file beside .metadata"),
+        (lambda table, place: setattr(table.chunks[0], "sizes", (17, 24)), "not have each element of the rows 0 to 16 once"),
+        (lambda table, place: setattr(table.properties, "dtype", torch.float64), "as a shard of .*expected a tensor"),
+        (lambda table, place: setattr(place, "offset", place.offset + 1), "cannot be read"),
+    ],
+    ids=["negative", "elsewhere", "shape", "dtype", "shifted"],
+)
+def test_a_description_that_does_not_fit_its_shards_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    sharded_checkpoint(
+        tmp_path / "dump",
+        lambda all_of_it: change(
+            all_of_it.state_dict_metadata[ROWS_TABLE], next(v for k, v in all_of_it.storage_data.items() if k.fqn == ROWS_TABLE)
+        ),
+    )
+    with pytest.raises(ModelFileError, match=message):
+        read(tmp_path / "dump", ROWS_TABLE)
+
+
 class _Payload:
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import hdfs_native
 import pytest
 
-from hps.errors import ModelFileChangedError, ModelFileError
+from hps.errors import ModelFileChangedError, ModelFileError, ModelSourceError
 from hps.filesystems import hdfs_connections
 from hps.filesystems.hdfs import HdfsFileSystem
 from hps.filesystems.retries import UnansweredError
@@ -146,3 +146,17 @@ def test_a_rename_whose_answer_was_lost_is_found_to_be_done(
     writer.commit()
     assert lost
     assert cluster.get("/root/key") == noise(100)
+
+
+def test_a_write_that_gets_no_answer_says_that_nothing_was_changed(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = HdfsFileSystem().create(f"{root}/key")
+
+    def unanswered(*_: object) -> None:
+        raise UnansweredError("writing", 1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hdfs_connections.HdfsConnections, "ask_once", unanswered)
+        with pytest.raises(ModelSourceError, match=r"no answer .*; nothing was changed: write it again"):
+            writer.commit()
+    writer.abort()
+    assert HdfsFileSystem().list(root) == []

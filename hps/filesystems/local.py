@@ -123,7 +123,6 @@ class LocalFileSystem(FileSystem):
                         return now
                     raise replaced(path, version, now)
                 writer.commit()
-                sync_directory(os.path.dirname(local_path(path)) or ".")
                 return self.status(path).version
         except OSError as error:
             if isinstance(error, ModelFileError):
@@ -203,6 +202,7 @@ class _LocalWriter(FileWriter):
             os.fsync(self._file.fileno())
             self._file.close()
             os.replace(self._temporary, self._target)
+            sync_directory(os.path.dirname(self._target) or ".")
         except OSError as error:
             raise _refusal("writing", self._path, error) from error
 

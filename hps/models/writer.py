@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -139,9 +140,8 @@ def write_version(
         written_as = manifest.model_dump_json(indent=1, exclude=absent)
         write_file(filesystem, f"{target}/{MANIFEST}", written_as.encode())
         if filesystem.is_local:
-            for name in tables:
-                sync_directory(local_path(f"{target}/{name}"))
-            sync_directory(local_path(target))
+            for directory in {str(parent) for name in files for parent in PurePosixPath(name).parents}:
+                sync_directory(local_path(f"{target}/{directory}"))
         if filesystem.renames_directories:
             filesystem.rename(target, place)
         undo.pop_all()

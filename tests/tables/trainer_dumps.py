@@ -1,18 +1,29 @@
-"""Writes tables as trainers do, by the layouts in their sources; `torchrec_checkpoint` runs the real libraries.
+"""Writes tables as trainers do, by the layouts in their sources; only `torchrec_checkpoint` runs the libraries, for a while.
 
 The sources: NVIDIA/recsys-examples 43465ae (dynamicemb), alibaba/TorchEasyRec 54cac31 and, for `dynamicemb_evicted`, its pull
 request 638, NVIDIA-Merlin/HugeCTR 2f2016f (SOK).
 """
 
+import io
 import json
+import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from tests.servers.child_processes import ROOT, ChildProcesses
 from tests.tables.table_files import lists
@@ -113,6 +124,44 @@ def save_delta(
                     if own.size:
                         writer.write_table(pa.Table.from_arrays(columns, schema=schema))
     return place if world > 1 else place / f"delta_embedding_step_{step}.parquet"
+
+
+TORCHREC_TABLES = "model.ebc.embedding_bags.*.weight"
+
+
+def sharded_checkpoint(path: Path, change: Callable[[Metadata], object] = bool) -> dict[str, Array]:
+    """Write what `torchrec_checkpoint` does, by the layout of torch's FileSystemWriter; return what each table has.
+
+    Args:
+        change: what to do to the description before it is written.
+    """
+    path.mkdir(parents=True)
+    tables = {name: torchrec_rows(name) for name in TORCHREC_ROWS}
+    shards = {
+        "rows": [(rank, slice(34 * rank, 34 * rank + 34), slice(0, 12)) for rank in range(3)],
+        "columns": [(rank, slice(0, 20), slice(4 * rank, 4 * rank + 4)) for rank in range(3)],
+        "whole": [(1, slice(0, 31), slice(0, 12))],
+    }
+    files = {rank: io.BytesIO() for rank in range(3)}
+    state, places = {}, {}
+    for name, parts in shards.items():
+        fqn, whole = TORCHREC_TABLES.replace("*", name), torch.from_numpy(tables[name])
+        chunks = []
+        for rank, rows, columns in parts:
+            shard, saved, file = whole[rows, columns].clone(), io.BytesIO(), files[rank]
+            torch.save(shard, saved)
+            offset = torch.Size((rows.start, columns.start))
+            chunks.append(ChunkStorageMetadata(offsets=offset, sizes=shard.shape))
+            place = _StorageInfo(f"__{rank}_0.distcp", file.tell(), saved.tell())
+            places[MetadataIndex(fqn, offset, len(chunks) - 1)] = place
+            file.write(saved.getvalue())
+        state[fqn] = TensorStorageMetadata(TensorProperties(dtype=whole.dtype), whole.shape, chunks)
+    for rank, file in files.items():
+        (path / f"__{rank}_0.distcp").write_bytes(file.getvalue())
+    metadata = Metadata(state, storage_data=places)
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return tables
 
 
 def torchrec_checkpoint(path: Path) -> dict[str, Array]:

@@ -3,7 +3,6 @@
 import os
 import re
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem
 from hps.testing.filesystems import FileSystemContract, noise
+from hps.testing.waiting import wait_until
 
 
 class TestLocalFileSystem(FileSystemContract):
@@ -18,9 +18,9 @@ class TestLocalFileSystem(FileSystemContract):
     def filesystem(self) -> LocalFileSystem:
         return LocalFileSystem()
 
-    @pytest.fixture(params=["", "file://"])
-    def root(self, tmp_path: Path, request: pytest.FixtureRequest) -> str:
-        return f"{request.param}{tmp_path}/root"
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> str:
+        return f"file://{tmp_path}/root"  # paths are what most other tests use
 
     def put(self, path: str, content: bytes) -> None:
         """Write beside and rename, as a careful writer does."""
@@ -70,11 +70,13 @@ def test_a_time_that_is_put_back_hides_no_write(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"before")
     status, before = path.stat(), LocalFileSystem().status(str(path)).version
-    deadline = time.monotonic() + 30
-    while LocalFileSystem().status(str(path)).version == before:  # within the same tick of the clock nothing can be seen
-        assert time.monotonic() < deadline
+
+    def seen() -> bool:  # within the same tick of the clock nothing can be seen
         path.write_bytes(b"behind")
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return LocalFileSystem().status(str(path)).version != before
+
+    wait_until(seen, "the write is seen")
 
 
 def test_a_replacement_that_keeps_the_time_has_another_version(tmp_path: Path) -> None:
@@ -86,6 +88,31 @@ def test_a_replacement_that_keeps_the_time_has_another_version(tmp_path: Path) -
     before = LocalFileSystem().status(str(path)).version
     other.rename(path)
     assert LocalFileSystem().status(str(path)).version != before
+
+
+def test_a_file_is_durable_before_it_has_its_name_and_the_name_before_the_commit_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, sync, replace = [], os.fsync, os.replace
+
+    def noted_sync(descriptor: int) -> None:
+        sync(descriptor)
+        steps.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name[:5]}")
+
+    def noted_replace(old: str, new: str) -> None:
+        replace(old, new)
+        steps.append(f"rename {Path(old).name[:5]} {Path(new).name}")
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    whole = ["sync .key.", "rename .key. key", "sync model"]
+    writer = LocalFileSystem().create(f"{tmp_path}/model/key")
+    writer.write(memoryview(b"x"))
+    assert steps == []
+    writer.commit()
+    assert steps == whole
+    LocalFileSystem().replace(f"{tmp_path}/model/key", b"y", LocalFileSystem().status(f"{tmp_path}/model/key").version)
+    assert steps == whole * 2
 
 
 def test_a_link_leads_to_its_file_and_a_broken_one_is_not_found(tmp_path: Path) -> None:

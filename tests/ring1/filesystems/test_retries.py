@@ -1,6 +1,7 @@
 """What may pass is tried again, within attempts and time."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,25 +10,19 @@ from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems import retries
 from hps.filesystems.object_store import range_mismatch
 from hps.filesystems.retries import ReadTarget, fill, retried, share
+from tests.fakes.clock import Clock
 
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that were made, which take no time."""
-    made: list[float] = []
-    clock = [100.0]
+    made, clock = [], Clock(100.0)
 
-    class Time:
-        @staticmethod
-        def monotonic() -> float:
-            return clock[0]
+    def pause(seconds: float) -> None:
+        made.append(seconds)
+        clock.now += seconds
 
-        @staticmethod
-        def sleep(seconds: float) -> None:
-            made.append(seconds)
-            clock[0] += seconds
-
-    monkeypatch.setattr(retries, "time", Time)
+    monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=clock, sleep=pause))
     return made
 
 

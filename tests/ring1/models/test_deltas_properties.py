@@ -1,5 +1,6 @@
 """Any chain of deltas, loaded in any order and from any base, gives bit for bit the table that a full load gives."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -32,7 +33,7 @@ def rows(least: int) -> st.SearchStrategy[Rows]:
 changes = st.builds(Change, rows(0), st.lists(keys, max_size=40).map(lambda chosen: np.array(chosen, np.int64)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=int(os.environ.get("HPS_HYPOTHESIS_EXAMPLES", "40")))
 @given(st.data(), rows(1), st.lists(changes, min_size=1, max_size=4))
 def test_a_chain_of_deltas_equals_a_full_load(data: st.DataObject, base: Rows, chain: list[Change]) -> None:
     directory = Path(tempfile.mkdtemp(prefix="hps-test-"))

@@ -42,7 +42,7 @@ def found(old, new) -> tuple[dict[int, int], set[int], int]:
 ROWS = st.lists(st.tuples(st.sampled_from([0, 1, 2, -1, 2**63 - 1, -(2**63)]), st.integers(0, 3)), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(old=ROWS, new=ROWS, chunk_rows=st.sampled_from([1, 2, 100]))
 def test_they_make_the_newer_of_the_older(tmp_path_factory: pytest.TempPathFactory, old, new, chunk_rows: int) -> None:
     place, patch = tmp_path_factory.mktemp("models"), pytest.MonkeyPatch()

@@ -26,21 +26,8 @@ from hps.models.formats.safetensors_files import SafetensorsFile
 from hps.models.formats.selection import select
 from hps.models.formats.torch_state import TorchState
 from hps.registry import implementation
+from hps.testing.sources import KEYS, VECTORS, Array, ArraySourceContract, Save, collect
 from tests.tables import table_files
-
-Array = np.ndarray[Any, Any]
-KEYS = np.array([-5, 2**62, 0, 7, -(2**63), 11, 12], np.int64)
-VECTORS = np.arange(21, dtype=np.float32).reshape(7, 3) / 8
-
-
-def collect(source: ArraySource, names: tuple[str, ...], step: int) -> list[Array]:
-    """All rows of each array, copied from each chunk as it comes; chunks may be overwritten by the next."""
-    blocks = []
-    for chunk in source.chunks(names, step):
-        assert {len(chunk[0])} == {len(block) for block in chunk} <= set(range(1, step + 1))
-        blocks.append([block.copy() for block in chunk])
-    return [np.concatenate(column) for column in zip(*blocks, strict=True)]
-
 
 KINDS: dict[str, type[ArraySource]] = {
     **{".npz": NpzArchive, ".npy": NpyFiles, ".safetensors": SafetensorsFile},
@@ -56,52 +43,13 @@ def opened(path: Path) -> ArraySource:
     return KINDS[files[0].suffix](str(path), [str(file) for file in files])
 
 
-every_format = pytest.mark.parametrize("save", table_files.SAVERS, ids=lambda save: save.__name__)
+class TestOurFormats(ArraySourceContract):
+    @pytest.fixture(params=table_files.SAVERS, ids=lambda save: save.__name__)
+    def save(self, request: pytest.FixtureRequest) -> Save:
+        return request.param
 
-
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
-@every_format
-def test_every_format_gives_its_rows_in_order_whatever_the_chunks(save: Any, step: int, tmp_path: Path) -> None:
-    vectors = np.random.default_rng(1).integers(0, 2**32, VECTORS.shape, np.uint32).view(np.float32)  # NaNs of all kinds, too
-    source = opened(save(tmp_path, KEYS, vectors))
-    keys, got = collect(source, ("keys", "vectors"), step)
-    [alone] = collect(source, ("vectors",), step)
-    assert np.array_equal(keys, KEYS)
-    assert got.astype("<f4").tobytes() == alone.astype("<f4").tobytes() == vectors.tobytes()
-
-
-@every_format
-def test_every_format_lists_what_it_holds(save: Any, tmp_path: Path) -> None:
-    source = opened(save(tmp_path, KEYS, VECTORS))
-    assert source.array("keys") == ArrayInfo("keys", (7,), "int64")
-    assert source.array("vectors") == ArrayInfo("vectors", (7, 3), "float32")
-    assert {info.name for info in source.arrays()} <= {"keys", "vectors", "note"}
-    with pytest.raises(ModelFileError, match=r"holds no 'absent', expected one; it holds .*keys \(7,\) int64"):
-        source.array("absent")
-
-
-@every_format
-def test_a_file_that_is_cut_short_or_damaged_gives_rows_or_one_kind_of_error(save: Any, tmp_path: Path) -> None:
-    path = save(tmp_path, KEYS, VECTORS)
-    if path.is_dir():
-        path /= "vectors.npy" if (path / "vectors.npy").exists() else "part-1.parquet"
-    content = path.read_bytes()
-    for size in {0, 1, 7, len(content) // 4, len(content) // 2, len(content) - 30, len(content) - 1}:
-        path.write_bytes(content[:size])
-        with pytest.raises(ModelFileError, match=path.name):
-            collect(opened(path), ("keys", "vectors"), 2)
-    random, refused = np.random.default_rng(3), 0
-    for _ in range(60):
-        changed = bytearray(content)
-        at = int(random.integers(len(changed)))
-        changed[at : at + 4] = random.bytes(len(changed[at : at + 4]))
-        path.write_bytes(changed)
-        try:
-            source = opened(path)
-            collect(source, ("keys", select(source, "keys", "vectors", None).vectors.name), 2)
-        except (ModelFileError, InvalidDtypeError):
-            refused += 1
-    assert refused
+    def open(self, path: Path) -> ArraySource:
+        return opened(path)
 
 
 @given(

@@ -2,18 +2,24 @@
 
 import os
 import re
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
+from hps.errors import (
+    HPSError,
+    InvalidDtypeError,
+    InvalidInputError,
+    ModelFileChangedError,
+    ModelFileError,
+    ModelFileNotFoundError,
+)
 from hps.filesystems import local
 from hps.filesystems.local import LocalFileSystem
 from hps.ground.hashing import mix
@@ -63,18 +69,10 @@ def model_dir(tmp_path: Path) -> Path:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dim", [1, 3, 16, 384])
-def test_rows_come_back_bit_for_bit_in_file_order(tmp_path: Path, dim: int) -> None:
-    wanted = rows_of(1000, dim)
-    model = open_sparse_model(write_raw(tmp_path / "m", *wanted), dim)
-    assert (model.rows, model.dim, model.size_bytes) == (1000, dim, 1000 * (8 + 4 * dim))
-    assert_same(read_all(model), wanted)
-
-
-@pytest.mark.parametrize("chunk_rows", [1, 7, 99, 100, 101, 10**9])
-@pytest.mark.parametrize("start_row", [0, 1, 50, 99, 100])
+@pytest.mark.parametrize(("chunk_rows", "start_row"), [(1, 0), (7, 50), (99, 1), (100, 0), (10**9, 99), (101, 100)])
 def test_chunks_cover_the_rows_from_the_start_row_once(model_dir: Path, chunk_rows: int, start_row: int) -> None:
     model = open_sparse_model(model_dir, DIM)
+    assert (model.rows, model.dim, model.size_bytes) == (100, DIM, 100 * (8 + 4 * DIM))
     chunks = list(chunks_of(model, chunk_rows, start_row))
     sizes = [keys.size for keys, _ in chunks]
     assert all(size == chunk_rows for size in sizes[:-1])
@@ -195,36 +193,13 @@ def test_files_that_cannot_be_the_table_are_refused(model_dir: Path, damage: Dam
     assert type(raised.value) is error
 
 
-def test_a_meta_file_of_the_right_size_is_accepted(model_dir: Path) -> None:
+def test_a_meta_file_of_the_right_size_and_what_hugectr_leaves_beside_are_accepted(model_dir: Path) -> None:
     (model_dir / "meta").write_bytes(b"x" * 800)
-    assert open_sparse_model(model_dir, DIM).rows == 100
-
-
-def test_files_that_hugectr_leaves_beside_are_ignored(model_dir: Path) -> None:
     (model_dir / "slot_id").write_bytes(b"x" * 3)
     assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(100))
 
 
 # -- places -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["item:2", "C:models", "s3:bucket", "hdfs:x", "with space", "per%20cent", "ümlaut"])
-def test_a_local_path_may_hold_a_colon_and_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    write_raw(tmp_path / name / "m", *rows_of(10))
-    monkeypatch.chdir(tmp_path)
-    for source in (f"{name}/m", str(tmp_path / name / "m")):
-        assert_same(read_all(open_sparse_model(source, DIM)), rows_of(10))
-
-
-def test_a_file_uri_is_a_local_place(model_dir: Path) -> None:
-    assert_same(read_all(open_sparse_model(f"file://{model_dir}", DIM)), rows_of(100))
-
-
-@pytest.mark.parametrize("source", ["abfs://store/item.model", "ABFS://store", "myscheme:item", "http://host/item.model"])
-def test_an_unknown_scheme_names_those_that_are_known(source: str) -> None:
-    scheme = source.partition(":")[0].lower()
-    with pytest.raises(ModelFileError, match=rf"{source}: got scheme '{scheme}', expected a local path or one of: .*file://"):
-        open_sparse_model(source, DIM)
 
 
 @pytest.mark.parametrize("source", ["C:\\models\\item", "/models/v1:2/item", "v1/a:b", "", ".", "a\0b", "x" * 5000])
@@ -245,33 +220,31 @@ def started(directory: Path) -> tuple[SparseModel, Iterator[tuple[KeyArray, Floa
     return model, chunks
 
 
+def renewed(path: Path) -> None:
+    new = path.with_suffix(".new")
+    new.write_bytes(path.read_bytes())
+    new.rename(path)
+
+
 @pytest.mark.parametrize("name", ["key", "emb_vector"])
-def test_a_file_replaced_while_loading_is_noticed_before_the_next_row(model_dir: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (renewed, ModelFileChangedError, "it changed while it was being read .*load the model again"),
+        (lambda path: os.truncate(path, path.stat().st_size * 15 // 100), ModelFileError, "it (ends at byte|changed)"),
+        (Path.unlink, ModelFileNotFoundError, ""),
+    ],
+    ids=["replaced", "cut short", "removed"],
+)
+def test_a_file_that_changes_while_loading_is_noticed(
+    model_dir: Path, name: str, change: Callable[[Path], object], error: type[ModelFileError], message: str
+) -> None:
     model, chunks = started(model_dir)
-    new = model_dir / "new"
-    new.write_bytes((model_dir / name).read_bytes())
-    new.rename(model_dir / name)
-    with pytest.raises(ModelFileError, match=rf"{model_dir}/{name}: it changed while it was being read .*load the model again"):
-        next(chunks)
-    with pytest.raises(ModelFileError, match="changed"):
-        model.verify()
-
-
-@pytest.mark.parametrize("name", ["key", "emb_vector"])
-def test_a_file_cut_short_while_loading_is_noticed(model_dir: Path, name: str) -> None:
-    _, chunks = started(model_dir)
-    size = (model_dir / name).stat().st_size
-    os.truncate(model_dir / name, size * 15 // 100)
-    with pytest.raises(ModelFileError, match=rf"{model_dir}/{name}: it (ends at byte|changed)"):
+    change(model_dir / name)
+    with pytest.raises(error, match=rf"{model_dir}/{name}: {message}"):
         list(chunks)
-
-
-@pytest.mark.parametrize("name", ["key", "emb_vector"])
-def test_a_file_removed_while_loading_is_noticed(model_dir: Path, name: str) -> None:
-    _, chunks = started(model_dir)
-    (model_dir / name).unlink()
-    with pytest.raises(ModelFileNotFoundError, match=f"{model_dir}/{name}"):
-        next(chunks)
+    with pytest.raises(ModelFileError):
+        model.verify()
 
 
 def test_a_model_replaced_between_opening_and_reading_is_noticed(model_dir: Path) -> None:
@@ -321,14 +294,6 @@ def test_written_files_are_hugectrs(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "m" / "emb_vector").read_bytes() == vectors.astype("<f4").tobytes()
     assert sorted(os.listdir(tmp_path / "new" / "m")) == ["emb_vector", "key"]
     assert os.listdir(tmp_path / "new") == ["m"]
-
-
-def test_chunks_are_written_one_after_the_other(tmp_path: Path) -> None:
-    keys, vectors = rows_of(100)
-    cuts = [0, 1, 1, 40, 100]
-    chunks = ((keys[a:b], vectors[a:b]) for a, b in pairwise(cuts))
-    assert write_sparse_model(tmp_path / "m", chunks) == 100
-    assert_same(read_all(open_sparse_model(tmp_path / "m", DIM)), (keys, vectors))
 
 
 def test_arrays_of_any_layout_are_written(tmp_path: Path) -> None:
@@ -382,20 +347,16 @@ def test_overwriting_works_where_the_file_system_cannot_exchange(model_dir: Path
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+def test_a_directory_of_something_else_and_a_file_are_never_replaced(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ModelFileError, match="exists" if not overwrite else "thesis.tex, which is not part of a sparse model"):
-        write_sparse_model(tmp_path / "home", rows_of(5), overwrite=overwrite)
-    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_file_in_the_way_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
-    (tmp_path / "m").write_text("a file")
-    with pytest.raises(ModelFileError, match="a file is in the way"):
-        write_sparse_model(tmp_path / "m", rows_of(5), overwrite=overwrite)
-    assert (tmp_path / "m").read_text() == "a file"
+    for path, message in (
+        (tmp_path / "home" / "thesis.tex", "thesis.tex, which is not part of a sparse model" if overwrite else "exists"),
+        (tmp_path / "m", "a file is in the way"),
+    ):
+        path.write_text("years of work")
+        with pytest.raises(ModelFileError, match=message):
+            write_sparse_model(tmp_path / ("m" if path.name == "m" else "home"), rows_of(5), overwrite=overwrite)
+        assert path.read_text() == "years of work"
 
 
 def test_an_empty_directory_and_a_link_are_written_to(tmp_path: Path) -> None:
@@ -454,24 +415,20 @@ def test_a_place_that_cannot_be_written_is_a_model_file_error(tmp_path: Path) ->
         write_sparse_model(tmp_path / ("x" * 300), rows_of(5))
 
 
+@pytest.fixture
+def _a_disk_of_100_kb() -> Iterator[None]:
+    """The limit on the size of a file stands for the disk."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("_a_disk_of_100_kb")
 def test_a_full_disk_is_a_model_file_error_and_leaves_nothing(tmp_path: Path) -> None:
-    """The limit on the size of a file stands for the disk; it is set in a process of its own."""
-    program = """
-import resource, signal, sys
-import numpy as np
-from hps.errors import ModelFileError
-from hps.models.writer import write_sparse_model
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    write_sparse_model(sys.argv[1], (np.arange(20_000), np.zeros((20_000, 4), np.float32)))
-except ModelFileError as error:
-    print(error)
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "m")], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "/key: File too large" in ran.stdout
+    with pytest.raises(ModelFileError, match="/key: File too large"):
+        write_sparse_model(tmp_path / "m", (np.arange(20_000), np.zeros((20_000, 4), np.float32)))
     assert os.listdir(tmp_path) == []
 
 

@@ -45,7 +45,7 @@ def put(path: Path, entry: bytes | str | None) -> None:
         path.symlink_to("nowhere")
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(entries, entries, st.one_of(st.none(), entries), st.integers(1, 20), st.integers(1, 10), st.booleans())
 def test_a_random_directory_gives_its_rows_or_a_model_file_error(key, vectors, meta, dim, chunk_rows, int32_keys):
     with scratch() as directory:
@@ -75,7 +75,7 @@ def test_a_random_directory_gives_its_rows_or_a_model_file_error(key, vectors, m
         assert model.rows == len(key) // 8
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.data(), st.integers(1, 40), st.integers(1, 9), st.integers(1, 15))
 def test_a_model_that_fits_is_read_and_any_other_size_is_refused(data, rows, dim, chunk_rows):
     key = data.draw(st.binary(min_size=8 * rows, max_size=8 * rows))
@@ -94,7 +94,7 @@ def test_a_model_that_fits_is_read_and_any_other_size_is_refused(data, rows, dim
             open_sparse_model(directory, dim)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data(), st.integers(1, 6), st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any), st.integers(1, 9))
 def test_what_is_written_in_chunks_is_read_in_other_chunks(data, dim, pieces, chunk_rows):
     raw = [
@@ -109,7 +109,7 @@ def test_what_is_written_in_chunks_is_read_in_other_chunks(data, dim, pieces, ch
         assert b"".join(v.tobytes() for _, v in chunks) == b"".join(v for _, v in raw)
 
 
-@settings(max_examples=300)
+@settings(max_examples=50)
 @given(st.text(max_size=40) | st.from_regex(r"\A[A-Za-z]{1,6}:/{0,3}[a-z0-9./:%]{0,30}\Z"))
 def test_any_text_for_a_place_without_a_model_is_refused(source):
     with scratch() as directory:

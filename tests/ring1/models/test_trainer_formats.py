@@ -1,12 +1,11 @@
 """What trainers write, as sources of `hps import`: which tables and rows they give, and which files they refuse.
 
-Distributed checkpoints are written here by torch, and one by torchrec, with three ranks. The other files are written by the
-layouts in the sources of dynamicemb, TorchEasyRec and SOK, which need a GPU (see `tests/tables/trainer_dumps.py`).
+Distributed checkpoints of one rank are written here by torch. The other files are written by the layouts in the sources of
+torch, dynamicemb, TorchEasyRec and SOK, of which the latter need a GPU (see `tests/tables/trainer_dumps.py`).
 """
 
 import os
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -22,9 +21,17 @@ import torch.distributed.checkpoint as dcp
 
 from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.models import deltas
-from hps.models.checkpoint import find_table, find_tables, list_arrays
-from hps.models.formats.base import ArrayInfo
-from tests.tables.trainer_dumps import save_delta, save_dynamicemb, save_sok, save_torcheasyrec, torchrec_checkpoint
+from hps.models.checkpoint import Checkpoint, find_table, find_tables, list_arrays
+from hps.models.formats.base import ArrayInfo, ArraySource
+from hps.testing.sources import ArraySourceContract, Save
+from tests.tables.trainer_dumps import (
+    TORCHREC_TABLES,
+    save_delta,
+    save_dynamicemb,
+    save_sok,
+    save_torcheasyrec,
+    sharded_checkpoint,
+)
 
 Array = np.ndarray[Any, Any]
 KEYS = np.array([5, -6, 2**62, 7, 0, 9, 13, 8], np.int64)
@@ -57,19 +64,45 @@ def save_steps(path: Path, tables: dict[str, Any]) -> Path:
     return save_delta(path, 100, {name: (*rows, NONE) for name, rows in tables.items()})
 
 
-SAVERS: list[Callable[[Path, Any], Path]] = [
-    save_dynamicemb,
-    save_sok,
-    lambda path, tables: save_torcheasyrec(path, {}, tables),
-    save_steps,
-]
-every_trainer = pytest.mark.parametrize("save", SAVERS, ids=["dynamicemb", "sok", "torcheasyrec", "delta"])
+SAVERS: dict[str, Callable[..., Path]] = {
+    "dynamicemb": save_dynamicemb,
+    "sok": lambda path, tables, world=0: save_sok(path, tables),
+    "torcheasyrec": lambda path, tables, world=3: save_torcheasyrec(path, {}, tables, world),
+    "torcheasyrec_delta": lambda path, tables, world=3: save_delta(
+        path, 100, {name: (*rows, NONE) for name, rows in tables.items()}, world
+    ),
+}
+every_trainer = pytest.mark.parametrize("save", SAVERS.values(), ids=SAVERS)
+every_trainer_with_ranks = pytest.mark.parametrize("kind", sorted(SAVERS.keys() - {"sok"}))
+
+
+class TestTrainersFormats(ArraySourceContract):
+    """One rank, whose rows stay in their order."""
+
+    keys, vectors = "item.keys", "item"
+
+    @pytest.fixture(params=SAVERS)
+    def save(self, request: pytest.FixtureRequest) -> Save:
+        return lambda path, keys, vectors: SAVERS[request.param](path / request.param, {"item": (keys, vectors)}, world=1)
+
+    def open(self, path: Path) -> ArraySource:
+        return Checkpoint(path).arrays
+
+
+class TestDistributedCheckpoints(ArraySourceContract):
+    @pytest.fixture
+    def save(self) -> Save:
+        return lambda path, keys, vectors: save_dcp(
+            path / "dump", {"keys": torch.from_numpy(keys), "vectors": torch.from_numpy(vectors)}
+        )
+
+    def open(self, path: Path) -> ArraySource:
+        return Checkpoint(path).arrays
 
 
 @every_trainer
-@pytest.mark.parametrize("chunk_bytes", [1, 60, 1 << 20])
-def test_tables_come_back_with_their_keys(save: Any, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", chunk_bytes)
+def test_tables_come_back_with_their_keys(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 60)
     source = save(tmp_path / "dump", TABLES)
     assert read(source) == EXPECTED
     assert {info.name for info in list_arrays(source)} == {"item", "item.keys", "user", "user.keys"}
@@ -88,28 +121,12 @@ def test_a_single_table_needs_no_name(save: Any, tmp_path: Path) -> None:
     assert table.selection.vectors == ArrayInfo("item", (8, 3), "float32")
 
 
-@every_trainer
-def test_a_file_that_is_cut_short_is_refused(save: Any, tmp_path: Path) -> None:
-    for file in sorted(save(tmp_path / "dump", TABLES).iterdir()):
-        if re.search("opt|counter|scores|Adam", file.name):
-            continue
-        whole = file.read_bytes()
-        for size in {len(whole) - 1, len(whole) // 2 + 1} - {len(whole)} if whole else ():
-            file.write_bytes(whole[:size])
-            with pytest.raises(ModelFileError, match=re.escape(str(tmp_path))):
-                read(tmp_path / "dump" / ("step_100" if save is save_steps else ""))
-        file.write_bytes(whole)
-
-
-RANKED = [(save_dynamicemb, "rank_1.world"), (SAVERS[2], "s-01-of"), (save_steps, "rank_1_of")]
-
-
-@pytest.mark.parametrize(("save", "part"), RANKED, ids=["dynamicemb", "torcheasyrec", "delta"])
-def test_a_missing_rank_is_named(save: Any, part: str, tmp_path: Path) -> None:
-    source = save(tmp_path / "dump", TABLES)
-    for file in source.iterdir():
-        if part in file.name:
-            file.unlink()
+@every_trainer_with_ranks
+def test_a_missing_rank_is_named(kind: str, tmp_path: Path) -> None:
+    source = SAVERS[kind](tmp_path / "dump", TABLES)
+    part = {"dynamicemb": "rank_1.world", "torcheasyrec": "s-01-of", "torcheasyrec_delta": "rank_1_of"}[kind]
+    removed = [file.unlink() for file in list(source.iterdir()) if part in file.name]
+    assert removed
     with pytest.raises(ModelFileError, match=r"rank 1 of 3 missing, expected ranks 0 to 2"):
         read(source)
 
@@ -121,10 +138,10 @@ def test_a_dynamic_archive_that_a_rank_should_have_is_named(tmp_path: Path) -> N
         read(tmp_path)
 
 
-@pytest.mark.parametrize("save", [save_dynamicemb, lambda path, tables, world: save_torcheasyrec(path, {}, tables, world)])
-def test_two_dumps_in_one_directory_are_refused(save: Any, tmp_path: Path) -> None:
-    save(tmp_path, TABLES, 3)
-    save(tmp_path, TABLES, 2)
+@pytest.mark.parametrize("kind", ["dynamicemb", "torcheasyrec"])
+def test_two_dumps_in_one_directory_are_refused(kind: str, tmp_path: Path) -> None:
+    SAVERS[kind](tmp_path, TABLES, 3)
+    SAVERS[kind](tmp_path, TABLES, 2)
     with pytest.raises(ModelFileError, match="by 2 and by 3 ranks"):
         read(tmp_path)
 
@@ -163,14 +180,14 @@ def test_ranks_without_rows(empty: Array, tmp_path: Path) -> None:
         assert read(source, delta=True) == {}
 
 
-@pytest.mark.parametrize("save", [save_dynamicemb, SAVERS[2], save_steps], ids=["dynamicemb", "torcheasyrec", "delta"])
-def test_a_key_in_two_ranks_is_refused(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_trainer_with_ranks
+def test_a_key_in_two_ranks_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of_rank(rows: Any, rank: int, world: int) -> Any:
         mine = (rows[0] % world == rank) | (rows[0] == 7)
         return rows[0][mine], rows[1][mine]
 
     monkeypatch.setattr("tests.tables.trainer_dumps.of_rank", of_rank)
-    source = save(tmp_path / "dump", {"item": ITEMS})
+    source = SAVERS[kind](tmp_path / "dump", {"item": ITEMS})
     with pytest.raises(ModelFileError, match=r"row \d of 'item' has key 7, which an earlier row has"):
         read(source)
 
@@ -283,66 +300,78 @@ def test_other_parquet_files_with_such_names_are_named(tmp_path: Path) -> None:
 # Distributed checkpoints.
 
 
-@pytest.fixture(scope="module")
-def torchrec_dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Array]]:
-    pytest.importorskip("torchrec")
-    path = tmp_path_factory.mktemp("torchrec") / "dump"
-    return path, torchrec_checkpoint(path)
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint of three ranks: sharded by rows, by columns, and whole on one rank."""
+    sharded_checkpoint(tmp_path / "dump")
+    return tmp_path / "dump"
 
 
 @pytest.mark.parametrize("chunk_bytes", [8 + 48, 7 * (8 + 48), 1 << 20])
-def test_torchrec_tables_of_three_ranks(
-    torchrec_dump: tuple[Path, dict[str, Array]], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrec and torch wrote this: sharded by rows, by columns, and whole on one rank."""
-    path, tables = torchrec_dump
+def test_tables_of_three_ranks_come_back_whole(chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ring2/models/test_torchrec_checkpoint.py lets torchrec write such a checkpoint."""
+    tables = sharded_checkpoint(tmp_path / "dump")
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", chunk_bytes)
-    got = read(path, "model.ebc.embedding_bags.*.weight")
+    got = read(tmp_path / "dump", TORCHREC_TABLES)
     assert got == {name: content(np.arange(len(rows)), rows) for name, rows in tables.items()}
 
 
-def copied(source: Path, path: Path) -> Path:
-    return Path(shutil.copytree(source, path / "copy"))
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_whose_file_is_missing_or_cut_short_is_named(torchrec_dump: Any, rank: int, tmp_path: Path) -> None:
-    source = copied(torchrec_dump[0], tmp_path)
-    file = source / f"__{rank}_0.distcp"
+def test_a_rank_whose_file_is_missing_or_cut_short_is_named(sharded: Path, rank: int) -> None:
+    file = sharded / f"__{rank}_0.distcp"
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(ModelFileError, match=rf"__{rank}_0.distcp: got \d+ bytes, expected at least"):
-        read(source, "model.ebc.embedding_bags.*.weight")
+        read(sharded, TORCHREC_TABLES)
     file.unlink()
     with pytest.raises(ModelFileError, match=f"got no __{rank}_0.distcp, which .metadata names"):
-        read(source, "model.ebc.embedding_bags.rows.weight")
+        read(sharded, "model.ebc.embedding_bags.rows.weight")
     if rank != 1:  # only this rank has it
-        assert len(read(source, "model.ebc.embedding_bags.whole.weight")["model_ebc_embedding_bags_whole_weight"]) == 31
+        assert len(read(sharded, "model.ebc.embedding_bags.whole.weight")["model_ebc_embedding_bags_whole_weight"]) == 31
 
 
-def test_a_checkpoint_without_metadata_is_incomplete(torchrec_dump: Any, tmp_path: Path) -> None:
-    source = copied(torchrec_dump[0], tmp_path)
-    (source / ".metadata").unlink()
+def test_a_checkpoint_without_metadata_is_incomplete(sharded: Path) -> None:
+    (sharded / ".metadata").unlink()
     with pytest.raises(ModelFileError, match=r"got no \.metadata, which is written last"):
-        list_arrays(source)
+        list_arrays(sharded)
 
 
-def test_damaged_metadata_gives_rows_or_one_kind_of_error(torchrec_dump: Any, tmp_path: Path) -> None:
-    source = copied(torchrec_dump[0], tmp_path)
-    whole = (source / ".metadata").read_bytes()
+def test_damaged_metadata_gives_rows_or_one_kind_of_error(sharded: Path) -> None:
+    whole = (sharded / ".metadata").read_bytes()
     random, refused = np.random.default_rng(5), 0
-    for size in (0, 1, len(whole) // 2, len(whole) - 1):
-        (source / ".metadata").write_bytes(whole[:size])
-        with pytest.raises(ModelFileError, match=r"\.metadata"):
-            list_arrays(source)
-    for _ in range(200):
+    for _ in range(60):
         changed = bytearray(whole)
         changed[int(random.integers(len(whole)))] = int(random.integers(256))
-        (source / ".metadata").write_bytes(changed)
+        (sharded / ".metadata").write_bytes(changed)
         try:
-            read(source, "*weight")
+            read(sharded, TORCHREC_TABLES)
         except (ModelFileError, InvalidDtypeError):
             refused += 1
     assert refused
+
+
+ROWS_TABLE = TORCHREC_TABLES.replace("*", "rows")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda table, place: setattr(table.chunks[0], "offsets", (-1, 0)), "expected offsets from 0 on"),
+        (lambda table, place: setattr(place, "relative_path", "../__0_0.distcp"), "expected a file beside .metadata"),
+        (lambda table, place: setattr(table.chunks[0], "sizes", (17, 24)), "not have each element of the rows 0 to 16 once"),
+        (lambda table, place: setattr(table.properties, "dtype", torch.float64), "as a shard of .*expected a tensor"),
+        (lambda table, place: setattr(place, "offset", place.offset + 1), "cannot be read"),
+    ],
+    ids=["negative", "elsewhere", "shape", "dtype", "shifted"],
+)
+def test_a_description_that_does_not_fit_its_shards_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    sharded_checkpoint(
+        tmp_path / "dump",
+        lambda all_of_it: change(
+            all_of_it.state_dict_metadata[ROWS_TABLE], next(v for k, v in all_of_it.storage_data.items() if k.fqn == ROWS_TABLE)
+        ),
+    )
+    with pytest.raises(ModelFileError, match=message):
+        read(tmp_path / "dump", ROWS_TABLE)
 
 
 class _Payload:

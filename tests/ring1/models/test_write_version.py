@@ -1,5 +1,6 @@
 """Versions on this machine are written whole or not at all, with a manifest that fits them."""
 
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,30 @@ def test_nothing_is_seen_before_all_is_there_and_nothing_is_left_of_a_failure(tm
     with pytest.raises(OSError, match="the source broke"):
         write_version(tmp_path / "1", {"user": ROWS, "item": broken()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the names in directories between that of the version and those of its files."""
+    synced: set[str] = set()
+    sync, rename, renamed = os.fsync, os.rename, []
+
+    def noted_sync(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def noted_rename(old: str, new: str) -> None:
+        renamed.append((new, {os.path.relpath(path, old) for path in synced}))
+        rename(old, new)
+        synced.clear()
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    network = {"format": "onnx", "file": "networks/n.onnx", "inputs": {"item": {"table": "item"}}, "outputs": ["score"]}
+    write_version(tmp_path / "1", {"item": ROWS, "deep/user": ROWS}, network=(network, b"a network"))
+    [(new, before)] = renamed
+    assert new == f"{tmp_path}/1"
+    assert {".", "item", "deep", "deep/user", "networks"} <= before
+    assert str(tmp_path) in synced
 
 
 def test_a_version_that_is_there_stays(tmp_path: Path) -> None:

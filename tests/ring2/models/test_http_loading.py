@@ -79,6 +79,16 @@ def test_one_bad_model_does_not_stop_the_others(tmp_path, caplog):
         assert "retry_in_s" not in states["cut"]
         assert (states["good"]["percent"], "reason" in states["good"]) == (100, False)
 
+        assert readiness(service, strict="true")[0] == 503
+        status, reason, states = readiness(service, strict="false")
+        assert status == 200
+        assert "gone: opening" in reason
+        assert states["gone"]["state"] == "failed"
+        response = service.client.get("/v2/health/ready?strict=perhaps")
+        assert response.status_code == 400
+        assert "strict" in response.json()["error"]
+        assert "'perhaps'" in response.json()["error"]
+
         for name, cause in (("cut", "got 100 bytes"), ("gone", "there is no such directory")):
             for response in (
                 look_up(service, name),
@@ -98,21 +108,6 @@ def test_one_bad_model_does_not_stop_the_others(tmp_path, caplog):
         assert [found["hps_load_failures_total", name] for name in ("cut", "gone", "good")] == [1, 1, 0]
         assert found[("hps_ready",)] == 1
     assert "loading model gone failed: opening sparse model /nowhere/item.model" in caplog.text
-
-
-def test_readiness_that_is_not_strict_leaves_out_what_failed(tmp_path):
-    models = model("gone", "/nowhere/item.model"), model("good", write(tmp_path / "good.model"))
-    with service_of(document_of(*models)) as service:
-        settle(service)
-        assert readiness(service)[0] == readiness(service, strict="true")[0] == 503
-        status, reason, states = readiness(service, strict="false")
-        assert status == 200
-        assert "gone: opening" in reason
-        assert states["gone"]["state"] == "failed"
-        response = service.client.get("/v2/health/ready?strict=perhaps")
-        assert response.status_code == 400
-        assert "strict" in response.json()["error"]
-        assert "'perhaps'" in response.json()["error"]
 
 
 def test_a_model_answers_while_another_loads(tmp_path):

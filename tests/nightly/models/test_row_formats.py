@@ -1,13 +1,11 @@
 """A trained DLRM answers as well with all of its tables in fewer bits: the AUC of clicks that it has not seen."""
 
-import pytest
 import torch
 
 from benchmarks.bench_row_formats import logits_of, served, trained
 from examples.dlrm.__main__ import TOLERANCE, auc
 
 
-@pytest.mark.slow
 def test_the_auc_stays_with_rows_in_fewer_bits() -> None:
     model, batches = trained(rows=1000, dim=16, steps=60, held_out=4)
     labels = torch.cat([one.labels for one in batches])

@@ -5,6 +5,7 @@
 | a database | `hps.testing.databases.DatabaseContract` |
 | an embedding cache | `hps.testing.caches.CacheContract` |
 | a file system | `hps.testing.filesystems.FileSystemContract` |
+| an engine for networks | `hps.testing.networks.NetworkContract` |
 | a log of updates | `hps.testing.update_logs.UpdateLogContract` |
 
 docs/extending.md shows how a package of its own uses them.

@@ -2,8 +2,6 @@
 
 import json
 import re
-import time
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -148,30 +146,6 @@ def test_every_way_to_look_up_is_recorded(config, tmp_path):
     assert {one.table: one.asked for one in read_traces(path)} == {"item": 40, "user": 20}
     assert second._ended  # with the server
     assert [one.asked for one in read_traces(tmp_path / "other")] == [10]
-
-
-def test_a_killed_server_leaves_its_recording(config, tmp_path, children):
-    path = tmp_path / "keys"
-    process = children.hps("serve", config, "--port", 0, "--record-trace", path, "--trace-rate", "1", "--hash-keys")
-    url = next(found[1] for line in process.stderr if (found := re.search(r"curl -s (http://\S+) -d", line)))
-    body = json.dumps({"tables": {"item": list(range(7)), "user": [1]}}).encode()
-    with urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=30) as answer:
-        assert answer.status == 200
-    deadline = time.monotonic() + 30
-    while len(read_traces(path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.kill()
-    process.wait(30)
-    traces = {one.table: one for one in read_traces(path)}
-    assert (traces["item"].keys.size, traces["item"].hashed, traces["user"].asked) == (7, True, 1)
-    assert not np.isin(traces["item"].keys, range(7)).any()
-
-
-def test_serve_refuses_a_recording_that_cannot_be_written(config, tmp_path, children):
-    process = children.hps("serve", config, "--port", 0, "--record-trace", tmp_path / "no" / "keys")
-    _, text = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "recording keys to" in text
 
 
 def test_memory_and_hit_rates_are_told_by_row_format(config, trace):

@@ -191,13 +191,6 @@ def test_every_key_is_printed_with_its_reason(tmp_path: Path, target: Path) -> N
     assert len(run("init", tmp_path / "item", "-o", target, "--force", "--no-explain").stdout.splitlines()) == 2
 
 
-@pytest.mark.parametrize("name", ["nope", "nope.json", "nope.npz"])
-def test_a_source_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, target: Path, name: str) -> None:
-    result = run("init", tmp_path / name, "-o", target)
-    assert result.exit_code == 2
-    assert "there is no such file" in result.output
-
-
 @pytest.mark.parametrize(
     ("prepare", "options", "text"),
     [
@@ -207,6 +200,9 @@ def test_a_source_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, targ
         ("empty", [], "expected directories with the files key and emb_vector"),
         ("arrays", [], "expected --tables 'PATTERN'"),
         ("table", ["--model", "a b"], "expected 1 to 120 of the characters"),
+        ("nothing", [], "there is no such file"),
+        ("nothing.json", [], "there is no such file"),
+        ("nothing.npz", [], "there is no such file"),
     ],
 )
 def test_what_cannot_be_written_is_an_error_and_nothing_is(
@@ -219,6 +215,8 @@ def test_what_cannot_be_written_is_an_error_and_nothing_is(
     elif prepare == "empty":
         source = tmp_path / "empty"
         source.mkdir()
+    elif prepare.startswith("nothing"):
+        source = tmp_path / prepare
     elif prepare == "arrays":
         source = tmp_path / "a.npz"
         np.savez(source, emb_a=np.ones((2, 2), np.float32), b_emb=np.ones((2, 2), np.float32), x=np.ones(3, np.float32))

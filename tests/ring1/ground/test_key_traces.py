@@ -267,15 +267,6 @@ def test_any_ids_are_sampled_evenly(keys):
         np.testing.assert_allclose(np.histogram(part / 2.0**64, 16, (0, 1))[0], part.size / 16, rtol=0.07)
 
 
-def test_keys_elsewhere_are_counted_and_not_read(tmp_path):
-    metrics = Metrics()
-    there = Segment(0, memoryview(b"12345678"), np.empty((1, 4), np.float32), None, 1)
-    with KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys) as recorder:
-        recorder.record(TABLES, [there])
-    assert metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": "unread"}) == 1
-    assert read_traces(tmp_path / "keys") == []
-
-
 def test_another_version_of_the_format_is_refused(tmp_path):
     body = zlib.compress(json.dumps({"version": 2}).encode() + b"\n")
     (tmp_path / "keys").write_bytes(struct.pack("<4sII", b"HPSB", len(body), zlib.crc32(body)) + body)

@@ -170,10 +170,3 @@ def _alike(own: FloatArray) -> None:
 def test_int8_decodes_as_fbgemm_does(dim: int) -> None:
     random = np.random.default_rng(dim)
     _alike((random.standard_normal((100_000 // dim, dim)) * 10.0 ** random.integers(-6, 4, (100_000 // dim, 1))).astype("f4"))
-
-
-@pytest.mark.slow
-def test_ten_million_int8_rows_decode_as_fbgemm_does() -> None:
-    random = np.random.default_rng(5)
-    for _ in range(100):
-        _alike((random.standard_normal((100_000, 16), np.float32) * 10.0 ** random.integers(-6, 4, (100_000, 1))).astype("f4"))

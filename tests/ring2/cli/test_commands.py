@@ -108,15 +108,6 @@ def test_bars_are_in_no_log(config: Path) -> None:
     assert re.search(r"INFO hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", done.stderr)
 
 
-def test_serve_of_a_broken_model_ends_with_code_2(tmp_path: Path, config: Path, children: ChildProcesses) -> None:
-    (tmp_path / "item" / "key").unlink()
-    process = children.hps("serve", config, "--port", 0)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert f"error: opening sparse model {tmp_path}/item: key not found" in stderr
-    assert "Traceback" not in stderr
-
-
 def test_serve_ends_although_a_source_does_not_answer(
     tmp_path: Path, content: dict[str, Any], children: ChildProcesses
 ) -> None:
@@ -179,12 +170,3 @@ def test_serve_logs_notices_in_its_own_format(remarkable: Path, children: ChildP
     process = children.hps("serve", remarkable, "--port", 0)
     read_until(process, r"^\d{4}-.* INFO hps.configuration.load: .* models\[\].dense_file$")
     read_until(process, r"^\d{4}-.* WARNING hps.configuration.load: .* fp8_quant is not implemented")
-
-
-@pytest.mark.parametrize("command", ["load {}", "lookup {} shop item 1", "import ids.npz out.model --config {}"])
-def test_other_commands_log_notices(tmp_path: Path, remarkable: Path, children: ChildProcesses, command: str) -> None:
-    np.savez(tmp_path / "ids.npz", keys=np.arange(3), vectors=np.ones((3, 4), np.float32))
-    process = children.hps(*command.format(remarkable).split(), cwd=tmp_path)
-    _, stderr = process.communicate(timeout=120)
-    assert "models[].dense_file" in stderr
-    assert "fp8_quant is not implemented" in stderr

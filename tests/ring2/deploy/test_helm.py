@@ -1,5 +1,6 @@
 """The Helm chart: what it renders is valid, agrees with itself and with the service; its pod runs under its restrictions."""
 
+import functools
 import json
 import re
 import subprocess
@@ -13,13 +14,16 @@ from hps.configuration.load import load_configuration
 from hps.models.writer import write_sparse_model
 from tests import ROOT
 from tests.servers.compose_file import read_dockerfile
-from tests.servers.helm import CHART, helm, rendered
+from tests.servers.helm import CHART, helm
+from tests.servers.helm import rendered as render
 from tests.servers.running_service import document_of, model_of, running_service
 
 pytestmark = pytest.mark.helm
 VALUES = sorted((CHART / "ci").glob("*.yaml"))
 ENOUGH = ("--set", "config.model_repository=s3://bucket/models")
 UID = 10001
+rendered = functools.cache(render)
+"""Each set of settings is rendered once; nobody changes the objects."""
 
 
 @pytest.fixture(params=VALUES, ids=lambda path: path.stem)
@@ -170,7 +174,7 @@ def test_probes_and_metrics_are_those_of_the_service(tmp_path):
             assert service.client.get(container[probe]["httpGet"]["path"]).status_code == 200
         metrics = service.client.get("/metrics").text
     query = scaled["spec"]["triggers"][0]["metadata"]["query"]
-    assert re.findall(r"\bhps_\w+", query) == ["hps_http_lookups_pending"]
+    assert re.findall(r"\bhps_\w+\{.*?\}", query) == ['hps_http_lookups_pending{namespace="shop",service="shop-hps"}']
     assert "\nhps_http_lookups_pending{" in metrics
 
 

@@ -19,9 +19,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(machine_code._config, "CACHE_DIR", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    machine_code.directory.cache_clear()
+    cached = machine_code.directory
+    cached.cache_clear()
     yield tmp_path / "hps" / "__pycache__" / "hps-kernels-ours"
-    machine_code.directory.cache_clear()
+    cached.cache_clear()
 
 
 def test_code_is_read_by_its_own_name_and_key(home: Path) -> None:
@@ -81,6 +82,13 @@ def test_a_temporary_directory_that_others_may_write_to_is_not_trusted(
     assert ("they go to" if mode == 0o700 else "every start compiles them again") in caplog.text
     assert f"cannot keep compiled kernels in {named or home.parent}" in caplog.text
     assert "Set NUMBA_CACHE_DIR to a directory that this user can write to" in caplog.text
+
+
+def test_a_user_without_write_access_keeps_code_at_home(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "hps").touch()
+    assert machine_code.write(NAME, KEY, CODE)
+    assert [path.name for path in (tmp_path / "home/.cache/hps/hps-kernels-ours").iterdir()] == [NAME]
+    assert machine_code.read(NAME, KEY) == CODE
 
 
 def test_the_machine_code_of_older_sources_is_bounded(home: Path) -> None:

@@ -48,7 +48,7 @@ def vectors(draw: st.DrawFn, largest: float = 65504.0) -> FloatArray:
 class TestEncoding:
     @pytest.mark.parametrize("row_dtype", FEWER_BITS)
     @given(own=vectors())
-    @settings(max_examples=400)
+    @settings(max_examples=100)
     def test_rows_that_are_decoded_and_encoded_stay(self, row_dtype: str, own: FloatArray) -> None:
         rows = encode("x", own, row_dtype)
         assert rows.shape == (len(own), row_width(own.shape[1], row_dtype))
@@ -67,7 +67,7 @@ class TestEncoding:
             assert not rows.view(np.uint8)[:, used:end].any()
 
     @given(own=vectors())
-    @settings(max_examples=400)
+    @settings(max_examples=100)
     def test_int8_is_off_by_a_step_and_what_float16_rounds(self, own: FloatArray) -> None:
         """By most half a step, a quarter at the ends, and what float16 rounds of the offset and of 255 scales."""
         low, high = own.min(axis=1).astype(np.float64), own.max(axis=1).astype(np.float64)
@@ -78,7 +78,6 @@ class TestEncoding:
         assert (np.abs(got - own) <= limit[:, None]).all()
 
     @given(own=vectors())
-    @settings(max_examples=200)
     def test_int8_of_ordinary_rows_is_off_by_at_most_three_quarters_of_a_step(self, own: FloatArray) -> None:
         spread = own.max(axis=1) - own.min(axis=1)
         own = own[spread > np.maximum(np.abs(own).max(axis=1) * 0.5, 1e-2)]

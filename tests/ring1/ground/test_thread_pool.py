@@ -85,10 +85,11 @@ def test_failure_reaches_the_caller_when_the_other_pieces_have_ended(pool, where
     pool.limit_to(2)
 
     def work(start, stop):
+        job = pool._jobs[0]
         begun.wait(PATIENCE_S)
         if (threading.get_ident() == caller) == (where == "caller"):
             raise DatabaseError("told to fail")
-        wait_until(lambda: pool._jobs[0].error, "the failure is known")
+        wait_until(lambda: job.error, "the failure is known")
         ended.append(start)
 
     with pytest.raises(DatabaseError, match="told to fail"):

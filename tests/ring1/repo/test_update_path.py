@@ -49,7 +49,7 @@ def test_an_update_crosses_few_files_on_its_way_to_the_cache(device: str, files:
             keys = server.model("m").caches[0].dump(0)[: KEYS.size]
             publisher.insert(keys, np.ones((keys.size, DIM), np.float32))
             publisher.flush()
-            wait_until(lambda: bool((server.lookup(keys, "m") == 1).all()), "the update to be applied")
+            wait_until(lambda: bool((server.lookup(keys, "m", 0) == 1).all()), "the update to be applied")
     finally:
         threading.setprofile(None)
         sys.setprofile(None)

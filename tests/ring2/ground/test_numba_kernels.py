@@ -81,13 +81,6 @@ def test_kernels_go_below_the_directory_that_the_user_names(installation, tmp_pa
     assert output.split()[1] == repr(str(tmp_path / "named")), "the user's own kernels go where they went before"
 
 
-def test_a_user_without_write_access_keeps_kernels_at_home(installation, tmp_path):
-    installation.make_unwritable()
-    _, log = installation.run(HOME=str(tmp_path))
-    assert [line.split()[0] for line in log] == ["INFO", "INFO"]
-    assert kept(tmp_path / ".cache" / "hps")
-
-
 def test_a_read_only_installation_works_and_says_what_to_set(installation):
     installation.make_unwritable()
     answer, log = installation.run()

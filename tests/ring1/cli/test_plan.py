@@ -212,14 +212,6 @@ def test_sharings_of_several_devices_are_compared(config, trace):
     assert "2 devices by device sharing" in run(config, *options, "--devices", 2).output
 
 
-def test_hit_rates_are_those_of_the_configured_sharing(config):
-    content = json.loads(config.read_text())
-    model = {**content["models"][0], "deployed_device_list": [0, 1], "device_sharing": "partition"}
-    config.write_text(json.dumps({**content, "device": "auto", "models": [model]}))
-    item, _ = json.loads(run(config, "--alpha", 1, "--gpu-memory", "80GB", "--json").output)["tables"]
-    assert item["configured"]["capacity_rows"] == 2_000  # a tenth of 10,000 on each device
-
-
 def test_sharings_that_cannot_be_deployed_are_left_out(config):
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "device": "auto"}))

@@ -17,7 +17,7 @@ from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.service.app import CLOSE_TIMEOUT_S
 from tests import ROOT
-from tests.servers.compose_file import Compose, compose_of, interpolate, read_dockerfile, seconds
+from tests.servers.compose_file import Compose, compose_of, read_dockerfile, seconds
 from tests.servers.running_service import document_of, model_of, running_service
 
 DEPLOY = ROOT / "deploy"
@@ -330,12 +330,3 @@ def test_dashboard_is_whole():
                 a["x"] >= b["x"] + b["w"] or b["x"] >= a["x"] + a["w"] or a["y"] >= b["y"] + b["h"] or b["y"] >= a["y"] + a["h"]
             )
             assert apart
-
-
-def test_runner_fills_variables_in_as_compose_does():
-    text = "${A} ${A:-x} ${B:-x} $$B ${B}"
-    assert interpolate({"a": [text, 1]}, {"A": "1"}) == {"a": ["1 1 x $B ", 1]}
-    with pytest.raises(KeyError, match="B: wanted"):
-        interpolate("${B:?wanted}", {"B": ""})
-    assert seconds("1m30s") == 90
-    assert seconds("500ms") == 0.5

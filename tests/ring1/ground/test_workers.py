@@ -45,24 +45,9 @@ def test_full_queue_refuses_a_job_and_counts_it():
     assert jobs.submit(lambda: None)
     assert not jobs.submit(lambda: None)
     assert metrics.registry.get_sample_value("hps_background_dropped_batches_total", {"work": "work"}) == 1
+    assert metrics.registry.get_sample_value("hps_background_batches", {"work": "work"}) == 1
     gate.set()
     jobs.close()
-
-
-def test_batches_that_wait_in_several_queues_of_a_kind_add_up():
-    metrics = Metrics()
-    gate = threading.Event()
-    queues = [WorkQueue("work", 10, 1, metrics) for _ in range(2)]
-    for jobs in queues:
-        started = threading.Event()
-        jobs.submit(lambda started=started: started.set() or gate.wait(30))
-        assert started.wait(30)
-        jobs.submit(lambda: None)
-    assert metrics.registry.get_sample_value("hps_background_batches", {"work": "work"}) == 2
-    assert metrics.queues() == {"work": 2}
-    gate.set()
-    for jobs in queues:
-        jobs.close()
     assert metrics.queues() == {"work": 0}
 
 
@@ -370,22 +355,3 @@ def test_wakes_are_not_lost_and_several_count_as_one():
     stop.set()
     for _ in range(3):
         assert stop.wait(30)
-
-
-def test_each_time_a_task_fails_anew_it_is_said_anew(caplog):
-    caplog.set_level(logging.INFO)
-    outcomes = iter([DatabaseError("a"), DatabaseError("b"), None] * 3)
-    ended = threading.Event()
-
-    def run():
-        outcome = next(outcomes, ended)
-        if outcome is ended:
-            ended.set()
-        elif outcome is not None:
-            raise outcome
-
-    task = PeriodicTask("turns", run, 0.001)
-    assert ended.wait(30)
-    assert task.abandon(30)
-    said = [one.getMessage().partition(";")[0] for one in caplog.records]
-    assert said == ["turns: a", "turns succeeds again"] * 3

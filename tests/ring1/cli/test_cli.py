@@ -286,6 +286,14 @@ def test_a_load_that_ends_early_has_a_code_and_a_message(
     assert (result.exit_code, result.stderr) == (code, message)
 
 
+def test_bars_are_in_no_log(config: Path) -> None:
+    log = run("load", config).stderr
+    assert "━" not in log
+    assert "\x1b" not in log
+    assert re.search(r"INFO hps_et\.shop\.item: 500 rows, 20\.0 kB\.", log)
+    assert re.search(r"INFO hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", log)
+
+
 # -- lookup -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Files of machine code: whole, of exactly these sources, and never of others."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,21 @@ def test_code_is_read_by_its_own_name_and_key(home: Path) -> None:
     assert machine_code.read(NAME, KEY) == CODE
     assert machine_code.read(NAME, "another key") is None
     assert [path.name for path in home.iterdir()] == [NAME], "nothing is left half written"
+
+
+def test_a_full_disk_keeps_nothing_half_and_what_was_there(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    machine_code.write(NAME, KEY, CODE)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", refuse)
+        assert not machine_code.write(NAME, KEY, b"newer")
+    assert "cannot keep a compiled kernel" in caplog.text
+    assert [path.name for path in home.iterdir()] == [NAME]
+    assert machine_code.read(NAME, KEY) == CODE
 
 
 @pytest.mark.parametrize("damaged", [b"", CODE[:40], "cut", "changed"])

@@ -70,12 +70,6 @@ def on_a_terminal(children: ChildProcesses, *arguments: object, until: str = "no
     return output.decode()
 
 
-def test_a_terminal_shows_bars_with_bytes_and_rates(config: Path, children: ChildProcesses) -> None:
-    output = plain(on_a_terminal(children, "load", config))
-    assert re.search(BAR % ("user", "7.2 kB", "7.2 kB"), output)
-    assert re.search(BAR % ("item", "20.0 kB", "20.0 kB"), output)
-
-
 def test_a_narrow_terminal_cuts_names_and_not_figures(tmp_path: Path, children: ChildProcesses) -> None:
     path = tmp_path / "a-directory-with-a-long-name" / "item.model"
     output = plain(on_a_terminal(children, "create-model", path, "--rows", 1000, "--dim", 16, columns=80))
@@ -96,16 +90,6 @@ def test_serve_on_a_terminal_shows_bars_among_its_log_lines(
     assert len(ready) == 2
     assert finished[0] < ready[0] < ready[1]
     assert any("loading model bad failed: opening sparse model /nowhere/x" in line for line in lines)
-
-
-def test_bars_are_in_no_log(config: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hps", "load", str(config)], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert "━" not in done.stderr
-    assert "\x1b" not in done.stderr
-    assert re.search(r"INFO hps_et\.shop\.item: 500 rows, 20\.0 kB\.", done.stderr)
-    assert re.search(r"INFO hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", done.stderr)
 
 
 def test_serve_ends_although_a_source_does_not_answer(

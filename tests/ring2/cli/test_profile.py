@@ -89,7 +89,7 @@ def test_over_http_it_counts_what_the_server_counts(service, tmp_path):
     assert row["default_keys"] > 0  # 0 to 99 are not the ids of this model
 
 
-@pytest.mark.parametrize("options", [("--bags", "10"), ("--rate", "100", "--processes", "2"), ("--keys",)])
+@pytest.mark.parametrize("options", [("--bags", "10"), ("--keys",)])
 def test_ways_of_asking(service, tmp_path, options):
     if options == ("--keys",):
         np.save(tmp_path / "keys.npy", np.arange(60) * 3 - 7)
@@ -97,8 +97,6 @@ def test_ways_of_asking(service, tmp_path, options):
     found = profiled(tmp_path, service.url, "--token", "secret", *QUICK, "--check", *options)
     (row,) = found["rows"]
     assert row["failures"] == {}
-    if "--rate" in options:
-        assert row["lookups"] == 30
     if "--keys" in options:
         assert row["default_keys"] == 0
 
@@ -211,14 +209,12 @@ def test_several_processes_profile_a_server_with_tls_and_their_results_are_added
     monkeypatch.setenv("HPS_CLIENT_CERTIFICATE", str(own.both))
     with ServedProcess({**document, "service": settings}, tmp_path) as served:
         options = ("--processes", "3", "--concurrency", "5", "--batch", "1000")  # answers of several TLS records
-        (_, large), (_, due) = (
-            profiled(tmp_path, served.url, *QUICK, *options, *more)["rows"] for more in ((), ("--rate", "100"))
-        )
+        (_, large) = profiled(tmp_path, served.url, *QUICK, *options, "--rate", "100")["rows"]
         monkeypatch.delenv("HPS_CLIENT_CERTIFICATE")
         assert run("profile", served.url, *QUICK).exit_code == 1
-    assert large["failures"] == due["failures"] == {}
-    assert due["lookups"] == 30  # each process sends its share, and no other
-    assert large["tiers"]["embedding_cache"]["asked"] == 2 * 1000 * large["lookups"] > 0
+    assert large["failures"] == {}
+    assert large["lookups"] == 30  # each process sends its share, and no other
+    assert large["tiers"]["embedding_cache"]["asked"] == 2 * 1000 * 30
 
 
 def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path):
@@ -233,7 +229,7 @@ def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path
 
         stopping = threading.Thread(target=stop_it)
         stopping.start()
-        options = ("--seconds", "4", "--processes", "2", "--max-failures", "1")
+        options = ("--seconds", "2", "--processes", "2", "--max-failures", "1")
         (row,) = profiled(tmp_path, served.url, *QUICK, *options)["rows"]
         stopping.join(60)
     assert row["lookups"] > 20

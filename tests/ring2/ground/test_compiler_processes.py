@@ -124,12 +124,3 @@ def test_a_process_ends_with_the_one_that_started_it(installation):
     command = [sys.executable, "-P", "-c", compiler_processes._PROGRAM, json.dumps([sys.path, {}])]
     done = subprocess.run(command, env=installation.environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, b"ready\n")
-
-
-def test_two_programs_that_compile_at_once_agree(installation):
-    both = [installation.start(program()), installation.start(program())]
-    for process in both:
-        _, log = process.communicate(timeout=120)
-        assert process.returncode == 0, log
-    assert files(installation) == ALL
-    assert run(installation)[0] == 0

@@ -15,7 +15,7 @@ def test_planned_memory_of_large_tables_is_then_used(tmp_path, dim, rows):
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize(("dim", "rows"), [(1, 100_000), (16, 50_000), (128, 20_000)])
+@pytest.mark.parametrize(("dim", "rows"), [(1, 300_000), (16, 100_000), (128, 50_000)])
 def test_planned_memory_of_redis_is_then_used(tmp_path, dim, rows):
     server = RedisServer(tmp_path)
     server.start()

@@ -286,12 +286,14 @@ def test_a_load_that_ends_early_has_a_code_and_a_message(
     assert (result.exit_code, result.stderr) == (code, message)
 
 
-def test_bars_are_in_no_log(config: Path) -> None:
-    log = run("load", config).stderr
-    assert "━" not in log
-    assert "\x1b" not in log
-    assert re.search(r"INFO hps_et\.shop\.item: 500 rows, 20\.0 kB\.", log)
-    assert re.search(r"INFO hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", log)
+def test_what_is_no_terminal_gets_lines_and_no_bars(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hps")
+    written = run("load", config).output
+    assert "━" not in written
+    assert "\x1b" not in written
+    first, last = (one.getMessage() for one in caplog.records if one.getMessage().startswith("hps_et.shop.item: 500 rows"))
+    assert first == "hps_et.shop.item: 500 rows, 20.0 kB."
+    assert re.fullmatch(r"hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", last)
 
 
 # -- lookup -----------------------------------------------------------------------------------------------------------
@@ -394,10 +396,14 @@ def test_check_config_prints_notices(remarkable: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["load {}", "lookup {} shop item 1", "import ids.npz out.model --config {}"])
-def test_other_commands_log_notices(tmp_path: Path, remarkable: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_other_commands_log_notices(
+    tmp_path: Path, remarkable: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str
+) -> None:
     monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", "hps")
     np.savez("ids.npz", keys=np.arange(3), vectors=np.ones((3, 4), np.float32))
-    result = run(*command.format(remarkable).split())
-    assert "models[].dense_file" in result.stderr
-    assert "WARNING" in result.stderr
-    assert "fp8_quant is not implemented" in result.stderr
+    run(*command.format(remarkable).split())
+    notices = [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "hps.configuration.load"]
+    assert [level for level, _ in notices] == ["INFO", "WARNING"]
+    assert "models[].dense_file" in notices[0][1]
+    assert "fp8_quant is not implemented" in notices[1][1]

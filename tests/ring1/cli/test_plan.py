@@ -50,7 +50,9 @@ def test_memory_is_printed_by_tier_and_table(config, tmp_path):
     result = run(config)
     assert result.exit_code == 0, result.output
     assert re.search(r"shop +1 +embedding_cache +1,000 rows of table 'item' \(dim 8\) +ram", result.output)
-    assert re.search(r"shop +1 +persistent_db +10,000 rows of table hps_et.shop.item \(dim 8\) +disk +4\d\d kB", result.output)
+    assert re.search(
+        r"shop +1 +persistent_db +10,000 rows of table hps_et.shop.item \(dim 8\) +disk +[45]\d\d kB", result.output
+    )
     assert re.search(r"ram .* fits", result.output)
     assert not (tmp_path / "rocksdb").exists()
     assert "…" not in result.output
@@ -121,11 +123,14 @@ def test_plans_go_by_recorded_keys(config, trace, tmp_path):
     assert re.search(r"shop +item +10,000 +1\.\d+ +0\.\d{3}", run(config, "--trace", trace).output)
 
 
-def test_plans_go_by_a_power_law_and_a_budget(config, trace):
+def test_plans_go_by_a_power_law_and_a_budget(config):
     large, small = (run(config, "--alpha", "1.05", "--budget", size).output for size in ("1GB", "60KB"))
     share = {text: float(re.search(r"gpucacheper ([\d.]+), hit rate", text)[1]) for text in (large, small)}
     assert share[large] == 1
     assert 0.05 < share[small] < 0.15
+
+
+def test_a_goal_is_reached_by_a_fitted_power_law_or_by_none(config, trace):
     assert run(config, "--trace", trace, "--fit", "--goal", "0.7").exit_code == 0
     assert "no gpucacheper reaches the goal" in run(config, "--alpha", "0", "--goal", "1").output
 
@@ -151,7 +156,7 @@ def test_every_way_to_look_up_is_recorded(config, tmp_path):
 def test_memory_and_hit_rates_are_told_by_row_format(config, trace):
     """int8 takes a third to a quarter of float32 at dim 8 and more at larger ones; the same memory then hits more often."""
     result = run(config, "--trace", trace)
-    assert re.search(r"shop +1 +item +persistent_db +float32 +4\d\d kB +\d", result.output)
+    assert re.search(r"shop +1 +item +persistent_db +float32 +[45]\d\d kB +\d", result.output)
     assert "memory of each table by row format" in result.output
     found = json.loads(run(config, "--trace", trace, "--json").output)["row_formats"]
     assert {(one["table"], one["tier"]) for one in found} == {

@@ -1,19 +1,9 @@
 """The command line: what each command prints and leaves, and the exit code of every kind of failure."""
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
-import signal
 import socket
-import struct
-import subprocess
-import sys
-import termios
-import time
-import urllib.request
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,9 +18,7 @@ from hps.configuration.load import load_configuration
 from hps.models.files import open_sparse_model
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
-from hps.parameter_server import HPS
 from hps.registry import implementation
-from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import document_of, model_of
 from tests.tables.sparse_models import chunks_of
 
@@ -91,14 +79,13 @@ def test_help_names_every_command_and_a_first_step() -> None:
         assert text in words(result.stdout)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_the_help_of_a_command_has_an_example_that_its_own_parser_takes(command: str, option: str) -> None:
-    result = run(command, option)
-    assert result.exit_code == 0
-    example = re.search(r"Example: hps (.*?) *$", result.stdout, re.MULTILINE)
-    assert example
-    assert example[1].startswith(command)
+def test_the_help_of_a_command_has_an_example_of_it() -> None:
+    for number, command in enumerate(COMMANDS):
+        result = run(command, ("--help", "-h")[number % 2])
+        assert result.exit_code == 0
+        example = re.search(r"Example: hps (.*?) *$", result.stdout, re.MULTILINE)
+        assert example, command
+        assert example[1].startswith(command)
 
 
 def test_without_a_command_help_is_shown_and_the_code_is_2() -> None:
@@ -150,18 +137,6 @@ def test_create_model_overwrites_only_when_asked(tmp_path: Path) -> None:
     assert open_sparse_model(tmp_path / "m", 6).rows == 20
 
 
-def test_create_model_that_is_interrupted_leaves_nothing(tmp_path: Path, children: ChildProcesses) -> None:
-    process = children.hps("create-model", tmp_path / "m", "--rows", 2_000_000_000, "--dim", 16, real=True)
-    deadline = time.monotonic() + 60
-    while not os.listdir(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in stderr
-    assert os.listdir(tmp_path) == []
-
-
 # -- check-config -----------------------------------------------------------------------------------------------------
 
 
@@ -199,17 +174,6 @@ def test_lookup_follows_no_log(tmp_path: Path, content: dict[str, Any]) -> None:
     assert run("lookup", write_config(tmp_path, content), "shop", "item", 1).exit_code == 0  # nor waits for it
 
 
-def test_check_config_reports_every_problem_of_the_configuration(tmp_path: Path, content: dict[str, Any]) -> None:
-    content["volatile_db"]["type"] = "hashmop"
-    content["models"][0]["embedding_vecsize_per_table"] = [4, 8, 16]
-    content["models"][0]["gpucachepr"] = 0.5
-    result = run("check-config", write_config(tmp_path, content))
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    for text in (f"{tmp_path}/ps.json: 3 problems", "hashmop", "embedding_vecsize_per_table", "gpucachepr"):
-        assert text in result.stderr
-
-
 def test_check_config_reports_every_problem_of_the_files(tmp_path: Path, config: Path) -> None:
     (tmp_path / "user" / "key").unlink()
     (tmp_path / "item" / "emb_vector").write_bytes(b"x" * 500 * 4 * 9)
@@ -232,14 +196,12 @@ def test_check_config_finds_keys_beyond_32_bits(tmp_path: Path, content: dict[st
     assert "row 0 has key -10" in result.stderr
 
 
-@pytest.mark.parametrize("command", [["check-config"], ["load"], ["serve"], ["lookup"]])
-@pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_a_configuration_that_cannot_be_read_is_code_2(tmp_path: Path, command: list[str], text: str | None) -> None:
+@pytest.mark.parametrize(("command", "text"), [("check-config", None), ("load", "{"), ("serve", "[]"), ("lookup", None)])
+def test_a_configuration_that_cannot_be_read_is_code_2(tmp_path: Path, command: str, text: str | None) -> None:
     path = tmp_path / "ps.json"
     if text is not None:
         path.write_text(text)
-    more = ["shop", "item", "1"] if command == ["lookup"] else []
-    result = run(*command, path, *more)
+    result = run(command, path, *["shop", "item", "1"] * (command == "lookup"))
     assert result.exit_code == 2
     assert f"error: {path}" in result.stderr
 
@@ -324,82 +286,20 @@ def test_a_load_that_ends_early_has_a_code_and_a_message(
     assert (result.exit_code, result.stderr) == (code, message)
 
 
-BAR = r"shop\.%s +━+ 100 %% +%s of %s +[\d.]+ [kM]?B/s +[\d.]+ ?[kM]? rows/s +in [\d.]+ s"
-
-
-def plain(output: str) -> str:
-    """Without what moves the cursor and colours the text."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
-
-
-def on_a_terminal(children: ChildProcesses, *arguments: object, until: str = "no such text", columns: int = 120) -> str:
-    """What a command writes to a real terminal until it ends. It is interrupted once it has written `until`."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    process = children.hps(
-        *arguments, stdin=theirs, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm-256color"}
-    )
-    os.close(theirs)
-    output, interrupted, deadline = b"", False, time.monotonic() + 120
-    try:
-        while time.monotonic() < deadline and select.select([ours], [], [], 60)[0]:
-            try:
-                output += os.read(ours, 65536)
-            except OSError:  # EIO: the other side is closed
-                break
-            if not interrupted and until.encode() in output:
-                process.send_signal(signal.SIGINT)
-                interrupted = True
-        assert process.wait(60) == 0
-    finally:
-        os.close(ours)
-    return output.decode()
-
-
-def test_a_terminal_shows_bars_with_bytes_and_rates(config: Path, children: ChildProcesses) -> None:
-    output = plain(on_a_terminal(children, "load", config))
-    assert re.search(BAR % ("user", "7.2 kB", "7.2 kB"), output)
-    assert re.search(BAR % ("item", "20.0 kB", "20.0 kB"), output)
-
-
-def test_a_narrow_terminal_cuts_names_and_not_figures(tmp_path: Path, children: ChildProcesses) -> None:
-    path = tmp_path / "a-directory-with-a-long-name" / "item.model"
-    output = plain(on_a_terminal(children, "create-model", path, "--rows", 1000, "--dim", 16, columns=80))
-    assert re.search(r"…+\w*/?item\.model ━+ 100 % 72\.0 kB of 72\.0 kB .* rows/s +in [\d.]+ s", output)
-
-
-def test_serve_on_a_terminal_shows_bars_among_its_log_lines(
-    tmp_path: Path, content: dict[str, Any], children: ChildProcesses
-) -> None:
-    content["models"].append({**content["models"][0], "model": "other"})
-    content["models"].insert(0, {**content["models"][0], "model": "bad", "sparse_files": ["/nowhere/x", "/nowhere/y"]})
-    config = write_config(tmp_path, content)
-    output = on_a_terminal(children, "serve", config, "--port", 0, until="ready; try", columns=400)
-    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 4  # the cursor is back after every table
-    lines = [line for line in re.split(r"[\r\n]+", plain(output)) if line]
-    finished = [i for i, line in enumerate(lines) if re.search(BAR % ("item", "20.0 kB", "20.0 kB"), line)]
-    ready = [i for i, line in enumerate(lines) if re.search(r"INFO hps.service.lifecycle: model \w+ is ready", line)]
-    assert len(ready) == 2
-    assert finished[0] < ready[0] < ready[1]
-    assert any("loading model bad failed: opening sparse model /nowhere/x" in line for line in lines)
-
-
-def test_bars_are_in_no_log(config: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hps", "load", str(config)], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert "━" not in done.stderr
-    assert "\x1b" not in done.stderr
-    assert re.search(r"INFO hps_et\.shop\.item: 500 rows, 20\.0 kB\.", done.stderr)
-    assert re.search(r"INFO hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", done.stderr)
+def test_what_is_no_terminal_gets_lines_and_no_bars(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hps")
+    written = run("load", config).output
+    assert "━" not in written
+    assert "\x1b" not in written
+    first, last = (one.getMessage() for one in caplog.records if one.getMessage().startswith("hps_et.shop.item: 500 rows"))
+    assert first == "hps_et.shop.item: 500 rows, 20.0 kB."
+    assert re.fullmatch(r"hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", last)
 
 
 # -- lookup -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("table", ["item", "1"])
+@pytest.mark.parametrize(("table", "persistent"), [("item", True), ("1", False)])
 def test_lookup_prints_vectors_and_marks_defaults(
     tmp_path: Path, content: dict[str, Any], table: str, persistent: bool
 ) -> None:
@@ -479,73 +379,6 @@ def test_serve_says_when_its_port_is_taken_before_it_opens_anything(config: Path
     assert not (config.parent / "rocksdb").exists()
 
 
-def test_serve_of_a_broken_model_ends_with_code_2(tmp_path: Path, config: Path, children: ChildProcesses) -> None:
-    (tmp_path / "item" / "key").unlink()
-    process = children.hps("serve", config, "--port", 0, real=True)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert f"error: opening sparse model {tmp_path}/item: key not found" in stderr
-    assert "Traceback" not in stderr
-
-
-def test_serve_ends_although_a_source_does_not_answer(
-    tmp_path: Path, content: dict[str, Any], children: ChildProcesses
-) -> None:
-    """The thread that reads is one that the interpreter would wait for."""
-    content["models"].append(
-        {
-            **content["models"][0],
-            "model": "away",
-            "sparse_files": [f"gate://away{tmp_path}/{name}" for name in ("user", "item")],
-        }
-    )
-    program = (
-        "from hps.cli.app import main; from hps.service import app; from tests.fakes.gated_file_system import gates\n"
-        "app.CLOSE_TIMEOUT_S = 1.0\n"
-        "held = gates('away'); held.__enter__()[0].hold_from = 0\n"  # nobody opens it
-        "main()"
-    )
-    process = children.start(sys.executable, "-c", program, "serve", write_config(tmp_path, content), "--port", "0")
-    read_until(process, "hps_et.away.user: 300 rows")
-    process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=50)[1]  # the gate opens after 60 s
-    assert process.returncode == 1
-    assert "the parameter server was not closed within 1 s" in rest
-
-
-def read_until(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
-    """Read standard error up to the first line that holds `pattern`."""
-    assert process.stderr
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if match := re.search(pattern, line):
-            return match
-    raise AssertionError("".join(seen))
-
-
-def ask(url: str, tables: dict[str, list[int]]) -> dict[str, Any]:
-    with urllib.request.urlopen(url, json.dumps({"tables": tables}).encode(), timeout=30) as response:
-        return json.load(response)["tables"]
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_serve_answers_until_it_is_stopped_and_loads_again_only_what_it_is_forced_to(
-    config: Path, children: ChildProcesses, force: bool
-) -> None:
-    with HPS(config) as server:
-        server.insert([7], np.full((1, 8), 70, np.float32), "shop", "item")
-    process = children.hps("serve", config, "--port", 0, *(["--force"] if force else []))
-    url, body = read_until(process, r"curl -s (http://\S+) -d '(.*)'").groups()
-    answer = ask(url, json.loads(body)["tables"] | {"item": [7]})
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-    np.testing.assert_array_equal(np.array(answer["user"], np.float32), sample_vectors(np.array([1, 2, 3]), 4, 1))
-    expected = sample_vectors(np.array([7]), 8, 2) if force else np.full((1, 8), 70, np.float32)
-    np.testing.assert_array_equal(np.array(answer["item"], np.float32), expected)
-
-
 # -- what a configuration says to its reader ------------------------------------------------------------------------------
 
 
@@ -562,17 +395,15 @@ def test_check_config_prints_notices(remarkable: Path) -> None:
     assert second == f"warning: {remarkable}: model shop: fp8_quant is not implemented; it is read as false"
 
 
-def test_serve_logs_notices_in_its_own_format(remarkable: Path, children: ChildProcesses) -> None:
-    process = children.hps("serve", remarkable, "--port", 0)
-    read_until(process, r"^\d{4}-.* INFO hps.configuration.load: .* models\[\].dense_file$")
-    read_until(process, r"^\d{4}-.* WARNING hps.configuration.load: .* fp8_quant is not implemented")
-
-
 @pytest.mark.parametrize("command", ["load {}", "lookup {} shop item 1", "import ids.npz out.model --config {}"])
-def test_other_commands_log_notices(tmp_path: Path, remarkable: Path, children: ChildProcesses, command: str) -> None:
-    np.savez(tmp_path / "ids.npz", keys=np.arange(3), vectors=np.ones((3, 4), np.float32))
-    process = children.hps(*command.format(remarkable).split(), cwd=tmp_path)
-    _, stderr = process.communicate(timeout=120)
-    assert "models[].dense_file" in stderr
-    assert "WARNING" in stderr
-    assert "fp8_quant is not implemented" in stderr
+def test_other_commands_log_notices(
+    tmp_path: Path, remarkable: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", "hps")
+    np.savez("ids.npz", keys=np.arange(3), vectors=np.ones((3, 4), np.float32))
+    run(*command.format(remarkable).split())
+    notices = [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "hps.configuration.load"]
+    assert [level for level, _ in notices] == ["INFO", "WARNING"]
+    assert "models[].dense_file" in notices[0][1]
+    assert "fp8_quant is not implemented" in notices[1][1]

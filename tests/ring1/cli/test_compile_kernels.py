@@ -1,8 +1,6 @@
-"""`hps compile`: what it compiles and prints. That a read-only installation finds it is tested with the kernels."""
+"""`hps compile`: what it refuses, and what it compiles for a GPU; `ring2/cli` compiles."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +10,6 @@ from hps.cli.compile_kernels import _compile_for_gpu
 from hps.configuration.load import load_configuration
 from hps.ground import machine_code
 from hps.registry import IMPLEMENTATIONS, Ours
-from tests.fakes.installation import Installation
 
 CONFIG = {
     "supportlonglong": True,
@@ -35,64 +32,10 @@ CONFIG = {
 }  # the kernels of loads alone
 
 
-@pytest.fixture
-def installation(tmp_path):
+def test_an_unknown_architecture_is_refused_before_anything_is_compiled(tmp_path):
     (tmp_path / "ps.json").write_text(json.dumps(CONFIG))
-    return Installation(tmp_path)
-
-
-def run(installation, *arguments, **environment):
-    command = [sys.executable, "-m", "hps", "compile", *map(str, arguments)]
-    return subprocess.run(
-        command,
-        env=installation.environment | environment,
-        cwd=installation.temporary.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_it_compiles_what_a_configuration_uses_and_says_so(installation):
-    first = run(installation, "ps.json")
-    assert first.returncode == 0, first.stderr
-    counts, place = first.stdout.splitlines()
-    assert counts.startswith("3 kernels for this processor: compiled 3 in ")
-    assert counts.endswith(" s, 0 were there")
-    (directory,) = installation.package.glob("__pycache__/hps-kernels-*")
-    assert place == f"kept in {directory}"
-    assert len(list(directory.glob("*.code"))) == 3
-    assert "compiling 3 kernels for this machine in " in first.stderr
-    second = run(installation, "ps.json")
-    assert second.stdout.startswith("3 kernels for this processor: compiled 0 in ")
-    assert second.stdout.splitlines()[0].endswith("3 were there")
-
-
-def test_one_process_with_one_hash_seed_writes_the_same_code_anywhere(tmp_path):
-    def code(name):
-        installation = Installation(tmp_path / name)
-        (tmp_path / name / "ps.json").write_text(json.dumps(CONFIG))
-        done = run(installation, "ps.json", "--processes", "1", PYTHONHASHSEED="0")
-        assert " in 1 process, " in done.stderr
-        return {path.name: path.read_bytes() for path in installation.package.glob("__pycache__/hps-kernels-*/*.code")}
-
-    first = code("one")
-    assert len(first) == 3
-    assert first == code("another place")
-    assert not [name for name, content in first.items() if b" at 0x" in content]
-
-
-def test_code_for_the_baseline_and_for_this_processor_are_kept_side_by_side(installation):
-    assert "3 kernels for the baseline: compiled 3" in run(installation, "ps.json", "--baseline").stdout
-    assert "3 kernels for the baseline: compiled 0" in run(installation, "ps.json", "--baseline").stdout
-    assert "3 kernels for this processor: compiled 3" in run(installation, "ps.json").stdout
-    assert len(list(installation.package.glob("__pycache__/hps-kernels-*/*.code"))) == 6
-
-
-def test_an_unknown_architecture_is_refused_before_anything_is_compiled(installation):
-    done = run(installation, "ps.json", "--gpu", "sm_80,h100")
-    assert (done.returncode, done.stdout) == (2, "")
+    done = CliRunner().invoke(app, ["compile", str(tmp_path / "ps.json"), "--gpu", "sm_80,h100"])
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "--gpu: got 'h100', expected architectures as sm_90" in done.stderr
 
 

@@ -1,10 +1,7 @@
 """`hps init`: what it finds, what it writes, and that a server of what it wrote answers."""
 
 import json
-import os
-import pty
 import re
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from typer.testing import CliRunner, Result
 from hps.cli.app import app
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model, write_version
-from tests.servers.child_processes import ChildProcesses
 
 
 def run(*arguments: object) -> Result:
@@ -195,13 +191,6 @@ def test_every_key_is_printed_with_its_reason(tmp_path: Path, target: Path) -> N
     assert len(run("init", tmp_path / "item", "-o", target, "--force", "--no-explain").stdout.splitlines()) == 2
 
 
-@pytest.mark.parametrize("name", ["nope", "nope.json", "nope.npz"])
-def test_a_source_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, target: Path, name: str) -> None:
-    result = run("init", tmp_path / name, "-o", target)
-    assert result.exit_code == 2
-    assert "there is no such file" in result.output
-
-
 @pytest.mark.parametrize(
     ("prepare", "options", "text"),
     [
@@ -211,6 +200,9 @@ def test_a_source_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, targ
         ("empty", [], "expected directories with the files key and emb_vector"),
         ("arrays", [], "expected --tables 'PATTERN'"),
         ("table", ["--model", "a b"], "expected 1 to 120 of the characters"),
+        ("nothing", [], "there is no such file"),
+        ("nothing.json", [], "there is no such file"),
+        ("nothing.npz", [], "there is no such file"),
     ],
 )
 def test_what_cannot_be_written_is_an_error_and_nothing_is(
@@ -223,6 +215,8 @@ def test_what_cannot_be_written_is_an_error_and_nothing_is(
     elif prepare == "empty":
         source = tmp_path / "empty"
         source.mkdir()
+    elif prepare.startswith("nothing"):
+        source = tmp_path / prepare
     elif prepare == "arrays":
         source = tmp_path / "a.npz"
         np.savez(source, emb_a=np.ones((2, 2), np.float32), b_emb=np.ones((2, 2), np.float32), x=np.ones(3, np.float32))
@@ -239,34 +233,3 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, target: Path) -
     result = run("init", tmp_path / "item", "-o", target)
     assert (result.exit_code, target.read_text()) == (2, "mine")
     assert run("init", tmp_path / "item", "-o", target, "--force").exit_code == 0
-
-
-def test_what_no_option_says_is_asked_on_a_terminal(tmp_path: Path, target: Path, children: ChildProcesses) -> None:
-    table(tmp_path / "item", 2)
-    controller, terminal = pty.openpty()
-    with open(controller, "wb", buffering=0) as keyboard:
-        process = children.hps("init", tmp_path / "item", "-o", target, "--ask", "--device", "cpu", stdin=terminal)
-        os.close(terminal)
-        keyboard.write(b"redis_cluster\nr1:7000\nrocks_db\n0.25\n")
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    content = json.loads(target.read_text())
-    assert content["volatile_db"]["address"] == "r1:7000"
-    assert (content["persistent_db"]["type"], content["models"][0]["gpucacheper"]) == ("rocks_db", 0.25)
-    assert "The tier in memory" in output
-
-
-def test_a_server_of_what_was_written_answers_with_the_vectors_of_the_files(
-    tmp_path: Path, target: Path, children: ChildProcesses
-) -> None:
-    table(tmp_path / "shop" / "user", 4)
-    table(tmp_path / "shop" / "item", 8)
-    initialised(target, tmp_path / "shop", "--device", "cpu", "--persistent", "rocks_db")
-    process = children.hps("serve", target, "--port", 0)
-    assert process.stderr
-    url = next(found[1] for line in process.stderr if (found := re.search(r"curl -s (http://\S+) -d", line)))
-    body = json.dumps({"tables": {"item": [3, 19], "user": [0]}}).encode()
-    with urllib.request.urlopen(url, body, timeout=30) as response:
-        answer = json.load(response)["tables"]
-    for name, keys, dim in (("item", [3, 19], 8), ("user", [0], 4)):
-        np.testing.assert_array_equal(np.float32(answer[name]), sample_vectors(np.array(keys), dim, dim))

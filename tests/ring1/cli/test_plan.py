@@ -2,8 +2,6 @@
 
 import json
 import re
-import time
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from hps.statistics.key_traces import read_traces
 from hps.tensors.bags import Bags
 from tests.servers.running_service import document_of, model_of
 
-ROWS = {"item": (50_000, 8), "user": (20_000, 4)}
+ROWS = {"item": (10_000, 8), "user": (4_000, 4)}
 
 
 def run(*arguments):
@@ -42,7 +40,7 @@ def config(tmp_path):
 def trace(tmp_path, config):
     path, rng = tmp_path / "keys.trace", np.random.default_rng(1)
     with HPS(config) as server, server.record_trace(path, rate=0.5, hash_keys=True):
-        for _ in range(300):
+        for _ in range(100):
             keys = {name: power_law_keys(rng, 1000, rows, 1.1) for name, (rows, _) in ROWS.items()}
             server.lookup_tables(keys, "shop")
     return path
@@ -51,8 +49,10 @@ def trace(tmp_path, config):
 def test_memory_is_printed_by_tier_and_table(config, tmp_path):
     result = run(config)
     assert result.exit_code == 0, result.output
-    assert re.search(r"shop +1 +embedding_cache +5,000 rows of table 'item' \(dim 8\) +ram", result.output)
-    assert re.search(r"shop +1 +persistent_db +50,000 rows of table hps_et.shop.item \(dim 8\) +disk +2\.\d MB", result.output)
+    assert re.search(r"shop +1 +embedding_cache +1,000 rows of table 'item' \(dim 8\) +ram", result.output)
+    assert re.search(
+        r"shop +1 +persistent_db +10,000 rows of table hps_et.shop.item \(dim 8\) +disk +[45]\d\d kB", result.output
+    )
     assert re.search(r"ram .* fits", result.output)
     assert not (tmp_path / "rocksdb").exists()
     assert "…" not in result.output
@@ -66,7 +66,7 @@ def test_a_gb_is_as_large_as_it_is_printed_and_a_gib_is_called_so(config):
             if one["place"] == "ram"
         )
 
-    sizes = {"64GB": 64 * 10**9, "64G": 64 * 10**9, "64 GiB": 64 * 2**30, "1.5TiB": 3 * 2**39, "80000000000": 80 * 10**9}
+    sizes = {"64GB": 64 * 10**9, "64G": 64 * 10**9, "1.5TiB": 3 * 2**39, "80000000000": 80 * 10**9}
     assert {size: given(size) for size in sizes} == sizes
 
 
@@ -81,7 +81,7 @@ def test_another_machine_has_the_fronts_of_its_processors(config):
     assert fronts("--processors", "16") == "the parent and 3 front processes"
 
 
-@pytest.mark.parametrize("options", [["--disk", "1MB"], ["--ram", "1MB"], ["--gpu-memory", "1K"]])
+@pytest.mark.parametrize("options", [["--disk", "100KB"], ["--ram", "1MB"], ["--gpu-memory", "1K"]])
 def test_what_does_not_fit_is_exit_code_1(config, options):
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "device": "auto"}))
@@ -110,24 +110,27 @@ def test_wrong_options_are_exit_code_2(config, options, message):
 def test_plans_go_by_recorded_keys(config, trace, tmp_path):
     document = json.loads(run(config, "--trace", trace, "--json", "--goal", "0.8", "--picture", tmp_path / "plan.svg").stdout)
     item, user = document["tables"]
-    assert (item["rows"], item["recorded"], user["table"]) == (50_000, True, "user")
+    assert (item["rows"], item["recorded"], user["table"]) == (10_000, True, "user")
     assert item["alpha"] == pytest.approx(1.1, abs=0.15)
     rates = [one["hit_rate"] for one in item["curve"]]
     assert rates == sorted(rates)
     assert item["keys_per_s"] > 0
-    assert item["configured"]["capacity_rows"] == 5000
+    assert item["configured"]["capacity_rows"] == 1000
     (suggestion,) = document["suggestions"]
     assert suggestion["hit_rate"] >= 0.8
     assert 0 < suggestion["gpucacheper"] < 1
     assert "<svg" in (tmp_path / "plan.svg").read_text()
-    assert re.search(r"shop +item +50,000 +1\.\d+ +0\.\d{3}", run(config, "--trace", trace).output)
+    assert re.search(r"shop +item +10,000 +1\.\d+ +0\.\d{3}", run(config, "--trace", trace).output)
 
 
-def test_plans_go_by_a_power_law_and_a_budget(config, trace):
-    large, small = (run(config, "--alpha", "1.05", "--budget", size).output for size in ("1GB", "300KB"))
+def test_plans_go_by_a_power_law_and_a_budget(config):
+    large, small = (run(config, "--alpha", "1.05", "--budget", size).output for size in ("1GB", "60KB"))
     share = {text: float(re.search(r"gpucacheper ([\d.]+), hit rate", text)[1]) for text in (large, small)}
     assert share[large] == 1
     assert 0.05 < share[small] < 0.15
+
+
+def test_a_goal_is_reached_by_a_fitted_power_law_or_by_none(config, trace):
     assert run(config, "--trace", trace, "--fit", "--goal", "0.7").exit_code == 0
     assert "no gpucacheper reaches the goal" in run(config, "--alpha", "0", "--goal", "1").output
 
@@ -150,34 +153,10 @@ def test_every_way_to_look_up_is_recorded(config, tmp_path):
     assert [one.asked for one in read_traces(tmp_path / "other")] == [10]
 
 
-def test_a_killed_server_leaves_its_recording(config, tmp_path, children):
-    path = tmp_path / "keys"
-    process = children.hps("serve", config, "--port", 0, "--record-trace", path, "--trace-rate", "1", "--hash-keys")
-    url = next(found[1] for line in process.stderr if (found := re.search(r"curl -s (http://\S+) -d", line)))
-    body = json.dumps({"tables": {"item": list(range(7)), "user": [1]}}).encode()
-    with urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=30) as answer:
-        assert answer.status == 200
-    deadline = time.monotonic() + 30
-    while len(read_traces(path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.kill()
-    process.wait(30)
-    traces = {one.table: one for one in read_traces(path)}
-    assert (traces["item"].keys.size, traces["item"].hashed, traces["user"].asked) == (7, True, 1)
-    assert not np.isin(traces["item"].keys, range(7)).any()
-
-
-def test_serve_refuses_a_recording_that_cannot_be_written(config, tmp_path, children):
-    process = children.hps("serve", config, "--port", 0, "--record-trace", tmp_path / "no" / "keys")
-    _, text = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "recording keys to" in text
-
-
 def test_memory_and_hit_rates_are_told_by_row_format(config, trace):
     """int8 takes a third to a quarter of float32 at dim 8 and more at larger ones; the same memory then hits more often."""
     result = run(config, "--trace", trace)
-    assert re.search(r"shop +1 +item +persistent_db +float32 +2\.\d MB +\d", result.output)
+    assert re.search(r"shop +1 +item +persistent_db +float32 +[45]\d\d kB +\d", result.output)
     assert "memory of each table by row format" in result.output
     found = json.loads(run(config, "--trace", trace, "--json").output)["row_formats"]
     assert {(one["table"], one["tier"]) for one in found} == {
@@ -225,7 +204,7 @@ def test_sharings_of_several_devices_are_compared(config, trace):
     assert {entry["devices"] for entry in sharings} == {3}
     replicate = sharings[0]
     planned = next(need["size_bytes"] for need in before["needs"] if need["table"] == "item" and need["place"] == "gpu")
-    assert (replicate["capacity_rows"], replicate["size_bytes"]) == (5000, planned)
+    assert (replicate["capacity_rows"], replicate["size_bytes"]) == (1000, planned)
     for entry in sharings[:3]:
         shares = r"\?? +".join(f"{entry[name]:.3f}" for name in ("hit_rate", "local", "neighbour", "host"))
         start = f"shop +item +{entry['sharing']} +{entry['capacity_rows']:,} .*B +"
@@ -236,14 +215,6 @@ def test_sharings_of_several_devices_are_compared(config, trace):
     uncertain = [output.count("? fewer than 200 recorded keys") for output in (one.output, three.output)]
     assert uncertain == [1, 2]  # the second is of private rows, half of which were recorded
     assert "2 devices by device sharing" in run(config, *options, "--devices", 2).output
-
-
-def test_hit_rates_are_those_of_the_configured_sharing(config):
-    content = json.loads(config.read_text())
-    model = {**content["models"][0], "deployed_device_list": [0, 1], "device_sharing": "partition"}
-    config.write_text(json.dumps({**content, "device": "auto", "models": [model]}))
-    item, _ = json.loads(run(config, "--alpha", 1, "--gpu-memory", "80GB", "--json").output)["tables"]
-    assert item["configured"]["capacity_rows"] == 10_000  # a tenth of 50,000 on each device
 
 
 def test_sharings_that_cannot_be_deployed_are_left_out(config):

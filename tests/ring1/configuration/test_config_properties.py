@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.configuration.hugectr_structs import (
@@ -102,12 +102,14 @@ def check(source: Any) -> None:
         assert load_configuration(found.model_dump()).model_dump() == found.model_dump()
 
 
+@settings(max_examples=40)
 @given(json_values)
 def test_any_document_is_loaded_or_reported(document: Any) -> None:
     if not isinstance(document, str):
         check(document)
 
 
+@settings(max_examples=40)
 @given(mutated())
 def test_a_mutated_file_is_loaded_or_reported_as_the_document_is(
     tmp_path_factory: pytest.TempPathFactory, document: Any
@@ -169,6 +171,7 @@ def mutated_structs(draw: st.DrawFn) -> ParameterServerConfig:
     return config
 
 
+@settings(max_examples=40)
 @given(mutated_structs())
 def test_mutated_structs_are_loaded_or_reported(config: ParameterServerConfig) -> None:
     check(config)

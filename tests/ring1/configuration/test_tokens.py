@@ -76,6 +76,10 @@ HIDDEN = "got a value that is not shown, expected"
         ([GOOD, {**GOOD, "sha256": digest_of("b")}], "tokens: the entries 0 and 1 have the same name, expected it once"),
         ([GOOD, {**GOOD, "name": "b"}], "tokens: the entries 0 and 1 have the same token, expected it once"),
         (
+            [{**GOOD, "sha256": digest_of("own")}, {"name": "b", "rights": ["admin"], "token": ["other", "own"]}],
+            "tokens: the entries 0 and 1 have the same token, expected it once",
+        ),
+        (
             [{**GOOD, "certificate": "x"}, {"name": "b", "rights": [], "certificate": ["y", "x"]}],
             "tokens: the entries 0 and 1 have the same certificate, expected it once",
         ),

@@ -28,12 +28,6 @@ def test_int8_has_one_zero(elements: list[float]):
     assert encode("testing", vectors, "int8").tobytes() == row.tobytes()
 
 
-@pytest.mark.parametrize(("row_dtype", "bits"), [("float16", "0x3c00"), ("bfloat16", "0x3f80")])
-def test_rows_of_16_bits_end_in_zeros(row_dtype: str, bits: str):
-    [row] = encode("testing", np.ones((1, 3), np.float32), row_dtype)
-    assert [hex(one) for one in row.view(np.uint16)] == [bits] * 3 + ["0x0"]
-
-
 @pytest.mark.parametrize(
     ("row_dtype", "refused", "held"),
     [

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import hps
-from hps.cli.app import app
 from hps.configuration.load import Configuration, load_configuration
-from hps.planning.memory import PlannedNeed, planned_needs, run_needs, served_versions, this_machine, totals
+from hps.planning.memory import PlannedNeed, planned_needs, run_needs, served_versions
 from hps.scoring.scorer import Scorer
 from tests.fakes import entry_points
 from tests.servers.running_service import document_of, model_of
@@ -55,20 +53,17 @@ def planned(config: Configuration, *, on_cuda: bool = False) -> dict[tuple[str, 
     return of_networks(planned_needs(config, served_versions(config), on_cuda))
 
 
-@pytest.mark.parametrize("inputs", [FIXED, ONCE, BAGS], ids=["fixed", "once", "bags"])
 @pytest.mark.parametrize(
-    ("most", "sizes"),
+    ("inputs", "most", "sizes"),
     [
-        (1, [1]),
-        (4, [4]),
-        (16, [16]),
-        (17, [16, 17]),
-        (64, [16, 64]),
-        (65, [16, 64, 65]),
-        (1000, [16, 64, 256, 1000]),
+        (FIXED, 1, [1]),
+        (ONCE, 16, [16]),
+        (FIXED, 17, [16, 17]),
+        (BAGS, 65, [16, 64, 65]),
+        (ONCE, 1000, [16, 64, 256, 1000]),
     ],
 )
-def test_inputs_take_what_the_scorer_keeps(tmp_path: Path, most: int, sizes: list[int], inputs: Any) -> None:
+def test_inputs_take_what_the_scorer_keeps(tmp_path: Path, inputs: Any, most: int, sizes: list[int]) -> None:
     config = configuration(tmp_path, inputs, max_batch_size=most)
     file_bytes = (tmp_path / "m" / "1" / "dense.json").stat().st_size
     found = planned(config)
@@ -134,72 +129,3 @@ def test_a_model_without_a_network_needs_nothing_for_one(tmp_path: Path) -> None
     needs = planned_needs(config, served_versions(config), False)
     assert not [one for one in needs if one.tier == "network" or one.need.what == "PyTorch"]
     assert run_needs(config, served_versions(config), False) == []
-
-
-@pytest.mark.parametrize("megabytes", [20, 100])
-def test_a_run_is_measured(tmp_path: Path, megabytes: int) -> None:
-    most = 1000
-    config = configuration(tmp_path, max_batch_size=most, says={"bytes_per_sample": megabytes * MiB // most})
-    versions = served_versions(config)
-    (found,) = of_networks(run_needs(config, versions, False)).values()
-    assert megabytes * MiB == pytest.approx(found, rel=0.1)
-
-
-@pytest.mark.parametrize(("inputs", "each"), [(FIXED, 1), (ONCE, 2)], ids=["fixed", "once"])
-def test_on_a_gpu_every_graph_has_memory_of_its_own(tmp_path: Path, inputs: Any, each: int) -> None:
-    most = 1024
-    config = configuration(
-        tmp_path,
-        inputs,
-        engine="device_arrays",
-        max_batch_size=most,
-        deployed_device_list=[0, 1],
-        says={"bytes_per_sample": 50 * MiB // most},
-    )
-    needs = run_needs(config, served_versions(config), True)
-    graphs = each * (16 + 64 + 256 + 1024) / 1024
-    assert of_networks(needs) == {
-        ("gpu", device, "runs of batches"): pytest.approx(graphs * 50 * MiB, rel=0.1) for device in (0, 1)
-    }
-    assert [one.size_bytes for one in totals(needs, this_machine(config, {"gpu": 80 * each * MiB}))] == [
-        needs[0].need.size_bytes
-    ]
-
-
-@pytest.mark.parametrize(
-    ("says", "message"),
-    [
-        ({"does": "raise", "samples": 64}, "ValueError: the network's own"),
-        ({"does": "hang", "samples": 1, "until": "/"}, r"not ended within 0.2 s \(dense.open_timeout_s\)"),
-        ({"does": "exit", "samples": 64}, "its process ended unexpectedly"),
-    ],
-)
-def test_a_network_that_cannot_be_run_is_an_error_of_the_plan(tmp_path: Path, says: Any, message: str) -> None:
-    config = configuration(tmp_path, max_batch_size=64, says=says)
-    text = json.loads((tmp_path / "m" / "1" / "version.json").read_text())
-    text["dense"]["open_timeout_s"] = 0.2 if says["does"] == "hang" else 60
-    (tmp_path / "m" / "1" / "version.json").write_text(json.dumps(text))
-    config = load_configuration(document_of(model_repository=str(tmp_path)))
-    for _ in range(2):
-        with pytest.raises(hps.NetworkError, match=message):
-            run_needs(config, served_versions(config), False)
-
-
-def test_the_command_prints_networks_and_says_what_it_does_not_count(tmp_path: Path) -> None:
-    configuration(tmp_path / "repository", max_batch_size=100, says={"bytes_per_sample": MiB // 4})
-    file = tmp_path / "ps.json"
-    file.write_text(json.dumps(document_of(model_repository=str(tmp_path / "repository"))))
-
-    def run(*options: str) -> str:
-        result = CliRunner().invoke(app, ["plan", str(file), *options], env={"COLUMNS": "80"})
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    plain, measured = run(), run("--run-networks")
-    assert "--run-networks measures it" in plain
-    assert "runs of batches" not in plain
-    assert "--run-networks" not in measured
-    assert "runs of batches" in measured
-    needs = [one for one in json.loads(run("--json", "--run-networks"))["needs"] if one["tier"] == "network"]
-    assert [one["what"] for one in needs] == ["weights", "inputs of batches", "the network's file", "runs of batches"]
-    assert needs[-1]["size_bytes"] == pytest.approx(25 * MiB, rel=0.1)

@@ -22,11 +22,11 @@ def test_every_table_stands_on_a_page():
     assert ROOT / "README.md" in pages()
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_a_result_has_one_row_a_line(path):
-    lines = path.read_text().splitlines()
-    rows = lines[lines.index('  "rows": [') + 1 : -2]
-    assert [json.loads(line.rstrip(",")) for line in rows] == json.loads(path.read_text())["rows"]
+def test_a_result_has_one_row_a_line():
+    for path in sorted(RESULTS.glob("*.json")):
+        lines = path.read_text().splitlines()
+        rows = lines[lines.index('  "rows": [') + 1 : -2]
+        assert [json.loads(line.rstrip(",")) for line in rows] == json.loads(path.read_text())["rows"], path.name
 
 
 def test_a_result_is_written_where_there_is_no_git(monkeypatch, tmp_path):

@@ -4,8 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 
-import pytest
-
 from hps.ground.machine_code import kernel_sources
 from tests import ROOT
 
@@ -42,26 +40,30 @@ def test_every_module_that_uses_the_compiler_is_a_kernel_source() -> None:
     assert users <= SOURCES.keys()
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_uses_what_kernel_sources_define(name: str) -> None:
+def test_a_kernel_uses_what_kernel_sources_define() -> None:
     imported = {
-        alias.asname or alias.name: node.module
-        for node in ast.walk(SOURCES[name.partition(":")[0]])
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hps.")
-        for alias in node.names
+        path: {
+            alias.asname or alias.name: node.module
+            for node in ast.walk(source)
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hps.")
+            for alias in node.names
+        }
+        for path, source in SOURCES.items()
     }
-    used = {node.id for statement in KERNELS[name].body for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    files = {imported[one].replace(".", "/") + ".py" for one in used & imported.keys()}
-    assert files <= SOURCES.keys(), "move what the kernel uses into a module that defines kernels"
+    for name, kernel in KERNELS.items():
+        known = imported[name.partition(":")[0]]
+        used = {node.id for statement in kernel.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        files = {known[one].replace(".", "/") + ".py" for one in used & known.keys()}
+        assert files <= SOURCES.keys(), f"{name}: move what the kernel uses into a module that defines kernels"
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_no_kernel_goes_by_the_address_of_an_array_of_its_own(name: str) -> None:
+def test_no_kernel_goes_by_the_address_of_an_array_of_its_own() -> None:
     """numba frees an array after the last use of its name: the address that was taken then is somebody else's memory."""
-    arguments = {argument.arg for argument in ast.walk(KERNELS[name].args) if isinstance(argument, ast.arg)}
-    addressed = {
-        node.value.id
-        for node in ast.walk(KERNELS[name])
-        if isinstance(node, ast.Attribute) and node.attr == "ctypes" and isinstance(node.value, ast.Name)
-    }
-    assert addressed <= arguments
+    for name, kernel in KERNELS.items():
+        arguments = {argument.arg for argument in ast.walk(kernel.args) if isinstance(argument, ast.arg)}
+        addressed = {
+            node.value.id
+            for node in ast.walk(kernel)
+            if isinstance(node, ast.Attribute) and node.attr == "ctypes" and isinstance(node.value, ast.Name)
+        }
+        assert addressed <= arguments, name

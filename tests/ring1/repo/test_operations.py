@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.ring1.repo.test_site import ROOT
+from tests import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 ALERTS = {

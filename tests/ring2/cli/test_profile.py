@@ -89,7 +89,7 @@ def test_over_http_it_counts_what_the_server_counts(service, tmp_path):
     assert row["default_keys"] > 0  # 0 to 99 are not the ids of this model
 
 
-@pytest.mark.parametrize("options", [("--bags", "10"), ("--rate", "100"), ("--rate", "100", "--processes", "2"), ("--keys",)])
+@pytest.mark.parametrize("options", [("--bags", "10"), ("--keys",)])
 def test_ways_of_asking(service, tmp_path, options):
     if options == ("--keys",):
         np.save(tmp_path / "keys.npy", np.arange(60) * 3 - 7)
@@ -97,13 +97,11 @@ def test_ways_of_asking(service, tmp_path, options):
     found = profiled(tmp_path, service.url, "--token", "secret", *QUICK, "--check", *options)
     (row,) = found["rows"]
     assert row["failures"] == {}
-    if "--rate" in options:
-        assert row["lookups"] == 30
     if "--keys" in options:
         assert row["default_keys"] == 0
 
 
-@pytest.mark.parametrize("options", [("--bags", "10"), ("--rate", "100"), ("--distribution", "hot-keys"), ("--rows", "50")])
+@pytest.mark.parametrize("options", [("--bags", "10"), ("--rate", "100"), ("--distribution", "hot-keys", "--rows", "50")])
 def test_ways_of_asking_in_process(config, tmp_path, options):
     (row,) = profiled(tmp_path, config, *QUICK, *options)["rows"]
     assert row["failures"] == {}
@@ -148,40 +146,33 @@ def test_keys_on_the_gpu_need_cupy(config):
     assert "hps-server[cuda12]" in result.output
 
 
-@pytest.mark.parametrize(
-    ("options", "missed"),
-    [
-        (("--p99-ms", "0.000001"), "p99 is"),
-        (("--p50-ms", "0.000001"), "p50 is"),
-        (("--min-keys-per-s", "1e15"), "the throughput is"),
-        (("--min-hit-rate", "1"), "the hit rate is"),
-    ],
-)
-def test_a_missed_bound_is_exit_code_1(config, options, missed):
-    result = run("profile", config, *QUICK, *options)
+def test_a_missed_bound_is_exit_code_1(config):
+    bounds = ("--p99-ms", "0.000001", "--p50-ms", "0.000001", "--min-keys-per-s", "1e15", "--min-hit-rate", "1")
+    result = run("profile", config, *QUICK, *bounds)
     assert result.exit_code == 1
-    assert f"missed: batch 50: {missed}" in result.output
+    for missed in ("p99 is", "p50 is", "the throughput is", "the hit rate is"):
+        assert f"missed: batch 50: {missed}" in result.output
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (("--model", "n"), "n"),
-        (("--table", "n"), "n"),
-        (("--batch", "100000"), "100000"),
-        (("--batch", "0"), "expected at least 1"),
-        (("--batch", "50", "--bags", "7"), "multiples of --bags 7"),
-        (("--rate", "0"), "lookups a second"),
-        (("--keys", "/nowhere.npy"), "nowhere"),
-        (("--picture", "a.jpg"), ".svg or .png"),
-        (("--json", "/nowhere/a.json"), "its directory does not exist"),
-    ],
-)
-def test_wrong_input_is_exit_code_2(config, service, options, problem):
-    for target in (config, service.url):
-        result = run("profile", target, "--token", "secret", *QUICK, *options)
-        assert result.exit_code == 2, result.output
-        assert problem in result.output
+WRONG = [
+    ("--model n", "n"),
+    ("--table n", "n"),
+    ("--batch 100000", "100000"),
+    ("--batch 0", "expected at least 1"),
+    ("--batch 50 --bags 7", "multiples of --bags 7"),
+    ("--rate 0", "lookups a second"),
+    ("--keys /nowhere.npy", "nowhere"),
+    ("--picture a.jpg", ".svg or .png"),
+    ("--json /nowhere/a.json", "its directory does not exist"),
+]
+
+
+def test_wrong_input_is_exit_code_2(config, service):
+    for number, (options, problem) in enumerate(WRONG):
+        for target in (config, service.url) if number < 3 else (config,):  # the others are looked at before the target
+            result = run("profile", target, "--token", "secret", *QUICK, *options.split())
+            assert result.exit_code == 2, result.output
+            assert problem in result.output
 
 
 @pytest.mark.parametrize(
@@ -218,14 +209,12 @@ def test_several_processes_profile_a_server_with_tls_and_their_results_are_added
     monkeypatch.setenv("HPS_CLIENT_CERTIFICATE", str(own.both))
     with ServedProcess({**document, "service": settings}, tmp_path) as served:
         options = ("--processes", "3", "--concurrency", "5", "--batch", "1000")  # answers of several TLS records
-        (_, large), (_, due) = (
-            profiled(tmp_path, served.url, *QUICK, *options, *more)["rows"] for more in ((), ("--rate", "100"))
-        )
+        (_, large) = profiled(tmp_path, served.url, *QUICK, *options, "--rate", "100")["rows"]
         monkeypatch.delenv("HPS_CLIENT_CERTIFICATE")
         assert run("profile", served.url, *QUICK).exit_code == 1
-    assert large["failures"] == due["failures"] == {}
-    assert due["lookups"] == 30  # each process sends its share, and no other
-    assert large["tiers"]["embedding_cache"]["asked"] == 2 * 1000 * large["lookups"] > 0
+    assert large["failures"] == {}
+    assert large["lookups"] == 30  # each process sends its share, and no other
+    assert large["tiers"]["embedding_cache"]["asked"] == 2 * 1000 * 30
 
 
 def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path):
@@ -240,7 +229,7 @@ def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path
 
         stopping = threading.Thread(target=stop_it)
         stopping.start()
-        options = ("--seconds", "4", "--processes", "2", "--max-failures", "1")
+        options = ("--seconds", "2", "--processes", "2", "--max-failures", "1")
         (row,) = profiled(tmp_path, served.url, *QUICK, *options)["rows"]
         stopping.join(60)
     assert row["lookups"] > 20
@@ -289,7 +278,7 @@ def test_against_a_server_that_does_nothing_it_measures_itself(tmp_path):
     assert len(set(server.lookups)) == 1  # as many bytes each time
 
 
-@pytest.mark.parametrize(("rate", "allowed", "code"), [((), "0", 1), ((), "1", 0), (("--rate", "100"), "0", 1)])
+@pytest.mark.parametrize(("rate", "allowed", "code"), [((), "1", 0), (("--rate", "100"), "0", 1)])
 def test_refusals_and_wrong_sizes_are_shown_and_fail_the_run(tmp_path, rate, allowed, code):
     right, short = (Answer(body=b"{}" + bytes(size)) for size in (50 * 4 * 4, 8))
 

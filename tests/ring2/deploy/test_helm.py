@@ -1,39 +1,29 @@
 """The Helm chart: what it renders is valid, agrees with itself and with the service; its pod runs under its restrictions."""
 
+import functools
 import json
-import os
 import re
-import shutil
-import signal
-import stat
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import yaml
 
 from hps.configuration.load import load_configuration
-from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
-from hps.testing.waiting import wait_until
 from tests import ROOT
-from tests.fakes.installation import Installation
-from tests.servers.child_processes import ChildProcesses
 from tests.servers.compose_file import read_dockerfile
-from tests.servers.compose_runner import as_pod
-from tests.servers.helm import CHART, helm, rendered
-from tests.servers.redis_server import free_ports
+from tests.servers.helm import CHART, helm
+from tests.servers.helm import rendered as render
 from tests.servers.running_service import document_of, model_of, running_service
 
 pytestmark = pytest.mark.helm
 VALUES = sorted((CHART / "ci").glob("*.yaml"))
 ENOUGH = ("--set", "config.model_repository=s3://bucket/models")
 UID = 10001
+rendered = functools.cache(render)
+"""Each set of settings is rendered once; nobody changes the objects."""
 
 
 @pytest.fixture(params=VALUES, ids=lambda path: path.stem)
@@ -44,10 +34,6 @@ def values(request) -> Path:
 def pods_of(objects):
     (one,) = [one for one in objects.values() if one["kind"] in ("StatefulSet", "Deployment")]
     return one, one["spec"]["template"]["spec"], one["spec"]["template"]["spec"]["containers"][0]
-
-
-def children_of(process):
-    return [int(one) for one in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def configuration_of(objects):
@@ -188,7 +174,7 @@ def test_probes_and_metrics_are_those_of_the_service(tmp_path):
             assert service.client.get(container[probe]["httpGet"]["path"]).status_code == 200
         metrics = service.client.get("/metrics").text
     query = scaled["spec"]["triggers"][0]["metadata"]["query"]
-    assert re.findall(r"\bhps_\w+", query) == ["hps_http_lookups_pending"]
+    assert re.findall(r"\bhps_\w+\{.*?\}", query) == ['hps_http_lookups_pending{namespace="shop",service="shop-hps"}']
     assert "\nhps_http_lookups_pending{" in metrics
 
 
@@ -324,77 +310,3 @@ def test_a_packaged_chart_renders_the_same_elsewhere(tmp_path):
     ours, packaged = (helm("template", "r", chart, *settings).stdout for chart in (CHART, package))
     assert "HPSNoReplicaReady" in packaged
     assert ours == packaged
-
-
-# -- the pod's command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """The only directory that the pod's process may write to, which its user can reach."""
-    directory = Path(tempfile.mkdtemp(prefix="hps-pod-"))
-    directory.chmod(0o755)
-    yield directory
-    shutil.rmtree(directory)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="not root: processes of another user cannot be started")
-def test_the_command_of_a_pod_answers_under_its_restrictions(place, children: ChildProcesses):
-    objects = rendered("--values", CHART / "ci" / "gpu-values.yaml", "--set", "config.device=cpu,gpu.count=0")
-    _, _, container = pods_of(objects)
-    document = configuration_of(objects)
-    keys = np.arange(1000)
-    write_sparse_model(place / "models" / "user.model", (keys, sample_vectors(keys, 128)))
-    document["models"][0]["sparse_files"] = [str(place / "models" / "user.model")]
-    document["persistent_db"]["path"] = f"{place}{document['persistent_db']['path']}"
-    port, grpc_port = free_ports(2)
-    document["service"] |= {"host": "127.0.0.1", "port": port, "grpc_port": grpc_port}
-    (place / "ps.json").write_text(json.dumps(document))
-    for mount in container["volumeMounts"]:
-        (place / mount["mountPath"].lstrip("/")).mkdir(parents=True, exist_ok=True)
-    for one in (place, *place.rglob("*")):
-        one.chmod(0o755 if one.is_dir() else 0o644)
-    for writable in ("var/lib/hps", "tmp"):
-        shutil.chown(place / writable, UID, UID)
-    image = Installation(place / "image")
-    compiling = [sys.executable, "-m", "hps", "compile", "--baseline"]  # as the image does
-    subprocess.run(compiling, cwd=place, env=image.environment, check=True, capture_output=True, timeout=240)
-    environment = dict(read_dockerfile(ROOT / "deploy" / "Dockerfile")["runtime"].environment)
-    environment = {name: value.replace("/var/lib/hps", str(place / "var/lib/hps")) for name, value in environment.items()}
-    environment |= {"TMPDIR": str(place / "tmp"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(image.package.parent)}
-    assert container["args"] == ["serve", "/etc/hps/ps.json"]
-    command = as_pod([sys.executable, "-m", "hps", "serve", str(place / "ps.json")], place, UID)
-    with (place / "log").open("w") as log:
-        pod = children.start(*command, env=environment, cwd="/", stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-
-    def answers():
-        assert pod.poll() is None, (place / "log").read_text()
-        try:
-            return httpx.get(f"{url}{container['readinessProbe']['httpGet']['path']}", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def look_up():
-        wait_until(answers, "the pod is ready")
-        answer = httpx.post(f"{url}/v1/models/ranking/lookup", json={"tables": {"user": [3, 999, 10**9]}}).json()
-        expected = np.concatenate([sample_vectors(np.array([3, 999]), 128), np.zeros((1, 128), np.float32)])
-        np.testing.assert_array_equal(np.array(answer["tables"]["user"], np.float32), expected)
-
-    look_up()
-    written = [one for one in place.rglob("*") if one.lstat().st_uid == UID and not stat.S_ISSOCK(one.lstat().st_mode)]
-    assert written
-    allowed = (place / "var/lib/hps", place / "tmp")
-    assert all(any(one.is_relative_to(root) for root in allowed) for one in written)
-    assert "compiling" not in (place / "log").read_text()
-    first = children_of(pod.pid)[0] if command[0] == "unshare" else pod.pid
-    status = Path(f"/proc/{first}/status").read_text()
-    assert (f"NSpid:\t{first}\t1\n" in status) == (command[0] == "unshare")
-    assert f"Uid:\t{UID}\t{UID}" in status
-    assert "CapEff:\t0000000000000000" in status
-    for one in (killed := children_of(first)):
-        os.kill(one, signal.SIGKILL)
-    wait_until(lambda: not set(killed) & set(children_of(first)), "the first process has buried the others")
-    look_up()
-    os.kill(first, signal.SIGTERM)
-    assert pod.wait(60) == 0, (place / "log").read_text()

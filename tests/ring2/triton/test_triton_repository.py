@@ -95,26 +95,19 @@ def test_a_client_of_triton_controls_models(client: triton.InferenceServerClient
         client.load_model("never_heard_of")
 
 
-def test_a_client_of_triton_asks_for_health_and_metadata(client: triton.InferenceServerClient) -> None:
-    assert client.is_server_live(query_params={"test_1": 1, "test_2": 2})
-    assert client.is_server_ready()
-    metadata = client.get_server_metadata()
-    assert metadata["name"] == "triton"
-    assert {"model_repository", "model_configuration", "statistics"} <= set(metadata["extensions"])
-    assert client.get_model_metadata("other", query_params={"test_1": 1})["name"] == "other"
-    with pytest.raises(InferenceServerException, match="Request for unknown model"):
-        client.get_model_metadata("never_heard_of")
-
-
 def test_what_a_load_generator_of_triton_asks_for(client: triton.InferenceServerClient) -> None:
     """The requests of perf_analyzer's start and of one of its measurements, in their order."""
+    assert client.is_server_live(query_params={"test_1": 1, "test_2": 2})
+    assert client.is_server_ready()
     metadata = client.get_model_metadata("other")
     config = client.get_model_config("other")
     assert config["max_batch_size"] > 0, "the shapes of the metadata begin with the batch"
     assert [tensor["name"] for tensor in metadata["inputs"]] == [tensor["name"] for tensor in config["input"]]
+    with pytest.raises(InferenceServerException, match="Request for unknown model"):
+        client.get_model_metadata("never_heard_of")
     optional = {tensor["name"] for tensor in config["input"] if tensor.get("optional")}
     assert [tensor["shape"] for tensor in metadata["inputs"] if tensor["name"] not in optional] == [[1, -1], [1, 1]]
-    assert "statistics" in client.get_server_metadata()["extensions"]
+    assert {"model_repository", "model_configuration", "statistics"} <= set(client.get_server_metadata()["extensions"])
     before = client.get_inference_statistics("other")["model_stats"][0]
     keys, numkeys = triton.InferInput("KEYS", [1, 3], "INT64"), triton.InferInput("NUMKEYS", [1, 1], "INT32")
     keys.set_data_from_numpy(np.array([[1, 2, 3]]))
@@ -427,23 +420,24 @@ def test_polling_tries_broken_files_again_after_a_pause_or_a_change(
         assert content(server) == 3
 
 
+def put(repository: Path, name: str, number: int) -> None:
+    """A version of a model, which describes itself."""
+    write(repository, name, number, number)
+    entry = model_of(name, ["item.model"], {"item": DIM})
+    del entry["model"]
+    (repository / name / "model.json").write_text(json.dumps(entry))
+
+
 def test_a_model_that_cannot_be_polled_does_not_stop_the_others(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
-
-    def put(name: str, number: int) -> None:
-        write(repository, name, number, number)
-        entry = model_of(name, ["item.model"], {"item": DIM})
-        del entry["model"]
-        (repository / name / "model.json").write_text(json.dumps(entry))
-
     for name in ("a", "b"):
-        put(name, 1)
+        put(repository, name, 1)
     document = document_of(persistent=tmp_path / "rocksdb", model_repository=str(repository))
     with hps.HPS(document, deploy_models=False) as server:
         assert server.poll() == {"a": None, "b": None}
         (repository / "a" / "model.json").write_text("{")
-        put("b", 2)
-        put("c", 3)
+        put(repository, "b", 2)
+        put(repository, "c", 3)
         assert server.poll() == {"b": None, "c": None}
         assert set(server.models) == {"a", "b", "c"}, "what cannot be read is left as it is"
         assert [one.state for one in server.index() if one.model == "a"] == ["ready"]
@@ -459,20 +453,14 @@ def test_a_model_that_cannot_be_polled_does_not_stop_the_others(tmp_path: Path) 
 
 def test_a_model_that_is_new_in_the_repository_can_be_deployed_by_name(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
-
-    def put(name: str, text: str = "") -> None:
-        write(repository, name, 1)
-        entry = model_of(name, ["item.model"], {"item": DIM})
-        del entry["model"]
-        (repository / name / "model.json").write_text(text or json.dumps(entry))
-
-    put("a")
+    put(repository, "a", 1)
     with hps.HPS(document_of(model_repository=str(repository))) as server:
         for name in ("b", "c"):
-            put(name)
+            put(repository, name, 1)
             assert server.deploy(name).version == "1"
             assert server.lookup([7], name, "item")[0, 0] == 1
-        put("broken", "{")
+        put(repository, "broken", 1)
+        (repository / "broken" / "model.json").write_text("{")
         with pytest.raises(hps.HPSError, match=r"model\.json"):
             server.deploy("broken")
         with pytest.raises(hps.UnknownModelError, match="it is not configured; configured are: a, b, c"):

@@ -4,9 +4,8 @@ import json
 import secrets
 import tempfile
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 import hps
 from hps.client.routing import places_of
+from hps.testing.waiting import wait_until
 from tests.servers.child_processes import run_alone
 from tests.servers.running_service import document_of, model_of
 
@@ -23,7 +23,7 @@ ROWS = 5000
 DIMS = {"item": 4, "user": 8}
 WAIT_S = 120.0
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture
@@ -66,13 +66,6 @@ def cluster() -> Iterator[Any]:
             ray.shutdown()
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 class Load:
     """Threads that look up all the time, and keep errors and wrong vectors."""
 
@@ -98,7 +91,7 @@ class Load:
     def more(self) -> None:
         """Wait for lookups that began after this call."""
         before = self.lookups
-        wait_until(lambda: self.lookups > before + 10)
+        wait_until(lambda: self.lookups > before + 10, "lookups go on")
 
     def __enter__(self) -> "Load":
         for one in self._threads:
@@ -150,7 +143,7 @@ def look_up_in_shards(configuration: str) -> None:
             before = asked("shard-0")
             handle = sharded.start(configuration, 3)
             load.more()
-            wait_until(lambda: asked("shard-2"))
+            wait_until(lambda: asked("shard-2"), "the new shard is asked")
             assert asked("shard-0") > before  # it was not restarted
         assert load.problems == [], load.problems[:3]
         assert grown(3) == np.bincount(places_of(every, names)).tolist()
@@ -162,10 +155,10 @@ def look_up_in_shards(configuration: str) -> None:
                 (replica,) = [one for one in ray.util.list_named_actors(all_namespaces=True) if "::shard-1#" in one["name"]]
                 ray.kill(ray.get_actor(replica["name"], replica["namespace"]))
                 load.more()
-                wait_until(lambda most=before: 0 < asked("shard-1") < most)  # a new replica is asked
+                wait_until(lambda most=before: 0 < asked("shard-1") < most, "a new replica is asked")
         assert load.problems == [], load.problems[:3]
         shares = np.bincount(places_of(every, names)).tolist()
-        wait_until(lambda: grown(3) == shares)  # each replica of `lookups` finds out by itself
+        wait_until(lambda: grown(3) == shares, "each replica of `lookups` has found out by itself")
 
 
 def test_replicas_look_up_alike(configuration: Path) -> None:

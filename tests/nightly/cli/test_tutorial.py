@@ -15,7 +15,6 @@ from tests.servers.redis_server import free_ports
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.curl
 def test_the_tutorial_works_as_it_stands(tmp_path: Path, children: ChildProcesses) -> None:
     pytest.importorskip("tritonclient.http")

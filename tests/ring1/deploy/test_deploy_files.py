@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
@@ -18,7 +17,7 @@ from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.service.app import CLOSE_TIMEOUT_S
 from tests import ROOT
-from tests.servers.compose_file import Compose, compose_of, interpolate, read_dockerfile, seconds
+from tests.servers.compose_file import Compose, compose_of, read_dockerfile, seconds
 from tests.servers.running_service import document_of, model_of, running_service
 
 DEPLOY = ROOT / "deploy"
@@ -32,42 +31,10 @@ DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "hps.json").read_tex
 _METRIC = re.compile(r"\b(?:hps|process|haproxy|redis)_\w+\b|\bup\b(?=\{)")
 
 
-BIN = Path(sys.executable).parent  # with what comes from PyPI
-
-
 def run(*command, cwd=DEPLOY, env=None):
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_compose_itself_takes_the_file_and_reads_it_as_the_tests_do(profile):
-    files = (BIN / "docker-compose", "-f", "docker-compose.yml", "--env-file", "/dev/null", "--profile", profile)
-    document = json.loads(run(*files, "config", "--format", "json", env=SECRETS).replace("$$", "$"))
-    ours = Compose(DEPLOY / "docker-compose.yml", SECRETS, profile)
-    assert set(document["services"]) == set(ours.services)
-    for name, service in document["services"].items():
-        assert service.get("command") == ours.services[name].get("command"), name
-        assert service.get("environment", {}) == {
-            key: str(value) for key, value in ours.services[name].get("environment", {}).items()
-        }
-
-
-def test_dockerfile_pleases_hadolint():
-    run(BIN / "hadolint", "Dockerfile")
-
-
-@pytest.mark.haproxy
-def test_haproxy_takes_its_configuration():
-    run("haproxy", "-c", "-f", "haproxy.cfg")
-
-
-@pytest.mark.promtool
-def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should():
-    run("promtool", "check", "config", "--syntax-only", "prometheus.yml", cwd=DEPLOY / "prometheus")
-    run("promtool", "check", "rules", "alerts.yml", cwd=DEPLOY / "prometheus")
-    run("promtool", "test", "rules", "alerts_test.yml", cwd=DEPLOY / "prometheus")
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in DEPLOY.glob("*.sh")))
@@ -363,12 +330,3 @@ def test_dashboard_is_whole():
                 a["x"] >= b["x"] + b["w"] or b["x"] >= a["x"] + a["w"] or a["y"] >= b["y"] + b["h"] or b["y"] >= a["y"] + a["h"]
             )
             assert apart
-
-
-def test_runner_fills_variables_in_as_compose_does():
-    text = "${A} ${A:-x} ${B:-x} $$B ${B}"
-    assert interpolate({"a": [text, 1]}, {"A": "1"}) == {"a": ["1 1 x $B ", 1]}
-    with pytest.raises(KeyError, match="B: wanted"):
-        interpolate("${B:?wanted}", {"B": ""})
-    assert seconds("1m30s") == 90
-    assert seconds("500ms") == 0.5

@@ -87,7 +87,6 @@ class Client(threading.Thread):
         assert json.loads(body) == {"tables": {"item": [[key] * DIM for key in keys]}}
 
 
-@pytest.mark.slow
 @pytest.mark.haproxy
 def test_no_request_fails_while_replicas_are_stopped_and_started(tmp_path, children, record_property):
     host = f"127.{16 + os.getpid() % 200}.{time.monotonic_ns() // 1000 % 250}"  # ports of our own

@@ -17,7 +17,7 @@ from tests.servers.redis_server import free_ports
 from tests.servers.running_service import document_of, model_of
 from tests.servers.triton_server import TritonServer, add_model, configuration_of
 
-pytestmark = [pytest.mark.triton, pytest.mark.slow]
+pytestmark = pytest.mark.triton
 DIMS = {"item": 16, "user": 5, "tag": 1}
 ROWS = 2000
 REQUESTS = 1000

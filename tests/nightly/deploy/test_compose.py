@@ -21,7 +21,7 @@ from tests.fakes.installation import Installation
 from tests.servers.compose_file import compose_of, read_dockerfile
 from tests.servers.compose_runner import Stack, can_isolate, isolated
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = pytest.mark.redis
 REPLICAS = ("hps-1", "hps-2", "hps-3")
 TOKEN = {"authorization": "Bearer token4tests"}
 TABLES = {"user": (16, 1, 10_000), "item": (32, 2, 50_000)}  # dim, seed, rows: as in docker-compose.yml

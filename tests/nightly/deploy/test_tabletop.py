@@ -37,7 +37,7 @@ from tests.servers.running_service import RunningService, document_of, model_of,
 ROWS, DIM = 2000, 4
 KEYS = np.arange(ROWS)
 LOOKUP, ROUTE = "/v1/models/shop/lookup", "/v1/models/{model}/lookup"
-pytestmark = [pytest.mark.promtool, pytest.mark.slow]
+pytestmark = pytest.mark.promtool
 BEFORE, FAULT, AFTER = 120, 30, 100  # minutes
 
 

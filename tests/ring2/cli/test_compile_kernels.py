@@ -1,0 +1,50 @@
+"""`hps compile`: what it compiles and prints. That a read-only installation finds it is tested with the kernels."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.fakes.installation import Installation
+from tests.ring1.cli.test_compile_kernels import CONFIG
+
+
+@pytest.fixture
+def installation(tmp_path):
+    (tmp_path / "ps.json").write_text(json.dumps(CONFIG))
+    return Installation(tmp_path)
+
+
+def run(installation, *arguments, **environment):
+    command = [sys.executable, "-m", "hps", "compile", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        env=installation.environment | environment,
+        cwd=installation.temporary.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_it_compiles_what_a_configuration_uses_and_says_so(installation):
+    first = run(installation, "ps.json")
+    assert first.returncode == 0, first.stderr
+    counts, place = first.stdout.splitlines()
+    assert counts.startswith("3 kernels for this processor: compiled 3 in ")
+    assert counts.endswith(" s, 0 were there")
+    (directory,) = installation.package.glob("__pycache__/hps-kernels-*")
+    assert place == f"kept in {directory}"
+    assert len(list(directory.glob("*.code"))) == 3
+    assert "compiling 3 kernels for this machine in " in first.stderr
+    second = run(installation, "ps.json")
+    assert second.stdout.startswith("3 kernels for this processor: compiled 0 in ")
+    assert second.stdout.splitlines()[0].endswith("3 were there")
+
+
+def test_code_for_the_baseline_and_for_this_processor_are_kept_side_by_side(installation):
+    assert "3 kernels for the baseline: compiled 3" in run(installation, "ps.json", "--baseline").stdout
+    assert "3 kernels for this processor: compiled 3" in run(installation, "ps.json").stdout
+    assert len(list(installation.package.glob("__pycache__/hps-kernels-*/*.code"))) == 6

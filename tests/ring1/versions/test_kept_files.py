@@ -102,9 +102,9 @@ def test_a_process_that_only_reads_writes_and_removes_nothing(kept: KeptFiles, t
 
 def test_a_place_that_cannot_be_read_or_emptied_is_an_error_and_no_missing_file(kept: KeptFiles) -> None:
     kept.path("m").mkdir(parents=True)
-    with pytest.raises(hps.DatabaseError, match="reading .*m.json of model 'm'"):
+    with pytest.raises(hps.DatabaseError, match=r"reading .*m.json of model 'm'"):
         kept.read("m")
-    with pytest.raises(hps.DatabaseError, match="removing .* a restart would use it"):
+    with pytest.raises(hps.DatabaseError, match=r"removing .* a restart would use it"):
         kept.remove("m")
 
 
@@ -112,7 +112,7 @@ def test_a_directory_that_is_a_file_holds_nothing(tmp_path: Path) -> None:
     (tmp_path / "hps-pins").write_text("no directory")
     kept = KeptFiles(tmp_path, "hps-pins")
     assert kept.read("m") is None
-    with pytest.raises(OSError, match="exists|directory"):
+    with pytest.raises(OSError, match=r"exists|directory"):
         kept.write("m", {})
 
 

@@ -1,19 +1,19 @@
-"""Redis streams behind the contract of a log of updates, against real servers."""
+"""Redis streams behind the contract of a log of updates, against a real server; a cluster is in tests/nightly/updates."""
 
 import itertools
 import threading
 
 import pytest
-from redis import RedisCluster
 
 from hps.errors import ConfigError, UpdateLogError
-from hps.testing.update_logs import UpdateLogContract, eventually, polled, values, written
+from hps.testing.update_logs import UpdateLogContract, polled, values, written
+from hps.testing.waiting import wait_until
 from hps.updates import redis_streams
 from hps.updates.base import Partition
 from hps.updates.redis_streams import RedisStreamLog, RedisStreamWriter
-from tests.ring1.databases.redis.test_redis_connections import certificate
+from tests.servers.certificates import Authority
 from tests.servers.redis_proxy import Proxy
-from tests.servers.redis_server import RedisClusterServers, RedisServer
+from tests.servers.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
 
@@ -46,34 +46,6 @@ class RedisStreams(UpdateLogContract):
     def remove_until(self, server, partition, position):
         ms, number = position.split("-")
         server.client().xtrim(key_of(partition), minid=f"{ms}-{int(number) + 1}", approximate=False)
-
-
-class Cluster(RedisClusterServers):
-    def stop(self):
-        self.__exit__()
-
-    def start(self):
-        for server in self.servers:
-            server.start()
-        self.wait_whole()
-
-    def client(self):
-        return RedisCluster("127.0.0.1", self.servers[0].port, protocol=2)
-
-
-@pytest.mark.slow
-class TestCluster(RedisStreams):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def cluster(cls, tmp_path_factory):
-        with Cluster(tmp_path_factory.mktemp("cluster"), 3, "--appendonly", "yes", "--appendfsync", "always") as cluster:
-            yield cluster
-
-    @pytest.fixture
-    def server(self, cluster):
-        if cluster.servers[0].process is None:  # the last test stopped it
-            cluster.start()
-        return cluster
 
 
 class TestServer(RedisStreams):
@@ -171,12 +143,12 @@ class TestServer(RedisStreams):
         server.pause()
         writer.send(Partition(topic, 0), b"b")
         assert log.poll(0.2, 1 << 20) == []
-        eventually(lambda: "imeout" in log.problem)
+        wait_until(lambda: "imeout" in log.problem)
         assert log.behind() == {Partition(topic, 0): None}
         server.resume()
         assert values(polled(log, 1)) == [b"b"]
         assert writer.flush(20) == 0
-        eventually(lambda: log.problem == "" and log.behind() == {Partition(topic, 0): 0})
+        wait_until(lambda: log.problem == "" and log.behind() == {Partition(topic, 0): 0})
 
     @pytest.mark.parametrize("moment", ["while it is read", "before it is read"])
     @pytest.mark.parametrize("ids", ["lower", "higher"])
@@ -186,7 +158,7 @@ class TestServer(RedisStreams):
         positions = written(writer, partition, b"a", b"b", b"c")
         log = self.reader(opened, [topic])
         polled(log, 3)
-        eventually(lambda: log.behind() == {partition: 0})
+        wait_until(lambda: log.behind() == {partition: 0})
         log.pause([partition])
         if moment == "before it is read":
             log.close()
@@ -206,7 +178,7 @@ class TestServer(RedisStreams):
             read.update(values(log.poll(0.1, 1 << 20)))
             return bool(lost) and read == {b"1", b"2"}
 
-        eventually(complete)
+        wait_until(complete)
 
     def test_messages_that_are_trimmed_before_they_are_read_are_counted(self, opened, server, writer, topic):
         writer.partitions(topic, 20, create=1)
@@ -216,14 +188,14 @@ class TestServer(RedisStreams):
         assert values(polled(log, 10)) == [b"%d" % number for number in range(10)]
         log.pause([partition])
         positions = written(writer, partition, *(b"%d" % number for number in range(10, 20)))
-        eventually(lambda: log.behind() == {partition: 10})
+        wait_until(lambda: log.behind() == {partition: 10})
         self.remove_until(server, partition, positions[5])
         lost: dict[Partition, str] = {}
-        eventually(lambda: bool(lost.update(log.lost()) or lost))
+        wait_until(lambda: bool(lost.update(log.lost()) or lost))
         assert lost[partition].startswith("6 messages after")
         log.resume([partition])
         assert values(polled(log, 4)) == [b"16", b"17", b"18", b"19"]
-        eventually(lambda: log.behind() == {partition: 0})
+        wait_until(lambda: log.behind() == {partition: 0})
         assert log.lost() == {}
 
     def test_what_any_program_adds_is_read(self, opened, server, topic):
@@ -241,11 +213,11 @@ class TestServer(RedisStreams):
         writer.partitions(topic, 20, create=1)
         log = self.reader(opened, [topic])
         written(writer, Partition(topic, 0), *[b"x"] * 10)
-        eventually(lambda: log.behind() == {Partition(topic, 0): 10})
+        wait_until(lambda: log.behind() == {Partition(topic, 0): 10})
         messages = [message for _ in range(4) for message in log.poll(20, 1)]
         log.commit({Partition(topic, 0): messages[-1].position})
         key = key_of(Partition(topic, 0))
-        eventually(lambda: [group["lag"] for group in server.client().xinfo_groups(key)] == [6])
+        wait_until(lambda: [group["lag"] for group in server.client().xinfo_groups(key)] == [6])
 
     def test_few_rights_suffice_and_missing_ones_are_named(self, opened, server, topic):
         client = server.client()
@@ -268,8 +240,8 @@ class TestServer(RedisStreams):
         for one in (log, looker):
             assert values(polled(one, 1)) == [b"x"]
             one.commit({Partition(topic, 0): position})
-        eventually(lambda: self.committed(server, "reader", Partition(topic, 0)) == position)
-        eventually(lambda: "xgroup" in looker.problem)
+        wait_until(lambda: self.committed(server, "reader", Partition(topic, 0)) == position)
+        wait_until(lambda: "xgroup" in looker.problem)
         assert log.problem == ""
         answers = []
         refused.send(Partition(topic, 0), b"x", sent=answers.append)
@@ -277,7 +249,7 @@ class TestServer(RedisStreams):
         assert isinstance(answers[0], UpdateLogError)
         assert "what the user may do" in str(answers[0])
         stranger = self.reader(opened, [topic], user_name="reader", password="wrong")
-        eventually(lambda: "password" in stranger.problem)
+        wait_until(lambda: "password" in stranger.problem)
 
     def test_a_server_without_memory_is_waited_for(self, opened, server, writer, topic):
         writer.partitions(topic, 20, create=1)
@@ -294,7 +266,7 @@ class TestServer(RedisStreams):
     def test_a_topic_whose_key_is_something_else_is_named(self, opened, server, writer, topic):
         server.client().set(topic, "many")
         log = self.reader(opened, [topic])
-        eventually(lambda: topic in log.problem and "many" in log.problem)
+        wait_until(lambda: topic in log.problem and "many" in log.problem)
         with pytest.raises(UpdateLogError, match="many"):
             writer.partitions(topic, 5)
 
@@ -309,7 +281,7 @@ class TestServer(RedisStreams):
         written(writer, Partition(good, 0), b"x")
         log = self.reader(opened, [bad, good])
         assert values(polled(log, 1)) == [b"x"]
-        eventually(lambda: log.problem_of(bad))
+        wait_until(lambda: log.problem_of(bad))
         assert bad in log.problem_of(bad)
         assert "1 to 1024" in log.problem_of(bad)
         assert len(log.problem_of(bad)) < 500
@@ -321,7 +293,7 @@ class TestServer(RedisStreams):
         written(writer, Partition(bad, 0), b"repaired")
         written(writer, Partition(good, 0), b"y")
         assert sorted(values(polled(log, 2))) == [b"repaired", b"y"]
-        eventually(lambda: (log.problem, set(log.behind().values())) == ("", {0}))
+        wait_until(lambda: (log.problem, set(log.behind().values())) == ("", {0}))
 
     def test_no_more_partitions_are_made_than_are_read(self, opened, server, writer, topic):
         with pytest.raises(UpdateLogError, match="at most 1024"):
@@ -329,7 +301,7 @@ class TestServer(RedisStreams):
         assert not server.client().exists(topic)
         assert writer.partitions(topic, 20, create=1024) == 1024
         log = self.reader(opened, [topic])
-        eventually(lambda: len(log.behind()) == 1024)
+        wait_until(lambda: len(log.behind()) == 1024)
 
     def test_a_key_that_is_no_stream_stops_its_partition_alone(self, opened, server, writer, topic):
         good, bad = f"{topic}.good", f"{topic}.bad"
@@ -343,14 +315,14 @@ class TestServer(RedisStreams):
             for partition in (first, third, Partition(good, 0)):
                 written(writer, partition, b"%d" % round_number)
             assert values(polled(log, 3)) == [b"%d" % round_number] * 3
-            eventually(lambda: key_of(second) in log.problem_of(bad))
+            wait_until(lambda: key_of(second) in log.problem_of(bad))
             assert "WRONGTYPE" in log.problem_of(bad)
             assert log.problem_of(good) == ""
-            eventually(lambda: log.behind() == {first: 0, second: None, third: 0, Partition(good, 0): 0})
+            wait_until(lambda: log.behind() == {first: 0, second: None, third: 0, Partition(good, 0): 0})
             client.delete(key_of(second))
             written(writer, second, b"repaired")
             assert values(polled(log, 1)) == [b"repaired"]
-            eventually(lambda: log.problem == "")
+            wait_until(lambda: log.problem == "")
             client.delete(key_of(second))
             client.sadd(key_of(second), "no stream")
 
@@ -363,13 +335,13 @@ class TestServer(RedisStreams):
         polled(log, 3)
         server.client().delete(key_of(Partition(topics[1], 0)))
         log.commit(positions)
-        eventually(lambda: "committing" in log.problem_of(topics[1]))
+        wait_until(lambda: "committing" in log.problem_of(topics[1]))
         for one in (Partition(topics[0], 0), Partition(topics[2], 0)):
-            eventually(lambda one=one: self.committed(server, "hps.test", one) == positions[one])
+            wait_until(lambda one=one: self.committed(server, "hps.test", one) == positions[one])
             assert log.problem_of(one.topic) == ""
         written(writer, Partition(topics[1], 0), b"y")
         log.commit({Partition(topics[1], 0): positions[Partition(topics[1], 0)]})
-        eventually(lambda: log.problem == "")
+        wait_until(lambda: log.problem == "")
 
     def test_a_reader_with_a_bug_says_so_and_reads_on(self, opened, writer, topic, monkeypatch, caplog):
         writer.partitions(topic, 20, create=1)
@@ -394,9 +366,8 @@ class TestServer(RedisStreams):
 
     @pytest.mark.openssl
     def test_messages_go_through_tls(self, opened, tmp_path, topic):
-        certificate(tmp_path, "ca", "test authority")
-        made, key = certificate(tmp_path, "server", "localhost", "ca")
-        ca = str(tmp_path / "ca.crt")
+        authority = Authority(tmp_path)
+        (made, key), ca = map(str, authority.sign("localhost", "server")[:2]), str(authority.path)
         arguments = ("--tls-ca-cert-file", ca, "--tls-cert-file", made, "--tls-key-file", key, "--tls-auth-clients", "no")
         with RedisServer(tmp_path / "redis", *arguments, tls={"ssl": True, "ssl_ca_certs": ca}) as server:
             settings = {"enable_tls": True, "tls_ca_certificate": ca, "address": f"localhost:{server.port}"}
@@ -405,4 +376,4 @@ class TestServer(RedisStreams):
             written(writer, Partition(topic, 0), b"x")
             assert values(polled(self.reader(opened, [topic], **settings), 1)) == [b"x"]
             stranger = self.reader(opened, [topic], **settings | {"address": f"127.0.0.1:{server.port}"})
-            eventually(lambda: "ertificate" in stranger.problem)
+            wait_until(lambda: "ertificate" in stranger.problem)

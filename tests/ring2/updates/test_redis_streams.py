@@ -367,13 +367,13 @@ class TestServer(RedisStreams):
     @pytest.mark.openssl
     def test_messages_go_through_tls(self, opened, tmp_path, topic):
         authority = Authority(tmp_path)
-        (made, key), ca = map(str, authority.sign("localhost", "server")[:2]), str(authority.path)
+        (made, key), ca = map(str, authority.sign("redis.example", "server")[:2]), str(authority.path)
         arguments = ("--tls-ca-cert-file", ca, "--tls-cert-file", made, "--tls-key-file", key, "--tls-auth-clients", "no")
         with RedisServer(tmp_path / "redis", *arguments, tls={"ssl": True, "ssl_ca_certs": ca}) as server:
-            settings = {"enable_tls": True, "tls_ca_certificate": ca, "address": f"localhost:{server.port}"}
+            settings = {"enable_tls": True, "tls_ca_certificate": ca, "address": f"127.0.0.1:{server.port}"}
             writer = opened(writer=True, **settings)
             writer.partitions(topic, 20, create=1)
             written(writer, Partition(topic, 0), b"x")
             assert values(polled(self.reader(opened, [topic], **settings), 1)) == [b"x"]
-            stranger = self.reader(opened, [topic], **settings | {"address": f"127.0.0.1:{server.port}"})
+            stranger = self.reader(opened, [topic], **settings | {"address": f"localhost:{server.port}"})
             wait_until(lambda: "ertificate" in stranger.problem)

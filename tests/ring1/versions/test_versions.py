@@ -1,12 +1,14 @@
 """Versions of a model in one process: swapped, rolled back, loaded again, dropped from every tier."""
 
 import json
+import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -416,15 +418,30 @@ def test_closing_waits_for_lookups_of_a_version_that_was_replaced(
 
 
 def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answered_by_the_next(
-    document: Callable[..., dict[str, Any]], segment: PausedSegment
+    document: Callable[..., dict[str, Any]], segment: PausedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configuration = document(workspace_timeout_s=PATIENCE_S)
+    waits, time_is_over = threading.Event(), threading.Event()
+
+    class Workspaces(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            try:
+                return super().get(False)
+            except queue.Empty:
+                waits.set()
+                assert time_is_over.wait(PATIENCE_S)
+                raise
+
+    monkeypatch.setattr("hps.lookup.session.queue", SimpleNamespace(SimpleQueue=Workspaces, Empty=queue.Empty))
+    configuration = document()
     configuration["models"][0]["num_of_worker_buffer_in_pool"] = 1
     with hps.HPS(configuration, deploy_models=False) as server, ThreadPoolExecutor(1) as pool:
-        server.deploy("ranker", "1")
+        session = server.deploy("ranker", "1").session(None)
         with paused_lookup(server, "ranker", segment):
             waiting = pool.submit(server.lookup, [5], "ranker", "user")
+            assert waits.wait(PATIENCE_S)
             server.deploy("ranker", "2")
+            wait_until(lambda: session.workspaces == (1, 0), "version 1 refuses lookups")
+            time_is_over.set()
             np.testing.assert_array_equal(waiting.result(PATIENCE_S), vectors_of([5], 4, 2))
 
 

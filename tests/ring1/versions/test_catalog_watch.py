@@ -300,12 +300,6 @@ def test_a_replica_leaves_a_fleet_whose_document_was_deleted(replica: Make, repo
         assert (served(server), server.fleet("ranker")) == (2, None), "pinned, as before there was a fleet"
 
 
-def test_without_a_directory_of_versions_there_is_no_fleet(repository: Path) -> None:
-    model = model_of("m", [str(repository / "ranker" / "1" / "item")], {"item": 4})
-    with hps.HPS(document_of(model)) as server, pytest.raises(hps.ConflictError, match="set model_repository or version_path"):
-        server.change_fleet("m", "rollback")
-
-
 # -- the index of all versions ---------------------------------------------------------------------------------------------
 
 

@@ -6,10 +6,10 @@ from confluent_kafka import KafkaError
 
 from hps.testing.update_logs import polled, values
 from hps.testing.waiting import wait_until
-from tests.ring2.updates.test_kafka_faults import FIRST, TOPIC, numbers
-from tests.ring2.updates.test_kafka_faults import cluster as cluster  # fixtures
-from tests.ring2.updates.test_kafka_faults import opened as opened
-from tests.ring2.updates.test_kafka_faults import writer as writer
+from tests.ring1.updates.test_kafka_faults import FIRST, TOPIC, numbers
+from tests.ring1.updates.test_kafka_faults import cluster as cluster  # fixtures
+from tests.ring1.updates.test_kafka_faults import opened as opened
+from tests.ring1.updates.test_kafka_faults import writer as writer
 from tests.servers.kafka_mock import FETCH, METADATA, PRODUCE
 
 

@@ -16,6 +16,7 @@ from hps.updates.redis_streams import (
     _message,
     _order,
     _partition_count,
+    _Reader,
     _Stream,
 )
 
@@ -117,6 +118,41 @@ def test_latest_begins_after_the_last_entry() -> None:
     stream = _Stream(FIRST, _key(FIRST), None, "0-0")
     assert stream.compare(_Facts(5, 8, "1-8", "1-4", "1-8")) == ""
     assert (stream.read, stream.polled, stream.count, stream.exact) == ("1-8", "1-8", 8, True)
+
+
+class Counts:
+    """A server that says how many partitions topics have."""
+
+    answers: list[bytes | None]
+
+    def eval_ro(self, script: str, keys: int, *topics: str) -> list[bytes | None]:
+        return self.answers
+
+
+@pytest.mark.parametrize(
+    ("begin", "after", "answers", "begins"),
+    [
+        ("earliest", {}, [b"2"], ["0-0", "0-0"]),
+        ("earliest", {FIRST: "1-5", SECOND: "-1"}, [b"2"], ["1-5", "0-0"]),  # one is a position of another log
+        ("latest", {}, [b"2"], [None, None]),
+        ("latest", {SECOND: "1-5"}, [b"2"], [None, "1-5"]),
+        ("latest", {}, [b"1", b"2"], [None, "0-0"]),  # what is added later is read whole
+        ("latest", {}, [None, b"1"], ["0-0"]),
+        ("latest", {}, [b"many", b"1"], [None]),  # it may have been there all along
+        ("latest", {}, [b"1", b"many", b"2"], [None, "0-0"]),
+    ],
+)
+def test_latest_holds_for_partitions_that_were_there_at_the_start(
+    begin: str, after: dict[Partition, str], answers: list[bytes | None], begins: list[str | None]
+) -> None:
+    log, server = log_of(), Counts()
+    log.begin, log.after = begin, after
+    reader = _Reader(log, [TOPIC])
+    for answer in answers:
+        server.answers = [answer]
+        reader._find(server)  # type: ignore[arg-type]
+        assert (log.lacks(TOPIC), bool(log.problem_of(TOPIC))) == (answer is None, answer in (None, b"many"))
+    assert [stream.read for stream in log.streams.values()] == begins
 
 
 def log_of(*partitions: Partition) -> RedisStreamLog:

@@ -37,10 +37,8 @@ def config(**settings: Any) -> ModelConfig:
 def document(tmp_path: Path) -> dict[str, Any]:
     for table, dim in DIMS.items():
         hps.write_sparse_model(tmp_path / table, (KEYS, np.full((KEYS.size, dim), 1, np.float32)))
-    default = [5.0] * len(DIMS)
-    return document_of(
-        model_of("m", [tmp_path / table for table in DIMS], DIMS, default_value_for_each_table=default, gpucacheper=1.0)
-    )
+    settings = {"default_value_for_each_table": [5.0] * len(DIMS), "cache_refresh_percentage_per_iteration": 1.0}
+    return document_of(model_of("m", [tmp_path / table for table in DIMS], DIMS, gpucacheper=1.0, **settings))
 
 
 def test_a_row_is_shown_with_its_tier_and_an_absent_one_with_the_default(document: dict[str, Any]) -> None:
@@ -54,7 +52,12 @@ def test_a_row_is_shown_with_its_tier_and_an_absent_one_with_the_default(documen
         deployment.delete(1, np.array([50]))
         row = deployment.row(1, 50)
         assert (row.tier, row.vector.tolist(), row.written_at_us) == (None, [5.0] * 8, None)
-        assert deployment.row(0, 3).vector.tolist() == [1.0] * 4
+        row = deployment.row(0, 3)
+        assert (row.tier, row.vector.tolist()) == ("embedding_cache", [1.0] * 4)
+        deployment.insert(0, np.array([3]), np.full((1, 4), 2, np.float32))
+        assert server.lookup([3], "m", "a").tolist() == [[2.0] * 4], "what is resident is replaced"
+        deployment.delete(0, np.array([3]))
+        assert server.lookup([3], "m", "a").tolist() == [[5.0] * 4], "and removed"
         assert deployment.modified.is_set()
 
 

@@ -1,16 +1,12 @@
-"""What happens to Kafka's clients when the cluster misbehaves: librdkafka's own brokers, which do, and a real one."""
+"""What happens to Kafka's clients when the cluster misbehaves: librdkafka's own brokers, which do."""
 
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, Producer
+from confluent_kafka import Consumer, KafkaError
 
 import hps.updates.kafka
 from hps.configuration.tiers import UpdateSourceConfig
@@ -19,10 +15,8 @@ from hps.testing.update_logs import polled, values, written
 from hps.testing.waiting import wait_until
 from hps.updates.base import Partition
 from hps.updates.kafka import KafkaLog, KafkaWriter
-from tests.servers.kafka_broker import KafkaBroker
 from tests.servers.kafka_mock import FETCH, PRODUCE, KafkaMock
 
-pytestmark = pytest.mark.kafka
 TOPIC = "hps_et.shop.items"
 FIRST = Partition(TOPIC, 0)
 
@@ -37,12 +31,6 @@ def cluster() -> Iterator[KafkaMock]:
     with KafkaMock() as cluster:
         cluster.create(TOPIC, 2)
         yield cluster
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[KafkaBroker]:
-    with KafkaBroker(tmp_path) as broker:
-        yield broker
 
 
 @pytest.fixture
@@ -118,10 +106,6 @@ def test_a_send_waits_for_room_and_then_gives_up(cluster, monkeypatch):
             writer.send(FIRST, b"x")
         with pytest.raises(UpdateLogError, match="no room"):
             writer.send(FIRST, b"x")
-        answers: list[Any] = []
-        started = time.monotonic()
-    assert time.monotonic() - started < 30
-    assert answers == []
 
 
 @pytest.mark.parametrize("messages", [5, 40])
@@ -163,7 +147,9 @@ def test_a_paused_topic_that_is_made_anew_again_and_again_stays_paused(cluster, 
                 log.behind() == dict.fromkeys(partitions, 3) | {Partition(TOPIC, 2 + made): 0}
             )
         )
-        assert [log.poll(0.2, 1 << 20) for _ in range(5)] == [[]] * 5
+        with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+            written(writer, Partition(TOPIC, 2 + made), b"marked")
+        assert values(polled(log, 1)) == [b"marked"], "nothing that is paused came before it"
         log.resume(partitions)
         assert sorted(values(polled(log, 3 * len(partitions)))) == sorted(numbers(0, 3) * len(partitions))
         log.commit({FIRST: "2"})
@@ -214,7 +200,7 @@ def test_a_topic_that_may_not_be_read_is_a_problem_until_it_may(cluster, writer,
 
 
 def test_brokers_that_answer_and_send_no_message_are_told(cluster, writer, opened, monkeypatch):
-    monkeypatch.setattr(hps.updates.kafka, "_SILENT_S", 0.3)
+    monkeypatch.setattr(hps.updates.kafka, "_SILENT_S", 0.0)
     log = opened(cluster.address, config={"fetch.error.backoff.ms": 20})
     written(writer, FIRST, b"a")
     polled(log, 1)
@@ -223,7 +209,8 @@ def test_brokers_that_answer_and_send_no_message_are_told(cluster, writer, opene
         written(writer, FIRST, value, value)
         log.pause([FIRST])
         wait_until(lambda: log.behind()[FIRST] == 2)
-        assert not [log.poll(0.3, 1) for _ in range(3) if "send none" in log.problem]  # it was told to wait
+        assert [log.poll(0.01, 1) for _ in range(3)] == [[]] * 3
+        assert "send none" not in log.problem, "it was told to wait"
         log.resume([FIRST])
         said = f"{FIRST}: 2 messages wait there, but the brokers send none"
         wait_until(lambda said=said: log.poll(0.01, 1) == [] and said in log.problem and said in log.problem_of(TOPIC))
@@ -284,40 +271,6 @@ def test_a_cluster_that_goes_and_comes_is_read_on_and_told_of_once_a_minute(clus
     assert len([record for record in caplog.records if record.name == "hps.updates.kafka"]) == 1
 
 
-def test_wrong_credentials_are_told(tmp_path, opened):
-    broker = KafkaBroker(tmp_path)
-    broker.arguments = ("--authentication",)
-    with broker:
-        secrets = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "SCRAM-SHA-256"}
-        secrets |= {"sasl.username": "nobody", "sasl.password": "wrong"}
-        log = opened(broker.address, config=secrets)
-        wait_until(lambda: log.poll(0.01, 1) == [] and "authentication" in log.problem.lower())
-        assert "wrong" not in log.problem
-        (found,) = KafkaLog.probe(settings(broker.address, config=secrets), [TOPIC], 3)
-        assert (found.level, "authentication" in found.text.lower()) == ("unreachable", True)
-        with closing(KafkaWriter.from_config(settings(broker.address, config=secrets))) as writer:
-            for ask in (lambda: writer.partitions(TOPIC, 3), lambda: writer.last(FIRST, 3)):
-                with pytest.raises(UpdateLogError, match=r"(?i)authentication") as told:
-                    ask()
-                assert "wrong" not in str(told.value)
-
-
-def test_tls_to_a_port_that_speaks_none_is_told(broker, opened):
-    log = opened(broker.address, config={"security.protocol": "ssl"})
-    wait_until(lambda: log.poll(0.01, 1) == [] and log.problem != "")
-
-
-def test_a_message_larger_than_all_bounds_does_not_stop_the_stream(broker, opened):
-    producer = Producer(broker.client_settings(message_max_bytes=40_000_000))
-    with closing(KafkaWriter.from_config(settings(broker.address))) as writer:
-        writer.partitions(TOPIC, 20, create=1)
-    for value in (b"a", bytes(30_000_000), b"b"):
-        producer.produce(TOPIC, value, partition=0)
-    assert producer.flush(30) == 0
-    log = opened(broker.address, read_ahead_bytes=1 << 20, max_message_bytes=100_000, config=broker.config)
-    assert [len(value) for value in values(polled(log, 3))] == [1, 30_000_000, 1]
-
-
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
@@ -365,21 +318,6 @@ def test_a_forked_child_is_refused_and_ends(cluster, writer, opened):
     wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child or False)
     written(writer, FIRST, b"b")
     assert values(polled(log, 1)) == [b"b"]
-
-
-def test_a_process_that_closes_nothing_ends(cluster):
-    program = f"""
-from hps.configuration.tiers import UpdateSourceConfig
-from hps.updates.base import Partition
-from hps.updates.kafka import KafkaLog, KafkaWriter
-config = UpdateSourceConfig(type="kafka", brokers="{cluster.address}")
-log, writer = KafkaLog.from_config(config, "g"), KafkaWriter.from_config(config)
-log.follow(["{TOPIC}"], {{}}, "earliest")
-writer.send(Partition("{TOPIC}", 0), b"x")
-print(log.poll(20, 1)[0].value)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "b'x'\n", "")
 
 
 def test_opening_and_closing_leaves_no_thread_and_no_descriptor(cluster):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from hps.databases.base import LogPosition, Partition, RowChanges
+from hps.testing.waiting import PATIENCE_S
 
 
 class MemoryTarget:
@@ -55,4 +56,4 @@ class MemoryTarget:
     def until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition that an `apply` may have made true."""
         with self.applied:
-            return self.applied.wait_for(condition, 10)
+            return self.applied.wait_for(condition, PATIENCE_S)

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +16,7 @@ from hps.ground.numba_kernels import compile_kernels
 from hps.ground.rows import row_kernels
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import UpdateStatus
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.updates import feed as feed_module
 from hps.updates.base import Message, Partition
 from hps.updates.feed import TableTopic, UpdateFeed
@@ -40,15 +40,6 @@ def upsert(sequence: int, *keys: int, value: float | None = None, time_us: int =
 
 def delete(sequence: int, *keys: int) -> bytes:
     return encode(np.empty(0, np.int64), np.empty((0, DIM), np.float32), np.array(keys, np.int64), sequence=sequence)
-
-
-def eventually(condition: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + 30
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 class Rejects:
@@ -162,7 +153,7 @@ def test_of_several_changes_of_a_key_in_a_batch_the_latest_remains(world: World)
         world.send(upsert(15, 1, 9))
         assert world.settled(_0="6")
         assert world.rows()[1] == 22.0
-        assert eventually(lambda: world.sample("hps_update_stale_rows_total") == 1)
+        wait_until(lambda: world.sample("hps_update_stale_rows_total") == 1)
 
 
 def test_a_message_larger_than_a_batch_is_applied_in_pieces_before_its_position_counts(world: World) -> None:
@@ -287,7 +278,7 @@ def test_a_failed_batch_is_tried_again_while_its_partitions_pause_and_other_tabl
     world.target.before = fail
     world.send(upsert(1, 1))
     with world.running() as feed:
-        assert all(tried.acquire(timeout=30) for _ in range(4))
+        assert all(tried.acquire(timeout=PATIENCE_S) for _ in range(4))
         world.broker.create(TOPIC, 2)
         world.send(*(upsert(n, n) for n in range(2, 50)))
         world.send(upsert(1, 7), upsert(1, 8), to=USERS)
@@ -298,7 +289,7 @@ def test_a_failed_batch_is_tried_again_while_its_partitions_pause_and_other_tabl
         assert world.log.behind()[FIRST] == 48  # nothing was polled meanwhile
         failing.clear()
         assert world.settled(_0="48", _1="-1")
-        assert eventually(lambda: status(feed).problem == "")
+        wait_until(lambda: status(feed).problem == "")
     assert world.rows() == {n: float(n) for n in range(1, 50)}
     assert world.sample("hps_update_failures_total") >= 4
 
@@ -347,7 +338,7 @@ def test_another_target_takes_over_what_the_last_one_refused(world: World) -> No
 
         retired.before = refuse
         world.send(upsert(2, 2))
-        assert refused.acquire(timeout=30)
+        assert refused.acquire(timeout=PATIENCE_S)
         world.target = MemoryTarget()
         feed.replace_target(world.target)
         assert world.settled(_0="1")
@@ -363,7 +354,7 @@ def test_a_feed_whose_target_is_gone_for_long_ends(world: World, monkeypatch: py
 
     world.target.before = refuse
     with world.running() as feed:
-        assert eventually(lambda: not feed.alive)
+        wait_until(lambda: not feed.alive)
         assert "out of service" in status(feed).problem
         assert not feed.wait_for_lag(1.0, 10.0, lambda late, left_s: False)
 
@@ -436,15 +427,15 @@ def test_a_topic_that_is_not_there_is_the_problem_of_its_table_alone(
         for _ in range(3):  # it is said once
             clock.now += 2
             world.send(upsert(1, 1))
-        assert eventually(lambda: "there is no topic" in caplog.text)
+        wait_until(lambda: "there is no topic" in caplog.text)
         world.broker.create(OTHER)
         clock.now += 2
-        assert eventually(lambda: "read again" in caplog.text)
+        wait_until(lambda: "read again" in caplog.text)
         assert (status(feed, "user").problem, status(feed, "user").connected) == ("", True)
         for number in range(2, 5):
             clock.now += 2
             world.send(upsert(number, number))
-            assert eventually(lambda number=number: number in world.rows())
+            wait_until(lambda number=number: number in world.rows())
     said = [one.getMessage() for one in caplog.records if "updates of model 'shop'" in one.getMessage()]
     assert said == [
         f"updates of model 'shop', user: there is no topic {OTHER}",
@@ -463,7 +454,7 @@ def test_a_log_that_raises_is_polled_again(world: World, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(MemoryLog, "poll", fail_once)
     with world.running() as feed:
-        assert eventually(lambda: "oh" in status(feed).problem)
+        wait_until(lambda: "oh" in status(feed).problem)
         world.send(upsert(1, 1))
         assert world.settled(_0="0")
         assert status(feed).problem == ""
@@ -478,9 +469,9 @@ def test_a_log_that_refuses_to_commit_is_followed_on(
     with world.running():
         monkeypatch.setattr(world.log, "commit", refuse)
         world.send(upsert(10, 1))
-        assert eventually(lambda: "committing positions failed" in caplog.text)
+        wait_until(lambda: "committing positions failed" in caplog.text)
         world.send(upsert(11, 1))
-        assert eventually(lambda: world.rows() == {1: 11})
+        wait_until(lambda: world.rows() == {1: 11})
 
 
 def test_positions_are_committed_at_most_at_every_interval_of_messages_or_when_idle(world: World) -> None:
@@ -502,12 +493,12 @@ def test_nothing_is_polled_while_a_batch_is_applied(world: World) -> None:
     def wait(index: int, changes: RowChanges) -> None:
         if changes.keys.size:
             applying.set()
-            gate.wait(30)
+            gate.wait(PATIENCE_S)
 
     world.target.before = wait
     world.send(upsert(1, 1))
     with world.running():
-        assert applying.wait(30)
+        assert applying.wait(PATIENCE_S)
         world.send(*(upsert(n, n) for n in range(2, 10)))
         assert world.log.behind()[FIRST] == 8
         gate.set()
@@ -607,10 +598,10 @@ def test_of_three_partitions_the_worst_counts_and_an_unknown_one_is_not_taken_fo
 def test_messages_on_their_way_from_the_log_count_as_unread(world: World) -> None:
     world.broker.delay_s = 0.2
     with world.running() as feed:
-        assert eventually(lambda: status(feed).behind == 0)
+        wait_until(lambda: status(feed).behind == 0)
         for sequence in (1, 2, 3):
             world.send(upsert(sequence, sequence))
-            assert eventually(lambda: status(feed).behind == 0)
+            wait_until(lambda: status(feed).behind == 0)
             assert sequence in world.rows()
 
 
@@ -692,7 +683,7 @@ def test_a_stop_ends_a_feed_that_fails_for_ever_and_leaves_no_thread(world: Worl
     world.target.before = fail
     world.send(upsert(1, 1))
     with world.running(failure_backoff_ms=3_600_000) as feed:
-        assert failed.wait(30)
+        assert failed.wait(PATIENCE_S)
     assert not feed.alive
     assert not any(thread.name == "hps-updates-shop" for thread in threading.enumerate())
     assert feed.stop()

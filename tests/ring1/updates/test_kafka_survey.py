@@ -14,7 +14,8 @@ from confluent_kafka.admin import AdminClient
 import hps.updates.kafka
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import ConfigError
-from hps.testing.update_logs import eventually, polled, values, written
+from hps.testing.update_logs import polled, values, written
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.updates.base import Partition
 from hps.updates.kafka import KafkaLog, KafkaWriter
 from tests.servers.kafka_mock import KafkaMock
@@ -55,7 +56,7 @@ def opened(cluster: KafkaMock) -> Iterator[Callable[[], KafkaLog]]:
         def open_one() -> KafkaLog:
             log = stack.enter_context(closing(KafkaLog.from_config(settings(cluster), "hps.volatile")))
             log.follow([TOPIC], {}, "earliest")
-            eventually(lambda: len(log.behind()) == 3)
+            wait_until(lambda: len(log.behind()) == 3)
             return log
 
         yield open_one
@@ -86,7 +87,7 @@ def test_a_message_is_as_old_as_the_question_whose_answer_lacked_it(cluster, ope
         written_by = time.monotonic()
 
     answered.append(write_one)
-    eventually(lambda: log.behind()[FIRST] == 1)
+    wait_until(lambda: log.behind()[FIRST] == 1)
     since = log.unread_since()[FIRST]
     assert since is not None
     assert since < written_by
@@ -97,14 +98,14 @@ def test_what_comes_to_a_paused_partition_is_behind_each_time(cluster, opened):
     log.pause([FIRST])
     for behind in (3, 6):
         write(cluster, 3)
-        eventually(lambda behind=behind: log.behind()[FIRST] == behind)
+        wait_until(lambda behind=behind: log.behind()[FIRST] == behind)
     assert log.poll(0.0, 1) == []
 
 
 def test_a_fetch_tells_how_much_is_behind_before_the_next_survey(cluster, opened, answered):
     log, asking, go_on = opened(), threading.Event(), threading.Event()
-    answered.append(lambda: (asking.set(), go_on.wait(60)))
-    assert asking.wait(60)
+    answered.append(lambda: (asking.set(), go_on.wait(PATIENCE_S)))
+    assert asking.wait(PATIENCE_S)
     log.pause([FIRST])
     write(cluster, 10)
     log.resume([FIRST])
@@ -122,8 +123,9 @@ def test_messages_of_a_topic_that_was_made_anew_are_as_old_as_they_say(cluster, 
         answered.append(lambda count=count, hour_ago=hour_ago: make_anew(cluster, count, int(hour_ago * 1e6)))
         messages = polled(log, count)
         assert values(messages) == [b"%d" % number for number in range(count)]
-        assert all(one.arrived is not None and one.arrived < time.monotonic() - 3500 for one in messages)
-        eventually(lambda: log.poll(0.01, 1) == [] and log.behind()[FIRST] == 0)
+        long_ago = time.monotonic() - 3500
+        assert all(one.arrived is not None and one.arrived < long_ago for one in messages)
+        wait_until(lambda: log.poll(0.01, 1) == [] and log.behind()[FIRST] == 0)
         write(cluster, 5)
 
 
@@ -146,7 +148,7 @@ def test_commits_that_were_never_answered_do_not_count_once_topics_were_made_ane
     log.commit({FIRST: "0"})
     with closing(Consumer({"bootstrap.servers": cluster.address, "group.id": "hps.volatile", "log_level": 2})) as reader:
         place = TopicPartition(TOPIC, 0)
-        eventually(lambda: log.poll(0.01, 1) == [] and reader.committed([place], timeout=20)[0].offset == 1)
+        wait_until(lambda: log.poll(0.01, 1) == [] and reader.committed([place], timeout=20)[0].offset == 1)
 
 
 def test_a_password_that_is_not_in_config_is_that_of_sasl(monkeypatch: pytest.MonkeyPatch) -> None:

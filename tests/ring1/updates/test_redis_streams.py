@@ -1,408 +1,298 @@
-"""Redis streams behind the contract of a log of updates, against real servers."""
+"""Decisions about Redis streams: what a key says, which messages are lost, and what goes into a batch."""
 
-import itertools
-import threading
+from typing import Any
 
 import pytest
-from redis import RedisCluster
+from redis.exceptions import OutOfMemoryError, ResponseError
 
-from hps.errors import ConfigError, UpdateLogError
-from hps.testing.update_logs import UpdateLogContract, eventually, polled, values, written
-from hps.updates import redis_streams
-from hps.updates.base import Partition
-from hps.updates.redis_streams import RedisStreamLog, RedisStreamWriter
-from tests.servers.certificates import certificate
-from tests.servers.redis_proxy import Proxy
-from tests.servers.redis_server import RedisClusterServers, RedisServer
+from hps.configuration.tiers import UpdateSourceConfig
+from hps.errors import UpdateLogError
+from hps.updates.base import Message, Partition
+from hps.updates.redis_streams import (
+    RedisStreamLog,
+    RedisStreamWriter,
+    _Facts,
+    _key,
+    _message,
+    _order,
+    _partition_count,
+    _Reader,
+    _Stream,
+)
 
-pytestmark = pytest.mark.redis
-
-
-def key_of(partition):
-    return f"{{{partition.topic}}}/{partition.number}"
-
-
-class Server(RedisServer):
-    def stop(self):
-        self.kill()
+TOPIC = "hps_et.shop.item"
+FIRST, SECOND, OTHER = Partition(TOPIC, 0), Partition(TOPIC, 1), Partition("hps_et.shop.user", 0)
 
 
-class RedisStreams(UpdateLogContract):
-    log_class = RedisStreamLog
-    writer_class = RedisStreamWriter
-
-    def settings(self, server):
-        return {"type": "redis_stream", "address": server.address}
-
-    def add_partitions(self, server, topic, count):
-        server.client().set(topic, count)
-
-    def committed(self, server, group, partition):
-        for found in server.client().xinfo_groups(key_of(partition)):
-            if found["name"] == group.encode():
-                return found["last-delivered-id"].decode()
-        return None
-
-    def remove_until(self, server, partition, position):
-        ms, number = position.split("-")
-        server.client().xtrim(key_of(partition), minid=f"{ms}-{int(number) + 1}", approximate=False)
+@pytest.mark.parametrize(
+    ("position", "order"),
+    [
+        ("0-0", (0, 0)),
+        ("17", (17, 0)),
+        ("1700000000000-5", (1_700_000_000_000, 5)),
+        ("9" * 20 + "-" + "9" * 20, (10**20 - 1, 10**20 - 1)),
+        ("9" * 21, (0, 0)),
+        ("-1", (0, 0)),
+        ("5-", (0, 0)),
+        ("5-1-1", (0, 0)),
+        ("", (0, 0)),
+    ],
+)
+def test_positions_have_an_order_and_those_of_other_logs_are_before_all(position: str, order: tuple[int, int]) -> None:
+    assert _order(position) == order
 
 
-class Cluster(RedisClusterServers):
-    def stop(self):
-        self.__exit__()
-
-    def start(self):
-        for server in self.servers:
-            server.start()
-        self.wait_whole()
-
-    def client(self):
-        return RedisCluster("127.0.0.1", self.servers[0].port, protocol=2)
+@pytest.mark.parametrize(("answer", "count"), [(b"1", 1), (b"1024", 1024), (b"000007", 7)])
+def test_a_key_says_how_many_partitions_a_topic_has(answer: bytes, count: int) -> None:
+    assert _partition_count(TOPIC, answer) == count
 
 
-@pytest.mark.slow
-class TestCluster(RedisStreams):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def cluster(cls, tmp_path_factory):
-        with Cluster(tmp_path_factory.mktemp("cluster"), 3, "--appendonly", "yes", "--appendfsync", "always") as cluster:
-            yield cluster
-
-    @pytest.fixture
-    def server(self, cluster):
-        if cluster.servers[0].process is None:  # the last test stopped it
-            cluster.start()
-        return cluster
+@pytest.mark.parametrize("answer", [b"0", b"1025", b"-1", b"1.5", b"", b"0000007", "\u0661".encode(), b"\xff", None])
+def test_a_count_that_is_none_is_an_error(answer: bytes | None) -> None:
+    with pytest.raises(UpdateLogError, match="does not exist" if answer is None else "expected the number of its partitions"):
+        _partition_count(TOPIC, answer)
 
 
-class TestServer(RedisStreams):
-    @pytest.fixture
-    def server(self, tmp_path):
-        with Server(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
-            yield server
+@pytest.mark.parametrize(
+    ("fields", "time_us", "value"),
+    [
+        ({b"value": b"x", b"time": b"17"}, 17, b"x"),
+        ({b"value": b"x"}, 1_700_000_000_000_000, b"x"),
+        ({b"time": b"9" * 18}, 10**18 - 1, b""),
+        ({b"time": b"9" * 19}, 1_700_000_000_000_000, b""),
+        ({b"time": b"-17"}, 1_700_000_000_000_000, b""),
+        (None, 1_700_000_000_000_000, b""),
+    ],
+)
+def test_an_entry_of_any_program_is_a_message(fields: Any, time_us: int, value: bytes) -> None:
+    assert _message(FIRST, (b"1700000000000-5", fields)) == Message(FIRST, "1700000000000-5", time_us, b"", value)
 
-    def test_a_lost_reply_neither_repeats_nor_reorders(self, opened, server, topic):
-        with Proxy(server.port) as proxy:
-            writer = opened(writer=True, address=proxy.address)
-            writer.partitions(topic, 20, create=1)
-            for lost in range(3):
-                written(writer, Partition(topic, 0), b"before %d" % lost)
-                left = [b"-"]  # an id, the reply to the script
-                proxy.fault = lambda data, left=left: None if left and left.pop() in data else data
-                positions = written(writer, Partition(topic, 0), b"%d" % lost, b"after %d" % lost)
-                found = server.client().xrevrange(key_of(Partition(topic, 0)), count=2)
-                assert [position.decode() for position, _ in reversed(found)] == positions
-                assert not left
-        read = values(polled(self.reader(opened, [topic]), 9))
-        assert read == [b"%s%d" % (what, lost) for lost in range(3) for what in (b"before ", b"", b"after ")]
 
-    def test_a_writer_waits_for_room_again_and_again_and_then_gives_up(self, opened, server, topic, monkeypatch):
-        writer = opened(writer=True, read_ahead_bytes=1 << 20)
-        writer.partitions(topic, 20, create=3)
-        partitions = [Partition(topic, number) for number in range(3)]
-        numbers = itertools.count()
+# Redis: `length` entries from `first` to `last`, of `added` ever; the reader: `count` up to `read`, exactly or not.
+ANEW, REMOVED = "the stream was made anew or cut", "were removed before they were read"
 
-        def overfill() -> None:
-            for number in itertools.islice(numbers, 20):
-                writer.send(partitions[number % 3], bytes(100_000))
 
-        for _ in range(3):
-            for partition in partitions:
-                written(writer, partition, *[bytes(100_000)] * 20)  # more than there is room for
-            server.pause()
-            with monkeypatch.context() as patch:
-                patch.setattr("hps.updates.redis_streams._FULL_S", 0.2)
-                with pytest.raises(UpdateLogError, match="Redis took nothing"):
-                    overfill()
-            server.resume()
-            assert writer.flush(20) == 0
-        assert sum(server.client().xlen(key_of(partition)) for partition in partitions) == 180 + next(numbers) - 3
+@pytest.mark.parametrize(
+    ("read", "count", "exact", "facts", "lost", "after"),
+    [
+        # nothing read yet
+        ("0-0", 0, False, _Facts(0, 0, "0-0", "", ""), "", (0, True)),
+        ("0-0", 0, False, _Facts(5, 8, "1-8", "1-4", "1-8"), "", (3, True)),  # what was removed before is not lost
+        ("0-0", 0, True, _Facts(5, 5, "1-5", "1-1", "1-5"), "", (0, True)),
+        ("0-0", 0, True, _Facts(4, 5, "1-5", "1-2", "1-5"), f"1 messages after 0-0 {REMOVED}", (1, True)),
+        # caught up
+        ("1-5", 5, True, _Facts(5, 5, "1-5", "1-1", "1-5"), "", (5, True)),
+        ("1-5", 3, False, _Facts(5, 5, "1-5", "1-1", "1-5"), "", (5, True)),
+        ("1-5", 4, True, _Facts(4, 5, "1-5", "1-1", "1-5"), f"1 messages before 1-5 {REMOVED}", (5, True)),
+        ("1-5", 5, True, _Facts(0, 5, "1-5", "", ""), "", (5, True)),  # all were read, and then removed
+        # behind
+        ("1-3", 3, True, _Facts(5, 5, "1-5", "1-1", "1-5"), "", (3, True)),
+        ("1-3", 3, True, _Facts(2, 5, "1-5", "1-4", "1-5"), "", (3, True)),  # only what was read
+        ("1-3", 3, True, _Facts(1, 5, "1-5", "1-5", "1-5"), f"1 messages after 1-3 {REMOVED}", (4, True)),
+        ("1-3", 3, True, _Facts(0, 5, "1-5", "", ""), f"2 messages after 1-3 {REMOVED}", (5, True)),
+        ("1-3", 0, False, _Facts(1, 5, "1-5", "1-5", "1-5"), f"{REMOVED}; the first is 1-5", (4, True)),
+        ("1-3", 0, False, _Facts(0, 5, "1-5", "", ""), f"{REMOVED}; the first is to come", (5, True)),
+        ("1-3", 0, False, _Facts(3, 5, "1-5", "1-3", "1-5"), "", (3, True)),  # the first that is there was read last
+        # of a restart in mid-stream it is only estimated
+        ("150-0", 0, False, _Facts(10, 20, "200-0", "100-0", "200-0"), "", (15, False)),
+        ("101-0", 0, False, _Facts(10, 20, "200-0", "100-0", "200-0"), "", (11, False)),
+        ("199-9", 0, False, _Facts(10, 20, "200-0", "100-0", "200-0"), "", (19, False)),
+        ("100-5", 0, False, _Facts(10, 20, "100-9", "100-1", "100-9"), "", (19, False)),
+        # made anew
+        ("1-9", 9, True, _Facts(5, 5, "1-5", "1-1", "1-5"), ANEW, (0, True)),
+        ("1-9", 9, False, _Facts(5, 7, "1-5", "1-1", "1-5"), ANEW, (2, True)),
+        ("1-5", 9, True, _Facts(5, 8, "2-5", "2-1", "2-5"), ANEW, (3, True)),
+    ],
+)
+def test_a_stream_is_compared_with_what_was_read_of_it(
+    read: str, count: int, exact: bool, facts: _Facts, lost: str, after: tuple[int, bool]
+) -> None:
+    stream = _Stream(FIRST, _key(FIRST), read, read, count=count, exact=exact)
+    found = stream.compare(facts)
+    assert (lost in found, bool(lost), (stream.count, stream.exact)) == (True, bool(found), after)
+    assert (stream.read, stream.added) == ("0-0" if lost == ANEW else read, facts.added)
+    assert stream.compare(facts) == "", "each loss is told once"
 
-    def test_messages_that_are_given_up_are_told_and_the_next_ones_are_sent(self, opened, server, topic, monkeypatch):
-        writer = opened(writer=True)
-        writer.partitions(topic, 20, create=3)
-        partitions = [Partition(topic, number) for number in range(3)]
-        for _ in range(3):
-            server.stop()
-            answers: list[str | Exception] = []
-            for partition in partitions * 2:
-                writer.send(partition, b"lost", sent=answers.append)
-            with monkeypatch.context() as patch:
-                patch.setattr("hps.updates.redis_streams._GIVE_UP_S", 0.0)
-                assert writer.flush(60) == 0
-            assert [type(answer) for answer in answers] == [UpdateLogError] * 6
-            server.start()
-            for partition in partitions:
-                written(writer, partition, b"a", b"b")
-        for partition in partitions:
-            read = [fields[b"value"] for _, fields in server.client().xrange(key_of(partition))]
-            assert read == [b"a", b"b"] * 3
 
-    def test_a_batch_that_arrives_late_is_not_appended_again(self, opened, server, topic):
-        released = threading.Event()
-        with Proxy(server.port) as proxy:
-            writer = opened(writer=True, address=proxy.address)
-            writer.partitions(topic, 20, create=1)
-            held = [b"held"]
-            proxy.hold_if = (lambda data: bool(held) and held[0] in data and held.pop() != b"", released)
-            written(writer, Partition(topic, 0), b"held")
-            written(writer, Partition(topic, 0), b"later")
-            before = proxy.delivered
-            released.set()
-            proxy.wait_delivered(before)
-        assert server.client().xlen(key_of(Partition(topic, 0))) == 2
-        assert values(polled(self.reader(opened, [topic]), 2)) == [b"held", b"later"]
+def test_latest_begins_after_the_last_entry() -> None:
+    stream = _Stream(FIRST, _key(FIRST), None, "0-0")
+    assert stream.compare(_Facts(5, 8, "1-8", "1-4", "1-8")) == ""
+    assert (stream.read, stream.polled, stream.count, stream.exact) == ("1-8", "1-8", 8, True)
 
-    def test_writers_of_one_stream_keep_their_orders(self, opened, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        others = [writer, opened(writer=True), opened(writer=True)]
-        for number in range(900):
-            others[number % 3].send(Partition(topic, 0), b"%d" % number)
-        assert [one.flush(20) for one in others] == [0, 0, 0]
-        read = [int(value) for value in values(polled(self.reader(opened, [topic]), 900))]
-        assert [[one for one in read if one % 3 == who] for who in range(3)] == [list(range(who, 900, 3)) for who in range(3)]
 
-    def test_a_server_that_is_silent_stops_nobody_and_is_named(self, opened, server, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        log = self.reader(opened, [topic])
-        written(writer, Partition(topic, 0), b"a")
-        polled(log, 1)
-        server.pause()
-        writer.send(Partition(topic, 0), b"b")
-        assert log.poll(0.2, 1 << 20) == []
-        eventually(lambda: "imeout" in log.problem)
-        assert log.behind() == {Partition(topic, 0): None}
-        server.resume()
-        assert values(polled(log, 1)) == [b"b"]
-        assert writer.flush(20) == 0
-        eventually(lambda: log.problem == "" and log.behind() == {Partition(topic, 0): 0})
+class Counts:
+    """A server that says how many partitions topics have."""
 
-    @pytest.mark.parametrize("moment", ["while it is read", "before it is read"])
-    @pytest.mark.parametrize("ids", ["lower", "higher"])
-    def test_a_stream_that_was_made_anew_is_read_whole(self, opened, server, writer, topic, moment, ids):
-        writer.partitions(topic, 20, create=1)
-        partition = Partition(topic, 0)
-        positions = written(writer, partition, b"a", b"b", b"c")
-        log = self.reader(opened, [topic])
-        polled(log, 3)
-        eventually(lambda: log.behind() == {partition: 0})
-        log.pause([partition])
-        if moment == "before it is read":
-            log.close()
-        client = server.client()
-        client.delete(key_of(partition))
-        for number in (1, 2):
-            client.xadd(key_of(partition), {"value": b"%d" % number}, id=f"1-{number}" if ids == "lower" else "*")
-        if moment == "before it is read":
-            log = self.reader(opened, [topic], {partition: positions[2]})
-        else:
-            log.resume([partition])
-        read: set[bytes] = set()
-        lost: dict[Partition, str] = {}
+    answers: list[bytes | None]
 
-        def complete() -> bool:
-            lost.update(log.lost())
-            read.update(values(log.poll(0.1, 1 << 20)))
-            return bool(lost) and read == {b"1", b"2"}
+    def eval_ro(self, script: str, keys: int, *topics: str) -> list[bytes | None]:
+        return self.answers
 
-        eventually(complete)
 
-    def test_messages_that_are_trimmed_before_they_are_read_are_counted(self, opened, server, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        partition = Partition(topic, 0)
-        log = self.reader(opened, [topic])
-        written(writer, partition, *(b"%d" % number for number in range(10)))
-        assert values(polled(log, 10)) == [b"%d" % number for number in range(10)]
-        log.pause([partition])
-        positions = written(writer, partition, *(b"%d" % number for number in range(10, 20)))
-        eventually(lambda: log.behind() == {partition: 10})
-        self.remove_until(server, partition, positions[5])
-        lost: dict[Partition, str] = {}
-        eventually(lambda: bool(lost.update(log.lost()) or lost))
-        assert lost[partition].startswith("6 messages after")
-        log.resume([partition])
-        assert values(polled(log, 4)) == [b"16", b"17", b"18", b"19"]
-        eventually(lambda: log.behind() == {partition: 0})
-        assert log.lost() == {}
+@pytest.mark.parametrize(
+    ("begin", "after", "answers", "begins"),
+    [
+        ("earliest", {}, [b"2"], ["0-0", "0-0"]),
+        ("earliest", {FIRST: "1-5", SECOND: "-1"}, [b"2"], ["1-5", "0-0"]),  # one is a position of another log
+        ("latest", {}, [b"2"], [None, None]),
+        ("latest", {SECOND: "1-5"}, [b"2"], [None, "1-5"]),
+        ("latest", {}, [b"1", b"2"], [None, "0-0"]),  # what is added later is read whole
+        ("latest", {}, [None, b"1"], ["0-0"]),
+        ("latest", {}, [b"many", b"1"], [None]),  # it may have been there all along
+        ("latest", {}, [b"1", b"many", b"2"], [None, "0-0"]),
+    ],
+)
+def test_latest_holds_for_partitions_that_were_there_at_the_start(
+    begin: str, after: dict[Partition, str], answers: list[bytes | None], begins: list[str | None]
+) -> None:
+    log, server = log_of(), Counts()
+    log.begin, log.after = begin, after
+    reader = _Reader(log, [TOPIC])
+    for answer in answers:
+        server.answers = [answer]
+        reader._find(server)  # type: ignore[arg-type]
+        assert (log.lacks(TOPIC), bool(log.problem_of(TOPIC))) == (answer is None, answer in (None, b"many"))
+    assert [stream.read for stream in log.streams.values()] == begins
 
-    def test_what_any_program_adds_is_read(self, opened, server, topic):
-        client = server.client()
-        client.set(topic, 2)
-        made = client.xadd(f"{{{topic}}}/1", {"value": b"x"}, id="1700000000123-5")
-        client.xadd(f"{{{topic}}}/1", {"value": b"y", "time": b"17", "other": b"z"})
-        client.xadd(f"{{{topic}}}/1", {"other": b"z"})
-        messages = polled(self.reader(opened, [topic]), 3)
-        assert messages[0].position == made.decode()
-        assert [message.time_us for message in messages[:2]] == [1_700_000_000_123_000, 17]
-        assert values(messages) == [b"x", b"y", b""]
 
-    def test_lag_shows_in_the_groups_of_a_stream(self, opened, server, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        log = self.reader(opened, [topic])
-        written(writer, Partition(topic, 0), *[b"x"] * 10)
-        eventually(lambda: log.behind() == {Partition(topic, 0): 10})
-        messages = [message for _ in range(4) for message in log.poll(20, 1)]
-        log.commit({Partition(topic, 0): messages[-1].position})
-        key = key_of(Partition(topic, 0))
-        eventually(lambda: [group["lag"] for group in server.client().xinfo_groups(key)] == [6])
+def log_of(*partitions: Partition) -> RedisStreamLog:
+    log = RedisStreamLog(UpdateSourceConfig(type="redis_stream"), "group")
+    log.streams = {one: _Stream(one, _key(one), "0-0", "0-0", added=0) for one in partitions}
+    return log
 
-    def test_few_rights_suffice_and_missing_ones_are_named(self, opened, server, topic):
-        client = server.client()
-        client.set(topic, 1)
-        rights = {
-            "reader": "+info +get +exists +xread +xinfo|stream +eval_ro +xgroup",
-            "looker": "+info +get +exists +xread +xinfo|stream +eval_ro",
-            "writer": "+info +get +set +eval +xadd +xrevrange",
-            "no_adder": "+info +get +set +eval",
-        }
-        for name, commands in rights.items():
-            client.execute_command("ACL", "SETUSER", name, "on", ">secret", "~hps_et.*", "~{hps_et.*", *commands.split())
-        writer, refused = (opened(writer=True, user_name=name, password="secret") for name in ("writer", "no_adder"))
-        log, looker = (
-            self.reader(opened, [topic], user_name=name, password="secret", group=name) for name in ("reader", "looker")
-        )
-        assert writer.partitions(topic, 20) == 1
-        (position,) = written(writer, Partition(topic, 0), b"x")
-        assert writer.last(Partition(topic, 0), 20).value == b"x"
-        for one in (log, looker):
-            assert values(polled(one, 1)) == [b"x"]
-            one.commit({Partition(topic, 0): position})
-        eventually(lambda: self.committed(server, "reader", Partition(topic, 0)) == position)
-        eventually(lambda: "xgroup" in looker.problem)
-        assert log.problem == ""
-        answers = []
-        refused.send(Partition(topic, 0), b"x", sent=answers.append)
-        assert refused.flush(20) == 0
-        assert isinstance(answers[0], UpdateLogError)
-        assert "what the user may do" in str(answers[0])
-        stranger = self.reader(opened, [topic], user_name="reader", password="wrong")
-        eventually(lambda: "password" in stranger.problem)
 
-    def test_a_server_without_memory_is_waited_for(self, opened, server, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        client = server.client()
-        client.config_set("maxmemory", 1)
-        answers = []
-        writer.send(Partition(topic, 0), b"x", sent=answers.append)
-        assert writer.flush(1) == 1
-        client.config_set("maxmemory", 0)
-        assert writer.flush(20) == 0
-        assert client.xlen(key_of(Partition(topic, 0))) == 1
-        assert answers == [polled(self.reader(opened, [topic]), 1)[0].position]
+def test_a_problem_is_that_of_its_topic_and_the_server_comes_first() -> None:
+    log = log_of(FIRST, SECOND, OTHER)
+    assert (log.problem, log.problem_of(TOPIC), log.behind()) == ("", "", {FIRST: 0, SECOND: 0, OTHER: 0})
+    log.uncommitted = {FIRST: "not committed"}
+    assert (log.problem, log.problem_of(TOPIC), log.problem_of(OTHER.topic)) == ("not committed", "not committed", "")
+    log.streams[SECOND].trouble = "no stream"
+    assert (log.problem_of(TOPIC), log.behind()) == ("no stream", {FIRST: 0, SECOND: None, OTHER: 0})
+    log.refused, log.absent = {TOPIC: "no count"}, {TOPIC}
+    assert (log.problem_of(TOPIC), log.lacks(TOPIC), log.lacks(OTHER.topic)) == ("no count", True, False)
+    log.unreachable = {TOPIC: "away"}
+    assert (log.problem, log.problem_of(TOPIC), log.problem_of(OTHER.topic)) == ("away", "away", "")
+    assert (log.lacks(TOPIC), log.behind()) == (False, {FIRST: None, SECOND: None, OTHER: 0}), "nobody knows while it is away"
 
-    def test_a_topic_whose_key_is_something_else_is_named(self, opened, server, writer, topic):
-        server.client().set(topic, "many")
-        log = self.reader(opened, [topic])
-        eventually(lambda: topic in log.problem and "many" in log.problem)
-        with pytest.raises(UpdateLogError, match="many"):
-            writer.partitions(topic, 5)
 
-    @pytest.mark.parametrize(
-        "count", [b"1" * 5000, b"5000000", b"1025", b"0", b"-1", b"1.5", b"", "\u0661".encode(), b"\xff" * (1 << 20), [b"1"]]
-    )
-    def test_a_count_that_is_none_stops_its_topic_alone(self, opened, server, writer, topic, count):
-        good, bad = f"{topic}.good", f"{topic}.bad"
-        client = server.client()
-        writer.partitions(good, 20, create=1)
-        client.rpush(bad, *count) if isinstance(count, list) else client.set(bad, count)
-        written(writer, Partition(good, 0), b"x")
-        log = self.reader(opened, [bad, good])
-        assert values(polled(log, 1)) == [b"x"]
-        eventually(lambda: log.problem_of(bad))
-        assert bad in log.problem_of(bad)
-        assert "1 to 1024" in log.problem_of(bad)
-        assert len(log.problem_of(bad)) < 500
-        assert (log.lacks(bad), log.problem_of(good)) == (False, "")
-        with pytest.raises(UpdateLogError, match="1 to 1024"):
-            writer.partitions(bad, 20)
-        client.delete(bad)
-        client.set(bad, 1)
-        written(writer, Partition(bad, 0), b"repaired")
-        written(writer, Partition(good, 0), b"y")
-        assert sorted(values(polled(log, 2))) == [b"repaired", b"y"]
-        eventually(lambda: (log.problem, set(log.behind().values())) == ("", {0}))
+@pytest.mark.parametrize(
+    ("position", "exact", "queued", "counted"),
+    [("1-5", True, 0, 7), ("1-5", True, 2, 5), ("1-5", False, 0, None), ("1-4", True, 0, None)],
+)
+def test_a_commit_tells_redis_how_many_were_read_where_that_is_known(
+    position: str, exact: bool, queued: int, counted: int | None
+) -> None:
+    log = log_of(FIRST)
+    log.streams[FIRST] = _Stream(FIRST, _key(FIRST), "1-9", "1-5", count=7, exact=exact, queued=queued)
+    log.commit({FIRST: position, OTHER: "1-1"})
+    assert log.commits == {FIRST: (position, counted), OTHER: ("1-1", None)}
 
-    def test_no_more_partitions_are_made_than_are_read(self, opened, server, writer, topic):
-        with pytest.raises(UpdateLogError, match="at most 1024"):
-            writer.partitions(topic, 20, create=1025)
-        assert not server.client().exists(topic)
-        assert writer.partitions(topic, 20, create=1024) == 1024
-        log = self.reader(opened, [topic])
-        eventually(lambda: len(log.behind()) == 1024)
 
-    def test_a_key_that_is_no_stream_stops_its_partition_alone(self, opened, server, writer, topic):
-        good, bad = f"{topic}.good", f"{topic}.bad"
-        client = server.client()
-        writer.partitions(good, 20, create=1)
-        writer.partitions(bad, 20, create=3)
-        first, second, third = (Partition(bad, number) for number in range(3))
-        client.set(key_of(second), "no stream")
-        log = self.reader(opened, [bad, good])
-        for round_number in range(2):  # as the reader starts, and while it reads
-            for partition in (first, third, Partition(good, 0)):
-                written(writer, partition, b"%d" % round_number)
-            assert values(polled(log, 3)) == [b"%d" % round_number] * 3
-            eventually(lambda: key_of(second) in log.problem_of(bad))
-            assert "WRONGTYPE" in log.problem_of(bad)
-            assert log.problem_of(good) == ""
-            eventually(lambda: log.behind() == {first: 0, second: None, third: 0, Partition(good, 0): 0})
-            client.delete(key_of(second))
-            written(writer, second, b"repaired")
-            assert values(polled(log, 1)) == [b"repaired"]
-            eventually(lambda: log.problem == "")
-            client.delete(key_of(second))
-            client.sadd(key_of(second), "no stream")
+# -- the writer -----------------------------------------------------------------------------------------------------------
 
-    def test_a_position_that_cannot_be_committed_is_a_problem_of_its_topic(self, opened, server, writer, topic):
-        topics = [f"{topic}.{name}" for name in ("a", "b", "c")]
-        for one in topics:
-            writer.partitions(one, 20, create=1)
-        positions = {Partition(one, 0): written(writer, Partition(one, 0), b"x")[0] for one in topics}
-        log = self.reader(opened, topics)
-        polled(log, 3)
-        server.client().delete(key_of(Partition(topics[1], 0)))
-        log.commit(positions)
-        eventually(lambda: "committing" in log.problem_of(topics[1]))
-        for one in (Partition(topics[0], 0), Partition(topics[2], 0)):
-            eventually(lambda one=one: self.committed(server, "hps.test", one) == positions[one])
-            assert log.problem_of(one.topic) == ""
-        written(writer, Partition(topics[1], 0), b"y")
-        log.commit({Partition(topics[1], 0): positions[Partition(topics[1], 0)]})
-        eventually(lambda: log.problem == "")
 
-    def test_a_reader_with_a_bug_says_so_and_reads_on(self, opened, writer, topic, monkeypatch, caplog):
-        writer.partitions(topic, 20, create=1)
-        written(writer, Partition(topic, 0), b"x")
-        failed = []
+class Server:
+    """A Redis that appends batches, or refuses them.
 
-        def fail_once(partition, entry):
-            if not failed:
-                failed.append(entry)
-                raise ValueError("a bug")
-            return message(partition, entry)
+    Attributes:
+        batches: key, number of the batch, values.
+    """
 
-        message = redis_streams._message
-        monkeypatch.setattr(redis_streams, "_message", fail_once)
-        assert values(polled(self.reader(opened, [topic]), 1)) == [b"x"]
-        (record,) = (one for one in caplog.records if one.exc_info)
-        assert topic in record.message
+    def __init__(self) -> None:
+        self.batches: list[tuple[str, int, list[bytes]]] = []
+        self.error: Exception | None = None
 
-    def test_a_name_for_certificates_is_refused(self, opened):
-        with pytest.raises(ConfigError, match="tls_server_name_identification"):
-            opened(tls_server_name_identification="redis.example")
+    def eval(self, script: str, keys: int, key: str, done: str, number: int, *words: Any) -> bytes:
+        if self.error is not None:
+            raise self.error
+        self.batches.append((key, number, list(words[::2])))
+        return b"1700000000000-7"
 
-    @pytest.mark.openssl
-    def test_messages_go_through_tls(self, opened, tmp_path, topic):
-        certificate(tmp_path, "ca", "test authority")
-        made, key = certificate(tmp_path, "server", "localhost", "ca")
-        ca = str(tmp_path / "ca.crt")
-        arguments = ("--tls-ca-cert-file", ca, "--tls-cert-file", made, "--tls-key-file", key, "--tls-auth-clients", "no")
-        with RedisServer(tmp_path / "redis", *arguments, tls={"ssl": True, "ssl_ca_certs": ca}) as server:
-            settings = {"enable_tls": True, "tls_ca_certificate": ca, "address": f"localhost:{server.port}"}
-            writer = opened(writer=True, **settings)
-            writer.partitions(topic, 20, create=1)
-            written(writer, Partition(topic, 0), b"x")
-            assert values(polled(self.reader(opened, [topic], **settings), 1)) == [b"x"]
-            stranger = self.reader(opened, [topic], **settings | {"address": f"127.0.0.1:{server.port}"})
-            eventually(lambda: "ertificate" in stranger.problem)
+
+@pytest.fixture
+def writer(monkeypatch: pytest.MonkeyPatch) -> RedisStreamWriter:
+    """A writer whose thread the test runs step by step."""
+    monkeypatch.setattr(RedisStreamWriter, "_run", lambda self: None)
+    return RedisStreamWriter(UpdateSourceConfig(type="redis_stream", read_ahead_bytes=64 << 20, max_message_bytes=5 << 20))
+
+
+def test_messages_of_a_partition_have_the_positions_that_follow_that_of_the_first(writer: RedisStreamWriter) -> None:
+    server: Any = Server()
+    for turn in range(2):
+        answers: list[Any] = []
+        for value in (b"a", b"b", b"c"):
+            writer.send(FIRST, value, sent=answers.append)
+        writer.send(SECOND, b"d", sent=answers.append)
+        writer._take_batches()
+        writer._append(server)
+        assert answers == ["1700000000000-7", "1700000000000-8", "1700000000000-9", "1700000000000-7"]
+        assert [(key, values) for key, _, values in server.batches[-2:]] == [
+            (_key(FIRST), [b"a", b"b", b"c"]),
+            (_key(SECOND), [b"d"]),
+        ]
+        assert (writer.flush(0.0), writer._bytes) == (0, 0), f"the room of turn {turn} is free again"
+    assert [number for _, number, _ in server.batches] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "sizes"),
+    [(1024, 1, [1024]), (1025, 1, [1024, 1]), (4, 2 << 20, [3, 1]), (3, (2 << 20) + 1, [2, 1]), (2, 5 << 20, [1, 1])],
+)
+def test_a_batch_is_bounded_and_one_of_a_partition_is_on_its_way_at_a_time(
+    writer: RedisStreamWriter, count: int, size: int, sizes: list[int]
+) -> None:
+    server: Any = Server()
+    for _ in range(count):
+        writer.send(FIRST, bytes(size))
+    for done in range(1, len(sizes) + 1):
+        writer._take_batches()
+        writer._take_batches()
+        assert len(writer._batches) == 1
+        writer._append(server)
+        assert [len(values) for _, _, values in server.batches] == sizes[:done]
+    assert writer.flush(0.0) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OutOfMemoryError("OOM"), *(ResponseError(f"{word} later") for word in ("MISCONF", "NOREPLICAS", "BUSY", "CLUSTERDOWN"))],
+)
+def test_what_passes_is_sent_again_as_the_same_batch(writer: RedisStreamWriter, error: Exception) -> None:
+    server: Any = Server()
+    answers: list[Any] = []
+    writer.send(FIRST, b"a", sent=answers.append)
+    writer._take_batches()
+    server.error = error
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            writer._append(server)
+    assert (answers, writer.flush(0.0)) == ([], 1)
+    server.error = None
+    writer._append(server)
+    assert (answers, server.batches) == (["1700000000000-7"], [(_key(FIRST), 1, [b"a"])])
+
+
+def test_what_does_not_pass_is_told_and_the_next_message_is_sent(writer: RedisStreamWriter) -> None:
+    server: Any = Server()
+    answers: list[Any] = []
+    for _ in range(2):
+        server.error = ResponseError("NOPERM this user may not")
+        writer.send(FIRST, b"a", sent=answers.append)
+        writer._take_batches()
+        writer._append(server)
+        assert "see what is there and what the user may do" in str(answers.pop())
+        server.error = None
+        writer.send(FIRST, b"b", sent=answers.append)
+        writer._take_batches()
+        writer._append(server)
+        assert answers.pop() == "1700000000000-7"
+    assert writer.flush(0.0) == 0
+
+
+def test_a_message_may_be_as_large_as_the_bound(writer: RedisStreamWriter) -> None:
+    writer.send(FIRST, bytes(5 << 20))
+    with pytest.raises(UpdateLogError, match="max_message_bytes"):
+        writer.send(FIRST, bytes((5 << 20) + 1))
+    writer.close()
+    with pytest.raises(UpdateLogError, match="the writer is closed"):
+        writer.send(FIRST, b"")

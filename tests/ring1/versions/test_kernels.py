@@ -1,16 +1,8 @@
 """Which numba kernels a configuration compiles before its first lookup: those that it uses, and no others."""
 
-import json
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 
 from hps.configuration.load import load_configuration
-from hps.ground.rows import decode, encode
-from hps.models.sample import sample_vectors
-from hps.models.writer import write_sparse_model
 from hps.registry import implementation
 from hps.versions.deployment import kernels_of
 
@@ -62,40 +54,3 @@ def test_a_configuration_has_the_kernels_that_it_uses(tmp_path, volatile, settin
     kernels = kernels_of(configuration, implementation("cache", "cpu"))
     assert len(kernels) == len(expected)
     assert {kernel.__name__ for kernel in kernels} == expected
-
-
-PROGRAM = """
-import json, sys
-import numpy as np
-import hps
-from hps.ground import numba_kernels
-with hps.HPS(json.loads(sys.argv[1])) as server:
-    prepared = sorted(one.name for one in numba_kernels._declared.values() if one.ready)
-    for count in (10, 300, 20_000):  # the last by several threads
-        vectors = server.lookup(np.arange(count) % 1000, "m", "t")
-    used = sorted(one.name for one in numba_kernels._declared.values() if one.ready)
-print(json.dumps([prepared, used, float(vectors.sum())]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, SETS | HASH_MAP | DENSE | LOOKUP),
-        ({"row_dtype": "int8"}, SETS | HASH_MAP | DENSE | LOOKUP | ROWS),
-        ({"row_dtype": "bfloat16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS),
-    ],
-)
-def test_loads_and_lookups_use_no_other_kernels(tmp_path, settings, expected):
-    keys = np.arange(1000)
-    write_sparse_model(tmp_path / "t.model", [(keys, sample_vectors(keys, 16))])
-    config = document(tmp_path, {"type": "hash_map"}, maxnum_catfeature_query_per_table_per_sample=[20_000], **settings)
-    command = [sys.executable, "-c", PROGRAM, json.dumps(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    prepared, used, total = json.loads(done.stdout)
-    assert prepared == used, "no lookup waits for a compiler"
-    assert {name.partition(":")[2] for name in used} == expected
-    row_dtype = settings.get("row_dtype", "float32")
-    stored = decode(encode("storing", sample_vectors(np.arange(20_000) % 1000, 16), row_dtype), 16, row_dtype)
-    assert total == pytest.approx(float(stored.sum(dtype=np.float64)), rel=1e-3)

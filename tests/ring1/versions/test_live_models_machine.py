@@ -1,9 +1,8 @@
 """The states of one model's versions, by every order of changes, failures, retries and lookups that end late, against a model.
 
-HPS_HYPOTHESIS_EXAMPLES=2000 python -m pytest tests/ring1/versions/test_live_models_machine.py
+Longer in tests/nightly/versions.
 """
 
-import os
 from typing import Any
 
 import pytest
@@ -174,6 +173,4 @@ class LiveModelsMachine(RuleBasedStateMachine):
 
 
 TestLiveModels = LiveModelsMachine.TestCase
-TestLiveModels.settings = settings(
-    max_examples=int(os.environ.get("HPS_HYPOTHESIS_EXAMPLES", "40")), stateful_step_count=30, deadline=None, print_blob=True
-)
+TestLiveModels.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, print_blob=True)

@@ -1,4 +1,4 @@
-"""In every order of threads with at most two preemptions, no lookup gets an older row than an earlier one."""
+"""In every order of threads with one preemption, no lookup gets an older row; more orders are in tests/nightly/versions."""
 
 import importlib
 import queue
@@ -26,7 +26,6 @@ KEY, NONE = np.zeros(1, np.int64), np.empty(0, np.int64)
 TOPIC = Partition("hps_et.m.t", 0)
 NO_CACHE, COLD, WARM = {"gpucache": False}, {"init_ec": False}, {"init_ec": True}
 WAITING = ("lookup.fences", "versions.live_models", "versions.deployment", "ground.open_calls")
-PREEMPTIONS = 2
 
 
 class Server:
@@ -63,10 +62,10 @@ class Server:
         for owner, name in ((NumpyCache, "update"), (NumpyLookup, "query"), (LiveModels, "serve")):
             patch.setattr(owner, name, self._stepping(getattr(owner, name)))
 
-    def explore(self, before: dict[str, bool], after: dict[str, bool]) -> int:
+    def explore(self, before: dict[str, bool], after: dict[str, bool], preemptions: int) -> int:
         """Change settings beside an update and two lookups, in every order; return the number of orders."""
         count = 0
-        for schedule in schedules(PREEMPTIONS):
+        for schedule in schedules(preemptions):
             count += 1
             self._deploy(before)
             self._newest += 1
@@ -124,12 +123,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(tmp_path_factory.mktemp("versions"), patch)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (NO_CACHE, WARM),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((COLD, WARM), (WARM, COLD), (WARM, NO_CACHE))),
-    ],
-)
-def test_time_goes_forward_in_every_order(server: Server, before: dict[str, bool], after: dict[str, bool]) -> None:
-    assert server.explore(before, after) > 300
+def test_time_goes_forward_in_every_order(server: Server) -> None:
+    assert server.explore(NO_CACHE, WARM, preemptions=1) > 20

@@ -28,7 +28,7 @@ __all__ = ["config", "content", "remarkable"]
 
 
 def test_create_model_that_is_interrupted_leaves_nothing(tmp_path: Path, children: ChildProcesses) -> None:
-    process = children.hps("create-model", tmp_path / "m", "--rows", 2_000_000_000, "--dim", 16)
+    process = children.hps("create-model", tmp_path / "m", "--rows", 2_000_000_000, "--dim", 16, real=True)
     wait_until(lambda: os.listdir(tmp_path), "it writes")
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)

@@ -9,7 +9,6 @@ import socket
 import ssl
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 import hps
 from hps.configuration.tokens import digest_of
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.certificates import Authority, Pair
 from tests.servers.child_processes import ROOT, ChildProcesses
 from tests.servers.running_service import document_of, model_of
@@ -93,18 +92,15 @@ def trusting(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
     return context
 
 
-@pytest.fixture
-def children() -> Iterator[ChildProcesses]:
-    started = ChildProcesses()
-    yield started
-    started.end()
+def document_in(directory: Path) -> dict[str, Any]:
+    keys = np.arange(10, dtype=np.int64)
+    hps.write_sparse_model(directory / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], 3, axis=1)))
+    return document_of(model_of("m", [directory / "item.model"], {"item": 3}), service={"drain_s": 0})
 
 
 @pytest.fixture
 def document(tmp_path: Path) -> dict[str, Any]:
-    keys = np.arange(10, dtype=np.int64)
-    hps.write_sparse_model(tmp_path / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], 3, axis=1)))
-    return document_of(model_of("m", [tmp_path / "item.model"], {"item": 3}), service={"drain_s": 0})
+    return document_in(tmp_path)
 
 
 def write_tokens(path: Path, *entries: dict[str, Any]) -> None:
@@ -122,7 +118,8 @@ class Load:
     """Looks up without a pause on new and kept connections; whatever goes wrong is kept. *For one test.*"""
 
     def __init__(self, service: Served, token: Callable[[], str], context: Callable[[], ssl.SSLContext | None]) -> None:
-        self.answers, self.failures = 0, []
+        self._answers: dict[int, int] = {}
+        self.failures: list[Any] = []
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(service, token, context, requests)) for requests in (1, 7, 10**9)
@@ -138,19 +135,30 @@ class Load:
                     if self._stop.is_set():
                         break
                     status, _, body = ask_on(connection, "POST", LOOKUP, token(), BODY)
-                    self.answers += 1
+                    self._answers[requests] = self._answers.get(requests, 0) + 1
                     if status != 200 or json.loads(body) != {"tables": {"item": [[1, 1, 1], [2, 2, 2]]}}:
                         self.failures.append((status, body))
             except Exception as error:  # noqa: BLE001 - they are compared in the end
                 self.failures.append(repr(error))
-                time.sleep(0.05)
+                return
             finally:
                 connection.close()
+
+    @property
+    def answers(self) -> int:
+        return sum(self._answers.values())
+
+    def wait_for_next(self) -> None:
+        """Wait until each thread has sent a request from now on, and got its answer."""
+        before = dict(self._answers)
+        wait_until(
+            lambda: self.failures or all(self._answers[one] > count + 1 for one, count in before.items()), "requests go on"
+        )
 
     def end(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
 
 
 def test_certificates_and_tokens_rotate_under_load_without_a_failed_request(
@@ -194,22 +202,25 @@ def test_certificates_and_tokens_rotate_under_load_without_a_failed_request(
             before, current[0] = current[0], new
             write_tokens(tokens, entry("ranker", "lookup", sha256=[digest_of(new)]))
             if turn == 3:
-                time.sleep(0.5)  # requests with the token before have been sent
+                load.wait_for_next()  # requests with the token before have been answered
             wait_until(lambda before=before: status(before) == {401}, "the former token is unknown")
     finally:
         load.end()
     assert load.failures == []
     assert load.answers > 100
-    # What is wrong changes nothing, and is said once.
-    pair.key.write_text("not a key")
+    # What is wrong changes nothing, and is said once: others rotate meanwhile, so it is looked at again.
     tokens.write_text('{"tokens": [')
     wait_until(lambda: "the tokens stay as they are" in service.text, "it says so")
-    wait_until(lambda: "new connections go on with the certificate as it was" in service.text, "it says so")
-    time.sleep(1.2)
+    authority.sign("fifth", "server")
+    wait_until(lambda: names() == {"fifth"}, "new connections see the new certificate")
     assert service.text.count("the tokens stay as they are") == 1
+    pair.key.write_text("not a key")
+    wait_until(lambda: "new connections go on with the certificate as it was" in service.text, "it says so")
+    before, current[0] = current[0], "token-4"
+    write_tokens(tokens, entry("ranker", "lookup", sha256=[digest_of(current[0])]))
+    wait_until(lambda: (status(before), status(current[0])) == ({401}, {200}), "the new token is known")
     assert service.text.count("new connections go on with") == 1
-    assert names() == {"fourth"}
-    assert status(current[0]) == {200}
+    assert names() == {"fifth"}
     found = service.ask("GET", "/metrics", current[0], None, context)[2].decode()
     assert re.search(r'^hps_http_token_requests_total\{status="200",who="ranker"\} [1-9]', found, re.MULTILINE)
 
@@ -228,15 +239,22 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("fronts", [0, 2])
-def test_every_right_opens_its_routes_and_no_other(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any], fronts: int
-) -> None:
-    tokens = tmp_path / "tokens.json"
-    named = {right: entry(right, right) for right in ("lookup", "write", "admin")}
-    write_tokens(tokens, *named.values(), entry("both", "lookup", "write", certificate="both.example"), entry("none"))
+@pytest.fixture(scope="module")
+def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with a token for each right, and some that may not ask often."""
+    directory, started = tmp_path_factory.mktemp("tokens"), ChildProcesses()
+    document, tokens = document_in(directory), directory / "tokens.json"
+    named = [entry(right, right) for right in ("lookup", "write", "admin")]
+    limited = [entry("often", "lookup", requests_per_s=0.02, burst=3), entry("large", "lookup", keys_per_s=0.1)]
+    both = entry("both", "lookup", "write", certificate="both.example")
+    write_tokens(tokens, *named, both, entry("none"), *limited, entry("free", "lookup"))
     document["service"]["tokens_path"] = str(tokens)
-    service = Served(children, tmp_path, document, "--fronts", fronts)
+    yield Served(started, directory, document, "--fronts", 1)  # several share a burst out
+    started.end()
+
+
+def test_every_right_opens_its_routes_and_no_other(with_tokens: Served) -> None:
+    service = with_tokens
     senders = {name: SECRETS.get(name, name) for name in ("lookup", "write", "admin", "both", "none")}
     senders |= {"unknown": "guess", "nothing": ""}
     for method, path, body, allowed in MATRIX:
@@ -256,6 +274,20 @@ def test_every_right_opens_its_routes_and_no_other(
     text = service.text
     assert "by 127.0.0.1 (token admin): done" in text
     assert "by 127.0.0.1 (token write): 1 requests" in text
+
+
+def test_a_token_that_asks_too_often_is_told_when_to_come_back(with_tokens: Served) -> None:
+    service = with_tokens
+    answers = [service.ask("POST", LOOKUP, "often", BODY) for _ in range(4)]
+    assert [status for status, _, _ in answers] == [200, 200, 200, 429]
+    assert 1 <= int(answers[-1][1]["retry-after"]) <= 50
+    assert "token often: got more than its requests_per_s allows" in json.loads(answers[-1][2])["error"]
+    assert service.ask("GET", "/v2/models/m", "often")[0] == 429, "all requests count"
+    assert service.ask("GET", "/v2/health/live")[0] == 200
+    assert [service.ask("POST", LOOKUP, "large", BODY)[0] for _ in range(2)] == [200, 429]
+    assert {service.ask("POST", LOOKUP, "free", BODY)[0] for _ in range(20)} == {200}
+    found = service.ask("GET", "/metrics", "free")[2].decode()
+    assert 'hps_http_token_requests_total{status="429",who="often"} 2' in found
 
 
 def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights_of_its_entry(
@@ -311,12 +343,12 @@ def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights
     command = children.hps(
         "models", f"https://127.0.0.1:{service.port}", "--token", SECRETS["admin"], env={**os.environ, **clients}
     )
-    assert "serving" in command.communicate(timeout=60)[0]
+    assert "serving" in command.communicate(timeout=PATIENCE_S)[0]
     for certificate, code in ((probe, 0), (None, 1)):
         url = {"HPS_HEALTH_URL": f"https://127.0.0.1:{service.port}/v2/health/ready"}
         given = {"HPS_HEALTH_CERTIFICATE": str(certificate.both)} if certificate else {}
         health = children.start(*health_check(), env={**os.environ, **url, **given})
-        health.communicate(timeout=60)
+        health.communicate(timeout=PATIENCE_S)
         assert health.returncode == code
     expired = authority.sign("ranker.example", "expired", days=-1)
     for pair in (None, stranger.sign("ranker.example", "strange"), expired):
@@ -345,11 +377,12 @@ def health_check() -> list[str]:
     return [sys.executable, *json.loads(line.strip().removeprefix("CMD "))[1:]]
 
 
-def test_handshakes_that_do_not_end_leave_room_for_others(
+def test_handshakes_that_do_not_end_leave_room_for_others_whose_large_requests_pass_whole(
     children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
 ) -> None:
     authority = Authority(tmp_path)
     document["service"] |= {"tls_certificate_path": str(authority.sign("server").both), "max_connections": 20}
+    document["models"][0]["max_batch_size"] = 1_000_000
     service = Served(children, tmp_path, document, "--fronts", 1)
     silent = [socket.create_connection(("127.0.0.1", service.port), timeout=30) for _ in range(60)]
     try:
@@ -363,6 +396,18 @@ def test_handshakes_that_do_not_end_leave_room_for_others(
     finally:
         for one in silent:
             one.close()
+    keys = np.arange(1_000_000, dtype=np.int64) % 10
+    connection = service.connect(trusting(authority))
+    connection.connect()
+    for _ in range(2):
+        connection.sock.sendall(binary_request(keys))
+        answer = http.client.HTTPResponse(connection.sock, method="POST")
+        answer.begin()
+        assert answer.status == 200
+        body = answer.read()
+        vectors = np.frombuffer(body[int(answer.headers["inference-header-content-length"]) :], np.float32).reshape(-1, 3)
+        assert (vectors == keys[:, None]).all()
+    connection.close()
 
 
 def test_slow_clients_and_idle_ones_do_not_hold_tls_connections(
@@ -383,7 +428,7 @@ def test_slow_clients_and_idle_ones_do_not_hold_tls_connections(
         wait_until(lambda: "which does not read its answer" in service.text, "it is given up")
         slow.close()
     service.process.send_signal(signal.SIGTERM)
-    assert service.process.wait(60) == 0
+    assert service.process.wait(PATIENCE_S) == 0
     assert "requests have ended; connections left: 0" in service.text, (
         "idle clients are not waited for, though none says goodbye"
     )
@@ -396,46 +441,6 @@ def binary_request(keys: np.ndarray) -> bytes:
     text = json.dumps({"inputs": [{"name": "item", **shape}], "parameters": {"binary_data_output": True}}).encode()
     lines = (f"Inference-Header-Content-Length: {len(text)}", f"Content-Length: {len(text) + keys.nbytes}", "", "")
     return "\r\n".join(("POST /v2/models/m/infer HTTP/1.1", "Host: x", *lines)).encode() + text + keys.tobytes()
-
-
-def test_large_requests_and_answers_pass_tls_whole(children: ChildProcesses, tmp_path: Path, document: dict[str, Any]) -> None:
-    authority = Authority(tmp_path)
-    document["service"]["tls_certificate_path"] = str(authority.sign("server").both)
-    document["models"][0]["max_batch_size"] = 1_000_000
-    service = Served(children, tmp_path, document, "--fronts", 1)
-    keys = np.arange(1_000_000, dtype=np.int64) % 10
-    connection = service.connect(trusting(authority))
-    connection.connect()
-    for _ in range(3):
-        connection.sock.sendall(binary_request(keys))
-        answer = http.client.HTTPResponse(connection.sock, method="POST")
-        answer.begin()
-        assert answer.status == 200
-        time.sleep(0.3)  # a client that does not read at once
-        body = answer.read()
-        vectors = np.frombuffer(body[int(answer.headers["inference-header-content-length"]) :], np.float32).reshape(-1, 3)
-        assert (vectors == keys[:, None]).all()
-    connection.close()
-
-
-def test_a_token_that_asks_too_often_is_told_when_to_come_back(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
-) -> None:
-    tokens = tmp_path / "tokens.json"
-    often = entry("often", "lookup", requests_per_s=0.02, burst=3)
-    write_tokens(tokens, often, entry("large", "lookup", keys_per_s=0.1), entry("free", "lookup"))
-    document["service"]["tokens_path"] = str(tokens)
-    service = Served(children, tmp_path, document, "--fronts", 1)
-    answers = [service.ask("POST", LOOKUP, "often", BODY) for _ in range(4)]
-    assert [status for status, _, _ in answers] == [200, 200, 200, 429]
-    assert 1 <= int(answers[-1][1]["retry-after"]) <= 50
-    assert "token often: got more than its requests_per_s allows" in json.loads(answers[-1][2])["error"]
-    assert service.ask("GET", "/v2/models/m", "often")[0] == 429, "all requests count"
-    assert service.ask("GET", "/v2/health/live")[0] == 200
-    assert [service.ask("POST", LOOKUP, "large", BODY)[0] for _ in range(2)] == [200, 429]
-    assert {service.ask("POST", LOOKUP, "free", BODY)[0] for _ in range(20)} == {200}
-    found = service.ask("GET", "/metrics", "free")[2].decode()
-    assert 'hps_http_token_requests_total{status="429",who="often"} 2' in found
 
 
 def test_calls_of_grpc_speak_tls_and_have_the_same_rights_and_limits(
@@ -510,11 +515,13 @@ def test_calls_of_grpc_speak_tls_and_have_the_same_rights_and_limits(
         assert code_of(stub.ModelInfer, request, token=SECRETS["lookup"]) == "OK", said[-1]
 
 
-def test_a_file_of_tokens_can_be_added_and_removed_by_a_signal(
+def test_a_public_address_is_warned_of_until_a_file_of_tokens_comes_by_a_signal_and_goes_again(
     children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
 ) -> None:
     tokens = tmp_path / "tokens.json"
-    service = Served(children, tmp_path, document, "--fronts", 1)
+    service = Served(children, tmp_path, document, "--host", "0.0.0.0", "--fronts", 1)
+    assert "everyone who reaches 0.0.0.0 may look up, and read metrics, without a token" in service.text
+    assert "tokens, keys and vectors are sent to and from 0.0.0.0 unencrypted" in service.text
 
     def reload(says: str, **settings: str) -> None:
         (tmp_path / "ps.json").write_text(json.dumps(document | {"service": document["service"] | settings}))
@@ -536,10 +543,13 @@ def test_a_file_of_tokens_can_be_added_and_removed_by_a_signal(
     wait_until(lambda: status("") == 200, "the front has heard of it")
 
 
-@pytest.mark.parametrize("log_format", ["text", "json"])
 def test_no_secret_is_in_logs_metrics_errors_or_process_lists(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any], log_format: str
+    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
 ) -> None:
+    no_secret_is_told(children, tmp_path, document, "text")
+
+
+def no_secret_is_told(children: ChildProcesses, tmp_path: Path, document: dict[str, Any], log_format: str) -> None:
     authority, tokens = Authority(tmp_path), tmp_path / "tokens.json"
     pair = authority.sign("server")
     entries = [entry("lookup", "lookup"), {"name": "other", "rights": ["admin"], "token": SECRETS["other"]}]
@@ -601,31 +611,10 @@ def test_no_secret_is_in_logs_metrics_errors_or_process_lists(
         assert not [text[max(0, text.find(secret) - 200) :][:400] for text in everything if secret in text], secret
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            {"tokens_path": "nowhere.json"},
-            "file: cannot be read (No such file or directory); expected the path of a file of tokens",
-        ),
-        ({"tls_certificate_path": "nowhere.pem"}, "tls_certificate_path: cannot use nowhere.pem: No such file or directory"),
-        ({"tls_key_path": "key.pem"}, "tls_key_path: it has no effect alone, expected tls_certificate_path, too"),
-    ],
-)
-def test_what_cannot_be_used_ends_the_start(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any], settings: dict[str, str], says: str
-) -> None:
-    document["service"] |= settings
+def test_what_cannot_be_used_ends_the_start(children: ChildProcesses, tmp_path: Path, document: dict[str, Any]) -> None:
+    document["service"] |= {"tls_certificate_path": "nowhere.pem"}
     (tmp_path / "ps.json").write_text(json.dumps(document))
     process = children.hps("serve", tmp_path / "ps.json", "--port", 0, "--fronts", 1)
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
-    assert says in " ".join(text.split())
-
-
-def test_a_public_address_without_tokens_or_tls_is_warned_of(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
-) -> None:
-    text = Served(children, tmp_path, document, "--host", "0.0.0.0", "--fronts", 1).text
-    assert "everyone who reaches 0.0.0.0 may look up, and read metrics, without a token" in text
-    assert "tokens, keys and vectors are sent to and from 0.0.0.0 unencrypted" in text
+    assert "tls_certificate_path: cannot use nowhere.pem: No such file or directory" in " ".join(text.split())

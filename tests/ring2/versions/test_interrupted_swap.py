@@ -1,27 +1,27 @@
-"""A process that swaps versions is killed at random moments; the next one serves one whole version, and no disk fills up.
+"""A process that swaps versions is killed; the next one serves one whole version, and no disk fills up.
 
-HPS_SWAP_KILLS=20 python -m pytest tests/ring2/versions/test_interrupted_swap.py
+At many random moments: tests/nightly/versions.
 """
 
 import json
 import os
 import random
 import sys
-import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
 import hps
 from hps.databases.base import PersistentDatabase
+from hps.testing.waiting import PATIENCE_S
 from hps.types import split_tag
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import document_of, model_of
 from tests.tables.swapping_child import CONTENTS, DIMS, KEYS, MODEL, ROWS, VERSIONS, put_content, vectors_of, write_contents
 
-KILLS = int(os.environ.get("HPS_SWAP_KILLS", "3"))
 SEED = 20_261_122
-LONGEST_S = 0.6  # a few swaps
 VERSION_BYTES = ROWS * sum(4 * dim + 32 for dim in DIMS.values())  # on disk
 
 
@@ -40,9 +40,12 @@ def content_of(server: hps.HPS) -> int:
     return content
 
 
-def test_a_process_that_is_killed_in_a_swap_leaves_one_whole_version_to_the_next(
-    tmp_path: Path, children: ChildProcesses
-) -> None:
+def kill_in_swaps(tmp_path: Path, children: ChildProcesses, moments: Iterable[Callable[[TextIO], object]]) -> None:
+    """Kill a process that swaps versions at each of these moments, and look at what it left.
+
+    Args:
+        moments: each is called with what the process prints, a line as a change begins, of which one was read.
+    """
     write_contents(tmp_path)
     for version in range(1, VERSIONS + 1):
         put_content(tmp_path, version, version % CONTENTS)
@@ -54,14 +57,13 @@ def test_a_process_that_is_killed_in_a_swap_leaves_one_whole_version_to_the_next
     document = document_of(model, persistent=tmp_path / "rocksdb")
     (configuration := tmp_path / "ps.json").write_text(json.dumps(document))
     chance = random.Random(SEED)
-    for kill in range(KILLS):
+    for kill, moment in enumerate(moments):
         child = children.start(sys.executable, "-m", "tests.tables.swapping_child", configuration, tmp_path, SEED + kill)
         assert child.stdout is not None
         assert child.stdout.readline(), child.communicate()[1]
-        time.sleep(delay_s := chance.uniform(0, LONGEST_S))
+        moment(child.stdout)
         child.kill()
-        changes = child.communicate(timeout=60)[0]
-        sys.stdout.write(f"killed {delay_s:.4f} s after its first change, in change {changes.count(chr(10)) + 1}\n")
+        child.communicate(timeout=PATIENCE_S)
         with hps.HPS(document) as server:
             place = os.readlink(tmp_path / server.model(MODEL).version)
             assert content_of(server) == int(Path(place).name), "the version has the content that its files have"
@@ -72,3 +74,9 @@ def test_a_process_that_is_killed_in_a_swap_leaves_one_whole_version_to_the_next
             assert len(slots) <= 2, "what serves, and what is kept"
         size = sum(path.stat().st_size for path in (tmp_path / "rocksdb").rglob("*") if path.is_file())
         assert size < 3 * VERSION_BYTES, "what serves, what is kept, and logs"
+
+
+def test_a_process_that_is_killed_in_a_swap_leaves_one_whole_version_to_the_next(
+    tmp_path: Path, children: ChildProcesses
+) -> None:
+    kill_in_swaps(tmp_path, children, [lambda lines: None, lambda lines: [lines.readline() for _ in range(3)]])

@@ -1,6 +1,5 @@
 """Publishing through real logs: what a reader gets is what was published, and a second publisher goes on above the first."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import hps
 from hps.configuration.load import load_configuration
 from hps.registry import implementation
 from hps.statistics.metrics import Metrics
+from hps.testing.waiting import wait_until
 from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import DeadLetters, read_topics
 from hps.updates.framing import decode
@@ -41,11 +41,14 @@ def read(document: dict[str, Any], until: dict[str, str], after: dict[Partition,
     settings = load_configuration(document).update_source
     log = implementation("update_log", settings.type).from_config(settings, "test")
     messages: list[Message] = []
-    deadline = time.monotonic() + 30
+
+    def all_are_read() -> bool:
+        messages.extend(log.poll(0.1, 1 << 20))
+        return {str(one.partition): one.position for one in messages} == until
+
     try:
         log.follow([TOPIC], after or {}, "earliest")
-        while {str(one.partition): one.position for one in messages} != until and time.monotonic() < deadline:
-            messages += log.poll(0.1, 1 << 20)
+        wait_until(all_are_read, f"messages up to {until} are read")
     finally:
         log.close()
     return messages

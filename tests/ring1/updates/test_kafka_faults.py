@@ -1,28 +1,22 @@
-"""What happens to Kafka's clients when the cluster misbehaves: librdkafka's own brokers, which do, and a real one."""
+"""What happens to Kafka's clients when the cluster misbehaves: librdkafka's own brokers, which do."""
 
 import os
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, Producer
+from confluent_kafka import Consumer, KafkaError
 
 import hps.updates.kafka
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import ConfigError, ForkedProcessError, UpdateLogError
-from hps.testing.update_logs import eventually, polled, values, written
+from hps.testing.update_logs import polled, values, written
+from hps.testing.waiting import wait_until
 from hps.updates.base import Partition
 from hps.updates.kafka import KafkaLog, KafkaWriter
-from tests.servers.kafka_broker import KafkaBroker
-from tests.servers.kafka_mock import FETCH, METADATA, PRODUCE, KafkaMock
+from tests.servers.kafka_mock import FETCH, PRODUCE, KafkaMock
 
-pytestmark = pytest.mark.kafka
 TOPIC = "hps_et.shop.items"
 FIRST = Partition(TOPIC, 0)
 
@@ -37,12 +31,6 @@ def cluster() -> Iterator[KafkaMock]:
     with KafkaMock() as cluster:
         cluster.create(TOPIC, 2)
         yield cluster
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[KafkaBroker]:
-    with KafkaBroker(tmp_path) as broker:
-        yield broker
 
 
 @pytest.fixture
@@ -71,36 +59,8 @@ def numbers(start: int, end: int) -> list[bytes]:
 def lost(log: KafkaLog) -> dict[Partition, str]:
     """What is reported as lost, once anything is."""
     found: dict[Partition, str] = {}
-    eventually(lambda: bool(log.poll(0.01, 1) or found.update(log.lost()) or found))
+    wait_until(lambda: bool(log.poll(0.01, 1) or found.update(log.lost()) or found))
     return found
-
-
-@pytest.mark.slow
-def test_messages_come_once_and_in_order_while_leaders_change_and_connections_break(cluster, writer, opened):
-    log = opened(cluster.address)
-    read: list[bytes] = []
-    done = threading.Event()
-
-    def harm() -> None:
-        for turn in range(4):
-            cluster.lead(TOPIC, 0, turn % 3 + 1)
-            cluster.fail(PRODUCE, KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.REQUEST_TIMED_OUT)
-            cluster.fail(FETCH, KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.FENCED_LEADER_EPOCH)
-            cluster.fail(METADATA, KafkaError._TRANSPORT)
-            done.wait(0.3)
-
-    harming = threading.Thread(target=harm)
-    harming.start()
-    for start in range(0, 1000, 50):
-        for value in numbers(start, start + 50):
-            writer.send(FIRST, value)
-        read += values(log.poll(0.05, 1 << 20))
-    harming.join()
-    assert writer.flush(60) == 0
-    read += values(polled(log, 1000 - len(read)))
-    assert read == numbers(0, 1000)
-    assert log.lost() == {}
-    eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
 
 
 def test_a_writer_that_is_fenced_says_so(cluster, writer):
@@ -131,7 +91,7 @@ def test_an_answer_that_raises_takes_no_other_with_it(cluster, writer):
 
     for sent in (fail, answers.append, fail, answers.append):
         writer.send(FIRST, b"x", sent=sent)
-    eventually(lambda: answers == ["1", "3"])
+    wait_until(lambda: answers == ["1", "3"])
 
 
 def test_a_send_waits_for_room_and_then_gives_up(cluster, monkeypatch):
@@ -146,10 +106,6 @@ def test_a_send_waits_for_room_and_then_gives_up(cluster, monkeypatch):
             writer.send(FIRST, b"x")
         with pytest.raises(UpdateLogError, match="no room"):
             writer.send(FIRST, b"x")
-        answers: list[Any] = []
-        started = time.monotonic()
-    assert time.monotonic() - started < 30
-    assert answers == []
 
 
 @pytest.mark.parametrize("messages", [5, 40])
@@ -161,7 +117,7 @@ def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened, messa
         written(writer, FIRST, b"10")
         assert values(polled(log, 11)) == numbers(0, 11)
     cluster.delete(TOPIC)
-    eventually(lambda: log.poll(0.01, 1) == [] and log.problem == f"topic {TOPIC} does not exist")
+    wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == f"topic {TOPIC} does not exist")
     assert log.behind() == {Partition(TOPIC, 0): None, Partition(TOPIC, 1): None}
     cluster.create(TOPIC, 3)
     with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
@@ -171,27 +127,29 @@ def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened, messa
     found = lost(log)
     assert list(found) == [FIRST]
     assert "made anew" in found[FIRST]
-    eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
+    wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
 
 
 def test_a_paused_topic_that_is_made_anew_again_and_again_stays_paused(cluster, opened):
     log = opened(cluster.address)
     for made in range(3):
         partitions = [Partition(TOPIC, number) for number in range(2 + made)]
-        eventually(lambda partitions=partitions: log.poll(0.01, 1) == [] and set(log.behind()) == set(partitions))
+        wait_until(lambda partitions=partitions: log.poll(0.01, 1) == [] and set(log.behind()) == set(partitions))
         log.pause(partitions)
         cluster.delete(TOPIC)
-        eventually(lambda: log.problem == f"topic {TOPIC} does not exist")
+        wait_until(lambda: log.problem == f"topic {TOPIC} does not exist")
         cluster.create(TOPIC, 3 + made)
         with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
             for partition in partitions:
                 written(writer, partition, *numbers(0, 3))
-        eventually(
+        wait_until(
             lambda made=made, partitions=partitions: (
                 log.behind() == dict.fromkeys(partitions, 3) | {Partition(TOPIC, 2 + made): 0}
             )
         )
-        assert [log.poll(0.2, 1 << 20) for _ in range(5)] == [[]] * 5
+        with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+            written(writer, Partition(TOPIC, 2 + made), b"marked")
+        assert values(polled(log, 1)) == [b"marked"], "nothing that is paused came before it"
         log.resume(partitions)
         assert sorted(values(polled(log, 3 * len(partitions)))) == sorted(numbers(0, 3) * len(partitions))
         log.commit({FIRST: "2"})
@@ -200,7 +158,7 @@ def test_a_paused_topic_that_is_made_anew_again_and_again_stays_paused(cluster, 
 def test_what_was_written_before_a_new_topic_was_found_is_read(cluster, opened):
     cluster.delete(TOPIC)
     log = opened(cluster.address, begin="latest", metadata_refresh_interval_ms=60_000)
-    eventually(lambda: log.problem == f"topic {TOPIC} does not exist")
+    wait_until(lambda: log.problem == f"topic {TOPIC} does not exist")
     cluster.create(TOPIC, 1)  # a second before it is looked for again
     with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
         written(writer, FIRST, *numbers(0, 3))
@@ -234,15 +192,15 @@ def test_messages_that_go_while_they_are_waited_for_are_noticed(cluster, writer,
 def test_a_topic_that_may_not_be_read_is_a_problem_until_it_may(cluster, writer, opened):
     cluster.refuse(TOPIC, KafkaError.TOPIC_AUTHORIZATION_FAILED)
     log = opened(cluster.address)
-    eventually(lambda: log.poll(0.01, 1) == [] and "authorization failed" in log.problem.lower())
+    wait_until(lambda: log.poll(0.01, 1) == [] and "authorization failed" in log.problem.lower())
     cluster.refuse(TOPIC, 0)
-    eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
+    wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
     written(writer, FIRST, b"x")
     assert values(polled(log, 1)) == [b"x"]
 
 
 def test_brokers_that_answer_and_send_no_message_are_told(cluster, writer, opened, monkeypatch):
-    monkeypatch.setattr(hps.updates.kafka, "_SILENT_S", 0.3)
+    monkeypatch.setattr(hps.updates.kafka, "_SILENT_S", 0.0)
     log = opened(cluster.address, config={"fetch.error.backoff.ms": 20})
     written(writer, FIRST, b"a")
     polled(log, 1)
@@ -250,14 +208,15 @@ def test_brokers_that_answer_and_send_no_message_are_told(cluster, writer, opene
         cluster.fail(FETCH, *[KafkaError.REQUEST_TIMED_OUT] * 100_000)  # librdkafka asks again and says nothing
         written(writer, FIRST, value, value)
         log.pause([FIRST])
-        eventually(lambda: log.behind()[FIRST] == 2)
-        assert not [log.poll(0.3, 1) for _ in range(3) if "send none" in log.problem]  # it was told to wait
+        wait_until(lambda: log.behind()[FIRST] == 2)
+        assert [log.poll(0.01, 1) for _ in range(3)] == [[]] * 3
+        assert "send none" not in log.problem, "it was told to wait"
         log.resume([FIRST])
         said = f"{FIRST}: 2 messages wait there, but the brokers send none"
-        eventually(lambda said=said: log.poll(0.01, 1) == [] and said in log.problem and said in log.problem_of(TOPIC))
+        wait_until(lambda said=said: log.poll(0.01, 1) == [] and said in log.problem and said in log.problem_of(TOPIC))
         cluster.work(FETCH)
         assert values(polled(log, 2)) == [value, value]
-        eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
+        wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
 
 
 def test_members_of_a_group_of_the_same_name_do_not_disturb(cluster, writer, opened):
@@ -267,11 +226,11 @@ def test_members_of_a_group_of_the_same_name_do_not_disturb(cluster, writer, ope
     member = Consumer({"bootstrap.servers": cluster.address, "group.id": "hps.volatile", "log_level": 2})
     with closing(member):
         member.subscribe([TOPIC])
-        eventually(lambda: member.poll(0.1) is None and bool(member.assignment()))
+        wait_until(lambda: member.poll(0.1) is None and bool(member.assignment()))
         written(writer, FIRST, *numbers(0, 20))
         log.commit({FIRST: "0"})
         assert values(polled(log, 20)) == numbers(0, 20)
-        eventually(lambda: log.poll(0.01, 1) == [] and "committing positions failed" in log.problem)
+        wait_until(lambda: log.poll(0.01, 1) == [] and "committing positions failed" in log.problem)
         written(writer, FIRST, b"z")
         assert values(polled(log, 1)) == [b"z"]
 
@@ -289,13 +248,13 @@ def test_a_topic_that_the_brokers_refuse_keeps_no_other_from_being_read(cluster,
         for topic in others:
             written(writer, Partition(topic, 0), b"a")
         assert values(polled(log, 2)) == [b"a", b"a"]
-        eventually(lambda: log.poll(0.01, 1) == [] and TOPIC in log.problem_of(TOPIC))
+        wait_until(lambda: log.poll(0.01, 1) == [] and TOPIC in log.problem_of(TOPIC))
         assert [log.problem_of(topic) for topic in others] == ["", ""]
         assert not log.lacks(TOPIC)
         cluster.refuse(TOPIC, 0)
         written(writer, FIRST, b"b")
         assert values(polled(log, 1)) == [b"b"]
-        eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
+        wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
 
 
 def test_a_cluster_that_goes_and_comes_is_read_on_and_told_of_once_a_minute(cluster, writer, opened, caplog):
@@ -304,46 +263,12 @@ def test_a_cluster_that_goes_and_comes_is_read_on_and_told_of_once_a_minute(clus
     polled(log, 1)
     for value in (b"b", b"c"):
         cluster.down()
-        eventually(lambda: log.poll(0.01, 1) == [] and log.problem != "" and set(log.behind().values()) == {None})
+        wait_until(lambda: log.poll(0.01, 1) == [] and log.problem != "" and set(log.behind().values()) == {None})
         cluster.up()
         written(writer, FIRST, value)
         assert values(polled(log, 1)) == [value]
-        eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
+        wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
     assert len([record for record in caplog.records if record.name == "hps.updates.kafka"]) == 1
-
-
-def test_wrong_credentials_are_told(tmp_path, opened):
-    broker = KafkaBroker(tmp_path)
-    broker.arguments = ("--authentication",)
-    with broker:
-        secrets = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "SCRAM-SHA-256"}
-        secrets |= {"sasl.username": "nobody", "sasl.password": "wrong"}
-        log = opened(broker.address, config=secrets)
-        eventually(lambda: log.poll(0.01, 1) == [] and "authentication" in log.problem.lower())
-        assert "wrong" not in log.problem
-        (found,) = KafkaLog.probe(settings(broker.address, config=secrets), [TOPIC], 3)
-        assert (found.level, "authentication" in found.text.lower()) == ("unreachable", True)
-        with closing(KafkaWriter.from_config(settings(broker.address, config=secrets))) as writer:
-            for ask in (lambda: writer.partitions(TOPIC, 3), lambda: writer.last(FIRST, 3)):
-                with pytest.raises(UpdateLogError, match=r"(?i)authentication") as told:
-                    ask()
-                assert "wrong" not in str(told.value)
-
-
-def test_tls_to_a_port_that_speaks_none_is_told(broker, opened):
-    log = opened(broker.address, config={"security.protocol": "ssl"})
-    eventually(lambda: log.poll(0.01, 1) == [] and log.problem != "")
-
-
-def test_a_message_larger_than_all_bounds_does_not_stop_the_stream(broker, opened):
-    producer = Producer(broker.client_settings(message_max_bytes=40_000_000))
-    with closing(KafkaWriter.from_config(settings(broker.address))) as writer:
-        writer.partitions(TOPIC, 20, create=1)
-    for value in (b"a", bytes(30_000_000), b"b"):
-        producer.produce(TOPIC, value, partition=0)
-    assert producer.flush(30) == 0
-    log = opened(broker.address, read_ahead_bytes=1 << 20, max_message_bytes=100_000, config=broker.config)
-    assert [len(value) for value in values(polled(log, 3))] == [1, 30_000_000, 1]
 
 
 @pytest.mark.parametrize(
@@ -390,35 +315,20 @@ def test_a_forked_child_is_refused_and_ends(cluster, writer, opened):
         log.close()
         writer.close()
         os._exit(0 if refused == 4 else 1)
-    eventually(lambda: os.waitpid(child, os.WNOHANG)[0] == child or False)
+    wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child or False)
     written(writer, FIRST, b"b")
     assert values(polled(log, 1)) == [b"b"]
-
-
-def test_a_process_that_closes_nothing_ends(cluster):
-    program = f"""
-from hps.configuration.tiers import UpdateSourceConfig
-from hps.updates.base import Partition
-from hps.updates.kafka import KafkaLog, KafkaWriter
-config = UpdateSourceConfig(type="kafka", brokers="{cluster.address}")
-log, writer = KafkaLog.from_config(config, "g"), KafkaWriter.from_config(config)
-log.follow(["{TOPIC}"], {{}}, "earliest")
-writer.send(Partition("{TOPIC}", 0), b"x")
-print(log.poll(20, 1)[0].value)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "b'x'\n", "")
 
 
 def test_opening_and_closing_leaves_no_thread_and_no_descriptor(cluster):
     def open_and_close() -> tuple[int, int]:
         with closing(KafkaLog.from_config(settings(cluster.address), "g")) as log:
             log.follow([TOPIC], {}, "earliest")
-            eventually(lambda: log.poll(0.01, 1) == [] and len(log.behind()) == 2)
+            wait_until(lambda: log.poll(0.01, 1) == [] and len(log.behind()) == 2)
         with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
             written(writer, FIRST, b"x")
             writer.last(FIRST, 20)
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
     before = [open_and_close() for _ in range(2)][-1]
-    eventually(lambda: all(now <= then for now, then in zip(open_and_close(), before, strict=True)))
+    wait_until(lambda: all(now <= then for now, then in zip(open_and_close(), before, strict=True)))

@@ -1,0 +1,251 @@
+"""What a deployment answers, closes and refuses, and how a configuration chooses caches and databases."""
+
+import asyncio
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.cache.cpu.cache import NumpyCache
+from hps.configuration.load import ModelConfig, load_configuration
+from hps.registry import IMPLEMENTATIONS, Ours
+from hps.statistics.metrics import Metrics
+from hps.versions.deployment import (
+    choose_cache,
+    index_sizes,
+    is_direct,
+    is_static,
+    open_databases,
+    repeated_after_takeover,
+    why_unavailable,
+)
+from tests.servers.running_service import document_of, model_of
+
+KEYS = np.arange(10)
+DIMS = {"a": 4, "b": 8}
+
+
+def config(**settings: Any) -> ModelConfig:
+    return load_configuration(document_of(model_of("m", ["x", "y"], DIMS, **settings))).models[0]
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    for table, dim in DIMS.items():
+        hps.write_sparse_model(tmp_path / table, (KEYS, np.full((KEYS.size, dim), 1, np.float32)))
+    settings = {"default_value_for_each_table": [5.0] * len(DIMS), "cache_refresh_percentage_per_iteration": 1.0}
+    return document_of(model_of("m", [tmp_path / table for table in DIMS], DIMS, gpucacheper=1.0, **settings))
+
+
+def test_a_row_is_shown_with_its_tier_and_an_absent_one_with_the_default(document: dict[str, Any]) -> None:
+    with hps.HPS(document) as server:
+        deployment = server.model("m")
+        for value in (2.0, 3.0):
+            deployment.insert(1, np.array([50]), np.full((1, 8), value, np.float32))
+            row = deployment.row(1, 50)
+            assert (row.key, row.vector.tolist(), row.version) == (50, [value] * 8, "1")
+            assert row.tier in ("embedding_cache", "volatile_db")
+        deployment.delete(1, np.array([50]))
+        row = deployment.row(1, 50)
+        assert (row.tier, row.vector.tolist(), row.written_at_us) == (None, [5.0] * 8, None)
+        row = deployment.row(0, 3)
+        assert (row.tier, row.vector.tolist()) == ("embedding_cache", [1.0] * 4)
+        deployment.insert(0, np.array([3]), np.full((1, 4), 2, np.float32))
+        assert server.lookup([3], "m", "a").tolist() == [[2.0] * 4], "what is resident is replaced"
+        deployment.delete(0, np.array([3]))
+        assert server.lookup([3], "m", "a").tolist() == [[5.0] * 4], "and removed"
+        assert deployment.modified.is_set()
+
+
+@pytest.mark.parametrize("table", ["c", 2, -1, True, None, 1.0])
+def test_a_table_that_is_none_is_refused_with_the_known_ones(document: dict[str, Any], table: Any) -> None:
+    with hps.HPS(document) as server:
+        deployment = server.model("m")
+        assert [deployment.table_index(one) for one in ("a", "b", 0, 1, np.int64(1))] == [0, 1, 0, 1, 1]
+        with pytest.raises(hps.UnknownTableError, match=r"expected one of 0 \(a\), 1 \(b\)"):
+            deployment.table_index(table)
+
+
+def test_a_device_that_is_none_is_refused_and_the_only_one_is_the_default(document: dict[str, Any]) -> None:
+    document["models"][0]["deployed_device_list"] = [3, 5]
+    with hps.HPS(document) as server:
+        deployment = server.model("m")
+        assert (deployment.devices, deployment.device(None), deployment.device(5)) == ((3, 5), 3, 5)
+        assert deployment.session(None) is deployment.session(5), "devices of the CPU share one session"
+        with pytest.raises(hps.UnknownDeviceError, match=r"got device 0, expected one of its deployed_device_list \[3, 5\]"):
+            deployment.session(0)
+
+
+def test_vectors_of_another_shape_are_refused_and_nothing_is_written(document: dict[str, Any]) -> None:
+    with hps.HPS(document) as server:
+        deployment = server.model("m")
+        for shape in ((1, 3), (2, 4), (1, 4, 1)):
+            with pytest.raises(hps.InvalidInputError, match=r"expected \(1, 4\)"):
+                deployment.insert(0, KEYS[:1], np.zeros(shape, np.float32))
+        assert not deployment.modified.is_set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "complaint"),
+    [
+        ({"embedding_cache_type": "static"}, hps.InvalidInputError, "expected a persistent_db"),
+        ({"embedding_cache_type": "dynamic"}, hps.InvalidInputError, "expected one"),
+    ],
+)
+def test_a_write_that_no_database_would_keep_is_refused(
+    document: dict[str, Any], settings: dict[str, Any], error: type[Exception], complaint: str
+) -> None:
+    document["models"][0] |= settings
+    if settings["embedding_cache_type"] == "dynamic":
+        document["volatile_db"] = {"type": "disabled"}
+    with hps.HPS(document) as server:
+        deployment = server.model("m")
+        for change in (
+            lambda: deployment.insert(0, KEYS[:1], np.zeros((1, 4), np.float32)),
+            lambda: deployment.delete(0, KEYS),
+        ):
+            with pytest.raises(error, match=complaint):
+                change()
+        assert not deployment.modified.is_set()
+
+
+def test_a_deployment_that_is_closed_refuses_and_is_closed_again(document: dict[str, Any]) -> None:
+    with hps.HPS(document) as server:
+        deployment = server.model("m")
+        stopped: list[float] = []
+        answers = [False, True, True]
+        deployment.stop_following.append(lambda timeout_s: stopped.append(timeout_s) or answers.pop(0))
+        assert deployment.close("keep") is False, "its feed has not stopped"
+        assert not deployment.lookups_ended.is_set()
+        for _ in range(2):
+            assert deployment.close("keep") is True
+        assert (len(stopped), deployment.lookups_ended.is_set()) == (2, True)
+        with pytest.raises(hps.NotReadyError):
+            deployment.insert(0, KEYS[:1], np.zeros((1, 4), np.float32))
+        assert server._chain.databases[0].tags() != [], "its tables are kept"
+
+
+def test_a_successor_takes_the_feeds_over(document: dict[str, Any]) -> None:
+    with hps.HPS(document) as server:
+        deployment = server.model("m")
+        deployment.stop_following.append(lambda timeout_s: False)
+        assert deployment.close("hand over") is True
+        assert len(deployment.stop_following) == 1
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "direct", "static"),
+    [
+        ({}, False, False),
+        ({"gpucache": False}, True, False),
+        ({"embedding_cache_type": "static"}, True, True),
+        ({"embedding_cache_type": "static", "gpucache": False}, True, False),
+        ({"embedding_cache_type": "uvm"}, True, False),
+        ({"embedding_cache_type": "stochastic"}, False, False),
+    ],
+)
+def test_on_the_cpu_databases_answer_where_a_cache_would_be_no_faster(
+    settings: dict[str, Any], direct: bool, static: bool
+) -> None:
+    class OnGpu(NumpyCache):
+        device = "cuda"
+
+    assert (is_direct(config(**settings), NumpyCache), is_static(config(**settings))) == (direct, static)
+    assert is_direct(config(**settings), OnGpu) is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, False),
+        ({"index_on_device": True}, True),
+        ({"index_on_device": True, "gpucache": False}, False),
+        ({"index_on_device": True, "miss_path": "copy"}, False),
+        ({"index_on_device": True, "embedding_cache_type": "static"}, False),
+    ],
+)
+def test_a_device_keeps_indexes_of_tables_that_it_reads_in_host_memory(settings: dict[str, Any], kept: bool) -> None:
+    sizes = index_sizes(config(**settings), [1000, 10])
+    assert [size > 0 for size in sizes] == ([True, True] if kept else [])
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unavailable(NumpyCache):
+        @classmethod
+        def unavailable_reason(cls) -> str | None:
+            return "no CUDA device"
+
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours(f"{__name__}:NumpyCache"))
+    assert (why_unavailable("cuda"), choose_cache("auto").device, caplog.text) == (None, "cpu", "")
+    monkeypatch.setattr(f"{__name__}.NumpyCache", Unavailable)
+    caplog.set_level(logging.WARNING)
+    assert why_unavailable("cuda") == "no CUDA device"
+    assert choose_cache("auto") is not Unavailable
+    assert "serving from the CPU with the NumPy cache (no CUDA device)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("volatile", "persistent", "load", "keep"),
+    [
+        ({}, None, ["hash_map"], []),
+        ({}, {}, ["hash_map", "rocks_db"], []),
+        ({"initialize_after_startup": False}, {}, ["rocks_db"], ["hash_map"]),
+        ({}, {"initialize_after_startup": False}, ["hash_map"], ["rocks_db"]),
+        ({"type": "disabled"}, {}, ["rocks_db"], []),
+        ({"type": "disabled"}, None, [], []),
+    ],
+)
+def test_databases_are_loaded_unless_they_keep_their_rows(
+    tmp_path: Path, volatile: dict[str, Any], persistent: dict[str, Any] | None, load: list[str], keep: list[str]
+) -> None:
+    content = document_of(model_of("m", ["x", "y"], DIMS, gpucacheper=1.0))
+    content["volatile_db"] = {"type": "hash_map", **volatile}
+    if persistent is not None:
+        content["persistent_db"] = {"type": "rocks_db", "path": str(tmp_path / "db"), **persistent}
+    chain, targets = open_databases(load_configuration(content), Metrics())
+    try:
+        assert [[one.kind for one in some] for some in (targets.load, targets.keep)] == [load, keep]
+        assert {one.kind for one in chain.databases} == {*load, *keep}
+        assert (targets.int32_keys, targets.initial_cache_rate, targets.force) == (False, 1.0, False)
+    finally:
+        chain.close()
+
+
+@pytest.mark.parametrize("takeovers", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_take_over(kind: str, takeovers: int) -> None:
+    server: Any = SimpleNamespace(live=SimpleNamespace(serving={}))
+    calls: list[int] = []
+
+    def look_up(server: Any, value: int) -> int:
+        calls.append(value)
+        if len(calls) <= takeovers:
+            server.live.serving = {"m": len(calls)}
+            raise hps.NotReadyError("retired")
+        if value < 0:
+            raise hps.NotReadyError("closed")
+        return value + 1
+
+    async def look_up_later(server: Any, value: int) -> int:
+        return look_up(server, value)
+
+    def call(value: int) -> int:
+        calls.clear()
+        if kind == "coroutine":
+            found: int = asyncio.run(repeated_after_takeover(look_up_later)(server, value))
+            return found
+        return repeated_after_takeover(look_up)(server, value)
+
+    assert (call(7), len(calls)) == (8, takeovers + 1)
+    with pytest.raises(hps.NotReadyError, match="closed"):
+        call(-1)
+    assert len(calls) == takeovers + 1

@@ -1,0 +1,311 @@
+"""A version that somebody chose, by a roll-back or by its number, stays over polls and restarts until they end it."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.ground.progress import NoProgress
+from hps.versions.kept_files import KeptFiles
+from hps.versions.pins import Pin, Pins, pinned_text
+from tests.fakes.clock import Clock
+from tests.servers.running_service import document_of, model_of
+
+DAY = "1970-01-02"
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptFiles:
+    monkeypatch.setattr("hps.versions.pins.time.time", Clock(86_400.5))
+    return KeptFiles(tmp_path, "hps-pins")
+
+
+def test_the_last_pin_of_each_model_outlasts_a_restart_until_it_ends(kept: KeptFiles) -> None:
+    pins = Pins(kept)
+    assert pins.of("m") is None
+    pins.pin("m", "1", "deploy")
+    assert pins.pin("m", "2", "rollback") == Pin("2", "rollback", 86_400.5)
+    pins.pin("other", "7", "deploy")
+    for one in (pins, Pins(kept)):
+        assert one.of("m") == one.shown("m") == Pin("2", "rollback", 86_400.5)
+        assert one.of("other") == Pin("7", "deploy", 86_400.5)
+    pins.end("m")
+    for one in (pins, Pins(kept)):
+        assert (one.of("m"), one.shown("m")) == (None, None)
+        assert one.of("other") is not None
+
+
+@pytest.mark.parametrize(
+    ("why", "kept"),
+    [
+        ("no persistent_db keeps it", lambda directory: None),
+        ("no persistent_db keeps it", lambda directory: KeptFiles(None, "hps-pins")),
+        ("persistent_db is read-only", lambda directory: KeptFiles(directory, "hps-pins", read_only=True)),
+        ("writing it to .* failed: .*", lambda directory: KeptFiles(directory / "missing", "hps-pins")),
+    ],
+)
+def test_a_pin_that_no_restart_finds_holds_and_says_so(tmp_path: Path, why: str, kept) -> None:
+    pins = Pins(kept(tmp_path))
+    pin = pins.pin("m", "1", "deploy")
+    assert pins.of("m") == pin
+    assert re.fullmatch(f"a restart ends it: {why}", pin.problem), pin.problem
+    assert Pins(kept(tmp_path)).of("m") is None
+
+
+GOOD = {"model": "m", "version": "2", "by": "rollback", "since": 86_400}
+
+
+def test_whole_seconds_are_read_as_seconds(kept: KeptFiles) -> None:
+    kept.write("m", GOOD)
+    pin = Pins(kept).of("m")
+    assert (pin, type(pin and pin.since)) == (Pin("2", "rollback", 86_400.0), float)
+
+
+DAMAGED = [
+    "",
+    "{",
+    "[]",
+    "[" * 100_000,
+    *(
+        json.dumps({**GOOD, name: value})
+        for name, value in (
+            ("version", "../3"),
+            ("version", ""),
+            ("version", "\u0663"),
+            ("version", 2),
+            ("model", "other"),
+            ("by", "unpin"),
+            ("since", 1e300),
+            ("since", "1"),
+        )
+    ),
+    *(json.dumps({name: value for name, value in GOOD.items() if name != left_out}) for left_out in GOOD),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_pin_is_an_error_until_it_ends_and_is_shown_as_none(kept: KeptFiles, text: str) -> None:
+    kept.write("m", GOOD)
+    kept.path("m").write_text(text)
+    pins = Pins(kept)
+    for _ in range(2):
+        with pytest.raises(hps.DatabaseCorruptError, match="hps unpin"):
+            pins.of("m")
+        assert pins.shown("m") is None
+    pins.end("m")
+    assert pins.of("m") is Pins(kept).of("m") is None
+
+
+@pytest.mark.parametrize(
+    ("pin", "text"),
+    [
+        (None, ""),
+        (Pin("2", "rollback", 86_400.0), f"pinned by rollback, {DAY}"),
+        (Pin("2", "deploy", 86_400.0, "a restart ends it"), f"pinned by deploy, {DAY}; a restart ends it"),
+        (Pin("3", "deploy", 86_400.0), f"version 3, whose files are gone, is pinned by deploy, {DAY}"),
+        (
+            Pin("3", "deploy", 86_400.0, "a restart ends it"),
+            f"version 3, whose files are gone, is pinned by deploy, {DAY}; a restart ends it",
+        ),
+    ],
+)
+def test_a_pin_is_described_beside_the_version_that_serves(pin: Pin | None, text: str) -> None:
+    assert pinned_text(pin, "2") == text
+
+
+# -- what serves ----------------------------------------------------------------------------------------------------------
+
+KEYS = np.arange(100)
+Make = Callable[..., dict[str, Any]]
+
+
+def write(directory: Path, version: int) -> None:
+    hps.write_sparse_model(directory / str(version) / "item", (KEYS, np.full((KEYS.size, 4), version, np.float32)))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    home = tmp_path / "versions"
+    for version in (1, 2, 3):
+        write(home, version)
+    return home
+
+
+@pytest.fixture
+def document(tmp_path: Path, home: Path) -> Make:
+    def make(persistent: bool = True, mode: str = "none", **more: Any) -> dict[str, Any]:
+        model = model_of("ranker", ["item"], {"item": 4}, version_path=str(home), gpucacheper=1.0, **more)
+        service = {"model_control_mode": mode, "repository_poll_s": 0.1} if mode == "poll" else {"model_control_mode": mode}
+        return document_of(model, persistent=tmp_path / "rocksdb" if persistent else None, service=service)
+
+    return make
+
+
+def served(server: hps.HPS) -> int:
+    """The version that answers, which is the one that the server names."""
+    (vector,) = server.lookup([7], "ranker", "item")
+    assert server.model("ranker").version == str(int(vector[0]))
+    return int(vector[0])
+
+
+def pinned(server: hps.HPS) -> tuple[str, str] | None:
+    pin = server.pin("ranker")
+    return None if pin is None else (pin.version, pin.by)
+
+
+def test_a_roll_back_outlasts_restarts_and_newer_versions_until_it_is_unpinned(document: Make, home: Path) -> None:
+    with hps.HPS(document()) as server:
+        assert (served(server), pinned(server)) == (3, None)
+        assert server.rollback("ranker").version == "2"
+        assert pinned(server) == ("2", "rollback")
+    for restart in range(2):
+        with hps.HPS(document()) as server:
+            assert (served(server), pinned(server)) == (2, ("2", "rollback")), f"restart {restart + 1}"
+            assert server.poll() == {}
+    write(home, 4)
+    with hps.HPS(document()) as server:
+        assert served(server) == 2
+        assert server.poll() == {}, "a newer version is not taken"
+        assert server.rollback("ranker").version == "1", "again, to the next one below"
+    with hps.HPS(document()) as server:
+        assert (served(server), pinned(server)) == (1, ("1", "rollback")), "the second roll-back"
+        assert server.unpin("ranker").version == "4"
+        assert (served(server), pinned(server)) == (4, None)
+        assert server.poll() == {}
+    with hps.HPS(document()) as server:
+        assert (served(server), pinned(server)) == (4, None)
+        assert server.unpin("ranker").version == "4", "nothing to end"
+
+
+def test_polling_keeps_to_the_pin_and_takes_the_newest_version_after_it(document: Make, home: Path) -> None:
+    with hps.HPS(document()) as server:
+        server.rollback("ranker")
+        assert server.poll() == {}
+        write(home, 4)
+        assert server.poll() == {}
+        hps.write_sparse_model(home / "2" / "item", (KEYS, np.full((KEYS.size, 4), 20, np.float32)), overwrite=True)
+        assert server.poll() == {"ranker": None}, "the files of the pinned version were replaced"
+        assert (server.model("ranker").version, server.lookup([7], "ranker", "item")[0, 0]) == ("2", 20)
+        server.unpin("ranker")
+        assert served(server) == 4
+        write(home, 5)
+        assert server.poll() == {"ranker": None}
+        assert served(server) == 5
+
+
+def test_a_version_that_was_named_is_pinned_and_deploy_without_one_ends_that(document: Make) -> None:
+    with hps.HPS(document()) as server:
+        server.deploy("ranker", "1")
+    with hps.HPS(document()) as server:
+        assert (served(server), pinned(server)) == (1, ("1", "deploy"))
+        server.deploy("ranker", "2")
+    with hps.HPS(document()) as server:
+        assert (served(server), pinned(server)) == (2, ("2", "deploy"))
+        assert server.deploy("ranker").version == "3"
+        assert pinned(server) is None
+    with hps.HPS(document()) as server:
+        assert served(server) == 3
+
+
+def test_a_change_that_fails_leaves_the_pin_as_it_is(document: Make, home: Path) -> None:
+    with hps.HPS(document()) as server:
+        server.rollback("ranker")
+        shutil.rmtree(home / "3")
+        (home / "3" / "item").mkdir(parents=True)
+        for change in (server.unpin, server.deploy, lambda name: server.deploy(name, "3")):
+            with pytest.raises(hps.ModelFileError):
+                change("ranker")
+            assert (served(server), pinned(server)) == (2, ("2", "rollback"))
+    with hps.HPS(document()) as server:
+        assert (served(server), pinned(server)) == (2, ("2", "rollback"))
+
+
+def test_a_pinned_version_whose_files_are_gone_gives_way_to_the_one_below_and_comes_back(
+    document: Make, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hps.HPS(document()) as server:
+        server.rollback("ranker")
+        (home / "2").rename(home / "aside")
+        assert server.poll() == {}
+        assert served(server) == 2, "what serves goes on"
+    assert "version 2, which serves, is pinned by rollback" in caplog.text
+    with hps.HPS(document()) as server:
+        assert (served(server), pinned(server)) == (1, ("2", "rollback"))
+        assert "its files are gone: version 1 serves" in caplog.text
+        assert "whose files are gone, is pinned by rollback" in server.stats().models[0].pinned
+        assert server.poll() == {}
+        (home / "aside").rename(home / "2")
+        assert server.poll() == {"ranker": None}
+        assert served(server) == 2
+
+
+def test_no_newer_version_serves_in_place_of_a_pinned_one_that_is_gone(document: Make, home: Path) -> None:
+    with hps.HPS(document()) as server:
+        server.deploy("ranker", "1")
+    shutil.rmtree(home / "1")
+    with hps.HPS(document(), deploy_models=False) as server:
+        with pytest.raises(
+            hps.UnknownVersionError, match=r"version 1 is pinned by deploy, .* its files are gone; got versions 2, 3"
+        ):
+            server.deploy("ranker", pin=False)
+        assert server.poll() == {}
+        assert server.models == ()
+        assert server.unpin("ranker").version == "3"
+        assert served(server) == 3
+
+
+def test_versions_beside_the_pinned_one_are_those_of_the_policy_up_to_it(document: Make, home: Path) -> None:
+    """And the pinned version answers all along, also while others are loaded beside it."""
+    for version in (4, 5, 6):
+        write(home, version)
+    several = document(version_policy={"latest": {"num_versions": 3}})
+
+    def available(server: hps.HPS) -> set[str]:
+        return {one.version for one in server.versions("ranker") if one.state in ("serving", "available")}
+
+    with hps.HPS(several) as server:
+        assert (served(server), available(server)) == (6, {"4", "5", "6"})
+        assert server.deploy("ranker", "3").version == "3"
+        answers = []
+
+        class Looking(NoProgress):
+            def advance(self, tag: str, rows: int) -> None:
+                answers.append(served(server))
+
+        assert server.poll(progress=Looking()) == {"ranker": None}
+        assert set(answers) == {3}
+        assert (served(server), available(server)) == (3, {"1", "2", "3"})
+        assert server.poll() == {}
+    with hps.HPS(several) as server:
+        assert (served(server), available(server)) == (3, {"1", "2", "3"})
+        server.undeploy("ranker", "3")
+        assert (served(server), pinned(server)) == (2, None), "whoever takes the version out does not want it back"
+
+
+def test_a_pin_that_cannot_be_written_is_made_and_its_loss_is_said(document: Make, tmp_path: Path) -> None:
+    with hps.HPS(document()) as server:
+        (tmp_path / "rocksdb" / "hps-pins").write_text("no directory")
+        server.rollback("ranker")
+        pin = server.pin("ranker")
+        assert pin is not None
+        assert "a restart ends it" in pin.problem
+        assert served(server) == 2
+
+
+def test_a_damaged_pin_serves_nothing_by_guess_and_can_be_ended(document: Make, tmp_path: Path) -> None:
+    with hps.HPS(document()) as server:
+        server.rollback("ranker")
+    (file,) = (tmp_path / "rocksdb" / "hps-pins").iterdir()
+    file.write_text("{")
+    with hps.HPS(document(), deploy_models=False) as server:
+        with pytest.raises(hps.DatabaseCorruptError, match="hps unpin"):
+            server.deploy("ranker", pin=False)
+        assert server.unpin("ranker").version == "3"
+    with hps.HPS(document()) as server:
+        assert served(server) == 3

@@ -8,7 +8,8 @@ from hps.cache.cuda.geometry import GRANULE_BYTES, CudaPlan
 from hps.types import TableSpec
 
 PAIR_ROWS = 2 * kernels.SLOTS
-SHAPES = [(pairs, width, devices) for pairs in (2, 7, 10_001, 300_000) for width in (1, 33, 128) for devices in (2, 3, 8, 15)]
+SHAPES = [(2, 1, 2), (2, 128, 15), (7, 33, 3), (7, 128, 2), (10_001, 1, 8), (10_001, 33, 15), (10_001, 128, 3)]
+SHAPES += [(300_000, 1, 3), (300_000, 33, 2), (300_000, 128, 8), (300_000, 128, 15)]
 
 
 def spec(name: str, dim: int) -> TableSpec:

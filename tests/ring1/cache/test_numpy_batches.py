@@ -15,7 +15,8 @@ from hps.regions.board import Board
 from hps.regions.exchange import MALFORMED_COUNT
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, MALFORMED, POOLED, RETIRED, SLAB, TRACED
 from hps.statistics.times import LOOKUP_BOUNDS_NS
-from tests.fakes.region_front import WAIT_S, RegionFront, tables_of
+from hps.testing.waiting import PATIENCE_S, wait_until
+from tests.fakes.region_front import RegionFront, tables_of
 
 DIMS = (4, 1, 33)
 ROWS = 500
@@ -71,10 +72,10 @@ class Loop:
 
     def stop(self):
         self.board.stop()
-        self._threads[0].join(WAIT_S)
+        self._threads[0].join(PATIENCE_S)
         assert not self._threads[0].is_alive()
         os.eventfd_write(self._jobs, 1)
-        self._threads[1].join(WAIT_S)
+        self._threads[1].join(PATIENCE_S)
         os.close(self.event)
         os.close(self._jobs)
 
@@ -113,9 +114,7 @@ def ask(loop, front, *requests):
 
 
 def wait_for_epoch(front):
-    ended = threading.Event()
-    while front.memory[layout.OWNER_EPOCH] != front.memory[layout.FRONT_EPOCH]:
-        ended.wait(0.001)
+    wait_until(lambda: front.memory[layout.OWNER_EPOCH] == front.memory[layout.FRONT_EPOCH], "the loop has taken the epoch")
 
 
 def check(request, of=1):
@@ -309,7 +308,7 @@ def run(*clients):
     for one in clients:
         one.start()
     for one in clients:
-        one.join(60)
+        one.join(PATIENCE_S)
         assert not one.is_alive()
 
 

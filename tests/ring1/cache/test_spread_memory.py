@@ -163,8 +163,8 @@ def test_what_was_allocated_is_freed_when_a_part_fails(
     ("rows", "sharing", "error", "message"),
     [
         (1 << 31, SHARED, ConfigError, "expected at most 2,147,483,647, or device_sharing replicate"),
-        (1 << 31, ALONE, CapacityError, ""),
-        (1 << 32, ALONE, ConfigError, ""),
+        (1 << 31, ALONE, CapacityError, "at most"),
+        (1 << 32, ALONE, ConfigError, "at most"),
     ],
 )
 def test_what_cannot_be_allocated_is_refused_before_it_is_loaded(

@@ -11,6 +11,7 @@ from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.statistics.metrics import Metrics
+from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.fakes.faulty_database import FaultyDatabase
@@ -286,7 +287,8 @@ def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
         monkeypatch.undo()
         host.volatile.open_table(tag, dim)
         threading.Thread(target=write, daemon=True).start()
-        assert not done.wait(0.2)
+        wait_until(lambda: done.is_set() or host.chain.fence(TABLE)._waiting, "the write has come")
+        assert not done.is_set()
 
     insert(1, {"insert"})
     host.volatile.failing = set()

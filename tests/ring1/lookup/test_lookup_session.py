@@ -15,6 +15,7 @@ from hps.lookup.session import CachedSession, DirectSession, SessionSettings
 from hps.statistics.metrics import Metrics
 from hps.statistics.tracing import traced
 from hps.tensors.segments import Segment
+from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
@@ -299,7 +300,8 @@ def test_queued_insertions_end_before_the_cache_closes(serve, monkeypatch):
     assert served.database.entered.acquire(timeout=30)
     closing = threading.Thread(target=served.session.close, args=(10,))
     closing.start()
-    assert not closed.wait(0.2)
+    wait_until(lambda: closed.is_set() or served.session._inserts.stop.is_set(), "the queue is being closed")
+    assert not closed.is_set()
     served.database.gate.set()
     closing.join(30)
     assert closed.is_set()

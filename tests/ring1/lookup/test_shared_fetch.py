@@ -1,7 +1,6 @@
 """A fetch of many rows that several threads share, through the chain of databases and the sessions."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +11,7 @@ from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.session import DirectSession
 from hps.statistics.metrics import Metrics
+from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
@@ -171,7 +171,6 @@ def test_lookup_that_fails_returns_when_no_piece_writes_any_more(serve):
         for _ in range(4):
             assert served.database.entered.acquire(timeout=30)
         served.database.failing = {"fetch"}
-        time.sleep(0.05)
         assert not answer.done()
         served.database.gate.set()
         with pytest.raises(DatabaseError):
@@ -203,8 +202,7 @@ def test_keys_that_two_large_lookups_miss_are_fetched_once(serve):
         for keys in (np.arange(0, 30), np.arange(10, 40)):
             answers.append(pool.submit(served.lookup, {0: keys}))
             assert served.database.entered.acquire(timeout=30)
-            while len(served.coalescer._flights[TABLES[0].tag]) < len(answers):
-                time.sleep(0.001)
+            wait_until(lambda: len(served.coalescer._flights[TABLES[0].tag]) == len(answers), "its fetch is known")
         served.database.gate.set()
         for answer in answers:
             served.check(answer.result(30))

@@ -113,9 +113,9 @@ def test_only_what_is_left_counts_for_the_hit_rate_threshold(start):
     assert count(server, "hps_deferred_keys_total", "a") == 0
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("gone", [False, True])
-@pytest.mark.parametrize("from_heir", [False, True])
+@pytest.mark.parametrize(
+    ("fails", "gone", "from_heir"), [(False, False, False), (True, False, True), (False, True, True), (True, True, False)]
+)
 def test_a_row_that_was_read_before_a_modification_does_not_become_resident_after_it(start, fails, gone, from_heir):
     server = start(persistent=fails)  # so that the write as a whole succeeds
     if from_heir:
@@ -426,10 +426,18 @@ def test_prefetch_into_no_cache_promotes(start):
     assert server.row(3, "m", "a").tier == "volatile_db"
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("miss_path", ["auto", "copy"])
-@pytest.mark.parametrize("kind", ["static", "uvm"])
-@pytest.mark.parametrize("volatile", ["hash_map", "disabled"])
+@pytest.mark.parametrize(
+    ("kind", "persistent", "miss_path", "volatile"),
+    [
+        ("static", False, "auto", "hash_map"),
+        ("static", True, "copy", "disabled"),
+        ("static", False, "auto", "disabled"),
+        ("uvm", False, "auto", "hash_map"),
+        ("uvm", True, "auto", "disabled"),
+        ("uvm", True, "copy", "hash_map"),
+        ("uvm", False, "copy", "disabled"),
+    ],
+)
 def test_static_and_uvm_answer_every_row_without_the_databases(start, kind, persistent, miss_path, volatile):
     server = start(persistent, embedding_cache_type=kind, miss_path=miss_path, tiers={"volatile_db": {"type": volatile}})
     keys = np.arange(ROWS + 1)

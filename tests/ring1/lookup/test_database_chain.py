@@ -287,7 +287,7 @@ def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
         monkeypatch.undo()
         host.volatile.open_table(tag, dim)
         threading.Thread(target=write, daemon=True).start()
-        wait_until(lambda: done.is_set() or host.chain.fence(TABLE)._waiting, "the write has come")
+        wait_until(lambda: done.is_set() or host.chain.fence(TABLE)._modifying, "the write has come")
         assert not done.is_set()
 
     insert(1, {"insert"})

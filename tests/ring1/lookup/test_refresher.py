@@ -213,7 +213,7 @@ def test_rows_of_a_table_that_is_modified_all_the_time_leave_the_cache(
     served.write(1, 1)
     assert served.refresher.refresh() == {"user": RefreshReport(0, RESIDENT), "item": RefreshReport(RESIDENT, 0)}
     assert served.cached(0)[0].size == 0
-    assert len(attempts) > 1
+    assert len(attempts) == 5
     np.testing.assert_array_equal(served.cached(1)[1], served.vectors(1, 1)[:RESIDENT])
 
 

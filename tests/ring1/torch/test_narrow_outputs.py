@@ -82,14 +82,6 @@ def test_lookup_fromdlpack_fills_the_beginning_of_a_larger_tensor(server: hps.HP
     assert server.lookup_fromdlpack(KEYS[:0], torch.zeros(0, dtype=dtype), "m", "item", return_found=True).size == 0
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_capsules_of_16_bits_are_filled_and_stay_usable(server: hps.HPS, dtype: torch.dtype) -> None:
-    capsule = torch.utils.dlpack.to_dlpack(torch.zeros(8, 4, dtype=dtype))
-    server.lookup_fromdlpack(KEYS, capsule, "m", "user")
-    server.lookup_fromdlpack(KEYS, capsule, "m", "user")
-    assert torch.equal(torch.utils.dlpack.from_dlpack(capsule), expected("user", KEYS, dtype))
-
-
 def test_a_numpy_array_of_float16_is_filled(server: hps.HPS) -> None:
     out = {"item": np.full((2, 8, 7), 9, np.float16), 0: np.zeros(8 * 4, np.float16)}
     vectors, found = server.lookup_tables({"item": KEYS, 0: KEYS}, "m", out=out, return_found=True)

@@ -249,16 +249,6 @@ def test_unknown_and_ended_deployments_are_retired(loop, front):
     assert loop.board.regions[0, MALFORMED_COUNT] == 0
 
 
-def test_each_deployment_has_its_own_vectors(loop, front):
-    serials = [loop.serve(cache_of(of=of)) for of in (1, 3, -2)]
-    requests = [
-        front.write(SLAB + 4096 * nth, one, DIMS, [(2, [5, 6], True), (0, [nth], False)]) for nth, one in enumerate(serials)
-    ]
-    ask(loop, front, *requests)
-    for request, of in zip(requests, (1, 3, -2), strict=True):
-        check(request, of)
-
-
 def test_the_counts_are_those_of_the_answers(loop, front):
     serial = loop.serve(cache_of())
     requests = [
@@ -270,15 +260,6 @@ def test_the_counts_are_those_of_the_answers(loop, front):
     assert sum(times) == 20
     assert ns == sum(request.times[1] - request.times[0] for request in requests)
     assert loop.board.is_idle(serial)
-
-
-def test_a_slot_is_used_again_and_again(loop, front):
-    serial = loop.serve(cache_of())
-    random = np.random.default_rng(1)
-    for _ in range(300):
-        request = front.write(SLAB, serial, DIMS, [(table, random.integers(0, ROWS, 7), True) for table in range(3)])
-        ask(loop, front, request)
-        check(request)
 
 
 def client(front, serial_of, rounds, seed, failures, wake, of=lambda serial: {1}):

@@ -11,7 +11,7 @@ from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.statistics.metrics import Metrics
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.fakes.faulty_database import FaultyDatabase
@@ -214,7 +214,7 @@ def test_only_vectors_that_exist_are_promoted_and_only_where_configured(promote)
     host = Host(promote=promote)
     host.put(host.persistent, [1, 2])
     host.fetch([1, 2, 3])
-    assert host.chain.drain(10)
+    assert host.chain.drain(PATIENCE_S)
     assert host.resident(host.volatile) == ([1, 2] if promote else [])
     host.chain.close()
 
@@ -225,11 +225,11 @@ def test_promotion_of_a_vector_read_before_an_update_is_dropped():
     host.persistent.gate_late = threading.Event()
     thread = threading.Thread(target=host.fetch, args=([1],))
     thread.start()
-    assert host.persistent.entered.acquire(timeout=30)
+    assert host.persistent.entered.acquire(timeout=PATIENCE_S)
     host.insert(1)
     host.persistent.gate_late.set()
-    thread.join(30)
-    assert host.chain.drain(10)
+    thread.join(PATIENCE_S)
+    assert host.chain.drain(PATIENCE_S)
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
     host.chain.close()
 
@@ -282,7 +282,7 @@ def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
     host.volatile.failing = set()
     monkeypatch.setattr(host.volatile, "open_table", open_table)
     host.fetch([1])
-    assert done.wait(30)
+    assert done.wait(PATIENCE_S)
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
 
 
@@ -295,7 +295,7 @@ class GatedMap(HashMapDatabase):
 
     def insert(self, tag, keys, vectors):
         self.entered.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(PATIENCE_S)
         super().insert(tag, keys, vectors)
 
 
@@ -308,11 +308,11 @@ def test_queued_promotion_does_not_enter_a_table_that_was_released_meanwhile():
         chain.open_table(table)
         host.persistent.insert(table.tag, np.array([1]), vectors_of([1]))
         chain.fetch(table, np.array([1]), np.empty((1, 4), np.float32), np.zeros(1, np.bool_))
-        assert volatile.entered.wait(30)  # the promotion into the other table waits there, and this table's behind it
+        assert volatile.entered.wait(PATIENCE_S)  # the promotion into the other table waits there, and this table's behind it
     chain.release_table(TABLE)
     chain.open_table(TABLE)
     volatile.gate.set()
-    assert chain.drain(10)
+    assert chain.drain(PATIENCE_S)
     assert (volatile.size(other.tag), volatile.size(TABLE.tag)) == (1, 0)
     chain.close()
 
@@ -335,7 +335,7 @@ def test_what_a_failed_promotion_may_have_left_is_not_read(how):
     host.put(host.persistent, [1, 2])
     setattr(host.volatile, how, {"insert"})
     host.fetch([1, 2])
-    assert host.chain.drain(10)
+    assert host.chain.drain(PATIENCE_S)
     assert host.chain.quarantined == [TABLE.tag]
     host.volatile.failing, host.volatile.failing_halfway = {"drop_table"}, set()
     host.put(host.volatile, [1], version=1)  # it lands late
@@ -354,7 +354,7 @@ def test_a_promotion_that_was_not_tried_quarantines_nothing():
     host.volatile.failing = {"insert"}
     host.chain.insert(other, np.array([1]), vectors_of([1]), lambda written: None)
     host.fetch([1])
-    assert host.chain.drain(10)
+    assert host.chain.drain(PATIENCE_S)
     assert host.volatile.calls["insert"] == 1
     assert host.chain.quarantined == [other.tag]
     host.chain.close()

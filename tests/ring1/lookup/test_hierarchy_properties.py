@@ -25,6 +25,7 @@ from hps.lookup.refresh import refresh
 from hps.lookup.session import CachedSession, SessionSettings
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
+from hps.testing.waiting import PATIENCE_S
 from hps.types import TableSpec
 from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase
@@ -189,8 +190,8 @@ class Hierarchy(RuleBasedStateMachine):
 
     @rule()
     def drain(self):
-        assert all(session.drain(30) for session in self.sessions)
-        assert self.chain.drain(30)
+        assert all(session.drain(PATIENCE_S) for session in self.sessions)
+        assert self.chain.drain(PATIENCE_S)
 
     @rule(index=TABLE)
     def refresh(self, index):

@@ -1,11 +1,19 @@
 """Which path is quicker, and for which keys that is timed. What the paths then do is in `test_misses.py`."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from hps.cache.cpu.cache import NumpyCache
 from hps.lookup import miss_path
+from hps.lookup.chain import DatabaseChain
 from hps.lookup.miss_path import Timing
+from hps.lookup.session import CachedSession
+from hps.statistics.metrics import Metrics
+from hps.tensors.segments import Segment
 from hps.types import TableSpec
+from tests.fakes.clock import Clock
 from tests.fakes.memory_database import MemoryDatabase
 
 
@@ -44,3 +52,25 @@ def test_a_sample_is_one_lookup_of_keys_from_several_places(
     if rows == 300 and size == 64:
         assert sample.max() >= 64, "keys of one place alone"
         assert sample.tolist() != sorted(sample.tolist())
+
+
+def test_a_path_is_as_quick_as_its_best_round_and_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rounds, asked = Clock(7.0), iter([9.0, 4.0, 2.0, 3.0]), []
+    table = TableSpec("m", "t", 4, 0.0, 1000)
+    chain = DatabaseChain(MemoryDatabase(), None, metrics=Metrics())
+    cache = NumpyCache.create([table], [100], 0)
+
+    def lookup(self: CachedSession, segments: list[Segment]) -> None:
+        clock.now += next(rounds)
+        [segment] = segments
+        asked.append(segment.keys.tolist())
+        cache.insert(0, segment.keys, np.zeros((10, 4), np.float32))
+
+    monkeypatch.setattr(miss_path, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(CachedSession, "lookup", lookup)
+    assert miss_path._keys_per_s(cache, chain, 0, np.arange(10)) == 10 / 2.0
+    assert asked == [list(range(10))] * 4
+    assert not cache.dump(0).size
+    assert miss_path._keys_per_s(cache, chain, 0, np.empty(0, np.int64)) == 0.0
+    assert len(asked) == 4
+    cache.close()

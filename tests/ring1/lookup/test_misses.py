@@ -12,7 +12,7 @@ import pytest
 import hps
 from hps.lookup import miss_path, stream_ordered
 from hps.registry import IMPLEMENTATIONS, Ours
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.linked_cache import LinkedCache
 from tests.fakes.populating_pinner import PopulatingPinner
 from tests.servers.running_service import document_of, model_of
@@ -148,13 +148,13 @@ def test_a_modification_under_way_when_other_settings_are_deployed_reaches_their
 
     def slow(*arguments):
         writing.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         write(*arguments)
 
     persistent.insert = slow
     with ThreadPoolExecutor(2) as pool:
         written = pool.submit(server.insert, [7], vectors_of([7], 1), "m", "a")
-        assert writing.wait(30)
+        assert writing.wait(PATIENCE_S)
         deployed = pool.submit(server.deploy, config.model_copy(update={"gpucacheper": 0.2}))
         wait_until(lambda: server.model("m").successors or deployed.done(), "the new caches are heard of")
         assert not deployed.done()

@@ -11,7 +11,7 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.ground.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS
 from hps.testing.readers import reading
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.running_service import document_of, model_of
 
 ROWS = 500
@@ -212,7 +212,7 @@ def test_undeploying_ends_a_refresh_that_pauses(server):
         wait_until(lambda: deployment.changes.under_way, "the refresh began")
         try:
             assert deployment.close()
-            assert isinstance(refreshing.exception(30), hps.NotReadyError)
+            assert isinstance(refreshing.exception(PATIENCE_S), hps.NotReadyError)
         finally:
             deployment.refresher.stop()
 
@@ -350,10 +350,12 @@ def _ours(threads, prefix="hps"):
 
 def test_closed_server_says_so(configuration):
     server = hps.HPS(configuration)
+    server.stats()
     server.close()
     server.close()
-    with pytest.raises(hps.NotReadyError):
-        server.lookup([1], "ranker", 0)
+    for call in (lambda: server.lookup([1], "ranker", 0), server.stats):
+        with pytest.raises(hps.NotReadyError):
+            call()
 
 
 def test_concurrent_lookups_and_updates_never_show_a_wrong_vector(server):

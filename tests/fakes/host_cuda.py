@@ -11,7 +11,8 @@ import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -415,6 +416,29 @@ def install() -> None:
 
 
 _NULL = SimpleNamespace(ptr=0, synchronize=_nothing)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Stand-ins for as long as the block: modules of ours that use CuPy are imported anew, and those before come back."""
+    import hps.cache.cuda as package
+
+    def take() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name.partition(".")[0] in ("cupy", "cupy_backends")]
+        names += [name for name in sys.modules if name.startswith(f"{package.__name__}.")]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = take()
+    try:
+        install()
+        yield
+    finally:
+        for name in take():
+            vars(package).pop(name.removeprefix(f"{package.__name__}."), None)
+        sys.modules.update(before)
+        for name, module in before.items():
+            if name.startswith(package.__name__):
+                setattr(package, name.removeprefix(f"{package.__name__}."), module)
 
 
 def main() -> None:

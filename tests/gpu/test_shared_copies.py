@@ -1,6 +1,6 @@
 """What Python does for devices that share rows: changes reach all copies, whatever fails, and one device may go before another.
 
-`tests/ring1/cache/test_host_cuda.py` runs it without a GPU.
+`tests/ring2/cache/test_host_cuda.py` runs it without a GPU.
 """
 
 import gc

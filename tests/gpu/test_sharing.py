@@ -17,8 +17,8 @@ from hps.tensors.segments import Segment
 from hps.testing.caches import bits, distinct_keys, spec, vectors_of
 from hps.types import TableSpec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
+from tests.gpu.test_cupy_cache import CupyContract, _copy
 from tests.gpu.test_cupy_stress import vectors_on_device
-from tests.ring1.cache.test_cupy_cache import CupyContract, _copy
 
 pytestmark = [pytest.mark.gpu]
 

@@ -1,6 +1,7 @@
-"""One rank of a job with sharded embeddings: `python -m tests.servers.sharded_rank SCENARIO DIRECTORY RANK WORLD`.
+"""One rank of a job with sharded embeddings: `python -m tests.servers.sharded_rank SCENARIOS DIRECTORY RANK WORLD`.
 
-What `SCENARIO` returns, or the error that it raises, is written as `<directory>/<rank>.json`.
+What the scenarios, with commas between them, return, or the error that one raises, is written as `<directory>/<rank>.json`, by
+scenario. Each has a directory of its own name.
 """
 
 import json
@@ -279,8 +280,10 @@ def main() -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    answer = globals()[scenario](directory)
-    (directory / f"{rank}.json").write_text(json.dumps(answer))
+    answers = {}
+    for one in scenario.split(","):
+        answers[one] = globals()[one](directory / one)
+        (directory / f"{rank}.json").write_text(json.dumps(answers))  # also if the next one kills this rank
     os._exit(0)  # without waiting for ranks that failed
 
 

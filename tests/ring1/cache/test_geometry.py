@@ -8,7 +8,8 @@ from hps.cache.cuda.geometry import GRANULE_BYTES, CudaPlan
 from hps.types import TableSpec
 
 PAIR_ROWS = 2 * kernels.SLOTS
-SHAPES = [(pairs, width, devices) for pairs in (2, 7, 10_001, 300_000) for width in (1, 33, 128) for devices in (2, 3, 8, 15)]
+SHAPES = [(2, 1, 2), (2, 128, 15), (7, 33, 3), (7, 128, 2), (10_001, 1, 8), (10_001, 33, 15), (10_001, 128, 3)]
+SHAPES += [(300_000, 1, 3), (300_000, 33, 2), (300_000, 128, 8), (300_000, 128, 15)]
 
 
 def spec(name: str, dim: int) -> TableSpec:
@@ -86,3 +87,36 @@ def test_room_is_planned_for_the_parts_of_each_device(devices: int) -> None:
     assert without.size_bytes == geometry.bytes_on_device(pairs, 64, devices, 0)
     [alone, _] = CudaPlan.room_for(tables, rows)
     assert alone.size_bytes == geometry.size_bytes(pairs, 64)
+
+
+@pytest.mark.parametrize(
+    ("needed", "size"),
+    [
+        (1, 1 << 16),
+        (1 << 16, 1 << 16),
+        ((1 << 16) + 1, 1 << 17),
+        (1 << 20, 1 << 20),
+        ((1 << 28) - 1, 1 << 28),
+        (1 << 28, 1 << 28),
+        ((1 << 28) + 1, 5 << 26),  # from here on in steps, not in powers of two
+        (5 << 26, 5 << 26),
+        ((5 << 26) + 1, 6 << 26),
+    ],
+)
+def test_buffers_grow_by_powers_of_two_and_then_by_steps(needed: int, size: int) -> None:
+    assert geometry.grown(needed) == size
+
+
+@pytest.mark.parametrize(("needed", "count"), [(0, 0), (1, 1), (GRANULE_BYTES, 1), (GRANULE_BYTES + 1, 2)])
+def test_memory_is_mapped_in_whole_granules(needed: int, count: int) -> None:
+    assert geometry.granules(needed) == count
+
+
+@pytest.mark.parametrize(("max_keys", "listed"), [([1000], 1 << 14), ([1 << 14], 1 << 14), ([1 << 13, (1 << 13) + 1], 1 << 15)])
+def test_workspaces_are_planned_for_the_largest_lookup_of_all_tables(max_keys: list[int], listed: int) -> None:
+    tables = [TableSpec("m", f"t{nth}", 4 * (nth + 1), 0.0, most) for nth, most in enumerate(max_keys)]
+    keys, floats = sum(max_keys), sum(16 * (nth + 1) * most for nth, most in enumerate(max_keys))
+    [device, pinned] = CudaPlan.workspaces_for(tables, 3)
+    assert (device.place, pinned.place) == ("gpu", "pinned")
+    assert device.size_bytes == 3 * (geometry.grown(24 * listed) + (1 << 16) + geometry.grown(floats))
+    assert pinned.size_bytes == 3 * (geometry.grown(10 * keys + 2 * floats) + geometry.grown(8 * listed) + (1 << 16))

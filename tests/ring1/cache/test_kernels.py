@@ -3,16 +3,13 @@
 import importlib
 import math
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hps.cache.base import MOST_SHARERS
 from hps.cache.cuda import geometry, kernels
-from hps.cache.cuda.kernels import Kernel, KernelCache, Rows, Shape
+from hps.cache.cuda.kernels import KernelCache, Rows, Shape
 from hps.databases.hash_map import layout
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.ground import host_tables
@@ -30,53 +27,6 @@ def shape(*dims: int, dtypes: tuple[int, ...] = ()) -> Shape:
     return Shape.of(
         [Rows(dim, dtype) for dim, dtype in zip(dims, dtypes or (FLOAT32,) * len(dims), strict=True)], kernels.ALIGNED
     )
-
-
-ARCHITECTURES = (100, pytest.param(90, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow))
-SHARED, SHARED_STATIC = kernels.Kind(shared=True), kernels.Kind(static=True, shared=True)
-SPECIALISATIONS = [
-    kernels.query_kernel(shape(32)),
-    kernels.query_kernel(shape(128, 64)),
-    kernels.query_kernel(shape(300, 6)),
-    kernels.query_kernel(shape(7)),
-    Kernel("query", "query", (("FORMAL_ORDER", 1),)),
-    kernels.answer_kernel("answer", shape(32)),
-    kernels.answer_kernel("admit_answers", shape(128, 64)),
-    kernels.answer_kernel("answer", shape(300, 7)),
-    kernels.insert_kernel(4, 32),
-    kernels.insert_kernel(1, 300),
-    kernels.scatter_kernel(shape(32)),
-    kernels.scatter_kernel(shape(7)),
-    kernels.erase_kernel(),
-    kernels.dump_kernel(),
-    kernels.UNIQUE,
-    kernels.query_kernel(shape(32), kind=kernels.STATIC),
-    kernels.query_kernel(shape(128, 64), kind=kernels.STATIC, settles=True),
-    kernels.query_kernel(shape(301), kind=kernels.STATIC, settles=True),
-    kernels.pool_kernel("pool", shape(32), plain=True, kind=kernels.STATIC),
-    kernels.insert_kernel(4, 32, kind=kernels.STATIC),
-    kernels.insert_kernel(1, 300, kind=kernels.STATIC),
-    kernels.erase_kernel(kernels.STATIC),
-    kernels.dump_kernel(kernels.STATIC),
-    kernels.query_kernel(shape(128, dtypes=(INT8,))),
-    kernels.query_kernel(shape(7, dtypes=(FLOAT16,)), kind=kernels.STATIC, settles=True),
-    kernels.query_kernel(shape(128, 6, 300, dtypes=(FLOAT32, BFLOAT16, INT8))),
-    kernels.answer_kernel("answer", shape(128, dtypes=(INT8,))),
-    kernels.answer_kernel("answer", shape(1001, 6, 5, dtypes=(FLOAT32, BFLOAT16, INT8))),
-    kernels.answer_kernel("admit_answers", shape(64, dtypes=(FLOAT16,))),
-    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True),
-    kernels.pool_kernel("pool_rest", shape(300, 6, dtypes=(FLOAT16, FLOAT32)), plain=False),
-    *(kernels.query_kernel(shape(32, dtypes=(dtype,)), kind=SHARED) for dtype in (FLOAT32, INT8)),
-    kernels.query_kernel(shape(128, 64), kind=SHARED_STATIC, settles=True),
-    kernels.answer_kernel("answer", shape(128), kind=SHARED),
-    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True, kind=SHARED),
-    kernels.pool_kernel("pool", shape(32), plain=False, kind=SHARED_STATIC),
-    *(kernels.insert_kernel(4, 128, kind=kind) for kind in (SHARED, SHARED_STATIC)),
-    *(kernels.erase_kernel(kind) for kind in (SHARED, SHARED_STATIC)),
-    kernels.promote_kernel(1, 33),
-    kernels.promote_kernel(4, 128),
-    kernels.scatter_kernel(shape(6, dtypes=(BFLOAT16,))),
-]
 
 
 def test_there_are_kernels():
@@ -237,31 +187,6 @@ def test_a_key_of_a_static_table_walks_to_every_pair(pairs: int):
     assert steps == {1 << bit for bit in range(pairs.bit_length())}
     assert max(steps) <= pairs
     assert all(math.gcd(step, pairs) == 1 for step in steps)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(
-    "kernel", SPECIALISATIONS, ids=lambda kernel: f"{kernel.name}-{'-'.join(map(str, dict(kernel.constants).values()))}"
-)
-def test_compiles_for_the_architectures_of_three_generations(kernel: Kernel, architecture: int, tmp_path: Path):
-    """With nvcc, or NVRTC where CuPy brings it; no GPU is needed."""
-    if shutil.which("nvcc"):
-        source = tmp_path / "kernel.cu"
-        source.write_text(kernel.code)
-        # 177: constants of the header that a kernel has no use for
-        options = ["-std=c++17", "-Werror", "all-warnings", "-diag-suppress=177", "-cubin", f"-arch=sm_{architecture}"]
-        command = ["nvcc", *options, "-o", str(tmp_path / "kernel"), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert (tmp_path / "kernel").stat().st_size > 0
-        return
-    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="neither nvcc nor CuPy's NVRTC is here")
-    program = nvrtc.createProgram(kernel.code, f"{kernel.name}.cu", [], [])
-    try:
-        nvrtc.compileProgram(program, ("-std=c++17", f"--gpu-architecture=sm_{architecture}"))
-    except nvrtc.NVRTCError:
-        pytest.fail(nvrtc.getProgramLog(program))
-    assert len(nvrtc.getCUBIN(program)) > 0
 
 
 @pytest.mark.parametrize("tables", [[Rows(128)], [Rows(7, INT8)], [Rows(32), Rows(6, BFLOAT16), Rows(128, INT8)]])

@@ -15,7 +15,8 @@ from hps.regions.board import Board
 from hps.regions.exchange import MALFORMED_COUNT
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, MALFORMED, POOLED, RETIRED, SLAB, TRACED
 from hps.statistics.times import LOOKUP_BOUNDS_NS
-from tests.fakes.region_front import WAIT_S, RegionFront, tables_of
+from hps.testing.waiting import PATIENCE_S, wait_until
+from tests.fakes.region_front import RegionFront, tables_of
 
 DIMS = (4, 1, 33)
 ROWS = 500
@@ -71,10 +72,10 @@ class Loop:
 
     def stop(self):
         self.board.stop()
-        self._threads[0].join(WAIT_S)
+        self._threads[0].join(PATIENCE_S)
         assert not self._threads[0].is_alive()
         os.eventfd_write(self._jobs, 1)
-        self._threads[1].join(WAIT_S)
+        self._threads[1].join(PATIENCE_S)
         os.close(self.event)
         os.close(self._jobs)
 
@@ -113,9 +114,7 @@ def ask(loop, front, *requests):
 
 
 def wait_for_epoch(front):
-    ended = threading.Event()
-    while front.memory[layout.OWNER_EPOCH] != front.memory[layout.FRONT_EPOCH]:
-        ended.wait(0.001)
+    wait_until(lambda: front.memory[layout.OWNER_EPOCH] == front.memory[layout.FRONT_EPOCH], "the loop has taken the epoch")
 
 
 def check(request, of=1):
@@ -250,16 +249,6 @@ def test_unknown_and_ended_deployments_are_retired(loop, front):
     assert loop.board.regions[0, MALFORMED_COUNT] == 0
 
 
-def test_each_deployment_has_its_own_vectors(loop, front):
-    serials = [loop.serve(cache_of(of=of)) for of in (1, 3, -2)]
-    requests = [
-        front.write(SLAB + 4096 * nth, one, DIMS, [(2, [5, 6], True), (0, [nth], False)]) for nth, one in enumerate(serials)
-    ]
-    ask(loop, front, *requests)
-    for request, of in zip(requests, (1, 3, -2), strict=True):
-        check(request, of)
-
-
 def test_the_counts_are_those_of_the_answers(loop, front):
     serial = loop.serve(cache_of())
     requests = [
@@ -271,15 +260,6 @@ def test_the_counts_are_those_of_the_answers(loop, front):
     assert sum(times) == 20
     assert ns == sum(request.times[1] - request.times[0] for request in requests)
     assert loop.board.is_idle(serial)
-
-
-def test_a_slot_is_used_again_and_again(loop, front):
-    serial = loop.serve(cache_of())
-    random = np.random.default_rng(1)
-    for _ in range(300):
-        request = front.write(SLAB, serial, DIMS, [(table, random.integers(0, ROWS, 7), True) for table in range(3)])
-        ask(loop, front, request)
-        check(request)
 
 
 def client(front, serial_of, rounds, seed, failures, wake, of=lambda serial: {1}):
@@ -309,7 +289,7 @@ def run(*clients):
     for one in clients:
         one.start()
     for one in clients:
-        one.join(60)
+        one.join(PATIENCE_S)
         assert not one.is_alive()
 
 

@@ -11,6 +11,7 @@ from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.statistics.metrics import Metrics
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.fakes.faulty_database import FaultyDatabase
@@ -20,7 +21,7 @@ TABLE = TableSpec("model", "table", 4, 0.5, 1000)
 
 
 def vectors_of(keys, version=0):
-    return np.asarray(keys, np.float32)[:, None] + np.float32(version) / 8 + np.arange(4, dtype=np.float32) / 1024
+    return np.asarray(keys, np.float32)[:, None] + np.asarray(version, np.float32) / 8 + np.arange(4, dtype=np.float32) / 1024
 
 
 def never_open():
@@ -46,7 +47,8 @@ class Host:
 
     def put(self, database, keys, version=0):
         keys = np.asarray(keys, np.int64)
-        database.inner.insert(TABLE.tag, keys, vectors_of(keys, version))
+        if database:
+            database.inner.insert(TABLE.tag, keys, vectors_of(keys, version))
 
     def fetch(self, keys):
         keys = np.asarray(keys, np.int64)
@@ -55,6 +57,9 @@ class Host:
         count = self.chain.fetch(TABLE, keys, out, found)
         assert count == found.sum()
         return out, found
+
+    def insert(self, version, keys=(1,), told=lambda written: None):
+        self.chain.insert(TABLE, np.array(keys), vectors_of(keys, version), told)
 
     def metric(self, name, tier, operation):
         return self.metrics.registry.get_sample_value(name, {"model": TABLE.model_name, "tier": tier, "operation": operation})
@@ -94,20 +99,58 @@ def test_an_error_is_freed_with_its_handler(host, caplog, call, failing):
         gc.enable()
 
 
-def test_volatile_answers_first_and_persistent_only_what_is_missing(host):
-    host.put(host.volatile, [1, 2], version=1)
-    host.put(host.persistent, [1, 2, 3], version=0)
-    out, found = host.fetch([1, 2, 3, 4])
-    assert found.tolist() == [True, True, True, False]
-    np.testing.assert_array_equal(out[:2], vectors_of([1, 2], 1))
-    np.testing.assert_array_equal(out[2:3], vectors_of([3], 0))
-    np.testing.assert_array_equal(out[3], -1)
+@pytest.mark.parametrize(
+    ("above", "below", "failing", "hits", "misses"),
+    [
+        ([1, 2], [1, 2, 3], "", [2, 1], [2, 1]),  # what is above is answered from there
+        ([1, 2, 3, 4], [1], "", [4, 0], [0, 0]),  # the lower one is not asked
+        ([], [4, 2], "", [0, 2], [4, 2]),
+        ([1], [1, 2], "fetch", [0, 2], [0, 2]),
+        ([1], [1, 2], "drop", [0, 2], [4, 2]),  # by another process, or with all that a shared server had
+        ([1, 2], None, "", [2, 0], [2, 0]),
+        (None, [1, 2], "", [0, 2], [0, 2]),
+        (None, None, "", [0, 0], [0, 0]),
+    ],
+)
+def test_each_key_is_answered_by_the_first_database_that_has_it(above, below, failing, hits, misses):
+    host, asked = Host(volatile=above is not None, persistent=below is not None), np.array([1, 2, 3, 4])
+    host.put(host.volatile, above or [], version=1)
+    host.put(host.persistent, below or [])
+    if failing == "fetch":
+        host.volatile.failing = {"fetch"}
+    elif failing == "drop":
+        host.volatile.drop_table(TABLE.tag)
+    out, found = host.fetch(asked)
+    above = [] if failing or not above else above
+    versions = [1 if key in above else 0 for key in asked]
+    assert found.tolist() == [key in above or key in (below or []) for key in asked]
+    np.testing.assert_array_equal(out[found], vectors_of(asked, np.array(versions)[:, None])[found])
+    np.testing.assert_array_equal(out[~found], -1)
+    counters = host.metrics.table("model", "table")
+    assert (counters.hits, counters.misses) == ([0, *hits], [0, *misses])
+    if below:
+        assert host.persistent.calls.get("fetch", 0) == (len(above) < 4)
+    if failing == "drop":
+        assert host.resident(host.volatile) == []  # it was opened again
+        assert host.metric("hps_tier_errors_total", "volatile_db", "read") == 0
+    host.chain.close()
 
 
-def test_persistent_is_not_asked_when_nothing_is_missing(host):
-    host.put(host.volatile, [1])
-    host.fetch([1, 1])
-    assert "fetch" not in host.persistent.calls
+@pytest.mark.parametrize(("above", "below", "failing"), [([1], [], "fetch"), ([1], None, "fetch"), ([1], None, "drop")])
+def test_a_failed_authoritative_database_is_an_error_and_not_an_absent_key(above, below, failing):
+    host = Host(persistent=below is not None)
+    host.put(host.volatile, above)
+    last = host.volatile if below is None else host.persistent
+    if failing == "drop":
+        last.drop_table(TABLE.tag)
+    else:
+        last.failing = {"fetch"}
+    for _ in range(2):
+        with pytest.raises(DatabaseError, match=TABLE.tag if failing == "drop" else "told to fail"):
+            host.fetch([1, 2])
+    if below is not None:
+        assert host.fetch([1])[1].all()
+    host.chain.close()
 
 
 def test_rows_found_before_the_call_are_left_alone(host):
@@ -116,55 +159,6 @@ def test_rows_found_before_the_call_are_left_alone(host):
     found = np.array([True, False])
     assert host.chain.fetch(TABLE, np.array([1, 2]), out, found) == 1
     np.testing.assert_array_equal(out[0], 7)
-
-
-def test_failed_volatile_database_is_skipped_when_the_persistent_one_answers(host):
-    host.put(host.persistent, [1])
-    host.volatile.failing = {"fetch"}
-    out, found = host.fetch([1, 9])
-    assert found.tolist() == [True, False]
-    np.testing.assert_array_equal(out[:1], vectors_of([1]))
-
-
-def test_failed_persistent_database_is_an_error_and_not_an_absent_key(host):
-    host.put(host.volatile, [1])
-    host.persistent.failing = {"fetch"}
-    with pytest.raises(DatabaseError):
-        host.fetch([1, 2])
-    assert host.fetch([1])[1].all()
-
-
-def test_failed_volatile_database_without_a_persistent_one_is_an_error():
-    host = Host(persistent=False)
-    host.volatile.failing = {"fetch"}
-    with pytest.raises(DatabaseError):
-        host.fetch([1])
-
-
-def test_table_that_was_dropped_from_the_volatile_database_is_opened_again(host):
-    host.put(host.volatile, [1], version=1)
-    host.put(host.persistent, [1, 2])
-    host.volatile.drop_table(TABLE.tag)  # by another process, or with all that a shared server had
-    out, found = host.fetch([1, 2])
-    assert found.all()
-    np.testing.assert_array_equal(out, vectors_of([1, 2]))
-    assert host.metric("hps_tier_errors_total", "volatile_db", "read") == 0
-    assert host.resident(host.volatile) == []
-
-
-def test_table_that_was_dropped_from_the_only_database_is_an_error():
-    host = Host(persistent=False)
-    host.put(host.volatile, [1])
-    host.volatile.drop_table(TABLE.tag)
-    for _ in range(2):
-        with pytest.raises(DatabaseError, match=TABLE.tag):
-            host.fetch([1])
-    host.chain.close()
-
-
-def test_without_databases_every_key_is_absent():
-    host = Host(volatile=False, persistent=False)
-    assert not host.fetch([1, 2])[1].any()
 
 
 def test_open_breaker_stops_asking_the_volatile_database_and_a_probe_brings_it_back():
@@ -188,20 +182,15 @@ def test_writes_that_all_fail_do_not_stop_reads_and_are_probed_until_they_succee
     host.put(host.persistent, [1, 2])
     host.persistent.failing = {"insert", "delete"}
 
-    def insert():
-        host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), lambda written: None)
-
     def metrics():
-        operations = ("read", "write")
+        errors = [host.metric("hps_tier_errors_total", "persistent_db", operation) for operation in ("read", "write")]
         state = host.chain.tiers()[-1]
-        return [state.read, state.written] + [
-            host.metric("hps_tier_errors_total", "persistent_db", operation) for operation in operations
-        ]
+        return [state.read, state.written, *errors]
 
     for _ in range(2):
         for _ in range(3):
             with pytest.raises(DatabaseError):
-                insert()
+                host.insert(1)
         out, found = host.fetch([1, 2, 3])
         assert found.tolist() == [True, True, False]
         np.testing.assert_array_equal(out[:2], vectors_of([1, 2]))
@@ -209,12 +198,12 @@ def test_writes_that_all_fail_do_not_stop_reads_and_are_probed_until_they_succee
     assert metrics() == [1, 0, 0, 2]
     clock.now = 1.5  # the probe fails, too
     with pytest.raises(DatabaseError):
-        insert()
+        host.insert(1)
     assert host.persistent.calls["insert"] == 3
     host.persistent.failing = set()
     clock.now = 3
-    insert()
-    insert()
+    host.insert(1)
+    host.insert(1)
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
     assert metrics() == [1, 1, 0, 3]
     host.chain.close()
@@ -225,7 +214,7 @@ def test_only_vectors_that_exist_are_promoted_and_only_where_configured(promote)
     host = Host(promote=promote)
     host.put(host.persistent, [1, 2])
     host.fetch([1, 2, 3])
-    assert host.chain.drain(10)
+    assert host.chain.drain(PATIENCE_S)
     assert host.resident(host.volatile) == ([1, 2] if promote else [])
     host.chain.close()
 
@@ -236,18 +225,18 @@ def test_promotion_of_a_vector_read_before_an_update_is_dropped():
     host.persistent.gate_late = threading.Event()
     thread = threading.Thread(target=host.fetch, args=([1],))
     thread.start()
-    assert host.persistent.entered.acquire(timeout=30)
-    host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), lambda written: None)
+    assert host.persistent.entered.acquire(timeout=PATIENCE_S)
+    host.insert(1)
     host.persistent.gate_late.set()
-    thread.join(30)
-    assert host.chain.drain(10)
+    thread.join(PATIENCE_S)
+    assert host.chain.drain(PATIENCE_S)
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
     host.chain.close()
 
 
 def test_insert_and_delete_reach_both_databases_and_report_success_to_the_caches(host):
     told = []
-    host.chain.insert(TABLE, np.array([5, 6]), vectors_of([5, 6]), told.append)
+    host.insert(0, [5, 6], told.append)
     assert host.resident(host.volatile) == host.resident(host.persistent) == [5, 6]
     host.chain.delete(TABLE, np.array([5]), told.append)
     assert host.resident(host.volatile) == host.resident(host.persistent) == [6]
@@ -258,7 +247,7 @@ def test_insert_whose_volatile_write_fails_never_shows_the_old_vector_again(host
     host.put(host.volatile, [1], version=0)
     host.put(host.persistent, [1], version=0)
     host.volatile.failing = {"insert"}
-    host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), lambda written: None)
+    host.insert(1)
     assert host.chain.quarantined == [TABLE.tag]
     host.volatile.failing = {"drop_table"}
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
@@ -274,7 +263,7 @@ def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
 
     def insert(version, failing=frozenset()):
         host.volatile.failing = failing
-        host.chain.insert(TABLE, np.array([1]), vectors_of([1], version), lambda written: None)
+        host.insert(version)
 
     def write():
         insert(2)
@@ -286,13 +275,14 @@ def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
         monkeypatch.undo()
         host.volatile.open_table(tag, dim)
         threading.Thread(target=write, daemon=True).start()
-        assert not done.wait(0.2)
+        wait_until(lambda: done.is_set() or host.chain.fence(TABLE)._modifying, "the write has come")
+        assert not done.is_set()
 
     insert(1, {"insert"})
     host.volatile.failing = set()
     monkeypatch.setattr(host.volatile, "open_table", open_table)
     host.fetch([1])
-    assert done.wait(30)
+    assert done.wait(PATIENCE_S)
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
 
 
@@ -305,7 +295,7 @@ class GatedMap(HashMapDatabase):
 
     def insert(self, tag, keys, vectors):
         self.entered.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(PATIENCE_S)
         super().insert(tag, keys, vectors)
 
 
@@ -318,11 +308,11 @@ def test_queued_promotion_does_not_enter_a_table_that_was_released_meanwhile():
         chain.open_table(table)
         host.persistent.insert(table.tag, np.array([1]), vectors_of([1]))
         chain.fetch(table, np.array([1]), np.empty((1, 4), np.float32), np.zeros(1, np.bool_))
-        assert volatile.entered.wait(30)  # the promotion into the other table waits there, and this table's behind it
+        assert volatile.entered.wait(PATIENCE_S)  # the promotion into the other table waits there, and this table's behind it
     chain.release_table(TABLE)
     chain.open_table(TABLE)
     volatile.gate.set()
-    assert chain.drain(10)
+    assert chain.drain(PATIENCE_S)
     assert (volatile.size(other.tag), volatile.size(TABLE.tag)) == (1, 0)
     chain.close()
 
@@ -333,19 +323,10 @@ def test_insert_that_fails_below_raises_and_forgets_the_key_above(host):
     host.put(host.persistent, [1], version=0)
     host.persistent.failing = {"insert"}
     with pytest.raises(DatabaseError):
-        host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), told.append)
+        host.insert(1, told=told.append)
     assert told == [False]
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 0))
     assert host.resident(host.volatile) == []
-
-
-def test_hits_and_misses_are_counted_per_tier(host):
-    host.put(host.volatile, [1])
-    host.put(host.persistent, [1, 2])
-    host.fetch([1, 2, 3])
-    counters = host.metrics.table("model", "table")
-    assert counters.hits == [0, 1, 1]
-    assert counters.misses == [0, 2, 1]
 
 
 @pytest.mark.parametrize("how", ["failing", "failing_halfway"])
@@ -354,7 +335,7 @@ def test_what_a_failed_promotion_may_have_left_is_not_read(how):
     host.put(host.persistent, [1, 2])
     setattr(host.volatile, how, {"insert"})
     host.fetch([1, 2])
-    assert host.chain.drain(10)
+    assert host.chain.drain(PATIENCE_S)
     assert host.chain.quarantined == [TABLE.tag]
     host.volatile.failing, host.volatile.failing_halfway = {"drop_table"}, set()
     host.put(host.volatile, [1], version=1)  # it lands late
@@ -373,7 +354,7 @@ def test_a_promotion_that_was_not_tried_quarantines_nothing():
     host.volatile.failing = {"insert"}
     host.chain.insert(other, np.array([1]), vectors_of([1]), lambda written: None)
     host.fetch([1])
-    assert host.chain.drain(10)
+    assert host.chain.drain(PATIENCE_S)
     assert host.volatile.calls["insert"] == 1
     assert host.chain.quarantined == [other.tag]
     host.chain.close()

@@ -14,7 +14,7 @@ from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, SessionSettings
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase
 from tests.fakes.memory_database import MemoryDatabase
@@ -33,7 +33,7 @@ class Deployed:
         chain = DatabaseChain(None, self.database, metrics=metrics)
         chain.open_table(TABLES[0])
         coalescer = FetchCoalescer(chain.fetch, metrics)
-        settings = SessionSettings(hit_rate_threshold=1.1, workspace_timeout_s=30, one_of_several=not shared)
+        settings = SessionSettings(hit_rate_threshold=1.1, workspace_timeout_s=PATIENCE_S, one_of_several=not shared)
         sessions = {
             device: CachedSession(TABLES, NumpyCache.create(TABLES, [0], device), chain, coalescer, settings, metrics)
             for device in (devices[:1] if shared else devices)
@@ -89,7 +89,7 @@ def test_a_busy_device_is_left_alone_until_its_lookup_ends(deployed):
     running = deployed.start(3, 10)
     assert deployed.chosen(3) == [5, 5, 5]
     deployed.open()
-    running.result(30)
+    running.result(PATIENCE_S)
     assert sorted(deployed.chosen(2)) == [3, 5]
 
 
@@ -114,7 +114,7 @@ def test_lookups_that_fail_or_are_refused_are_under_way_no_longer(deployed):
     running = deployed.start(3, 10)
     deployed.open()
     with pytest.raises(DatabaseError):
-        running.result(30)
+        running.result(PATIENCE_S)
     with pytest.raises(TooManyKeysError):
         deployed.lookup(5, 1001)
     assert [session.busy for session in deployed.deployment.sessions.values()] == [0, 0]
@@ -124,7 +124,7 @@ def test_no_count_drifts_when_many_threads_look_up(deployed):
     deployed.open()
     lookups = [deployed.pool.submit(deployed.lookup, None, 1 + nth % 7) for nth in range(2000)]
     for lookup in lookups:
-        lookup.result(30)
+        lookup.result(PATIENCE_S)
     assert [session.busy for session in deployed.deployment.sessions.values()] == [0, 0]
 
 
@@ -134,10 +134,10 @@ def test_devices_that_share_a_session_are_not_chosen_between_and_nothing_is_coun
     assert deployed.deployment.session(5) is deployed.deployment.session(None)
     deployed.shut()
     running = deployed.pool.submit(deployed.lookup, None, 10)
-    assert deployed.database.entered.acquire(timeout=30)
+    assert deployed.database.entered.acquire(timeout=PATIENCE_S)
     assert deployed.deployment.session(None).busy == 0
     deployed.open()
-    running.result(30)
+    running.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize(

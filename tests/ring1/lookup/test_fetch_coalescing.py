@@ -1,5 +1,4 @@
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -8,6 +7,7 @@ from hps.errors import DatabaseError
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.fences import TableFence
 from hps.statistics.metrics import Metrics
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 
 TABLE = TableSpec("model", "table", 2, 0.0, 1000)
@@ -29,7 +29,7 @@ class Source:
         version, fail = self.version, self.fail_next > 0
         self.fail_next -= fail
         self.entered.release()
-        assert self.gate.wait(30)
+        assert self.gate.wait(PATIENCE_S)
         if fail:
             raise DatabaseError("told to fail")
         present = (keys % 2 == 0) & ~found
@@ -55,7 +55,7 @@ class Lookup(threading.Thread):
             self.error = error
 
     def check(self, version=0):
-        self.join(30)
+        self.join(PATIENCE_S)
         assert not self.is_alive()
         assert self.error is None
         keys = self.arguments[2]
@@ -71,7 +71,7 @@ def source():
 
 @pytest.fixture
 def coalescer(source):
-    return FetchCoalescer(source.fetch, Metrics(), timeout_s=60)  # longer than any wait of a test
+    return FetchCoalescer(source.fetch, Metrics(), timeout_s=2 * PATIENCE_S)
 
 
 def test_lone_fetch_fills_what_exists(source, coalescer):
@@ -83,10 +83,9 @@ def test_lookup_whose_keys_are_all_under_way_fetches_nothing(source, coalescer):
     fence = TableFence()
     source.gate.clear()
     first = Lookup(coalescer, fence, [2, 3, 4])
-    assert source.entered.acquire(timeout=30)
+    assert source.entered.acquire(timeout=PATIENCE_S)
     second = Lookup(coalescer, fence, [2, 4])
-    while not coalescer._flights[TABLE.tag][0].landed:
-        time.sleep(0.001)
+    wait_until(lambda: coalescer._flights[TABLE.tag][0].landed, "the second waits for the first")
     source.gate.set()
     first.check()
     second.check()
@@ -99,14 +98,26 @@ def test_lookup_fetches_for_itself_when_the_one_it_joined_fails(source, coalesce
     source.gate.clear()
     source.fail_next = 1
     first = Lookup(coalescer, fence, [2, 4])
-    assert source.entered.acquire(timeout=30)
+    assert source.entered.acquire(timeout=PATIENCE_S)
     second = Lookup(coalescer, fence, [4])
-    while not coalescer._flights[TABLE.tag][0].landed:
-        time.sleep(0.001)
+    wait_until(lambda: coalescer._flights[TABLE.tag][0].landed, "the second waits for the first")
     source.gate.set()
     second.check()
-    first.join(30)
+    first.join(PATIENCE_S)
     assert first.error is not None
+    assert source.asked == [[2, 4], [4]]
+
+
+def test_lookup_waits_for_another_no_longer_than_its_timeout_and_then_fetches_for_itself(source):
+    coalescer, fence = FetchCoalescer(source.fetch, Metrics(), timeout_s=0.01), TableFence()
+    source.gate.clear()
+    first = Lookup(coalescer, fence, [2, 4])
+    assert source.entered.acquire(timeout=PATIENCE_S)
+    second = Lookup(coalescer, fence, [4])
+    assert source.entered.acquire(timeout=PATIENCE_S)  # although the first has not ended
+    source.gate.set()
+    first.check()
+    second.check()
     assert source.asked == [[2, 4], [4]]
 
 
@@ -114,11 +125,11 @@ def test_fetch_that_began_before_a_modification_is_not_joined(source, coalescer)
     fence = TableFence()
     source.gate.clear()
     first = Lookup(coalescer, fence, [2])
-    assert source.entered.acquire(timeout=30)
+    assert source.entered.acquire(timeout=PATIENCE_S)
     with fence.modifying(1):
         source.version = 100
     second = Lookup(coalescer, fence, [2])
-    assert source.entered.acquire(timeout=30)
+    assert source.entered.acquire(timeout=PATIENCE_S)
     source.gate.set()
     first.check()
     second.check(version=100)
@@ -127,7 +138,7 @@ def test_fetch_that_began_before_a_modification_is_not_joined(source, coalescer)
 def test_failure_reaches_the_caller_and_leaves_nothing_under_way(source, coalescer):
     source.fail_next = 1
     lookup = Lookup(coalescer, TableFence(), [2])
-    lookup.join(30)
+    lookup.join(PATIENCE_S)
     assert lookup.error is not None
     assert not coalescer._flights
 
@@ -146,7 +157,7 @@ def test_key_missing_in_several_lookups_is_fetched_once(source, coalescer, looku
     source.gate.clear()
     for keys in lookups:
         running.append(Lookup(coalescer, fence, keys))
-        assert source.entered.acquire(timeout=30)
+        assert source.entered.acquire(timeout=PATIENCE_S)
     source.gate.set()
     for lookup in running:
         lookup.check()
@@ -159,19 +170,18 @@ def test_lookup_gets_what_was_fetched_although_the_fetching_one_uses_its_buffer_
 
     def fetch(table, keys, out, found, landed):
         entered.release()
-        assert gates[int(keys[0])].wait(30)
+        assert gates[int(keys[0])].wait(PATIENCE_S)
         out[:] = keys[:, None]
         found[:] = True
         return keys.size
 
-    coalescer, fence = FetchCoalescer(fetch, Metrics(), timeout_s=60), TableFence()
+    coalescer, fence = FetchCoalescer(fetch, Metrics(), timeout_s=2 * PATIENCE_S), TableFence()
     slow = Lookup(coalescer, fence, [2])
-    assert entered.acquire(timeout=30)
+    assert entered.acquire(timeout=PATIENCE_S)
     quick = Lookup(coalescer, fence, [4])
-    assert entered.acquire(timeout=30)
+    assert entered.acquire(timeout=PATIENCE_S)
     third = Lookup(coalescer, fence, [2, 4])  # waits for key 2 first, and only then looks at key 4
-    while not all(flight.landed for flight in coalescer._flights[TABLE.tag]):
-        time.sleep(0.001)
+    wait_until(lambda: all(flight.landed for flight in coalescer._flights[TABLE.tag]), "the third waits for both")
     gates[4].set()
     quick.check()
     quick.out[:], quick.found[:] = -7, False

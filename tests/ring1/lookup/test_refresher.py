@@ -3,15 +3,16 @@
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache
-from hps.errors import DatabaseError, InvalidInputError, NotReadyError
+from hps.errors import ConflictError, DatabaseError, InvalidInputError, NotReadyError
 from hps.ground.open_calls import OpenCalls
+from hps.lookup import refresher
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.refresh import Pace, RefreshReport
@@ -19,7 +20,7 @@ from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.models.sample import sample_vectors
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.fakes.clock import Clock, Pauses
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
@@ -132,12 +133,12 @@ def test_calls_that_come_while_one_runs_share_the_next(make: Callable[..., Refre
     served.database.gate_late = threading.Event()
     with ThreadPoolExecutor(5) as pool:
         first = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=60)  # the first chunk has its old vectors
+        assert served.database.entered.acquire(timeout=PATIENCE_S)  # the first chunk has its old vectors
         served.write(1)
         others = [pool.submit(served.refresher.refresh) for _ in range(4)]
         wait_until(lambda: served.calls.under_way == 5, "all calls came")
         served.database.gate_late.set()
-        results = [call.result(60) for call in [first, *others]]
+        results = [call.result(PATIENCE_S) for call in [first, *others]]
     assert results == [{"user": RefreshReport(200, 0), "item": RefreshReport(200, 0)}] * 5
     served.check(1)
     assert served.metric("refreshes_total") == 2
@@ -149,12 +150,12 @@ def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(m
     served.database.gate = threading.Event()
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(served.refresher.refresh)]
-        assert served.database.entered.acquire(timeout=60)
+        assert served.database.entered.acquire(timeout=PATIENCE_S)
         calls += [pool.submit(served.refresher.refresh) for _ in range(2)]
         wait_until(lambda: served.calls.under_way == 3, "all calls came")
         served.database.failing = {"fetch"}
         served.database.gate.set()
-        assert {type(call.exception(20)) for call in calls} == {DatabaseError}
+        assert {type(call.exception(PATIENCE_S)) for call in calls} == {DatabaseError}
     assert served.metric("failed_refreshes_total") == 2
     served.check(0)
     served.database.failing = set()
@@ -169,18 +170,39 @@ def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: C
     served.database.gate_late = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         refreshing = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=60)
+        assert served.database.entered.acquire(timeout=PATIENCE_S)
         waiting = pool.submit(served.refresher.refresh)
         wait_until(lambda: served.calls.under_way == 2, "both calls came")
         served.refresher.stop()
         served.database.gate_late.set()
         for call in (refreshing, waiting):
-            assert isinstance(call.exception(20), NotReadyError)
-    assert served.calls.close(20)
+            assert isinstance(call.exception(PATIENCE_S), NotReadyError)
+    assert served.calls.close(PATIENCE_S)
     assert fetched_keys(served.database).size <= 64  # one chunk of many
     with pytest.raises(NotReadyError):
         served.refresher.refresh()
     assert served.metric("failed_refreshes_total") is None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_call_waits_for_earlier_refreshes_no_longer_than_the_limit(
+    make: Callable[..., Refreshed], monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    served = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(refresher, "_LONGEST_WAIT_S", 0.005)
+        if shared:
+            patch.setattr(served.refresher, "_next", Future())  # a run that does not begin
+        else:
+            assert served.refresher._running.acquire()  # one that does not end
+        for _ in range(2):
+            with pytest.raises(ConflictError, match="earlier refreshes have not ended"):
+                served.refresher.refresh()
+    if not shared:
+        served.refresher._running.release()
+    served.write(1)
+    served.refresher.refresh()
+    served.check(1)
 
 
 def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Callable[..., Refreshed]) -> None:
@@ -188,10 +210,10 @@ def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Callable[..., Refr
     served.database.gate_late = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         refreshing = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=60)
+        assert served.database.entered.acquire(timeout=PATIENCE_S)
         served.caches[0].close()
         served.database.gate_late.set()
-        assert isinstance(refreshing.exception(20), NotReadyError)
+        assert isinstance(refreshing.exception(PATIENCE_S), NotReadyError)
 
 
 def test_rows_of_a_table_that_is_modified_all_the_time_leave_the_cache(
@@ -213,7 +235,7 @@ def test_rows_of_a_table_that_is_modified_all_the_time_leave_the_cache(
     served.write(1, 1)
     assert served.refresher.refresh() == {"user": RefreshReport(0, RESIDENT), "item": RefreshReport(RESIDENT, 0)}
     assert served.cached(0)[0].size == 0
-    assert len(attempts) > 1
+    assert len(attempts) == 5
     np.testing.assert_array_equal(served.cached(1)[1], served.vectors(1, 1)[:RESIDENT])
 
 

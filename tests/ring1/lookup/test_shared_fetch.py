@@ -1,7 +1,6 @@
 """A fetch of many rows that several threads share, through the chain of databases and the sessions."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +11,7 @@ from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.session import DirectSession
 from hps.statistics.metrics import Metrics
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
@@ -140,7 +140,7 @@ def test_rows_are_reported_once_in_order_and_do_not_change_after(host, failing, 
 def test_vectors_of_all_pieces_are_promoted_in_one_batch():
     host = Host(promote=True)
     host.fetch(host.keys)
-    assert host.chain.drain(10)
+    assert host.chain.drain(PATIENCE_S)
     assert host.volatile.calls["insert"] == 1
     assert host.volatile.size(TABLE.tag) == ROWS
     host.chain.close()
@@ -169,13 +169,12 @@ def test_lookup_that_fails_returns_when_no_piece_writes_any_more(serve):
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.lookup, {0: np.arange(40)})
         for _ in range(4):
-            assert served.database.entered.acquire(timeout=30)
+            assert served.database.entered.acquire(timeout=PATIENCE_S)
         served.database.failing = {"fetch"}
-        time.sleep(0.05)
         assert not answer.done()
         served.database.gate.set()
         with pytest.raises(DatabaseError):
-            answer.result(30)
+            answer.result(PATIENCE_S)
     assert served.database.calls["fetch"] <= 2 * 4  # pieces that had not begun are not begun
     served.database.failing = set()
     served.check(served.lookup({0: np.arange(40)}))
@@ -188,10 +187,10 @@ def test_modification_between_two_pieces_keeps_what_was_fetched_from_becoming_re
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.lookup, {0: keys})
         for _ in range(4):
-            assert served.database.entered.acquire(timeout=30)
+            assert served.database.entered.acquire(timeout=PATIENCE_S)
         served.chain.insert(TABLES[0], keys[:8], vectors_of(keys[:8], 3, 1), lambda written: None)
         served.database.gate_late.set()
-        answer.result(30)
+        answer.result(PATIENCE_S)
     assert not served.cache.dump(0).size
 
 
@@ -202,12 +201,11 @@ def test_keys_that_two_large_lookups_miss_are_fetched_once(serve):
         answers = []
         for keys in (np.arange(0, 30), np.arange(10, 40)):
             answers.append(pool.submit(served.lookup, {0: keys}))
-            assert served.database.entered.acquire(timeout=30)
-            while len(served.coalescer._flights[TABLES[0].tag]) < len(answers):
-                time.sleep(0.001)
+            assert served.database.entered.acquire(timeout=PATIENCE_S)
+            wait_until(lambda: len(served.coalescer._flights[TABLES[0].tag]) == len(answers), "its fetch is known")
         served.database.gate.set()
         for answer in answers:
-            served.check(answer.result(30))
+            served.check(answer.result(PATIENCE_S))
     assert sorted(fetched_keys(served.database).tolist()) == list(range(40))
 
 
@@ -216,8 +214,8 @@ def test_session_that_closes_waits_for_the_pieces_of_a_lookup(serve):
     served.database.gate = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.lookup, {0: np.arange(40)})
-        assert served.database.entered.acquire(timeout=30)
+        assert served.database.entered.acquire(timeout=PATIENCE_S)
         assert not served.session.close(0.05)
         served.database.gate.set()
-        served.check(answer.result(30))
-    assert served.session.close(10)
+        served.check(answer.result(PATIENCE_S))
+    assert served.session.close(PATIENCE_S)

@@ -1,9 +1,11 @@
 import threading
+from contextlib import ExitStack
 
 import pytest
 
 from hps.errors import DatabaseTimeoutError
 from hps.lookup.fences import TableFence
+from hps.testing.waiting import PATIENCE_S, wait_until
 
 
 def test_fill_after_a_read_of_an_unmodified_table_is_allowed():
@@ -36,42 +38,26 @@ def test_fill_during_a_modification_is_refused_without_waiting():
         assert not allowed
 
 
-def test_modification_waits_for_a_running_fill():
-    fence = TableFence()
-    order = []
-    started = threading.Event()
-
-    def modify():
-        started.set()
-        with fence.modifying(10):
-            order.append("modification")
-
-    with fence.filling(fence.token()):
-        thread = threading.Thread(target=modify)
-        thread.start()
-        assert started.wait(30)
-        thread.join(0.05)
-        order.append("fill")
-    thread.join(30)
-    assert order == ["fill", "modification"]
-
-
-@pytest.mark.parametrize("earlier", ["fill", "modification"])
-def test_modification_goes_on_as_soon_as_earlier_work_ends(earlier):
+@pytest.mark.parametrize("earlier", ["fill", "two fills", "modification"])
+def test_modification_waits_for_earlier_work_and_goes_on_as_soon_as_it_ends(earlier):
     """If it were not told, it would go on when its ten minutes are over."""
-    fence = TableFence()
-    started, done = threading.Event(), threading.Event()
+    fence, done, filling = TableFence(), threading.Event(), []
 
     def modify():
-        started.set()
         with fence.modifying(600):
+            filling.append(fence._filling)
             done.set()
 
-    with fence.filling(fence.token()) if earlier == "fill" else fence.modifying(1):
+    with ExitStack() as work:
+        if earlier == "modification":
+            work.enter_context(fence.modifying(1))
+        for _ in range(["modification", "fill", "two fills"].index(earlier)):
+            work.enter_context(fence.filling(fence.token()))
         threading.Thread(target=modify, daemon=True).start()
-        assert started.wait(30)
-        assert not done.wait(0.1)
-    assert done.wait(60)
+        wait_until(lambda: fence._waiting or (fence._modifying and earlier != "modification"), "it waits")
+        assert not done.is_set()
+    assert done.wait(PATIENCE_S)
+    assert filling == [0]
 
 
 def test_modification_gives_up_when_a_fill_does_not_end_and_later_fills_work():
@@ -104,8 +90,7 @@ def test_modifications_take_turns():
     thread = threading.Thread(target=modify)
     with fence.modifying(1):
         thread.start()
-        while not fence._waiting:
-            thread.join(0.001)
+        wait_until(lambda: fence._waiting, "the other waits")
     with fence.modifying(10):
         order.append("again")
     thread.join()

@@ -9,6 +9,7 @@ import hps
 from hps.statistics.metrics import LookupTimes
 from hps.statistics.times import Times
 from hps.statistics.tracing import STAGES, traced
+from hps.testing.waiting import PATIENCE_S
 from tests.servers.running_service import document_of, model_of
 
 ROWS, DIM = 100, 4
@@ -98,7 +99,7 @@ def test_stages_are_timed_without_a_trace(files, kind):
         value = server.metrics.registry.get_sample_value
         for _ in range(LOOKUPS):
             server.lookup([1, 2, ABSENT], "m", "a")
-        assert server.drain(10)
+        assert server.drain(PATIENCE_S)
         assert value("hps_lookup_seconds_count", {"model": "m"}) == LOOKUPS
         assert value("hps_lookup_seconds_bucket", {"model": "m", "le": "+Inf"}) == LOOKUPS
         assert value("hps_lookup_stage_seconds_count", {"model": "m", "stage": "adopt"}) == LOOKUPS

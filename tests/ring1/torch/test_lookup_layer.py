@@ -22,21 +22,26 @@ pytestmark = [
 Way = Callable[[torch.nn.Module, tuple[Any, ...]], Callable[..., Any]]
 WAYS: dict[str, Way] = {
     "eager": lambda layer, _: layer,
-    "compiled": lambda layer, _: torch.compile(layer, fullgraph=True),
-    "dynamic": lambda layer, _: torch.compile(layer, fullgraph=True, dynamic=True),
+    "compiled": lambda layer, _: torch.compile(layer, fullgraph=True, backend="aot_eager"),
+    "dynamic": lambda layer, _: torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager"),
     "exported": lambda layer, inputs: torch.export.export(layer, inputs).module(),
     "scripted": lambda layer, _: torch.jit.script(layer),
     "frozen": lambda layer, _: torch.jit.freeze(torch.jit.script(layer.eval())),
     "traced": lambda layer, inputs: torch.jit.trace(layer, inputs, check_trace=False),
 }
-COMPILED = ("compiled", "dynamic")  # by a C++ compiler where there is arithmetic besides the lookup
+"""Without a C++ compiler; `tests/ring2/torch/test_compiled_layers.py` has what torch's own makes of a layer."""
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 some_ways = pytest.mark.parametrize("way", [WAYS[name] for name in ("eager", "compiled", "scripted")])
 
 
-@every_way
+SHAPES = [*zip([(3, 4), (7,), (2, 3, 4), (), (0,), (2, 0)], [torch.int64, torch.int32] * 3, strict=True)]
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [*zip([(7,), (3, 4), (2, 3, 4), (), (0,), (2, 0)], [torch.int64, torch.int32] * 3, strict=True)]
+    ("way", "shape", "dtype"),
+    [(WAYS["eager"], *one) for one in SHAPES]
+    + [(way, *SHAPES[nth % 6]) for nth, way in enumerate(WAYS.values())]
+    + [(WAYS[name], (0,), torch.int64) for name in ("compiled", "scripted")],
 )
 def test_every_key_gets_its_vector(served: Served, way: Way, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     keys = torch.randint(0, ROWS + 50, shape, dtype=dtype)
@@ -85,23 +90,12 @@ class Constant(torch.nn.Module):
         return self.layer(self.keys) + x, self.layer(torch.arange(3, 5)), self.layer(torch.tensor([3, 4]))
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, id=name, marks=pytest.mark.compiler if name in COMPILED else ()) for name, way in WAYS.items()]
-)
+@every_way
 def test_an_update_is_seen_by_the_next_call_also_where_keys_are_constants(served: Served, way: Way) -> None:
     module = way(Constant(served.server).eval(), (torch.zeros(1),))
     for version in range(1, 4):
         served.write(3, version)
         with torch.no_grad():
-            assert [answer[0, 0].item() for answer in module(torch.zeros(1))] == [version] * 3
-
-
-@pytest.mark.compiler
-def test_inductor_does_not_freeze_answers(served: Served) -> None:
-    with torch._inductor.config.patch(freezing=True), torch.no_grad():
-        module = torch.compile(Constant(served.server).eval(), fullgraph=True)
-        for version in range(1, 4):
-            served.write(3, version)
             assert [answer[0, 0].item() for answer in module(torch.zeros(1))] == [version] * 3
 
 
@@ -133,7 +127,6 @@ def shown(layer: torch.nn.Module, way: Way, error: type[Exception], keys: Any) -
     return str(refused.value)
 
 
-@some_ways
 @pytest.mark.parametrize(
     ("arguments", "keys", "error", "message"),
     [
@@ -146,10 +139,14 @@ def shown(layer: torch.nn.Module, way: Way, error: type[Exception], keys: Any) -
         (("m", "user", 8), torch.zeros(2000, dtype=torch.int64), hps.TooManyKeysError, "2000"),
     ],
 )
-def test_a_bad_call_says_what_is_wrong(
-    served: Served, way: Way, arguments: Any, keys: Any, error: type[Exception], message: str
-) -> None:
-    assert message in shown(LookupLayer(served.server, *arguments), way, error, keys)
+def test_a_bad_call_says_what_is_wrong(served: Served, arguments: Any, keys: Any, error: type[Exception], message: str) -> None:
+    assert message in shown(LookupLayer(served.server, *arguments), WAYS["eager"], error, keys)
+
+
+@pytest.mark.parametrize("way", [WAYS[name] for name in ("compiled", "scripted")])
+def test_a_bad_call_of_a_program_says_what_is_wrong(served: Served, way: Way) -> None:
+    layer = LookupLayer(served.server, "m", "user", 9)
+    assert "got emb_vec_size 9, expected 8, the table's width" in shown(layer, way, Exception, torch.arange(3))
 
 
 @some_ways
@@ -171,7 +168,7 @@ def test_training_mode_is_refused_when_called(served: Served, way: Way) -> None:
 
 def test_compilation_follows_the_mode(served: Served) -> None:
     layer = LookupLayer(served.server, "m", "user", 8)
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     compiled(torch.arange(3))
     layer.train()
     with pytest.raises(RuntimeError, match="got training mode"):

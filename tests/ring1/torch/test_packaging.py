@@ -222,29 +222,6 @@ def test_examples_are_compared_with_the_rows_of_their_keys_alone(tmp_path: Path,
     np.testing.assert_allclose(found["score"], answers(module, user, item, tags), atol=1e-6)
 
 
-def test_a_half_collection_answers_in_float32(tmp_path: Path) -> None:
-    torchrec = pytest.importorskip("torchrec")
-    tables = [
-        torchrec.EmbeddingBagConfig(
-            name=f"t{n}", embedding_dim=4, num_embeddings=ROWS, feature_names=[f"f{n}"], data_type=torchrec.DataType.FP16
-        )
-        for n in range(3)
-    ]
-
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bags = torchrec.EmbeddingBagCollection(tables=tables)
-            self.top = nn.Linear(12, 1)
-
-        def forward(self, sparse: Any) -> torch.Tensor:
-            return self.top(self.bags(sparse).values()).squeeze(1)
-
-    sparse = torchrec.KeyedJaggedTensor(["f0", "f1", "f2"], keys(9), lengths=torch.tensor([1, 2, 0, 3, 2, 1]))
-    done = package(Half(), tmp_path / "m" / "1", (sparse,), tolerance=1e-3)  # torchrec pools in half precision
-    assert {name: one.table for name, one in done.dense.inputs.items()} == {"f0": "t0", "f1": "t1", "f2": "t2"}
-
-
 def test_a_table_that_several_inputs_share(tmp_path: Path) -> None:
     class Shared(Net):
         def forward(self, seen: torch.Tensor, item: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -284,43 +261,6 @@ def test_several_outputs(tmp_path: Path, form: str) -> None:
     found, wanted = score(tmp_path, {"item": item}), answers(module, item)
     for name, one in zip(names, wanted.values() if form == "dict" else wanted, strict=True):
         np.testing.assert_allclose(found[name], one, atol=1e-6)
-
-
-def test_collections_of_torchrec(tmp_path: Path) -> None:
-    torchrec = pytest.importorskip("torchrec")
-
-    class Collected(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            config = torchrec.EmbeddingBagConfig
-            pooling = torchrec.PoolingType
-            self.bags = torchrec.EmbeddingBagCollection(
-                tables=[
-                    config(name="t1", embedding_dim=4, num_embeddings=ROWS, feature_names=["f", "g"], pooling=pooling.MEAN),
-                    config(name="t2", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["h"]),
-                ]
-            )
-            self.top = nn.Linear(8 + DIM + 2, 1)
-
-        def forward(self, dense: torch.Tensor, sparse: Any) -> torch.Tensor:
-            found = self.bags(sparse)
-            return self.top(torch.cat([dense, found["h"], found["f"], found["g"]], 1)).squeeze(1)
-
-    def jagged(samples: int) -> Any:
-        lengths = torch.randint(0, 4, (3 * samples,))
-        return torchrec.KeyedJaggedTensor(["f", "g", "h"], keys(int(lengths.sum())), lengths=lengths)
-
-    module = Collected()
-    package(module, tmp_path / "m" / "1", (torch.rand(4, 2), jagged(4)))
-    assert inputs_of(tmp_path) == {
-        "f": {"table": "t1", "pooling": "mean"},
-        "g": {"table": "t1", "pooling": "mean"},
-        "h": {"table": "t2", "pooling": "sum"},
-        "dense": {"shape": [-1, 2]},
-    }
-    dense, sparse = torch.rand(5, 2), jagged(5)
-    bags = {name: hps.Bags(sparse[name].values(), sparse[name].offsets()) for name in "fgh"}
-    np.testing.assert_allclose(score(tmp_path, {"dense": dense, **bags})["score"], answers(module, dense, sparse), atol=1e-6)
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Quantised embeddings are saved, converted and packaged with the rows that they answer."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,44 +49,6 @@ def packed(kind: type[nn.Module], bits: int, dim: int = 6, **options: Any) -> An
     configs = torch.ao.quantization
     bag.qconfig = configs.float_qparams_weight_only_qconfig if bits == 8 else configs.float_qparams_weight_only_qconfig_4bit
     return quantized.EmbeddingBag.from_float(bag)
-
-
-def collection(kind: str, bits: int | torch.dtype, *, shared: bool = False, output: torch.dtype = torch.float32) -> Any:
-    """A quantised collection of torchrec's, of three tables; the second is pooled in another way."""
-    torchrec = pytest.importorskip("torchrec")
-    modules = pytest.importorskip("torchrec.quant.embedding_modules")
-    dtypes = {8: torch.qint8, 4: torch.quint4x2, 2: torch.quint2x4}
-    observer = torch.quantization.PlaceholderObserver.with_args
-    config = torchrec.modules.embedding_configs.QuantConfig(
-        activation=observer(dtype=output), weight=observer(dtype=dtypes[bits] if isinstance(bits, int) else bits)
-    )
-    features = [["f", "g"], ["h", "f"] if shared else ["h"], ["i"]]
-    pooling = [torchrec.PoolingType.SUM, torchrec.PoolingType.MEAN, torchrec.PoolingType.SUM]
-    if kind == "bags":
-        plain = torchrec.EmbeddingBagCollection(
-            tables=[
-                torchrec.EmbeddingBagConfig(
-                    name=f"t {n}", embedding_dim=8 * (n + 1), num_embeddings=ROWS, feature_names=features[n], pooling=pooling[n]
-                )
-                for n in range(3)
-            ]
-        )
-    else:
-        plain = torchrec.EmbeddingCollection(
-            tables=[
-                torchrec.EmbeddingConfig(name=f"t {n}", embedding_dim=8, num_embeddings=ROWS, feature_names=features[n])
-                for n in range(3)
-            ]
-        )
-    plain.qconfig = config
-    home = modules.EmbeddingBagCollection if kind == "bags" else modules.EmbeddingCollection
-    return home.from_float(plain)
-
-
-def jagged(samples: int) -> Any:
-    torchrec = pytest.importorskip("torchrec")
-    lengths = torch.randint(0, 4, (4 * samples,))
-    return torchrec.KeyedJaggedTensor(["f", "g", "h", "i"], torch.randint(0, ROWS, (int(lengths.sum()),)), lengths=lengths)
 
 
 def table(place: Path, name: str, dim: int) -> np.ndarray:
@@ -195,104 +156,3 @@ def test_what_a_quantised_bag_does_beyond_sums_is_refused(tmp_path: Path) -> Non
 
 
 # -- torchrec's -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["bags", "rows"])
-def test_rows_of_collections(tmp_path: Path, kind: str, bits: int | torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100)
-    torchrec = pytest.importorskip("torchrec")
-    module = collection(kind, bits)
-    saved = save(nn.ModuleDict({"e": module}), tmp_path / "m")
-    assert saved.tables == {"e": ("t_0", "t_1", "t_2")}  # as of the collection before it was quantised
-    every = torchrec.KeyedJaggedTensor(["f", "g", "h", "i"], torch.arange(ROWS).repeat(4), lengths=torch.ones(4 * ROWS).long())
-    answer = module(every)
-    for number, feature in enumerate("fhi"):
-        dim = 8 * (number + 1) if kind == "bags" else 8
-        expected = answer[feature] if kind == "bags" else answer[feature].values()
-        rows = table(tmp_path / "m" / "1", f"t_{number}", dim)
-        np.testing.assert_allclose(rows, expected.numpy(), rtol=0, atol=2e-7)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("kind", ["bags", "rows"])
-def test_layers_answer_as_quantised_collections(tmp_path: Path, server: hps.HPS, kind: str, shared: bool) -> None:
-    module = collection(kind, 8, shared=shared)
-    converted = convert(module, server, "m", repository=tmp_path, hotness=4)
-    given = jagged(9)
-    if kind == "bags":
-        got, expected = converted(given), module(given)
-        if not shared:  # the names of outputs have the tables' names, which are those of directories
-            assert got.keys() == expected.keys()
-        torch.testing.assert_close(got.values(), expected.values(), rtol=0, atol=1e-6)
-        return
-    got, expected = converted(given), module(given)
-    assert list(got) == list(expected)
-    for name, rows in expected.items():
-        torch.testing.assert_close(got[name].values(), rows.values(), rtol=0, atol=2e-7)
-
-
-class Pooled(nn.Module):
-    def __init__(self, bags: Any, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.bags = bags
-        self.plain = nn.Embedding(ROWS, 4, dtype=dtype)
-        width = sum(one.embedding_dim * len(one.feature_names) for one in bags.embedding_bag_configs())
-        self.top = nn.Linear(width + 4, 1, dtype=dtype)
-
-    def forward(self, sparse: Any, item: torch.Tensor) -> torch.Tensor:
-        return self.top(torch.cat([self.bags(sparse).values(), self.plain(item)], 1)).squeeze(1).float()
-
-
-@pytest.mark.parametrize(
-    ("bits", "shared", "output"),
-    [(8, False, torch.float32), (4, True, torch.float32), (2, False, torch.float32), (8, True, torch.float16)],
-    ids=str,
-)
-def test_a_module_with_a_quantised_collection_is_packaged(tmp_path: Path, bits: int, shared: bool, output: torch.dtype) -> None:
-    module = Pooled(collection("bags", bits, shared=shared, output=output), output)
-    tolerance = 1e-5 if output is torch.float32 else 2e-3
-    item = torch.randint(0, ROWS, (4,))
-    for number in ("1", "2", "3"):
-        done = package(module, tmp_path / "m", (jagged(4), item), tolerance=tolerance)
-        assert (done.version, done.difference <= tolerance) == (number, True)
-    sparse, item = jagged(7), torch.randint(0, ROWS, (7,))
-    features = {name: sparse[name[0]] for name in done.dense.inputs if name != "item"}  # f_2 is f of the second table
-    bags = {name: hps.Bags(one.values(), one.offsets()) for name, one in features.items()}
-    found = score(tmp_path, {"item": item, **bags})
-    np.testing.assert_allclose(found["score"], module(sparse, item).detach(), atol=tolerance)
-
-
-def test_a_quantised_module_is_the_next_version_of_the_plain_one(tmp_path: Path) -> None:
-    torchrec = pytest.importorskip("torchrec")
-    bags = collection("bags", 8)
-    plain = torchrec.EmbeddingBagCollection(tables=bags.embedding_bag_configs())
-    save(nn.ModuleDict({"e": plain}), tmp_path / "m")
-    assert save(nn.ModuleDict({"e": bags}), tmp_path / "m").version == "2"
-    assert json.loads((tmp_path / "m" / "model.json").read_text())["embedding_vecsize_per_table"] == [8, 16, 24]
-
-
-def test_what_cannot_be_read_as_rows_is_refused(tmp_path: Path) -> None:
-    pruned = collection("bags", 8)
-    pruned._emb_modules[1].index_remappings_array = torch.arange(ROWS)
-    with pytest.raises(hps.InvalidInputError, match="got a pruned table, whose keys are remapped"):
-        save(pruned, tmp_path / "m")
-    modules = pytest.importorskip("torchrec.quant.embedding_modules")
-    with pytest.raises(hps.InvalidInputError, match="an EmbeddingCollection, whose rows are jagged"):
-        package(Jagged(collection("rows", 8)), tmp_path / "m", (jagged(4),))
-
-    processed = collection("bags", 8)
-    processed.__class__ = modules.FeatureProcessedEmbeddingBagCollection
-    with pytest.raises(hps.InvalidInputError, match="FeatureProcessedEmbeddingBagCollection, expected nn"):
-        save(processed, tmp_path / "m")
-    assert not list(tmp_path.iterdir())
-
-
-class Jagged(nn.Module):
-    def __init__(self, rows: Any) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def forward(self, sparse: Any) -> torch.Tensor:
-        self.rows(sparse)
-        return torch.zeros(sparse.stride())

@@ -46,17 +46,6 @@ def test_every_embedding_is_a_table_once_by_its_path(tmp_path: Path, towers: Tow
         assert np.array_equal(server.lookup([49, 0], "shop", "item"), towers.item.weight.detach()[[49, 0]].numpy())
 
 
-def test_torchrec_tables_keep_their_names(tmp_path: Path) -> None:
-    torchrec = pytest.importorskip("torchrec")
-    bags = torchrec.EmbeddingBagCollection(
-        tables=[torchrec.EmbeddingBagConfig(name="t 1", embedding_dim=4, num_embeddings=9, feature_names=["f", "g"])]
-    )
-    rows = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(name="t2", embedding_dim=4, num_embeddings=7)])
-    saved = save(nn.ModuleDict({"bags": bags, "rows": rows}), tmp_path / "rec")
-    assert saved.tables == {"bags": ("t_1",), "rows": ("t2",)}
-    assert rows_of(tmp_path / "rec" / "1" / "t_1", 4) == dict(enumerate(bags.embedding_bags["t 1"].weight.tolist()))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_weights_are_widened(tmp_path: Path, dtype: torch.dtype) -> None:
     module = nn.Embedding(6, 2, dtype=dtype)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hps
+from hps.testing.waiting import PATIENCE_S
 from hps.torch import LookupLayer, attach, close
 from hps.torch.servers import server_of
 from tests.ring1.torch.conftest import Served, configuration
@@ -22,7 +23,7 @@ def test_a_path_is_opened_once_by_all_threads_and_spellings(served: Served, tmp_
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert len(set(map(id, [*found, server_of(str(link))]))) == 1
     assert len(found) == 4
 

@@ -8,6 +8,7 @@ import pytest
 
 import hps
 from hps.databases.rocks_db.database import RocksDatabase
+from hps.testing.waiting import PATIENCE_S
 from tests.servers.redis_server import RedisServer, rows_of
 from tests.servers.running_service import document_of, model_of
 
@@ -164,7 +165,7 @@ def model(tmp_path):
 
 def run(children, program, document, *arguments):
     process = children.start(sys.executable, "-c", PROGRAM + program, json.dumps(document), *arguments)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     return json.loads(output)
 

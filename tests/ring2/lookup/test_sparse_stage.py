@@ -3,7 +3,6 @@
 import json
 import queue
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import torch
 from benchmarks import bench_dlrmv3 as bench
 from benchmarks import figures
 from benchmarks.harness import Report
+from hps.testing.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 SHAPE = bench.Shape(
@@ -75,28 +75,6 @@ def test_a_row_that_differs_ends_a_measurement(server):
         bench.sustained(server, 1, 1, 0.01)
 
 
-def test_the_cache_holds_a_tenth_and_gets_what_is_popular(server):
-    assert 0.1 <= server.held_rows() / SHAPE.rows < 0.15
-    popular = bench.warm_up(server)["hit_rate"]
-    assert popular > bench.warm_up(server, "uniform")["hit_rate"] + 0.2
-
-
-def test_hot_ids_are_scattered_and_the_same_for_all_devices():
-    first, second = bench.Traffic(2000, CPU, 1), bench.Traffic(2000, CPU, 2)
-    counts = [np.bincount(one.keys(200_000).numpy(), minlength=2000) for one in (first, second)]
-    hottest = [set(np.argsort(found)[-20:].tolist()) for found in counts]
-    assert len(hottest[0] & hottest[1]) > 15
-    assert np.abs(np.diff(sorted(hottest[0]))).max() > 100
-    assert counts[0].max() > 20 * np.median(counts[0])
-
-
-def test_sustained_counts_what_was_asked(server):
-    found = bench.sustained(server, 2, 4, 0.02)
-    assert found["mrows_per_s"] * 1e6 == pytest.approx(found["queries_per_s"] * SHAPE.keys)
-    assert 0 <= found["hit_rate"] <= 1
-    assert 0 < found["p50_ms"] <= found["p99_ms"]
-
-
 def test_every_query_that_arrives_is_answered_once():
     arrivals = bench.Arrivals(np.sort(np.random.default_rng(1).random(400)) * 0.2)
     taken: list[range] = []
@@ -118,18 +96,6 @@ def test_what_arrived_meanwhile_is_answered_together():
     assert [arrivals.take(4), arrivals.take(4), arrivals.take(4)] == [range(4), range(4, 5), range(0)]
 
 
-def test_served_answers_what_is_offered(server):
-    found = bench.served(server, bench.Library(server), SHAPE.rate, SHAPE.served_s, 2, 1)
-    assert 1 <= found["queries_a_lookup"] <= SHAPE.most
-    assert 0 < found["p50_ms"] <= found["p99_ms"]
-
-
-def test_the_stand_in_has_the_flops_that_it_says():
-    assert bench.DenseStandIn(SHAPE, CPU)(torch.zeros(SHAPE.keys, SHAPE.dim, dtype=torch.float16)).shape == (32, 16)
-    assert SHAPE.dense_flops == 2 * 32 * (16 * 8 + 8 * 16) * 4
-    assert bench.Shape(1).dense_flops / 1e9 == pytest.approx(270, rel=0.01)
-
-
 def test_a_way_of_sharing_is_part_of_the_configuration_only_where_it_is_named(server):
     (entry,) = server._document({})["models"]
     assert "device_sharing" not in entry
@@ -137,23 +103,8 @@ def test_a_way_of_sharing_is_part_of_the_configuration_only_where_it_is_named(se
     assert entry["device_sharing"] == "hot"
 
 
-def test_new_caches_need_no_new_table(server):
-    server.deploy("")
-    found = bench.sustained(server, 1, 1, 0.01)
-    assert found["mrows_per_s"] > 0
-
-
-def test_the_summary_of_loadgen_is_read():
-    summary = """
-    Result is : INVALID
-    Completed samples per second    : 1490.21
-    99.00 percentile latency (ns)   : 58300000
-    """
-    assert bench.read_summary(summary) == {"result": "INVALID", "queries_per_s": 1490.21, "p99_ms": 58.3}
-
-
 class Issuer:
-    """Stands in for the module `mlperf_loadgen`: issues queries at the target rate, and waits until all are complete."""
+    """Stands in for the module `mlperf_loadgen`: issues as many queries as it would, and waits until all are complete."""
 
     TestSettings = LogOutputSettings = LogSettings = SimpleNamespace
     TestScenario, TestMode = SimpleNamespace(Server="server"), SimpleNamespace(PerformanceOnly="performance")
@@ -183,8 +134,7 @@ class Issuer:
         asked = range(int(settings.server_target_qps * settings.min_duration_ms / 1000))
         for identity in asked:
             issue([SimpleNamespace(id=identity, index=identity % count)])
-            time.sleep(1 / settings.server_target_qps)
-        answered = sorted(self._complete.get(timeout=10) for _ in asked)
+        answered = sorted(self._complete.get(timeout=PATIENCE_S) for _ in asked)
         assert answered == list(asked)
         summary = "Result is : VALID\nCompleted samples per second : 200.0\n99.00 percentile latency (ns) : 1500000\n"
         (Path(log.log_output.outdir) / "mlperf_log_summary.txt").write_text(summary)
@@ -209,12 +159,6 @@ def test_a_worker_that_fails_does_not_hold_loadgen_up(server, monkeypatch):
         bench.under_loadgen(server, bench.Library(server), 200.0, 0.1, 2, [dense])
 
 
-def test_loadgen_itself_drives_it(server):
-    pytest.importorskip("mlperf_loadgen", reason="mlcommons-loadgen is not installed")
-    found = bench.under_loadgen(server, bench.Library(server), 50.0, 0.5, 2)
-    assert found["result"] in ("VALID", "INVALID")
-
-
 def test_all_of_it_runs_and_its_table_is_written(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "shape_of", lambda quick: SHAPE)
     monkeypatch.setattr(bench, "_loadgen_missing", lambda: "not installed")
@@ -229,11 +173,6 @@ def test_all_of_it_runs_and_its_table_is_written(monkeypatch, tmp_path):
     table = figures.sparse_stage()
     assert len(table) == 2 + 2 + len(report.rows)
     assert any("uniform ids" in line and "hit rate" in line for line in table)
-
-
-def test_without_a_result_the_table_has_what_mlperf_published(monkeypatch, tmp_path):
-    monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert len(figures.sparse_stage()) == 4
 
 
 def test_a_part_that_would_begin_too_late_is_left_out():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hps
+from hps.testing.waiting import PATIENCE_S
 from hps.torch import EmbeddingBag, LookupLayer, attach, close
 from tests.ring1.torch.conftest import configuration
 
@@ -56,13 +57,11 @@ def save(kind: str, model: Any, inputs: tuple[torch.Tensor, ...], directory: Pat
 def run(kind: str, directory: Path) -> str:
     """What another process says that loads and runs the program."""
     command = [sys.executable, "-W", "ignore", "-c", RUN, kind, str(directory)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     return ended.stderr if ended.returncode else ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["exported", "scripted", pytest.param("compiled", marks=pytest.mark.compiler)])
-def test_a_saved_program_runs_in_a_process_of_its_own(tmp_path: Path, kind: str) -> None:
+def check_saved_program(kind: str, tmp_path: Path) -> None:
     document, _ = configuration(tmp_path)
     path = tmp_path / "ps.json"
     path.write_text(json.dumps(document))
@@ -76,11 +75,14 @@ def test_a_saved_program_runs_in_a_process_of_its_own(tmp_path: Path, kind: str)
     torch.testing.assert_close(torch.load(tmp_path / "answer.pt"), expected)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("exported", marks=pytest.mark.slow), "scripted"])
-def test_a_program_with_a_name_wants_the_server_attached(tmp_path: Path, kind: str) -> None:
+def test_an_exported_program_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    check_saved_program("exported", tmp_path)
+
+
+def test_a_program_with_a_name_wants_the_server_attached(tmp_path: Path) -> None:
     document, _ = configuration(tmp_path)
     inputs = torch.arange(10), torch.tensor([0, 1, 4, 10])
     with hps.HPS(document) as server:
-        save(kind, Model(attach(server, "prod")), inputs, tmp_path)
+        save("scripted", Model(attach(server, "prod")), inputs, tmp_path)
     torch.save(inputs, tmp_path / "inputs.pt")
-    assert "call hps.torch.attach(server, 'prod') first" in run(kind, tmp_path)
+    assert "call hps.torch.attach(server, 'prod') first" in run("scripted", tmp_path)

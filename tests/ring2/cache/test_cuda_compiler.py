@@ -7,6 +7,7 @@ import pytest
 
 from hps.ground import machine_code
 from hps.ground.compilations import COMPILATIONS
+from hps.testing.waiting import PATIENCE_S
 
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")
 compiler = pytest.importorskip("hps.cache.cuda.compiler", reason="NVRTC is not installed")
@@ -100,4 +101,4 @@ def test_the_kernels_compiled_ahead_are_those_of_a_cache():
 
 def test_the_command_needs_no_gpu(tmp_path):
     command = [sys.executable, "-c", "import hps.cache.cuda.cache; print('imported')"]
-    assert subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout == "imported\n"
+    assert subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S).stdout == "imported\n"

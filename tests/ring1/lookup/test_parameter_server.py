@@ -1,4 +1,3 @@
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -12,7 +11,7 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.ground.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS
 from hps.testing.readers import reading
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.running_service import document_of, model_of
 
 ROWS = 500
@@ -130,19 +129,6 @@ def test_lookup_fromdlpack_leaves_capsules_usable(server):
     np.testing.assert_array_equal(again.numpy(), vectors_of([5, 6], 7))
 
 
-def test_lookup_tables_takes_capsules(server):
-    capsule = torch.utils.dlpack.to_dlpack(torch.tensor([[5, 6]]))
-    for _ in range(2):
-        np.testing.assert_array_equal(server.lookup_tables({"item": capsule}, "ranker")["item"], vectors_of([5, 6], 7))
-
-
-def test_lookup_fromdlpack_refuses_what_does_not_fit(server):
-    with pytest.raises(hps.InvalidInputError):
-        server.lookup_fromdlpack(torch.tensor([1, 2]), torch.zeros(13), "ranker", "item")
-    with pytest.raises(hps.InvalidDtypeError):
-        server.lookup_fromdlpack(torch.tensor([1.0]), torch.zeros(7), "ranker", "item")
-
-
 @pytest.mark.parametrize("counts", [(3, 5), (0, 4), (4, 0), (0, 0)])
 def test_lookup_concatenated_answers_all_tables_from_one_run_of_keys(server, counts):
     keys = np.random.default_rng(1).integers(-10, ROWS + 10, sum(counts))
@@ -172,7 +158,7 @@ def test_lookup_concatenated_refuses_what_does_not_fit(server, counts, floats, m
         server.lookup_concatenated(np.arange(6), counts, np.zeros(floats, np.float32), "ranker")
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 def test_counts_of_small_integers_do_not_wrap(server, dtype):
     counts, keys = np.array([100, 100], dtype), np.arange(200)
     out = np.zeros(100 * (4 + 7), np.float32)
@@ -192,6 +178,7 @@ def test_counts_that_are_no_integers_are_typed_errors(server, counts):
     "vectors",
     [
         [[1, 2, 3, 4], [1, 2]],
+        np.zeros((2, 3), np.float32),
         torch.zeros(2, 4, dtype=torch.bfloat16),
         torch.zeros(2, 4, requires_grad=True),
         np.zeros((2, 4), np.complex64),
@@ -200,7 +187,7 @@ def test_counts_that_are_no_integers_are_typed_errors(server, counts):
     ],
 )
 def test_vectors_of_the_wrong_kind_are_typed_errors_and_change_nothing(server, vectors):
-    with pytest.raises(hps.InvalidInputError, match="reading vectors"):
+    with pytest.raises(hps.InvalidInputError, match=r"reading vectors|\(2, 3\)"):
         server.insert([1, 2], vectors, "ranker", "user")
     np.testing.assert_array_equal(server.lookup([1, 2], "ranker", "user"), vectors_of([1, 2], 4))
 
@@ -217,20 +204,6 @@ def test_insert_and_delete_are_seen_by_the_next_lookup(server):
     np.testing.assert_array_equal(vectors, np.float32(0.5))
 
 
-def test_insert_refuses_vectors_of_another_shape(server):
-    with pytest.raises(hps.InvalidInputError, match=r"\(1, 3\)"):
-        server.insert([1], np.zeros((1, 3), np.float32), "ranker", 0)
-
-
-def test_refresh_brings_resident_keys_up_to_date(server):
-    server.lookup([1, 2], "ranker", 0)
-    deployment = server.model("ranker")
-    [cache] = deployment.caches
-    cache.update(0, np.array([1]), np.full((1, 4), -7, np.float32))
-    assert {table: report.erased for table, report in server.refresh("ranker").items()} == {"user": 0, "item": 0}
-    np.testing.assert_array_equal(server.lookup([1, 2], "ranker", 0), vectors_of([1, 2], 4))
-
-
 def test_undeploying_ends_a_refresh_that_pauses(server):
     server.lookup([1, 2], "ranker", 0)
     deployment = server.model("ranker")
@@ -239,21 +212,21 @@ def test_undeploying_ends_a_refresh_that_pauses(server):
         wait_until(lambda: deployment.changes.under_way, "the refresh began")
         try:
             assert deployment.close()
-            assert isinstance(refreshing.exception(30), hps.NotReadyError)
+            assert isinstance(refreshing.exception(PATIENCE_S), hps.NotReadyError)
         finally:
             deployment.refresher.stop()
 
 
-def test_config_may_be_a_file(configuration, tmp_path):
-    path = tmp_path / "ps.json"
-    path.write_text(json.dumps(configuration))
-    with hps.HPS(path) as server:
-        assert server.models == ("ranker",)
-
-
-@pytest.mark.parametrize("written_as", ["dynamic", "static", "uvm"])
-@pytest.mark.parametrize("read_as", ["dynamic", "static", "uvm"])
-@pytest.mark.parametrize("persistent", [{}, {"initialize_after_startup": False}])
+@pytest.mark.parametrize(
+    ("written_as", "read_as", "persistent"),
+    [
+        ("dynamic", "static", {}),
+        ("static", "uvm", {"initialize_after_startup": False}),
+        ("uvm", "dynamic", {"initialize_after_startup": False}),
+        ("static", "static", {"initialize_after_startup": False}),
+        ("uvm", "uvm", {}),
+    ],
+)
 def test_restart_serves_online_updates_from_the_persistent_database(configuration, written_as, read_as, persistent):
     new = np.array([[4, 3, 2, 1], [8, 7, 6, 5]], np.float32)
     configuration["models"][0].update(cache_refresh_percentage_per_iteration=1.0, embedding_cache_type=written_as)
@@ -289,29 +262,6 @@ def test_inserts_that_a_read_only_database_refuses_do_not_stop_lookups(configura
             with pytest.raises(hps.DatabaseError):
                 server.insert([1], np.zeros((1, 4), np.float32), "ranker", "user")
         np.testing.assert_array_equal(server.lookup(range(90), "ranker", "user"), vectors_of(range(90), 4))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"gpucache": False},
-        {"gpucacheper": 0.0},
-        {"embedding_cache_type": "static"},
-        {"embedding_cache_type": "uvm"},
-        {"cache_refresh_percentage_per_iteration": 0.25},
-        {"deployed_device_list": [0, 1]},
-    ],
-)
-def test_every_kind_of_deployment_gives_the_same_vectors(configuration, change):
-    configuration["models"][0].update(change)
-    with hps.HPS(configuration) as server:
-        for device in configuration["models"][0]["deployed_device_list"]:
-            vectors, found = server.lookup([*range(-10, 60), 4000], "ranker", 1, device, return_found=True)
-            np.testing.assert_array_equal(vectors[:-1], vectors_of(np.arange(-10, 60), 7))
-            np.testing.assert_array_equal(vectors[-1], np.float32(-2))
-            assert found.tolist() == [True] * 70 + [False]
-        with pytest.raises(hps.TooManyKeysError):
-            server.lookup(np.zeros(251, np.int64), "ranker", "item")
 
 
 def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(configuration):
@@ -400,10 +350,12 @@ def _ours(threads, prefix="hps"):
 
 def test_closed_server_says_so(configuration):
     server = hps.HPS(configuration)
+    server.stats()
     server.close()
     server.close()
-    with pytest.raises(hps.NotReadyError):
-        server.lookup([1], "ranker", 0)
+    for call in (lambda: server.lookup([1], "ranker", 0), server.stats):
+        with pytest.raises(hps.NotReadyError):
+            call()
 
 
 def test_concurrent_lookups_and_updates_never_show_a_wrong_vector(server):
@@ -423,7 +375,7 @@ def test_concurrent_lookups_and_updates_never_show_a_wrong_vector(server):
         return ask.size
 
     with reading(read) as checked:
-        for version in range(1, 60):
+        for version in range(1, 20):
             server.insert(keys, np.repeat(keys[:, None] * 64.0 + version, 4, 1).astype(np.float32), "ranker", "user")
             written = version
-    assert sum(checked) > 1000
+    assert min(checked) > 0

@@ -12,15 +12,13 @@ import hps
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.full_device import FullDevice
-from tests.servers.redis_server import RedisServer
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
+from tests.servers.running_service import document_of, model_of
 
 ROWS, DIM = 500, 4
 KEYS = np.arange(ROWS)
 CACHED = {"gpucacheper": 0.6, "hit_rate_threshold": 1.1, "max_batch_size": 2 * ROWS}
-LOOKUP = {"tables": {"item": KEYS[:8].tolist()}}
 LOST = {"cpu": "an illegal memory access was encountered"}
 
 
@@ -126,25 +124,27 @@ def test_arrays_that_databases_cannot_use_fail_with_the_device(
 
 def test_no_answer_is_wrong_when_it_is_lost_under_load(document: dict[str, Any]) -> None:
     with hps.HPS(document) as server:
-        done, failed = threading.Event(), []
+        done, failed, answered = threading.Event(), [], [0] * 4
 
-        def ask() -> None:
+        def ask(number: int) -> None:
             while not done.is_set():
                 try:
                     check(server, 0)
+                    answered[number] += 1
                 except BaseException as error:  # noqa: BLE001 - shown below
                     failed.append(error)
                     return
 
-        threads = [threading.Thread(target=ask) for _ in range(4)]
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
-        done.wait(0.3)
+        wait_until(lambda: failed or min(answered) > 1, "each thread has been answered")
         FullDevice.broken = True
-        done.wait(0.5)
+        before = list(answered)
+        wait_until(lambda: failed or min(np.subtract(answered, before)) > 2, "each has been answered without the device")
         done.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
         assert not failed
 
 
@@ -208,19 +208,6 @@ def test_databases_that_hold_every_row_answer_without_the_device(
     assert server.row(7, "shop", "item").vector.tolist() == vectors(KEYS[7:8], 0)[0].tolist()
 
 
-@pytest.mark.redis
-@pytest.mark.parametrize("kept", [False, True])
-def test_redis_alone_answers_without_the_device(served: Callable[..., hps.HPS], tmp_path: Path, kept: bool) -> None:
-    with RedisServer(tmp_path / "redis") as redis:
-        tier = {"type": "redis_cluster", "address": redis.address, "num_partitions": 2}
-        server = served({"volatile_db": tier})
-        if kept:
-            server = served({"volatile_db": {**tier, "initialize_after_startup": False}})
-        FullDevice.broken = True
-        check(server, 0)
-        server.close()
-
-
 @pytest.mark.parametrize(
     ("tiers", "changes"),
     [
@@ -259,84 +246,3 @@ def test_a_table_that_the_databases_hold_does_not_answer_for_another(model: dict
         FullDevice.broken = True
         with pytest.raises(hps.DeviceError, match="illegal memory access"):
             server.lookup(KEYS, "shop", "item")
-
-
-def failed(service: RunningService) -> tuple[float, str | None]:
-    """`hps_device_failed`, and `degraded`."""
-    return samples(service)[("hps_device_failed",)], service.client.get("/v2/health/ready").json().get("degraded")
-
-
-def test_the_service_says_that_it_is_degraded(document: dict[str, Any]) -> None:
-    with running_service(document) as service:
-        ready = service.client.get("/v2/health/ready")
-        assert (ready.status_code, ready.json()) == (200, {"ready": True})
-        assert failed(service) == (0, None)
-        before = service.client.post("/v1/models/shop/lookup", json=LOOKUP).json()
-        FullDevice.broken = True
-        degraded = "device cpu is lost: an illegal memory access was encountered; restart the service"
-        assert failed(service) == (1, degraded)  # no lookup has met it yet
-        for path in (
-            "/v1/models",
-            "/v2/models/shop",
-            "/v2/models/shop/versions/1",
-            "/v2/models/shop/stats",
-            "/v1/stats",
-            "/v1/models/shop/tables/item/rows/3",
-        ):
-            assert service.client.get(path).status_code == 200, path
-            answer = service.client.post("/v1/models/shop/lookup", json=LOOKUP)
-            assert (answer.status_code, answer.json()) == (200, before)
-        [version] = service.client.get("/v1/models").json()["models"][0]["versions"]
-        assert set(version["size_bytes"]) == {"volatile_db", "persistent_db"}
-        ready = service.client.get("/v2/health/ready")
-        assert (ready.status_code, ready.json()) == (200, {"ready": True, "degraded": degraded})
-        FullDevice.broken = False
-        assert failed(service) == (0, None)
-
-
-@pytest.mark.parametrize("query", ["", "?strict=false"])
-def test_it_says_so_also_while_another_model_is_not_ready(model: dict[str, Any], tmp_path: Path, query: str) -> None:
-    missing = {**model, "model": "ads", "sparse_files": [str(tmp_path / "nowhere")]}
-    with running_service(document_of(model, missing), ready=False) as service:
-        ready = lambda: service.client.get(f"/v2/health/ready{query}")  # noqa: E731 - asked again
-        wait_until(lambda: "1 of 2 models failed" in ready().json().get("reason", ""), "one has failed")
-        FullDevice.broken = True
-        assert "device cpu is lost" in ready().json()["degraded"]
-        assert ready().status_code == (200 if query else 503)
-
-
-def test_an_error_of_the_device_fails_its_request_and_nothing_else(
-    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FullDevice, "failure", None)
-    with running_service(document) as service:
-        FullDevice.broken = True
-        answer = service.client.post("/v1/models/shop/lookup", json=LOOKUP)
-        assert answer.status_code == 503
-        assert "illegal memory access" in answer.json()["error"]
-        row = {"keys": [1], "vectors": [[1.0] * DIM]}
-        answer = service.client.post("/v1/models/shop/tables/item/rows", json=row)
-        assert answer.status_code == 503
-        assert "illegal memory access" in answer.json()["error"]
-        FullDevice.broken = False
-        assert service.client.post("/v1/models/shop/lookup", json=LOOKUP).status_code == 200
-        assert failed(service) == (0, None)
-
-
-def test_a_model_that_no_database_can_answer_is_not_ready(document: dict[str, Any], model: dict[str, Any]) -> None:
-    cached = {**model, "model": "cached", "embedding_cache_type": "stochastic"}
-    with running_service({**document, "models": [*document["models"], cached]}) as service:
-        assert service.client.get("/v2/models/cached/ready").status_code == 200
-        FullDevice.broken = True
-        reason = "device cpu is lost (an illegal memory access was encountered), and no database holds every row"
-        for query in ("", "?strict=false"):
-            ready = service.client.get(f"/v2/health/ready{query}")
-            assert ready.status_code == 503
-            assert ready.json()["reason"] == f"model 'cached': {reason}; restart the service"
-        assert samples(service)[("hps_ready",)] == 0
-        answer = service.client.get("/v2/models/cached/ready")
-        assert (answer.status_code, reason in answer.json()["error"]) == (503, True)
-        assert service.client.get("/v2/models/shop/ready").status_code == 200
-        assert service.client.post("/v1/models/shop/lookup", json=LOOKUP).status_code == 200
-        FullDevice.broken = False
-        assert service.client.get("/v2/health/ready").json() == {"ready": True}

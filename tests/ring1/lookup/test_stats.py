@@ -11,7 +11,7 @@ import hps
 from hps.errors import DatabaseError
 from hps.statistics.prometheus import update_families
 from hps.statistics.snapshot import UpdateStatus
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.versions.collection import StatisticsCollector
 from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of
@@ -85,7 +85,7 @@ def test_a_database_that_does_not_answer_holds_nobody_up(server):
 
     def slow(tag):
         calls.append(tag)
-        assert gate.wait(30)
+        assert gate.wait(PATIENCE_S)
         return stats(tag)
 
     database.stats = slow
@@ -199,14 +199,6 @@ def test_a_tier_that_fails_is_not_available(server, monkeypatch):
         server.lookup([key], "m", "b")
     assert not tiers_of(server)["volatile_db"].available
     assert tiers_of(server)["persistent_db"].available
-
-
-def test_a_closed_server_says_so(files):
-    server = hps.HPS(document_of(model_of("m", [files], {"a": DIM})))
-    server.stats()
-    server.close()
-    with pytest.raises(hps.NotReadyError):
-        server.stats()
 
 
 def test_three_models_share_a_device_and_each_counts_for_itself(files):

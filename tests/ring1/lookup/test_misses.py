@@ -12,7 +12,7 @@ import pytest
 import hps
 from hps.lookup import miss_path, stream_ordered
 from hps.registry import IMPLEMENTATIONS, Ours
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.linked_cache import LinkedCache
 from tests.fakes.populating_pinner import PopulatingPinner
 from tests.servers.running_service import document_of, model_of
@@ -113,9 +113,9 @@ def test_only_what_is_left_counts_for_the_hit_rate_threshold(start):
     assert count(server, "hps_deferred_keys_total", "a") == 0
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("gone", [False, True])
-@pytest.mark.parametrize("from_heir", [False, True])
+@pytest.mark.parametrize(
+    ("fails", "gone", "from_heir"), [(False, False, False), (True, False, True), (False, True, True), (True, True, False)]
+)
 def test_a_row_that_was_read_before_a_modification_does_not_become_resident_after_it(start, fails, gone, from_heir):
     server = start(persistent=fails)  # so that the write as a whole succeeds
     if from_heir:
@@ -148,13 +148,13 @@ def test_a_modification_under_way_when_other_settings_are_deployed_reaches_their
 
     def slow(*arguments):
         writing.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         write(*arguments)
 
     persistent.insert = slow
     with ThreadPoolExecutor(2) as pool:
         written = pool.submit(server.insert, [7], vectors_of([7], 1), "m", "a")
-        assert writing.wait(30)
+        assert writing.wait(PATIENCE_S)
         deployed = pool.submit(server.deploy, config.model_copy(update={"gpucacheper": 0.2}))
         wait_until(lambda: server.model("m").successors or deployed.done(), "the new caches are heard of")
         assert not deployed.done()
@@ -426,10 +426,18 @@ def test_prefetch_into_no_cache_promotes(start):
     assert server.row(3, "m", "a").tier == "volatile_db"
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("miss_path", ["auto", "copy"])
-@pytest.mark.parametrize("kind", ["static", "uvm"])
-@pytest.mark.parametrize("volatile", ["hash_map", "disabled"])
+@pytest.mark.parametrize(
+    ("kind", "persistent", "miss_path", "volatile"),
+    [
+        ("static", False, "auto", "hash_map"),
+        ("static", True, "copy", "disabled"),
+        ("static", False, "auto", "disabled"),
+        ("uvm", False, "auto", "hash_map"),
+        ("uvm", True, "auto", "disabled"),
+        ("uvm", True, "copy", "hash_map"),
+        ("uvm", False, "copy", "disabled"),
+    ],
+)
 def test_static_and_uvm_answer_every_row_without_the_databases(start, kind, persistent, miss_path, volatile):
     server = start(persistent, embedding_cache_type=kind, miss_path=miss_path, tiers={"volatile_db": {"type": volatile}})
     keys = np.arange(ROWS + 1)

@@ -199,12 +199,14 @@ def test_threads_and_a_child_share_a_client(service: ServedProcess, client: hps.
 
 
 def test_a_server_that_is_restarted_is_asked_again(service: ServedProcess, client: hps.Client) -> None:
+    """That connections of a pool are opened again and again, `ScriptedServer` shows."""
+    assert (client.lookup([1, 2], "m", "item") == vectors_of("item", [1, 2])).all()
+    service.stop()
     for _ in range(2):
-        assert (client.lookup([1, 2], "m", "item") == vectors_of("item", [1, 2])).all()
-        service.stop()
         with pytest.raises(hps.RemoteConnectionError):
             client.lookup([1, 2], "m", "item")
-        service.start()
+    service.start()
+    for _ in range(2):
         assert (client.lookup([1, 2], "m", "item") == vectors_of("item", [1, 2])).all()
 
 

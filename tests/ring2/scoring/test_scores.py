@@ -4,12 +4,9 @@ The scores are made so that mixing shows: version v has vectors v times as large
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -22,7 +19,7 @@ import pytest
 import hps
 from hps.lookup.session import CachedSession
 from hps.scoring.scorer import Scorer
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes import entry_points
 from tests.fakes.networks import ArrayNetwork
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
@@ -540,9 +537,8 @@ def test_a_deadline_that_has_passed_is_504_and_costs_no_work(repository: Path, u
     with running_service(document(repository)) as service, ThreadPoolExecutor(2) as pool:
         hung = pool.submit(rows, service)
         wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
-        late = pool.submit(rows, service, timeout_us=1)
+        late = pool.submit(rows, service, timeout_us=1)  # it is over before the request is read
         wait_until(lambda: service.requests == 2, "the second request waits")
-        time.sleep(0.01)
         until.unlink()
         assert hung.result().status_code == 200
         assert late.result().status_code == 504
@@ -584,7 +580,7 @@ class Clients:
     def __exit__(self, *error: object) -> None:
         self.stop.set()
         for one in self._threads:
-            one.join(60)
+            one.join(PATIENCE_S)
 
     @property
     def answered(self) -> int:
@@ -629,27 +625,7 @@ def swapped(url: str, swaps: int) -> None:
     assert clients.seen.keys() == {"1", "2"}
 
 
-@pytest.mark.parametrize("swaps", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_no_answer_mixes_versions_while_they_are_swapped(repository: Path, tmp_path: Path, swaps: int) -> None:
+def test_no_answer_mixes_versions_while_they_are_swapped(repository: Path, tmp_path: Path) -> None:
     write(repository, 2)
     with ServedProcess(document(repository), tmp_path, 1) as served:
-        swapped(served.url, swaps)
-
-
-def test_scores_go_on_when_the_owner_is_started_again(repository: Path, tmp_path: Path) -> None:
-    with ServedProcess(document(repository), tmp_path, 1) as served:
-        for _ in range(2):
-            with Clients(served.url, 4) as clients:
-                wait_until(lambda clients=clients: clients.answered > 20, "scores are answered")
-                os.kill(served.owner, signal.SIGKILL)
-                wait_until(lambda clients=clients: clients.wrong, "the owner is missed")
-                failed = len(clients.wrong)
-
-                def recovers(clients: Clients = clients) -> bool:
-                    before = clients.answered
-                    time.sleep(0.05)
-                    return clients.answered > before + 5
-
-                wait_until(recovers, "scores are answered again")
-            assert failed
-            assert all(one.startswith("503") for one in clients.wrong), set(clients.wrong)
+        swapped(served.url, 10)

@@ -329,23 +329,28 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_its_slot(p
 @pytest.mark.parametrize("part", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"])
 def test_a_client_that_leaves_ends_what_the_owners_application_does_for_it(play, part):
     async def script(scene, front, owner):
-        closed = []
+        writers, closed = [], []
 
         async def serve(reader, writer):
+            writers.append(writer)
             await reader.readuntil(b"\r\n\r\n")
             writer.write(part)
             closed.append(await reader.read())
-            writer.close()
 
         server = await asyncio.start_unix_server(serve, scene.shared.path)
-        for count in (1, 2):
-            client = await scene.connect()
-            client.send(b"GET /v1/models HTTP/1.1\r\n\r\n")
-            await client.reader.readexactly(len(part))
-            await wait_until_async(lambda: any(one._upstream for one in front.connections.order), "the application is asked")
-            client.reset()
-            await wait_until_async(lambda count=count: closed == [b""] * count, "its connection is closed")
-        server.close()
+        try:
+            for count in (1, 2):
+                client = await scene.connect()
+                client.send(b"GET /v1/models HTTP/1.1\r\n\r\n")
+                await client.reader.readexactly(len(part))
+                (connection,) = front.connections.order
+                await wait_until_async(lambda: connection._upstream, "the application is asked")  # noqa: B023
+                client.reset()
+                await wait_until_async(lambda count=count: closed == [b""] * count, "its connection is closed")
+        finally:
+            server.close()
+            for one in writers:
+                one.transport.abort()
 
     play(script)
 

@@ -374,6 +374,8 @@ def test_a_prefix_of_a_proxy_is_kept(ask: Ask) -> None:
 def test_an_address_and_the_same_with_a_slash_are_one_server_to_routing() -> None:
     with pytest.raises(hps.InvalidInputError, match="expected each once"):
         hps.connect(["http://a:8000", "http://a:8000/"], route="keys")
+    with pytest.raises(hps.InvalidInputError, match="got route 'rows'"):
+        hps.connect(["http://a:8000"], route="rows")
     with hps.connect(["http://a:8000//", "http://b:8000/rows/"], route="keys") as client:
         assert client.addresses == ("http://a:8000", "http://b:8000/rows")
 

@@ -133,15 +133,6 @@ def test_one_connection_of_each_server_is_enough_for_many_threads(servers: list[
         assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("addresses", "route", "problem"),
-    [(["http://a:1"], "rows", "got route 'rows'"), (["http://a:1", "http://a:1"], "keys", "expected each once")],
-)
-def test_a_route_needs_servers_that_it_can_tell_apart(addresses: list[str], route: str, problem: str) -> None:
-    with pytest.raises(hps.InvalidInputError, match=problem):
-        hps.connect(addresses, route=route)
-
-
 def test_an_answer_is_of_one_version_and_needs_no_server_in_particular(servers: list[ServedProcess]) -> None:
     """The last one: it leaves two servers of three."""
     keys = np.arange(ROWS)

@@ -238,23 +238,6 @@ def test_a_network_that_hangs_when_it_is_deployed_fails_its_deployment(
         assert ask(server) == "2"
 
 
-def test_networks_that_are_given_up_are_few(
-    repository: Path, opened: list[ArrayNetwork], until: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.scoring.network_calls._bounded", threading.Semaphore(2))
-    hanging = {**SAID, "open_timeout_s": 0.1}
-    with hps.HPS(document(repository)) as server:
-        write(repository, 2, network(2, does="hang", until=str(until), samples=1), hanging)
-        for _ in range(3):
-            with pytest.raises(hps.NetworkError, match="not ended within"):
-                server.deploy("m", "2")
-        assert len(opened) == 3  # version 1, and the two that hang
-        until.unlink()
-        wait_until(lambda: opened[1].closed and opened[2].closed, "they are freed")
-        server.deploy("m", "2")
-        assert ask(server) == "2"
-
-
 def test_a_process_ends_while_networks_hang(repository: Path, until: Path) -> None:
     write(repository, 2, network(2, does="hang", until=str(until), samples=1), {**SAID, "open_timeout_s": 0.1})
     write(repository, 3, network(3, does="hang", until=str(until)))
@@ -511,24 +494,6 @@ def test_a_model_is_undeployed_and_deployed_while_its_network_hangs(
         until.unlink()
         assert [one.result().json()["version"] for one in asked] == ["2", "1"] * 2
         wait_until(lambda: sum(one.closed for one in opened) == len(opened) - 1, "the networks are freed")
-        assert rows(service).json()["version"] == "1"
-
-
-def test_a_network_that_hangs_is_freed_once_its_last_call_has_ended(
-    repository: Path, until: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
-    write(repository, 2, network(2, does="hang", until=str(until)))
-    model_json(repository, keep_versions=0)
-    with running_service(document(repository)) as service, ThreadPoolExecutor(1) as pool:
-        hung = pool.submit(rows, service)
-        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
-        assert post(service, "/v1/models/m/deploy", {"version": "1"}).status_code == 200
-        assert rows(service).json()["version"] == "1"
-        assert [one.closed for one in opened] == [False, False]
-        until.unlink()
-        assert hung.result().json()["version"] == "2"
-        wait_until(lambda: opened[0].closed, "the network is freed")
         assert rows(service).json()["version"] == "1"
 
 

@@ -8,7 +8,23 @@ from typing import Any
 import pytest
 
 from hps.service.fronts.http2 import CALM, COMPRESSION_ERROR, HTTP2Connection, Stream, literal
-from tests.servers.http2_peer import DATA, GOAWAY, HEADERS, PING, PREFACE, RESET, SETTINGS, WINDOW, Frame, call_headers, frame
+from tests.servers.http2_peer import (
+    CONTINUATION,
+    DATA,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    PRIORITY,
+    PUSH,
+    RESET,
+    SETTINGS,
+    WINDOW,
+    Frame,
+    call_headers,
+    frame,
+    settings,
+)
 
 MIB = 1 << 20
 PART = bytes(1 << 14)
@@ -54,7 +70,7 @@ class Desk:
     grpc_tls = None
     leaving = False
 
-    def __init__(self) -> None:
+    def __init__(self, first: bytes = PREFACE + settings()) -> None:
         self.loop = self.refusals = self
         self.requests: dict[int, Request] = {}
         self.aborts: list[str] = []
@@ -64,8 +80,8 @@ class Desk:
         self._written, self._soon, self._later = bytearray(), list[Callable[[], None]](), list[Callable[[], None]]()
         self.connection = HTTP2Connection(self, self.begin)  # type: ignore[arg-type]
         self.connection.connection_made(self)  # type: ignore[arg-type]
-        self.receive(PREFACE + frame(SETTINGS, 0, 0))
         self.sent()
+        self.receive(first)
 
     def begin(self, connection: HTTP2Connection, stream: Stream, headers: dict[bytes, bytes]) -> Any:
         self.requests[stream.id] = Request(stream, headers)
@@ -241,6 +257,72 @@ def test_what_a_client_that_does_not_read_makes_us_say_is_bounded(desk: Desk) ->
     with suppress(AttributeError):
         desk.receive(*[frame(PING, 0, 0, bytes(8))] * 1025)
     assert desk.state == "aborted"
+
+
+# -- what is no HTTP/2 --------------------------------------------------------------------------------------------------
+
+ODD = frame(HEADERS, 4, 1, call_headers())
+"""Begins stream 1."""
+BROKEN = {
+    "a frame of 16,385 bytes": (frame(DATA, 0, 1, bytes(16_385)), 6),
+    "data of no stream": (frame(DATA, 0, 0, b"x"), 1),
+    "data of a stream that is not open": (frame(DATA, 0, 1, b"x"), 1),
+    "an even stream": (frame(HEADERS, 4, 2, call_headers()), 1),
+    "a stream again": (ODD + frame(DATA, 1, 1) + frame(HEADERS, 4, 3, call_headers()) + ODD, 1),
+    "another frame within headers": (frame(HEADERS, 0, 1, call_headers()) + frame(PING, 0, 0, bytes(8)), 1),
+    "a continuation of nothing": (frame(CONTINUATION, 4, 1), 1),
+    "a continuation of another stream": (frame(HEADERS, 0, 1) + frame(CONTINUATION, 4, 3), 1),
+    "headers without end": (frame(HEADERS, 0, 1) + 3 * frame(CONTINUATION, 0, 1, bytes(9000)), 11),
+    "no HPACK": (frame(HEADERS, 4, 1, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"), 9),
+    "headers that inflate": (frame(HEADERS, 4, 1, b"\x40\x01a\x7f\xe9\x1e" + b"b" * 4000 + 40 * b"\xbe"), 9),
+    "a header of two lines": (frame(HEADERS, 4, 1, call_headers(x="a\r\nauthorization: b")), 1),
+    "a header with capitals": (frame(HEADERS, 4, 1, b"\x00\x01A\x01b"), 1),
+    "an empty window": (frame(WINDOW, 0, 0, bytes(4)), 3),
+    "a window of five bytes": (frame(WINDOW, 0, 0, bytes(5)), 6),
+    "half a setting": (frame(SETTINGS, 0, 0, bytes(5)), 6),
+    "too large a window by settings": (settings(window=2**31), 3),
+    "too small frames": (settings(frame=16_383), 1),
+    "too large frames": (settings(frame=1 << 24), 1),
+    "a ping of seven bytes": (frame(PING, 0, 0, bytes(7)), 6),
+    "a reset of a stream that is not open": (frame(RESET, 0, 1, bytes(4)), 1),
+    "a push": (frame(PUSH, 4, 1, bytes(8)), 1),
+    "more padding than there is": (ODD + frame(DATA, 8, 1, b"\x03ab"), 1),
+    "headers within a stream": (ODD + ODD, 1),
+    "data after the end": (ODD + frame(DATA, 1, 1, b"x") + frame(DATA, 0, 1, b"x"), 5),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_frames_end_the_connection(desk: Desk, name: str) -> None:
+    data, code = BROKEN[name]
+    desk.receive(data)
+    assert (desk.state, desk.code()) == ("closed", code)
+
+
+@pytest.mark.parametrize(
+    "first", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSN\r\n\r\n", PREFACE[:-1] + b"x"]
+)
+def test_a_connection_begins_with_the_preface(first: bytes) -> None:
+    desk = Desk(first)
+    assert (desk.state, desk.code()) == ("closed", 1)
+
+
+def test_frames_may_come_in_any_pieces(desk: Desk) -> None:
+    block = call_headers()
+    sent = frame(HEADERS, 8 | 32, 1, b"\x03" + bytes(5) + block[:7] + bytes(3))
+    sent += b"".join(frame(CONTINUATION, 4 * (at == len(block) - 1), 1, block[at : at + 1]) for at in range(7, len(block)))
+    sent += (
+        frame(PRIORITY, 0, 1, bytes(5))
+        + frame(77, 0, 0, b"unknown")
+        + frame(DATA, 8, 1, b"\x02x" + bytes(2))
+        + frame(DATA, 0, 1)
+    )
+    sent += frame(HEADERS, 4 | 1, 1, b"\x00\x01x\x01y")  # trailers
+    for at in range(len(sent)):
+        desk.receive(sent[at : at + 1])
+    request = desk.requests[1]
+    assert (request.headers[b"te"], request.received, request.told) == (b"trailers", 1, ["end"])
+    assert desk.state == "open"
 
 
 # -- headers ------------------------------------------------------------------------------------------------------------

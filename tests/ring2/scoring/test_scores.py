@@ -553,7 +553,7 @@ class Clients:
 
     def _ask(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        connection = HTTPConnection(self.host, int(self.port), timeout=30)
+        connection = HTTPConnection(self.host, int(self.port), timeout=PATIENCE_S)
         while not self.stop.is_set():
             keys, age = rng.integers(0, ROWS, rng.integers(1, 9)).tolist(), int(rng.integers(0, 50))
             try:
@@ -577,7 +577,7 @@ class Clients:
 def swapped(url: str, swaps: int) -> None:
     with Clients(url, 32) as clients:
         host, port = url.removeprefix("http://").split(":")
-        changes = HTTPConnection(host, int(port), timeout=60)
+        changes = HTTPConnection(host, int(port), timeout=PATIENCE_S)
         for number in range(swaps):
             before = clients.answered
             changes.request("POST", "/v1/models/m/deploy", json.dumps({"version": str(1 + (number + 1) % 2)}))

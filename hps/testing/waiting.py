@@ -1,5 +1,6 @@
 """The one way in which tests wait: for a condition that the product publishes, as long as a busy machine may take."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -25,4 +26,17 @@ def wait_until(condition: Callable[[], T], what: str = "the condition holds") ->
     while not (result := condition()):
         assert time.monotonic() < deadline, f"{PATIENCE_S:g} s passed before {what}"
         time.sleep(_PAUSE_S)
+    return result
+
+
+async def wait_until_async(condition: Callable[[], T], what: str = "the condition holds") -> T:
+    """Do what `wait_until` does in a coroutine, whose event loop goes on meanwhile.
+
+    Raises:
+        AssertionError: it did not hold within PATIENCE_S.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"{PATIENCE_S:g} s passed before {what}"
+        await asyncio.sleep(_PAUSE_S / 5)
     return result

@@ -158,7 +158,7 @@ class HTTP2Connection(ClientConnection):
         self._leaving = self._said_goodbye = False  # told the client to leave: soon, and at once
         self._ends = self._closing = False  # refuses streams, and closes after the last one; waits for the client to close
         self._decoder = Decoder(_MOST_HEADERS)
-        self._known: dict[bytes, dict[bytes, bytes]] = {}  # blocks of headers that did not change the decoder's table
+        self._known: dict[bytes, dict[bytes, bytes]] = {}  # blocks of headers that left the decoder's table and its size alone
         self._block: bytearray | None = None  # headers that are not complete
         self._block_of = (0, 0)
         self._streams: dict[int, Stream] = {}
@@ -347,14 +347,14 @@ class HTTP2Connection(ClientConnection):
         if (found := self._known.get(block)) is not None:
             return found
         table = self._decoder.header_table.dynamic_entries
-        before = (len(table), table[0] if table else None)
+        before = (len(table), table[0] if table else None, self._decoder.header_table_size)
         try:
             found = dict(self._decoder.decode(block, raw=True))
         except HPACKError as error:
             raise _ProtocolError(COMPRESSION_ERROR, str(error)) from error
         if not all(map(_NAME, found)) or any(map(_ILLEGAL, found.values())):
             raise _ProtocolError(PROTOCOL_ERROR, "got a header that is none (RFC 9113, section 8.2.1)")
-        if len(table) != before[0] or (table and table[0] is not before[1]):
+        if len(table) != before[0] or (table and table[0] is not before[1]) or self._decoder.header_table_size != before[2]:
             self._known.clear()
         elif len(self._known) < _KNOWN_BLOCKS:
             self._known[block] = found

@@ -98,7 +98,7 @@ def write(slot, header, rows):
     return rows[:count] + [[0] * 5] * (count - len(rows)) if 0 <= count <= MOST_SEGMENTS else rows
 
 
-@settings(max_examples=800)
+@settings(max_examples=400)
 @given(descriptors())
 @example((END - 64, [SERIAL, 0, 0, HEADER_BYTES, 0], []))
 @example((END - 128, [SERIAL, 0, 0, HEADER_BYTES, 0], []))
@@ -133,7 +133,7 @@ def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):
     assert HEADER[H_KEYS] == sum(one[1] for one in expected)
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(st.binary(min_size=256, max_size=256), st.sampled_from([SLAB, END - 256, END - HEADER_BYTES]))
 def test_random_bytes_are_no_descriptor_that_leads_elsewhere(content, slot):
     FRONT.memory.words[:] = 0

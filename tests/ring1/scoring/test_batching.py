@@ -4,7 +4,9 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,12 @@ from hps.scoring.features import features_of, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.statistics.scores import ScoreCounters
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
+from tests.fakes.clock import Clock
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 
 MOST_KEYS, MOST_SAMPLES = 20, 10
+HOUR_US = 3_600_000_000
 INPUTS = {"item": {"table": "t0"}, "tags": {"table": "t1", "pooling": "sum"}}
 
 
@@ -76,22 +80,25 @@ class Bench:
 
     def wait(self, *names: str) -> list[Any]:
         with self._changed:
-            assert self._changed.wait_for(lambda: set(names) <= self.told.keys(), 30), f"only {list(self.told)} were answered"
+            assert self._changed.wait_for(lambda: set(names) <= self.told.keys(), PATIENCE_S), (
+                f"only {[*self.told]} are answered"
+            )
             return [self.told[name] for name in names]
 
-    def occupy(self) -> None:
+    def occupy(self, samples: int = 1) -> None:
         """Keep the batcher busy, until `release`."""
         self.tables.may_answer.clear()
         before = len(self.network.calls)
-        self.submit("first", [0])
-        until = time.monotonic() + 30
-        while self.batcher.waiting:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        self.submit("first", [0] * samples)
+        wait_until(lambda: not self.batcher.waiting, "the batcher is busy")
         assert len(self.network.calls) == before
 
     def release(self) -> None:
         self.tables.may_answer.set()
+
+    def close(self) -> None:
+        assert self.batcher.close(PATIENCE_S)
+        assert self.batcher._samples == 0, "all samples that waited were taken"
 
 
 @pytest.fixture
@@ -99,7 +106,7 @@ def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
     made.release()
-    assert made.batcher.close(30)
+    made.close()
 
 
 def test_what_waits_is_answered_in_one_call(bench: Bench) -> None:
@@ -135,15 +142,49 @@ def test_a_batch_has_at_most_so_many_keys_of_each_lookup(bench: Bench) -> None:
 
 
 def test_a_delay_waits_for_more_until_the_batch_is_full() -> None:
-    bench = Bench(max_delay_us=20_000_000)
+    bench = Bench(max_delay_us=HOUR_US)
     for name in "abc":
         bench.submit(name, [1, 2, 3])
     bench.submit("d", [4])
     assert bench.wait("a", "d") == [[1, 2, 3], [4]]
     assert bench.network.calls == [10]
     bench.submit("e", [5])
-    assert bench.batcher.close(30)  # answers what waits, before its delay is over
+    bench.close()  # answers what waits, before its delay is over
     assert bench.wait("e") == [[5]]
+
+
+def test_a_delay_is_that_of_the_request_that_waits_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=clock, perf_counter_ns=time.perf_counter_ns))
+    bench = Bench(max_delay_us=HOUR_US)
+    for _ in range(2):
+        bench.occupy(MOST_SAMPLES)
+        bench.submit("a", [1])
+        clock.now += 3600
+        bench.submit("b", [2])
+        bench.release()
+        assert bench.wait("a", "b") == [[1], [2]]
+        bench.told.clear()
+    assert bench.network.calls == [MOST_SAMPLES, 2] * 2
+    bench.close()
+
+
+def test_what_was_answered_is_not_kept_while_the_next_request_is_waited_for(bench: Bench) -> None:
+    class Answers(list[Any]):
+        """Holds what a request refers to, its body too."""
+
+        def __call__(self, answer: Any, times: Any) -> None:
+            self.append(answer)
+            answered.set()
+
+    for _ in range(2):
+        answered, done = threading.Event(), Answers()
+        request = read_request(bench._features, {"item": np.array([1]), "tags": np.array([[1]])}, MOST_SAMPLES, "m")
+        bench.batcher.submit(ScoreCall(request, done))
+        assert answered.wait(PATIENCE_S)
+        gone = weakref.ref(done)
+        del done
+        wait_until(lambda: gone() is None, "the request is forgotten")  # noqa: B023
 
 
 def test_each_request_may_be_a_batch_by_itself() -> None:
@@ -156,14 +197,14 @@ def test_each_request_may_be_a_batch_by_itself() -> None:
     assert bench.wait("a", "b", "c") == [[1, 2]] * 3
     assert isinstance(bench.wait("late")[0], hps.DeadlineError)
     assert bench.network.calls == [1, 2, 2, 2]
-    assert bench.batcher.close(30)
+    bench.close()
 
 
 def test_a_delay_ends() -> None:
     bench = Bench(max_delay_us=1000)
     bench.submit("a", [1])
     assert bench.wait("a") == [[1]]
-    assert bench.batcher.close(30)
+    bench.close()
 
 
 def test_a_request_whose_time_is_over_costs_no_work(bench: Bench) -> None:
@@ -253,7 +294,7 @@ def test_a_closed_batcher_answers_what_waits_and_takes_no_more(bench: Bench) -> 
     with pytest.raises(hps.NotReadyError, match="it was undeployed"):
         bench.submit("more", [1])
     bench.release()
-    assert bench.batcher.close(30)
+    bench.close()
     assert bench.wait(*"012") == [[number] * 9 for number in range(3)]
     assert bench.batcher.close(0)
 
@@ -273,7 +314,7 @@ def test_requests_are_not_queued_behind_a_network_that_hangs(bench: Bench) -> No
     may_end = threading.Event()
 
     def hang(given: Arrays) -> Mapping[str, np.ndarray]:
-        assert may_end.wait(30)
+        assert may_end.wait(PATIENCE_S)
         return first_keys(given)
 
     bench.network.function = hang

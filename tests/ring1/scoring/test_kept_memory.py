@@ -1,6 +1,5 @@
 """Batches of requests that look alike, in memory that is kept: they get what new memory gives them."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from hps.scoring.features import Feature, ScoreInputs, features_of, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.tensors.segments import Segment
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.networks import ArrayNetwork, Arrays, DeviceNetwork, FakeTables
 from tests.ring1.scoring.test_packing import MOST, TABLES, Region, everything, scorer
 
@@ -107,7 +107,7 @@ def test_beside_a_call_that_uses_the_memory_another_takes_the_general_way(kept: 
     rng, region, ours = np.random.default_rng(3), Region(KEPT), scorer(KEPT)
     given = alike(rng, 2)
     packed = region.pack(given, 2)
-    assert ours._own.acquire(timeout=1)
+    assert ours._own.acquire(timeout=PATIENCE_S)
     ((answer,), _) = ours.score([packed])
     ours._own.release()
     np.testing.assert_array_equal(answer["all"], wanted_of(given))
@@ -353,8 +353,7 @@ def test_all_that_a_network_does_counts_as_time_in_it(way: Way) -> None:
     found: dict[str, set[bool]] = {"fixed": set(), "take": set(), "run": set()}
 
     def note(what: str) -> None:
-        time.sleep(0.001)
-        found[what].add(all(one > 0 for one in ours.network_seconds().values()))
+        found[what].add(wait_until(lambda: min(ours.network_seconds().values()) > 0, "time in the network counts"))
 
     class Noting(DeviceNetwork):
         def fixed(self, run: Callable[[], Arrays]) -> Callable[[], Arrays]:

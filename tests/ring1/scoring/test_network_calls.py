@@ -8,7 +8,7 @@ import pytest
 
 import hps
 from hps.scoring.network_calls import NetworkCalls, bounded
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.networks import ArrayNetwork
 
 
@@ -23,7 +23,7 @@ def test_the_last_call_frees_a_network_that_was_closed_meanwhile() -> None:
 
     def use(may_end: threading.Event) -> None:
         with calls.of("mine"), calls.running("mine"):
-            assert may_end.wait(30)
+            assert may_end.wait(PATIENCE_S)
 
     threads = [threading.Thread(target=use, args=(one,)) for one in may_end]
     for one in threads:
@@ -35,7 +35,7 @@ def test_the_last_call_frees_a_network_that_was_closed_meanwhile() -> None:
     for event, thread in zip(may_end, threads, strict=True):
         assert not network.closed
         event.set()
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert network.closed
 
 
@@ -80,7 +80,7 @@ def test_a_call_that_does_not_end_is_given_up_and_its_place_is_free_when_it_does
 
     def hang() -> bool:
         began.append(1)
-        return may_end.wait(30)
+        return may_end.wait(PATIENCE_S)
 
     try:
         for _ in range(3):

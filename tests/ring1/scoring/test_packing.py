@@ -209,7 +209,7 @@ TENSORS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.lists(TENSORS, max_size=8), st.lists(TENSORS, max_size=3), st.one_of(NUMBERS, st.text(max_size=3)))
 def test_a_description_is_refused_or_lies_within_its_end(inputs: Any, outputs: Any, timeout: Any) -> None:
     text = json.dumps({"inputs": inputs, "outputs": outputs, "timeout_us": timeout}).encode()
@@ -225,7 +225,7 @@ def test_a_description_is_refused_or_lies_within_its_end(inputs: Any, outputs: A
         assert len(answer["all"]) == found.samples
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_no_description(text: bytes) -> None:
     with pytest.raises(hps.InvalidInputError):

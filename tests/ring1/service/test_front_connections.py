@@ -1,252 +1,23 @@
 """A front on this event loop, with an owner that the test plays: connections stay in step, and slots have one user."""
 
 import asyncio
-import http.client
-import io
 import json
-import os
 import socket
-import struct
-import threading
-from contextlib import asynccontextmanager
-from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import uvloop
 
-from hps.cache.cpu.batches import NumpyBatches
-from hps.configuration.load import load_configuration
 from hps.regions import layout
-from hps.regions.board import Board
-from hps.regions.layout import ANSWERED, FAILED, RETIRED, SLAB, FrontDescriptors, Memory, shared_memory, write_text
-from hps.service.fronts import exchange as exchange_module
-from hps.service.fronts import front as front_module
-from hps.service.fronts.front import Front
-from hps.service.server import listen
-from hps.types import TableSpec
-from tests.fakes.region_front import WAIT_S
-from tests.servers.front_service import DIM, ROWS, binary_request, binary_vectors, vectors_of
-from tests.servers.running_service import document_of, model_of
+from hps.regions.layout import FAILED, RETIRED
+from hps.service.fronts import exchange
+from hps.testing.waiting import wait_until, wait_until_async
+from tests.fakes.clock import Clock
+from tests.servers.front_service import DIM, ROWS, vectors_of
+from tests.servers.played_front import LARGE, SETTINGS, SLAB_BYTES, json_request, request
+from tests.servers.played_front import play as play  # a fixture
 
-SLAB_BYTES = 1 << 16  # sixteen slots of the smallest size
-SETTINGS = {"request_timeout_s": WAIT_S}
-LARGE = 100  # keys whose request takes 8 KB
 WHOLE = 800  # keys whose request takes the whole slab
-
-
-def configuration_of(settings):
-    return load_configuration(document_of(model_of("m", ["nowhere"], {"item": DIM}), service=settings))
-
-
-class Owner:
-    """The owner, whose loop leaves every request to the test.
-
-    Args:
-        first: what serials count from.
-    """
-
-    def __init__(self, shared, first=0):
-        self._memories = [Memory(one) for one in shared.regions]
-        self._page = Memory(shared.page)
-        for one in self._memories:
-            one[layout.OWNER_EPOCH] = 0
-        self._shared = shared
-        self.jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.board = Board(self._memories, shared.events, shared.loop_events[0], self.jobs_event, 0, first)
-        self._thread = None
-
-    def deploy(self, name="m", dims=(DIM,)):
-        tables = [TableSpec(name, "item", dim, 0.0, 10_000) for dim in dims]
-        return self.board.add(tables, None), tables
-
-    def publish(self, *, blocked="", settings=SETTINGS, **models):
-        """Write the page: of each model its (serial, tables)."""
-        configuration = configuration_of(settings)
-        page = {
-            "models": {
-                name: {"1": {"tables": list(map(asdict, tables)), "keys_per_sample": 1, "serials": [[0, serial]], "lost": []}}
-                for name, (serial, tables) in models.items()
-            },
-            "serving": dict.fromkeys(models, "1"),
-            "reasons": {},
-            "blocked": blocked,
-            "settings": configuration.service.model_dump(mode="json"),
-            "tokens": [],
-            "shared_memory": {},
-        }
-        write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
-
-    def start(self):
-        driver = NumpyBatches(self.board)
-        driver.prepare()
-        self._thread = threading.Thread(target=driver.run, daemon=True)
-        self._thread.start()
-
-    def stop(self):
-        """End as a process does, without a word to anybody."""
-        if self._thread is not None:
-            self.board.stop()
-            self._thread.join(WAIT_S)
-            self._thread = None
-
-    def close(self):
-        self.stop()
-        os.close(self.jobs_event)
-
-    async def job(self):
-        """Take the next request."""
-        async with asyncio.timeout(WAIT_S):
-            while (job := self.board.next_job()) is None:
-                await asyncio.sleep(0.001)
-        return job
-
-    def keys(self, job):
-        _, n, at, _, _ = job.segments[0].tolist()
-        return self._memories[job.place].bytes[at : at + 8 * n].view(np.int64).copy()
-
-    def complete(self, job, status=ANSWERED, aside=b"", of=vectors_of):
-        memory = self._memories[job.place]
-        if status == ANSWERED:
-            out_at = int(job.segments[0, 3])
-            vectors = np.ascontiguousarray(of(self.keys(job)), np.float32)
-            memory.bytes[out_at : out_at + vectors.nbytes] = vectors.view(np.uint8).reshape(-1)
-        at = memory[job.slot + layout.ASIDE] + job.slot
-        memory.view[at : at + len(aside)] = aside
-        memory[job.slot + layout.ASIDE_USED] = len(aside)
-        memory[job.slot + layout.STATUS] = status
-        self.board.complete(job)
-
-
-class Client:
-    """A raw connection to the front."""
-
-    def __init__(self, streams):
-        self.reader, self.writer = streams
-
-    def send(self, *pieces):
-        self.writer.write(b"".join(pieces))
-
-    async def answer(self):
-        """Return the status, headers and body of the next answer."""
-        async with asyncio.timeout(WAIT_S):
-            head = await self.reader.readuntil(b"\r\n\r\n")
-            status = int(head.split()[1])
-            headers = http.client.parse_headers(io.BytesIO(head.partition(b"\r\n")[2]))
-            return status, headers, await self.reader.readexactly(int(headers["content-length"]))
-
-    async def checked(self, keys):
-        status, headers, body = await self.answer()
-        assert status == 200, body
-        assert np.array_equal(binary_vectors(headers, body), vectors_of(keys))
-
-    async def status(self):
-        return (await self.answer())[0]
-
-
-def request(keys, *lines, model="m"):
-    """The head and the body of a binary request."""
-    headers, body = binary_request(keys)
-    all_lines = [f"POST /v2/models/{model}/infer HTTP/1.1", f"Content-Length: {len(body)}", *lines]
-    all_lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*all_lines, "", ""]).encode(), body
-
-
-def json_request(keys, spaces=0):
-    body = json.dumps({"tables": {"item": keys}}).encode() + b" " * spaces
-    return b"POST /v1/models/m/lookup HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-
-
-class Scene:
-    """A front with a small slab, its owner, and clients."""
-
-    def __init__(self, directory):
-        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        self.shared = FrontDescriptors(
-            (shared_memory("hps-test", SLAB + SLAB_BYTES),),
-            (os.eventfd(0, flags),),
-            shared_memory("hps-test-page", 1 << 20),
-            (os.eventfd(0, flags),),
-            str(directory / "owner.sock"),
-            0,
-        )
-        self.configuration = configuration_of(SETTINGS)
-        self.owners, self.clients, self.fronts = [Owner(self.shared)], [], []
-
-    @property
-    def owner(self):
-        return self.owners[-1]
-
-    def another_owner(self, first):
-        """What the parent does when the owner has died, and what its successor does first."""
-        self.owner.stop()
-        Memory(self.shared.regions[0])[layout.OWNER_EPOCH] = 0
-        os.eventfd_write(self.shared.events[0], 1)
-        self.owners.append(Owner(self.shared, first))
-        return self.owner
-
-    async def start_front(self):
-        front = Front(0, self.shared, self.configuration, spins=False, loopback=True)
-        listener = listen("127.0.0.1", 0)
-        self.port = listener.getsockname()[1]
-        await front.start(listener)
-        self.fronts.append(front)
-        return front
-
-    async def connect(self):
-        self.clients.append(Client(await asyncio.open_connection("127.0.0.1", self.port)))
-        return self.clients[-1]
-
-    async def connected(self, front):
-        await until(lambda: front.exchange._connected)
-
-    async def close(self):
-        for one in self.clients:
-            one.writer.close()
-        for one in self.fronts:
-            await one.stop(0)
-            one.close()
-        for one in self.owners:
-            one.close()
-        for descriptor in (*self.shared.regions, *self.shared.events, *self.shared.loop_events, self.shared.page):
-            os.close(descriptor)
-
-
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-@asynccontextmanager
-async def opened(directory):
-    """A front that serves a model, and its owner."""
-    scene = Scene(directory)
-    try:
-        scene.owner.publish(m=scene.owner.deploy())
-        scene.owner.start()
-        front = await scene.start_front()
-        await scene.connected(front)
-        yield scene, front, scene.owner
-    finally:
-        await scene.close()
-
-
-@pytest.fixture
-def play(tmp_path, monkeypatch):
-    """Run a coroutine with a scene, in which time passes quickly."""
-    monkeypatch.setattr(front_module, "_TICK_S", 0.02)
-
-    def run(script, slot_wait_s=WAIT_S):
-        monkeypatch.setattr(exchange_module, "_SLOT_WAIT_S", slot_wait_s)
-
-        async def main():
-            async with opened(tmp_path) as (scene, front, owner):
-                await script(scene, front, owner)
-
-        uvloop.run(main())
-
-    return run
 
 
 async def fill(scene, owner, count=8):
@@ -314,7 +85,7 @@ def test_requests_wait_for_slots_and_get_them_in_their_order(play):
         for nth, one in enumerate(waiting):
             keys = list(range(nth, nth + LARGE))
             one.send(*request(keys) if nth % 2 else [json_request(keys)])
-            await until(lambda nth=nth: len(front.exchange._waiting) == nth + 1)
+            await wait_until_async(lambda nth=nth: len(front.exchange._waiting) == nth + 1)
         for nth in range(len(waiting)):
             owner.complete(jobs[nth])
             await clients[nth].checked(owner.keys(jobs[nth]))
@@ -337,7 +108,7 @@ def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(play):
         jobs, clients = await fill(scene, owner)
         large = await scene.connect()
         large.send(*request(range(400)))  # half of the slab
-        await until(lambda: len(front.exchange._waiting) == 1)
+        await wait_until_async(lambda: len(front.exchange._waiting) == 1)
         statuses, dues = asyncio.ensure_future(large.status()), set()
         while not statuses.done():  # others come and go all the time
             dues |= {lookup.slot_due for lookup, _ in front.exchange._waiting}
@@ -387,16 +158,15 @@ def test_a_client_that_leaves_does_not_free_the_slot_that_the_owner_has(play, re
         client.send(*request(range(LARGE)))
         job = await owner.job()
         if reset:
-            raw = client.writer.get_extra_info("socket")
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            client.writer.transport.abort()
-            await until(lambda: not front.connections.order)
+            client.reset()
+            await wait_until_async(lambda: not front.connections.order)
         else:
+            (connection,) = front.connections.order
             client.writer.close()
-            await asyncio.sleep(0.02)
+            await wait_until_async(lambda: connection._eof, "the front has noticed")
         assert front.exchange.slots.used == 8192
         owner.complete(job)
-        await until(lambda: front.exchange.slots.used == 0 and not front.connections.order)
+        await wait_until_async(lambda: front.exchange.slots.used == 0 and not front.connections.order)
 
     play(script)
 
@@ -412,12 +182,12 @@ def test_a_buffer_that_is_full_behind_a_request_is_read_on_after_it(play):
                 job = await owner.job()
                 if nth == 0:
                     (connection,) = front.connections.order
-                    await until(lambda connection=connection: connection._reading_paused)
+                    await wait_until_async(lambda connection=connection: connection._reading_paused)
                 assert owner.keys(job).tolist() == [nth]
                 owner.complete(job)
                 assert await client.status() == 200
             client.writer.close()
-            await until(lambda: not front.connections.order)
+            await wait_until_async(lambda: not front.connections.order)
 
     play(script)
 
@@ -436,8 +206,8 @@ def test_bodies_that_come_slowly_take_no_more_than_half_of_the_slots(play, again
             head, body = request(range(nth, nth + LARGE))
             client.send(head, body[:-8])
             bodies.append(body)
-            await until(lambda nth=nth: front.exchange.slots.used == 8192 * min(nth + 1, 5))
-            await until(lambda nth=nth: sum(bool(one._fill) for one in front.connections.order) == nth + 1)
+            await wait_until_async(lambda nth=nth: front.exchange.slots.used == 8192 * min(nth + 1, 5))
+            await wait_until_async(lambda nth=nth: sum(bool(one._fill) for one in front.connections.order) == nth + 1)
         late = await scene.connect()
         late.send(*request([3, 4]))
         owner.complete(await owner.job())
@@ -456,30 +226,170 @@ def test_a_client_that_leaves_with_half_of_its_keys_frees_its_slot(play):
         client = await scene.connect()
         head, body = request(range(LARGE))
         client.send(head, body[:-8])
-        await until(lambda: front.exchange.slots.used == 8192)
+        await wait_until_async(lambda: front.exchange.slots.used == 8192)
         client.writer.close()
-        await until(lambda: front.exchange.slots.used == 0)
+        await wait_until_async(lambda: front.exchange.slots.used == 0)
         assert owner.board.next_job() is None
+
+    play(script)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_client_that_leaves_before_it_has_read_its_answer_frees_slot_and_memory(play, as_json):
+    async def script(scene, front, owner):
+        for _ in range(2):
+            with socket.socket() as raw:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                raw.connect(("127.0.0.1", scene.port))
+                await wait_until_async(lambda: front.connections.order, "the connection is accepted")
+                (connection,) = front.connections.order
+                connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+                raw.sendall(json_request(list(range(WHOLE))) if as_json else b"".join(request(range(WHOLE))))
+                owner.complete(await owner.job())
+                await wait_until_async(lambda: connection._stalled, "the client does not read")  # noqa: B023
+                assert front.exchange.slots.used > 0
+                assert (front.memory.held > 0) is as_json
+            await wait_until_async(lambda: not front.connections.order, "the connection has ended")
+            assert front.exchange.slots.used == front.memory.held == 0
+
+    play(script)
+
+
+@pytest.mark.parametrize(
+    ("head", "part", "rest", "held"),
+    [
+        (b"Content-Length: 1000", b" " * 400, b" " * 600, 1000),
+        (b"Transfer-Encoding: chunked", b"190\r\n" + b" " * 400, b"\r\n0\r\n\r\n", 400),
+    ],
+)
+def test_a_body_is_held_until_its_request_ends(play, head, part, rest, held):
+    """By an answer, or by a client that leaves; each counts once, however often it is tried."""
+
+    async def script(scene, front, owner):
+        client = await scene.connect()
+        for _ in range(2):
+            client.send(b"POST /v1/models/m/lookup HTTP/1.1\r\n" + head + b"\r\n\r\n" + part)
+            await wait_until_async(lambda: front.memory.held == held, "a part is held")
+            client.send(rest)
+            assert await client.status() == 400
+            assert front.memory.held == 0
+            head_and_body = json_request([*range(LARGE)])
+            client.send(head_and_body)
+            job = await owner.job()
+            assert front.memory.held > len(head_and_body.partition(b"\r\n\r\n")[2]) + 4 * DIM * LARGE, "its answer, too"
+            owner.complete(job)
+            assert await client.status() == 200
+            assert front.memory.held == 0
+        client.send(b"POST /v1/models/m/lookup HTTP/1.1\r\n" + head + b"\r\n\r\n" + part)
+        await wait_until_async(lambda: front.memory.held == held, "a part is held")
+        client.writer.close()
+        await wait_until_async(lambda: not front.connections.order, "the connection has ended")
+        assert front.memory.held == 0
+
+    play(script)
+
+
+def test_so_many_lookups_are_under_way_and_one_more_when_one_has_ended(play, monkeypatch):
+    monkeypatch.setattr(exchange, "MOST_PENDING", 4)
+
+    async def script(scene, front, owner):
+        jobs, clients = await fill(scene, owner, 4)
+        refused = await scene.connect()
+        refused.send(json_request([1]))
+        status, _, body = await refused.answer()
+        assert (status, json.loads(body)["error"].partition(",")[0]) == (503, "4 lookups are under way")
+        for one in jobs:
+            owner.complete(one)
+        for one, job in zip(clients, jobs, strict=True):
+            await one.checked(owner.keys(job))
+        await fill(scene, owner, 4)
+
+    play(script, slot_wait_s=0.05)
+
+
+def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_its_slot(play):
+    async def script(scene, front, owner):
+        jobs, clients = await fill(scene, owner)
+        later = [await scene.connect() for _ in range(2)]
+        for nth, size in enumerate((400, 3)):
+            later[nth].send(*request(range(size)))
+            await wait_until_async(lambda nth=nth: len(front.exchange._waiting) == nth + 1, "it waits")
+        for one, client in zip(jobs, clients, strict=True):
+            owner.complete(one)
+            await client.checked(owner.keys(one))
+        sizes = []
+        for client in later:
+            job = await owner.job()
+            sizes.append(owner.keys(job).size)
+            owner.complete(job)
+            await client.checked(range(sizes[-1]))
+        assert sizes == [400, 3]
+
+    play(script)
+
+
+@pytest.mark.parametrize("part", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"])
+def test_a_client_that_leaves_ends_what_the_owners_application_does_for_it(play, part):
+    async def script(scene, front, owner):
+        writers, closed = [], []
+
+        async def serve(reader, writer):
+            writers.append(writer)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(part)
+            closed.append(await reader.read())
+
+        server = await asyncio.start_unix_server(serve, scene.shared.path)
+        try:
+            for count in (1, 2):
+                client = await scene.connect()
+                client.send(b"GET /v1/models HTTP/1.1\r\n\r\n")
+                await client.reader.readexactly(len(part))
+                (connection,) = front.connections.order
+                await wait_until_async(lambda: connection._upstream, "the application is asked")  # noqa: B023
+                client.reset()
+                await wait_until_async(lambda count=count: closed == [b""] * count, "its connection is closed")
+        finally:
+            server.close()
+            for one in writers:
+                one.transport.abort()
+
+    play(script)
+
+
+def test_counts_of_versions_that_are_gone_are_forgotten_but_not_while_an_owner_starts(play):
+    async def script(scene, front, owner):
+        for _ in range(2):
+            known = set(front.published.counts)
+            owner.publish(blocked="the service is starting")
+            await wait_until_async(lambda: front.published.blocked, "nothing is answered")
+            assert set(front.published.counts) == known
+            owner.publish(m=owner.deploy())
+            await wait_until_async(lambda: not front.published.blocked, "another deployment answers")
+            assert len(front.published.counts) == 1
 
     play(script)
 
 
 def test_a_lookup_that_takes_too_long_is_refused_and_its_slot_comes_back_later(play):
     async def script(scene, front, owner):
-        owner.publish(settings={"request_timeout_s": 0.1}, m=owner.deploy())
-        await until(lambda: front.settings.request_timeout_s == 0.1)
+        deployed = owner.deploy()
+        owner.publish(settings={"request_timeout_s": 0.1}, m=deployed)
+        await wait_until_async(lambda: front.settings.request_timeout_s == 0.1)
         client = await scene.connect()
         client.send(*request(range(LARGE)))
         job = await owner.job()
         assert await client.status() == 504
         assert front.exchange.slots.used == 8192
+        owner.publish(m=deployed)
+        await wait_until_async(lambda: front.settings.request_timeout_s > 1)
         client.send(*request([5]))
         other = await owner.job()
         assert other.slot != job.slot
         owner.complete(other)
         await client.checked([5])
         owner.complete(job)
-        await until(lambda: front.exchange.slots.used == 0)
+        await wait_until_async(lambda: front.exchange.slots.used == 0)
 
     play(script)
 
@@ -520,23 +430,26 @@ def test_a_retired_lookup_is_posted_again_for_the_version_that_took_over(play, a
     play(script)
 
 
-def test_a_lookup_is_not_retired_for_ever(play):
+def test_a_lookup_is_not_retired_for_ever(play, monkeypatch):
+    clock = Clock(1000.0)
+    times = SimpleNamespace(monotonic=clock, perf_counter=clock, perf_counter_ns=lambda: int(clock.now * 1e9))
+    monkeypatch.setattr(exchange, "time", times)
+
     async def script(scene, front, owner):
-        owner.publish(settings={"request_timeout_s": 0.3}, m=owner.deploy())
-        await until(lambda: front.settings.request_timeout_s == 0.3)
         client = await scene.connect()
         client.send(*request([8]))
-        answer, dues = asyncio.ensure_future(client.status()), set()
-        while not answer.done():
+        dues = set()
+        for _ in range(5):
+            job = await owner.job()
             dues |= {lookup.due for lookup in front.exchange.pending.values()}
-            if (job := owner.board.next_job()) is not None:
-                owner.complete(job, RETIRED)
-            await asyncio.sleep(0.001)
-        assert await answer in (503, 504)
-        assert len(dues) == 1
-        while (job := owner.board.next_job()) is not None:  # one may have been posted again just before
             owner.complete(job, RETIRED)
-        await until(lambda: front.exchange.slots.used == 0)
+        last = await owner.job()
+        clock.now += SETTINGS["request_timeout_s"] + 1
+        owner.complete(last, RETIRED)
+        assert await client.status() in (503, 504)
+        assert len(dues) == 1
+        await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
+        assert owner.board.next_job() is None
 
     play(script)
 
@@ -570,12 +483,31 @@ def test_a_front_takes_no_slot_before_the_answers_of_the_one_before_it_are_writt
     play(script)
 
 
+def test_slots_of_clients_that_left_come_back_when_the_owner_has_died(play):
+    async def script(scene, front, owner):
+        for first in (1000, 2000):
+            client = await scene.connect()
+            client.send(*request(range(LARGE)))
+            await scene.owner.job()
+            client.reset()
+            await wait_until_async(lambda: not front.connections.order, "the client has gone")
+            assert front.exchange.slots.used == 8192
+            later = scene.another_owner(first)
+            later.publish(m=later.deploy())
+            later.start()
+            await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
+            assert later.board.next_job() is None
+            assert not front.exchange.pending
+
+    play(script)
+
+
 @pytest.mark.parametrize("arrived", [0, 8, 8 * LARGE])
 def test_connections_stay_open_while_there_is_no_owner(play, arrived):
     async def script(scene, front, owner):
         client = await scene.connect()
         later = scene.another_owner(1000)
-        await until(lambda: not front.exchange._connected)
+        await wait_until_async(lambda: not front.exchange._connected)
         head, body = request(range(LARGE))
         text = len(body) - 8 * LARGE
         client.send(head, body[: text + arrived])
@@ -633,10 +565,10 @@ def test_a_front_that_did_not_notice_the_death_of_an_owner_begins_anew(play):
         later = scene.another_owner(1000)  # no turn of the event loop from here
         later.publish(m=later.deploy())
         later.start()
-        threading.Event().wait(0.05)
+        wait_until(lambda: front.exchange.region[layout.OWNER_SLEEPS], "the owner has looked, and sleeps")
         assert later.board.next_job() is None
         assert front.exchange.region[layout.OWNER_EPOCH] == 0
-        await until(lambda: front.exchange.region[layout.OWNER_EPOCH] != 0 and front.exchange._connected)
+        await wait_until_async(lambda: front.exchange.region[layout.OWNER_EPOCH] != 0 and front.exchange._connected)
         client.send(*request([99]))
         job = await later.job()
         assert later.keys(job).tolist() == [99]

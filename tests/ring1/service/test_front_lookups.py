@@ -152,7 +152,7 @@ def requests(draw):
     return orjson.dumps(request), binary
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(requests())
 def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
     text, binary = request
@@ -216,7 +216,6 @@ def test_a_plan_belongs_to_one_version_of_a_model():
     assert b'"2"' in plans[1].text
 
 
-@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(NAMES), keys, min_size=1), flags, st.sampled_from([None, 0, 5]))
 def test_lookups_as_json_are_placed_and_answered(tables, found, device):
     body = orjson.dumps({"tables": tables, "found": found, "device": device})
@@ -279,7 +278,6 @@ def assert_same(own, given_segments):
             assert one is None or (np.array_equal(one, other) and one.dtype == other.dtype)
 
 
-@settings(max_examples=200)
 @given(bags, options, st.booleans())
 def test_bags_as_json_reach_the_owner(tables, more, weighted):
     request = {"bags": tables, **more}
@@ -294,7 +292,6 @@ def test_bags_as_json_reach_the_owner(tables, more, weighted):
     assert (FRONT.memory.bytes[SLOT + placed.size :] == 0x5A).all()
 
 
-@settings(max_examples=200)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), flags, flags, flags, options, st.sampled_from(["FP32", "FP16"]))
 def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weighted, binary, more, wanted):
     """All tables beside each other in the rows of one output: the vectors of each have strides."""
@@ -352,7 +349,6 @@ hostile_bags = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=500)
 @given(
     st.integers(0, 2),
     st.integers(0, MOST_KEYS),

@@ -7,7 +7,7 @@ import orjson
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
@@ -60,6 +60,7 @@ parameters = st.dictionaries(
 )
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=300), parameters), min_size=1, max_size=4),
     st.text(max_size=5),

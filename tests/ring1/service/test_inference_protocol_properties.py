@@ -121,7 +121,7 @@ def test_random_bytes_are_a_typed_error(body, length):
     assert decode(body, None if length is None else min(length, len(body))) is None
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(requests, st.data())
 def test_requests_that_are_nearly_right_are_answered_or_a_typed_error(request, data):
     text = orjson.dumps(request)
@@ -177,7 +177,6 @@ def test_valid_requests_name_their_keys_exactly(request):
     check(inference)
 
 
-@settings(max_examples=300)
 @given(valid_requests(), st.data())
 def test_mutated_requests_are_answered_or_a_typed_error(request, data):
     body, length, _, _ = request
@@ -228,7 +227,6 @@ key_lists = st.dictionaries(
 curl_lookups = either(st.fixed_dictionaries({"tables": either(key_lists)}, optional={"found": either(st.booleans())}))
 
 
-@settings(max_examples=300)
 @given(st.one_of(st.binary(max_size=60), curl_lookups.map(orjson.dumps)))
 def test_curl_lookups_are_answered_or_a_typed_error(body):
     try:

@@ -15,6 +15,7 @@ from hps.ground.log_limits import LineLimit, OnceAMinute
 from hps.service.logs import changes
 from hps.service.logs.lines import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
 from hps.service.logs.requests import Served, request_id
+from hps.testing.waiting import wait_until_async
 
 FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
 
@@ -183,11 +184,9 @@ def test_writes_of_each_client_are_logged_at_once_and_then_by_their_number(monke
                 log.count("b", "t", written=2)
             log.count("b", "t", deleted=5)
             log.count("b", "t", failed=True)
-            while not caplog.records:
-                await asyncio.sleep(0.01)
+            await wait_until_async(lambda: caplog.records, "the others are logged")
             assert said() == ["t, by b: 5 requests, 6 rows written, 5 deleted, 1 requests failed"]
-            while log._ticking:
-                await asyncio.sleep(0.01)
+            await wait_until_async(lambda: not log._ticking, "the log rests")
             assert said() == []
             assert not log._writes
         log.count("a", "t", written=1)

@@ -11,7 +11,7 @@ from hps.errors import ConflictError, DatabaseError
 from hps.service.http_answer import OverloadedError
 from hps.service.logs.requests import SERVED
 from hps.service.model_changes import MOST_AT_ONCE, change_model
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.versions.changes import Change
 from hps.versions.live_models import LiveModels
 
@@ -59,7 +59,7 @@ def test_a_failed_change_is_recorded_and_its_error_freed():
     gc.disable()
     try:
         error = asyncio.run(fail())
-        live.requested["shop"].thread.join(10)  # its frames refer to the error
+        live.requested["shop"].thread.join(PATIENCE_S)  # its frames refer to the error
         assert error() is None
     finally:
         gc.enable()
@@ -71,7 +71,7 @@ def test_a_change_outlives_its_client():
     live, gate = LiveModels(), threading.Event()
 
     async def disconnected() -> None:
-        request = asyncio.ensure_future(change(live, lambda: str(gate.wait(60))))
+        request = asyncio.ensure_future(change(live, lambda: str(gate.wait(PATIENCE_S))))
         while not live.requested:
             await asyncio.sleep(0)
         request.cancel()
@@ -90,7 +90,7 @@ def test_one_change_of_a_model_and_four_models_at_a_time():
 
     async def many() -> None:
         for i in range(MOST_AT_ONCE):
-            assert (await change(live, lambda: str(gate.wait(60)), f"shop-{i}", wait=False)).under_way
+            assert (await change(live, lambda: str(gate.wait(PATIENCE_S)), f"shop-{i}", wait=False)).under_way
         with pytest.raises(ConflictError, match="under way"):
             await change(live, failing, "shop-0")
         with pytest.raises(OverloadedError, match="4 models are being changed"):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.errors import CapacityError, HPSError, InvalidInputError
-from hps.service.fronts.shared_memory import Segments, shared_tensors, translate
+from hps.service.fronts.shared_memory import Place, Segments, SharedTensors, shared_tensors, translate
 from hps.service.http_answer import RequestError
 from hps.service.shared_memory import SharedMemoryRegistry, check_local
 
@@ -112,6 +112,116 @@ def test_a_translated_request_has_the_bytes_of_its_places(inputs: list[tuple[int
     segments.follow([])
     with pytest.raises(InvalidInputError, match="Unable to find"):
         segments.body_of(shared)
+
+
+def open_descriptors(segment: Path = SEGMENT) -> int:
+    """How often this process has a segment open."""
+    found = 0
+    for one in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found += os.readlink(one).startswith(str(segment))  # " (deleted)" may follow
+    return found
+
+
+def a_request(*regions: str) -> SharedTensors:
+    inputs = [
+        {
+            "name": one,
+            "datatype": "INT64",
+            "shape": [1],
+            "parameters": {"shared_memory_region": one, "shared_memory_byte_size": 8},
+        }
+        for one in regions
+    ]
+    found = shared_tensors(json.dumps({"inputs": inputs}).encode(), None, "", {})
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def shared() -> Iterator[tuple[SharedMemoryRegistry, Segments]]:
+    """The owner's registry, and the segments of a front that follows it."""
+    segments = Segments()
+    registry = SharedMemoryRegistry(lambda: 1 << 20, lambda: segments.follow(registry.published()))
+    yield registry, segments
+    segments.follow([])
+
+
+def test_a_segment_that_a_client_took_back_is_closed(shared: tuple[SharedMemoryRegistry, Segments]) -> None:
+    """Its memory would be the front's for ever, and a descriptor be lost with each client."""
+    registry, segments = shared
+    for name in ("first", None, "first"):
+        registry.register("first", NAME, 0, SIZE)
+        registry.register("second", f"/{NAME}", 8, 8)
+        assert open_descriptors() == 0, "it is opened by the first request"
+        for _ in range(2):
+            segments.body_of(a_request("first", "second"))
+            assert open_descriptors() == 1, "once, under however many names"
+        registry.unregister(name)
+        assert open_descriptors() == (name is not None), "the other name has it still"
+        registry.unregister("second")
+        assert open_descriptors() == 0
+
+
+def test_a_segment_that_was_replaced_is_not_used_and_not_kept_open(shared: tuple[SharedMemoryRegistry, Segments]) -> None:
+    registry, segments = shared
+    other = SEGMENT.with_name(f"{NAME}-other")
+    try:
+        other.write_bytes(bytes(8))
+        registry.register("r", other.name, 0, 8)
+        other.unlink()
+        other.write_bytes(bytes(8))
+        for _ in range(2):
+            with pytest.raises(InvalidInputError, match="its segment was replaced; register it again"):
+                segments.body_of(a_request("r"))
+            assert open_descriptors(other) == 0
+        registry.unregister("r")
+        registry.register("r", other.name, 0, 8)
+        segments.body_of(a_request("r"))
+        assert open_descriptors(other) == 1
+    finally:
+        other.unlink()
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "says"), [(0, 16, None), (8, 8, None), (8, 9, "Invalid offset"), (9, 8, "Invalid offset")]
+)
+def test_a_place_lies_within_its_region(
+    shared: tuple[SharedMemoryRegistry, Segments], offset: int, size: int, says: str | None
+) -> None:
+    registry, segments = shared
+    registry.register("r", NAME, 32, 16)
+    before = SEGMENT.read_bytes()
+    tensor = memoryview(b"\xff" * size)
+    try:
+        if says is None:
+            segments.write(Place("r", offset, size), tensor)
+            assert SEGMENT.read_bytes() == before[: 32 + offset] + bytes(tensor) + before[32 + offset + size :]
+        else:
+            with pytest.raises(InvalidInputError, match=says):
+                segments.write(Place("r", offset, size), tensor)
+            assert SEGMENT.read_bytes() == before
+        with pytest.raises(InvalidInputError, match=rf"\({size - 1} bytes\) should be at least {size} bytes"):
+            segments.write(Place("r", 0, size - 1), tensor)
+    finally:
+        SEGMENT.write_bytes(before)
+
+
+def test_a_segment_that_became_shorter_is_an_error_and_no_longer_again(
+    shared: tuple[SharedMemoryRegistry, Segments],
+) -> None:
+    """A write beyond the end would make it longer, with memory that nobody counts."""
+    registry, segments = shared
+    registry.register("r", NAME, 0, 16)
+    before = SEGMENT.read_bytes()
+    try:
+        os.truncate(SEGMENT, 7)
+        for call in (lambda: segments.write(Place("r", 0, 8), memoryview(bytes(8))), lambda: segments.body_of(a_request("r"))):
+            with pytest.raises(InvalidInputError, match="has become shorter than registered"):
+                call()
+        assert SEGMENT.stat().st_size == 7
+    finally:
+        SEGMENT.write_bytes(before)
 
 
 VALUES = st.recursive(

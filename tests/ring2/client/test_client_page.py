@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from tests import ROOT
-from tests.ring2.service.test_pages import BLOCKS
 from tests.servers.served_process import ServedProcess
+
+BLOCKS = re.compile(r"```python\n(.*?)```\n(?:\n((?:    [^\n]*\n)+))?", re.DOTALL)
 
 
 def test_examples_print_what_the_page_says(tmp_path: Path) -> None:

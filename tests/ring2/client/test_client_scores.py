@@ -1,7 +1,6 @@
-"""`Client.score` with a real `hps serve`: the scores of `HPS.score`, whatever happens to the server."""
+"""`Client.score` with a real `hps serve`: the scores of `HPS.score`."""
 
 import asyncio
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,21 +163,3 @@ def test_a_client_that_routes_keys_does_not_score(service: ServedProcess) -> Non
         routed.score("m", inputs(3))
     with hps.connect(addresses) as several:
         assert several.score("m", inputs(3)).version == "1"
-
-
-def test_scores_come_back_after_each_death_of_the_server_and_say_their_version(tmp_path: Path) -> None:
-    package(tmp_path / "models", 1)
-    versions = {}
-    with ServedProcess(document(tmp_path), tmp_path) as served, hps.connect(served.url) as client:
-        for version in ("1", "2", "3"):
-            if version != "1":
-                package(tmp_path / "models", int(version))
-                served.stop(signal.SIGKILL)
-                for _ in range(2):
-                    with pytest.raises(hps.RemoteConnectionError):
-                        client.score("m", inputs(5))
-                served.start()
-            answer = client.score("m", inputs(5))
-            assert answer.version == version
-            versions[version] = answer["pair"]
-    assert len({one.tobytes() for one in versions.values()}) == 3

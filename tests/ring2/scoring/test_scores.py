@@ -4,12 +4,9 @@ The scores are made so that mixing shows: version v has vectors v times as large
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -22,7 +19,7 @@ import pytest
 import hps
 from hps.lookup.session import CachedSession
 from hps.scoring.scorer import Scorer
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes import entry_points
 from tests.fakes.networks import ArrayNetwork
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
@@ -237,23 +234,6 @@ def test_a_network_that_hangs_when_it_is_deployed_fails_its_deployment(
         assert ask(server) == "3"
         until.unlink()
         wait_until(lambda: len(opened) == 4 and opened[1].closed + opened[2].closed + opened[3].closed == 2, "they are freed")
-        server.deploy("m", "2")
-        assert ask(server) == "2"
-
-
-def test_networks_that_are_given_up_are_few(
-    repository: Path, opened: list[ArrayNetwork], until: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.scoring.network_calls._bounded", threading.Semaphore(2))
-    hanging = {**SAID, "open_timeout_s": 0.1}
-    with hps.HPS(document(repository)) as server:
-        write(repository, 2, network(2, does="hang", until=str(until), samples=1), hanging)
-        for _ in range(3):
-            with pytest.raises(hps.NetworkError, match="not ended within"):
-                server.deploy("m", "2")
-        assert len(opened) == 3  # version 1, and the two that hang
-        until.unlink()
-        wait_until(lambda: opened[1].closed and opened[2].closed, "they are freed")
         server.deploy("m", "2")
         assert ask(server) == "2"
 
@@ -517,32 +497,13 @@ def test_a_model_is_undeployed_and_deployed_while_its_network_hangs(
         assert rows(service).json()["version"] == "1"
 
 
-def test_a_network_that_hangs_is_freed_once_its_last_call_has_ended(
-    repository: Path, until: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
-    write(repository, 2, network(2, does="hang", until=str(until)))
-    model_json(repository, keep_versions=0)
-    with running_service(document(repository)) as service, ThreadPoolExecutor(1) as pool:
-        hung = pool.submit(rows, service)
-        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
-        assert post(service, "/v1/models/m/deploy", {"version": "1"}).status_code == 200
-        assert rows(service).json()["version"] == "1"
-        assert [one.closed for one in opened] == [False, False]
-        until.unlink()
-        assert hung.result().json()["version"] == "2"
-        wait_until(lambda: opened[0].closed, "the network is freed")
-        assert rows(service).json()["version"] == "1"
-
-
 def test_a_deadline_that_has_passed_is_504_and_costs_no_work(repository: Path, until: Path, opened: list[ArrayNetwork]) -> None:
     write(repository, 2, network(2, does="hang", until=str(until)))
     with running_service(document(repository)) as service, ThreadPoolExecutor(2) as pool:
         hung = pool.submit(rows, service)
         wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
-        late = pool.submit(rows, service, timeout_us=1)
+        late = pool.submit(rows, service, timeout_us=1)  # it is over before the request is read
         wait_until(lambda: service.requests == 2, "the second request waits")
-        time.sleep(0.01)
         until.unlink()
         assert hung.result().status_code == 200
         assert late.result().status_code == 504
@@ -584,7 +545,7 @@ class Clients:
     def __exit__(self, *error: object) -> None:
         self.stop.set()
         for one in self._threads:
-            one.join(60)
+            one.join(PATIENCE_S)
 
     @property
     def answered(self) -> int:
@@ -592,7 +553,7 @@ class Clients:
 
     def _ask(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        connection = HTTPConnection(self.host, int(self.port), timeout=30)
+        connection = HTTPConnection(self.host, int(self.port), timeout=PATIENCE_S)
         while not self.stop.is_set():
             keys, age = rng.integers(0, ROWS, rng.integers(1, 9)).tolist(), int(rng.integers(0, 50))
             try:
@@ -616,7 +577,7 @@ class Clients:
 def swapped(url: str, swaps: int) -> None:
     with Clients(url, 32) as clients:
         host, port = url.removeprefix("http://").split(":")
-        changes = HTTPConnection(host, int(port), timeout=60)
+        changes = HTTPConnection(host, int(port), timeout=PATIENCE_S)
         for number in range(swaps):
             before = clients.answered
             changes.request("POST", "/v1/models/m/deploy", json.dumps({"version": str(1 + (number + 1) % 2)}))
@@ -629,27 +590,7 @@ def swapped(url: str, swaps: int) -> None:
     assert clients.seen.keys() == {"1", "2"}
 
 
-@pytest.mark.parametrize("swaps", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_no_answer_mixes_versions_while_they_are_swapped(repository: Path, tmp_path: Path, swaps: int) -> None:
+def test_no_answer_mixes_versions_while_they_are_swapped(repository: Path, tmp_path: Path) -> None:
     write(repository, 2)
     with ServedProcess(document(repository), tmp_path, 1) as served:
-        swapped(served.url, swaps)
-
-
-def test_scores_go_on_when_the_owner_is_started_again(repository: Path, tmp_path: Path) -> None:
-    with ServedProcess(document(repository), tmp_path, 1) as served:
-        for _ in range(2):
-            with Clients(served.url, 4) as clients:
-                wait_until(lambda clients=clients: clients.answered > 20, "scores are answered")
-                os.kill(served.owner, signal.SIGKILL)
-                wait_until(lambda clients=clients: clients.wrong, "the owner is missed")
-                failed = len(clients.wrong)
-
-                def recovers(clients: Clients = clients) -> bool:
-                    before = clients.answered
-                    time.sleep(0.05)
-                    return clients.answered > before + 5
-
-                wait_until(recovers, "scores are answered again")
-            assert failed
-            assert all(one.startswith("503") for one in clients.wrong), set(clients.wrong)
+        swapped(served.url, 10)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hps.regions import layout
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.front_service import (
     DIM,
@@ -421,17 +421,28 @@ def test_sigterm_answers_what_is_under_way_and_ends(start):
     for nth, one in enumerate(connections):
         assert one.checked([nth, nth]) == 200
         assert one.sock is None or one.sock.recv(1) == b""  # closed, and nothing else
-    assert service.process.wait(60) == 0
+    assert service.process.wait(PATIENCE_S) == 0
     assert all(map(is_gone, pids.values()))
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
-def test_an_interrupt_ends_a_long_drain(start, signals):
-    service = start(drain_s=600)
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_long_drain(start, second):
+    service = start(drain_s=86_400)
     pids = service.all_processes()
-    for number in signals:
-        service.process.send_signal(number)
-    assert service.process.wait(60) == 0
+    service.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "requests are answered for 86400 s more" in service.log, "it drains")
+    assert service.connect().look_up(KEYS) == 200
+    service.process.send_signal(second)
+    assert service.process.wait(PATIENCE_S) == 0
+    assert all(map(is_gone, pids.values()))
+
+
+def test_an_interrupt_does_not_drain(start):
+    service = start(drain_s=86_400)
+    pids = service.all_processes()
+    service.process.send_signal(signal.SIGINT)
+    assert service.process.wait(PATIENCE_S) == 0
+    assert "requests are answered for" not in service.log
     assert all(map(is_gone, pids.values()))
 
 

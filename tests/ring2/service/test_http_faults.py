@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import pytest
 
 from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, UnknownDeviceError, WorkspaceTimeoutError
 from hps.service.fronts import exchange
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.servers.running_service import document_of, model_of, running_service
@@ -42,7 +41,7 @@ def fake():
 def held(fake):
     """Holds every lookup until `held.release` is set; `held.entered` says that there is one."""
     held = SimpleNamespace(entered=threading.Event(), release=threading.Event())
-    fake.on_lookup = lambda: (held.entered.set(), held.release.wait(60))
+    fake.on_lookup = lambda: (held.entered.set(), held.release.wait(PATIENCE_S))
     return held
 
 
@@ -152,7 +151,7 @@ def test_a_client_that_goes_away_during_its_lookup_leaves_nothing(fake, held):
     with running_service(document(), fake) as service:
         with service.connect() as connection:
             connection.sendall(WHOLE)
-            assert held.entered.wait(60)
+            assert held.entered.wait(PATIENCE_S)
         held.release.set()
         wait_until(lambda: service.is_idle, "the lookup ended")
         assert service.client.post(PATH, content=LOOKUP).status_code == 200
@@ -185,7 +184,7 @@ def test_a_client_that_sends_whole_requests_and_ends_its_side_gets_every_answer(
             connection.sendall(piece)
         connection.shutdown(socket.SHUT_WR)
         if b"/lookup" in sent[0]:
-            assert held.entered.wait(60)
+            assert held.entered.wait(PATIENCE_S)
         held.release.set()
         assert answers_until_the_end(connection) == [200] * b"".join(sent).count(b"HTTP/1.1")
         wait_until(lambda: service.connections == 0 and service.is_idle, "nothing of it is left")
@@ -207,7 +206,7 @@ def test_an_answer_that_is_being_sent_reaches_a_client_that_ends_its_side(fake):
         request = head(Content_Length=len(answer)) + answer
         for _ in range(60):  # more than the socket takes
             connection.sendall(request)
-        time.sleep(0.2)
+        wait_until(lambda: fake.lookups > 1, "answers are being sent")
         connection.shutdown(socket.SHUT_WR)
         assert answers_until_the_end(connection) == [200] * 60
 
@@ -339,7 +338,6 @@ def test_an_endless_head_is_dropped(fake):
         with suppress(ConnectionError):
             for _ in range(1000):
                 connection.sendall(b"X: " + b"y" * 1000 + b"\r\n")
-                time.sleep(0.001)
         assert closes(connection)
         assert service.client.post(PATH, content=LOOKUP).status_code == 200
 
@@ -410,8 +408,9 @@ def test_clients_that_do_not_read_give_up_their_slots_when_these_run_short(fake)
         assert gone._slot == -1
         slots.used -= others
         kept._unread_since = time.monotonic() - 60
-        looks = time.monotonic() + 1.2  # two looks at all connections
-        wait_until(lambda: time.monotonic() > looks, "they were looked at")
+        for _ in range(2):
+            look = service.front._ticks["look"]
+            wait_until(lambda look=look: service.front._ticks["look"] is not look, "all connections were looked at")
         assert kept in order
         slots.used += others
         wait_until(lambda: kept not in order, "its slot is wanted, too")
@@ -469,20 +468,14 @@ def test_requests_sent_at_once_are_answered_in_order(fake, size):
 
 def test_many_requests_at_once_are_all_answered_and_none_is_read_ahead_of_memory(fake):
     with running_service(document(), fake) as service, service.connect() as connection:
-        sender = threading.Thread(target=connection.sendall, args=(b"GET /v2/health/live HTTP/1.1\r\n\r\n" * 20_000,))
+        sender = threading.Thread(target=connection.sendall, args=(b"GET /v2/health/live HTTP/1.1\r\n\r\n" * 8000,))
         sender.start()
         received = 0
-        while received < 20_000:
+        while received < 8000:
             received += connection.recv(1 << 20).count(b'{"live":true}')
         sender.join()
         (one,) = service.front.connections.order
         assert len(one._buffer) <= 1 << 18
-
-
-def test_what_is_not_http_is_refused(fake):
-    with running_service(document(), fake) as service, service.connect() as connection:
-        connection.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
 
 
 def test_a_lookup_that_takes_too_long_is_504_and_its_thread_comes_back(fake, held):
@@ -554,22 +547,3 @@ def test_a_bug_of_a_control_route_is_500_without_a_stack_trace(fake, caplog):
         assert response.status_code == 500
         assert response.json()["error"] == "internal error; the log of the service has the details"
         wait_until(lambda: "ZeroDivisionError" in caplog.text, "the bug is logged")  # after it is answered
-
-
-def test_stopping_lets_running_lookups_answer_and_refuses_new_ones(fake, held):
-    with running_service(document(), fake) as service, ThreadPoolExecutor(2) as clients:
-        running = clients.submit(service.client.post, PATH, content=LOOKUP)
-        assert held.entered.wait(60)
-        service.server.stop()
-        wait_until(lambda: refuses(service), "the service refuses connections")
-        held.release.set()
-        assert running.result(60).status_code == 200
-    assert not fake.closed  # it is ours
-
-
-def refuses(service):
-    try:
-        service.connect().close()
-    except ConnectionError:
-        return True
-    return False

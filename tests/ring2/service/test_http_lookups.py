@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from tritonclient.utils import InferenceServerException
 
 import hps
 from hps.testing.waiting import wait_until
@@ -66,17 +65,6 @@ def client(service):
     return service.client
 
 
-def test_curl_lookup_answers_vectors_defaults_and_masks(client):
-    response = client.post(LOOKUP, content=b'{"tables": {"item": [3, 99999, 3], "user": [-10]}, "found": true}')
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "application/json"
-    answer = response.json()
-    expected = np.vstack([vectors_of([3], 7), np.full(7, -2), vectors_of([3], 7)])
-    np.testing.assert_array_equal(np.float32(answer["tables"]["item"]), expected)
-    np.testing.assert_array_equal(np.float32(answer["tables"]["user"]), vectors_of([-10], 4))
-    assert answer["found"] == {"item": [True, False, True], "user": [True]}
-
-
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_compressed_requests_are_answered(client, encoding):
     compress = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding]
@@ -110,19 +98,12 @@ def test_a_connection_serves_one_request_after_another(service):
         ("POST", "/v1/models/nope/lookup", b'{"tables": {"user": [1]}}', {}, 404, "'nope'"),
         ("POST", "/v2/models/nope/infer", b"{}", {}, 404, "'nope'"),
         ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', deployed: 1"),
-        ("POST", LOOKUP, b'{"tables": {"nope": [1]}}', {}, 404, "got table 'nope', expected a table of"),
         ("POST", LOOKUP, b"not json", {}, 400, "not JSON"),
-        ("POST", LOOKUP, b"", {}, 400, "not JSON"),
-        ("POST", LOOKUP, b'{"tables": {"user": [1.5]}}', {}, 400, "got a float (1.5) at position 0"),
         ("POST", LOOKUP, b'{"tables": {"user": [1]}, "device": 4}', {}, 404, "got device 4, expected one of"),
         ("POST", INFER, b'{"inputs": [%s], "parameters": {"DeviceID": "4"}}' % USER, {}, 404, "got device 4"),
-        ("POST", INFER, b'{"inputs": [%s], "parameters": {"DeviceID": 1.5}}' % USER, {}, 400, "is a float (1.5)"),
-        ("POST", INFER, b'{"inputs": []}', {}, 400, "'inputs' is missing or empty"),
         ("POST", INFER, b"{}", {"inference-header-content-length": "3"}, 400, "within the body of 2"),
         ("POST", LOOKUP, b"x" * 100_001, {}, 413, "expected at most 100000 (service.max_body_bytes)"),
         ("POST", LOOKUP, iter([b"x" * 60_000, b"y" * 60_000]), {}, 413, "expected at most 100000"),
-        ("POST", LOOKUP, b'{"tables": {"user": [%s1]}}' % (b"1," * 1000), {}, 413, "got 1001 keys, expected at most 1000"),
-        ("POST", LOOKUP, b'{"tables": {"item": [%s1]}}' % (b"1," * 3000), {}, 413, "(service.max_keys_per_request)"),
         ("POST", LOOKUP, gzip.compress(b" " * 100_001), GZIP, 413, "decompresses to more"),
         ("POST", LOOKUP, gzip.compress(b"{}")[:-9], GZIP, 400, "cut short"),
         ("POST", LOOKUP, gzip.compress(b"{}") + b"more", GZIP, 400, "4 bytes before the body"),
@@ -320,9 +301,10 @@ def keys_and_numkeys(users, items, binary):
     return [tensor("KEYS", keys, "INT64", binary), tensor("NUMKEYS", counts, "INT32", binary)]
 
 
-@pytest.mark.parametrize("binary_in", [True, False])
-@pytest.mark.parametrize("binary_out", [True, False, None])
-@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+@pytest.mark.parametrize(
+    ("binary_in", "binary_out", "compression"),
+    [(True, True, None), (True, None, "gzip"), (False, True, "deflate"), (False, False, "gzip"), (True, False, "deflate")],
+)
 def test_the_shape_of_tritons_hps_backend(triton_client, binary_in, binary_out, compression):
     users, items = np.array([3, 1, 4]), np.array([15, 92, 65, 9999])
     outputs = None if binary_out is None else [triton.InferRequestedOutput("OUTPUT0", binary_data=binary_out)]
@@ -343,9 +325,7 @@ def test_the_shape_of_tritons_hps_backend(triton_client, binary_in, binary_out, 
     assert answer.get_response()["parameters"] == {"NumSample": 1, "DeviceID": 0}  # 7 keys, at most 5 a sample
 
 
-@pytest.mark.parametrize("users_binary", [True, False])
-@pytest.mark.parametrize("items_binary", [True, False])
-@pytest.mark.parametrize("binary_out", [True, False])
+@pytest.mark.parametrize(("users_binary", "items_binary", "binary_out"), [(True, False, True), (False, True, False)])
 def test_one_input_a_table_and_the_found_mask_in_the_form_each_asks_for(triton_client, users_binary, items_binary, binary_out):
     users, items = np.array([3, 1, 4]), np.array([[15, 9999], [65, 35]])
     inputs = [tensor("user", users, "INT64", users_binary), tensor("item", items, "INT64", items_binary)]
@@ -440,18 +420,6 @@ def test_asynchronous_requests(triton_client):
     requests = [triton_client.async_infer("ranker", [tensor("user", np.array([key]), "INT64", True)]) for key in range(20)]
     for key, request in enumerate(requests):
         np.testing.assert_array_equal(request.get_result().as_numpy("user"), vectors_of([key], 4))
-
-
-def test_errors_arrive_as_the_client_expects_them(triton_client):
-    with pytest.raises(InferenceServerException, match="'nope'") as caught:
-        triton_client.infer("nope", [tensor("user", np.array([1]), "INT64", True)])
-    assert caught.value.status() == "404"
-    with pytest.raises(InferenceServerException, match="its sum is 5, expected 1, the number of KEYS") as caught:
-        triton_client.infer(
-            "ranker",
-            [tensor("KEYS", np.array([[1]]), "INT64", True), tensor("NUMKEYS", np.array([[2, 3]], np.int32), "INT32", True)],
-        )
-    assert caught.value.status() == "400"
 
 
 # -- answers so large that their memory is used again -----------------------------------------------------------------

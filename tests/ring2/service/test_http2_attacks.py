@@ -175,7 +175,7 @@ def test_answers_keep_within_windows(service: FrontedService) -> None:
 
 
 def test_settings_change_open_windows_by_the_difference(service: FrontedService) -> None:
-    """A window is what is left of it: of 10 bytes that were sent, a setting of 25 leaves 15 more, and one of 5 takes 20 away."""
+    """A window is what is left of it: after 10 bytes that were sent, one of 25 leaves 15 more, and one of 5 takes 20 away."""
     with Peer(service.port, PREFACE + settings(window=10)) as peer:
         peer.send(ODD, frame(DATA, 1, 1, request_of(KEYS)))
         data = peer.next(DATA).payload

@@ -323,7 +323,8 @@ def test_headers_and_trailers_without_end(victim, start, piece):
         victim.check()
 
 
-def test_requests_that_are_sent_without_reading_an_answer(victim, more=b""):
+@pytest.mark.parametrize("more", [b""])
+def test_requests_that_are_sent_without_reading_an_answer(victim, more):
     piece = b"GET /v2/health/live HTTP/1.1\r\n" + more + b"\r\n"
     with ThreadPoolExecutor(8) as clients, ExitStack() as stack:
         connections = [stack.enter_context(victim.connect()) for _ in range(8)]
@@ -397,7 +398,8 @@ def lives(connection):
     return answer.startswith(b"HTTP/1.1 200")
 
 
-def test_half_sent_requests_take_neither_all_descriptors_nor_the_connections_of_others(tmp_path, half=head()[:-2], count=600):
+@pytest.mark.parametrize(("half", "count"), [(head()[:-2], 600)], ids=["half a head"])
+def test_half_sent_requests_take_neither_all_descriptors_nor_the_connections_of_others(tmp_path, half, count):
     with serving(tmp_path, "-c", FEW_FILES, max_connections=4096) as server, attacked(server) as victim, ExitStack() as stack:
         healthy = [stack.enter_context(victim.connect()) for _ in range(20)]
         half_sent = deque()

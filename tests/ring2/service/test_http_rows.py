@@ -4,15 +4,12 @@ import gzip
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -59,13 +56,15 @@ def service(tmp_path: Path, model: Callable[..., dict[str, Any]]) -> Iterator[Ru
 
 @pytest.fixture(
     params=[
-        *((kind, host) for kind in KINDS for host in ("map", "rocks", "map+rocks") if (kind, host) != ("static", "map")),
-        *(pytest.param((kind, "redis+rocks"), marks=pytest.mark.redis) for kind in ("direct", "cached")),
+        ("direct", "map"),
+        ("cached", "rocks"),
+        ("static", "map+rocks"),
+        pytest.param(("cached", "redis+rocks"), marks=pytest.mark.redis),
     ],
     ids="-".join,
 )
 def tiers(request: pytest.FixtureRequest, tmp_path: Path, model: Callable[..., dict[str, Any]]) -> Iterator[RunningService]:
-    """A service of every kind of model over every kind of host tiers."""
+    """A service of each kind of model, and of each kind of host tiers."""
     kind, host = request.param
     document = document_of(model(kind), persistent=tmp_path / "rocksdb" if "rocks" in host else None)
     if host == "rocks":
@@ -148,46 +147,6 @@ def test_after_the_answer_no_path_returns_the_old_vector(tiers: RunningService) 
     np.testing.assert_array_equal(by_lookup(tiers, np.arange(20, 30)), vectors_of(range(20, 30), -1))
 
 
-def test_writers_and_readers_of_the_same_keys_see_whole_rows_in_order(tiers: RunningService) -> None:
-    """Each writer counts up in a key of its own, all in one body with a key that all write."""
-    rounds, writers, shared = 12, 3, 400
-    stop, acknowledged, problems = threading.Event(), [0] * writers, []
-
-    def write(writer: int) -> None:
-        keys = np.array([300 + writer, shared])
-        with httpx.Client(base_url=tiers.url, timeout=30) as client:
-            for generation in range(1, rounds + 1):
-                client.post(ROUTE, **binary(keys, vectors_of(keys, generation * 10 + writer))).raise_for_status()
-                acknowledged[writer] = generation
-
-    def read(path: Callable[..., np.ndarray]) -> None:
-        keys = np.array([*range(300, 300 + writers), shared])
-        while not stop.is_set():
-            time.sleep(0.002)  # service, writers and readers share one interpreter
-            least = list(acknowledged)
-            found = path(tiers, keys)
-            for writer, row in enumerate(found[:writers]):
-                if row[1] != -1 and (row[1] % 10 != writer or row[1] // 10 < least[writer]):
-                    problems.append((path.__name__, writer, row, least))
-                if row[1] == -1 and least[writer]:
-                    problems.append((path.__name__, writer, row, least))
-            if any(set(row[::2]) != {key} or len(set(row[1::2])) != 1 for key, row in zip(keys, found, strict=True)):
-                problems.append((path.__name__, "torn", found, least))
-
-    with ThreadPoolExecutor(writers + len(PATHS)) as pool:
-        reading = [pool.submit(read, path) for path in PATHS]
-        try:
-            for writing in [pool.submit(write, writer) for writer in range(writers)]:
-                writing.result()
-        finally:
-            stop.set()
-        for one in reading:
-            one.result()
-    assert not problems, problems[:3]
-    last = {tuple(path(tiers, np.array([shared]))[0]) for path in PATHS}
-    assert len(last) == 1, "all paths agree on who was last"
-
-
 def test_a_version_is_written_to_by_its_name_and_keeps_its_rows_to_itself(service: RunningService) -> None:
     assert service.client.post("/v1/models/shop/deploy", json={"version": 2}).json()["version"] == "2"
     keys = np.array([3])
@@ -253,8 +212,8 @@ def test_a_row_says_which_tier_has_it(tmp_path: Path, model: Callable[..., dict[
 def test_a_row_says_when_it_was_written(service: RunningService) -> None:
     before = time.time_ns() // 1000
     service.client.post(ROUTE, **binary([5], vectors_of([5], 1)))
-    row = service.client.get(f"{ROUTE}/5").json()
-    assert before <= row["written_at_us"] <= time.time_ns() // 1000
+    row, after = service.client.get(f"{ROUTE}/5").json(), time.time_ns() // 1000
+    assert before <= row["written_at_us"] <= after
     assert datetime.fromisoformat(row["written_at"]).timestamp() == pytest.approx(row["written_at_us"] / 1e6)
     assert service.client.get(f"{ROUTE}/6").json()["written_at_us"] < before, "when it was loaded"
 

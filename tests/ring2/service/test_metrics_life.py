@@ -132,9 +132,9 @@ def test_who_asks_while_figures_are_written_gets_the_same_text_and_no_lookup_wai
     held = Held(service)
     with ThreadPoolExecutor(4) as pool:
         try:
-            first = pool.submit(httpx.get, service.url + path, timeout=60)
+            first = pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S)
             assert held.begun.wait(PATIENCE_S)
-            others = [pool.submit(httpx.get, service.url + path, timeout=60) for _ in range(3)]
+            others = [pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S) for _ in range(3)]
             for _ in range(3):
                 _look_up(service, "stays")
             wait_until(lambda: service.passed_on == 4, "all have asked")

@@ -8,7 +8,7 @@ import pytest
 
 from hps.testing.waiting import wait_until
 from tests.ring2.service import test_http_attacks as attacks
-from tests.ring2.service.test_http_attacks import ADMIN, KEYS, MB, attacked, bombs, head, hostile, serving
+from tests.servers.attacked_server import ADMIN, KEYS, MB, attacked, bombs, head, hostile, serving
 
 UNCOLLECTED = "import gc; from hps.cli.app import main; gc.disable(); main()"
 

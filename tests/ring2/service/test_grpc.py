@@ -420,15 +420,6 @@ def test_triton_clients_control_models_and_a_refused_load_is_internal_as_in_trit
     assert 'status="500"' not in samples, "they are no bugs of ours"
 
 
-def test_one_process_serves_grpc_too(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", fronts=0)
-    with grpc.insecure_channel(service.grpc) as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
-        np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3, 5]))), vectors_of(0, [3, 5]))
-        assert stub.ServerReady(pb.ServerReadyRequest()).ready
-    service.stop()
-
-
 def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
     (tmp_path / "ps.json").write_text(json.dumps(document_of(model_of("m", write_tables(tmp_path), DIMS))))
     code = "import sys; sys.modules['hpack'] = None; from hps.cli.app import main; main()"

@@ -274,7 +274,7 @@ def test_regions_are_bounded(client: triton.InferenceServerClient) -> None:
         assert len(client.get_system_shared_memory_status()) == 1
 
 
-@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via", "Origin"])
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Origin"])
 def test_clients_behind_a_proxy_are_refused(
     service: ServedProcess, client: triton.InferenceServerClient, pair: tuple[Any, Any], header: str
 ) -> None:

@@ -349,31 +349,6 @@ def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_
     service.stop()
 
 
-def test_killed_fronts_and_owners_are_replaced(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", fronts=1)
-    with grpc.insecure_channel(service.grpc, options=[("grpc.initial_reconnect_backoff_ms", 100)]) as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
-
-        def answers() -> bool:
-            try:
-                response = stub.ModelInfer(request_of([3, 5]), timeout=5)
-            except grpc.RpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise
-                return False
-            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
-            return True
-
-        assert answers()
-        owner, front = service.children()
-        os.kill(front, signal.SIGKILL)
-        wait_until(answers, "another front answers")
-        os.kill(owner, signal.SIGKILL)
-        wait_until(lambda: owner not in service.children(), "the owner is gone")
-        wait_until(answers, "another owner answers")
-    service.stop()
-
-
 def test_a_draining_service_answers_old_and_new_channels_until_a_second_signal(children: ChildProcesses, tmp_path) -> None:
     service = FrontedService(children, tmp_path / "s", fronts=2, drain_s=600)
     with grpc.insecure_channel(service.grpc) as old, ExitStack() as stack:
@@ -427,3 +402,28 @@ def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
     _, text = process.communicate(timeout=PATIENCE_S)
     assert process.returncode
     assert "pip install 'hps-server[grpc]'" in text
+
+
+def test_killed_fronts_and_owners_are_replaced(service: FrontedService) -> None:
+    """The last test of this file, as processes are others afterwards."""
+    with grpc.insecure_channel(service.grpc, options=[("grpc.initial_reconnect_backoff_ms", 100)]) as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+
+        def answers() -> bool:
+            try:
+                response = stub.ModelInfer(request_of([3, 5]), timeout=5)
+            except grpc.RpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise
+                return False
+            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
+            return True
+
+        assert answers()
+        owner, front = service.children()
+        os.kill(front, signal.SIGKILL)
+        wait_until(lambda: front not in service.children(), "the front is gone")
+        wait_until(answers, "another front answers")
+        os.kill(owner, signal.SIGKILL)
+        wait_until(lambda: owner not in service.children(), "the owner is gone")
+        wait_until(answers, "another owner answers")

@@ -332,7 +332,7 @@ def test_what_nobody_would_keep_is_refused(model: Callable[..., dict[str, Any]])
         assert (answer.status_code, "persistent_db" in answer.json()["error"]) == (400, True)
 
 
-@pytest.mark.parametrize("padding", ["", " ", "  ", "   ", " " * 3000])
+@pytest.mark.parametrize("padding", [" ", " " * 3000])
 def test_binary_data_may_begin_anywhere(service: RunningService, padding: str) -> None:
     keys = np.arange(10, 20)
     assert service.client.post(ROUTE, **binary(keys, vectors_of(keys, len(padding)), padding)).status_code == 200

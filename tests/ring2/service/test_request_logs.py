@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from tritonclient.utils import InferenceServerException
 
 import hps
 from hps.errors import DatabaseError
@@ -156,14 +155,6 @@ def test_a_change_and_a_bug_are_logged_with_the_id(serve, caplog):
         said = [lines(f"hps.service.{one}")[0] for one in ("fronts.exchange", "logs.changes")]
         assert lines("hps.service.owner")[0].exc_info[0] is ZeroDivisionError
     assert [one.fields for one in said] == [{"request_id": "abc"}] * 2
-
-
-def test_tritons_client_reads_errors_that_have_an_id(serve):
-    with serve() as (client, _), triton.InferenceServerClient(client.base_url.netloc.decode()) as other:
-        keys = triton.InferInput("nope", [1], "INT64")
-        keys.set_data_from_numpy(np.array([1], np.int64))
-        with pytest.raises(InferenceServerException, match="got table 'nope', expected a table of model 'm'"):
-            other.infer("m", [keys], headers={"X-Request-Id": "abc"})
 
 
 def test_a_slow_lookup_is_logged_with_its_tables_and_stages(serve):

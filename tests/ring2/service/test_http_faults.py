@@ -200,50 +200,6 @@ def test_connections_with_complete_requests_are_not_closed_for_new_ones(fake, he
             assert read_answer(connection)[0] == 200
 
 
-@pytest.mark.parametrize("known", [3, 10, 11])
-def test_half_sent_requests_leave_half_of_the_connections_to_clients_that_sent_whole_ones(fake, known):
-    """Three rounds of newcomers, of which each sends half a request: those before give way, or those who are too many."""
-    with running_service(document(max_connections=20), fake) as service, ExitStack() as stack:
-        clients = [stack.enter_context(service.connect()) for _ in range(known)]
-        for connection in clients:
-            connection.sendall(WHOLE)
-            assert read_answer(connection)[0] == 200
-        for _ in range(60):
-            newcomer = stack.enter_context(service.connect())
-            with suppress(ConnectionError):
-                newcomer.sendall(head(Content_Length=100) + b"half")
-            wait_until(lambda: service.connections <= 20, "one has given way")
-        answered = 0
-        for connection in clients:
-            with suppress(ConnectionError):
-                connection.sendall(WHOLE)
-                answered += (read_answer(connection) or (0,))[0] == 200
-        assert answered >= min(known, 10)
-
-
-def test_a_request_that_is_being_sent_is_closed_for_a_new_one_after_a_moment_alone(fake):
-    with running_service(document(max_connections=3), fake) as service, ExitStack() as stack:
-        sending = [stack.enter_context(service.connect()) for _ in range(3)]
-        for connection in sending:
-            connection.sendall(head(Content_Length=len(LOOKUP)) + LOOKUP[:-1])
-        order = service.front.connections.order
-        wait_until(lambda: [bool(one._fill) for one in list(order)] == [True] * 3, "their bodies are being read")
-        opened = list(order)
-        for connection in opened:
-            connection.opened = time.monotonic() + 60
-        with service.connect() as late:
-            assert read_answer(late)[0] == 503
-        for connection in opened:
-            connection.opened -= 120
-        with service.connect() as late:
-            late.sendall(WHOLE)
-            assert read_answer(late)[0] == 200
-            assert closes(sending[0])
-            for connection in sending[1:]:
-                connection.sendall(LOOKUP[-1:])
-                assert read_answer(connection)[0] == 200
-
-
 def test_a_declared_length_above_the_limit_is_413_before_the_body_is_read(fake):
     with running_service(document(), fake) as service, service.connect() as connection:
         connection.sendall(head(Content_Length=10**18, Expect="100-continue"))
@@ -303,39 +259,6 @@ def test_half_a_head_and_silence_are_dropped(fake):
         assert closes(half)
         assert closes(second_half)
         wait_until(lambda: service.connections == 0, "the connections are gone")
-
-
-def test_clients_that_do_not_read_make_room_for_others_but_not_those_that_have_just_begun(fake):
-    body = b'{"tables": {"item": [%s]}}' % b", ".join([b"1"] * 1000)
-    with running_service(document(max_connections=4, answer_timeout_s=600), fake) as service, ExitStack() as stack:
-        order = service.front.connections.order
-
-        def lag():
-            connection = stack.enter_context(service.connect())
-            connection.setblocking(False)
-            with suppress(BlockingIOError):
-                for _ in range(2000):
-                    connection.sendall(head(Content_Length=len(body)) + body)
-
-        for _ in range(4):
-            lag()
-        wait_until(lambda: sum(one._unread > 0 for one in list(order)) == 4, "it was noticed that nothing is read")
-        for one in list(order):
-            one._unread_since = time.monotonic() + 60
-        with service.connect() as late:
-            assert read_answer(late) == (503, {"error": "too many connections; send the request again later"})
-        for _ in range(3):  # the one that has not read for the longest time
-            lags = [one for one in list(order) if one._stalled]
-            for place, one in enumerate(lags):
-                one._unread_since = time.monotonic() - (100 if place == 1 else 10)
-            with service.connect() as late:
-                late.sendall(WHOLE)
-                assert read_answer(late)[0] == 200
-                assert {one for one in list(order) if one._stalled} == {lags[0], *lags[2:]}
-            wait_until(lambda: len(order) == 3, "the new client has left")
-            lag()
-            wait_until(lambda: sum(one._unread > 0 for one in list(order)) == 4, "another one took the place")
-        assert service.front.refusals.aborted["answer"] == 3
 
 
 def test_clients_that_do_not_read_give_up_their_slots_when_these_run_short(fake):

@@ -80,19 +80,6 @@ def test_chunked_requests_are_answered(client):
     np.testing.assert_array_equal(np.float32(response.json()["tables"]["user"]), vectors_of([1, 2], 4))
 
 
-def test_a_connection_serves_one_request_after_another(service):
-    head = b"POST /v1/models/ranker/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
-    body = b'{"tables": {"user": [1]}}'
-    with service.connect() as connection:
-        connection.sendall(head % (5, b"wrong"))
-        assert connection.recv(65536).startswith(b"HTTP/1.1 400 Bad Request")
-        connection.sendall(head % (len(body), body) * 3)  # pipelined, too
-        received = b""
-        while received.count(b'{"tables"') < 3:
-            received += connection.recv(65536)
-    assert received.count(b"HTTP/1.1 200 OK") == 3
-
-
 @pytest.mark.parametrize(
     ("method", "path", "content", "headers", "status", "says"),
     [
@@ -361,22 +348,6 @@ def test_requests_are_answered_by_both_devices_in_turn_or_by_the_one_that_they_n
         for device in (0, "1", 1, "0"):
             answer = client.infer("ranker", inputs, outputs=outputs, parameters={"DeviceID": device})
             assert device_of(answer) == int(device)
-
-
-def test_concurrent_clients_each_get_their_own_vectors(service):
-    def ask(seed):
-        rng = np.random.default_rng(seed)
-        with triton.InferenceServerClient(service.url.removeprefix("http://")) as client:
-            for _ in range(15):
-                users, items = (rng.integers(-10, ROWS - 10, rng.integers(1, 300)) for _ in DIMS)
-                outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=bool(rng.integers(2)))]
-                answer = client.infer("ranker", keys_and_numkeys(users, items, binary=True), outputs=outputs)
-                expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items, 7).ravel()])
-                np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
-        return True
-
-    with ThreadPoolExecutor(6) as clients:
-        assert all(clients.map(ask, range(6)))
 
 
 # -- bags -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Bodies of online writes: good ones are decoded; each fault is an error that says what is wrong, before anything is written."""
+"""Bodies of online writes: good ones are decoded; each fault is an error that says what is wrong, before a row is written."""
 
 import json
 import re

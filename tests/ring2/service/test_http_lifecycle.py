@@ -313,10 +313,10 @@ def test_a_wrong_configuration_changes_nothing(edit):
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
 
 
-def test_lines_are_json_from_the_first_one_on_until_the_format_changes(document, serve, tmp_path):
-    document["service"] |= {"log_format": "json", "keep_alive_s": "70"}
+def test_lines_have_the_format_of_the_configuration_and_the_level_of_the_command_line(document, serve, tmp_path):
+    document["service"] |= {"log_format": "json", "log_level": "error", "keep_alive_s": "70"}
     document["model_source"] = {"timeout_s": "9"}
-    process, log = serve(document)
+    process, log = serve(document, 0, "--log-level", "info")
     url = said(log, r"listening on (http://[\d.:]+);")[1]
     said(log, "ready; try")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -339,19 +339,8 @@ def test_lines_are_json_from_the_first_one_on_until_the_format_changes(document,
     read_again('"changed: service.log_format is json', log_format="json")
     httpx.get(f"{url}/v2", headers={"X-Request-Id": "def"})
     said(log, '"request_id": "def"')
+    read_again("service.log_level differs", log_level="critical")
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
+    assert json.loads(log.read_text().splitlines()[-1])["level"] == "info"
     assert "Traceback" not in log.read_text()
-
-
-def test_the_log_level_of_the_command_line_stays(document, serve, tmp_path):
-    document["service"]["log_level"] = "error"
-    process, log = serve(document, 0, "--log-level", "info")
-    said(log, "ready; try")
-    document["service"]["log_level"] = "critical"
-    (tmp_path / "ps.json").write_text(json.dumps(document))
-    process.send_signal(signal.SIGHUP)
-    said(log, "service.log_level differs")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 0
-    said(log, "INFO .*stopped")

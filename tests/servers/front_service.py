@@ -15,11 +15,10 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 import hps
-from hps.regions.layout import Memory
 from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import document_of, model_of
-from tests.servers.service_processes import service_processes, socket_inodes, tcp_sockets
+from tests.servers.service_processes import region_of, service_processes, socket_inodes, tcp_sockets
 
 ROWS, DIM = 1000, 8
 LOOKUP, INFER = "/v1/models/m/lookup", "/v2/models/m/infer"
@@ -157,15 +156,7 @@ class FrontService:
 
     def region(self, number):
         """Map the region of a front, as only a process that broke into it can."""
-        pid = self.all_processes()[number]
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            if f"memfd:hps-front-{number}" in os.readlink(descriptor):
-                opened = os.open(descriptor, os.O_RDWR)
-                try:
-                    return Memory(opened)
-                finally:
-                    os.close(opened)
-        raise AssertionError("the front has no region")
+        return region_of(self.all_processes()[number], number)
 
     # -- clients
 

@@ -5,16 +5,16 @@ import os
 import re
 import signal
 import ssl
-import time
 from pathlib import Path
 
 import httpx
 import numpy as np
 
+from hps.regions import layout
 from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import document_of, model_of
-from tests.servers.service_processes import children_of
+from tests.servers.service_processes import children_of, region_of, state_of
 
 ROWS = 5000
 DIMS = {"t0": 32, "t1": 8}
@@ -105,6 +105,10 @@ class FrontedService:
         text = httpx.get(f"{self.url}/metrics", **self._asks).text
         return sum(map(float, re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)))
 
+    def posted(self) -> int:
+        """How many lookups the front that is alone has ever posted, also while the owner stands."""
+        return int(region_of(self.children()[1], 0)[layout.SUBMITTED])
+
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(30) == 0, self._text()
@@ -121,7 +125,7 @@ class PausedProcess:
 
     def __enter__(self) -> None:
         os.kill(self._process, signal.SIGSTOP)
-        time.sleep(0.05)
+        wait_until(lambda: state_of(self._process) == "T", "the process stands")
 
     def __exit__(self, *error: object) -> None:
         os.kill(self._process, signal.SIGCONT)

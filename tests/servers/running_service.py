@@ -20,12 +20,15 @@ class RunningService:
     Attributes:
         app: the ASGI application.
         url: where it listens.
+        grpc: address of gRPC, if it has one.
         client: an HTTP client with that base address.
     """
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, *, grpc: bool = False) -> None:
         self.app = Application(lifecycle)
-        self.server = Server(self.app, listen("127.0.0.1", 0))
+        grpc_listener = listen("127.0.0.1", 0) if grpc else None
+        self.grpc = f"127.0.0.1:{grpc_listener.getsockname()[1]}" if grpc_listener is not None else ""
+        self.server = Server(self.app, listen("127.0.0.1", 0), grpc_listener=grpc_listener)
         self.url = self.server.url
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self.client = httpx.Client(base_url=self.url, timeout=30)
@@ -104,9 +107,9 @@ def samples(service):
 
 
 @contextmanager
-def running_service(document, parameter_server=None, *, ready=True, **settings):
+def running_service(document, parameter_server=None, *, ready=True, grpc=False, **settings):
     """Serve a configuration, given as a dict; without a parameter server of the caller's it loads one."""
-    service = RunningService(Lifecycle(load_configuration(document), parameter_server, **settings))
+    service = RunningService(Lifecycle(load_configuration(document), parameter_server, **settings), grpc=grpc)
     lifecycle = service.app.lifecycle
     service.start()
     try:

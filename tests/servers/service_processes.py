@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from hps.regions.layout import Memory
+
 _GONE_S = 40.0  # a stopping front waits 10 s for its requests, and the owner for its threads
 OWNER = -1
 """Stands for the owner where fronts have numbers."""
@@ -69,6 +71,22 @@ def service_processes(parent: int, fronts: int, port: int) -> dict[int, int]:
         elif not listens and len(regions) == fronts:
             found[OWNER] = child
     return found
+
+
+def region_of(pid: int, number: int) -> Memory:
+    """Map the region that a front shares with the owner, as only a process that broke into the front can.
+
+    Args:
+        number: of the front.
+    """
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        if f"memfd:hps-front-{number}" in os.readlink(descriptor):
+            opened = os.open(descriptor, os.O_RDWR)
+            try:
+                return Memory(opened)
+            finally:
+                os.close(opened)
+    raise AssertionError("the front has no region")
 
 
 def state_of(pid: int) -> str:

@@ -6,9 +6,8 @@ import os
 import signal
 import ssl
 import sys
-import threading
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import grpc
 import httpx
@@ -16,14 +15,13 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
-import tritonclient.http as triton_http
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 from tritonclient.utils import InferenceServerException
 
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.certificates import Authority, Pair
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.fronted_service import DIMS, ROWS, FrontedService, vectors_of, write_tables
@@ -85,23 +83,12 @@ def code_of(call: object, *arguments: object, **more: object) -> tuple[grpc.Stat
 
 
 class TestLookups:
-    @pytest.mark.parametrize(
-        "keys", [np.arange(0), np.arange(1), np.arange(3000), np.arange(6).reshape(2, 3), np.arange(5, dtype=np.int32)]
-    )
-    def test_raw_keys_are_answered_with_their_vectors(self, client: triton.InferenceServerClient, keys: np.ndarray) -> None:
+    def test_an_answer_has_the_shape_of_its_keys_and_the_id_of_its_request(self, client: triton.InferenceServerClient) -> None:
+        keys = np.arange(6).reshape(2, 3)
         answer = client.infer("m", [tensor("t0", keys)], model_version="1", request_id="one")
         np.testing.assert_array_equal(answer.as_numpy("t0").reshape(*keys.shape, 32), vectors_of(0, keys))
         assert answer.get_response().id == "one"
         assert (answer.get_response().model_name, answer.get_response().model_version) == ("m", "1")
-
-    def test_several_tables_and_found_masks(self, client: triton.InferenceServerClient) -> None:
-        keys, others = np.array([1, ROWS + 7, 2]), np.arange(100, 140)
-        answer = client.infer("m", [tensor("t0", keys), tensor("t1", others)], parameters={"found": True})
-        np.testing.assert_array_equal(answer.as_numpy("t0")[[0, 2]], vectors_of(0, keys[[0, 2]]))
-        assert not answer.as_numpy("t0")[1].any()
-        np.testing.assert_array_equal(answer.as_numpy("t1"), vectors_of(1, others))
-        assert answer.as_numpy("t0.found").tolist() == [True, False, True]
-        assert answer.as_numpy("t1.found").all()
 
     def test_requested_outputs_alone_are_sent(self, client: triton.InferenceServerClient) -> None:
         inputs = [tensor("t0", np.arange(3)), tensor("t1", np.arange(4))]
@@ -114,28 +101,6 @@ class TestLookups:
         wanted = np.concatenate([vectors_of(0, [5]).ravel(), vectors_of(1, [6, 7]).ravel()])
         np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), wanted)
         assert answer.get_response().parameters["DeviceID"].int64_param == 0
-
-    def test_typed_contents_are_answered_as_raw_ones(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
-        keys = [3, 1, 2, 2**62]
-        request = pb.ModelInferRequest(model_name="m")
-        request.inputs.add(name="t0", datatype="INT64", shape=[4]).contents.int64_contents.extend(keys)
-        small = request.inputs.add(name="t1", datatype="INT32", shape=[2])
-        small.contents.int_contents.extend([8, 9])
-        response = stub.ModelInfer(request)
-        np.testing.assert_array_equal(first_vectors(response)[:3], vectors_of(0, keys[:3]))
-        np.testing.assert_array_equal(
-            np.frombuffer(response.raw_output_contents[1], "<f4").reshape(2, 8), vectors_of(1, [8, 9])
-        )
-
-    def test_bags_are_pooled_as_over_http(self, service: FrontedService, client: triton.InferenceServerClient) -> None:
-        keys, offsets, weights = np.arange(6), np.array([0, 2, 2, 6]), np.linspace(1, 2, 6, dtype=np.float32)
-        arrays = {"t0": keys, "t0.offsets": offsets, "t0.weights": weights}
-        mine = client.infer("m", [tensor(name, one) for name, one in arrays.items()], parameters={"combiner": "sum"})
-        with triton_http.InferenceServerClient(service.url.removeprefix("http://")) as other:
-            inputs = [tensor(name, one, triton_http) for name, one in arrays.items()]
-            theirs = other.infer("m", inputs, parameters={"combiner": "sum"})
-        assert mine.as_numpy("t0").shape == (3, 32)
-        np.testing.assert_array_equal(mine.as_numpy("t0"), theirs.as_numpy("t0"))
 
     def test_a_report_is_in_the_parameters(self, client: triton.InferenceServerClient) -> None:
         answer = client.infer("m", [tensor("t0", np.arange(10))], parameters={"report": True})
@@ -252,13 +217,12 @@ class TestControl:
 
 
 class TestErrors:
-    def test_errors_have_their_codes(self, channel: grpc.Channel, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
+    def test_messages_that_are_wrong_have_their_codes(
+        self, channel: grpc.Channel, stub: pb_grpc.GRPCInferenceServiceStub
+    ) -> None:
+        """What a message of gRPC alone can have wrong; what all wires refuse is in test_wires.py."""
         code = grpc.StatusCode
-        other = request_of([1])
-        other.model_name = "none"
         old = request_of([1], model_version="7")
-        floats = request_of([1])
-        floats.inputs[0].datatype = "FP32"
         short = request_of([1, 2])
         short.inputs[0].shape[0] = 3
         more = request_of([1])
@@ -271,17 +235,13 @@ class TestErrors:
         shared = request_of([1])
         shared.inputs[0].parameters["shared_memory_region"].string_param = "x"
         for request, wanted, text in (
-            (other, code.NOT_FOUND, "not deployed"),
             (old, code.NOT_FOUND, "version"),
-            (request_of([1], "t9"), code.NOT_FOUND, "t9"),
-            (floats, code.INVALID_ARGUMENT, "FP32"),
             (short, code.INVALID_ARGUMENT, "expected 24"),
             (more, code.INVALID_ARGUMENT, "raw_input_contents"),
             (both, code.INVALID_ARGUMENT, "one of them"),
             (wrong, code.INVALID_ARGUMENT, "int64_contents"),
             (nothing, code.INVALID_ARGUMENT, "inputs"),
             (shared, code.INVALID_ARGUMENT, "shared memory"),
-            (request_of(np.arange(20_001)), code.RESOURCE_EXHAUSTED, "max_keys_per_request"),
             (request_of(np.arange(200_000)), code.RESOURCE_EXHAUSTED, "max_body_bytes"),
         ):
             got, details = code_of(stub.ModelInfer, request)
@@ -310,13 +270,13 @@ class TestErrors:
 
     def test_cancelled_calls_release_their_slots(self, service: FrontedService, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
         stub.ModelInfer(request_of([1]))
+        before = service.posted()
         held = service.figure("hps_http_held_bytes")
         with service.paused_owner():
             calls = [stub.ModelInfer.future(request_of(np.arange(2000))) for _ in range(50)]
-            time.sleep(0.3)
+            wait_until(lambda: service.posted() >= before + 50, "all lookups have slots")
             for call in calls:
                 call.cancel()
-            time.sleep(0.2)
         np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([4]))), vectors_of(0, [4]))
         wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free")
 
@@ -389,63 +349,21 @@ def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_
     service.stop()
 
 
-def test_killed_fronts_and_owners_are_replaced(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", fronts=1)
-    with grpc.insecure_channel(service.grpc, options=[("grpc.initial_reconnect_backoff_ms", 100)]) as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
-
-        def answers() -> bool:
-            try:
-                response = stub.ModelInfer(request_of([3, 5]), timeout=5)
-            except grpc.RpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise
-                return False
+def test_a_draining_service_answers_old_and_new_channels_until_a_second_signal(children: ChildProcesses, tmp_path) -> None:
+    service = FrontedService(children, tmp_path / "s", fronts=2, drain_s=600)
+    with grpc.insecure_channel(service.grpc) as old, ExitStack() as stack:
+        stub = pb_grpc.GRPCInferenceServiceStub(old)
+        stub.ModelInfer(request_of([1]))
+        service.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "not ready from now on" in service.log.read_text(), "it drains")
+        options = [("grpc.use_local_subchannel_pool", 1)]  # each a connection of its own, to either front
+        channels = [stack.enter_context(grpc.insecure_channel(service.grpc, options=options)) for _ in range(6)]
+        for channel in (old, *channels, old):
+            response = pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request_of([3, 5]))
             np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
-            return True
-
-        assert answers()
-        owner, front = service.children()
-        os.kill(front, signal.SIGKILL)
-        wait_until(answers, "another front answers")
-        os.kill(owner, signal.SIGKILL)
-        wait_until(lambda: owner not in service.children(), "the owner is gone")
-        wait_until(answers, "another owner answers")
-    service.stop()
-
-
-def test_a_stop_fails_no_call(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", fronts=2, drain_s=4)
-    answered, failures, stopping = [], [], threading.Event()
-
-    def ask() -> None:
-        with grpc.insecure_channel(service.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            stub = pb_grpc.GRPCInferenceServiceStub(channel)
-            while not stopping.is_set():
-                try:
-                    response = stub.ModelInfer(request_of(np.arange(500)), timeout=10)
-                    np.testing.assert_array_equal(first_vectors(response), vectors_of(0, np.arange(500)))
-                    answered.append(time.monotonic())
-                except grpc.RpcError as error:
-                    failures.append((time.monotonic(), error.code(), error.details()))
-                    return
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.5)
-    began = time.monotonic()
-    service.process.send_signal(signal.SIGTERM)
-    time.sleep(3)
-    assert [one for one in failures if one[0] < began + 3] == []
-    assert max(answered) > began + 1  # the drain
-    assert service.process.wait(30) == 0
-    stopping.set()
-    for thread in threads:
-        thread.join()
-    # A client that asks on without a pause finds nobody at last; no call that reached the service is lost.
-    assert {code for _, code, _ in failures} <= {grpc.StatusCode.UNAVAILABLE}
-    assert all("onnect" in details or "GOAWAY" in details or "refused" in details for _, _, details in failures), failures
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(PATIENCE_S) == 0
+        assert code_of(stub.ModelInfer, request_of([1]))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 def test_triton_clients_control_models_and_a_refused_load_is_internal_as_in_triton(children: ChildProcesses, tmp_path) -> None:
@@ -477,19 +395,35 @@ def test_triton_clients_control_models_and_a_refused_load_is_internal_as_in_trit
     assert 'status="500"' not in samples, "they are no bugs of ours"
 
 
-def test_one_process_serves_grpc_too(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", fronts=0)
-    with grpc.insecure_channel(service.grpc) as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
-        np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3, 5]))), vectors_of(0, [3, 5]))
-        assert stub.ServerReady(pb.ServerReadyRequest()).ready
-    service.stop()
-
-
 def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
     (tmp_path / "ps.json").write_text(json.dumps(document_of(model_of("m", write_tables(tmp_path), DIMS))))
     code = "import sys; sys.modules['hpack'] = None; from hps.cli.app import main; main()"
     process = children.start(sys.executable, "-c", code, "serve", tmp_path / "ps.json", "--port", 0, "--grpc-port", 0)
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=PATIENCE_S)
     assert process.returncode
     assert "pip install 'hps-server[grpc]'" in text
+
+
+def test_killed_fronts_and_owners_are_replaced(service: FrontedService) -> None:
+    """The last test of this file, as processes are others afterwards."""
+    with grpc.insecure_channel(service.grpc, options=[("grpc.initial_reconnect_backoff_ms", 100)]) as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+
+        def answers() -> bool:
+            try:
+                response = stub.ModelInfer(request_of([3, 5]), timeout=5)
+            except grpc.RpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise
+                return False
+            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
+            return True
+
+        assert answers()
+        owner, front = service.children()
+        os.kill(front, signal.SIGKILL)
+        wait_until(lambda: front not in service.children(), "the front is gone")
+        wait_until(answers, "another front answers")
+        os.kill(owner, signal.SIGKILL)
+        wait_until(lambda: owner not in service.children(), "the owner is gone")
+        wait_until(answers, "another owner answers")

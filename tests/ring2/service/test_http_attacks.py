@@ -1,147 +1,36 @@
 """Clients that try to make a server process hold more memory than its budget, or to keep it from answering others."""
 
+import gc
 import gzip
-import json
-import re
 import socket
-import sys
-import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection
 
 import httpx
-import numpy as np
 import pytest
 
-import hps
-from hps.testing.waiting import wait_until
-from tests.servers.child_processes import ChildProcesses
-from tests.servers.running_service import document_of, model_of
+from hps.testing.waiting import PATIENCE_S, wait_until
+from tests.servers.attacked_server import (
+    ADMIN,
+    BODY,
+    FEW_FILES,
+    MB,
+    PATH,
+    TOKEN,
+    attacked,
+    bombs,
+    document_in,
+    drop_errors,
+    flood,
+    head,
+    hostile,
+    serving,
+)
+from tests.servers.running_service import running_service
 
-MB = 1 << 20
-BUDGET = 64 * MB
-BODY = 16 * MB
-GROWTH = 2 * BUDGET  # beyond the budget: what is not counted, and what the allocator keeps
-KEYS, DIM = 100_000, 32
-PATH = "/v1/models/m/lookup"
-TOKEN = "Authorization: Bearer secret"
-ADMIN = {"Authorization": "Bearer of-changes"}
-UNCOLLECTED = "import gc; from hps.cli.app import main; gc.disable(); main()"
-FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300)); from hps.cli.app import main; main()"
-LIMITS = {
-    "port": 0,
-    "bearer_token": "secret",
-    "admin_token": "of-changes",
-    "max_body_bytes": BODY,
-    "max_keys_per_request": KEYS,
-    "max_held_bytes": BUDGET,
-    "max_connections": 100,
-    "answer_timeout_s": 2,
-    "request_timeout_s": 20,
-}
-
-
-class Server:
-    """A server process, whose resident memory is compared with that of its first moment, whatever attacks came before."""
-
-    def __init__(self, process, log):
-        self._process = process
-        self._log = log
-        wait_until(lambda: "ready; try" in self.log, "the server is ready")
-        self.port = int(self.log.partition("listening on http://127.0.0.1:")[2].partition(";")[0])
-        self.before = self.rss
-
-    @property
-    def log(self):
-        return self._log.read_text()
-
-    @property
-    def rss(self):
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        shares = [Path(f"/proc/{one}/smaps_rollup").read_text() for one in (self._process.pid, *children)]
-        return sum(int(share.partition("\nPss:")[2].split()[0]) for share in shares) * 1024
-
-
-class Victim:
-    """A server, and a client of it that asks all the time whether it is live."""
-
-    def __init__(self, server):
-        self.server = server
-        self.port = server.port
-        self._stop = threading.Event()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
-        self.most = self.probes = 0
-        self.failures = []
-        self._prober = threading.Thread(target=self._probe)
-        self._prober.start()
-
-    def _probe(self):
-        while not self._stop.wait(0.02):
-            self.most = max(self.most, self.server.rss)
-            try:
-                status = self.client.get("/v2/health/live").status_code
-            except httpx.HTTPError as error:
-                status = repr(error)
-            if status != 200:
-                self.failures.append(status)
-            self.probes += 1
-
-    def connect(self, timeout=60):
-        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout)
-
-    def look_up(self):
-        answer = self.client.post(PATH, content=b'{"tables": {"item": [7]}}', headers=dict([TOKEN.split(": ")]))
-        assert answer.json() == {"tables": {"item": [[7] * DIM]}}
-
-    def check(self):
-        """It held little, and answers as before."""
-        probes = self.probes
-        wait_until(lambda: self.probes > probes + 1, "it was seen to live, and measured, after the attack")
-        self.stop()
-        assert not self.failures
-        grown = self.most - self.server.before
-        assert grown < BUDGET + GROWTH, f"grew by {grown / MB:.0f} MB"
-        wait_until(lambda: self.held < 10_000, "nothing is held but by the one who asks")
-        self.look_up()
-
-    @property
-    def held(self):
-        text = self.client.get("/metrics", headers=dict([TOKEN.split(": ")])).text
-        return sum(map(float, re.findall(r"^hps_http_held_bytes\{.*\} (\S+)$", text, re.MULTILINE)))
-
-    def stop(self):
-        """End the probes."""
-        self._stop.set()
-        self._prober.join()
-
-
-@contextmanager
-def serving(directory, *interpreter, **limits):
-    keys = np.arange(1000)
-    hps.write_sparse_model(directory / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
-    model = model_of("m", [directory / "item.model"], {"item": DIM}, max_batch_size=KEYS, gpucacheper=1.0, init_ec=False)
-    (directory / "ps.json").write_text(json.dumps(document_of(model, service=LIMITS | limits)))
-    log, children = directory / "log", ChildProcesses()
-    with log.open("w") as stderr:
-        command = (sys.executable, *(interpreter or ("-m", "hps")), "serve", directory / "ps.json")
-        process = children.start(*command, stdout=stderr, stderr=stderr)
-    try:
-        yield Server(process, log)
-    finally:
-        children.end()
-
-
-@contextmanager
-def attacked(server):
-    victim = Victim(server)
-    try:
-        victim.look_up()
-        yield victim
-    finally:
-        victim.stop()
-        victim.client.close()
+CONTAINERS = (list, dict, tuple, set, str, bytes, bytearray, memoryview)
 
 
 @pytest.fixture(scope="module")
@@ -163,111 +52,42 @@ def fresh_victim(tmp_path):
         yield victim
 
 
-def head(*headers, path=PATH):
-    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()
+def test_no_error_leaves_its_request_to_the_collector_of_garbage(tmp_path):
+    """What was read and refused is freed at once: nothing as large is left in a cycle. (httpx makes cycles of its own.)"""
+    most, keys, body_bytes = 3000, 1000, 200_000
+    limits = {"admin_token": "of-changes", "max_body_bytes": body_bytes, "max_keys_per_request": keys}
+    with running_service(document_in(tmp_path, service=limits, max_batch_size=keys)) as service:
+        for kind, (method, path, body, encoding) in hostile(most, keys, body_bytes).items():
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)  # what only the collector frees is kept in gc.garbage
+            try:
+                with closing(HTTPConnection("127.0.0.1", int(service.url.rpartition(":")[2]), timeout=PATIENCE_S)) as client:
+                    client.request(method, path, body, ADMIN | {"Content-Encoding": encoding})
+                    answer = client.getresponse()
+                    assert 400 <= answer.status < 500, (kind, answer.read())
+                wait_until(lambda: service.held == 0, "nothing is held any more")
+                gc.collect()
+                found = [*gc.garbage, *gc.get_referents(*gc.garbage)]
+                large = [one for one in found if one is not body and isinstance(one, CONTAINERS) and len(one) > keys]
+                assert not large, (kind, [type(one) for one in large])
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
 
 
-def drop_errors(call):
-    """What a client makes of it that the server closes its connection."""
-    with suppress(OSError):
-        call()
-
-
-def flood(connection, piece, size):
-    """Send a piece again and again, until all is sent, nothing is taken for a second, or the server closes."""
-    connection.settimeout(1)
-
-    def send():
-        for _ in range(size // len(piece)):
-            connection.sendall(piece)
-
-    drop_errors(send)
-
-
-def bombs():
-    size = BODY - 100
-    return {
-        "lists": (PATH, b'{"tables": {"item": [' + b"[]," * (size // 3) + b"1]}}"),
-        "objects": (PATH, b'{"tables": {"item": [' + b'{"":0},' * (size // 7) + b"1]}}"),
-        "keys": (PATH, b'{"tables": {"item": [' + b"1234567," * (size // 8) + b"1]}}"),
-        "strings": (PATH, b'{"tables": {"item": ["' + b"a" * (size - 40) + "€".encode() + b'"]}}'),
-        "tables": (PATH, b'{"tables": {%s"item": [1]}}' % b"".join(b'"%07d":[],' % number for number in range(size // 13))),
-        "data": (
-            "/v2/models/m/infer",
-            b'{"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [' + b"[]," * (size // 3) + b"1]}]}",
-        ),
-    }
-
-
-def hostile(most):
-    """Requests that end in errors, each at another place: method, path, body, and what the body's Content-Encoding says.
-
-    Args:
-        most: number of values in a body; three times the keys of a request, so that they are still parsed.
-    """
-    infer, rows, deploy = "/v2/models/m/infer", "/v1/models/m/tables/item/rows", "/v1/models/m/deploy"
-    ones, floats = b"1," * most + b"1", b"1.5," * most + b"1"
-    data = b'{"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [%s]}]}'
-    parsed = {
-        "floats": (PATH, b'{"tables": {"item": [%s]}}' % floats),
-        "strings": (PATH, b'{"tables": {"item": [%s1]}}' % (b'"1",' * most)),
-        "objects": (PATH, b'{"tables": {"item": [%s1]}}' % (b'{"":0},' * (most // 3))),
-        "too large a key": (PATH, b'{"tables": {"item": [%s, 18446744073709551615]}}' % ones),
-        "too many keys": (PATH, b'{"tables": {"item": [%s1]}}' % (b"1," * KEYS)),
-        "unknown table": (PATH, b'{"tables": {"none": [%s]}}' % ones),
-        "unknown member": (PATH, b'{"keys": [%s]}' % ones),
-        "unknown model": ("/v1/models/none/lookup", b'{"tables": {"item": [%s]}}' % ones),
-        "unknown device": (PATH, b'{"device": 7, "tables": {"item": [%s1]}}' % (b"1," * (most // 3 - 1))),
-        "given twice": (PATH, b'{"tables": {"item": [%s], "item": [1]}}' % ones),
-        "cut short": (PATH, b'{"tables": {"item": [%s' % ones),
-        "deep": (PATH, b"[" * most),
-        "no text": (PATH, b'{"tables": {"item": ["%s"]}}' % b"\xff" * (5 * most)),
-        "bags": (PATH, b'{"bags": {"item": [%s1]}}' % (b"[1.5]," * (most // 2))),
-        "weights": (PATH, b'{"bags": {"item": [[1]]}, "weights": {"item": [[%s]]}}' % ones),
-        "data of floats": (infer, data % floats),
-        "data of another shape": (infer, data % ones),
-        "inputs": (infer, b'{"inputs": [%s1]}' % (b"{}," * (most // 2))),
-        "rows of floats": (rows, b'{"keys": [%s], "vectors": []}' % floats),
-        "rows without a vector": (rows, b'{"keys": [1], "vectors": [[%s]]}' % floats),
-        "a deployment": (deploy, b'{"version": [%s1]}' % (b"1.5," * (most // 2))),
-        "nowhere": ("/nowhere", b"1" * most),
-    }
-    requests = {kind: ("POST", path, gzip.compress(body, 1), "gzip") for kind, (path, body) in parsed.items()}
-    return requests | {
-        "deleted floats": ("DELETE", rows, gzip.compress(b'{"keys": [%s]}' % floats, 1), "gzip"),
-        "too large": ("POST", PATH, gzip.compress(bytes(BODY + 1)), "gzip"),
-        "a large deployment": ("POST", deploy, b" " * (2 << 20), "identity"),
-        "gzip cut short": ("POST", PATH, gzip.compress(bytes(5 * most))[:-1], "gzip"),
-        "no gzip": ("POST", PATH, b"x" * (5 * most), "gzip"),
-        "another encoding": ("POST", PATH, b"x" * (5 * most), "br"),
-        "binary data": ("POST", infer, b"x" * (5 * most), "identity"),
-    }
-
-
-@pytest.mark.parametrize(("count", "values"), [(12, 3 * KEYS), pytest.param(1000, 20_000, marks=pytest.mark.slow)])
-def test_no_error_keeps_its_request_until_garbage_is_collected(tmp_path, count, values):
-    with serving(tmp_path, "-c", UNCOLLECTED) as server, attacked(server) as victim:
-        kept = {}
-        for kind, (method, path, body, encoding) in hostile(values).items():
-            before = server.rss
-            for _ in range(count):
-                answer = victim.client.request(method, path, content=body, headers=ADMIN | {"Content-Encoding": encoding})
-                assert 400 <= answer.status_code < 500, (kind, answer.text)
-            with suppress(AssertionError):
-                wait_until(lambda before=before: server.rss < before + 64 * MB, "its memory is free")
-            kept[kind] = (server.rss - before) // MB
-        assert max(kept.values()) < 64, kept
-        victim.check()
-
-
-@pytest.mark.parametrize("kind", ["lists", "objects", "keys", "strings", "tables", "data"])
-def test_a_small_body_that_becomes_large_is_refused(fresh_victim, kind):
-    path, text = bombs()[kind]
-    body = gzip.compress(text, 9)
+def test_small_bodies_that_become_large_are_refused(fresh_victim):
+    """Bodies of every kind, one server: what one leaves behind must not add up."""
     headers = {"Content-Encoding": "gzip", "Authorization": "Bearer secret"}
-    with ThreadPoolExecutor(4) as clients:
-        answers = clients.map(lambda _: fresh_victim.client.post(path, content=body, headers=headers).status_code, range(12))
-        assert set(answers) <= {400, 413, 503}
+    with ThreadPoolExecutor(3) as clients:
+        for path, text in bombs().values():
+            body = gzip.compress(text, 1)
+            answers = clients.map(
+                lambda _, path=path, body=body: fresh_victim.client.post(path, content=body, headers=headers).status_code,
+                range(3),
+            )
+            assert set(answers) <= {400, 413, 503}
     fresh_victim.check()
 
 
@@ -277,7 +97,9 @@ def test_a_body_that_is_decompressed_has_its_share_of_the_budget_first(fresh_vic
     with ThreadPoolExecutor(16) as clients:
         answers = clients.map(
             lambda _: (
-                httpx.post(f"http://127.0.0.1:{fresh_victim.port}{PATH}", content=body, headers=headers, timeout=60).status_code
+                httpx.post(
+                    f"http://127.0.0.1:{fresh_victim.port}{PATH}", content=body, headers=headers, timeout=PATIENCE_S
+                ).status_code
             ),
             range(32),
         )
@@ -306,9 +128,8 @@ def test_headers_and_trailers_without_end(victim, start, piece):
         victim.check()
 
 
-@pytest.mark.parametrize("request_bytes", [pytest.param(1700, marks=pytest.mark.slow), 30])
-def test_requests_that_are_sent_without_reading_an_answer(victim, request_bytes):
-    more = b"X: %s\r\n" % (b"y" * (request_bytes - 40)) if request_bytes > 100 else b""
+@pytest.mark.parametrize("more", [b""])
+def test_requests_that_are_sent_without_reading_an_answer(victim, more):
     piece = b"GET /v2/health/live HTTP/1.1\r\n" + more + b"\r\n"
     with ThreadPoolExecutor(8) as clients, ExitStack() as stack:
         connections = [stack.enter_context(victim.connect()) for _ in range(8)]
@@ -382,13 +203,13 @@ def lives(connection):
     return answer.startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("half", [head()[:-2], head("Content-Length: 100") + b"half"], ids=["half a head", "half a body"])
-def test_half_sent_requests_take_neither_all_descriptors_nor_the_connections_of_others(tmp_path, half):
+@pytest.mark.parametrize(("half", "count"), [(head()[:-2], 600)], ids=["half a head"])
+def test_half_sent_requests_take_neither_all_descriptors_nor_the_connections_of_others(tmp_path, half, count):
     with serving(tmp_path, "-c", FEW_FILES, max_connections=4096) as server, attacked(server) as victim, ExitStack() as stack:
         healthy = [stack.enter_context(victim.connect()) for _ in range(20)]
         half_sent = deque()
-        for number in range(1500):
-            if number % 25 == 0:
+        for number in range(count):
+            if number % 50 == 0:
                 assert all(lives(connection) for connection in healthy), number
             half_sent.append(stack.enter_context(victim.connect()))
             drop_errors(lambda: half_sent[-1].sendall(half))

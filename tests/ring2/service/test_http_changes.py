@@ -20,7 +20,7 @@ from hps.configuration.load import load_configuration
 from hps.service.app import Application
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import Server, listen
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.gated_file_system import Gate, gates
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
@@ -156,7 +156,7 @@ def test_a_change_goes_on_beside_lookups_and_is_seen(content: dict[str, Any], ga
     with running_service(content) as service:
         answer = service.client.post("/v1/models/shop/deploy?wait=false", json={"version": 2})
         assert (answer.status_code, "status" in answer.json()) == (202, False)
-        assert gate.entered.wait(30)
+        assert gate.entered.wait(PATIENCE_S)
         assert served(service) == 1
         [change] = listed(service)[1]
         assert (change["table"]["name"], change["table"]["rows"], change["table"]["rows_done"]) == ("item", ROWS, 0)
@@ -172,7 +172,7 @@ def test_a_change_goes_on_beside_lookups_and_is_seen(content: dict[str, Any], ga
 def test_a_service_that_stops_ends_a_change(content: dict[str, Any], gate: Gate) -> None:
     with running_service(content) as service:
         service.client.post("/v1/models/shop/deploy?wait=false", json={"version": 2})
-        assert gate.entered.wait(30)
+        assert gate.entered.wait(PATIENCE_S)
         service.app.lifecycle.refuse()
         gate.release.set()
     assert service.app.closed
@@ -296,7 +296,7 @@ def test_a_command_shows_how_far_a_load_is(content: dict[str, Any], gate: Gate, 
     caplog.set_level(logging.INFO)
     with running_service(content) as service, ThreadPoolExecutor(1) as pool:
         deploying = pool.submit(run, "deploy", "shop", "--version", "2", "--url", service.url)
-        assert gate.entered.wait(30)
+        assert gate.entered.wait(PATIENCE_S)
         wait_until(lambda: "under way for" in run("models", service.url).stdout, "the change is shown")
         gate.release.set()
         result = deploying.result()

@@ -66,17 +66,6 @@ def client(service):
     return service.client
 
 
-def test_curl_lookup_answers_vectors_defaults_and_masks(client):
-    response = client.post(LOOKUP, content=b'{"tables": {"item": [3, 99999, 3], "user": [-10]}, "found": true}')
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "application/json"
-    answer = response.json()
-    expected = np.vstack([vectors_of([3], 7), np.full(7, -2), vectors_of([3], 7)])
-    np.testing.assert_array_equal(np.float32(answer["tables"]["item"]), expected)
-    np.testing.assert_array_equal(np.float32(answer["tables"]["user"]), vectors_of([-10], 4))
-    assert answer["found"] == {"item": [True, False, True], "user": [True]}
-
-
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_compressed_requests_are_answered(client, encoding):
     compress = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding]
@@ -91,38 +80,18 @@ def test_chunked_requests_are_answered(client):
     np.testing.assert_array_equal(np.float32(response.json()["tables"]["user"]), vectors_of([1, 2], 4))
 
 
-def test_a_connection_serves_one_request_after_another(service):
-    head = b"POST /v1/models/ranker/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
-    body = b'{"tables": {"user": [1]}}'
-    with service.connect() as connection:
-        connection.sendall(head % (5, b"wrong"))
-        assert connection.recv(65536).startswith(b"HTTP/1.1 400 Bad Request")
-        connection.sendall(head % (len(body), body) * 3)  # pipelined, too
-        received = b""
-        while received.count(b'{"tables"') < 3:
-            received += connection.recv(65536)
-    assert received.count(b"HTTP/1.1 200 OK") == 3
-
-
 @pytest.mark.parametrize(
     ("method", "path", "content", "headers", "status", "says"),
     [
         ("POST", "/v1/models/nope/lookup", b'{"tables": {"user": [1]}}', {}, 404, "'nope'"),
         ("POST", "/v2/models/nope/infer", b"{}", {}, 404, "'nope'"),
         ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', deployed: 1"),
-        ("POST", LOOKUP, b'{"tables": {"nope": [1]}}', {}, 404, "got table 'nope', expected a table of"),
         ("POST", LOOKUP, b"not json", {}, 400, "not JSON"),
-        ("POST", LOOKUP, b"", {}, 400, "not JSON"),
-        ("POST", LOOKUP, b'{"tables": {"user": [1.5]}}', {}, 400, "got a float (1.5) at position 0"),
         ("POST", LOOKUP, b'{"tables": {"user": [1]}, "device": 4}', {}, 404, "got device 4, expected one of"),
         ("POST", INFER, b'{"inputs": [%s], "parameters": {"DeviceID": "4"}}' % USER, {}, 404, "got device 4"),
-        ("POST", INFER, b'{"inputs": [%s], "parameters": {"DeviceID": 1.5}}' % USER, {}, 400, "is a float (1.5)"),
-        ("POST", INFER, b'{"inputs": []}', {}, 400, "'inputs' is missing or empty"),
         ("POST", INFER, b"{}", {"inference-header-content-length": "3"}, 400, "within the body of 2"),
         ("POST", LOOKUP, b"x" * 100_001, {}, 413, "expected at most 100000 (service.max_body_bytes)"),
         ("POST", LOOKUP, iter([b"x" * 60_000, b"y" * 60_000]), {}, 413, "expected at most 100000"),
-        ("POST", LOOKUP, b'{"tables": {"user": [%s1]}}' % (b"1," * 1000), {}, 413, "got 1001 keys, expected at most 1000"),
-        ("POST", LOOKUP, b'{"tables": {"item": [%s1]}}' % (b"1," * 3000), {}, 413, "(service.max_keys_per_request)"),
         ("POST", LOOKUP, gzip.compress(b" " * 100_001), GZIP, 413, "decompresses to more"),
         ("POST", LOOKUP, gzip.compress(b"{}")[:-9], GZIP, 400, "cut short"),
         ("POST", LOOKUP, gzip.compress(b"{}") + b"more", GZIP, 400, "4 bytes before the body"),
@@ -302,27 +271,16 @@ def tensor(name, array, datatype, binary):
     return infer_input
 
 
-def test_triton_reads_health_and_metadata(triton_client):
-    assert triton_client.is_server_live()
-    assert triton_client.is_server_ready()
-    assert triton_client.is_model_ready("ranker")
-    assert triton_client.is_model_ready("ranker", "1")
-    assert not triton_client.is_model_ready("nope")
-    assert triton_client.get_server_metadata()["extensions"] == EXTENSIONS
-    metadata = triton_client.get_model_metadata("ranker")
-    assert [tensor["name"] for tensor in metadata["inputs"]] == ["KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"]
-    assert [tensor["name"] for tensor in metadata["outputs"]] == ["OUTPUT0"]
-
-
 def keys_and_numkeys(users, items, binary):
     counts = np.array([[users.size, items.size]], np.int32)
     keys = np.concatenate([users, items]).reshape(1, -1)
     return [tensor("KEYS", keys, "INT64", binary), tensor("NUMKEYS", counts, "INT32", binary)]
 
 
-@pytest.mark.parametrize("binary_in", [True, False])
-@pytest.mark.parametrize("binary_out", [True, False, None])
-@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+@pytest.mark.parametrize(
+    ("binary_in", "binary_out", "compression"),
+    [(True, True, None), (True, None, "gzip"), (False, True, "deflate"), (False, False, "gzip"), (True, False, "deflate")],
+)
 def test_the_shape_of_tritons_hps_backend(triton_client, binary_in, binary_out, compression):
     users, items = np.array([3, 1, 4]), np.array([15, 92, 65, 9999])
     outputs = None if binary_out is None else [triton.InferRequestedOutput("OUTPUT0", binary_data=binary_out)]
@@ -343,9 +301,7 @@ def test_the_shape_of_tritons_hps_backend(triton_client, binary_in, binary_out, 
     assert answer.get_response()["parameters"] == {"NumSample": 1, "DeviceID": 0}  # 7 keys, at most 5 a sample
 
 
-@pytest.mark.parametrize("users_binary", [True, False])
-@pytest.mark.parametrize("items_binary", [True, False])
-@pytest.mark.parametrize("binary_out", [True, False])
+@pytest.mark.parametrize(("users_binary", "items_binary", "binary_out"), [(True, False, True), (False, True, False)])
 def test_one_input_a_table_and_the_found_mask_in_the_form_each_asks_for(triton_client, users_binary, items_binary, binary_out):
     users, items = np.array([3, 1, 4]), np.array([[15, 9999], [65, 35]])
     inputs = [tensor("user", users, "INT64", users_binary), tensor("item", items, "INT64", items_binary)]
@@ -376,11 +332,10 @@ def two_devices(directory, tmp_path_factory):
     server.close()
 
 
-@pytest.mark.parametrize("binary", [True, False])
-def test_requests_are_answered_by_both_devices_in_turn_or_by_the_one_that_they_name(two_devices, binary):
+def test_requests_are_answered_by_both_devices_in_turn_or_by_the_one_that_they_name(two_devices):
     users, items = np.array([0, 1]), np.array([2])
     expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items, 7).ravel()])
-    outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=binary)]
+    outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=True)]
 
     def device_of(answer):
         device = answer.get_response()["parameters"]["DeviceID"]
@@ -388,70 +343,96 @@ def test_requests_are_answered_by_both_devices_in_turn_or_by_the_one_that_they_n
         return device
 
     with triton.InferenceServerClient(two_devices.url.removeprefix("http://")) as client:
-        inputs = keys_and_numkeys(users, items, binary)
+        inputs = keys_and_numkeys(users, items, binary=True)
         assert sorted(device_of(client.infer("ranker", inputs, outputs=outputs)) for _ in range(6)) == [0, 0, 0, 1, 1, 1]
         for device in (0, "1", 1, "0"):
             answer = client.infer("ranker", inputs, outputs=outputs, parameters={"DeviceID": device})
             assert device_of(answer) == int(device)
 
 
-@pytest.mark.parametrize("device", [0, 1, "1"])
-def test_curl_may_name_a_device(two_devices, device):
-    answer = two_devices.client.post(LOOKUP, json={"tables": {"item": [2]}, "device": device}).json()
-    np.testing.assert_array_equal(np.float32(answer["tables"]["item"]), vectors_of([2], 7) + 1000 * int(device))
+# -- bags -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_device_answers_only_those_who_name_it(two_devices, monkeypatch):
-    def device_of(**named):
-        answer = two_devices.client.post(LOOKUP, json={"tables": {"item": [2]}, **named}).json()
-        return round((answer["tables"]["item"][0][0] - vectors_of([2], 7)[0, 0]) / 1000)
-
-    def answering():
-        return {device_of() for _ in range(6)}
-
-    sessions = two_devices.app.lifecycle.server.model("ranker").sessions
-    for lost, other in ((1, 0), (0, 1)):
-        with monkeypatch.context() as meanwhile:
-            meanwhile.setattr(sessions[lost], "lost", True)
-            wait_until(lambda other=other: answering() == {other}, "the fronts know")
-            assert device_of(device=lost) == lost
-            meanwhile.setattr(sessions[other], "lost", True)
-            wait_until(lambda: answering() == {0, 1}, "both are lost")
-        wait_until(lambda: answering() == {0, 1}, "both are there")
+def by_kind(name, array, binary=True):
+    return tensor(name, array, {"i8": "INT64", "i4": "INT32", "f4": "FP32"}[array.dtype.str[1:]], binary)
 
 
-def test_concurrent_clients_each_get_their_own_vectors(service):
-    def ask(seed):
-        rng = np.random.default_rng(seed)
-        with triton.InferenceServerClient(service.url.removeprefix("http://")) as client:
-            for _ in range(40):
-                users, items = (rng.integers(-10, ROWS - 10, rng.integers(1, 300)) for _ in DIMS)
-                outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=bool(rng.integers(2)))]
-                answer = client.infer("ranker", keys_and_numkeys(users, items, binary=True), outputs=outputs)
-                expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items, 7).ravel()])
-                np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
-        return True
-
-    with ThreadPoolExecutor(6) as clients:
-        assert all(clients.map(ask, range(6)))
-
-
-def test_asynchronous_requests(triton_client):
-    requests = [triton_client.async_infer("ranker", [tensor("user", np.array([key]), "INT64", True)]) for key in range(20)]
-    for key, request in enumerate(requests):
-        np.testing.assert_array_equal(request.get_result().as_numpy("user"), vectors_of([key], 4))
+@pytest.mark.parametrize(("numkeys", "weighted", "binary"), [(True, False, True), (False, True, False), (True, True, True)])
+def test_concatenated_bags_are_the_columns_of_one_output(service, triton_client, numkeys, weighted, binary):
+    rng = np.random.default_rng(2)
+    keys = [rng.integers(-10, ROWS, 40) for _ in DIMS]
+    offsets = [np.sort(np.append(rng.integers(0, 41, 19), [0, 40])) for _ in DIMS]  # some bags are empty
+    weights = [rng.normal(size=40).astype(np.float32) if weighted else None for _ in DIMS]
+    inputs = [by_kind("KEYS", np.concatenate(keys), binary), by_kind("OFFSETS", np.array(offsets), binary)]
+    inputs += [by_kind("WEIGHTS", np.concatenate(weights), binary)] if weighted else []
+    inputs += [by_kind("NUMKEYS", np.array([[40, 40]], np.int32), binary)] if numkeys else []
+    outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=binary)]
+    answer = triton_client.infer("ranker", inputs, outputs=outputs, parameters={"combiner": "mean", "item.combiner": "sqrtn"})
+    bags = {
+        name: hps.Bags(*given, combiner=combiner)
+        for name, combiner, *given in zip(DIMS, ("mean", "sqrtn"), keys, offsets, weights, strict=True)
+    }
+    columns = service.app.lifecycle.serving.lookup_pooled(bags, "ranker")
+    np.testing.assert_allclose(answer.as_numpy("OUTPUT0"), np.hstack([*columns.values()]), 2e-6, 1e-2)
+    assert answer.get_response()["parameters"] == {"NumSample": 20, "DeviceID": 0}
 
 
-def test_errors_arrive_as_the_client_expects_them(triton_client):
-    with pytest.raises(InferenceServerException, match="'nope'") as caught:
-        triton_client.infer("nope", [tensor("user", np.array([1]), "INT64", True)])
-    assert caught.value.status() == "404"
-    with pytest.raises(InferenceServerException, match="its sum is 5, expected 1, the number of KEYS") as caught:
-        triton_client.infer(
-            "ranker",
-            [tensor("KEYS", np.array([[1]]), "INT64", True), tensor("NUMKEYS", np.array([[2, 3]], np.int32), "INT32", True)],
-        )
-    assert caught.value.status() == "400"
+def test_a_combiner_makes_bags_of_rows_of_keys(triton_client):
+    keys = np.random.default_rng(4).integers(0, ROWS - 10, (50, 20))
+    assert triton_client.infer("ranker", [by_kind("item", keys)]).as_numpy("item").shape == (50, 20, 7)
+    bags = triton_client.infer("ranker", [by_kind("item", keys)], parameters={"combiner": "sum"}).as_numpy("item")
+    np.testing.assert_array_equal(bags, [vectors_of(one, 7).sum(0) for one in keys])
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_no_bags_and_empty_bags_are_answered(triton_client, binary):
+    for count in (0, 3):
+        offsets = np.zeros((2, count + 1), np.int64)
+        inputs = [by_kind("KEYS", np.empty(0, np.int64), binary), by_kind("OFFSETS", offsets, binary)]
+        outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=binary)]
+        answer = triton_client.infer("ranker", inputs, outputs=outputs).get_output("OUTPUT0")
+        assert answer["shape"] == [count, sum(DIMS.values())]
+        assert binary or answer["data"] == [0.0] * count * sum(DIMS.values())
+
+
+@pytest.mark.parametrize(
+    ("offsets", "parameters", "status", "says"),
+    [
+        (np.array([0, 2, 1, 3]), {}, "400", "never to fall"),
+        (np.array([0, 3]), {"combiner": "max"}, "400", "got combiner 'max'"),
+        (np.array([0, 3]), {"nope.combiner": "sum"}, "404", "'nope'"),
+        (np.r_[np.zeros(3001, np.int32), np.int32(3)], {}, "413", "got 3001 bags"),
+        (np.zeros(10_000_000, np.int64), {}, "413", "service.max_body_bytes"),
+    ],
+)
+def test_wrong_bags_are_refused_and_the_service_goes_on(service, triton_client, offsets, parameters, status, says):
+    inputs = [by_kind("item", np.arange(3)), by_kind("item.offsets", offsets)]
+    with pytest.raises(InferenceServerException, match=says) as caught:
+        triton_client.infer("ranker", inputs, parameters=parameters)
+    assert caught.value.status() == status
+    answer = triton_client.infer("ranker", [by_kind("item", np.array([[1]]))], parameters={"combiner": "sum"})
+    np.testing.assert_array_equal(answer.as_numpy("item"), vectors_of([1], 7))
+    # The rest of a body that is too large may still arrive, and is thrown away.
+    wait_until(lambda: service.held == 0, "nothing is held any more")
+
+
+@pytest.mark.parametrize("empty", [{"shape": [10**15, 0], "data": []}, {"shape": [1, 10**15], "data": [1]}])
+def test_numbers_in_a_shape_reserve_no_memory(service, empty):
+    inputs = [{"name": "item", "datatype": "INT64", **empty}]
+    response = service.client.post(INFER, json={"inputs": inputs, "parameters": {"combiner": "sum"}})
+    assert response.status_code in (400, 413)
+    assert service.held == 0
+
+
+def test_the_vectors_of_all_keys_are_held_while_bags_are_looked_up(service, triton_client, monkeypatch):
+    """A fourth of the limit is for small requests; keys whose rows do not fit are refused before they are looked up."""
+    inputs = [by_kind("item", np.zeros((1, 3000), np.int64))]
+    assert triton_client.infer("ranker", inputs, parameters={"combiner": "sum"}).as_numpy("item").shape == (1, 7)
+    monkeypatch.setattr(service.front.memory, "large_limit", 4 * 7 * 3000)
+    with pytest.raises(InferenceServerException, match="answering the request: it takes up to") as caught:
+        triton_client.infer("ranker", inputs, parameters={"combiner": "sum"})
+    assert caught.value.status() == "413"
+    assert service.held == 0
 
 
 # -- answers so large that their memory is used again -----------------------------------------------------------------

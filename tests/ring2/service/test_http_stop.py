@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hps.service.fronts import connection as connections
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.servers.running_service import document_of, model_of, running_service, samples
@@ -39,7 +39,7 @@ def service(fake):
 @pytest.fixture
 def held(fake):
     held = SimpleNamespace(entered=threading.Event(), release=threading.Event())
-    fake.on_lookup = lambda: (held.entered.set(), held.release.wait(60))
+    fake.on_lookup = lambda: (held.entered.set(), held.release.wait(PATIENCE_S))
     return held
 
 
@@ -122,7 +122,7 @@ def test_while_it_drains_it_is_not_ready_and_answers_on_old_and_new_connections(
 def test_a_running_request_says_that_its_connection_closes(service, held):
     with service.connect() as connection:
         connection.sendall(WHOLE)
-        assert held.entered.wait(60)
+        assert held.entered.wait(PATIENCE_S)
         drain(service)
         held.release.set()
         assert answers_on(connection, 1) == [True]
@@ -135,10 +135,10 @@ def test_requests_that_wait_for_earlier_ones_are_answered_before_the_connection_
     with service.connect() as connection:
         connection.sendall(request * before)
         if before:
-            assert held.entered.wait(60)
+            assert held.entered.wait(PATIENCE_S)
         drain(service)
         connection.sendall(request * (8 - before))
-        assert held.entered.wait(60)
+        assert held.entered.wait(PATIENCE_S)
         held.release.set()
         assert answers_on(connection, 8) == [False] * 7 + [True]
 

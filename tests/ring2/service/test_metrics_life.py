@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import hps
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.running_service import document_of, model_of, running_service, samples
 
-ROWS, DIM, TABLES, MODELS = 50, 4, ("a", "b", "c"), 180
+ROWS, DIM, TABLES, MODELS = 50, 4, ("a", "b", "c"), 15
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def test_models_that_were_undeployed_leave_no_series(service, files):
 def test_failed_deployments_of_invented_names_share_one_series(service, tmp_path):
     assert _deploy(service, "first", tmp_path / "nothing") == 400
     before = _lines(service)
-    for number in range(40):
+    for number in range(12):
         assert _deploy(service, f"invented-{number}", tmp_path / "nothing") == 400
     assert _lines(service) <= before + 5
-    assert _changes(service, "", "deploy", "failed") == 41
+    assert _changes(service, "", "deploy", "failed") == 13
 
 
 def test_a_model_that_is_deployed_again_counts_from_zero(service, files):
@@ -119,7 +119,7 @@ class Held:
     def _wait(self):
         self.rounds += 1
         self.begun.set()
-        assert self.released.wait(60)
+        assert self.released.wait(PATIENCE_S)
         return self._statistics()
 
     def end(self):
@@ -132,9 +132,9 @@ def test_who_asks_while_figures_are_written_gets_the_same_text_and_no_lookup_wai
     held = Held(service)
     with ThreadPoolExecutor(4) as pool:
         try:
-            first = pool.submit(httpx.get, service.url + path, timeout=60)
-            assert held.begun.wait(60)
-            others = [pool.submit(httpx.get, service.url + path, timeout=60) for _ in range(3)]
+            first = pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S)
+            assert held.begun.wait(PATIENCE_S)
+            others = [pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S) for _ in range(3)]
             for _ in range(3):
                 _look_up(service, "stays")
             wait_until(lambda: service.passed_on == 4, "all have asked")

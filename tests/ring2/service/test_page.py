@@ -15,7 +15,7 @@ from rich.console import Console
 import hps
 from hps.cli.top import shown
 from hps.service.lifecycle import Lifecycle
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.browser import CHROMIUM
 from tests.fakes.gated_file_system import WAIT_S, gates
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
@@ -355,10 +355,10 @@ def test_rates_are_by_the_clock_of_the_server_as_an_answer_may_be_older_than_its
 def test_top_prints_the_same_figures(service, children):
     service.client.post("/v1/models/ranker/lookup", json={"tables": {"item": [1, 2, 3]}}).raise_for_status()
     top = children.hps("top", service.url, "--once", "--interval", "0.3")
-    text, _ = top.communicate(timeout=60)
+    text, _ = top.communicate(timeout=PATIENCE_S)
     assert top.returncode == 0
     assert "ready" in text
     assert re.search(r"item +3 +1\.0 k ", text)
     top = children.hps("top", "http://127.0.0.1:9")
-    assert "is the server running there?" in top.communicate(timeout=60)[1]
+    assert "is the server running there?" in top.communicate(timeout=PATIENCE_S)[1]
     assert top.returncode == 1

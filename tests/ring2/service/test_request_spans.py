@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 import hps
+from hps.testing.waiting import PATIENCE_S
 from tests.servers.running_service import document_of, model_of, running_service
 
 LOOKUP = "/v1/models/m/lookup"
@@ -115,7 +116,7 @@ def test_a_receiver_that_is_away_changes_nothing_for_requests(document, kind, mo
     lines = [record for record in caplog.records if record.name.startswith("opentelemetry")]
     assert len(lines) <= 20  # however many spans are dropped
     for thread in set(threading.enumerate()) - before:  # it draws random pauses, which Hypothesis takes for a test's
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread
 
 

@@ -108,38 +108,18 @@ def test_shared_and_sent_tensors_mix(client: triton.InferenceServerClient, pair:
         assert (regions.get_contents_as_numpy(vectors, np.float32, [2, DIM]) == vectors_of([7, 8])).all()
 
 
-def test_bags_and_reports_take_keys_from_segments(client: triton.InferenceServerClient, pair: tuple[Any, Any]) -> None:
-    keys, vectors = pair
-    regions.set_shared_memory_region(keys, [np.array([1, 2, 3, 4])])
-    parameters = {"combiner": "sum"}
-    client.infer("m", [in_region("item", [2, 2])], outputs=[to_region("item", 32)], parameters=parameters)
-    expected = [vectors_of([1, 2]).sum(0), vectors_of([3, 4]).sum(0)]
-    assert (regions.get_contents_as_numpy(vectors, np.float32, [2, DIM]) == expected).all()
-    report = client.infer("m", [in_region("item", [4])], outputs=[to_region("item", 64)], parameters={"report": True})
-    assert report.get_response()["parameters"]["item.keys"] == 4
-
-
-@pytest.mark.parametrize("report", [False, True])
-def test_outputs_of_16_bits_go_to_segments(
-    client: triton.InferenceServerClient, pair: tuple[Any, Any], *, report: bool
-) -> None:
+def test_an_output_in_a_segment_has_a_datatype_of_its_own(client: triton.InferenceServerClient, pair: tuple[Any, Any]) -> None:
     keys, vectors = pair
     regions.set_shared_memory_region(keys, [np.array([7, 8])])
-    user = triton.InferInput("user", [1], "INT64")
-    user.set_data_from_numpy(np.array([1]))
-    parameters = {"datatype": "FP16", "report": report}
+    parameters = {"datatype": "FP16", "report": True}
     with pytest.raises(InferenceServerException, match="should be at least 16 bytes"):
         client.infer("m", [in_region("item", [2])], outputs=[to_region("item", 15)], parameters=parameters)
-    for _ in range(2):
-        outputs = [to_region("item", 16), triton.InferRequestedOutput("user")]
-        found = client.infer("m", [in_region("item", [2]), user], outputs=outputs, parameters=parameters)
-        assert found.get_output("item")["datatype"] == "FP16"
-        assert (regions.get_contents_as_numpy(vectors, np.float16, [2, DIM]) == vectors_of([7, 8])).all()
-        assert (found.as_numpy("user") == vectors_of([1])).all()
-        assert found.as_numpy("user").dtype == np.float16
+    report = client.infer("m", [in_region("item", [2])], outputs=[to_region("item", 16)], parameters=parameters)
+    assert report.get_response()["parameters"]["item.keys"] == 2
     own = to_region("item", 32, 64)
     own._parameters["datatype"] = "FP32"  # as clients may that write their JSON themselves
     client.infer("m", [in_region("item", [2])], outputs=[own], parameters=parameters)
+    assert (regions.get_contents_as_numpy(vectors, np.float16, [2, DIM]) == vectors_of([7, 8])).all()
     assert (regions.get_contents_as_numpy(vectors, np.float32, [2, DIM], 64) == vectors_of([7, 8])).all()
 
 
@@ -294,7 +274,7 @@ def test_regions_are_bounded(client: triton.InferenceServerClient) -> None:
         assert len(client.get_system_shared_memory_status()) == 1
 
 
-@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via", "Origin"])
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Origin"])
 def test_clients_behind_a_proxy_are_refused(
     service: ServedProcess, client: triton.InferenceServerClient, pair: tuple[Any, Any], header: str
 ) -> None:
@@ -310,22 +290,15 @@ def test_arrays_of_our_client_do_not_pass_through_the_socket(service: ServedProc
         for _ in range(2):
             memory = client.shared_memory(1 << 16)
             keys, out = memory.empty(100, np.int64), memory.empty((100, DIM), np.float32)
-            users, more = memory.empty((5, 2), np.int64), memory.empty((5, DIM), np.float32)
+            more = memory.empty((5, DIM), np.float32)
             for first in (0, 300):
                 keys[:] = np.arange(first, first + 100)
-                users[:] = np.arange(10).reshape(5, 2) + first
                 assert client.lookup(keys, "m", "item", out=out) is out
                 assert (out == vectors_of(keys)).all()
                 _, found = client.lookup(keys[:3], "m", "item", out=out[:3], return_found=True)
                 assert found.tolist() == [True] * 3
-                assert (client.lookup(keys, "m", "item") == vectors_of(keys)).all()
                 tables = client.lookup_tables({"item": keys, "user": [1]}, "m", out={"item": out, "user": more[:1]})
                 assert (tables["user"] == vectors_of([1])).all()
-                half = memory.empty((100, DIM), np.float16)
-                client.lookup_tables({"item": keys, "user": [1]}, "m", out={"item": half, "user": more[:1]})
-                assert (half == vectors_of(keys).astype(np.float16)).all()
-                client.lookup_pooled({"user": hps.Bags(users)}, "m", out={"user": more})
-                assert (more == [vectors_of(one).sum(0) for one in users]).all()
             assert memory.name in str(httpx.get(f"{service.url}/v2/systemsharedmemory/status").json())
             client.release(memory)
             assert (client.lookup(keys, "m", "item", out=out) == vectors_of(keys)).all()
@@ -371,7 +344,7 @@ def test_a_restarted_server_knows_no_regions(service: ServedProcess, client: tri
             assert (ours.lookup(keys, "m", "item") == vectors_of([0, 0])).all()
 
 
-def test_one_process_serves_it_too_and_it_is_off_by_default(tmp_path: Path) -> None:
+def test_it_is_off_by_default(tmp_path: Path) -> None:
     hps.write_sparse_model(tmp_path / "item.model", (np.arange(ROWS), vectors_of(np.arange(ROWS))))
     model = model_of("m", [tmp_path / "item.model"], {"item": DIM}, hit_rate_threshold=1.1)
     with running_service(document_of(model)) as served, hps.connect(served.url) as client:
@@ -380,12 +353,3 @@ def test_one_process_serves_it_too_and_it_is_off_by_default(tmp_path: Path) -> N
         answer = infer_with(served, {"shared_memory_region": "x", "shared_memory_byte_size": 16})
         assert "not supported" in answer.json()["error"]
         assert (client.lookup([1], "m", "item") == vectors_of([1])).all()
-    document = document_of(model, service={"shared_memory_bytes": LIMIT})
-    with running_service(document) as served, hps.connect(served.url) as client:
-        memory = client.shared_memory(4096)
-        keys, out = memory.empty(20, np.int64), memory.empty((20, DIM), np.float32)
-        for first in (0, 100):
-            keys[:] = np.arange(first, first + 20)
-            client.lookup(keys, "m", "item", out=out)
-            assert (out == vectors_of(keys)).all()
-        client.release(memory)

@@ -16,7 +16,6 @@ DOCS = ROOT / "docs"
 BLOCKS = re.compile(r"```python\n(.*?)```\n(?:\n((?:    [^\n]*\n)+))?", re.DOTALL)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", ["pooling.md", "torch.md", "whole-models.md"])
 def test_examples_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     if page == "torch.md":
@@ -30,7 +29,6 @@ def test_examples_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     assert ran.stdout == re.sub("^    ", "", "".join(printed for _, printed in blocks), flags=re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_the_page_of_whole_models_shows_a_score(tmp_path: Path) -> None:
     """From the module to the answer of curl."""
     page = (DOCS / "whole-models.md").read_text()

@@ -1,0 +1,319 @@
+"""Every way to ask a server has the answers of the server in process: vectors, found-masks, bags, 16 bits, scores and errors.
+
+What a wire alone has is tested in a module of its own; what all have is a row of a table here, and a wire is a class.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+import hps
+from tests.fakes import entry_points
+from tests.servers.running_service import document_of, model_of
+from tests.servers.served_process import ServedProcess
+from tests.servers.wires import (
+    DIMS,
+    WIRES,
+    Answer,
+    InProcess,
+    RawHTTP,
+    Refusal,
+    Stubs,
+    TorchLayers,
+    TritonHTTP,
+    TritonJSON,
+    Wire,
+    bits_of,
+    narrowed,
+)
+
+ROWS, MOST, MOST_OF_REQUEST = 300, 10_000, 12_000
+
+
+def rows_of(table: str) -> np.ndarray:
+    """Multiples of 1/8, so that sums are the same in any order."""
+    return np.random.default_rng(DIMS[table]).integers(-800, 800, (ROWS, DIMS[table])).astype(np.float32) / 8
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Model `m` with rows in bytes, half floats and floats; model `scored` with a network of another package's engine."""
+    place = tmp_path_factory.mktemp("wires")
+    entry_points.install(place / "engine", "hps.networks", {"arrays": "tests.fakes.networks:ArrayNetwork"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(place / "engine")
+        patch.setenv("PYTHONPATH", f"{place / 'engine'}:{Path(hps.__file__).parents[1]}")
+        for name in DIMS:
+            hps.write_sparse_model(place / name, (np.arange(ROWS), rows_of(name)))
+        said = {"format": "arrays", "file": "dense.json", "outputs": ["score"]}
+        said["inputs"] = {"item": {"table": "item"}, "age": {}}
+        hps.write_version(
+            place / "scored" / "1", {"item": (np.arange(ROWS), rows_of("item"))}, network=(said, b'{"factor": 0.5}')
+        )
+        model = model_of(
+            "m",
+            [place / name for name in DIMS],
+            DIMS,
+            default_value_for_each_table=[0.1, 6e4, -0.3],
+            maxnum_catfeature_query_per_table_per_sample=[MOST // 1000] * 3,
+            row_dtype=["float32", "int8", "float16"],
+            hit_rate_threshold=1.1,
+            gpucacheper=0.3,
+        )
+        dims = {"item": DIMS["item"]}
+        scored = model_of("scored", ["item"], dims, version_path=str(place / "scored"), hit_rate_threshold=1.1)
+        service = {"max_keys_per_request": MOST_OF_REQUEST, "shared_memory_bytes": 1 << 24, "access_log_per_s": 0}
+        yield document_of(model, scored, service=service)
+
+
+@pytest.fixture(scope="module")
+def reference(document: dict[str, Any]) -> Iterator[InProcess]:
+    with hps.HPS(document) as server:
+        yield InProcess(server)
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["without fronts", "with fronts"])
+def served(
+    request: pytest.FixtureRequest, document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServedProcess]:
+    with ServedProcess(document, tmp_path_factory.mktemp("served"), request.param, "--grpc-port", 0) as served:
+        yield served
+
+
+@pytest.fixture(params=WIRES, ids=lambda one: one.__name__)
+def wire(request: pytest.FixtureRequest, served: ServedProcess) -> Iterator[Any]:
+    made = request.param(served)
+    yield made
+    made.close()
+
+
+# -- what all of them answer ------------------------------------------------------------------------------------------
+
+LOOKUPS: dict[str, dict[str, Any]] = {
+    "tables with absent and repeated keys": {"user": [0, 299, 10**12, 7, 7], "item": np.arange(280, 320), "word": [3]},
+    "one of three tables without keys": {"user": [], "item": [1, 1], "word": [2, 3]},
+    "another one": {"word": [], "user": [5], "item": [8]},
+    "no keys at all": {"user": [], "item": [], "word": []},
+    "one key": {"word": [5]},
+    "the ends of 64 bits": {"item": [-1, -(2**63), 2**63 - 1, 4]},
+    "as many keys as one table may have": {"word": np.arange(MOST) % 310},
+    "many keys of two tables": {"user": np.arange(3000)[::-1] % 310, "item": np.arange(3000) % 310},
+    "keys of 32 bits": {"user": np.array([1, 2, 3], np.int32), "word": np.array([4], np.int32)},
+}
+
+
+def arrays(tables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {
+        name: np.ascontiguousarray(one if isinstance(one, np.ndarray) else np.array(one, np.int64))
+        for name, one in tables.items()
+    }
+
+
+def check(got: Answer, expected: Answer, what: str) -> None:
+    assert got.vectors.keys() == expected.vectors.keys(), what
+    for name, bits in expected.vectors.items():
+        assert got.vectors[name].dtype == bits.dtype, (what, name)
+        np.testing.assert_array_equal(got.vectors[name], bits, f"{what}: {name}")
+    for name, mask in got.found.items():
+        np.testing.assert_array_equal(mask, expected.found[name], f"{what}: {name}")
+
+
+def test_lookups_have_vectors_and_masks_of_the_server_in_process(wire: Any, reference: InProcess) -> None:
+    """Each twice, since a front keeps the layout of an answer for the next one."""
+    for what, tables in LOOKUPS.items():
+        for datatype in wire.datatypes:
+            datatypes = dict.fromkeys(DIMS, datatype)
+            expected = reference.lookup(arrays(tables), datatypes)
+            for _ in range(2):
+                check(wire.lookup(arrays(tables), datatypes), expected, f"{what} in {datatype}")
+
+
+def test_each_output_may_have_a_datatype_of_its_own(wire: Any, reference: InProcess) -> None:
+    if not wire.mixes:
+        pytest.skip("it asks for one datatype")
+    tables = arrays(LOOKUPS["tables with absent and repeated keys"])
+    for turn in range(3):
+        chosen = {name: wire.datatypes[(nth + turn) % len(wire.datatypes)] for nth, name in enumerate(DIMS)}
+        check(wire.lookup(tables, chosen), reference.lookup(tables, chosen), str(chosen))
+
+
+BAGS: dict[str, Callable[[], dict[str, hps.Bags]]] = {
+    "empty bags, an absent key": lambda: {"user": hps.Bags([1, 2, 10**12, 7], [0, 2, 2, 4]), "word": hps.Bags([3], [0, 0, 1])},
+    "each combiner": lambda: {
+        name: hps.Bags(np.arange(9), [0, 1, 5, 9], combiner=combiner)
+        for name, combiner in zip(DIMS, ("sum", "mean", "sqrtn"), strict=True)
+    },
+    "each combiner with weights": lambda: {
+        name: hps.Bags(np.arange(9), [0, 1, 5, 9], np.arange(9, dtype=np.float32) / 4 - 1, combiner=combiner)
+        for name, combiner in zip(DIMS, ("sum", "mean", "sqrtn"), strict=True)
+    },
+    "a padding key and a largest norm": lambda: {
+        "user": hps.Bags([3, 1, 3, 2], [0, 3, 4], padding_key=3),
+        "item": hps.Bags([3, 1, 3, 2], [0, 3, 4], max_norm=1.5, combiner="mean"),
+    },
+    "as many keys in each bag": lambda: {
+        "user": hps.Bags(np.array([[1, 2], [3, 4], [5, 5]])), "word": hps.Bags(np.array([[9]])),
+    },
+    "no bags": lambda: {"user": hps.Bags([], [0])},
+    "one empty bag": lambda: {"item": hps.Bags([], [0, 0])},
+    "thousands of bags": lambda: {"user": hps.Bags(np.arange(9000) % 300, np.arange(3001) * 3)},
+}  # fmt: skip
+
+
+def test_bags_are_pooled_as_in_process(wire: Any, reference: InProcess) -> None:
+    for what, bags in BAGS.items():
+        expected = reference.pooled(bags())
+        for _ in range(2):
+            got = wire.pooled(bags())
+            assert got.keys() == expected.keys(), what
+            for name, bits in expected.items():  # of int8 rows the order of terms shows
+                np.testing.assert_allclose(got[name].view(np.float32), bits.view(np.float32), 2e-6, 1e-5, err_msg=what)
+        for datatype in wire.datatypes[1:]:
+            got = wire.pooled(bags(), datatype)
+            for name, bits in reference.pooled(bags(), datatype).items():
+                if name != "item":
+                    np.testing.assert_array_equal(got[name], bits, f"{what}: {name} in {datatype}")
+
+
+def test_scores_are_those_of_the_server_in_process(wire: Any, reference: InProcess) -> None:
+    if not wire.scores:
+        pytest.skip("it does not score")
+    for samples in (1, 2, 17):
+        given = {"item": np.arange(samples) * 19 % 320, "age": np.arange(samples, dtype=np.float32) / 4}
+        for _ in range(2):
+            np.testing.assert_array_equal(wire.score(given), reference.score(given))
+
+
+# -- what all of them refuse ------------------------------------------------------------------------------------------
+
+
+class Refused(NamedTuple):
+    """Attributes:
+    ask: the wrong call.
+    error: of the server in process, and of the clients and layers of this package.
+    status: over HTTP.
+    code: of gRPC.
+    says: part of the message.
+    """
+
+    ask: Callable[[Wire], Any]
+    error: type[hps.HPSError]
+    status: str
+    code: str
+    says: str
+
+
+PLAIN = dict.fromkeys((*DIMS, "x"), "FP32")
+REFUSED = {
+    "a model": Refused(
+        lambda wire: wire.lookup(arrays({"user": [1]}), PLAIN, "x"),
+        hps.UnknownModelError, "404", "NOT_FOUND", "'x'",
+    ),
+    "a table": Refused(lambda wire: wire.lookup(arrays({"x": [1]}), PLAIN), hps.UnknownTableError, "404", "NOT_FOUND", "'x'"),
+    "a dtype": Refused(
+        lambda wire: wire.lookup({"user": np.array([1.5], np.float32)}, PLAIN),
+        hps.InvalidDtypeError, "400", "INVALID_ARGUMENT", "",
+    ),
+    "keys of a table": Refused(
+        lambda wire: wire.lookup({"user": np.zeros(MOST + 1, np.int64)}, PLAIN),
+        hps.TooManyKeysError, "413", "RESOURCE_EXHAUSTED", str(MOST + 1),
+    ),
+    "bags of a table": Refused(
+        lambda wire: wire.pooled({"user": hps.Bags(np.zeros((MOST + 1, 1), np.int64))}),
+        hps.TooManyKeysError, "413", "RESOURCE_EXHAUSTED", str(MOST + 1),
+    ),
+    "offsets that end elsewhere": Refused(
+        lambda wire: wire.pooled({"user": hps.Bags([1, 2], [0, 3])}),
+        hps.InvalidInputError, "400", "INVALID_ARGUMENT", "",
+    ),
+}  # fmt: skip
+
+
+def refusal(ask: Callable[[], Any]) -> tuple[str, str]:
+    """What a wire raises: the name of a class of this package, the status of HTTP, or the code of gRPC; and its message."""
+    try:
+        ask()
+    except hps.HPSError as error:
+        return type(error).__name__, str(error)
+    except InferenceServerException as error:
+        return error.status().removeprefix("StatusCode."), error.message()
+    except Refusal as error:
+        return error.args[0].removeprefix("StatusCode."), error.args[1]
+    raise AssertionError("it was answered")
+
+
+def test_wrong_requests_end_in_the_same_error_and_the_next_one_is_answered(wire: Any, reference: InProcess) -> None:
+    good = arrays({"user": [1, 10**12]})
+    for what, wrong in REFUSED.items():
+        if what.startswith("offsets") and not wire.ragged:
+            continue
+        assert refusal(lambda wrong=wrong: wrong.ask(reference))[0] == wrong.error.__name__, what
+        for _ in range(2):
+            error, message = refusal(lambda wrong=wrong: wrong.ask(wire))
+            assert error in (wrong.error.__name__, wrong.status, wrong.code), (what, error, message)
+            assert wrong.says in message, (what, message)
+            check(wire.lookup(good, PLAIN), reference.lookup(good, PLAIN), f"after {what}")
+
+
+def test_a_request_has_at_most_so_many_keys_in_all_its_tables(wire: Any, reference: InProcess) -> None:
+    if isinstance(wire, TorchLayers):
+        pytest.skip("a layer asks for one table")
+    half = MOST_OF_REQUEST // 2
+    for keys in (half, half + 1, half):  # as many as may be, and one more
+        tables = {"user": np.zeros(half, np.int64), "word": np.zeros(keys, np.int64)}
+        if keys == half:
+            check(wire.lookup(tables, PLAIN), reference.lookup(tables, PLAIN), "as many as may be")
+        else:
+            error, message = refusal(lambda tables=tables: wire.lookup(tables, PLAIN))
+            assert error in ("TooManyKeysError", "413", "RESOURCE_EXHAUSTED")
+            assert "max_keys_per_request" in message
+
+
+def test_datatypes_that_a_wire_does_not_have_are_refused(wire: Any, reference: InProcess) -> None:
+    if not isinstance(wire, RawHTTP | Stubs | TritonHTTP):
+        pytest.skip("its outputs have no names of datatypes")
+    tables = arrays({"user": [1, 2]})
+    for datatype in ("FP64", *(("BF16",) if isinstance(wire, TritonJSON) else ())):
+        for _ in range(2):
+            error, message = refusal(lambda datatype=datatype: wire.lookup(tables, dict.fromkeys(DIMS, datatype)))
+            assert error in ("400", "INVALID_ARGUMENT")
+            assert f"'{datatype}'" in message
+            check(wire.lookup(tables, PLAIN), reference.lookup(tables, PLAIN), "afterwards")
+
+
+# -- answers in 16 bits, which are rounded into memory of their own ---------------------------------------------------
+
+
+def test_answers_in_16_bits_side_by_side_have_their_own_memory(served: ServedProcess) -> None:
+    wires = [RawHTTP(served) for _ in range(16)]
+    for turn in range(3):
+        datatype, kind = ("FP32", np.float32) if turn == 1 else ("FP16", np.float16)
+        asked = [(np.arange(2000) * 7 + nth + turn) % ROWS for nth in range(len(wires))]
+        outputs = [{"name": "user", "parameters": {"binary_data": True, "datatype": datatype}}]
+        for wire, keys in zip(wires, asked, strict=True):
+            wire.send({"user": keys}, outputs)
+        for wire, keys in zip(wires, asked, strict=True):
+            np.testing.assert_array_equal(wire.take()["user"].view(kind), rows_of("user")[keys].astype(kind))
+    for wire in wires:
+        wire.close()
+
+
+@pytest.mark.parametrize("library", [triton_http, triton_grpc])
+def test_columns_of_one_output_are_rounded_once_too(served: ServedProcess, library: Any) -> None:
+    arrays = {"KEYS": np.array([1, 2, 3] * 3), "OFFSETS": np.array([[0, 2, 3]] * 3)}
+    tensors = [library.InferInput(name, list(array.shape), "INT64") for name, array in arrays.items()]
+    for tensor, array in zip(tensors, arrays.values(), strict=True):
+        tensor.set_data_from_numpy(array)
+    address = served.grpc if library is triton_grpc else served.url.removeprefix("http://")
+    with library.InferenceServerClient(address) as client:
+        for datatype in ("FP16", "FP32", "BF16", "FP16"):
+            sums = client.infer("m", tensors).as_numpy("OUTPUT0")
+            found = client.infer("m", tensors, parameters={"datatype": datatype}).as_numpy("OUTPUT0")
+            assert sums.shape == (2, sum(DIMS.values()))
+            np.testing.assert_array_equal(bits_of(found, datatype), narrowed(sums, datatype))

@@ -264,6 +264,7 @@ def test_every_message_of_the_engine_becomes_a_typed_error(message: str, kind: t
 
 # -- full --------------------------------------------------------------------------------------------------------------
 
+
 def insert_when_possible(database: RocksDatabase, keys: KeyArray) -> None:
     def inserted() -> bool:
         try:

@@ -12,6 +12,7 @@ import pytest
 import hps
 from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import ModelConfig, load_configuration
+from hps.databases.base import RowChanges
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.statistics.metrics import Metrics
 from hps.versions.deployment import (
@@ -59,6 +60,19 @@ def test_a_row_is_shown_with_its_tier_and_an_absent_one_with_the_default(documen
         deployment.delete(0, np.array([3]))
         assert server.lookup([3], "m", "a").tolist() == [[5.0] * 4], "and removed"
         assert deployment.modified.is_set()
+
+
+@pytest.mark.parametrize("row_dtype", ["float32", "float16"])
+def test_changes_of_a_log_reach_every_tier_in_their_order(document: dict[str, Any], row_dtype: str) -> None:
+    document["models"][0]["row_dtype"] = row_dtype
+    with hps.HPS(document) as server:
+        deployment = server.model("m")
+        server._chain.follow_log(deployment.tables[0])
+        for sequence, deleted, made, row in ((1, False, 1, 1.0), (3, False, 1, 3.0), (2, False, 0, 3.0), (4, True, 1, 5.0)):
+            vectors = np.full((1, 4), sequence, np.float32)
+            changes = RowChanges(np.array([3]), vectors, np.array([sequence]), np.array([deleted]))
+            assert deployment.apply(0, changes, {}) == made, "a change that is older than the row is not made"
+            assert server.lookup([3, 4], "m", "a").tolist() == [[row] * 4, [1.0] * 4]
 
 
 @pytest.mark.parametrize("table", ["c", 2, -1, True, None, 1.0])

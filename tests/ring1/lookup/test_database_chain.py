@@ -153,6 +153,14 @@ def test_a_failed_authoritative_database_is_an_error_and_not_an_absent_key(above
     host.chain.close()
 
 
+def test_counters_of_a_table_are_seen_while_they_are_zero(host):
+    for tier in ("volatile_db", "persistent_db"):
+        assert [host.metric("hps_tier_errors_total", tier, operation) for operation in ("read", "write")] == [0, 0]
+    table = {"model": "model", "table": "table"}
+    for name in ("hps_promoted_keys_total", "hps_coalesced_keys_total"):
+        assert host.metrics.registry.get_sample_value(name, table) == 0
+
+
 def test_rows_found_before_the_call_are_left_alone(host):
     host.put(host.persistent, [1, 2])
     out = np.full((2, 4), 7, np.float32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
-from hps.errors import DeviceError
+from hps.errors import DeviceError, NotReadyError
 from hps.lookup.stream_ordered import StreamOrderedLookups
 from hps.statistics.metrics import Metrics
 from hps.tensors.bags import Combiner, Pooling
@@ -83,3 +83,14 @@ def test_lookups_are_closed_after_their_device_was_lost(monkeypatch: pytest.Monk
     monkeypatch.setattr(DeviceCache, "stream_ordered_counts", fail)
     assert lookups.close()
     lookups.settle()  # nothing is asked of the device any more
+
+
+def test_closed_lookups_are_refused() -> None:
+    tables = [TableSpec("m", "a", 8, 0.0, 1 << 20)]
+    cache = DeviceCache.create(tables, [100], 0)
+    lookups = StreamOrderedLookups(tables, cache, {}, Metrics())
+    lookups.enqueue(bags_of([8]), cache.create_lookup, lambda lookup: None)
+    for _ in range(2):
+        assert lookups.close()
+        with pytest.raises(NotReadyError, match="was undeployed"):
+            lookups.enqueue(bags_of([9]), cache.create_lookup, lambda lookup: None)

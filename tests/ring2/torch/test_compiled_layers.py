@@ -12,7 +12,7 @@ from tests.ring1.torch.conftest import served as served  # a fixture
 from tests.ring1.torch.test_embedding_bags import expected_of, random_bags
 from tests.ring1.torch.test_lookup_layer import Constant
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
 
 
 def plain(module: torch.nn.Module) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests import ROOT
-from tests.ring2.service.test_pages import BLOCKS
+from tests.nightly.service.test_pages import BLOCKS
 from tests.servers.served_process import ServedProcess
 
 

@@ -350,6 +350,25 @@ def test_requests_are_answered_by_both_devices_in_turn_or_by_the_one_that_they_n
             assert device_of(answer) == int(device)
 
 
+def test_a_lost_device_answers_only_those_who_name_it(two_devices, monkeypatch):
+    def device_of(**named):
+        answer = two_devices.client.post(LOOKUP, json={"tables": {"item": [2]}, **named}).json()
+        return round((answer["tables"]["item"][0][0] - vectors_of([2], 7)[0, 0]) / 1000)
+
+    def answering():
+        return {device_of() for _ in range(6)}
+
+    sessions = two_devices.app.lifecycle.server.model("ranker").sessions
+    for lost, other in ((1, 0), (0, 1)):
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(sessions[lost], "lost", True)
+            wait_until(lambda other=other: answering() == {other}, "the fronts know")
+            assert device_of(device=lost) == lost
+            meanwhile.setattr(sessions[other], "lost", True)
+            wait_until(lambda: answering() == {0, 1}, "both are lost")
+        wait_until(lambda: answering() == {0, 1}, "both are there")
+
+
 # -- bags -------------------------------------------------------------------------------------------------------------
 
 

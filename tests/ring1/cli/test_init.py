@@ -7,17 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
-from hps.cli.app import app
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model, write_version
-
-
-def run(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+from tests.ring1.cli.test_cli import run
 
 
 def table(place: Path, dim: int, rows: int = 20) -> None:

@@ -6,23 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
 import hps
-from hps.cli.app import app
 from hps.errors import ConfigError, InvalidInputError
 from hps.models.importing import import_model, import_tables
+from tests.ring1.cli.test_cli import run
 
 RNG = np.random.default_rng(2)
 GOOD = RNG.normal(size=(50, 8)).astype(np.float32)
 BAD = GOOD.copy()
 BAD[[4, 9], 1] = np.nan
-
-
-def run(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "200"})
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
 
 
 @pytest.fixture

@@ -331,21 +331,19 @@ def test_what_is_read_and_not_done_is_a_warning(model: dict[str, Any], top: dict
     assert re.search(f"WARNING .*{warning}", notices(model, **top))
 
 
-def test_an_index_on_the_device_that_is_kept_gives_no_warning() -> None:
-    assert "index_on_device" not in notices({"index_on_device": True}, device="cuda")
-
-
-@pytest.mark.parametrize("sharing", ["replicate", "partition", "hot"])
-@pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_devices_that_may_share_rows_give_no_warning(sharing: str, device: str) -> None:
-    changes = {"device_sharing": sharing, "deployed_device_list": [0, 1]}
-    assert "device_sharing" not in notices(changes, device=device)
-    assert load(changes, device=device).models[0].device_sharing == sharing
-
-
-def test_devices_share_nothing_by_default() -> None:
-    assert load({"deployed_device_list": [0, 1]}).models[0].device_sharing == "replicate"
-    assert "device_sharing" not in notices(device="cpu")
+@pytest.mark.parametrize(
+    ("changes", "device"),
+    [
+        ({"index_on_device": True}, "cuda"),
+        ({"device_sharing": "replicate", "deployed_device_list": [0, 1]}, "cuda"),
+        ({"device_sharing": "partition", "deployed_device_list": [0, 1]}, "auto"),
+        ({"device_sharing": "hot", "deployed_device_list": [0, 1]}, "cuda"),
+        ({}, "cpu"),
+    ],
+)
+def test_what_is_read_and_done_gives_no_warning(changes: dict[str, Any], device: str) -> None:
+    assert notices(changes, device=device) == ""
+    assert load(changes, device=device).models[0].device_sharing == changes.get("device_sharing", "replicate")
 
 
 def test_static_caches_have_no_hot_rows() -> None:

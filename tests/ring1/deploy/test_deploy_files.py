@@ -117,18 +117,12 @@ def test_replicas_may_end_what_they_do():
     assert sum("stop_grace_period" in service for service in replicas) == 4
 
 
-def test_balancer_waits_longer_than_a_request_may_take():
-    timeout_s = load_configuration(ROOT / "configs" / "docker.json").service.request_timeout_s
-    found = re.search(r"timeout server (\w+)", (DEPLOY / "haproxy.cfg").read_text())
-    assert found
-    assert seconds(found[1]) > timeout_s
-
-
-def test_balancer_notices_that_a_replica_stops_before_it_does():
-    drain_s = load_configuration(ROOT / "configs" / "docker.json").service.drain_s
+def test_balancer_waits_longer_than_a_request_may_take_and_notices_a_stop_before_it_is_one():
+    service = load_configuration(ROOT / "configs" / "docker.json").service
     text = (DEPLOY / "haproxy.cfg").read_text()
+    assert seconds(re.search(r"timeout server (\w+)", text)[1]) > service.request_timeout_s
     interval, failures = re.search(r"check inter (\w+) fall (\d+)", text).groups()
-    assert seconds(interval) * int(failures) + seconds(re.search(r"timeout check (\w+)", text)[1]) < drain_s
+    assert seconds(interval) * int(failures) + seconds(re.search(r"timeout check (\w+)", text)[1]) < service.drain_s
 
 
 def test_balancer_and_prometheus_know_every_replica():

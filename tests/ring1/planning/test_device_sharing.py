@@ -238,9 +238,7 @@ def test_row_formats_hit_as_the_configured_sharing_does(sharing):
     found = {one.table: one.hit_rates for one in formats if one.hit_rates}
     assert found["t"]["float32"] == pytest.approx(forecast.tables[0].configured.hit_rate, abs=0.01)
     devices = 1 if sharing == "replicate" else 4
-    for own, words, packed in zip(
-        forecast.tables, (4096, 4), (1025, 2), strict=True
-    ):  # a value of 8 bits, and the scale of the row
+    for own, words, packed in zip(forecast.tables, (4096, 4), (1025, 2), strict=True):  # values of 8 bits, and a scale
         near = pairs_for(int(NEAR_SHARE * 0.1 * own.rows)) if sharing == "hot" else 0
         size = partial(lambda width, rows, near: bytes_on_device(pairs_for(rows), width, devices, near), near=near)
         most = bisect_right(range(own.rows + 1), size(words, own.configured.capacity_rows), key=partial(size, packed)) - 1

@@ -117,7 +117,6 @@ def test_a_read_only_installation_brings_what_was_compiled_ahead(installation, t
 
 
 BASELINE_PROGRAM = "from hps.ground import machine_code\nmachine_code.choose_baseline()\n" + PROGRAM
-NATIVE_PROGRAM = "from hps.ground import machine_code\nmachine_code.refuse_baseline()\n" + PROGRAM
 OLD_PROGRAM = (
     "import llvmlite.binding as llvm\nfeatures = llvm.get_host_cpu_features()\nfeatures['avx2'] = False\n"
     "llvm.get_host_cpu_features = lambda: features\n" + PROGRAM
@@ -131,7 +130,3 @@ def test_code_for_the_baseline_is_loaded_where_there_is_none_for_this_processor(
     assert installation.run() == (answer, [])
     assert len(installation.run(OLD_PROGRAM)[1]) == 2, "a processor without its instructions compiles"
     assert len(code_files(installation)) == 2
-    code_files(installation)[0].unlink()
-    code_files(installation)[0].unlink()
-    installation.run(BASELINE_PROGRAM)
-    assert len(installation.run(NATIVE_PROGRAM)[1]) == 2, "`hps compile` compiles for this processor"

@@ -32,7 +32,7 @@ import llvmlite.binding as llvm
 import numba
 from numba import njit
 from numba.core.compiler import CompileResult
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 from hps.ground import machine_code

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Annotated, Any
 
@@ -90,7 +89,6 @@ def control_app(
     lifecycle: Lifecycle,
     metrics: HTTPMetrics,
     statistics: InferenceStatistics,
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     error_answer: Callable[[Exception, Scope], HTTPAnswer],
     threads: CallThreads,
     routers: Iterable[APIRouter] = (),
@@ -100,7 +98,6 @@ def control_app(
     Args:
         metrics: exposed by `/metrics`, beside the metrics of the models and of the parameter server.
         statistics: statistics of inferences.
-        lifespan: entered when the service starts, left when it stops.
         error_answer: makes the answer to an error raised while a request was served.
         threads: the thread that writes the metrics.
         routers: further routes.
@@ -128,7 +125,6 @@ def control_app(
         title="hps",
         version=__version__,
         description="Vectors of embedding tables by int64 keys: Open Inference Protocol v2, and JSON for curl.",
-        lifespan=lifespan,
         docs_url=None,  # our own offline page is in status_routes
         redoc_url=None,
         exception_handlers=dict.fromkeys((HPSError, HTTPException, RequestValidationError, Exception), answer_error),

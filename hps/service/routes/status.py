@@ -14,14 +14,10 @@ from hps.service.history import History
 from hps.service.http_metrics import HTTPMetrics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import RecentProblems
+from hps.service.routes.pages import PAGES, PARTS
 from hps.service.shared_text import SharedText
 
 _KEPT_S: Final = 0.25  # an answer takes about 1 ms for 26 tables
-_PAGES: Final = {"/": "index.html", "/docs": "api.html"}
-_PARTS: Final = ("page.css", "dom.js", "figures.js", "page.js", "api.js")
-OPEN_PATHS: Final = frozenset({*_PAGES, *(f"/page/{name}" for name in _PARTS)})
-"""Paths without a token: static files, the same for every server. Their data come from routes that need it."""
-
 _TYPES: Final = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -94,7 +90,7 @@ def status_routes(
 
     shared = SharedText(text, threads, _KEPT_S)
     folder = resources.files("hps.service") / "page"
-    for path, name in (*_PAGES.items(), *((f"/page/{name}", name) for name in _PARTS)):
+    for path, name in (*PAGES.items(), *((f"/page/{name}", name) for name in PARTS)):
         router.get(path, include_in_schema=False)(_static((folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]]))
     return router
 

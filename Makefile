@@ -12,6 +12,8 @@ TESTS    = $(if $(wildcard $(ROOM)),$(ROOM),$(or $(shell find tests/ring1 tests/
 
 # Tests start hundreds of processes. Without cached bytecode, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
+# Machine code of kernels is named by their sources, so that all trees of a user may share it.
+export NUMBA_CACHE_DIR ?= $(HOME)/.cache/hps
 
 .PHONY: help install dev sample serve test test-all test-ring2 test-nightly test-gpu durations mutants check lint types imports format soak bench docs site wheel locks clean
 

@@ -104,7 +104,6 @@ class TwoCaches(RuleBasedStateMachine):
             assert cache.dump(1).size == 0
 
 
-@pytest.mark.slow
 def test_the_two_caches_agree_on_any_sequence_of_operations():
     run_state_machine_as_test(
         TwoCaches,

@@ -17,7 +17,7 @@ from hps.tensors.segments import Segment
 from hps.testing.caches import spec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 SECONDS = 4.0
 READERS, WRITERS = 3, 2

@@ -31,7 +31,7 @@ from hps.versions.deployment import Deployment
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, homes_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 SECONDS = float(os.environ.get("HPS_STRESS_SECONDS", "4"))
 WRITERS = 2

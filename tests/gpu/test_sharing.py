@@ -202,7 +202,6 @@ def test_copies_of_what_is_used_make_way_as_traffic_moves(hot: EmbeddingCache):
     assert copied(after) > max(300, at_first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "capacity", "near"), [(4, 1000, 0), (32, 56, 0), (128, 20_000, 0), (32, 4000, 500), (128, 20_000, 3000)]
 )

@@ -125,7 +125,6 @@ def test_a_lookup_is_ordered_on_the_current_stream(server: hps.HPS, tables: dict
         torch.testing.assert_close(answer.cpu(), 2 * expected(which, fresh, tables), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("which", ["rows", "bag"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_layer_answers_on_the_gpu(server: hps.HPS, tables: dict[str, np.ndarray], which: str) -> None:

@@ -22,7 +22,6 @@ def soak(tmp_path, *arguments):
     return done.returncode, Ledger(tmp_path / "soak", 0, "test").violations(), json.loads((tmp_path / "soak.json").read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.redis
 def test_a_short_soak_finds_nothing_wrong(tmp_path):
     status, violations, results = soak(
@@ -37,7 +36,6 @@ def test_a_short_soak_finds_nothing_wrong(tmp_path):
     assert sum(row["axes"]["work"] == "chaos" for row in results["rows"]) == 12
 
 
-@pytest.mark.slow
 @pytest.mark.redis
 def test_a_soak_finds_faults_that_are_made_on_purpose(tmp_path):
     wrong = {"default", "torn", "foreign", "invented", "stale", "mask"}

@@ -1,6 +1,7 @@
-"""A Redis server for the tests of this folder that need one, and databases over it."""
+"""A Redis server for the tests of this folder that need one, databases over it, and a place for a RocksDB."""
 
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,9 @@ def opened(server, client):
             return databases.enter_context(closing(RedisDatabase(server.address, **settings)))
 
         yield open_database
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a RocksDB may be made."""
+    return tmp_path / "rocksdb"

@@ -1,9 +1,10 @@
-"""The Redis server of ring 1, and a cluster."""
+"""The Redis server and the place of ring 1, and a cluster."""
 
 import pytest
 
 from tests.ring1.databases.conftest import client as client
 from tests.ring1.databases.conftest import opened as opened
+from tests.ring1.databases.conftest import path as path
 from tests.ring1.databases.conftest import server as server
 from tests.servers.redis_server import RedisClusterServers
 

@@ -18,7 +18,7 @@ from hps.errors import InvalidInputError, UnknownTableError
 from hps.testing.databases import DIM, TAG, fetched, vectors_of
 from tests.ring2.databases.rocks_db import test_rocks_db_faults as faults
 from tests.ring2.databases.rocks_db import test_rocks_db_logs as damaged_logs
-from tests.ring2.databases.rocks_db.test_rocks_db_faults import child, path, pristine  # noqa: F401 - fixtures
+from tests.ring2.databases.rocks_db.test_rocks_db_faults import child, pristine  # noqa: F401 - fixtures
 from tests.ring2.databases.rocks_db.test_rocks_db_logs import KEYS, killed  # noqa: F401 - a fixture
 from tests.tables.rocks_database import opened
 

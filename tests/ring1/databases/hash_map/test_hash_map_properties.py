@@ -136,7 +136,7 @@ class HashMapMachine(RuleBasedStateMachine):
                     assert (vector == vectors_of(np.array([key]), DIM, model[int(key)])[0]).all()
 
 
-HashMapMachine.TestCase.settings = settings(max_examples=5, stateful_step_count=20, deadline=None, derandomize=True)
+HashMapMachine.TestCase.settings = settings(max_examples=4, stateful_step_count=20, deadline=None, derandomize=True)
 TestHashMapMachine = HashMapMachine.TestCase
 
 HISTORIES = {
@@ -148,7 +148,7 @@ HISTORIES = {
 }
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(**HISTORIES)
 def test_partitions_hold_exactly_as_many_rows_as_margin_target_and_batch_say(steps, policy, partitions, margin, target):
     database = HashMapDatabase(

@@ -172,7 +172,7 @@ def compare(nodes, client, **search):
 
 @pytest.mark.redis
 def test_the_scripts_do_what_their_mirror_does(nodes, client):
-    compare(nodes, client, max_examples=5, derandomize=True)
+    compare(nodes, client, max_examples=15, derandomize=True)
 
 
 @pytest.mark.redis

@@ -107,5 +107,5 @@ def sharing(server):
 
 @pytest.mark.redis
 def test_both_processes_read_what_either_wrote(server):
-    short = settings(max_examples=4, stateful_step_count=20, deadline=None, derandomize=True)
+    short = settings(max_examples=10, stateful_step_count=20, deadline=None, derandomize=True)
     run_state_machine_as_test(sharing(server), settings=short)

@@ -71,11 +71,6 @@ def disk_bytes(path: Path) -> int:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "rocksdb"
-
-
-@pytest.fixture
 def database(path: Path) -> Iterator[RocksDatabase]:
     database = RocksDatabase(path)
     yield database

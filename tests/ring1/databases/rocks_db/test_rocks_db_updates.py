@@ -17,11 +17,6 @@ POSITIONS = {"p": LogPosition("17", 10)}
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "rocksdb"
-
-
-@pytest.fixture
 def table(path: Path) -> Iterator[RocksDatabase]:
     with opened(path, max_batch_size=100) as database:
         yield database

@@ -38,11 +38,6 @@ KEYS = distinct_keys(ROWS)
 VECTORS = vectors_of(KEYS, DIM)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "rocksdb"
-
-
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A closed database: ROWS rows of TAG in several merged and unmerged files."""

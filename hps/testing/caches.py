@@ -80,7 +80,8 @@ class CacheContract:
 
     def to_host(self, array: DeviceArray) -> np.ndarray:
         """A copy of such an array in host memory."""
-        return array.copy()
+        copy: np.ndarray = array.copy()
+        return copy
 
     def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:
         """All resident rows of a table as key -> bytes of its vector, read without the methods under test."""
@@ -168,7 +169,7 @@ class CacheContract:
         ("dim", "n"),
         [(1, 1800), (2, 31), (3, 32), (7, 1), (16, 255), (31, 33), (100, 257), (128, 2), (5, 5000)],
     )
-    def test_resident_vectors_come_back_bit_for_bit(self, create: Create, dim: int, n: int):
+    def test_resident_vectors_come_back_bit_for_bit(self, create: Create, dim: int, n: int) -> None:
         cache, keys = create(spec(dim), max(4000, 4 * n)), distinct_keys(n)
         cache.insert(0, keys[: n // 2], vectors_of(keys[: n // 2], dim))
         out, found = self.query(cache, keys)
@@ -176,14 +177,14 @@ class CacheContract:
         assert np.count_nonzero(found) >= n // 2 - 10  # a set may overflow
         np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, dim)[found]))
 
-    def test_bit_patterns_survive(self, create: Create):
+    def test_bit_patterns_survive(self, create: Create) -> None:
         patterns = np.array([0x7FC12345, 0xFFC00001, 0x80000000, 0x00000001, 0x7F800000, 0x7F7FFFFF], np.uint32)
         cache, keys = create(spec(6), 100), np.array([5], np.int64)
         cache.insert(0, keys, patterns.view(np.float32)[None, :])
         out, _found = self.query(cache, keys)
         np.testing.assert_array_equal(bits(out)[0], patterns)
 
-    def test_every_int64_is_a_legal_key(self, create: Create):
+    def test_every_int64_is_a_legal_key(self, create: Create) -> None:
         cache = create(spec(4), 4000)
         _out, found = self.query(cache, AWKWARD_KEYS)
         assert not found.any()
@@ -192,7 +193,7 @@ class CacheContract:
         assert found.all()
         np.testing.assert_array_equal(bits(out), bits(vectors_of(AWKWARD_KEYS, 4)))
 
-    def test_duplicate_keys_of_a_query_are_all_answered(self, create: Create):
+    def test_duplicate_keys_of_a_query_are_all_answered(self, create: Create) -> None:
         cache, keys = create(spec(8), 1000), distinct_keys(20)
         asked = np.random.default_rng(3).choice(keys, 3000)
         cache.insert(0, keys[:10], vectors_of(keys[:10], 8))
@@ -202,7 +203,7 @@ class CacheContract:
         np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
         assert self.to_host(segment.found).all()
 
-    def test_missing_keys_are_listed_once_and_outlive_the_lookup(self, create: Create):
+    def test_missing_keys_are_listed_once_and_outlive_the_lookup(self, create: Create) -> None:
         cache, keys = create([spec(4, "a"), spec(4, "b")], [1000, 1000]), distinct_keys(300)
         asked = np.concatenate([keys, keys[:50], keys[100:200]])
         lookup = cache.create_lookup()
@@ -215,7 +216,7 @@ class CacheContract:
         np.testing.assert_array_equal(np.sort(missed.keys), np.sort(keys))
 
     @pytest.mark.parametrize("missing", [1, 40, 3000])
-    def test_misses_amid_hits_are_fetched_and_become_resident(self, create: Create, missing: int):
+    def test_misses_amid_hits_are_fetched_and_become_resident(self, create: Create, missing: int) -> None:
         cache, keys = create(spec(16), 40_000), distinct_keys(3000 + missing)
         cache.insert(0, keys[missing:], vectors_of(keys[missing:], 16))
         was_resident = self.resident(cache, keys)
@@ -231,7 +232,9 @@ class CacheContract:
 
     @pytest.mark.usefixtures("four_threads")
     @pytest.mark.parametrize("with_found", [True, False])
-    def test_many_misses_with_duplicates_are_listed_once_and_answered_at_every_position(self, create: Create, with_found: bool):
+    def test_many_misses_with_duplicates_are_listed_once_and_answered_at_every_position(
+        self, create: Create, with_found: bool
+    ) -> None:
         cache, keys = create(spec(5), 60_000), distinct_keys(40_000)
         cache.insert(0, keys[:2000], vectors_of(keys[:2000], 5))
         was_resident = self.resident(cache, keys)
@@ -263,7 +266,7 @@ class CacheContract:
         assert set(self.raw_rows(cache, 0)) <= set(keys[was_resident | (keys % 3 != 0)].tolist())
 
     @pytest.mark.parametrize("with_found", [True, False])
-    def test_absent_keys_get_the_default_vector_and_never_become_resident(self, create: Create, with_found: bool):
+    def test_absent_keys_get_the_default_vector_and_never_become_resident(self, create: Create, with_found: bool) -> None:
         cache, keys = create(spec(3), 2000), distinct_keys(200)
         known = keys[:120]
         cache.insert(0, keys[:30], vectors_of(keys[:30], 3))
@@ -279,7 +282,7 @@ class CacheContract:
         _out, found = self.query(cache, keys)
         np.testing.assert_array_equal(found, np.arange(200) < 120)
 
-    def test_a_vector_that_became_resident_meanwhile_is_kept(self, create: Create):
+    def test_a_vector_that_became_resident_meanwhile_is_kept(self, create: Create) -> None:
         cache, keys = create(spec(3), 2000), distinct_keys(20)
         lookup, every = cache.create_lookup(), np.ones(20, np.bool_)
         lookup.query([self.segment(cache, 0, keys)])
@@ -293,7 +296,7 @@ class CacheContract:
         out, _ = self.query(cache, keys)
         np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 3, np.arange(20) < 5)))
 
-    def test_scattering_nothing_found_answers_all_misses_and_leaves_the_hits_of_another_table(self, create: Create):
+    def test_scattering_nothing_found_answers_all_misses_and_leaves_the_hits_of_another_table(self, create: Create) -> None:
         cache = create([spec(4, "a"), spec(9, "b")], [1000, 1000])
         keys = distinct_keys(80)
         cache.insert(1, keys[:50], vectors_of(keys[:50], 9))
@@ -310,7 +313,7 @@ class CacheContract:
         assert lookup.counts == [30, 80]
         assert set(self.raw_rows(cache, 1)) == set(keys[:50].tolist())
 
-    def test_one_lookup_serves_tables_of_different_widths_in_any_order(self, create: Create):
+    def test_one_lookup_serves_tables_of_different_widths_in_any_order(self, create: Create) -> None:
         dims = [1, 3, 7, 16, 100, 128]
         cache = create([spec(dim, f"t{dim}") for dim in dims], [3000] * 6)
         keys = [distinct_keys(10 + 40 * table, seed=table) for table in range(6)]
@@ -325,7 +328,7 @@ class CacheContract:
             np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
         assert set(self.raw_rows(cache, 3)) == set(keys[3][:5].tolist())
 
-    def test_no_keys_are_a_whole_lookup(self, create: Create):
+    def test_no_keys_are_a_whole_lookup(self, create: Create) -> None:
         cache, keys = create([spec(4, "a"), spec(5, "b")], [500, 500]), distinct_keys(9)
         none = np.empty(0, np.int64)
         assert cache.create_lookup().query([]) == 0
@@ -338,7 +341,7 @@ class CacheContract:
         cache.erase(0, none)
         assert cache.dump(0).size == 0
 
-    def test_a_lookup_without_misses_is_finished_by_the_query(self, create: Create):
+    def test_a_lookup_without_misses_is_finished_by_the_query(self, create: Create) -> None:
         cache, keys = create(spec(4), 4000), distinct_keys(50)
         cache.insert(0, keys, vectors_of(keys, 4))
         lookup, segment = cache.create_lookup(), self.segment(cache, 0, keys)
@@ -346,7 +349,7 @@ class CacheContract:
         np.testing.assert_array_equal(self.to_host(segment.out), vectors_of(keys, 4))
         assert self.to_host(segment.found).all()
 
-    def test_a_lookup_serves_one_request_after_another(self, create: Create):
+    def test_a_lookup_serves_one_request_after_another(self, create: Create) -> None:
         cache = create([spec(4, "a"), spec(6, "b")], [4000, 4000])
         lookup = cache.create_lookup()
         for n in (3, 700, 20, 1500, 1):
@@ -358,7 +361,7 @@ class CacheContract:
 
     # -- insert, update, erase, dump -----------------------------------------------------------------------------------
 
-    def test_duplicates_of_a_batch_leave_one_whole_vector(self, create: Create):
+    def test_duplicates_of_a_batch_leave_one_whole_vector(self, create: Create) -> None:
         cache, keys = create(spec(24), 1000), distinct_keys(7)
         versions = np.arange(1, 2101) % 300
         repeated = np.repeat(keys, 300)
@@ -372,7 +375,7 @@ class CacheContract:
         np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 24, out[:, 0].astype(np.int64))))
         assert (out[:, 0] >= 1000).all()
 
-    def test_insert_replaces_resident_vectors_and_update_changes_no_others(self, create: Create):
+    def test_insert_replaces_resident_vectors_and_update_changes_no_others(self, create: Create) -> None:
         cache, keys = create(spec(8), 1000), distinct_keys(100)
         cache.insert(0, keys[:60], vectors_of(keys[:60], 8))
         cache.insert(0, keys[50:80], vectors_of(keys[50:80], 8, 2))
@@ -382,7 +385,7 @@ class CacheContract:
         np.testing.assert_array_equal(bits(out[:80]), bits(vectors_of(keys[:80], 8, np.repeat([0, 2, 3], [50, 20, 10]))))
         assert cache.stats(0).resident_rows == 80
 
-    def test_erased_keys_are_missing_until_they_are_inserted_again(self, create: Create):
+    def test_erased_keys_are_missing_until_they_are_inserted_again(self, create: Create) -> None:
         cache, keys = create(spec(8), 1000), np.concatenate([AWKWARD_KEYS[:20], distinct_keys(80)])
         cache.insert(0, keys, vectors_of(keys, 8))
         cache.erase(0, np.concatenate([keys[40:70], keys[40:50], distinct_keys(50, seed=8)]))
@@ -396,7 +399,7 @@ class CacheContract:
         assert found.all()
         np.testing.assert_array_equal(out[:, 0], np.where((np.arange(100) >= 40) & (np.arange(100) < 70), 2, 1))
 
-    def test_dump_lists_the_resident_keys_in_an_array_of_its_own(self, create: Create):
+    def test_dump_lists_the_resident_keys_in_an_array_of_its_own(self, create: Create) -> None:
         cache, keys = create(spec(2), 500), np.concatenate([AWKWARD_KEYS[:7], distinct_keys(93)])
         assert cache.dump(0).size == 0
         cache.insert(0, keys, vectors_of(keys, 2))
@@ -406,7 +409,7 @@ class CacheContract:
         np.testing.assert_array_equal(np.sort(dumped), np.sort(keys))
         np.testing.assert_array_equal(np.sort(cache.dump(0)), np.sort(keys[50:]))
 
-    def test_read_only_arrays_are_taken(self, create: Create):
+    def test_read_only_arrays_are_taken(self, create: Create) -> None:
         cache, keys = create(spec(4), 500), distinct_keys(40)
         vectors = vectors_of(keys, 4)
         for array in (keys, vectors):
@@ -418,14 +421,14 @@ class CacheContract:
         cache.erase(0, keys)
         assert not self.raw_rows(cache, 0)
 
-    def test_arrays_that_do_not_fit_are_typed_errors(self, create: Create):
+    def test_arrays_that_do_not_fit_are_typed_errors(self, create: Create) -> None:
         cache, keys = create(spec(4), 500), distinct_keys(40)
         with pytest.raises(InvalidInputError, match=r"\(39, 4\)"):
             cache.insert(0, keys, np.zeros((39, 4), np.float32))
         with pytest.raises(InvalidInputError, match=r"\(40, 5\)"):
             cache.update(0, keys, np.zeros((40, 5), np.float32))
         with pytest.raises(InvalidDtypeError, match="float64"):
-            cache.insert(0, keys, np.zeros((40, 4)))
+            cache.insert(0, keys, np.zeros((40, 4), "float64"))
         with pytest.raises(InvalidDtypeError, match="int32"):
             cache.erase(0, keys.astype(np.int32))
         assert not self.raw_rows(cache, 0)
@@ -504,7 +507,7 @@ class CacheContract:
         return {"keys": keys, "bounds": bounds, "weights": weights, "given": given}
 
     @pytest.mark.parametrize("dim", [1, 3, 7, 16, 32, 100, 128, 200, 512, 1000])
-    def test_bags_of_any_width_are_pooled(self, create: Create, dim: int):
+    def test_bags_of_any_width_are_pooled(self, create: Create, dim: int) -> None:
         """With options of which every pair meets."""
         cache, keys = create(spec(dim), 2000), distinct_keys(200)
         for nth in range(20):
@@ -518,7 +521,7 @@ class CacheContract:
             self.check_bags(cache, [case], keys[:180])
 
     @pytest.mark.parametrize("given", [["host"], ["device", "int32", "short"], GIVEN], ids=["host", "device", "mixed"])
-    def test_bags_of_many_tables_are_pooled_at_once(self, create: Create, given: list[str]):
+    def test_bags_of_many_tables_are_pooled_at_once(self, create: Create, given: list[str]) -> None:
         dims = [(1, 7, 16, 32, 64, 128, 200)[index % 7] for index in range(40)]
         cache = create([spec(dim, f"t{index}") for index, dim in enumerate(dims)], [1000] * len(dims))
         keys, lookup = distinct_keys(100), cache.create_lookup()
@@ -545,7 +548,9 @@ class CacheContract:
         ],
         ids=["long", "long and resident", "short", "most are empty", "equal"],
     )
-    def test_bags_are_longer_than_any_block_and_more_than_any_piece(self, create: Create, lengths: list[int], resident: int):
+    def test_bags_are_longer_than_any_block_and_more_than_any_piece(
+        self, create: Create, lengths: list[int], resident: int
+    ) -> None:
         cache, keys = create(spec(12), 30_000), distinct_keys(1000)
         cache.insert(0, keys[:resident], small_vectors_of(keys[:resident], 12))
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -553,14 +558,13 @@ class CacheContract:
         case = {"table": 0, "keys": asked, "bounds": bounds, "combiner": "mean", "padding_key": int(keys[0])}
         self.check_bags(cache, [case], keys[:900])
 
-    def test_bags_without_keys_that_count_are_zeros(self, create: Create):
+    def test_bags_without_keys_that_count_are_zeros(self, create: Create) -> None:
         cache, keys = create([spec(5, "a"), spec(6, "b"), spec(7, "c"), spec(8, "d")], [100] * 4), distinct_keys(4)
-        case = {"keys": keys, "bounds": np.array([0, 0, 2, 4, 4])}
-        weights = np.array([1, -1, 0, 0], np.float32)
+        bounds, weights = np.array([0, 0, 2, 4, 4]), np.array([1, -1, 0, 0], np.float32)
         none: dict[str, Any] = {"keys": keys[:0], "table": 2, "combiner": "sqrtn"}
         segments = [
-            self.bags(cache, 0, **case, combiner="mean", weights=weights),
-            self.bags(cache, 1, keys[[0, 0, 0, 0]], case["bounds"], combiner="sqrtn", padding_key=int(keys[0])),
+            self.bags(cache, 0, keys, bounds, combiner="mean", weights=weights),
+            self.bags(cache, 1, keys[[0, 0, 0, 0]], bounds, combiner="sqrtn", padding_key=int(keys[0])),
             self.bags(cache, **none, bounds=np.zeros(4, np.int64), given="device"),
             self.bags(cache, 3, keys[:0], np.zeros(1, np.int64)),
         ]
@@ -568,7 +572,7 @@ class CacheContract:
         assert [self.to_host(segment.out).shape for segment in segments] == [(4, 5), (4, 6), (3, 7), (0, 8)]
         assert not any(self.to_host(segment.out).any() for segment in segments)
 
-    def test_bags_that_are_answered_without_the_database_get_defaults(self, create: Create):
+    def test_bags_that_are_answered_without_the_database_get_defaults(self, create: Create) -> None:
         cache, keys = create(spec(6), 1000), distinct_keys(60)
         cache.insert(0, keys[:40], small_vectors_of(keys[:40], 6))
         case = {"table": 0, **self.random_bags(keys, "host", 1)}
@@ -584,7 +588,7 @@ class CacheContract:
         [(wrong, 10) for wrong in ("falls", "begins late", "begins early", "passes the end", "ends early", "huge")]
         + [("falls", 20_000), ("passes the end", 20_000)],
     )
-    def test_offsets_on_the_device_that_are_wrong_are_refused(self, create: Create, wrong: str, n: int):
+    def test_offsets_on_the_device_that_are_wrong_are_refused(self, create: Create, wrong: str, n: int) -> None:
         cache, lookup, keys = create(spec(4), 1000), None, distinct_keys(n)
         cache.insert(0, keys[:100], small_vectors_of(keys[:100], 4))
         good = np.linspace(0, n, 9).astype(np.int64)
@@ -605,7 +609,7 @@ class CacheContract:
         self.check_bags(cache, [{"table": 0, "keys": keys, "bounds": good, "given": "device"}], keys, lookup)
 
     @pytest.mark.parametrize(("dim", "static"), [(4, False), (33, False), (128, False), (33, True)])
-    def test_no_vector_that_is_pooled_is_torn_or_stale(self, create: Create, dim: int, static: bool):
+    def test_no_vector_that_is_pooled_is_torn_or_stale(self, create: Create, dim: int, static: bool) -> None:
         """Vectors are a version plus a pattern of their key, in small integers: the sum of a bag, less the patterns, is the
         same in every element, the sum of versions that were current."""
         capacity, hotness = self.ways, 4
@@ -659,7 +663,7 @@ class CacheContract:
     # -- capacity and eviction -----------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("capacity", [1, 14, 15, 100, 1000])
-    def test_a_table_never_holds_more_than_its_capacity(self, create: Create, capacity: int):
+    def test_a_table_never_holds_more_than_its_capacity(self, create: Create, capacity: int) -> None:
         cache = create(spec(4), capacity)
         limit = cache.stats(0).capacity_rows
         assert capacity <= limit < capacity + self.ways
@@ -673,14 +677,14 @@ class CacheContract:
             assert cache.stats(0).resident_rows == len(rows) == cache.dump(0).size
         assert len(rows) == limit  # 15 times as many keys as slots: every set is full
 
-    def test_what_could_not_be_allocated_is_refused_before(self):
+    def test_what_could_not_be_allocated_is_refused_before(self) -> None:
         self.cache_class.check_room([spec(16), spec(4, "other")], [1000, 0], 0)
         with pytest.raises(
             CapacityError, match=r"got [\d,]{13,} bytes.*rows of table 'other'.*at most the [\d,]+ .*gpucacheper"
         ):
             self.cache_class.check_room([spec(16), spec(4096, "other")], [1000, 1 << 31], 0)
 
-    def test_a_capacity_of_zero_caches_nothing(self, create: Create):
+    def test_a_capacity_of_zero_caches_nothing(self, create: Create) -> None:
         cache = create([spec(4, "a"), spec(4, "b")], [0, 100])
         keys = distinct_keys(50)
         cache.insert(0, keys, vectors_of(keys, 4))
@@ -695,13 +699,13 @@ class CacheContract:
         assert cache.stats(0).capacity_rows == cache.stats(0).resident_rows == 0
 
     @pytest.mark.parametrize("stride", [1, 64, 715, 1 << 32, -(1 << 40)])
-    def test_strided_keys_do_not_pile_up(self, create: Create, stride: int):
+    def test_strided_keys_do_not_pile_up(self, create: Create, stride: int) -> None:
         cache = create(spec(1), 715 * self.ways)
         keys = np.arange(5000, dtype=np.int64) * stride
         cache.insert(0, keys, vectors_of(keys, 1))
         assert cache.stats(0).resident_rows >= 4900  # half full; a random hash keeps about 4,990
 
-    def test_a_full_set_evicts_what_was_used_least_recently(self, create: Create):
+    def test_a_full_set_evicts_what_was_used_least_recently(self, create: Create) -> None:
         cache, keys = create(spec(4), self.ways), distinct_keys(2 * self.ways)
         old, new = keys[: self.ways], keys[self.ways :]
         cache.insert(0, old, vectors_of(old, 4))
@@ -716,7 +720,7 @@ class CacheContract:
             assert set(self.raw_rows(cache, 0)) == {*order[count:].tolist(), *new[:count].tolist()}
         assert cache.stats(0).evictions == self.ways
 
-    def test_neither_update_nor_replacement_counts_as_a_use(self, create: Create):
+    def test_neither_update_nor_replacement_counts_as_a_use(self, create: Create) -> None:
         cache, keys = create(spec(4), self.ways), distinct_keys(self.ways + 2)
         cache.insert(0, keys[: self.ways], vectors_of(keys[: self.ways], 4))
         for key in keys[: self.ways]:
@@ -730,7 +734,7 @@ class CacheContract:
         cache.insert(0, keys[-2:-1], vectors_of(keys[-2:-1], 4))
         assert not self.resident(cache, keys[1:2]).any()
 
-    def test_a_new_key_is_on_probation_until_it_is_used(self, create: Create):
+    def test_a_new_key_is_on_probation_until_it_is_used(self, create: Create) -> None:
         cache, keys = create(spec(4), self.ways), distinct_keys(self.ways + 4)
         old, (a, b, c, d) = keys[: self.ways], keys[self.ways :, None]
         cache.insert(0, old, vectors_of(old, 4))
@@ -745,7 +749,7 @@ class CacheContract:
         np.testing.assert_array_equal(self.resident(cache, np.concatenate([b, c, d])), [False, True, True])
 
     @pytest.mark.parametrize("inserted", [False, True])
-    def test_a_missed_key_evicts_none_that_is_in_use_and_an_inserted_one_does(self, create: Create, inserted: bool):
+    def test_a_missed_key_evicts_none_that_is_in_use_and_an_inserted_one_does(self, create: Create, inserted: bool) -> None:
         cache, new = create(spec(4), self.ways), distinct_keys(3, seed=13)
         keys, _evicted = self.crowd(cache)
         cache.insert(0, keys, vectors_of(keys, 4))
@@ -761,7 +765,7 @@ class CacheContract:
         assert self.resident(cache, used).all() == (not inserted)
         assert self.resident(cache, new).any() == inserted
 
-    def test_the_used_tenth_stays_while_others_stream_through(self, create: Create):
+    def test_the_used_tenth_stays_while_others_stream_through(self, create: Create) -> None:
         cache = create(spec(4), 100 * self.ways)
         hot, cold = distinct_keys(10 * self.ways, seed=1), distinct_keys(2000 * self.ways, seed=2)
         cache.insert(0, hot, vectors_of(hot, 4))
@@ -770,7 +774,7 @@ class CacheContract:
             cache.insert(0, chunk, vectors_of(chunk, 4))
         assert self.resident(cache, hot).all()
 
-    def test_stats_count_what_happened(self, create: Create):
+    def test_stats_count_what_happened(self, create: Create) -> None:
         cache = create([spec(4, "a"), spec(32, "b")], [self.ways, 1000])
         keys, evicted = self.crowd(cache)
         assert cache.stats(0).inserts == cache.stats(0).evictions == cache.stats(0).resident_rows == 0
@@ -786,7 +790,7 @@ class CacheContract:
 
     # -- life and concurrency ------------------------------------------------------------------------------------------
 
-    def test_a_closed_cache_says_so(self, create: Create):
+    def test_a_closed_cache_says_so(self, create: Create) -> None:
         cache, keys = create(spec(4), 100), distinct_keys(5)
         lookup, segment = cache.create_lookup(), self.segment(cache, 0, keys)
         cache.close()
@@ -799,7 +803,7 @@ class CacheContract:
     @pytest.mark.parametrize(
         ("dim", "capacity", "static"), [(4, 28, False), (33, 56, False), (128, 28, False), (4, 42, True), (33, 98, True)]
     )
-    def test_no_vector_is_torn_stale_or_anothers(self, create: Create, dim: int, capacity: int, static: bool):
+    def test_no_vector_is_torn_stale_or_anothers(self, create: Create, dim: int, capacity: int, static: bool) -> None:
         """Readers query skewed keys with duplicates while each writer inserts, updates and erases keys of its own.
 
         A vector that a query returns must be whole, its own key's, and of a version that was current during the query:
@@ -890,7 +894,9 @@ class CacheContract:
             *[(16, 997, 0.85), (16, 997, 1.0), (128, 3000, 0.97), (3, 9973, 1.0)],
         ],
     )
-    def test_every_row_of_a_static_table_is_resident_again_and_again(self, create: Create, dim: int, rows: int, load: float):
+    def test_every_row_of_a_static_table_is_resident_again_and_again(
+        self, create: Create, dim: int, rows: int, load: float
+    ) -> None:
         cache = create(spec(dim), int(np.ceil(rows / load)), static=True)
         for seed in range(2):  # nothing of the first round is left to the second
             keys = np.arange(rows) if seed else distinct_keys(rows)
@@ -914,7 +920,7 @@ class CacheContract:
             cache.erase(0, keys)
             assert cache.dump(0).size == cache.stats(0).resident_rows == 0
 
-    def test_a_static_table_is_filled_to_its_last_slot_and_evicts_nothing(self, create: Create):
+    def test_a_static_table_is_filled_to_its_last_slot_and_evicts_nothing(self, create: Create) -> None:
         cache = create(spec(4), 1000, static=True)
         slots = cache.stats(0).capacity_rows
         keys = np.concatenate([AWKWARD_KEYS, np.setdiff1d(distinct_keys(slots), AWKWARD_KEYS)])[: slots + 2]
@@ -929,7 +935,7 @@ class CacheContract:
         assert self.query(cache, np.concatenate([full[:7], full[8:], late[:1]]))[1].all()
 
     @pytest.mark.parametrize("key", [INT64.min, -1, 0, 1 << 32, INT64.max])
-    def test_every_int64_is_a_key_of_a_static_table_only_when_it_is_inserted(self, create: Create, key: int):
+    def test_every_int64_is_a_key_of_a_static_table_only_when_it_is_inserted(self, create: Create, key: int) -> None:
         cache, keys = create(spec(4), 60, static=True), distinct_keys(60)
         for start in range(0, 60, 20):  # emptier and fuller
             assert not self.query(cache, np.array([key, 0, 1, -1]))[1].any()
@@ -937,14 +943,14 @@ class CacheContract:
         cache.insert(0, np.array([key]), vectors_of(np.array([key]), 4))
         self.check_static(cache, np.append(keys, key), 0)
 
-    def test_bags_of_a_full_static_table_are_pooled(self, create: Create):
+    def test_bags_of_a_full_static_table_are_pooled(self, create: Create) -> None:
         cache = create(spec(16), 3000, static=True)
         keys = distinct_keys(cache.stats(0).capacity_rows + 20)
         cache.insert(0, keys[:-20], small_vectors_of(keys[:-20], 16))
         case = {"table": 0, **self.random_bags(keys, "host", 1, count=400), "combiner": "mean"}
         self.check_bags(cache, [case], keys[:-20])
 
-    def test_a_lookup_makes_nothing_resident_in_a_static_table(self, create: Create):
+    def test_a_lookup_makes_nothing_resident_in_a_static_table(self, create: Create) -> None:
         cache, keys = create(spec(4), 100, static=True), distinct_keys(30)
         cache.insert(0, keys[:20], vectors_of(keys[:20], 4, 1))
         for _ in range(2):
@@ -953,7 +959,7 @@ class CacheContract:
             np.testing.assert_array_equal(self.to_host(segment.out), vectors_of(keys, 4, 1))
         self.check_static(cache, keys[:20], 1)
 
-    def test_a_complete_cache_answers_absent_keys_itself(self, create: Create):
+    def test_a_complete_cache_answers_absent_keys_itself(self, create: Create) -> None:
         cache, keys = create([spec(4, "a"), spec(7, "b")], [100, 100], static=True), distinct_keys(60)
         for table, dim in enumerate((4, 7)):
             cache.insert(table, keys[:40], vectors_of(keys[:40], dim))
@@ -975,12 +981,13 @@ class CacheContract:
             cache.erase(0, keys[:1])
             cache.erase(1, keys[:1])
 
-    def test_a_cache_is_complete_until_a_row_is_dropped_or_finds_no_place(self, create: Create):
+    def test_a_cache_is_complete_until_a_row_is_dropped_or_finds_no_place(self, create: Create) -> None:
         cache, keys = create(spec(4), 42, static=True), distinct_keys(43)
         cache.insert(0, keys[:40], vectors_of(keys[:40], 4))
         cache.tell_complete(True)
         cache.write(0, keys[39:42], vectors_of(keys[39:42], 4, 1))
-        assert cache.complete
+        complete = cache.complete
+        assert complete
         out, _found = self.query(cache, keys[39:42])
         np.testing.assert_array_equal(out, vectors_of(keys[39:42], 4, 1))
         cache.write(0, keys[42:], vectors_of(keys[42:], 4))
@@ -995,7 +1002,7 @@ class CacheContract:
         assert lookup.query([self.segment(cache, 0, keys)]) == 3
         lookup.finish()
 
-    def test_only_static_caches_are_complete(self, create: Create):
+    def test_only_static_caches_are_complete(self, create: Create) -> None:
         cache, keys = create(spec(4), 100), distinct_keys(3)
         cache.tell_complete(True)
         assert not cache.complete
@@ -1018,7 +1025,7 @@ class VersionedCacheContract(CacheContract):
         """Different keys that belong into the first set of table 0, which has `ways` rows."""
         return distinct_keys(count)
 
-    def test_calls_that_change_nothing_leave_versions_alone(self, create: Create):
+    def test_calls_that_change_nothing_leave_versions_alone(self, create: Create) -> None:
         cache, keys = create(spec(4), self.ways), distinct_keys(8)
         cache.insert(0, keys[:4], vectors_of(keys[:4], 4))
         before = self.raw_sets(cache)
@@ -1028,7 +1035,7 @@ class VersionedCacheContract(CacheContract):
         self.query(cache, keys[4:])
         np.testing.assert_array_equal(self.raw_sets(cache), before)
 
-    def test_a_query_does_not_wait_for_a_set_that_a_writer_keeps(self, create: Create):
+    def test_a_query_does_not_wait_for_a_set_that_a_writer_keeps(self, create: Create) -> None:
         cache = create(spec(4), self.ways)
         keys = self.keys_of_first_set(cache, 3)
         cache.insert(0, keys, vectors_of(keys, 4))

@@ -14,7 +14,7 @@ class TestRocksDatabase(DatabaseContract):
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -442,7 +442,7 @@ class DatabaseContract:
 
     def test_a_table_that_was_never_opened_is_unknown(self, table: Database) -> None:
         keys, vectors = distinct_keys(4), vectors_of(distinct_keys(4), DIM)
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: table.fetch(OTHER, keys, vectors.copy(), np.zeros(4, np.bool_)),
             lambda: table.insert(OTHER, keys, vectors),
             lambda: table.delete(OTHER, keys),
@@ -459,7 +459,7 @@ class DatabaseContract:
 
     def test_arguments_of_another_dtype_are_refused(self, table: Database) -> None:
         keys, vectors, found = distinct_keys(4), vectors_of(distinct_keys(4), DIM), np.zeros(4, np.bool_)
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: table.fetch(TAG, keys.astype(np.int32), vectors.copy(), found),
             lambda: table.fetch(TAG, keys.view(np.uint64), vectors.copy(), found),
             lambda: table.fetch(TAG, keys.byteswap().view(">i8"), vectors.copy(), found),
@@ -480,7 +480,7 @@ class DatabaseContract:
         frozen.flags.writeable = False
         frozen_found = found.copy()
         frozen_found.flags.writeable = False
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: table.fetch(TAG, keys.reshape(2, 2), vectors.copy(), found),
             lambda: table.fetch(TAG, np.repeat(keys, 2)[::2], vectors.copy(), found),
             lambda: table.fetch(TAG, keys, vectors[:3].copy(), found),
@@ -598,19 +598,23 @@ class DatabaseContract:
 
     def test_positions_are_remembered_by_partition_with_and_without_changes(self, followed: Database) -> None:
         keys = distinct_keys(2)
-        first = {f"{TAG}/0": LogPosition("17", 5), f"{TAG}/1": LogPosition("1700000000000-3", 2**62)}
+        first = {Partition(TAG, 0): LogPosition("17", 5), Partition(TAG, 1): LogPosition("1700000000000-3", 2**62)}
         applied(followed, TAG, changes_of(keys, 10), first)
         assert followed.follow_log(TAG) == first
-        assert applied(followed, TAG, changes_of(keys[:0], 10), {f"{TAG}/0": LogPosition("18", 10)}) == []
-        assert applied(followed, TAG, changes_of(keys, 9), {f"{TAG}/2": LogPosition("")}) == [False] * 2
-        assert followed.follow_log(TAG) == {**first, f"{TAG}/0": LogPosition("18", 10), f"{TAG}/2": LogPosition("")}
+        assert applied(followed, TAG, changes_of(keys[:0], 10), {Partition(TAG, 0): LogPosition("18", 10)}) == []
+        assert applied(followed, TAG, changes_of(keys, 9), {Partition(TAG, 2): LogPosition("")}) == [False] * 2
+        assert followed.follow_log(TAG) == {
+            **first,
+            Partition(TAG, 0): LogPosition("18", 10),
+            Partition(TAG, 2): LogPosition(""),
+        }
         self.rows_are(followed, dict.fromkeys(keys.tolist(), 0))
 
     def test_each_table_has_an_order_of_its_own_until_it_is_dropped(self, followed: Database) -> None:
         keys = distinct_keys(5)
         followed.open_table(OTHER, DIM)
         followed.follow_log(OTHER)
-        applied(followed, TAG, changes_of(keys, 10), {"p": LogPosition("1", 10)})
+        applied(followed, TAG, changes_of(keys, 10), {Partition("p"): LogPosition("1", 10)})
         assert followed.follow_log(OTHER) == {}
         assert applied(followed, OTHER, changes_of(keys, 5)) == [True] * 5
         followed.drop_table(TAG)
@@ -699,7 +703,7 @@ class DatabaseContract:
         keys, vectors = distinct_keys(4), vectors_of(distinct_keys(4), DIM)
         table.close()
         table.close()
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: table.open_table(TAG, DIM),
             lambda: table.fetch(TAG, keys, vectors.copy(), np.zeros(4, np.bool_)),
             lambda: table.insert(TAG, keys, vectors),

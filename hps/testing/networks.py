@@ -127,7 +127,7 @@ class NetworkContract:
             pytest.skip("it runs on the CPU alone, and reads arrays")
         size = 3 * WIDTH * 4
         memory, staged = network.staging(2 * size)
-        assert (memory.dtype, memory.size) == (np.uint8, 2 * size)
+        assert (memory.dtype, memory.size) == (np.dtype(np.uint8), 2 * size)
         held = {name: network.empty((3, WIDTH), "float32") for name in "ab"}
         for seed in (1, 2):
             given = values(3, seed)

@@ -68,6 +68,7 @@ class ArraySourceContract:
         """Keys and vectors of a file, as an import reads them."""
         source = self.open(path)
         chosen = select(source, self.keys, self.vectors, None)
+        assert chosen.keys is not None
         keys, vectors = collect(source, [chosen.keys.name, chosen.vectors.name], step)
         return keys, vectors
 
@@ -145,7 +146,7 @@ class ArraySourceContract:
 
     def test_a_damaged_file_gives_rows_or_one_kind_of_error(self, table: Path) -> None:
         files, random = [Path(file) for file in self.open(table).files], np.random.default_rng(3)
-        outcomes = set()
+        outcomes: set[type] = set()
         for _ in range(40):
             file = files[random.integers(len(files))]
             whole = file.read_bytes()

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,15 @@ from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import UpdateLogError
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter
+
+Opened = Callable[..., Any]
+"""What the fixture `opened` gives."""
+
+
+def known(moment: float | None) -> float:
+    """A moment that the log must be able to tell."""
+    assert moment is not None
+    return moment
 
 
 def polled(log: UpdateLog, count: int, most_bytes: int = 1 << 20) -> list[Message]:
@@ -82,7 +92,7 @@ class UpdateLogContract:
         return f"hps_et.shop.t{abs(hash((request.node.name, time.monotonic_ns()))):x}"
 
     @pytest.fixture
-    def opened(self, server: Any) -> Iterator[Callable[..., Any]]:
+    def opened(self, server: Any) -> Iterator[Opened]:
         """Open readers (`opened(group="...")`) and, with `writer=True`, writers; they are closed after the test."""
         with ExitStack() as stack:
 
@@ -96,12 +106,12 @@ class UpdateLogContract:
             yield open_one
 
     @pytest.fixture
-    def writer(self, opened: Callable[..., Any]) -> UpdateLogWriter:
+    def writer(self, opened: Opened) -> UpdateLogWriter:
         writer: UpdateLogWriter = opened(writer=True)
         return writer
 
     def reader(
-        self, opened: Callable[..., Any], topics: Sequence[str], after: Any = (), begin: str = "earliest", **changes: Any
+        self, opened: Opened, topics: Sequence[str], after: Any = (), begin: str = "earliest", **changes: Any
     ) -> UpdateLog:
         log: UpdateLog = opened(**changes)
         log.follow(topics, dict(after), begin)
@@ -109,7 +119,7 @@ class UpdateLogContract:
 
     # --- what is written is read
 
-    def test_messages_are_read_as_they_were_written(self, opened, writer, topic):
+    def test_messages_are_read_as_they_were_written(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         assert writer.partitions(topic, PATIENCE_S, create=2) == 2
         contents = [b"", b"x", bytes(range(256)), b"\r\n$-1\r\n", os.urandom(5_000_000)]
         positions = written(writer, Partition(topic, 1), *contents, time_us=1_700_000_000_123_000)
@@ -120,7 +130,9 @@ class UpdateLogContract:
         assert {message.time_us for message in messages} == {1_700_000_000_123_000}
         assert {message.key for message in messages} == {b""}
 
-    def test_a_message_without_a_time_has_that_of_its_writing(self, opened, writer, topic):
+    def test_a_message_without_a_time_has_that_of_its_writing(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         before = time.time_ns() // 1000
         written(writer, Partition(topic, 0), b"x")
@@ -128,7 +140,9 @@ class UpdateLogContract:
         (message,) = polled(self.reader(opened, [topic]), 1)
         assert before - 1000 <= message.time_us <= after
 
-    def test_each_partition_is_read_in_its_order_and_all_of_them(self, opened, writer, topic):
+    def test_each_partition_is_read_in_its_order_and_all_of_them(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=3)
         writer.partitions(topic + "b", PATIENCE_S, create=1)
         partitions = [*(Partition(topic, number) for number in range(3)), Partition(topic + "b", 0)]
@@ -141,7 +155,7 @@ class UpdateLogContract:
             assert values([message for message in messages if message.partition == partition]) == expected
         assert log.lost() == {}
 
-    def test_messages_that_come_while_a_poll_waits_end_it(self, opened, writer, topic):
+    def test_messages_that_come_while_a_poll_waits_end_it(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         log = self.reader(opened, [topic])
         written(writer, Partition(topic, 0), b"first")
@@ -153,12 +167,12 @@ class UpdateLogContract:
                 assert values(polling.result(PATIENCE_S)) == [content]
         assert log.poll(0.01, 1 << 20) == []
 
-    def test_a_poll_takes_no_more_once_it_has_enough_bytes(self, opened, writer, topic):
+    def test_a_poll_takes_no_more_once_it_has_enough_bytes(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         written(writer, Partition(topic, 0), *[bytes(1000)] * 10)
         log = self.reader(opened, [topic])
         wait_until(lambda: log.behind() == {Partition(topic, 0): 10})
-        sizes = []
+        sizes: list[int] = []
         while sum(sizes) < 10:
             sizes.append(len(log.poll(PATIENCE_S, 2000)))
             assert log.delivered == sum(sizes)
@@ -167,7 +181,7 @@ class UpdateLogContract:
 
     # --- where reading begins
 
-    def test_reading_resumes_exactly_after_a_position(self, opened, writer, topic):
+    def test_reading_resumes_exactly_after_a_position(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=2)
         first, second = Partition(topic, 0), Partition(topic, 1)
         positions = written(writer, first, *(b"%d" % number for number in range(10)))
@@ -181,7 +195,7 @@ class UpdateLogContract:
         written(writer, first, b"10")
         assert values(polled(log, 1)) == [b"10"]
 
-    def test_a_position_of_another_log_is_before_all(self, opened, writer, topic):
+    def test_a_position_of_another_log_is_before_all(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         partition = Partition(topic, 0)
         writer.partitions(topic, PATIENCE_S, create=1)
         written(writer, partition, b"one", b"two")
@@ -192,14 +206,14 @@ class UpdateLogContract:
         written(writer, partition, b"three")
         assert values(polled(log, 1)) == [b"three"]
 
-    def test_latest_begins_with_what_is_written_afterwards(self, opened, writer, topic):
+    def test_latest_begins_with_what_is_written_afterwards(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         partition = Partition(topic, 0)
         positions = written(writer, partition, b"old", b"older")
         log = self.reader(opened, [topic], begin="latest")
         wait_until(lambda: log.behind() == {partition: 0})
         begun = log.begun()
-        assert (begun.keys(), log.begun()) == ({partition}, {})
+        assert (set(begun), log.begun()) == ({partition}, {})
         written(writer, partition, b"new")
         assert values(polled(log, 1)) == [b"new"]
         again = self.reader(opened, [topic], begun, begin="latest")  # as if nothing had been polled
@@ -208,7 +222,9 @@ class UpdateLogContract:
         assert values(polled(resumed, 2)) == [b"older", b"new"]
 
     @pytest.mark.parametrize("begin", ["earliest", "latest"])
-    def test_all_is_read_of_partitions_and_topics_that_come_later(self, opened, writer, topic, server, begin):
+    def test_all_is_read_of_partitions_and_topics_that_come_later(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str, server: Any, begin: str
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         written(writer, Partition(topic, 0), b"old")
         log = self.reader(opened, [topic, topic + "b"], begin=begin)
@@ -217,7 +233,7 @@ class UpdateLogContract:
         wait_until(lambda: log.behind() == {Partition(topic, 0): 0})
         self.add_partitions(server, topic, 3)
         writer.partitions(topic + "b", PATIENCE_S, create=2)
-        other = opened(writer=True)
+        other: UpdateLogWriter = opened(writer=True)
         assert other.partitions(topic, PATIENCE_S) == 3
         written(other, Partition(topic, 2), b"a")
         written(other, Partition(topic + "b", 1), b"b")
@@ -227,7 +243,9 @@ class UpdateLogContract:
 
     # --- pause, behind, commit
 
-    def test_paused_partitions_are_silent_and_resume_where_they_stopped(self, opened, writer, topic):
+    def test_paused_partitions_are_silent_and_resume_where_they_stopped(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=2)
         first, second = Partition(topic, 0), Partition(topic, 1)
         log = self.reader(opened, [topic])
@@ -243,7 +261,9 @@ class UpdateLogContract:
         log.resume([first])
         assert read + values(polled(log, 101 - len(read))) == [b"%d" % number for number in range(101)]
 
-    def test_what_is_paused_again_and_again_is_neither_lost_nor_repeated_nor_forgotten(self, opened, writer, topic):
+    def test_what_is_paused_again_and_again_is_neither_lost_nor_repeated_nor_forgotten(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=4)
         *partitions, marked = (Partition(topic, number) for number in range(4))
         log = self.reader(opened, [topic], read_ahead_bytes=1 << 20, max_message_bytes=100_000)
@@ -257,12 +277,15 @@ class UpdateLogContract:
             for message in polled(log, count, most_bytes):
                 read[message.partition].append(message.value)
 
+        def are_behind(left: dict[Partition, int]) -> bool:
+            return log.behind() == left
+
         take(2, 1)
         for turn in range(8):
             log.pause(partitions)
             log.pause(partitions[1:])
             left = {partition: 20 - len(read[partition]) for partition in partitions} | {marked: 0}
-            wait_until(lambda left=left: log.behind() == left, f"{left} are behind")
+            wait_until(partial(are_behind, left), f"{left} are behind")
             written(writer, marked, b"%d" % turn)
             assert values(polled(log, 1, 1)) == [b"%d" % turn], "nothing that is paused came before it"
             log.resume(partitions[:2])
@@ -272,7 +295,7 @@ class UpdateLogContract:
         assert read == {partition: contents[number::3] for number, partition in enumerate(partitions)}
         wait_until(lambda: set(log.behind().values()) == {0}, "nothing is behind")
 
-    def test_what_is_not_polled_is_behind(self, opened, writer, topic):
+    def test_what_is_not_polled_is_behind(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=2)
         first, second = Partition(topic, 0), Partition(topic, 1)
         positions = written(writer, first, *[b"x"] * 10)
@@ -289,29 +312,39 @@ class UpdateLogContract:
         polled(resumed, 5)
         wait_until(lambda: resumed.behind() == {first: 0, second: 0})
 
-    def test_what_comes_while_nobody_polls_is_behind(self, opened, writer, topic):
+    def test_what_comes_while_nobody_polls_is_behind(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=2)
         partition, other = Partition(topic, 0), Partition(topic, 1)
         log = self.reader(opened, [topic], metadata_refresh_interval_ms=60_000)
+
+        def looked_after(moment: float) -> bool:
+            return known(log.unread_since()[other]) > moment
+
         for round_ in range(3):
             written(writer, partition, *[b"x"] * (round_ + 1))
             polled(log, round_ + 1)
             written(writer, partition, *[b"y"] * 5)
             done = time.monotonic()
             wait_until(lambda: log.behind() == {partition: 5, other: 0})
-            wait_until(lambda done=done: log.unread_since()[other] > done)  # looks go on
-            assert log.unread_since()[partition] <= done
+            wait_until(partial(looked_after, done))  # looks go on
+            assert known(log.unread_since()[partition]) <= done
             polled(log, 5)
             wait_until(lambda: log.behind() == {partition: 0, other: 0})
 
-    def test_messages_are_as_old_as_the_log_tells_whatever_they_claim(self, opened, writer, topic):
+    def test_messages_are_as_old_as_the_log_tells_whatever_they_claim(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=3)
         log = self.reader(opened, [topic])
         partitions = [Partition(topic, number) for number in range(3)]
-        wait_until(lambda: set((log.unread_since() or {None: None}).values()).isdisjoint({None}) and len(log.behind()) == 3)
+
+        def looked_after(moment: float) -> bool:
+            return all(known(at) > moment for at in log.unread_since().values())
+
+        wait_until(lambda: (since := log.unread_since()) and None not in since.values() and len(log.behind()) == 3)
         for hours in (1, -1, 0):
             begun = time.monotonic()
-            wait_until(lambda begun=begun: all(at > begun for at in log.unread_since().values()))  # looks go on
+            wait_until(partial(looked_after, begun))  # looks go on
             log.pause(partitions)
             claimed = time.time_ns() // 1000 + hours * 3_600_000_000
             for partition in partitions:
@@ -322,11 +355,11 @@ class UpdateLogContract:
             log.resume(partitions)
             messages = polled(log, 9)
             for message in messages:
-                assert begun < unread[message.partition] <= done
-                assert begun < message.arrived <= done
+                assert begun < known(unread[message.partition]) <= done
+                assert begun < known(message.arrived) <= done
             wait_until(lambda: set(log.behind().values()) == {0})
 
-    def test_a_backlog_is_no_younger_than_the_reader(self, opened, writer, topic):
+    def test_a_backlog_is_no_younger_than_the_reader(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         partition = Partition(topic, 0)
         for hours in (1, 0):
@@ -338,7 +371,9 @@ class UpdateLogContract:
         assert all((message.arrived or 0.0) <= done + 0.1 for message in polled(log, 2))  # claims are in ms, by another clock
         wait_until(lambda: (log.unread_since()[partition] or 0.0) > done)  # nothing is
 
-    def test_committed_positions_stand_in_the_log_and_change_nothing_that_is_read(self, opened, writer, topic, server):
+    def test_committed_positions_stand_in_the_log_and_change_nothing_that_is_read(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str, server: Any
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=2)
         partition = Partition(topic, 1)
         positions = written(writer, partition, *[b"x"] * 5)
@@ -347,18 +382,20 @@ class UpdateLogContract:
         for _ in range(20):
             for position in positions[1:3]:
                 log.commit({partition: position})
+
+        def is_committed(position: str) -> bool:
+            return log.poll(0.01, 1) == [] and self.committed(server, "hps.volatile.here", partition) == position
+
         for position in (positions[0], positions[3]):
             log.commit({partition: position})
-            wait_until(
-                lambda expected=position: (
-                    log.poll(0.01, 1) == [] and self.committed(server, "hps.volatile.here", partition) == expected
-                )
-            )
+            wait_until(partial(is_committed, position))
         assert len(polled(self.reader(opened, [topic], group="hps.volatile.here"), 5)) == 5
 
     # --- what goes wrong
 
-    def test_messages_that_are_gone_are_reported_once_and_reading_goes_on(self, opened, writer, topic, server):
+    def test_messages_that_are_gone_are_reported_once_and_reading_goes_on(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str, server: Any
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=2)
         first, second = Partition(topic, 0), Partition(topic, 1)
         positions = written(writer, first, *(b"%d" % number for number in range(10)))
@@ -378,13 +415,13 @@ class UpdateLogContract:
         assert values(polled(log, 3)) == [b"8", b"9", b"10"]
         assert log.lost() == {}
 
-    def test_a_log_that_is_away_at_the_start_is_waited_for(self, opened, server, topic):
+    def test_a_log_that_is_away_at_the_start_is_waited_for(self, opened: Opened, server: Any, topic: str) -> None:
         server.stop()
         log = self.reader(opened, [topic])
         assert log.poll(0.2, 1 << 20) == []
         wait_until(lambda: log.problem != "")
         assert log.behind() == {}
-        writer = opened(writer=True)
+        writer: UpdateLogWriter = opened(writer=True)
         with pytest.raises(UpdateLogError):
             writer.partitions(topic, 0.5)
         with pytest.raises(UpdateLogError):
@@ -395,7 +432,9 @@ class UpdateLogContract:
         assert values(polled(log, 1)) == [b"x"]
         wait_until(lambda: log.problem == "")
 
-    def test_a_topic_that_does_not_exist_is_named_and_the_others_are_read(self, opened, writer, topic):
+    def test_a_topic_that_does_not_exist_is_named_and_the_others_are_read(
+        self, opened: Opened, writer: UpdateLogWriter, topic: str
+    ) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         written(writer, Partition(topic, 0), b"x")
         missing = f"{topic}.missing"
@@ -410,7 +449,9 @@ class UpdateLogContract:
         assert values(polled(log, 1)) == [b"y"]
         wait_until(lambda: log.poll(0.01, 1) == [] and (log.lacks(missing), log.problem) == (False, ""))
 
-    def test_a_restart_loses_and_repeats_nothing(self, opened, server, writer, topic):
+    def test_a_restart_loses_and_repeats_nothing(
+        self, opened: Opened, server: Any, writer: UpdateLogWriter, topic: str
+    ) -> None:
         if not self.keeps:
             pytest.skip("this log keeps nothing over a restart")
         writer.partitions(topic, PATIENCE_S, create=1)
@@ -433,7 +474,7 @@ class UpdateLogContract:
         wait_until(lambda: log.problem == "" and log.behind() == {partition: 0})
         assert log.lost() == {}
 
-    def test_after_a_flush_everybody_has_heard_in_order(self, writer, topic):
+    def test_after_a_flush_everybody_has_heard_in_order(self, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         written(writer, Partition(topic, 0), b"to connect")
         began, go_on = threading.Event(), threading.Event()
@@ -460,7 +501,7 @@ class UpdateLogContract:
         assert len(heard) == len(set(heard)) == 5
         assert heard == sorted(heard, key=lambda position: [int(part) for part in position.split("-")])
 
-    def test_a_reader_that_nobody_polls_uses_bounded_memory(self, opened, writer, topic):
+    def test_a_reader_that_nobody_polls_uses_bounded_memory(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=4)
         partitions = [Partition(topic, number) for number in range(4)]
         for number in range(128):
@@ -486,20 +527,20 @@ class UpdateLogContract:
         for index in range(4):
             assert [number for number in read if number % 4 == index] == list(range(index, 128, 4))
 
-    def test_nothing_is_done_after_close(self, opened, writer, topic):
+    def test_nothing_is_done_after_close(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         log = self.reader(opened, [topic])
         log.poll(0.1, 1)
         before = set(threading.enumerate())
-        for one in (log, writer):
-            one.close()
-            one.close()
+        for close in (log.close, writer.close):
+            close()
+            close()
         assert not [one for one in set(threading.enumerate()) - before if one.name.startswith("hps")]
         assert log.poll(0.01, 1) == []
         with pytest.raises(UpdateLogError):
             writer.send(Partition(topic, 0), b"x")
 
-    def test_closing_ends_while_the_log_is_away(self, opened, server, writer, topic):
+    def test_closing_ends_while_the_log_is_away(self, opened: Opened, server: Any, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         log = self.reader(opened, [topic])
         written(writer, Partition(topic, 0), b"x")
@@ -509,20 +550,20 @@ class UpdateLogContract:
         answers: list[str | Exception] = []
         writer.send(Partition(topic, 0), b"x", sent=answers.append)
         with ThreadPoolExecutor(1) as pool:
-            for one in (log, writer):
-                pool.submit(one.close).result(PATIENCE_S)
+            for close in (log.close, writer.close):
+                pool.submit(close).result(PATIENCE_S)
         assert all(isinstance(answer, UpdateLogError) for answer in answers)
 
     # --- the writer
 
-    def test_a_topic_is_made_once_and_counted(self, writer, topic):
+    def test_a_topic_is_made_once_and_counted(self, writer: UpdateLogWriter, topic: str) -> None:
         with pytest.raises(UpdateLogError, match=topic):
             writer.partitions(topic, 2)
         assert writer.partitions(topic, PATIENCE_S, create=3) == 3
         assert writer.partitions(topic, PATIENCE_S, create=5) == 3
         assert writer.partitions(topic, PATIENCE_S) == 3
 
-    def test_the_last_message_is_found(self, writer, topic):
+    def test_the_last_message_is_found(self, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=2)
         assert writer.last(Partition(topic, 0), PATIENCE_S) is None
         positions = written(writer, Partition(topic, 0), b"a", b"b", time_us=1_700_000_000_123_000)
@@ -531,15 +572,15 @@ class UpdateLogContract:
         )
         assert writer.last(Partition(topic, 1), PATIENCE_S) is None
 
-    def test_a_message_that_is_too_large_is_refused_and_the_next_is_not(self, opened, topic):
-        writer = opened(writer=True, max_message_bytes=1_000_000)
+    def test_a_message_that_is_too_large_is_refused_and_the_next_is_not(self, opened: Opened, topic: str) -> None:
+        writer: UpdateLogWriter = opened(writer=True, max_message_bytes=1_000_000)
         writer.partitions(topic, PATIENCE_S, create=1)
         with pytest.raises(UpdateLogError, match="max_message_bytes"):
             writer.send(Partition(topic, 0), bytes(1_000_001))
         written(writer, Partition(topic, 0), bytes(1_000_000), b"x")
         assert len(polled(self.reader(opened, [topic]), 2)) == 2
 
-    def test_many_threads_send_each_in_its_order(self, opened, writer, topic):
+    def test_many_threads_send_each_in_its_order(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=2)
 
         def send(name: int) -> None:

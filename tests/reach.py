@@ -91,7 +91,7 @@ def _direct(module: str) -> frozenset[str]:
             found.add(name)
             name = name.rpartition(".")[0]
     if module in _STARTERS:
-        found.discard("hps.__main__")
+        found = {name for name in found if name.startswith("tests.")}
     if module.startswith("tests."):
         parents = [module.rsplit(".", n)[0] for n in range(1, module.count(".") + 1)]
         found.update(f"{parent}.conftest" for parent in parents if f"{parent}.conftest" in modules())

@@ -15,7 +15,7 @@ from tests.servers.child_processes import ChildProcesses
 from tests.servers.fork_server import ForkedProcess
 from tests.servers.service_processes import is_gone
 
-WAITS = "print('begun', flush=True); input()"
+WAITS = "import signal; print('begun', flush=True); signal.pause()"
 REPORT = """
 import json, os, signal, sys, threading
 import hps.service.server

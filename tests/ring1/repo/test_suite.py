@@ -11,7 +11,7 @@ from tests.ledger import read_durations
 
 TESTS = ROOT / "tests"
 RINGS = ("ring1", "ring2", "nightly", "gpu")
-RING_1_BUDGET_S = 420
+RING_1_BUDGET_S = 300
 """Processor seconds of all tests of ring 1. Two cores, less what collecting takes on each, leave 5 minutes by the clock."""
 TEST_BUDGET_S = 1.0
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
@@ -69,7 +69,9 @@ def test_every_test_is_in_a_ring() -> None:
 def test_the_ledger_has_every_file_of_rings_1_and_2() -> None:
     tests = {path.relative_to(TESTS).as_posix() for path in files_of("ring1", "ring2") if path.name.startswith("test_")}
     known = set(read_durations())
-    assert known == tests, f"run: make durations ROOM='{' '.join(f'tests/{path}' for path in sorted(tests - known))}'"
+    new = [f"tests/{path}" for path in sorted(tests - known)]
+    assert not new, f"run: make durations ROOM='{' '.join(new[:8])}'"
+    assert not known - tests, "these are gone; make durations leaves them out"
 
 
 def test_ring_1_keeps_its_budget() -> None:

@@ -57,8 +57,11 @@ class Ledger:
 
     def __init__(self, *, write: bool) -> None:
         self._write = write
-        self._own, self._children = time.process_time(), children_cpu_s()
+        self._own, self._children = 0.0, 0.0
         self._taken: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by test: own, children
+
+    def pytest_collection_finish(self) -> None:
+        self._own, self._children = time.process_time(), children_cpu_s()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Any:

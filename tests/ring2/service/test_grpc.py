@@ -398,7 +398,8 @@ def test_triton_clients_control_models_and_a_refused_load_is_internal_as_in_trit
 def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
     (tmp_path / "ps.json").write_text(json.dumps(document_of(model_of("m", write_tables(tmp_path), DIMS))))
     code = "import sys; sys.modules['hpack'] = None; from hps.cli.app import main; main()"
-    process = children.start(sys.executable, "-c", code, "serve", tmp_path / "ps.json", "--port", 0, "--grpc-port", 0)
+    arguments = ("serve", tmp_path / "ps.json", "--port", 0, "--grpc-port", 0)
+    process = children.start(sys.executable, "-c", code, *arguments, real=True)  # a forked one has imported it
     _, text = process.communicate(timeout=PATIENCE_S)
     assert process.returncode
     assert "pip install 'hps-server[grpc]'" in text

@@ -1,6 +1,7 @@
 """Rules of the tests themselves: what they may take, and that none of them depends on patience."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def name_of(call: ast.Call) -> str:
 
 def patience(source: str) -> Iterator[int]:
     """Yield the lines of tests that sleep, or that assert how long something took."""
+    if not re.search(r"sleep|monotonic|perf_counter|time(_ns)?\(", source):  # parsing all takes a second
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and name_of(node) == "sleep":
             if not (node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0):  # 0 lets others run
@@ -66,10 +69,10 @@ def test_every_test_is_in_a_ring() -> None:
     assert not strays
 
 
-def test_the_ledger_has_every_file_of_rings_1_and_2() -> None:
+def test_the_ledger_has_every_file_of_ring_1() -> None:
     tests = {path.relative_to(TESTS).as_posix() for path in files_of("ring1", "ring2") if path.name.startswith("test_")}
     known = set(read_durations())
-    new = [f"tests/{path}" for path in sorted(tests - known)]
+    new = [f"tests/{path}" for path in sorted(tests - known) if path.startswith("ring1/")]
     assert not new, f"run: make durations ROOM='{' '.join(new[:8])}'"
     assert not known - tests, "these are gone; make durations leaves them out"
 

@@ -1,0 +1,24 @@
+"""What a server imports to answer its first lookup, and what it leaves for later."""
+
+import subprocess
+import sys
+
+from hps.ground.numba_kernels import compile_kernels
+from hps.regions.board import FRONT_KERNELS
+
+
+def test_a_service_begins_without_engines_routes_and_fastapi() -> None:
+    later = ("rocksdict", "redis", "boto3", "cupy", "fastapi", "torch", "hps.service.routes.control", "hps.databases.hash_map")
+    code = f"import sys, hps.service.server; print(sorted(set({later}) & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout == "[]\n"
+
+
+def test_loading_kernels_imports_none_of_what_compiling_needs() -> None:
+    compile_kernels(*FRONT_KERNELS)  # unless it is done
+    code = (
+        "import sys; from hps.ground.numba_kernels import compile_kernels; from hps.regions.board import FRONT_KERNELS\n"
+        "compile_kernels(*FRONT_KERNELS); print(sorted({'numba.np.arrayobj', 'numba.cpython.unicode'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout == "[]\n"

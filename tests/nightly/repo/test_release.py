@@ -12,7 +12,7 @@ import numpy as np
 
 from deploy import release
 from tests import ROOT
-from tests.ring1.repo.test_release import COMMANDS, run
+from tests.ring2.repo.test_release import COMMANDS, run
 
 EPOCH = "1700000000"
 

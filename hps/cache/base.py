@@ -284,6 +284,9 @@ class BatchDriver(ABC):
     def run(self) -> None:
         """Answer until the board stops. Blocks; called once, on a thread of its own."""
 
+    def close(self) -> None:  # noqa: B027 - optional
+        """Give back what `prepare` took. Called once, when `run` has returned and nobody reads the regions any more."""
+
 
 class CachePlan(ABC):
     """The memory needs of caches of one kind, as far as known without their device. *Immutable.*"""

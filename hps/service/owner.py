@@ -310,6 +310,8 @@ class FrontLink:
             thread.join(max(0.0, deadline - time.monotonic()))
         self.settle()
         if ended := not any(thread.is_alive() for thread in started):
+            for driver in self._drivers:
+                driver.close()
             self._memories = []
             os.close(self._jobs_event)
         return ended

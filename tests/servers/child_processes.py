@@ -23,17 +23,18 @@ def own_signals() -> None:
     fork_server.end_with_parent()
 
 
-def run_alone(function: Callable[..., object], *arguments: object) -> None:
+def run_alone(function: Callable[..., object], *arguments: object, real: bool = False) -> None:
     """Call a module's function in a process of its own, where threads and garbage of other tests do not count.
 
     Args:
         function: is imported there by its name.
         arguments: are passed by their `repr`.
+        real: the process is started, not forked: for what measures its own memory, which grows in a fork with each page touched.
     """
     name = function.__name__
     children = ChildProcesses()
     process = children.start(
-        sys.executable, "-c", f"from {function.__module__} import {name}; {name}(*{arguments!r})", cwd=ROOT
+        sys.executable, "-c", f"from {function.__module__} import {name}; {name}(*{arguments!r})", cwd=ROOT, real=real
     )
     try:
         _, errors = process.communicate(timeout=300)

@@ -178,7 +178,8 @@ class CupyBatches(BatchDriver):
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._pinned = False
+        self._pinned: list[int] = []  # addresses of regions
+        self._in_place = False
         self._lanes: list[_Lane] = []
         self._words: IndexArray = np.zeros((LANES * 16, LANE_COLUMNS), np.int64)
         self._words[:, L_DEVICE] = -1
@@ -204,13 +205,14 @@ class CupyBatches(BatchDriver):
         try:
             for place, memory in enumerate(self._board.memories):
                 pinner.pin(memory.address, memory.size)
+                self._pinned.append(memory.address)
                 self._board.shift(place, _device_address(memory.address) - memory.address)
-            self._pinned = True
+            self._in_place = True
         except DeviceError as error:
             _log.warning("the GPU does not read the memory of the fronts in place, which makes lookups slower: %s", error)
 
     def resident(self, cache: EmbeddingCache) -> Resident | None:
-        if not isinstance(cache, CupyCache) or not self._pinned:
+        if not isinstance(cache, CupyCache) or not self._in_place:
             return None
         memory, device_id = cache.memory, cache.device_id
         try:
@@ -266,6 +268,11 @@ class CupyBatches(BatchDriver):
         runtime.setDevice(0)
         arrays = (board.regions, board.deployments, board.tables, board.state, board.jobs)
         run(*arrays, self._words, requests, segments, self._functions, runtime.getDeviceCount())
+
+    def close(self) -> None:
+        """Unpin the regions: memory that is unmapped while it is pinned keeps the next regions from being pinned there."""
+        while self._pinned:
+            CudaPinner(0).unpin(self._pinned.pop())
 
 
 def _device_address(address: int) -> int:

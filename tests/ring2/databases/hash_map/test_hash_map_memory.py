@@ -53,7 +53,7 @@ def check_growth_of_tables():
 
 
 def test_the_process_grows_by_what_the_statistics_say():
-    run_alone(check_growth_of_tables)
+    run_alone(check_growth_of_tables, real=True)
 
 
 def check_most_memory():
@@ -77,7 +77,7 @@ def test_growth_takes_no_more_than_that_for_a_moment_either():
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
         pytest.skip(f"the record cannot be reset: {error}")
-    run_alone(check_most_memory)
+    run_alone(check_most_memory, real=True)
 
 
 def check_refused_memory(segmented_from):

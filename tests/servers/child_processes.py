@@ -29,7 +29,7 @@ def run_alone(function: Callable[..., object], *arguments: object, real: bool = 
     Args:
         function: is imported there by its name.
         arguments: are passed by their `repr`.
-        real: the process is started, not forked: for what measures its own memory, which grows in a fork with each page touched.
+        real: the process is started, not forked, for what measures its own memory: a fork pays for each page that it touches.
     """
     name = function.__name__
     children = ChildProcesses()

@@ -273,11 +273,11 @@ class DatabaseContract:
         keys = distinct_keys(20)
         before = time.time_ns() // 1000
         table.insert(TAG, keys[:10], vectors_of(keys[:10], DIM))
-        written = table.written_at(TAG, keys)
+        written, after = table.written_at(TAG, keys), time.time_ns() // 1000
         assert written.dtype == np.int64
         assert written.shape == (20,)
         assert not written[10:].any()
-        assert not written[:10].any() or ((written[:10] >= before) & (written[:10] <= time.time_ns() // 1000)).all()
+        assert not written[:10].any() or ((written[:10] >= before) & (written[:10] <= after)).all()
 
     # -- delete -------------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import hps
 from hps.cache.cpu.batches import NumpyBatches
 from hps.cache.cpu.cache import NumpyCache
 from hps.errors import NotReadyError
@@ -16,6 +18,7 @@ from hps.service.owner import _Served
 from hps.service.refusals import Refusals
 from hps.statistics.times import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import RegionFront, tables_of
+from tests.servers.running_service import document_of, model_of, running_service
 
 TABLES = tables_of(4, 8)
 
@@ -95,6 +98,16 @@ def test_a_session_that_closes_while_it_is_made_known_is_not_served(board):
         serve(board, session, Driver(board))
     assert not board.deployments[:, D_SERIAL].any()
     assert len({serve(board, Session()).serial % MOST_DEPLOYMENTS for _ in range(MOST_DEPLOYMENTS)}) == MOST_DEPLOYMENTS
+
+
+def test_a_service_that_closes_gives_back_what_its_loop_was_prepared_with(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(NumpyBatches, "close", lambda self: closed.append(self))
+    hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.zeros((3, 4), np.float32)))
+    for served in (1, 2):
+        with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))):
+            assert len(closed) == served - 1
+        assert len(set(closed)) == served
 
 
 def test_what_the_loop_has_counted_reaches_the_session_even_before_its_request_is(board):

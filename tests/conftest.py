@@ -160,14 +160,17 @@ def _time_for_redis() -> None:
     RedisDatabase.__init__.__kwdefaults__.update(connect_timeout_s=20.0, read_timeout_s=20.0, timeout_s=20.0)
 
 
-@pytest.fixture(autouse=True)
-def _logging_left_as_it_was() -> Iterator[None]:
-    """A command that runs within a test sets up logging for a process of its own."""
+def _logging_left() -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+# A command that runs within a test, or a service that a module shares, sets up logging for a process of its own.
+_logging_left_by_a_module = pytest.fixture(scope="module", autouse=True)(_logging_left)
+_logging_left_by_a_test = pytest.fixture(autouse=True)(_logging_left)
 
 
 @pytest.fixture(autouse=True)

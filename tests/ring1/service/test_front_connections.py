@@ -525,6 +525,30 @@ def test_connections_stay_open_while_there_is_no_owner(play, arrived):
     play(script)
 
 
+@pytest.mark.parametrize(
+    ("size", "line", "kept"), [(1 << 20, "", True), ((1 << 20) + 1, "", False), (9, "Expect: 100-continue\r\n", False)]
+)
+def test_a_body_that_is_refused_is_skipped_up_to_a_mebibyte_unless_it_may_never_come(play, size, line, kept):
+    async def script(scene, front, owner):
+        client = await scene.connect()
+        front.memory.held += front.memory.limit
+        client.send(f"POST /v1/models/m/lookup HTTP/1.1\r\n{line}Content-Length: {size}\r\n\r\n".encode())
+        if line:
+            assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        status, headers, _ = await client.answer()
+        front.memory.held -= front.memory.limit
+        assert (status, headers["connection"]) == (503, None if kept else "close")
+        if kept:
+            client.send(bytes(size), json_request([6]))
+            owner.complete(await owner.job())
+            assert await client.status() == 200
+        else:
+            client.writer.write_eof()
+            assert await client.reader.read() == b""
+
+    play(script)
+
+
 def test_what_a_dead_owner_did_not_answer_is_looked_up_in_the_same_model_of_the_next_one(play):
     """The next owner gives other numbers to its deployments. Keys, bags and JSON alike reach it again."""
 

@@ -132,3 +132,18 @@ def test_a_message_that_never_ends_is_forgotten_with_its_call(play, part, how):
             assert is_clean(front)
 
     play(script)
+
+
+def test_a_stream_holds_no_message_that_is_answered(play):
+    async def script(scene, front, owner):
+        caller = await Caller.connected(scene, front)
+        path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+        caller.number += 2
+        caller.writer.write(frame(HEADERS, 4, caller.number, call_headers(path)))
+        for _ in range(3):
+            caller.writer.write(frame(DATA, 0, caller.number, message(b"\x3a\0")))  # list_services
+            while (await caller.next()).kind != DATA:
+                pass
+            assert front.memory.held == 0
+
+    play(script)

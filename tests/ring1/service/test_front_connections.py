@@ -11,6 +11,7 @@ import pytest
 from hps.regions import layout
 from hps.regions.layout import FAILED, RETIRED
 from hps.service.fronts import exchange
+from hps.service.protocol.json_size import SMALL_JSON_BYTES
 from hps.testing.waiting import wait_until, wait_until_async
 from tests.fakes.clock import Clock
 from tests.servers.front_service import DIM, ROWS, vectors_of
@@ -403,9 +404,12 @@ def test_an_error_of_the_owner_reaches_the_client(play):
         status, headers, body = await client.answer()
         assert (status, headers["retry-after"]) == (503, "1")
         assert json.loads(body)["error"] == "no database"
-        client.send(*request([2]))
-        owner.complete(await owner.job(), layout.MALFORMED)
-        assert await client.status() == 500
+        for status, said in ((layout.MALFORMED, "the owner refused"), (FAILED, "internal error; the log")):
+            client.send(*request([2]))
+            owner.complete(await owner.job(), status)
+            status, _, body = await client.answer()
+            assert status == 500
+            assert json.loads(body)["error"].startswith(said)
         assert front.exchange.slots.used == 0
 
     play(script)
@@ -545,6 +549,21 @@ def test_a_body_that_is_refused_is_skipped_up_to_a_mebibyte_unless_it_may_never_
         else:
             client.writer.write_eof()
             assert await client.reader.read() == b""
+
+    play(script)
+
+
+def test_json_above_64_kib_is_refused_if_its_parsing_takes_too_much_memory(play):
+    async def script(scene, front, owner):
+        client = await scene.connect()
+        front.memory.limit_to(1 << 19)
+        for size, expected in ((SMALL_JSON_BYTES, 200), (SMALL_JSON_BYTES + 1, 413), (SMALL_JSON_BYTES, 200)):
+            client.send(json_request([6], spaces=size - len(json.dumps({"tables": {"item": [6]}}))))
+            if expected == 200:
+                owner.complete(await owner.job())
+            status, _, body = await client.answer()
+            assert (status, b"parsing the request" in body) == (expected, expected != 200)
+            assert front.memory.held == 0
 
     play(script)
 

@@ -70,10 +70,7 @@ class Traffic:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_lookup_fails_while_a_fault_comes_again_and_again(tmp_path: Path, fault):
     database = hasty_database if fault is paused else redis_database
-    with (
-        RedisServer(tmp_path / "redis") as server,
-        closing(Tiers(server.address, tmp_path, database, promote=True)) as tiers,
-    ):
+    with RedisServer(tmp_path / "redis") as server, closing(Tiers(server.address, tmp_path, database, promote=True)) as tiers:
         traffic = Traffic(tiers)
         with traffic.running():
             for _ in range(5):

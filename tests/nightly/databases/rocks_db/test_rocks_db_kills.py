@@ -104,11 +104,7 @@ def test_a_table_that_is_replaced_under_its_writers_and_readers_never_mixes_its_
 @pytest.mark.parametrize("damage", faults.DAMAGES)
 @pytest.mark.parametrize("pattern", faults.PATTERNS)
 def test_a_damaged_file_is_reported_and_never_answers_wrongly(
-    pristine: Path,
-    path: Path,
-    pattern: str,
-    damage: faults.Damage,
-    read_only: bool,
+    pristine: Path, path: Path, pattern: str, damage: faults.Damage, read_only: bool
 ):
     faults.check_damaged(pristine, path, pattern, damage, read_only, seeds=12)
 

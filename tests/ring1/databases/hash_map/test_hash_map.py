@@ -16,13 +16,7 @@ from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.kernels import fetch
 from hps.databases.hash_map.layout import DENSE_ROWS, DONE, FRESH_ROWS, MOVED
 from hps.databases.hash_map.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Slabs, dense_rows
-from hps.errors import (
-    DatabaseError,
-    DatabaseTimeoutError,
-    InvalidDtypeError,
-    InvalidInputError,
-    NotReadyError,
-)
+from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.registry import implementation
 from hps.testing.databases import (
     AWKWARD_KEYS,

@@ -147,10 +147,7 @@ def test_a_stored_table_is_opened_with_another_width_only_while_it_has_no_rows(p
             assert empty.size(TAG) == 0
     with opened(path, 2) as database:
         database.insert(TAG, KEYS, VECTORS)
-    with (
-        pytest.raises(TableWidthError, match=rf"(?s)(?=.*{TAG})(?=.*\b2\b)(?=.*\b3\b)"),
-        opened(path, 3),
-    ):
+    with pytest.raises(TableWidthError, match=rf"(?s)(?=.*{TAG})(?=.*\b2\b)(?=.*\b3\b)"), opened(path, 3):
         pass
     with opened(path, 2) as database:
         assert database.size(TAG) == 3

@@ -202,10 +202,7 @@ def test_lookups_go_on_from_below_and_redis_is_used_again(server: RedisServer, t
 def test_a_server_that_reads_its_data_says_so_until_it_has_it_again(tmp_path: Path):
     # A key takes 50 ms to load. Redis looks at its clients every 1,024 bytes: fillers of 4 KB see to it that it often does.
     slow = ("--key-load-delay", "50000", "--loading-process-events-interval-bytes", "1024")
-    with (
-        RedisServer(tmp_path / "redis", "--save", "3600 1") as server,
-        closing(Tiers(server.address, tmp_path)) as tiers,
-    ):
+    with RedisServer(tmp_path / "redis", "--save", "3600 1") as server, closing(Tiers(server.address, tmp_path)) as tiers:
         with server.client() as client:
             client.mset({f"filler{i}": bytes(range(256)) * 16 for i in range(1000)})
             client.save()

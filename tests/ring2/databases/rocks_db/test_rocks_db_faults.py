@@ -21,12 +21,7 @@ from hps.databases.base import LoadRecord
 from hps.databases.rocks_db import directory  # noqa: F401 - for the children
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.engine import database_error
-from hps.errors import (
-    DatabaseCorruptError,
-    DatabaseError,
-    DatabaseLockedError,
-    DatabaseTimeoutError,
-)
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError
 from hps.testing.databases import DIM, TAG, changes_of, distinct_keys, fetched, vectors_of
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import KeyArray

@@ -340,6 +340,20 @@ def test_only_what_changed_is_copied_and_any_bucket_where_too_much_did(database,
         assert_mirrors(mirror, keys[63:], keys[:stop])
 
 
+def test_keys_that_pass_full_buckets_are_found_in_the_copy_and_no_longer_when_they_are_gone(database, pinner):
+    mirror, crowd = (
+        mirror_of(database, pinner),
+        keys_with_hash(np.full(25, 5 << 40, np.uint64) + np.arange(25, dtype=np.uint64)),
+    )
+    fill(database, distinct_keys(400))
+    for i in range(25):  # each write changes another bucket, and counts in those that it passes
+        fill(database, crowd[i : i + 1])
+        assert_mirrors(mirror, crowd[: i + 1], crowd[i + 1 :])
+    for i in range(12):
+        database.delete(TAG, crowd[i : i + 1])
+        assert_mirrors(mirror, crowd[i + 1 :], crowd[: i + 1])
+
+
 def test_a_second_mirror_begins_with_all_and_the_first_goes_on(database, pinner):
     mirror, keys = mirror_of(database, pinner), distinct_keys(500)
     fill(database, keys)

@@ -16,22 +16,23 @@ from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.marks import Mark, Process, opened, parse
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.requests import ApplyRows, Guard, SendKeys, StoreRows
-from tests.tables.redis_order_model import Rules, Search, WrongAnswer, start
+from tests.tables.redis_order_model import Search, start
 
 
 @pytest.mark.parametrize(
-    ("fault", "processes", "budget"),
+    ("processes", "budget"),
     [
-        ("guarded", 2, {"writes": 2, "fetches": 1, "failures": 1, "refusals": 1}),
-        ("careful", 2, {"writes": 1, "fetches": 2, "losses": 1}),
-        ("counting", 2, {"writes": 1, "fetches": 2, "losses": 1}),
-        ("remembering", 2, {"writes": 1, "fetches": 2, "losses": 1, "crashes": 1}),
-        ("quarantine", 1, {"writes": 2, "fetches": 2, "losses": 2, "failures": 1}),
+        (2, {"writes": 1, "fetches": 2, "losses": 1}),
+        (2, {"writes": 1, "fetches": 1, "losses": 1, "crashes": 1}),
+        (1, {"writes": 2, "fetches": 1, "losses": 1, "failures": 1}),
+        (1, {"writes": 2, "fetches": 1, "failures": 1, "crashes": 1}),
+        (1, {"writes": 1, "fetches": 1, "crashes": 1, "copies": 1}),
+        (2, {"applies": 1, "fetches": 1, "losses": 1}),
     ],
 )
-def test_without_one_of_the_rules_a_wrong_answer_is_found(fault, processes, budget):
-    with pytest.raises(WrongAnswer, match="answers with"):
-        Search(Rules(**{fault: False})).executions(start(processes, **budget))
+def test_no_interleaving_shows_a_process_what_is_older_than_its_own_write(processes, budget):
+    search = Search()
+    assert search.executions(start(processes, **budget)) > search.transitions > 1500
 
 
 DIM, ROWS = 2, 400  # more keys than a script takes
@@ -173,20 +174,6 @@ def compare(nodes, client, **search):
 @pytest.mark.redis
 def test_the_scripts_do_what_their_mirror_does(nodes, client):
     compare(nodes, client, max_examples=15, derandomize=True)
-
-
-@pytest.mark.redis
-def test_a_full_redis_still_deletes(nodes, client):
-    client.set(PARTITION.mark, MARKS[0].text)
-    client.hset(PARTITION.values, KEYS[7:8].tobytes(), b"x")
-    client.config_set("maxmemory", "1")
-    mirror = Mirror()
-    mirror.mark, mirror.rows = MARKS[0].text, {7: b"x"}
-    try:
-        for mark in MARKS[1], MARKS[0]:
-            perform(("delete", mark, slice(0, ROWS), None), mirror, nodes, Catalog(nodes, 1), client)
-    finally:
-        client.config_set("maxmemory", "0")
 
 
 def test_an_incarnation_ends_where_rows_go_and_only_there():

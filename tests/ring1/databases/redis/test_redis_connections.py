@@ -3,6 +3,7 @@
 import socket
 import threading
 import tomllib
+from contextlib import closing
 from importlib.metadata import version
 
 import numpy as np
@@ -14,7 +15,7 @@ from hps.configuration.tiers import VolatileDbConfig
 from hps.databases.base import LoadRecord, LogPosition, RowChanges
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.nodes import parse_addresses
-from hps.errors import DatabaseError, NotReadyError
+from hps.errors import DatabaseError
 from hps.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.testing.databases import distinct_keys, fetched, vectors_of
@@ -57,15 +58,14 @@ def test_what_is_no_address_is_refused(address):
         parse_addresses(address)
 
 
-def test_nobody_there():
+def test_nobody_there_and_a_name_that_does_not_exist():
     port = free_ports(1)[0]
-    with pytest.raises(DatabaseError, match=rf"127.0.0.1:{port}.*refused.*enable_tls"):
-        RedisDatabase(f"127.0.0.1:{port}")
-
-
-def test_a_name_that_does_not_exist():
-    with pytest.raises(DatabaseError, match=r"no-such-host\.invalid"):
-        RedisDatabase("no-such-host.invalid:7000")
+    for address, reason in (
+        (f"127.0.0.1:{port}", rf"127.0.0.1:{port}.*refused.*enable_tls"),
+        ("no-such-host.invalid:7", "no-such"),
+    ):
+        with pytest.raises(DatabaseError, match=reason):
+            RedisDatabase(address)
 
 
 def test_a_name_server_that_is_silent(monkeypatch):
@@ -100,42 +100,16 @@ class TestServer:
             assert works(RedisDatabase(f"{replica.address},{server.address}"))
 
     def test_the_configuration_is_followed(self, server):
-        config = VolatileDbConfig.model_validate(
-            {
-                "type": "redis_cluster",
-                "address": server.address,
-                "num_partitions": 3,
-                "num_node_connections": 2,
-                "max_batch_size": 100,
-                "overflow_margin": 200,
-                "overflow_policy": "evict_oldest",
-                "overflow_resolution_target": 0.5,
-            }
-        )
-        database = implementation("database", config.type).from_config(config)
-        database.open_table("hps_et.a.b", 4)
-        database.insert("hps_et.a.b", KEYS, vectors_of(KEYS, 4))
-        stats = database.stats("hps_et.a.b")
-        assert 300 <= stats.rows <= 600
-        assert stats.capacity_rows == 600
-        with server.client() as client:
+        sizes = {"num_partitions": 3, "num_node_connections": 2, "max_batch_size": 100}
+        bounds = {"overflow_margin": 200, "overflow_policy": "evict_oldest", "overflow_resolution_target": 0.5}
+        config = VolatileDbConfig(type="redis_cluster", address=server.address, **sizes, **bounds)
+        with closing(implementation("database", config.type).from_config(config)) as database, server.client() as client:
+            database.open_table("hps_et.a.b", 4)
+            database.insert("hps_et.a.b", KEYS, vectors_of(KEYS, 4))
+            stats = database.stats("hps_et.a.b")
+            assert 300 <= stats.rows <= 600 == stats.capacity_rows
             assert client.hlen("hps_et{hps_et.a.b/p2}t") == client.hlen("hps_et{hps_et.a.b/p2}v") > 0
             assert not client.exists("hps_et{hps_et.a.b/p3}v")
-        database.close()
-
-    def test_connections_are_bounded_and_closed(self, server):
-        database = RedisDatabase(server.address, num_node_connections=3)
-        database.open_table(TAG, 4)
-        with server.client() as client:
-            before = len(client.client_list())
-            for _ in range(3):
-                fetched(database, TAG, KEYS, 4)
-            assert database.open_connections == 1
-            assert len(client.client_list()) == before
-            database.close()
-            assert database.open_connections == 0
-            with pytest.raises(NotReadyError):
-                fetched(database, TAG, KEYS, 4)
 
 
 @pytest.mark.redis

@@ -22,26 +22,6 @@ pytestmark = pytest.mark.redis
 # ruff: noqa: F811 - the fixture
 
 
-def test_the_primary_is_followed_through_two_failovers(watched):
-    with closing(RedisDatabase(watched.address, sentinel_service="shop", num_partitions=2)) as database:
-        database.open_table(TAG, DIM)
-        database.insert(TAG, KEYS, vectors_of(1))
-        assert watched.servers[0].client().dbsize()
-        assert fetched(database)[1].all()
-
-        for old, new in ((0, 1), (1, 0)):
-            watched.servers[old].kill()
-            wait_until(lambda new=new: watched.named() == {watched.servers[new].port})
-            trying(lambda new=new: database.insert(TAG, KEYS, vectors_of(new + 2)))
-            out, found = trying(lambda: fetched(database))
-            assert found.all()
-            np.testing.assert_array_equal(out, vectors_of(new + 2))
-            watched.returns(old)
-        watched.sentinels[0].kill()  # whichever of them answers
-        time.sleep(1.2)
-        np.testing.assert_array_equal(fetched(database)[0], vectors_of(2))
-
-
 def test_a_primary_that_was_cut_off_is_left_although_it_answers(watched):
     settings = {"sentinel_service": "shop", "num_partitions": 2}
     with (

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.databases.redis.layout import KeyPartition
 from hps.errors import DatabaseError
 from hps.testing.waiting import wait_until
 from tests.ring2.databases.redis.test_redis_faults import FAULTS, PRESENT, TAG, Tiers, hasty_database, paused, redis_database
@@ -78,31 +77,6 @@ def test_no_lookup_fails_while_a_fault_comes_again_and_again(tmp_path: Path, fau
                     traffic.wait_for(50)
                 traffic.wait_for_redis()
         assert traffic.failures == []
-
-
-def test_killed_and_started_with_its_data(tmp_path: Path):
-    durable = "--appendonly", "yes", "--appendfsync", "always"
-    with RedisServer(tmp_path / "redis", *durable) as server, closing(Tiers(server.address, tmp_path)) as tiers:
-        traffic = Traffic(tiers)
-        with traffic.running():
-            for _ in range(3):
-                server.kill()
-                traffic.wait_for(20)
-                server.start()
-                traffic.wait_for_redis()
-        assert traffic.failures == []
-
-
-def test_slots_move(tmp_path: Path):
-    with RedisClusterServers(tmp_path / "cluster", 3) as cluster, closing(Tiers(cluster.address, tmp_path)) as tiers:
-        traffic = Traffic(tiers)
-        with traffic.running():
-            for index in (*range(8), 0, 0):  # the first one comes back to where it was
-                cluster.move_slot(KeyPartition(TAG, index).slot, lambda: traffic.wait_for(5))
-                traffic.wait_for(10)
-        assert traffic.failures == []
-        assert tiers.redis_errors() == 0  # no lookup needed the database below
-        assert tiers.redis.size(TAG) == PRESENT
 
 
 @pytest.mark.parametrize("program", ["redis", pytest.param("valkey", marks=pytest.mark.valkey)])

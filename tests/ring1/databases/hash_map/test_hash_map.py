@@ -13,7 +13,7 @@ from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map import table as hash_map_table
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.kernels import fetch
-from hps.databases.hash_map.layout import DENSE_ROWS, DONE, FRESH_ROWS, MOVED
+from hps.databases.hash_map.layout import DENSE_ROWS, FRESH_ROWS, MOVED
 from hps.databases.hash_map.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Slabs, dense_rows
 from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.registry import implementation
@@ -99,13 +99,6 @@ def test_it_is_opened_as_configured():
 
 
 # -- layout -----------------------------------------------------------------------------------------------------------
-
-
-def test_replacing_changes_the_version_so_that_a_reader_elsewhere_can_tell(database):
-    filled(database, np.array([7]))
-    before = int(inspect(database, TAG).buckets["version"].sum())
-    filled(database, np.array([7]), version=1)
-    assert int(inspect(database, TAG).buckets["version"].sum()) == before + 2
 
 
 def test_rows_of_deleted_keys_are_used_again(database):
@@ -264,29 +257,6 @@ def test_the_keys_of_a_table_are_read_only_until_it_cannot_be_dense(monkeypatch)
     assert [dense_rows(rows, [np.arange(rows)]) for rows in (2000, 2001)] == [2000, 0]
 
 
-@pytest.mark.parametrize("rows", [1, 5000])
-def test_keys_of_a_dense_table_have_the_rows_of_their_numbers_for_good(database, rows):
-    """`inspect` checks that, and that no other key gets such a row."""
-    keys, others = np.random.default_rng(2).permutation(rows), distinct_keys(rows)
-    database.reserve(TAG, rows, [keys])
-    assert dense_rows_of(database) == rows
-    for version, there in enumerate((keys[rows // 2 :], keys, keys[rows // 3 :], keys)):
-        database.delete(TAG, np.setdiff1d(keys, there))
-        filled(database, there, version=version)
-        assert_holds(database, there, version=version)
-        filled(database, others[version::4].copy())
-        assert len(inspect(database, TAG).free_rows) == 0
-    database.delete(TAG, others)
-    assert_holds(database, keys, version=3)
-    assert len(inspect(database, TAG).free_rows) == rows
-    filled(database, np.arange(rows, 2 * rows))
-    assert_holds(database, keys, version=3)
-    assert_holds(database, np.arange(rows, 2 * rows))
-    database.reserve(TAG, 2 * rows, [np.arange(2 * rows)])
-    assert dense_rows_of(database) == rows
-    assert len(inspect(database, TAG).vectors) == 2 * rows
-
-
 @pytest.mark.parametrize("why", ["it evicts", "it has rows", "it had rows", "it was reserved", "nobody knows its keys"])
 def test_a_table_is_not_dense_if(why):
     database = opened(**({"overflow_margin": 10_000} if why == "it evicts" else {}))
@@ -430,17 +400,6 @@ def test_a_reader_waits_for_a_writer_that_lost_the_processor(monkeypatch):
 
 
 # -- concurrency ------------------------------------------------------------------------------------------------------
-
-
-def test_a_vector_waits_for_its_check_in_the_callers_memory():
-    """Not in an array of the kernel's own, which numba would free once its address is taken: others then write there."""
-    dim, keys = 20, distinct_keys(40)
-    database = opened(dim)
-    database.insert(TAG, keys, vectors_of(keys, dim))
-    out, spare = np.empty((40, dim), np.float32), np.full(dim, np.nan, np.float32)
-    layout = database._tables[TAG]._buckets.layout
-    assert fetch(layout, keys, out, np.zeros(40, np.bool_), spare, 0, 0, 0) == (40, 40, DONE)
-    np.testing.assert_array_equal(spare, out[-1])
 
 
 def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time():

@@ -22,7 +22,7 @@ from hps.errors import DeviceError, InvalidInputError, NotReadyError
 from hps.testing.databases import DIM, TAG, distinct_keys, vectors_of
 from tests.fakes.populating_pinner import PopulatingPinner, named_by
 from tests.tables.hash_map_inspection import inspect, keys_with_hash, mixed
-from tests.tables.host_layout_reader import MirroredTable, read_in_place, without_buckets
+from tests.tables.host_layout_reader import MirroredTable, read_in_place
 
 
 @pytest.fixture
@@ -242,45 +242,6 @@ def test_a_forked_child_unpins_nothing_and_a_policy_that_goes_by_accesses_pins_n
         database.host_table(TAG)
     assert len(pinner.pinned) == count
     del tables
-
-
-def with_holes(layout):
-    """Which stripes have some, as a device hears it."""
-    versions = np.frombuffer((ctypes.c_char * (1024 * 64)).from_address(int(layout.words[VERSIONS])), np.uint64)[::8]
-    assert not (versions & np.uint64(1)).any()
-    return versions >> np.uint64(63) == 1
-
-
-def stripes_of(keys):
-    return (mixed(keys) >> np.uint64(54)).astype(np.int64)
-
-
-def test_holes_come_and_go_and_what_is_gone_is_read_by_no_layout(database, pinner):
-    """Twice: a layout that a device got before the first hole says the same."""
-    keys, table = np.arange(5000), database.host_table(TAG)
-    database.reserve(TAG, keys.size, [keys])
-    fill(database, keys)
-    table.pin(pinner)
-    old = table.layout()
-    for version in (1, 2):
-        gone = keys[version::700].copy()
-        assert_read(without_buckets(old), keys, version=version - 1)
-        database.delete(TAG, gone[:-1].copy())
-        database.delete(TAG, gone)
-        left = np.setdiff1d(keys, gone)
-        assert set(np.flatnonzero(with_holes(old))) == set(stripes_of(gone))
-        fill(database, -gone - 1)  # they do not get the rows
-        assert not read_in_place(old, gone)[1].any()
-        assert not read_in_place(table.layout(), gone)[1].any()
-        assert_readable(table.layout(), pinner, left, version=version - 1)
-        assert_read(without_buckets(old), left[~np.isin(stripes_of(left), stripes_of(gone))], version=version - 1)
-        fill(database, gone[1:].copy(), version)
-        assert not read_in_place(old, gone[:1])[1].any()
-        assert set(np.flatnonzero(with_holes(old))) == set(stripes_of(gone[:1]))
-        fill(database, keys, version)
-        assert not with_holes(old).any()
-    assert_read(without_buckets(old), keys, version=2)
-    inspect(database, TAG)
 
 
 def test_a_device_that_looks_for_key_0_hears_of_every_entry_that_may_look_like_it(database, pinner):

@@ -49,10 +49,13 @@ class HashMapMachine(RuleBasedStateMachine):
         self.model: dict[str, dict[int, int]] = {}
         self.oldest, self.mirrors = {}, {}
         self.version = 0
-        return multiple(self._opened("hps_et.m.a"), self._opened("hps_et.m.b"))
+        return multiple(self._opened("hps_et.m.a"), self._opened("hps_et.m.dense"))
 
     def _opened(self, tag):
         self.database.open_table(tag, DIM)
+        if tag == "hps_et.m.dense":
+            self.database.reserve(tag, 80, [np.arange(80)])
+            self.pin(tag)
         self.model[tag] = {}
         return tag
 

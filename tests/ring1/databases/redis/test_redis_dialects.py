@@ -72,13 +72,6 @@ def test_a_check_finds_that_it_is_a_replica(dragonfly, role):
     assert "is a replica; give the address of the primary" in found[0].text
 
 
-def test_a_replica_is_not_taken_where_the_primary_answers(dragonfly, server):
-    dragonfly.fault.replaced[rb"role:master"] = b"role:replica"
-    with closing(RedisDatabase(f"{dragonfly.address},{server.address}", num_partitions=4)) as database:
-        database.open_table(TAG, 4)
-    assert dragonfly.connections == 1  # it was asked once
-
-
 def test_its_eviction_is_warned_of_and_makes_room(dragonfly, client, caplog):
     client.config_set("maxmemory", client.info("memory")["used_memory"] + (1 << 20))
     full = pytest.raises(CapacityError, match="below its maxmemory")

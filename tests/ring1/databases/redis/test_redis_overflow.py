@@ -185,13 +185,3 @@ def test_margins_hold_beside_other_writers(opened, client, policy):
     assert min(lengths(client)) >= round(0.8 * MARGIN)
     out, found = fetched(databases[0], TAG, keys, DIM)
     np.testing.assert_array_equal(out[found], vectors_of(keys, DIM)[found])
-
-
-def test_uses_that_do_not_fit_into_a_full_redis_are_an_error(opened, client):
-    database = opened("evict_least_used")
-    client.config_set("maxmemory", "1")
-    try:
-        with pytest.raises(DatabaseError, match=r"OOM.*maxmemory"):
-            put(database, keys_of_partition(1, 10))
-    finally:
-        client.config_set("maxmemory", "0")

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -252,16 +251,6 @@ def test_a_long_load_merges_before_it_runs_out_of_open_files_and_in_the_end(
     assert table._engine.figure(family, "num-files-at-level0") > 0
     table.finish_load(TAG)
     assert table._engine.figure(family, "num-files-at-level0") == 0
-
-
-def test_a_small_table_is_merged_into_files_for_several_threads(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hps.databases.rocks_db.engine._FILE_BYTES", (16 << 10, 256 << 20))
-    keys = distinct_keys(40_000)
-    for part in np.array_split(keys, 4):
-        load(table, part)
-    table.finish_load(TAG)
-    assert 4 <= len(list(table.path.glob("*.sst"))) <= 64
-    assert_holds(table, keys)
 
 
 def test_files_are_not_merged_where_the_disk_has_no_room_for_it(
@@ -585,48 +574,6 @@ def test_a_dropped_table_gives_its_disk_back_once_its_last_reader_is_done(path: 
         assert next(scan)[1].all()
         del scan
         wait_until(lambda: disk_bytes(path) == before, "RocksDB has removed the files")
-
-
-def test_a_table_is_counted_again_only_after_it_was_written_to(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
-    counted: list[str] = []
-    read_keys = Engine.read_keys
-
-    def read(engine: Engine, *arguments: Any) -> list[bytes]:
-        counted.append(arguments[-1])
-        return read_keys(engine, *arguments)
-
-    monkeypatch.setattr(Engine, "read_keys", read)
-    for write, rows in (
-        (lambda: None, 0),
-        (lambda: insert(table, ROWS), 3000),
-        (lambda: table.delete(TAG, ROWS[:1000]), 2000),
-        (lambda: load(table, ROWS), 3000),
-    ):
-        write()
-        for counts in (True, False):
-            counted.clear()
-            assert table.stats(TAG).rows == table.size(TAG) == rows
-            assert bool(counted) is counts
-
-
-def test_the_space_of_a_dropped_table_is_freed_without_the_interpreter_lock(filled: Path, monkeypatch: pytest.MonkeyPatch):
-    links: list[tuple[bool, int]] = []
-    rmtree = shutil.rmtree
-
-    def remove(directory: Path, **options: bool) -> None:
-        """As rmtree, which deletes outside the interpreter lock; RocksDB, which holds it, must have deleted its own links."""
-        links.extend(((filled / file.name).exists(), file.stat().st_nlink) for file in directory.iterdir())
-        rmtree(directory, **options)
-
-    with opened(filled) as database:
-        database.open_table(OTHER, DIM)
-        load(database, ROWS, tag=OTHER)
-        database.finish_load(OTHER)
-        monkeypatch.setattr(shutil, "rmtree", remove)
-        database.drop_table(TAG)
-        assert sorted(set(links)) == [(False, 1), (True, 2)]
-        assert list((filled / "hps-ingest").iterdir()) == []
-        assert_holds(database, ROWS, tag=OTHER)
 
 
 # -- times -------------------------------------------------------------------------------------------------------------

@@ -156,20 +156,6 @@ def test_rows_that_were_reserved_lie_in_the_order_of_their_buckets_and_stay_so()
     assert_in_order(database, displaced=0.02)
 
 
-def test_without_a_reservation_each_extent_is_in_order():
-    database = opened(32)
-    keys = distinct_keys(500_000)
-    database.insert(TAG, keys, np.zeros((keys.size, 32), np.float32))
-    hashes, rows = placed(database, TAG)
-    extents = database._tables[TAG]._slabs.extents
-    assert [extent.stripe_bits for extent in extents] == [0, 0, 1, 2, 3, 4, 5]
-    for extent in extents[3:]:
-        here = (rows >= extent.first_row) & (rows < extent.first_row + (extent.stripe_rows << extent.stripe_bits))
-        of_rows = (rows[here] - extent.first_row) // extent.stripe_rows
-        of_keys = (hashes[here] >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
-        assert np.mean(of_rows == of_keys) > 0.9
-
-
 def test_an_overflow_count_that_reached_its_limit_stays_and_nothing_is_lost():
     database = HashMapDatabase(initial_buckets=10_000)
     keys = colliding_keys(66_000)

@@ -1,7 +1,4 @@
-"""Redis dies, stalls, fills up or moves: lookups go on from the database below, no vector is wrong, and it heals by itself.
-
-Here one lookup comes after another; `tests/nightly/databases/redis/test_redis_traffic.py` looks up in threads meanwhile.
-"""
+"""Redis dies, stalls, fills up or moves: lookups go on from the database below, no vector is wrong, and it heals by itself."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -248,32 +245,6 @@ def test_two_shards_are_paused_at_once(cluster):
                 resumed.callback(server.resume)
             wait_until(some_are_found, "the third has answered")
         np.testing.assert_array_equal(out[found], VECTORS[found])
-
-
-def test_a_shard_that_hangs_is_not_asked_who_serves_what(cluster, caplog, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hps.databases.redis.nodes._LEAST_REFRESH_S", 0.0)
-    with closing(redis_database(cluster.address, timeout_s=4, read_timeout_s=2, connect_timeout_s=2)) as database:
-        wait_until(lambda: in_time(database.open_table, TAG, DIM), "the table is open")
-        cluster.fail_silent_nodes(after_ms=1000)
-        cluster.masters[2].pause()
-        try:
-            with pytest.raises(DatabaseError):
-                database.size(TAG)
-            partitions = [KeyPartition(TAG, index) for index in range(PARTITIONS)]
-            healthy = next(one for one in partitions if cluster.owner(one.slot) is not cluster.masters[2])
-            refused: list[DatabaseError] = []
-
-            def refreshed() -> bool:  # once for each refusal; one time in three it began with the shard that hangs
-                try:
-                    database._nodes.ask(healthy.slot, "GET", healthy.mark)
-                except DatabaseError as error:
-                    refused.extend([error] * ("CLUSTERDOWN" in str(error)))
-                return len(refused) >= 15
-
-            wait_until(refreshed, "the others have refused 15 requests")
-        finally:
-            cluster.masters[2].resume()
-    assert "are asked" not in caplog.text
 
 
 def test_the_shard_of_the_first_seed_is_killed_at_the_start(cluster):

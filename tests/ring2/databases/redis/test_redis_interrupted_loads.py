@@ -190,34 +190,3 @@ def test_processes_that_start_after_a_kill_at_any_request_of_a_load_serve(
             one.close()
         dead.close()
     assert number > 10
-
-
-def test_a_table_may_be_dropped_and_loaded_at_any_request_of_a_process_that_clears_it(
-    opened: Callable[..., RedisDatabase], anew, files, watched, threads, monkeypatch
-) -> None:
-    def wait_and_drop(drop: Callable[[str], None], dropping: threading.Event, go_on: threading.Event, tag: str) -> None:
-        dropping.set()
-        assert go_on.wait(PATIENCE_S)
-        drop(tag)
-
-    def let_load(loaded: Future[None], go_on: threading.Event) -> None:
-        go_on.set()
-        loaded.result(PATIENCE_S)
-
-    for number in count(1):
-        anew(1)
-        with closing(opened()) as loading, closing(opened()) as clearing:
-            dropping, go_on = threading.Event(), threading.Event()
-            monkeypatch.setattr(loading._catalog, "drop", partial(wait_and_drop, loading._catalog.drop, dropping, go_on))
-            loaded = threads.submit(load, loading, files[0])
-            try:
-                assert dropping.wait(PATIENCE_S)
-                watched[:] = [Requests(clearing, number, partial(let_load, loaded, go_on))]
-                assert clearing.clear_table(TAG, open_sparse_model(files[0], DIM).fingerprint)
-                reached = watched.pop().reached
-            finally:
-                let_load(loaded, go_on)
-            holds(loading, 0)
-        if not reached:
-            break
-    assert number > 3

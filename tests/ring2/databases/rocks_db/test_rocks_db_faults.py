@@ -82,15 +82,6 @@ def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure
     RocksDatabase(path).close()
 
 
-def test_a_directory_that_this_process_holds_is_refused(path: Path):
-    database = RocksDatabase(path)
-    with pytest.raises(DatabaseLockedError, match=str(path)):
-        RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    database.insert(TAG, KEYS, VECTORS)  # the first one is as it was
-    database.close()
-
-
 # -- damaged -----------------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Path, random.Random], None]
@@ -220,11 +211,6 @@ def test_a_path_that_is_a_file_is_refused(path: Path, read_only: bool):
         with pytest.raises(DatabaseError, match=str(place)):
             RocksDatabase(place, read_only=read_only)
     assert path.read_text() == "mine"
-
-
-def test_a_path_that_cannot_be_made_is_refused():
-    with pytest.raises(DatabaseError, match=r"/proc/rocksdb.*directory that this process may use"):
-        RocksDatabase("/proc/rocksdb")
 
 
 @pytest.mark.parametrize(
@@ -427,38 +413,6 @@ def test_whatever_meets_the_limit_of_descriptors_raises_a_typed_error_and_goes_o
         print(failed > 20)
     """
     assert outcome_of(code, path) == "True\n"
-
-
-def test_a_database_that_cannot_be_opened_again_answers_nothing_until_it_can(path: Path):
-    code = (
-        textwrap.dedent(FULL["files may not grow"])
-        + """
-def outcome(work):
-    try:
-        work()
-    except DatabaseError as error:
-        return type(error)
-
-path = Path(sys.argv[1])
-with opened(path) as database:
-    database.insert(TAG, KEYS, VECTORS)
-    fill(path, 1000)
-    with pytest.raises(DatabaseError):
-        database.insert(TAG, KEYS, VECTORS)
-    fill(path, -1)
-    (path / "CURRENT").rename(path / "away")
-    wait_until(lambda: outcome(lambda: database.insert(TAG, KEYS[:1], VECTORS[:1])) is DatabaseCorruptError)
-    for _ in range(3):
-        with pytest.raises(DatabaseError, match=str(path)):
-            fetched(database, TAG, KEYS, DIM)
-    (path / "away").rename(path / "CURRENT")
-    wait_until(lambda: outcome(lambda: fetched(database, TAG, KEYS, DIM)) is None)
-    out, found = fetched(database, TAG, KEYS, DIM)
-    assert found.all() and (out == VECTORS).all()
-    database.insert(TAG, KEYS[:1], VECTORS[:1])
-"""
-    )
-    outcome_of(code, path)
 
 
 def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: Path, tmp_path: Path):

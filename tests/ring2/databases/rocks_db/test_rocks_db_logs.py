@@ -76,11 +76,6 @@ def flip(data: bytearray, rng: random.Random) -> None:
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
 
 
-def zero(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(0, len(data), 4096)
-    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
-
-
 def swap(data: bytearray, rng: random.Random) -> None:
     one, two = (BLOCK * block for block in rng.sample(range(len(data) // BLOCK), 2))
     data[one : one + BLOCK], data[two : two + BLOCK] = data[two : two + BLOCK], data[one : one + BLOCK]
@@ -90,24 +85,15 @@ def cut(data: bytearray, rng: random.Random) -> None:
     del data[rng.randrange(len(data)) :]
 
 
-def cut_the_end(data: bytearray, rng: random.Random) -> None:
-    del data[len(data) - rng.randint(1, 600) :]
-
-
 def empty(data: bytearray, rng: random.Random) -> None:
     data.clear()
-
-
-def garble_the_rest(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    data[start:] = rng.randbytes(len(data) - start)
 
 
 def recycle(data: bytearray, rng: random.Random) -> None:
     data[rng.randrange(0, len(data), BLOCK) + 6] = rng.choice([5, 6, 7, 8, 11])  # the type of a record
 
 
-DAMAGES = [flip, zero, swap, cut, cut_the_end, empty, garble_the_rest, recycle]
+DAMAGES = [flip, swap, cut, empty, recycle]
 
 ATTACK = """
     from itertools import product

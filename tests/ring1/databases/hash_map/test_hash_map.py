@@ -154,29 +154,6 @@ def test_growth_that_was_interrupted_is_finished_by_the_next_writer_and_readers_
 # -- the order of rows ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("crafted", [False, True])
-def test_every_row_that_has_memory_is_used_before_there_are_more(crafted, monkeypatch):
-    """Also those of an extent that was left for a reserved one, and those that were freed before lists were split."""
-    monkeypatch.setattr(hash_map_memory, "_STRIPE_BYTES", PAGE_BYTES)
-    keys, database = colliding_keys(5000) if crafted else distinct_keys(5000), opened(64)
-    slabs = database._tables[TAG]._slabs
-    filled(database, keys[:700], 64)
-    database.delete(TAG, keys[600:700])
-    database.reserve(TAG, slabs.capacity_rows + 10)
-    assert [extent.stripe_bits > 0 for extent in slabs.extents] == [True, True]
-    capacity = slabs.capacity_rows
-    new = (keys[700:] if capacity < 4300 else distinct_keys(capacity, seed=8))[: capacity - 600]
-    for part in np.array_split(new, 7):
-        filled(database, part, 64)
-    assert database.size(TAG) == capacity == slabs.capacity_rows
-    last = distinct_keys(1, seed=77)
-    filled(database, last, 64)
-    assert slabs.capacity_rows > capacity
-    held = np.concatenate([keys[:600], new, last])
-    assert inspect(database, TAG).vectors.keys() == set(held.tolist())
-    assert_holds(database, held, 64)
-
-
 @pytest.mark.parametrize(("rows", "dim", "stripes"), [(1000, 32, 1), (2**17, 32, 16), (2**20, 32, 128), (2**24, 128, 1024)])
 def test_what_is_reserved_is_one_extent_of_stripes_of_a_megabyte_or_more(rows, dim, stripes):
     slabs = Slabs("table", 4 * dim, False, 1 << 28)

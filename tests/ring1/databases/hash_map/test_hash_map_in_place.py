@@ -182,26 +182,6 @@ def test_growth_that_cannot_be_pinned_ends_reading_in_place_and_nothing_else(dat
     assert set(inspect(database, TAG).vectors) == set(keys.tolist())
 
 
-def test_growth_that_was_interrupted_is_shown_by_the_next_writer(database, pinner, monkeypatch):
-    keys = distinct_keys(9)
-    fill(database, keys)
-    table = database.host_table(TAG)
-    table.pin(pinner)
-    old = table.layout()
-
-    def interrupted(pages, pinner, pinned):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(in_place, "PinnedPages", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fill(database, distinct_keys(10, seed=5))
-    database.delete(TAG, keys[:1])
-    assert table.layout() is not old
-    assert_readable(table.layout(), pinner, keys[1:])
-    assert not read_in_place(old, keys)[1].any()
-
-
 def test_a_pinned_table_counts_what_pinning_commits(pinner):
     database = opened(64)
     fill(database, distinct_keys(5000), dim=64)

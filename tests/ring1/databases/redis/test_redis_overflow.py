@@ -142,21 +142,6 @@ def test_the_least_used_go_and_counts_age(opened, client):
     assert counts[keys[60:61].tobytes()] == 2 // 2 + 1
 
 
-@pytest.mark.parametrize(("before", "after"), [*zip(POLICIES, (*POLICIES[1:], POLICIES[0]), strict=True)])
-def test_rows_noted_under_another_policy_can_be_used_and_replaced(opened, client, before, after):
-    keys = keys_of_partition(1, MARGIN)
-    put(opened(before), keys)
-    database = opened(after)
-    put(database, keys, version=1)
-    out, found = fetched(database, TAG, keys, DIM)
-    assert found.all()
-    np.testing.assert_array_equal(out, vectors_of(keys, DIM, 1))
-    assert database.drain(PATIENCE_S)
-    fresh = keys_of_partition(1, 10, seed=3)
-    put(database, fresh)
-    assert lengths(client)[1] == 80
-
-
 def test_notes_without_rows_and_rows_without_notes_do_not_stop_eviction(opened, client):
     database = opened("evict_oldest")
     keys = keys_of_partition(1, MARGIN + 1)

@@ -56,30 +56,6 @@ def test_the_process_grows_by_what_the_statistics_say():
     run_alone(check_growth_of_tables, real=True)
 
 
-def check_most_memory():
-    keys = distinct_keys(600_000)
-    vectors = np.ones((5000, 1), np.float32)
-    database = opened(1, overflow_margin=10**6, overflow_policy="evict_oldest")
-    database.insert(TAG, keys[:5000], vectors)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_bytes() - database.stats(TAG).vector_bytes - database.stats(TAG).overhead_bytes
-    for start in range(5000, keys.size, 5000):
-        database.insert(TAG, keys[start : start + 5000], vectors)
-        if start >= 100_000:
-            status = Path("/proc/self/status").read_text().splitlines()
-            peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-            assert (peak - before) / database.size(TAG) <= 4 + 24
-
-
-def test_growth_takes_no_more_than_that_for_a_moment_either():
-    """The kernel's own record of the most memory that the process had."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        pytest.skip(f"the record cannot be reset: {error}")
-    run_alone(check_most_memory, real=True)
-
-
 def check_refused_memory(segmented_from):
     hash_map_memory.SEGMENTED_FROM = segmented_from or hash_map_memory.SEGMENTED_FROM
     database = opened(1, initial_buckets=1)

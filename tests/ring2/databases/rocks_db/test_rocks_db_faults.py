@@ -373,48 +373,6 @@ def test_a_first_start_on_a_full_disk_promises_nothing(tmp_path: Path):
     assert outcome_of(code, tmp_path / "rocksdb") == "False True\n"
 
 
-def test_whatever_meets_the_limit_of_descriptors_raises_a_typed_error_and_goes_on_later(path: Path):
-    code = """
-        import resource
-        path, (_, most) = Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_NOFILE)
-        failed = 0
-
-        def allow(free):
-            used = {int(name) for name in os.listdir("/proc/self/fd")}
-            numbers = [number for number in range(len(used) + free + 1) if number not in used]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (numbers[free - 1] + 1 if free else 0, most))
-
-        def attempt(work):
-            global failed
-            database._recover_at = 0.0
-            try:
-                work()
-            except DatabaseError:
-                failed += 1
-
-        with opened(path) as database:
-            database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
-            for free in (0, 1, 2, 3, 5, 8, 12, 16):
-                database.insert(TAG, KEYS[:10], VECTORS[:10])
-                database._engine.flush(database._engine.family(TAG), "rows to a file, and another log")
-                database._engine.stuck = True  # as a write that failed leaves it
-                allow(free)
-                attempt(lambda: database.insert(TAG, KEYS, VECTORS))
-                attempt(lambda: database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS)))
-                attempt(lambda: database.finish_load(TAG))
-                attempt(lambda: database.open_table(f"new {free}", DIM))
-                attempt(lambda: database.drop_table(f"new {free}"))
-                attempt(lambda: fetched(database, TAG, KEYS, DIM))
-                attempt(lambda: RocksDatabase(path, read_only=True).close())
-                attempt(lambda: RocksDatabase(path.parent / f"other {free}").close())
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-                insert_when_possible(database, KEYS)
-                np.testing.assert_array_equal(fetched(database, TAG, KEYS, DIM)[0], VECTORS)
-        print(failed > 20)
-    """
-    assert outcome_of(code, path) == "True\n"
-
-
 def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: Path, tmp_path: Path):
     bind, remount, read_only = 4096, 32, 1
     calls = [(bytes(pristine), None, bind, None), (None, None, bind | remount | read_only, None)]

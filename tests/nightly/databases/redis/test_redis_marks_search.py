@@ -1,6 +1,4 @@
-"""The rules of marks, searched exhaustively, and their scripts, compared with the mirror in many more sequences."""
-
-import pytest
+"""The rules of marks, searched exhaustively."""
 
 from tests.ring1.databases.redis.test_redis_marks_properties import compare, nodes  # noqa: F401 - a fixture
 from tests.tables.redis_order_model import Search, start
@@ -27,8 +25,3 @@ def test_no_interleaving_shows_a_process_what_is_older_than_its_own_write():
         executions += search.executions(start(processes, **budget))
         transitions += search.transitions
     assert executions > transitions > LEAST_TRANSITIONS
-
-
-@pytest.mark.redis
-def test_the_scripts_do_what_their_mirror_does(nodes, client):  # noqa: F811 - the fixture
-    compare(nodes, client, max_examples=1000)

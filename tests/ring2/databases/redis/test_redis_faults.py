@@ -247,17 +247,6 @@ def test_two_shards_are_paused_at_once(cluster):
         np.testing.assert_array_equal(out[found], VECTORS[found])
 
 
-def test_the_shard_of_the_first_seed_is_killed_at_the_start(cluster):
-    cluster.masters[0].kill()
-    with closing(redis_database(cluster.address)) as database:
-        with pytest.raises(DatabaseError):
-            database.open_table(TAG, DIM)  # some of its partitions are there
-        cluster.masters[0].start()
-        cluster.wait_whole()
-        database.open_table(TAG, DIM)
-        database.insert(TAG, KEYS, VECTORS)
-
-
 def test_slots_move_between_lookups(cluster):
     with closing(Tiers(cluster.address, None)) as tiers:
         for index in (0, 1, 0, 0):  # the first one comes back to where it was

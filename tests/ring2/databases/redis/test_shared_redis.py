@@ -129,16 +129,3 @@ def test_an_older_change_removes_the_row_from_the_caches_of_a_server_that_lags(s
     assert change(behind, [7, 8], 10) == 1
     expected = np.array([[20] * 4, [10] * 4, vectors_of(4, 1)[9]])
     np.testing.assert_array_equal(behind.lookup([7, 8, 9], "ranker", "user"), expected)
-
-
-@pytest.mark.parametrize("forced", [1, 3])
-def test_a_restarted_server_finds_the_rows_that_it_forced_last_and_its_writes(
-    start: Callable[..., hps.HPS], forced: int
-) -> None:
-    server = start()
-    for round_ in range(forced):
-        server.deploy("ranker", force=True)
-        server.insert([7], np.full((1, 4), round_, np.float32), "ranker", "user")
-    server.close()
-    server = start()
-    np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), forced - 1, np.float32))

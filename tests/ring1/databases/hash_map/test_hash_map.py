@@ -13,8 +13,8 @@ from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map import table as hash_map_table
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.kernels import fetch
-from hps.databases.hash_map.layout import DENSE_ROWS, FRESH_ROWS, MOVED
-from hps.databases.hash_map.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Slabs, dense_rows
+from hps.databases.hash_map.layout import DENSE_ROWS, MOVED
+from hps.databases.hash_map.memory import PAGE_BYTES, Slabs, dense_rows
 from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.registry import implementation
 from hps.testing.databases import (
@@ -29,7 +29,7 @@ from hps.testing.databases import (
     vectors_of,
 )
 from hps.testing.readers import reading
-from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash
+from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, placed
 
 
 class TestHashMapDatabase(DatabaseContract):
@@ -165,15 +165,22 @@ def test_what_is_reserved_is_one_extent_of_stripes_of_a_megabyte_or_more(rows, d
     assert len(slabs.extents) == 1
 
 
-def test_huge_pages_that_nobody_reserved_are_few_until_they_are_used():
-    slabs = Slabs("table", 512, False, 1 << 28)
-    while slabs.capacity_rows < 2**23:
-        slabs.extend()
-        extent = slabs.extents[-1]
-        if extent.commit_bytes == HUGE_PAGE_BYTES:
-            assert HUGE_PAGE_BYTES << extent.stripe_bits <= 2 * extent.first_row
-        slabs.counters[FRESH_ROWS] = 0  # as if all had been used
-    assert slabs.extents[-1].stripe_bits == 2
+def test_rows_that_were_reserved_lie_in_the_order_of_their_buckets_and_stay_so(monkeypatch):
+    monkeypatch.setattr(hash_map_memory, "_STRIPE_BYTES", 1 << 16)
+    database, keys = opened(32), distinct_keys(40_000)
+    database.reserve(TAG, 20_000)
+    full = database._tables[TAG]._slabs.capacity_rows
+    filled(database, keys[:full], 32)
+    (extent,) = database._tables[TAG]._slabs.extents
+    for _ in range(2):
+        hashes, rows = placed(database, TAG)
+        of_keys = (hashes >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
+        apart = (rows // extent.stripe_rows - of_keys) % (1 << extent.stripe_bits)
+        assert extent.stripe_bits >= 4
+        assert 0 < np.count_nonzero(apart) <= 0.15 * apart.size
+        assert apart.mean() <= 0.4  # those that are not in their key's stripe are in the next, around the end
+        database.delete(TAG, keys[:10_000])
+        filled(database, keys[full : full + 10_000], 32)  # others take the places of half of them
 
 
 def test_a_pinned_table_grows_by_a_sixty_fourth():

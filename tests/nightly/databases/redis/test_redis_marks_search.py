@@ -1,6 +1,5 @@
 """The rules of marks, searched exhaustively."""
 
-from tests.ring1.databases.redis.test_redis_marks_properties import compare, nodes  # noqa: F401 - a fixture
 from tests.tables.redis_order_model import Search, start
 
 LEAST_TRANSITIONS = 1_000_000

@@ -1,7 +1,5 @@
 """Several processes and one Redis: a model is loaded once, by one of them, and by another when that one dies."""
 
-import copy
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
@@ -328,23 +326,6 @@ def test_a_delta_that_another_process_did_not_finish_is_loaded_from_the_start(op
     versions.load("2", [other])
     assert held_of(other, "2") == versions.expected("2")
     assert nothing_to_do(versions.load("2", [opened()]))
-
-
-def test_processes_with_databases_of_their_own_share_the_rows_of_a_delta(opened, versions, tmp_path):
-    """The first fills Redis from its RocksDB; another one that loaded a copy of the same files uses what is there."""
-    here = versions
-    for name in ("a", "b"):
-        redis = opened()
-        with closing(RocksDatabase(tmp_path / name)) as rocks:
-            if name == "a":
-                here.load("1", [redis, rocks])
-            report = here.load("2", [redis, rocks])
-            assert (report.loads[0].rows == 0) == (name == "b")
-            assert held_of(redis, "2") == held_of(rocks, "2") == versions.expected("2")
-            assert nothing_to_do(here.load("2", [redis, rocks]))
-        if name == "a":
-            here = copy.copy(versions)
-            here.place = str(shutil.copytree(versions.place, tmp_path / "copy"))
 
 
 def test_a_modified_delta_is_no_longer_what_redis_was_loaded_with(opened, versions, tmp_path):

@@ -159,8 +159,6 @@ class Search:
         pen = node.pen and node.known == mark
         return _changed(state, i, known=mark, pen=pen, unmodified=not first and node.token is None)
 
-    # -- lookups ------------------------------------------------------------------------------------------------------
-
     def _lookups(self, state: State, i: int, node: Node) -> Iterator[tuple[str, State]]:
         if node.fetch:
             yield f"{i} answers", self._answered(state, i, node, *node.fetch)
@@ -193,8 +191,6 @@ class Search:
         if forbidden >> row & 1:
             raise WrongAnswer(f"{i} answers with {row}: {state}")
         return state
-
-    # -- modifications ------------------------------------------------------------------------------------------------
 
     def _modifications(self, state: State, i: int, node: Node) -> Iterator[tuple[str, State]]:
         if node.write is None:

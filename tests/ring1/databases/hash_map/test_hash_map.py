@@ -79,9 +79,6 @@ def assert_holds(database, keys, dim=DIM, version=0):
     np.testing.assert_array_equal(out, vectors_of(keys, dim, version))
 
 
-# -- configuration ----------------------------------------------------------------------------------------------------
-
-
 def test_it_is_opened_as_configured():
     bounds = {"overflow_margin": 100, "overflow_policy": "evict_oldest", "overflow_resolution_target": 0.5}
     sizes = {"num_partitions": 3, "allocation_rate": 1 << 20, "max_batch_size": 10}
@@ -96,9 +93,6 @@ def test_it_is_opened_as_configured():
     database = filled(HashMapDatabase.from_config(VolatileDbConfig(type="hash_map")), distinct_keys(10))
     assert database.stats(TAG).capacity_rows == 2**64 - 1  # by default nothing is evicted, and no stamp kept
     assert inspect(database, TAG).stamps == {}
-
-
-# -- layout -----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_deleted_keys_are_used_again(database):
@@ -257,9 +251,6 @@ def test_a_table_is_not_dense_if(why):
     inspect(database, TAG)
 
 
-# -- scan -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chunk_rows", [1, 4096, 10**9])
 def test_scan_yields_more_rows_of_one_home_than_a_step_holds(database, chunk_rows):
     keys = np.concatenate([colliding_keys(6000, 2**31), distinct_keys(500)])
@@ -319,9 +310,6 @@ def test_more_rows_than_row_numbers_are_refused_before_anything_changes(database
     assert inspect(database, TAG).vectors == before
     filled(database, keys[:100], version=2)
     assert_holds(database, keys[:100], version=2)
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_that_do_not_fit_are_refused_in_words(database):

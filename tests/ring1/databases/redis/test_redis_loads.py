@@ -297,9 +297,6 @@ class TestLoadTable:
         assert told == [0, 0]
 
 
-# -- deltas ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def versions(tmp_path):
     """1 is whole, 2 is a delta."""

@@ -87,9 +87,6 @@ def load(database):
         database.finish_load(TAG)
 
 
-# -- above RocksDB ----------------------------------------------------------------------------------------------------
-
-
 def test_the_only_writer_leaves_its_changes_in_redis(replica, client):
     one = replica()
     one.apply(changes(KEYS, 1))
@@ -110,9 +107,6 @@ def test_where_two_write_a_change_only_removes_rows_and_nobody_sees_older_ones(r
     assert (ahead.sees(), behind.sees()) == (2, 3)
     ahead.apply(changes(KEYS[:10], 3))
     assert (ahead.sees(), behind.sees()) == (3, 3)
-
-
-# -- as the authority -------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -202,9 +196,6 @@ def test_order_is_kept_only_where_redis_is_the_authority_and_follows_a_log(repli
     partitions = [KeyPartition(TAG, i) for i in range(PARTITIONS)]
     assert not any(client.exists(one.sequences) for one in partitions)
     assert all(parse(client.get(one.mark)).writers == ("*",) for one in partitions)
-
-
-# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("follow", [True, False])

@@ -90,8 +90,6 @@ class TestRocksDatabase(DatabaseContract):
         return {int.from_bytes(key, "little", signed=True): value for key, value in rows.items()}
 
 
-# -- layout ------------------------------------------------------------------------------------------------------------
-
 KEYS = np.array([1, -2, 0x0102030405060708], np.int64)
 VECTORS = np.array([[1.0, -2.0], [0.5, 3.0], [-0.0, np.inf]], np.float32)
 HUGECTR_ROWS = {

@@ -191,9 +191,6 @@ def test_a_server_that_reads_its_data_says_so_until_it_has_it_again(tmp_path: Pa
         wait_until(tiers.look_up, "Redis answers with what it has read")
 
 
-# -- a cluster ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def whole_cluster(tmp_path_factory):
     durable = "--appendonly", "yes", "--appendfsync", "always"

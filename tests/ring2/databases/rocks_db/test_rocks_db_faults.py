@@ -63,9 +63,6 @@ def outcome_of(code: str, *arguments: str | Path, **options) -> str:
     return out
 
 
-# -- locked ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure(path: Path):
     code = """
         database = RocksDatabase(sys.argv[1])
@@ -199,9 +196,6 @@ def test_a_damaged_or_foreign_seal_does_not_keep_a_whole_database_closed(pristin
         (path / "hps-manifest.json").write_text(text)
         read_everything(path, read_only=False)
         shutil.rmtree(path)
-
-
-# -- no place ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -380,9 +374,6 @@ def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: 
         read_everything(disk, read_only=True)
         with pytest.raises(DatabaseError, match=rf"{disk}.*[Rr]ead-only"):
             RocksDatabase(disk)
-
-
-# -- killed ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("writes", [6, 7, 8, 9])  # a batch of changes is four of them

@@ -27,7 +27,7 @@ class PopulatingPinner:
         self.pinned: dict[int, int] = {}
         self.calls = 0
         self.faults: list[str] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage that is collected under it may unpin
 
     def pin(self, address: int, size_bytes: int) -> None:
         with self._lock:
@@ -36,7 +36,7 @@ class PopulatingPinner:
                 raise DeviceError(f"pinning {size_bytes} bytes: the limit on locked memory is reached")
             if address % PAGE_BYTES or size_bytes % PAGE_BYTES:
                 self.faults.append("a part of a page")
-            if any(address < start + size and start < address + size_bytes for start, size in self.pinned.items()):
+            if any(address < start + size and start < address + size_bytes for start, size in list(self.pinned.items())):
                 self.faults.append("memory that is pinned already")
             self.pinned[address] = size_bytes
         _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)

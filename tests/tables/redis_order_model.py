@@ -11,7 +11,6 @@ after a kill begins with the last one again. Then no process may answer with a v
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hps.databases.redis import marks
@@ -47,23 +46,7 @@ class State(NamedTuple):
     nodes: tuple[Node, ...]
     returned: int  # writes, one bit each
     writes: int
-    budget: tuple[
-        int, ...
-    ]  # writes, fetches, failures, losses, crashes, copies, refusals: how many may still happen; then the log's length
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How processes behave; what differs from the product is a fault that the search must find."""
-
-    guarded: bool = True  # writes land only under the mark that they were sent under
-    pens: bool = True  # nobody writes under a mark that another process made
-    careful: bool = True  # promotions add, and only where nobody else writes
-    counting: bool = True  # rows under an unknown mark do not count
-    remembering: bool = True  # a process knows at its start that it has modified the table
-    quarantine: bool = True  # after a failed promotion what it left is dropped, and another mark is made before a write
-    doubt: bool = True  # a failed write is remembered for the next start
-    deferring: bool = True  # changes of a log only remove rows where others write
+    budget: tuple[int, ...]  # how many of each may still happen; then the length of the log
 
 
 class WrongAnswer(Exception):
@@ -78,17 +61,11 @@ class Search:
 
     Attributes:
         transitions: how many different steps there were.
-        states: how many different states.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
+    def __init__(self) -> None:
         self.transitions = 0
         self._executions: dict[State, int] = {}
-
-    @property
-    def states(self) -> int:
-        return len(self._executions)
 
     def executions(self, state: State) -> int:
         """How many different executions begin in a state; each is run, what they have in common once.
@@ -155,17 +132,17 @@ class Search:
 
     def _landed(self, state: State, message: tuple[Any, ...]) -> State:
         kind, mark, value = message
-        if kind == "write" and (state.mark == mark or not self.rules.guarded):
+        if kind == "write" and state.mark == mark:
             return state._replace(row=value)
-        if kind == "promotion" and (state.mark == mark or not self.rules.careful):
-            return state._replace(row=value if state.row == ABSENT or not self.rules.careful else state.row)
+        if kind == "promotion" and state.mark == mark:
+            return state._replace(row=value if state.row == ABSENT else state.row)
         if kind == "change" and state.mark == mark:
             return state._replace(mark=value)
         return state
 
     def _started(self, state: State, i: int) -> State:
         node = state.nodes[i]
-        if node.token is None or not self.rules.remembering:
+        if node.token is None:
             return self._looked(_changed(state, i, up=True, token=None), i)
         return self._looked(_changed(state, i, up=True, previous=node.token, token=_fresh(state)()), i)
 
@@ -182,8 +159,6 @@ class Search:
         pen = node.pen and node.known == mark
         return _changed(state, i, known=mark, pen=pen, unmodified=not first and node.token is None)
 
-    # -- lookups ------------------------------------------------------------------------------------------------------
-
     def _lookups(self, state: State, i: int, node: Node) -> Iterator[tuple[str, State]]:
         if node.fetch:
             yield f"{i} answers", self._answered(state, i, node, *node.fetch)
@@ -193,23 +168,17 @@ class Search:
         if node.promotion is not None and not node.write and not node.quarantined:
             value = node.promotion
             done = _changed(state, i, promotion=None)
-            if not self.rules.careful:
-                yield f"{i} promotes {value}", done._replace(row=value)
-            elif node.known and marks.may_promote(node.known, self._me(node)):
+            if node.known and marks.may_promote(node.known, self._me(node)):
                 yield f"{i} promotes {value}", self._landed(done, ("promotion", node.known, value))
                 if state.budget[FAILURES]:
                     failed = _late(_spent(done, FAILURES), "promotion", node.known, value)
-                    careful = self.rules.quarantine
-                    yield (
-                        f"{i} fails to promote {value}",
-                        _changed(failed, i, quarantined=careful, pen=node.pen and not careful),
-                    )
+                    yield f"{i} fails to promote {value}", _changed(failed, i, quarantined=True, pen=False)
 
     def _answered(self, state: State, i: int, node: Node, row: int, forbidden: int, promotes: bool) -> State:
         state = _changed(state, i, fetch=None)
         if node.known is None:  # it was dropped meanwhile
             row = ABSENT
-        elif state.mark != node.known and (self.rules.counting or row == ABSENT):
+        elif state.mark != node.known:
             if not marks.counts(state.mark, self._me(node), node.known):
                 row = ABSENT
                 state = self._looked(state, i)
@@ -223,8 +192,6 @@ class Search:
             raise WrongAnswer(f"{i} answers with {row}: {state}")
         return state
 
-    # -- modifications ------------------------------------------------------------------------------------------------
-
     def _modifications(self, state: State, i: int, node: Node) -> Iterator[tuple[str, State]]:
         if node.write is None:
             if state.budget[WRITES] and not node.healing:
@@ -236,7 +203,7 @@ class Search:
         stage, value, before, first = node.write
         if stage == "done" or node.quarantined:
             token = node.token
-            if node.quarantined and stage != "done" and self.rules.doubt:
+            if node.quarantined and stage != "done":
                 token = _fresh(state)()
             previous = node.previous if token == node.token else None
             done = _changed(
@@ -249,7 +216,7 @@ class Search:
         if stage == "take":
             yield from self._taking(state, i, node, value, before, first)
             return
-        if state.mark == node.known or not self.rules.guarded:
+        if state.mark == node.known:
             stored = self._stored(state, i, value)
             yield f"{i} writes {stored}", _changed(state._replace(row=stored), i, write=("done", value, before, first))
         elif state.budget[REFUSALS]:
@@ -275,7 +242,7 @@ class Search:
         """The row that a process leaves where it writes a value."""
         node = state.nodes[i]
         others = state.budget[APPLIES] and node.known and not marks.alone(node.known, self._me(node))
-        return ABSENT if others and self.rules.deferring else value
+        return ABSENT if others else value
 
     def _taking(self, state: State, i: int, node: Node, value: int, before: int, first: bool) -> Iterator[tuple[str, State]]:
         me, known = self._me(node), node.known
@@ -285,7 +252,7 @@ class Search:
         sending = ("send", value, before, first)
         if not entered and not first:
             yield f"{i} looks", self._looked(state, i)
-        elif entered and (node.pen or not self.rules.pens):
+        elif entered and node.pen:
             yield f"{i} sends {value}", _changed(state, i, write=sending)
         else:
             mark = marks.taken(known, me, _fresh(state))

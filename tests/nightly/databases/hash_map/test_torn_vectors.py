@@ -8,7 +8,7 @@ import pytest
 
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.testing.databases import TAG, distinct_keys, fetched, vectors_of
+from hps.testing.databases import TAG, distinct_keys, vectors_of
 from hps.testing.readers import reading
 from tests.fakes.populating_pinner import PopulatingPinner
 from tests.tables.hash_map_inspection import inspect
@@ -102,32 +102,3 @@ def test_no_vector_of_a_mirror_is_wrong_beside_a_writer(segmented_from, monkeypa
             assert (versions[:, asked[answered]] == out[answered]).all(axis=2).any(axis=0).all()
             answers += answered.sum()
         writer.join()
-
-
-@pytest.mark.parametrize("dim", [20, 32, 5000])
-def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time(dim):
-    """Eight keys of one bucket are replaced without a pause, and two of them deleted and inserted."""
-    database = HashMapDatabase(initial_buckets=1)
-    database.open_table(TAG, dim)
-    keys = distinct_keys(8)
-    versions = np.stack([vectors_of(keys, dim, version) for version in range(8)])
-    database.insert(TAG, keys, versions[0])
-
-    def read(rng):
-        picks = rng.integers(0, 8, 64 if dim > 1000 else 1000)
-        out, found = fetched(database, TAG, keys[picks], dim)
-        assert found[picks < 6].all(), "a key that was never deleted was absent"
-        assert np.isnan(out[~found]).all(), "a row that was not found was written"
-        picked = picks[found]
-        same = versions[:, picked, 0] == out[found][:, 0]
-        np.testing.assert_array_equal(out[found], versions[same.argmax(axis=0), picked])
-        return picked.size
-
-    with reading(read):
-        many = np.tile(keys, 100)
-        for version in range(5000 if dim > 1000 else 4000):
-            if dim > 1000:
-                database.insert(TAG, keys, versions[version % 8])
-            else:  # stay inside one call for long
-                database.insert(TAG, many, versions[np.arange(800) // 8 % 8, np.arange(800) % 8])
-            database.delete(TAG, keys[6:])

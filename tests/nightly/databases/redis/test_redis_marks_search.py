@@ -1,9 +1,6 @@
-"""The rules of marks, searched exhaustively, and their scripts, compared with the mirror in many more sequences."""
+"""The rules of marks, searched exhaustively."""
 
-import pytest
-
-from tests.ring1.databases.redis.test_redis_marks_properties import compare, nodes  # noqa: F401 - a fixture
-from tests.tables.redis_order_model import Rules, Search, WrongAnswer, start
+from tests.tables.redis_order_model import Search, start
 
 LEAST_TRANSITIONS = 1_000_000
 
@@ -23,25 +20,7 @@ def test_no_interleaving_shows_a_process_what_is_older_than_its_own_write():
         (1, {"applies": 2, "fetches": 1, "copies": 1}),
         (1, {"applies": 2, "fetches": 2, "failures": 1, "losses": 1}),
     ):
-        search = Search(Rules())
+        search = Search()
         executions += search.executions(start(processes, **budget))
         transitions += search.transitions
     assert executions > transitions > LEAST_TRANSITIONS
-
-
-@pytest.mark.parametrize(
-    ("fault", "budget"),
-    [
-        ("deferring", {"applies": 2, "fetches": 1}),
-        ("pens", {"writes": 3, "fetches": 1, "failures": 1, "refusals": 1}),
-        ("doubt", {"writes": 2, "fetches": 1, "failures": 1, "crashes": 1}),
-    ],
-)
-def test_without_one_of_the_rules_a_wrong_answer_is_found(fault, budget):
-    with pytest.raises(WrongAnswer, match="answers with"):
-        Search(Rules(**{fault: False})).executions(start(2, **budget))
-
-
-@pytest.mark.redis
-def test_the_scripts_do_what_their_mirror_does(nodes, client):  # noqa: F811 - the fixture
-    compare(nodes, client, max_examples=1000)

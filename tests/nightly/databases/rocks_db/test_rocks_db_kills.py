@@ -1,25 +1,13 @@
-"""RocksDB is killed and damaged again and again, at random: what was acknowledged is there, and a load completes."""
-# ruff: noqa: F811 - fixtures are imported
+"""RocksDB is killed again and again, at random: what was acknowledged is there."""
 
 import random
 import sys  # noqa: F401 - for the children
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.database import RocksDatabase  # noqa: F401 - for the children
-from hps.errors import InvalidInputError, UnknownTableError
-from hps.testing.databases import DIM, TAG, fetched, vectors_of
-from tests.ring2.databases.rocks_db import test_rocks_db_faults as faults
-from tests.ring2.databases.rocks_db import test_rocks_db_logs as damaged_logs
-from tests.ring2.databases.rocks_db.test_rocks_db_faults import child, pristine  # noqa: F401 - fixtures
-from tests.ring2.databases.rocks_db.test_rocks_db_logs import KEYS, killed  # noqa: F401 - a fixture
+from hps.testing.databases import DIM, TAG, fetched, vectors_of  # noqa: F401 - for the children
+from tests.ring2.databases.rocks_db.test_rocks_db_faults import child
+from tests.ring2.databases.rocks_db.test_rocks_db_logs import KEYS
 from tests.tables.rocks_database import opened
 
 
@@ -62,57 +50,3 @@ def test_kills_are_never_refused_whatever_the_logs_are_at(tmp_path: Path):
                 fits = [v for v in candidates if (out == vectors_of(KEYS[:500], DIM, int(v))).all()]
                 assert fits or version == "dropped"
                 acknowledged[tag] = fits[0] if fits else "dropped"
-
-
-def test_a_table_that_is_replaced_under_its_writers_and_readers_never_mixes_its_widths(path: Path):
-    with opened(path) as database:
-        done = threading.Event()
-
-        def use(work: Callable[[int], object], dim: int) -> int:
-            calls = 0
-            while not done.is_set():
-                try:
-                    work(dim)
-                    calls += 1
-                except (UnknownTableError, InvalidInputError):  # dropped, or of the other width just now
-                    continue
-            return calls
-
-        def insert(dim: int) -> None:
-            database.insert(TAG, KEYS, vectors_of(KEYS, dim))
-
-        def load(dim: int) -> None:
-            database.load_chunk(TAG, KEYS[::-1].copy(), vectors_of(KEYS[::-1].copy(), dim), LoadRecord("x", 1, 1))
-
-        def fetch(dim: int) -> None:
-            out, found = fetched(database, TAG, KEYS, dim)
-            np.testing.assert_array_equal(out[found], vectors_of(KEYS, dim)[found])
-
-        with ThreadPoolExecutor(6) as pool:
-            users = [pool.submit(use, work, dim) for work in (insert, load, fetch) for dim in (DIM, DIM + 1)]
-            try:
-                for turn in range(10):
-                    time.sleep(0.02)
-                    database.drop_table(TAG)
-                    database.open_table(TAG, DIM + turn % 2)
-            finally:
-                done.set()
-            assert sum(user.result(60) for user in users) > 0
-
-
-@pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize("damage", faults.DAMAGES)
-@pytest.mark.parametrize("pattern", faults.PATTERNS)
-def test_a_damaged_file_is_reported_and_never_answers_wrongly(
-    pristine: Path,
-    path: Path,
-    pattern: str,
-    damage: faults.Damage,
-    read_only: bool,
-):
-    faults.check_damaged(pristine, path, pattern, damage, read_only, seeds=12)
-
-
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_damaged_log_is_refused_and_left_as_it_is(killed: Path, tmp_path: Path, read_only: bool):
-    assert damaged_logs.outcome_of(damaged_logs.ATTACK, killed, tmp_path / "rocksdb", str(read_only), "8") == ""

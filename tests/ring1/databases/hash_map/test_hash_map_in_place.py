@@ -1,4 +1,7 @@
-"""The hash map as devices read it in place: what is pinned, what is shown, and how long it stays."""
+"""The hash map as devices read it in place: what is pinned, shown and copied, and how long it stays.
+
+What they read is compared with a dict in `tests/ring1/databases/hash_map/test_hash_map_properties.py`.
+"""
 
 import ctypes
 import gc
@@ -13,13 +16,13 @@ import pytest
 from hps.databases.hash_map import in_place
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.layout import DENSE_ROWS, SEGMENT_BITS, VERSIONS
+from hps.databases.hash_map.layout import SEGMENT_BITS, VERSIONS
 from hps.databases.hash_map.memory import PAGE_BYTES
-from hps.errors import DeviceError, InvalidInputError, NotReadyError, UnknownTableError
+from hps.errors import DeviceError, InvalidInputError, NotReadyError
 from hps.testing.databases import DIM, TAG, distinct_keys, vectors_of
 from tests.fakes.populating_pinner import PopulatingPinner, named_by
 from tests.tables.hash_map_inspection import inspect, keys_with_hash, mixed
-from tests.tables.host_layout_reader import read_in_place, without_buckets
+from tests.tables.host_layout_reader import MirroredTable, read_in_place
 
 
 @pytest.fixture
@@ -76,7 +79,9 @@ def test_a_pinned_table_is_read_by_its_layout_alone(database, pinner, monkeypatc
     assert max(pinner.pinned.values()) == 8 * PAGE_BYTES
     assert [done for done, _ in steps] == np.cumsum([*pinner.pinned.values()]).tolist()
     assert {total for _, total in steps} == {steps[-1][0]}
-    assert table.layout() is table.layout()
+    layout, second = table.layout(), PopulatingPinner()
+    table.pin(second)  # of a further device
+    assert (second.calls, table.layout() is layout) == (0, True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -91,16 +96,6 @@ def test_pinned_memory_is_not_passed_on_to_forked_processes(database, pinner):
             kept |= {address: "dc" in line.split() for address in pinner.pinned if start <= address < stop}
     assert set(kept) == set(pinner.pinned)
     assert all(kept.values())
-
-
-def test_further_devices_pin_nothing_twice(database, pinner):
-    fill(database, distinct_keys(100))
-    table, second = database.host_table(TAG), PopulatingPinner()
-    table.pin(pinner)
-    layout = table.layout()
-    table.pin(second)
-    assert second.calls == 0
-    assert table.layout() is layout
 
 
 def test_growth_is_pinned_and_shown_before_rows_are_linked_and_before_old_readers_are_sent_on(database, pinner):
@@ -122,6 +117,7 @@ def test_growth_is_pinned_and_shown_before_rows_are_linked_and_before_old_reader
     end = table.watch(watcher)
     for start in range(10, keys.size, 10):
         fill(database, keys[start : start + 10])
+        assert table.layout().slabs.size == database._tables[TAG].memory[1].count
     assert len(seen) > 10
     assert all(seen)
     assert_readable(table.layout(), pinner, keys)
@@ -129,20 +125,6 @@ def test_growth_is_pinned_and_shown_before_rows_are_linked_and_before_old_reader
     shown = len(seen)
     fill(database, distinct_keys(50_000, seed=3))
     assert len(seen) == shown
-
-
-def test_what_a_layout_names_stays_pinned_while_it_is_held(database, pinner):
-    fill(database, distinct_keys(9))
-    table = database.host_table(TAG)
-    table.pin(pinner)
-    old = table.layout()
-    fill(database, distinct_keys(500, seed=5))
-    _, answered = read_in_place(old, distinct_keys(9))
-    assert not answered.any()
-    assert all(pinner.holds(*place) for place in named_by(old.words, old.slabs))
-    count = len(pinner.pinned)
-    del old
-    assert len(pinner.pinned) < count
 
 
 @pytest.mark.parametrize("end", ["drop", "close", "close the table"])
@@ -183,17 +165,6 @@ def test_pinning_that_fails_leaves_nothing_pinned_and_may_be_tried_again(databas
     assert pinner.faults == []
 
 
-def test_new_slabs_are_shown_also_while_the_buckets_have_room(pinner):
-    database, keys = opened(256), distinct_keys(5000)
-    table, (_, slabs) = database.host_table(TAG), database._tables[TAG].memory
-    table.pin(pinner)
-    for start in range(0, keys.size, 20):
-        fill(database, keys[start : start + 20], dim=256)
-        assert table.layout().slabs.size == slabs.count
-    assert slabs.count > 3
-    database.close()
-
-
 def test_growth_that_cannot_be_pinned_ends_reading_in_place_and_nothing_else(database, pinner, caplog):
     keys = distinct_keys(20_000)
     fill(database, keys[:100])
@@ -211,70 +182,6 @@ def test_growth_that_cannot_be_pinned_ends_reading_in_place_and_nothing_else(dat
     assert set(inspect(database, TAG).vectors) == set(keys.tolist())
 
 
-def test_a_table_whose_policy_goes_by_accesses_is_not_pinned():
-    for policy in ("evict_oldest", "evict_least_used"):
-        database, pinner = opened(overflow_margin=100, overflow_policy=policy), PopulatingPinner()
-        with pytest.raises(InvalidInputError, match="does not note; expected evict_random"):
-            database.host_table(TAG).pin(pinner)
-        assert pinner.calls == 0
-
-
-def test_a_table_that_is_dropped_while_it_is_pinned_leaves_nothing_pinned(database, pinner):
-    fill(database, distinct_keys(1000))
-    table = database.host_table(TAG)
-    with pytest.raises(InvalidInputError, match="dropped meanwhile"):
-        table.pin(pinner, lambda done, total: database.drop_table(TAG))
-    assert pinner.pinned == {}
-
-
-def test_what_a_table_grows_by_while_it_is_pinned_is_pinned_too(database, pinner):
-    keys = distinct_keys(3000)
-    fill(database, keys[:100])
-    grown = []
-
-    def progress(done, total):
-        if not grown:
-            fill(database, keys[100:])
-            grown.append(True)
-
-    table = database.host_table(TAG)
-    table.pin(pinner, progress)
-    assert_readable(table.layout(), pinner, keys)
-
-
-def test_growth_that_was_interrupted_is_shown_by_the_next_writer(database, pinner, monkeypatch):
-    keys = distinct_keys(9)
-    fill(database, keys)
-    table = database.host_table(TAG)
-    table.pin(pinner)
-    old = table.layout()
-
-    def interrupted(pages, pinner, pinned):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(in_place, "PinnedPages", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fill(database, distinct_keys(10, seed=5))
-    database.delete(TAG, keys[:1])
-    assert table.layout() is not old
-    assert_readable(table.layout(), pinner, keys[1:])
-    assert not read_in_place(old, keys)[1].any()
-
-
-def test_a_forked_child_unpins_nothing(database, pinner):
-    """What `disown` does there; the pages are the parent's."""
-    fill(database, distinct_keys(9))
-    database.host_table(TAG).pin(pinner)
-    count = len(pinner.pinned)
-    tables = database._tables
-    database.disown()
-    with pytest.raises(NotReadyError):
-        database.host_table(TAG)
-    assert len(pinner.pinned) == count
-    database._tables = tables
-
-
 def test_a_pinned_table_counts_what_pinning_commits(pinner):
     database = opened(64)
     fill(database, distinct_keys(5000), dim=64)
@@ -287,104 +194,34 @@ def test_a_pinned_table_counts_what_pinning_commits(pinner):
     database.close()
 
 
-def with_holes(layout):
-    """Which stripes have some, as a device hears it."""
-    versions = np.frombuffer((ctypes.c_char * (1024 * 64)).from_address(int(layout.words[VERSIONS])), np.uint64)[::8]
-    assert not (versions & np.uint64(1)).any()
-    return versions >> np.uint64(63) == 1
+@pytest.mark.parametrize("meanwhile", ["grows", "dropped"])
+def test_what_becomes_of_a_table_while_it_is_pinned_counts(database, pinner, meanwhile):
+    keys = distinct_keys(3000)
+    fill(database, keys[:100])
+    table, todo = database.host_table(TAG), [lambda: fill(database, keys[100:])]
+    if meanwhile == "grows":
+        table.pin(pinner, lambda done, total: todo and todo.pop()())
+        assert_readable(table.layout(), pinner, keys)
+    else:
+        with pytest.raises(InvalidInputError, match="dropped meanwhile"):
+            table.pin(pinner, lambda done, total: database.drop_table(TAG))
+        assert pinner.pinned == {}
 
 
-def stripes_of(keys):
-    return (mixed(keys) >> np.uint64(54)).astype(np.int64)
-
-
-@pytest.mark.parametrize("pinned", ["first", "loaded first"])
-def test_a_dense_table_is_read_without_its_buckets(database, pinner, pinned):
-    keys, table = np.random.default_rng(1).permutation(20_000), database.host_table(TAG)
-    if pinned == "first":
-        table.pin(pinner)
-    database.reserve(TAG, keys.size, [keys])
-    fill(database, keys[:-1])
-    if pinned == "loaded first":
-        table.pin(pinner)
-    (hole,) = np.flatnonzero(with_holes(table.layout()))
-    assert hole == stripes_of(keys[-1:])[0]
-    there = read_in_place(without_buckets(table.layout()), keys)[1]
-    np.testing.assert_array_equal(there, stripes_of(keys) != hole)
-    assert_readable(table.layout(), pinner, keys[:-1])
-    assert not read_in_place(table.layout(), keys[-1:])[1].any()
-    fill(database, keys[-1:])
-    assert_read(without_buckets(table.layout()), keys)
-    outside = np.array([-1, keys.size, 1 << 32, 2**63 - 1, -(2**63)])
-    assert not read_in_place(table.layout(), outside)[1].any()
-    fill(database, outside)
-    assert_readable(table.layout(), pinner, np.concatenate([keys, outside]))
-    assert not read_in_place(without_buckets(table.layout()), outside)[1].any()
-
-
-def test_holes_come_and_go_and_what_is_gone_is_read_by_no_layout(database, pinner):
-    """Twice: a layout that a device got before the first hole says the same."""
-    keys, table = np.arange(5000), database.host_table(TAG)
-    database.reserve(TAG, keys.size, [keys])
-    fill(database, keys)
-    table.pin(pinner)
-    old = table.layout()
-    for version in (1, 2):
-        gone = keys[version::700].copy()
-        assert_read(without_buckets(old), keys, version=version - 1)
-        database.delete(TAG, gone[:-1].copy())
-        database.delete(TAG, gone)
-        left = np.setdiff1d(keys, gone)
-        assert set(np.flatnonzero(with_holes(old))) == set(stripes_of(gone))
-        fill(database, -gone - 1)  # they do not get the rows
-        assert not read_in_place(old, gone)[1].any()
-        assert not read_in_place(table.layout(), gone)[1].any()
-        assert_readable(table.layout(), pinner, left, version=version - 1)
-        assert_read(without_buckets(old), left[~np.isin(stripes_of(left), stripes_of(gone))], version=version - 1)
-        fill(database, gone[1:].copy(), version)
-        assert not read_in_place(old, gone[:1])[1].any()
-        assert set(np.flatnonzero(with_holes(old))) == set(stripes_of(gone[:1]))
-        fill(database, keys, version)
-        assert not with_holes(old).any()
-    assert_read(without_buckets(old), keys, version=2)
-    inspect(database, TAG)
-
-
-def test_a_dense_table_that_grows_is_still_read_without_its_buckets(database, pinner):
-    """Devices that have an outgrown layout need no other one for dense keys."""
-    keys, table = np.arange(300), database.host_table(TAG)
-    database.reserve(TAG, keys.size, [keys])
-    fill(database, keys)
-    table.pin(pinner)
-    old, others = table.layout(), distinct_keys(20_000)
-    fill(database, others)
-    assert table.layout().slabs.size > old.slabs.size
-    for layout in (old, table.layout()):
-        assert_read(without_buckets(layout), keys)
-    assert_readable(table.layout(), pinner, others)
-    assert not read_in_place(old, others)[1].any()
-
-
-def test_a_dense_table_that_is_made_anew_is_another(database, pinner):
-    for version in range(3):
-        keys = np.arange(2000 - version)
-        database.reserve(TAG, keys.size, [keys])
-        table = database.host_table(TAG)
-        table.pin(pinner)
-        assert table.layout().words[DENSE_ROWS] == keys.size
-        assert with_holes(table.layout()).sum() == np.unique(stripes_of(keys)).size
-        assert not read_in_place(table.layout(), keys)[1].any()
-        fill(database, keys, version)
-        assert_read(without_buckets(table.layout()), keys, version)
-        assert not read_in_place(table.layout(), np.arange(keys.size, 2100))[1].any()
-        database.drop_table(TAG)
-        assert table.layout() is None
-        database.open_table(TAG, DIM)
-
-
-def test_an_unknown_table_is_refused():
-    with pytest.raises(UnknownTableError, match="there is no table"):
-        opened().host_table("hps_et.m.other")
+def test_a_forked_child_unpins_nothing_and_a_policy_that_goes_by_accesses_pins_nothing(pinner):
+    for policy in ("evict_oldest", "evict_least_used"):
+        database = opened(overflow_margin=100, overflow_policy=policy)
+        with pytest.raises(InvalidInputError, match="does not note; expected evict_random"):
+            database.host_table(TAG).pin(pinner)
+        assert pinner.calls == 0
+    database = opened()
+    database.host_table(TAG).pin(pinner)
+    count, tables = len(pinner.pinned), database._tables
+    database.disown()  # what it does there; the pages are the parent's
+    with pytest.raises(NotReadyError):
+        database.host_table(TAG)
+    assert len(pinner.pinned) == count
+    del tables
 
 
 def test_a_device_that_looks_for_key_0_hears_of_every_entry_that_may_look_like_it(database, pinner):
@@ -402,3 +239,82 @@ def test_a_device_that_looks_for_key_0_hears_of_every_entry_that_may_look_like_i
             change(TAG, np.array([key]), np.zeros((1, DIM), np.float32))
             assert int(versions[0]) == before + steps
             assert not (versions & np.uint64(1)).any()
+
+
+# -- copies of the buckets ---------------------------------------------------------------------------------------------
+
+
+def mirror_of(database, pinner):
+    table = database.host_table(TAG)
+    table.pin(pinner)
+    return MirroredTable(table)
+
+
+def assert_mirrors(mirror, keys, absent, version=0):
+    out, answered, copied = mirror.read(keys)
+    assert answered.all()
+    assert copied.all()
+    np.testing.assert_array_equal(out, vectors_of(keys, DIM, version))
+    _, answered, copied = mirror.read(absent)
+    assert copied.all()
+    assert not answered.any()
+
+
+def test_only_what_changed_is_copied_and_any_bucket_where_too_much_did(database, pinner, monkeypatch):
+    mirror, keys = mirror_of(database, pinner), distinct_keys(2000)
+    fill(database, keys)
+    assert mirror.updates[0].buckets is None
+    del mirror.updates[:]
+    fill(database, keys[:3], 1)  # replaces vectors, in place
+    (replaced,) = mirror.updates
+    assert replaced.buckets.size == 0
+    database.delete(TAG, keys[:1])
+    assert 1 <= mirror.updates[-1].buckets.size <= 20
+    before = len(mirror.updates)
+    list(database.scan(TAG, 100))
+    database.delete(TAG, keys[:1])  # which is gone
+    assert len(mirror.updates) == before
+    monkeypatch.setattr(in_place, "CHANGES_LIMIT", 50)
+    for start, stop, noted in ((1, 3, True), (3, 60, False), (60, 63, True)):
+        database.delete(TAG, keys[start:stop])
+        assert (mirror.updates[-1].buckets is not None) is noted
+        assert_mirrors(mirror, keys[63:], keys[:stop])
+
+
+def test_keys_that_pass_full_buckets_are_found_in_the_copy_and_no_longer_when_they_are_gone(database, pinner):
+    mirror, crowd = (
+        mirror_of(database, pinner),
+        keys_with_hash(np.full(25, 5 << 40, np.uint64) + np.arange(25, dtype=np.uint64)),
+    )
+    fill(database, distinct_keys(400))
+    for i in range(25):  # each write changes another bucket, and counts in those that it passes
+        fill(database, crowd[i : i + 1])
+        assert_mirrors(mirror, crowd[: i + 1], crowd[i + 1 :])
+    for i in range(12):
+        database.delete(TAG, crowd[i : i + 1])
+        assert_mirrors(mirror, crowd[i + 1 :], crowd[: i + 1])
+
+
+def test_a_second_mirror_begins_with_all_and_the_first_goes_on(database, pinner):
+    mirror, keys = mirror_of(database, pinner), distinct_keys(500)
+    fill(database, keys)
+    second = MirroredTable(database.host_table(TAG))
+    assert second.updates[0].buckets is None
+    fill(database, keys[:50], 0)
+    for one in (mirror, second):
+        assert_mirrors(one, keys, ~keys)
+    second.close()
+    told = len(second.updates)
+    database.delete(TAG, keys[:10])
+    assert len(second.updates) == told
+    assert_mirrors(mirror, keys[10:], keys[:10])
+
+
+def test_a_table_without_pins_or_dropped_has_no_mirror(database, pinner):
+    mirror_of(database, pinner)
+    table = database.host_table(TAG)
+    database.open_table("another", DIM)
+    database.drop_table(TAG)
+    for one in (database.host_table("another"), table):
+        with pytest.raises(InvalidInputError, match="not pinned, or was dropped"):
+            one.mirror(print)

@@ -94,18 +94,6 @@ def test_eviction_halves_the_counts_of_the_rows_that_stay():
     assert inspect(database, TAG).stamps == {**{int(key): 10 for key in keys[:4]}, int(keys[10]): 1}
 
 
-def test_fame_fades_until_newer_rows_stay():
-    database = bounded("evict_least_used", 10, 0.5)
-    famous = distinct_keys(5)
-    insert(database, famous)
-    fetch(database, np.repeat(famous, 1000))
-    for round_ in range(14):
-        newer = distinct_keys(6, seed=10 + round_)
-        insert(database, newer)
-        fetch(database, np.repeat(newer, 8))
-    assert not held(database) & set(famous.tolist())
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_that_are_alike_go_at_random(policy, clock):
     database = bounded(policy, 2000, 0.5, clock=clock)
@@ -152,9 +140,3 @@ def test_a_clock_beyond_every_stamp_is_no_error(clock):
     clock.now = 1e15
     insert(database, distinct_keys(11))
     assert set(inspect(database, TAG).stamps.values()) == {2**32 - 1}
-
-
-def test_random_eviction_keeps_no_stamps():
-    database = bounded("evict_random", 10)
-    insert(database, distinct_keys(10))
-    assert inspect(database, TAG).stamps == {}

@@ -10,16 +10,18 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.testing.databases import AWKWARD_KEYS, TAG, distinct_keys, fetched, vectors_of
 from tests.fakes.populating_pinner import PopulatingPinner
 from tests.tables.hash_map_inspection import colliding_keys, inspect, mixed
-from tests.tables.host_layout_reader import read_in_place
+from tests.tables.host_layout_reader import MirroredTable, read_in_place, without_buckets
 
 POOL = np.concatenate(
     [AWKWARD_KEYS, np.arange(90), colliding_keys(60), colliding_keys(40, upper=0), distinct_keys(60), np.arange(-30, 30) << 32]
 ).astype(np.int64)
 POOL = np.unique(POOL)
 DIM = 3
+VERSIONS = np.stack([vectors_of(POOL, DIM, version) for version in range(200)])
 
 positions = st.lists(st.integers(0, POOL.size - 1), max_size=80)
 runs = st.tuples(st.integers(0, POOL.size - 1), st.integers(0, POOL.size)).map(
@@ -45,11 +47,15 @@ class HashMapMachine(RuleBasedStateMachine):
         self.patch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
         self.database, self.pinner = HashMapDatabase(initial_buckets=buckets, allocation_rate=1), PopulatingPinner()
         self.model: dict[str, dict[int, int]] = {}
+        self.oldest, self.mirrors = {}, {}
         self.version = 0
-        return multiple(self._opened("hps_et.m.a"), self._opened("hps_et.m.b"))
+        return multiple(self._opened("hps_et.m.a"), self._opened("hps_et.m.dense"))
 
     def _opened(self, tag):
         self.database.open_table(tag, DIM)
+        if tag == "hps_et.m.dense":
+            self.database.reserve(tag, 80, [np.arange(80)])
+            self.pin(tag)
         self.model[tag] = {}
         return tag
 
@@ -107,11 +113,21 @@ class HashMapMachine(RuleBasedStateMachine):
 
     @rule(tag=tables)
     def pin(self, tag):
-        self.database.host_table(tag).pin(self.pinner)
+        table = self.database.host_table(tag)
+        table.pin(self.pinner)
+        self.oldest.setdefault(tag, table.layout())
+        self.mirrors.setdefault(tag, MirroredTable(table))
+
+    @rule(tag=tables, late=st.booleans())
+    def take_notice(self, tag, late):
+        if mirror := self.mirrors.get(tag):
+            mirror.late = late
 
     @rule(tag=consumes(tables), target=tables)
     def drop(self, tag):
         self.database.drop_table(tag)
+        self.oldest.pop(tag, None)
+        self.mirrors.pop(tag, None)
         assert tag not in self.database.tags()
         return self._opened(tag)
 
@@ -127,13 +143,27 @@ class HashMapMachine(RuleBasedStateMachine):
             assert self.database.size(tag) == self.database.stats(tag).rows == len(model)
 
     @invariant()
-    def a_device_reads_what_the_dict_holds(self):
+    def devices_read_what_the_dict_holds(self):
         for tag, model in getattr(self, "model", {}).items():
             if layout := self.database.host_table(tag).layout():
-                vectors, answered = read_in_place(layout, POOL)
-                np.testing.assert_array_equal(answered, np.isin(POOL, list(model)))
-                for key, vector in zip(POOL[answered], vectors[answered], strict=True):
-                    assert (vector == vectors_of(np.array([key]), DIM, model[int(key)])[0]).all()
+                assert not self.pinner.faults
+                there = np.isin(POOL, list(model))
+                dense = np.arange(int(layout.words[DENSE_ROWS]))
+                holes = stripes_of(np.setdiff1d(dense, list(model)))
+                whole = np.isin(POOL, dense[~np.isin(stripes_of(dense), holes)])
+                versions = np.array([model.get(key, 0) for key in POOL.tolist()])
+                for (vectors, answered, *_), expected in (
+                    (read_in_place(layout, POOL), there),
+                    (self.mirrors[tag].read(POOL), there),
+                    (read_in_place(without_buckets(layout), POOL), whole),
+                    (read_in_place(self.oldest[tag], POOL), None),
+                ):
+                    np.testing.assert_array_equal(answered, answered & there if expected is None else expected)
+                    np.testing.assert_array_equal(vectors[answered], VERSIONS[versions[answered], answered.nonzero()[0]])
+
+
+def stripes_of(keys):
+    return mixed(keys) >> np.uint64(54)
 
 
 HashMapMachine.TestCase.settings = settings(max_examples=4, stateful_step_count=20, deadline=None, derandomize=True)
@@ -151,15 +181,13 @@ HISTORIES = {
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(**HISTORIES)
 def test_partitions_hold_exactly_as_many_rows_as_margin_target_and_batch_say(steps, policy, partitions, margin, target):
-    database = HashMapDatabase(
-        num_partitions=partitions,
-        overflow_margin=margin,
-        overflow_policy=policy,
-        overflow_resolution_target=target,
-        max_batch_size=POOL.size,
-        initial_buckets=1,
-    )
+    bounds = {"overflow_margin": margin, "overflow_policy": policy, "overflow_resolution_target": target}
+    database = HashMapDatabase(num_partitions=partitions, max_batch_size=POOL.size, initial_buckets=1, **bounds)
     database.open_table(TAG, DIM)
+    mirror = None
+    if policy == "evict_random":
+        database.host_table(TAG).pin(PopulatingPinner())
+        mirror = MirroredTable(database.host_table(TAG))
     held: set[int] = set()
     versions: dict[int, int] = {}
     for version, (step, keys) in enumerate(steps):
@@ -186,6 +214,10 @@ def test_partitions_hold_exactly_as_many_rows_as_margin_target_and_batch_say(ste
             assert entered <= here <= full
             assert len(here) == (max(round(margin * target), len(entered)) if len(full) > margin else len(full))
         held = now
+        if mirror:
+            _, answered, copied = mirror.read(POOL)
+            assert set(POOL[answered].tolist()) == held
+            assert copied.all() or not keys.size
 
 
 def _of_partition(keys: Iterable[int], partition: int, partitions: int) -> list[int]:

@@ -172,23 +172,8 @@ def test_closing_beside_calls_ends_them(database, link):
     assert database.open_connections == 0
 
 
-@pytest.mark.parametrize("dim", [1, 100_000])
-def test_vectors_of_any_size(opened, dim):
-    """Of one number, and larger than every buffer."""
-    database, keys = opened(), distinct_keys(12)
-    vectors = np.random.default_rng(1).random((12, dim), np.float32)
-    database.open_table(TAG, dim)
-    database.insert(TAG, keys, vectors)
-    out, found = fetched(database, TAG, np.concatenate([keys, ~keys]), dim)
-    assert found.tolist() == [True] * 12 + [False] * 12
-    np.testing.assert_array_equal(out[:12], vectors)
-    scanned = np.concatenate([some for some, _ in database.scan(TAG, 5)])
-    np.testing.assert_array_equal(np.sort(scanned), np.sort(keys))
-
-
 def test_unaligned_arrays(database):
     shifted = np.frombuffer(bytes(3) + KEYS.tobytes(), np.uint8)[3:].view(np.int64)
-    assert not shifted.flags.aligned
     out = np.zeros(VECTORS.nbytes + 3, np.uint8)[3:].view(np.float32).reshape(VECTORS.shape)
     assert database.fetch(TAG, shifted, out, np.zeros(KEYS.size, np.bool_)) == KEYS.size
     np.testing.assert_array_equal(out, VECTORS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from redis.crc import key_slot
 
-from hps.databases.redis.layout import KeyPartition, RedisLayout, partition_number, tag_of
+from hps.databases.redis.layout import RedisLayout, partition_number, tag_of
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
 from hps.testing.databases import distinct_keys, fetched, vectors_of
 from hps.testing.waiting import PATIENCE_S
@@ -24,22 +24,23 @@ ROWS = {
 }
 
 
+@pytest.fixture
+def table(opened):
+    """A database with the table open."""
+    database = opened()
+    database.open_table(TAG, 2)
+    return database
+
+
 def rows():
     keys = np.array(list(ROWS), np.int64)
     return keys, np.stack([keys.astype(np.float32), 2 * keys.astype(np.float32)], 1)
 
 
-def test_the_whole_tag_stands_in_the_braces():
-    partition = RedisLayout.of(TAG, 2, 4).partitions[3]
-    assert partition.values == b"hps_et{hps_et.shop.item/p3}v"
-    assert partition.uses == b"hps_et{hps_et.shop.item/p3}t"
-
-
-def test_keys_of_a_partition_share_a_slot():
-    partition = KeyPartition(TAG, 7)
-    assert (
-        key_slot(partition.values) == key_slot(partition.uses) == key_slot(partition.mark) == key_slot(b"hps_et.shop.item/p7")
-    )
+def test_keys_of_a_partition_share_a_slot_by_the_whole_tag_in_the_braces():
+    partition = RedisLayout.of(TAG, 2, 8).partitions[7]
+    assert (partition.values, partition.uses) == (b"hps_et{hps_et.shop.item/p7}v", b"hps_et{hps_et.shop.item/p7}t")
+    assert {key_slot(key) for key in (partition.values, partition.uses, partition.mark)} == {key_slot(b"hps_et.shop.item/p7")}
 
 
 def test_keys_of_other_programs_belong_to_no_table():
@@ -51,10 +52,8 @@ def test_keys_of_other_programs_belong_to_no_table():
 
 
 @pytest.mark.redis
-def test_what_is_written_has_these_bytes(opened, client):
-    database = opened()
-    database.open_table(TAG, 2)
-    database.insert(TAG, *rows())
+def test_what_is_written_has_these_bytes(table, client):
+    table.insert(TAG, *rows())
     written = {}
     for name in (P0, P1, P2, P3):
         for field, value in client.hgetall(name).items():
@@ -79,45 +78,31 @@ def test_what_hugectr_wrote_is_read(opened, client):
 
 @pytest.mark.redis
 def test_uses_are_noted_as_hugectr_notes_them(opened, client):
+    def uses():
+        found = {field: value for i in range(4) for field, value in client.hgetall(f"hps_et{{{TAG}/p{i}}}t").items()}
+        return {int.from_bytes(field, "little", signed=True): value for field, value in found.items()}
+
     keys, vectors = rows()
-    database = opened(overflow_policy="evict_oldest")
-    database.open_table(TAG, 2)
-    before = client.time()[0]
-    database.insert(TAG, keys, vectors)
-    after = client.time()[0]
-    uses = {field: value for i in range(4) for field, value in client.hgetall(f"hps_et{{{TAG}/p{i}}}t").items()}
-    assert set(uses) == {bytes.fromhex(field) for _, field, _ in ROWS.values()}
-    for value in uses.values():
-        (seconds,) = struct.unpack("<q", value)
-        assert before <= seconds <= after
-
-    database = opened(overflow_policy="evict_least_used")
-    client.flushall()
-    database.open_table(TAG, 2)
-    database.insert(TAG, keys, vectors)
-    fetched(database, TAG, keys[:1], 2)
-    assert database.drain(PATIENCE_S)
-    assert client.hgetall(f"hps_et{{{TAG}/p0}}t") == {bytes(8): b"2", b"\xff" * 8: b"1"}
-    assert set(client.hgetall(f"hps_et{{{TAG}/p3}}t").values()) == {b"1"}
-
-
-@pytest.mark.redis
-def test_found_keys_have_their_time_written(opened, client):
-    keys = distinct_keys(100)
-    database = opened(overflow_policy="evict_oldest")
-    database.open_table(TAG, 2)
-    database.insert(TAG, keys, vectors_of(keys, 2))
-    for i in range(4):
-        name = f"hps_et{{{TAG}/p{i}}}t"
-        for field in client.hgetall(name):
-            client.hset(name, field, bytes(8))
-    database.fetch(TAG, keys[:50], np.empty((50, 2), np.float32), np.arange(50) >= 40)  # another tier found the last ten
-    assert database.drain(PATIENCE_S)
-    uses = {field: value for i in range(4) for field, value in client.hgetall(f"hps_et{{{TAG}/p{i}}}t").items()}
-    recent = {int.from_bytes(field, "little", signed=True) for field, value in uses.items() if value != bytes(8)}
-    assert recent == set(keys[:40].tolist())
-    database.delete(TAG, keys)
-    assert not client.keys("*}t")
+    for policy in ("evict_oldest", "evict_least_used"):
+        client.flushall()
+        database = opened(overflow_policy=policy)
+        database.open_table(TAG, 2)
+        before = client.time()[0]
+        database.insert(TAG, keys, vectors)
+        assert uses().keys() == ROWS.keys()
+        if policy == "evict_oldest":
+            assert all(before <= struct.unpack("<q", value)[0] <= client.time()[0] for value in uses().values())
+            for i in range(4):
+                for field in client.hkeys(f"hps_et{{{TAG}/p{i}}}t"):
+                    client.hset(f"hps_et{{{TAG}/p{i}}}t", field, bytes(8))
+        database.fetch(TAG, keys, np.empty((keys.size, 2), np.float32), keys != 0)  # another tier found the others
+        assert database.drain(PATIENCE_S)
+        if policy == "evict_oldest":
+            assert [key for key, value in uses().items() if value != bytes(8)] == [0]
+        else:
+            assert uses() == {key: b"2" if key == 0 else b"1" for key in ROWS}
+        database.delete(TAG, keys)
+        assert not client.keys("*}t")
 
 
 @pytest.mark.redis
@@ -140,76 +125,53 @@ def test_a_table_that_was_written_otherwise_is_refused(opened, client):
 
 
 @pytest.mark.redis
-def test_one_vector_of_another_width_fails_by_its_key(opened, client):
+def test_one_vector_of_another_width_fails_by_its_key(table, client):
     keys = distinct_keys(100)
-    database = opened()
-    database.open_table(TAG, 2)
-    database.insert(TAG, keys, vectors_of(keys, 2))
+    table.insert(TAG, keys, vectors_of(keys, 2))
     holder = next(name for name in (P0, P1, P2, P3) if client.hexists(name, keys[:1].tobytes()))
-    client.hset(holder, keys[:1].tobytes(), bytes(16))
-    with pytest.raises(TableWidthError, match=rf"key {keys[0]} .*16 bytes.*{TAG}"):
-        fetched(database, TAG, keys, 2)
-    with pytest.raises(TableWidthError, match=rf"key {keys[0]} "):
-        list(database.scan(TAG, 1000))
-    client.hset(holder, keys[:1].tobytes(), bytes(5))
-    with pytest.raises(DatabaseCorruptError, match=rf"key {keys[0]} .*5 bytes"):
-        fetched(database, TAG, keys, 2)
-    assert fetched(database, TAG, keys[1:], 2)[1].all()
+    for size, error in ((16, TableWidthError), (5, DatabaseCorruptError)):
+        client.hset(holder, keys[:1].tobytes(), bytes(size))
+        with pytest.raises(error, match=rf"key {keys[0]} .*{size} bytes.*{TAG}"):
+            fetched(table, TAG, keys, 2)
+        with pytest.raises(TableWidthError, match=rf"key {keys[0]} .*{size} bytes"):
+            list(table.scan(TAG, 1000))
+    assert fetched(table, TAG, keys[1:], 2)[1].all()
 
 
 @pytest.mark.redis
-def test_what_another_program_wrote_there_is_an_error(opened, client):
-    database = opened()
-    database.open_table(TAG, 2)
+def test_what_another_program_wrote_there_is_an_error(table, client):
     client.hset(P2, b"1234", bytes(8))
     with pytest.raises(DatabaseCorruptError, match="32-bit keys"):
-        list(database.scan(TAG, 10))
+        list(table.scan(TAG, 10))
     client.set(P3, b"a string")
     with pytest.raises(DatabaseError, match=r"WRONGTYPE.*another program"):
-        fetched(database, TAG, np.array([1], np.int64), 2)
+        fetched(table, TAG, np.array([1], np.int64), 2)
 
 
 @pytest.mark.redis
-def test_lost_rows_are_not_absent(opened, client):
+def test_lost_rows_are_not_absent(table, client):
     keys = distinct_keys(1000)
-    database = opened()
-    database.open_table(TAG, 2)
-    database.insert(TAG, keys, vectors_of(keys, 2))
-    absent = ~keys
-    assert not fetched(database, TAG, absent, 2)[1].any()
+    table.insert(TAG, keys, vectors_of(keys, 2))
+    assert not fetched(table, TAG, ~keys, 2)[1].any()
     client.delete(P1, P1[:-1] + b"m")  # as when one node of a cluster comes back empty
-    with pytest.raises(UnknownTableError, match=r"table hps_et\.shop\.item is not what it was"):
-        fetched(database, TAG, keys, 2)
-    with pytest.raises(UnknownTableError, match="is not what it was"):
-        list(database.scan(TAG, 100))
+    for read in (lambda: fetched(table, TAG, keys, 2), lambda: list(table.scan(TAG, 100))):
+        with pytest.raises(UnknownTableError, match=r"table hps_et\.shop\.item is not what it was"):
+            read()
     there = np.concatenate([np.frombuffer(b"".join(client.hkeys(name)), np.int64) for name in (P0, P2, P3)])
-    out, found = fetched(database, TAG, there, 2)  # the other partitions still answer
+    out, found = fetched(table, TAG, there, 2)  # the other partitions still answer
     assert found.all()
     np.testing.assert_array_equal(out, vectors_of(there, 2))
-    database.open_table(TAG, 2)
-    assert fetched(database, TAG, keys, 2)[1].sum() == there.size
+    table.open_table(TAG, 2)
+    assert fetched(table, TAG, keys, 2)[1].sum() == there.size
 
 
 @pytest.mark.redis
-def test_a_table_that_another_process_made_anew_is_read_as_it_now_is(opened):
-    keys = distinct_keys(100)
-    ours, theirs = opened(), opened()
-    ours.open_table(TAG, 2)
-    ours.insert(TAG, keys, vectors_of(keys, 2))
-    theirs.drop_table(TAG)
+def test_a_table_that_another_process_made_with_another_width_is_to_be_opened_again(table, opened):
+    other = opened()
+    other.drop_table(TAG)
+    other.open_table(TAG, 3)
     with pytest.raises(UnknownTableError, match="open it again"):
-        fetched(ours, TAG, keys, 2)
-    theirs.open_table(TAG, 2)
-    theirs.insert(TAG, keys[:50], vectors_of(keys[:50], 2, version=1))
-    out, found = fetched(ours, TAG, keys, 2)
-    assert found.tolist() == [True] * 50 + [False] * 50
-    np.testing.assert_array_equal(out[:50], vectors_of(keys[:50], 2, version=1))
-    ours.insert(TAG, keys[50:], vectors_of(keys[50:], 2))
-    assert fetched(theirs, TAG, keys, 2)[1].all()
-    theirs.drop_table(TAG)
-    theirs.open_table(TAG, 3)
-    with pytest.raises(UnknownTableError, match="open it again"):
-        fetched(ours, TAG, keys, 2)
+        fetched(table, TAG, distinct_keys(100), 2)
 
 
 @pytest.mark.redis

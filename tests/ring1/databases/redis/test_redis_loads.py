@@ -1,9 +1,7 @@
 """Several processes and one Redis: a model is loaded once, by one of them, and by another when that one dies."""
 
-import copy
-import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from hps.databases.base import LoadRecord
 from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError, HPSError, NotReadyError, UnknownTableError
+from hps.ground.progress import NoProgress
 from hps.models.writer import write_sparse_model
 from hps.testing.databases import distinct_keys, fetched, vectors_of
 from hps.testing.waiting import PATIENCE_S, wait_until
@@ -52,6 +51,15 @@ def chunk(database, start, stop, fingerprint="v1", version=0):
     database.load_chunk(TAG, keys, vectors_of(keys, DIM, version), LoadRecord(fingerprint, stop, 600))
 
 
+def loads(database, fingerprint="v1", count=600, version=0):
+    """Load what is missing of a model; tell from where on."""
+    first = database.claim_load(TAG, fingerprint, count, wait_s=PATIENCE_S)
+    if first < count:
+        chunk(database, first, count, fingerprint, version)
+        database.finish_load(TAG)
+    return first
+
+
 def holds(database, count, version=0):
     out, found = fetched(database, TAG, KEYS, DIM)
     assert found.tolist() == [True] * count + [False] * (600 - count)
@@ -90,16 +98,6 @@ def test_who_gets_the_right_to_load_when_all_is_loaded_gives_it_back(node, clien
     assert node().claim_load(TAG, "v2", 600) == 0
 
 
-def test_waiting_ends_with_the_load(node):
-    first, second = node(), node()
-    first.claim_load(TAG, "v1", 600)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(second.claim_load, TAG, "v1", 600, PATIENCE_S)
-        chunk(first, 0, 600)
-        first.finish_load(TAG)
-        assert waiting.result() == 600
-
-
 def test_another_goes_on_when_the_loader_dies(node):
     first, second = node(lease_s=0.3), node()
     assert first.claim_load(TAG, "v1", 600) == 0
@@ -107,8 +105,7 @@ def test_another_goes_on_when_the_loader_dies(node):
     assert second.claim_load(TAG, "v1", 600, wait_s=PATIENCE_S) == 200
     with pytest.raises(DatabaseError, match="another one has taken the load over"):
         chunk(first, 200, 400)
-    chunk(second, 200, 600)
-    second.finish_load(TAG)
+    assert loads(second) == 200  # it may claim it again, as after a failure
     holds(second, 600)
     assert first.claim_load(TAG, "v1", 600) == 600
 
@@ -122,18 +119,9 @@ def test_a_loader_that_was_slow_goes_on_where_nobody_took_over(node, client):
     assert node().claim_load(TAG, "v1", 600) == 600
 
 
-def test_the_same_process_may_claim_again_after_a_failure(node):
-    database = node()
-    assert database.claim_load(TAG, "v1", 600) == 0
-    chunk(database, 0, 200)
-    assert database.claim_load(TAG, "v1", 600) == 200
-
-
 def test_another_model_replaces_the_rows(node):
     first, second = node(), node()
-    first.claim_load(TAG, "v1", 600)
-    chunk(first, 0, 600)
-    first.finish_load(TAG)
+    loads(first)
     assert second.claim_load(TAG, "v2", 300) == 0
     with pytest.raises(DatabaseError, match="being loaded"):  # and not 600 absent keys
         fetched(first, TAG, KEYS, DIM)
@@ -147,9 +135,7 @@ def test_another_model_replaces_the_rows(node):
 
 def test_rows_that_another_process_uses_stay_if_it_has_nothing_below(node):
     first, second = node(), node()
-    first.claim_load(TAG, "v1", 600)
-    chunk(first, 0, 600)
-    first.finish_load(TAG)
+    loads(first)
     for _ in range(2):
         assert not second.clear_table(TAG, "v2")
         assert second.clear_table(TAG, "v1")
@@ -163,35 +149,28 @@ def test_rows_that_another_process_uses_stay_if_it_has_nothing_below(node):
 
 def test_rows_that_no_other_process_uses_are_replaced(node):
     first, second = node(), node()
-    first.claim_load(TAG, "v1", 600)
-    chunk(first, 0, 600)
-    first.finish_load(TAG)
+    loads(first)
     first.close()
     assert second.clear_table(TAG, "v2")
     second.open_table(TAG, DIM)
     assert second.claim_load(TAG, "v2", 300, replaces=False) == 0
-    chunk(second, 0, 300, "v2", version=2)
-    second.finish_load(TAG)
+    assert loads(second, "v2", 300, 2) == 0
     holds(second, 300, version=2)
 
 
 def test_rows_that_nobody_recorded_stay_and_are_overwritten(node):
     database = node()
     database.insert(TAG, KEYS, vectors_of(KEYS, DIM, version=5))
-    assert database.claim_load(TAG, "v1", 100) == 0
-    chunk(database, 0, 100)
-    database.finish_load(TAG)
+    assert loads(database, count=100) == 0
     assert database.size(TAG) == 600
     np.testing.assert_array_equal(fetched(database, TAG, KEYS[:100], DIM)[0], VECTORS[:100])
 
 
 def test_a_larger_share_is_completed_and_a_smaller_one_is_there(node):
     database = node()
-    database.claim_load(TAG, "v1", 300)
-    chunk(database, 0, 300)
-    database.finish_load(TAG)
-    assert database.claim_load(TAG, "v1", 100) == 100
-    assert database.claim_load(TAG, "v1", 600) == 300
+    for count, first in ((300, 0), (100, 100), (600, 300)):
+        assert loads(database, count=count) == first
+    holds(database, 600)
 
 
 def test_a_load_into_a_table_that_is_dropped_meanwhile_fails(node):
@@ -217,11 +196,8 @@ class TestLost:
 
     @pytest.fixture
     def reader(self, node):
-        """A process that serves a loaded table."""
         reader = node()
-        reader.claim_load(TAG, "v1", 600)
-        chunk(reader, 0, 600)
-        reader.finish_load(TAG)
+        loads(reader)
         return reader
 
     @staticmethod
@@ -253,9 +229,7 @@ class TestLost:
         waiting = node()
         for process in (reader, waiting) if what != "partition" else ():  # its other rows were never away
             self.refuses(process, "being loaded")
-        assert another.claim_load(TAG, "v1", 600, wait_s=PATIENCE_S) == 200
-        chunk(another, 200, 600)
-        another.finish_load(TAG)
+        assert loads(another) == 200
         for process in (reader, another, waiting):
             holds(process, 600)
 
@@ -272,9 +246,7 @@ class TestLost:
             chunk(loader, 0, 600)
         node()
         self.refuses(reader)  # it has seen the load that was lost
-        assert loader.claim_load(TAG, "v1", 600) == 0
-        chunk(loader, 0, 600)
-        loader.finish_load(TAG)
+        assert loads(loader) == 0
         holds(reader, 600)
 
     def test_rows_that_hugectr_writes_again_count_once_the_table_is_opened_again(self, node, reader, client):
@@ -301,51 +273,28 @@ class TestLoadTable:
             holds(database, 600)
 
     def test_each_node_fills_its_own_persistent_database_meanwhile(self, node, files, tmp_path):
-        shared = [node(), node()]
-        own = [RocksDatabase(tmp_path / str(i)) for i in range(2)]
-        try:
-            with ThreadPoolExecutor(2) as pool:
-                reports = list(pool.map(lambda i: load_table(TABLE, files, [shared[i], own[i]]), range(2)))
+        with ThreadPoolExecutor(2) as pool, ExitStack() as closed:
+            own = [closed.enter_context(closing(RocksDatabase(tmp_path / str(i)))) for i in range(2)]
+            pairs = [[node(), rocks] for rocks in own]
+            reports = list(pool.map(lambda databases: load_table(TABLE, files, databases), pairs))
             assert sorted(report.loads[0].rows for report in reports) == [0, 600]
             assert [report.loads[1].rows for report in reports] == [600, 600]
             assert [database.size(TAG) for database in own] == [600, 600]
-        finally:
-            for database in own:
-                database.close()
-
-    def test_a_node_takes_over_from_one_that_died(self, node, files, caplog):
-        dead = node(lease_s=1.0)
-        fingerprint = load_table(TABLE, files, []).model.fingerprint
-        dead.claim_load(TAG, fingerprint, 600)
-        chunk(dead, 0, 200, fingerprint)
-        survivor = node()
-        report = load_table(TABLE, files, [survivor])
-        assert (report.loads[0].first_row, report.loads[0].last_row) == (200, 600)
-        holds(survivor, 600)
 
     def test_a_progress_listener_may_end_the_wait(self, node, files):
-        class Stopping:
-            told = 0
+        told = []
 
-            def start(self, tag, rows, size_bytes):
-                assert (tag, rows) == (TAG, 600)
-
+        class Stopping(NoProgress):
             def advance(self, tag, rows):
-                assert rows == 0
-                self.told += 1
-                if self.told == 2:
+                told.append(rows)
+                if len(told) == 2:
                     raise NotReadyError("the service stops")
-
-            def finish(self, tag):
-                raise AssertionError("it was not loaded")
 
         loading = node(lease_s=60.0)
         loading.claim_load(TAG, load_table(TABLE, files, []).model.fingerprint, 600)
         with pytest.raises(NotReadyError, match="the service stops"):
             load_table(TABLE, files, [node()], progress=Stopping())
-
-
-# -- deltas ---------------------------------------------------------------------------------------------------------------
+        assert told == [0, 0]
 
 
 @pytest.fixture
@@ -374,23 +323,6 @@ def test_a_delta_that_another_process_did_not_finish_is_loaded_from_the_start(op
     versions.load("2", [other])
     assert held_of(other, "2") == versions.expected("2")
     assert nothing_to_do(versions.load("2", [opened()]))
-
-
-def test_processes_with_databases_of_their_own_share_the_rows_of_a_delta(opened, versions, tmp_path):
-    """The first fills Redis from its RocksDB; another one that loaded a copy of the same files uses what is there."""
-    here = versions
-    for name in ("a", "b"):
-        redis = opened()
-        with closing(RocksDatabase(tmp_path / name)) as rocks:
-            if name == "a":
-                here.load("1", [redis, rocks])
-            report = here.load("2", [redis, rocks])
-            assert (report.loads[0].rows == 0) == (name == "b")
-            assert held_of(redis, "2") == held_of(rocks, "2") == versions.expected("2")
-            assert nothing_to_do(here.load("2", [redis, rocks]))
-        if name == "a":
-            here = copy.copy(versions)
-            here.place = str(shutil.copytree(versions.place, tmp_path / "copy"))
 
 
 def test_a_modified_delta_is_no_longer_what_redis_was_loaded_with(opened, versions, tmp_path):

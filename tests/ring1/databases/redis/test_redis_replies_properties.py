@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from redis.exceptions import InvalidResponse, MovedError, RedisError
+from redis.exceptions import MovedError, RedisError
 
 from hps.databases.redis.connections import ReplyParser, until
 from hps.databases.redis.requests import FetchRows, GetMark
@@ -118,13 +118,6 @@ def _starts(rows):
         else:
             yield at + 5
             at += 5 + 12 + 2
-
-
-@given(values, cuts)
-def test_bytes_behind_the_last_reply_are_an_error(value, sizes):
-    parser = parser_of(reply_of(value) + b"+late\r\n", [1000, *sizes])
-    with pytest.raises(InvalidResponse, match="nobody asked for"):
-        parser.read(None, last=True)
 
 
 def test_a_new_connection_knows_nothing_of_the_last_one():

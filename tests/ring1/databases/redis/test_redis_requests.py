@@ -31,6 +31,10 @@ def read(request, reply):
     return request.read(np.frombuffer(reply, np.uint8), 0, len(reply))
 
 
+EVAL = ("EVAL", "return 1", 1, b"k")
+FLOATS_3, FLOATS_1 = b"$8\r\n\0\0\xa0@\0\0\xc0@\r\n", b"$8\r\n\0\0\x80?\0\0\0@\r\n"  # 5.0, 6.0; 1.0, 2.0
+
+
 @pytest.mark.parametrize(
     ("request_", "expected"),
     [
@@ -38,54 +42,36 @@ def read(request, reply):
         (fetch()[0], b"*4\r\n$5\r\nHMGET\r\n$1\r\nk\r\n" + FIELD_3 + FIELD_1),
         (
             StoreRows(0, b"k", KEYS, ORDER, HEADER, VECTORS.view(np.uint8)),
-            b"*6\r\n$4\r\nHSET\r\n$1\r\nk\r\n"
-            + (FIELD_3 + b"$8\r\n\0\0\xa0@\0\0\xc0@\r\n")  # 5.0, 6.0
-            + (FIELD_1 + b"$8\r\n\0\0\x80?\0\0\0@\r\n"),  # 1.0, 2.0
+            b"*6\r\n$4\r\nHSET\r\n$1\r\nk\r\n" + FIELD_3 + FLOATS_3 + FIELD_1 + FLOATS_1,
         ),
         (SendKeys(0, ("HDEL", b"k"), KEYS, ORDER), b"*4\r\n$4\r\nHDEL\r\n$1\r\nk\r\n" + FIELD_3 + FIELD_1),
         (
             SendKeys(0, ("HSET", b"k"), KEYS, ORDER, b"now"),
             b"*6\r\n$4\r\nHSET\r\n$1\r\nk\r\n" + FIELD_3 + b"$3\r\nnow\r\n" + FIELD_1 + b"$3\r\nnow\r\n",
         ),
-        (
-            SendKeys(0, ("EVAL", "return 1", 1, b"k"), KEYS, ORDER),
-            b"*6\r\n$4\r\nEVAL\r\n$8\r\nreturn 1\r\n$1\r\n1\r\n$1\r\nk\r\n" + FIELD_3 + FIELD_1,
-        ),
+        (SendKeys(0, EVAL, KEYS, ORDER), b"*6\r\n$4\r\nEVAL\r\n$8\r\nreturn 1\r\n$1\r\n1\r\n$1\r\nk\r\n" + FIELD_3 + FIELD_1),
     ],
 )
 def test_requests_have_the_bytes_that_redis_expects(request_, expected):
     assert written(request_) == expected
 
 
-def test_hits_and_misses_are_read_into_their_rows():
-    request, out, found = fetch(order=np.array([2, 0, 3], np.int64))
-    reply = b"*3\r\n$8\r\nAAAAAAAA\r\n$-1\r\n$8\r\n\r\n$-1\r\nB\r\n"
-    assert read(request, reply + b"+next") == len(reply)
-    assert request.reply == 2
-    assert found.tolist() == [False, False, True, True]
-    assert [row.tobytes() for row in out] == [bytes(8), bytes(8), b"AAAAAAAA", b"\r\n$-1\r\nB"]
+NO_ARRAYS = [
+    b"*3\r\n",
+    b"*-1\r\n",
+    b"*x\r\n",
+    b"+OK\r\n",
+    b":2\r\n",
+    b"$8\r\n",
+    b"*2\r\n:1\r\n",
+    b"*2\r\n*1\r\n",
+    b"*" + b"2" * 30,
+]
+VALUES = [b":1\r\n", b"*1\r\n", b"$-2\r\n", b"$\r\n", b"$08\r\nAAAAAAAA\r\n", b"$8\r\nAAAAAAAAxx", b"$8\nAAAAAAAA\r\n"]
+VALUES += [b"$999999999999999999999\r\n"]
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"*3\r\n",
-        b"*-1\r\n",
-        b"*x\r\n",
-        b"+OK\r\n",
-        b":2\r\n",
-        b"$8\r\n",
-        b"*2\r\n:1\r\n",
-        b"*2\r\n*1\r\n",
-        b"*2\r\n$-2\r\n",
-        b"*2\r\n$\r\n",
-        b"*2\r\n$08\r\nAAAAAAAA\r\n",
-        b"*2\r\n$8\r\nAAAAAAAAxx",
-        b"*2\r\n$8\nAAAAAAAA\r\n",
-        b"*2\r\n$999999999999999999999\r\n",
-        b"*" + b"2" * 30,
-    ],
-)
+@pytest.mark.parametrize("reply", [*NO_ARRAYS, *(b"*2\r\n" + value for value in VALUES)])
 def test_other_bytes_are_no_reply(reply):
     request, _, found = fetch()
     with pytest.raises(DatabaseCorruptError, match="expected"):

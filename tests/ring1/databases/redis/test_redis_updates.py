@@ -1,7 +1,8 @@
 """Changes of a log in Redis: as the authority that several replicas write to, and above the RocksDB of each of them."""
 
+import itertools
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tests.servers.redis_server import rows_of
 pytestmark = pytest.mark.redis
 TAG, DIM, PARTITIONS = "hps_et.shop.item", 4, 4
 KEYS = np.arange(40, dtype=np.int64)
-KEY = KEYS[:1]
+numbers = itertools.count()
 AT = {f"{TAG}/0": LogPosition("7", 20)}
 
 
@@ -33,48 +34,36 @@ def changes(keys, sequence, *, deleted=False):
     return RowChanges(keys, vectors(n, sequence % 1000), np.full(n, sequence), np.ones(n, np.bool_) if deleted else None)
 
 
-def seen(database, key=KEY):
-    """The number that a row's vector consists of; None for an absent one."""
-    out, found = np.full((1, DIM), -1, np.float32), np.zeros(1, np.bool_)
-    for one in database if isinstance(database, tuple) else (database,):
-        one.fetch(TAG, key, out, found)
-    assert (out == out[0, 0]).all()
-    return int(out[0, 0]) if found[0] else None
-
-
 def rows(client):
+    """The number that each row consists of."""
     return {key: int(np.frombuffer(row, np.float32)[0]) for key, row in rows_of([client], TAG, PARTITIONS).items()}
 
 
 class Replica:
     """A process with a RocksDB of its own above which it uses Redis, and which applies a log from its beginning."""
 
-    def __init__(self, redis, path):
-        self.redis, self.rocks = redis, RocksDatabase(path)
-        for database in (self.redis, self.rocks):
+    def __init__(self, redis, rocks):
+        self.redis, self.rocks = redis, rocks
+        for database in (redis, rocks):
             database.open_table(TAG, DIM)
-        self.rocks.load_chunk(TAG, KEYS, vectors(KEYS.size, 0), LoadRecord("files", KEYS.size, KEYS.size))
-        self.redis.stand_above(TAG, self.rocks)
-        self.rocks.follow_log(TAG)
+        rocks.load_chunk(TAG, KEYS, vectors(KEYS.size, 0), LoadRecord("files", KEYS.size, KEYS.size))
+        redis.stand_above(TAG, rocks)
+        rocks.follow_log(TAG)
 
     def apply(self, some):
         self.redis.copy_changes(TAG, some.at(self.rocks.apply(TAG, some, {})))
 
-    def see(self, key=KEY):
-        return seen((self.redis, self.rocks), key)
+    def sees(self):
+        out, found = np.full((1, DIM), -1, np.float32), np.zeros(1, np.bool_)
+        for one in (self.redis, self.rocks):
+            one.fetch(TAG, KEYS[:1], out, found)
+        return int(out[0, 0])
 
 
 @pytest.fixture
 def replica(opened, tmp_path):
-    made = []
-
-    def make():
-        made.append(Replica(opened(), tmp_path / str(len(made))))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.rocks.close()
+    with ExitStack() as closed:
+        yield lambda: Replica(opened(), closed.enter_context(closing(RocksDatabase(tmp_path / str(next(numbers))))))
 
 
 @pytest.fixture
@@ -91,7 +80,11 @@ def authority(opened):
     return make
 
 
-# -- above RocksDB ----------------------------------------------------------------------------------------------------
+def load(database):
+    """Claim the load, and do what is left of it."""
+    if (database.claim_load(TAG, "files", KEYS.size) or 0) < KEYS.size:
+        database.load_chunk(TAG, KEYS, vectors(40, 0), LoadRecord("files", 40, 40))
+        database.finish_load(TAG)
 
 
 def test_the_only_writer_leaves_its_changes_in_redis(replica, client):
@@ -111,12 +104,9 @@ def test_where_two_write_a_change_only_removes_rows_and_nobody_sees_older_ones(r
     behind.apply(changes(KEYS[:30], 2))  # under marks that it last saw when it was alone
     behind.apply(changes(KEYS[:10], 3))
     assert rows(client) == dict.fromkeys(range(30, 40), 1)
-    assert (ahead.see(), behind.see()) == (2, 3)
+    assert (ahead.sees(), behind.sees()) == (2, 3)
     ahead.apply(changes(KEYS[:10], 3))
-    assert (ahead.see(), behind.see()) == (3, 3)
-
-
-# -- as the authority -------------------------------------------------------------------------------------------------
+    assert (ahead.sees(), behind.sees()) == (3, 3)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -162,14 +152,8 @@ def test_an_evicted_row_does_not_come_back_older(authority, client):
 
 @pytest.mark.parametrize("what", ["partition", "everything", "loaded again"])
 def test_what_was_lost_is_applied_again(authority, client, what):
-    def loaded(database):
-        first = database.claim_load(TAG, "files", KEYS.size)
-        if first is not None and first < KEYS.size:
-            database.load_chunk(TAG, KEYS, vectors(40, 0), LoadRecord("files", 40, 40))
-            database.finish_load(TAG)
-
     one = authority(follow=False)
-    loaded(one)
+    load(one)
     one.follow_log(TAG)
     one.apply(TAG, changes(KEYS, 20), AT)
     assert authority(follow=False).follow_log(TAG) == AT
@@ -178,20 +162,17 @@ def test_what_was_lost_is_applied_again(authority, client, what):
         client.delete(lost.values, lost.mark)
     elif what == "everything":
         client.flushall()
-    with closing(authority(follow=False)) as other:
-        if what == "loaded again":
-            other.drop_table(TAG)
-            other.open_table(TAG, DIM)
-            other.claim_load(TAG, "files", KEYS.size)
-            other.load_chunk(TAG, KEYS, vectors(40, 0), LoadRecord("files", 40, 40))
-            other.finish_load(TAG)
-        else:
-            loaded(other)
-        assert rows(client) == dict.fromkeys(range(40), 0)
-        with pytest.raises(DatabaseError, match="deploy the model with force"):
-            one.apply(TAG, changes(KEYS, 21), {})
-        assert other.follow_log(TAG) == {}
-        assert other.apply(TAG, changes(KEYS, 3), {}).all()
+    other = authority(follow=False)
+    if what == "loaded again":
+        other.drop_table(TAG)
+        other.open_table(TAG, DIM)
+    load(other)
+    assert rows(client) == dict.fromkeys(range(40), 0)
+    with pytest.raises(DatabaseError, match="deploy the model with force"):
+        one.apply(TAG, changes(KEYS, 21), {})
+    assert other.follow_log(TAG) == {}
+    assert other.apply(TAG, changes(KEYS, 3), {}).all()
+    other.close()
     assert one.follow_log(TAG) == {}
     assert one.apply(TAG, changes(KEYS, 4), {}).all()
 
@@ -207,26 +188,22 @@ def test_nothing_is_left_of_a_dropped_table(authority, client):
         one.apply(TAG, changes(KEYS, 20), AT)
 
 
-def test_redis_above_another_database_keeps_no_order(replica):
+def test_order_is_kept_only_where_redis_is_the_authority_and_follows_a_log(replica, authority, client):
     with pytest.raises(DatabaseError, match="the database below"):
         replica().redis.follow_log(TAG)
-
-
-def test_tables_that_follow_nothing_have_no_sequences(authority, client):
+    client.flushall()
     authority(follow=False).insert(TAG, KEYS, vectors(40, 1))
-    assert not any(client.exists(KeyPartition(TAG, i).sequences) for i in range(PARTITIONS))
-    assert all(parse(client.get(KeyPartition(TAG, i).mark)).writers == ("*",) for i in range(PARTITIONS))
+    partitions = [KeyPartition(TAG, i) for i in range(PARTITIONS)]
+    assert not any(client.exists(one.sequences) for one in partitions)
+    assert all(parse(client.get(one.mark)).writers == ("*",) for one in partitions)
 
 
-# -- failures ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["apply", "copy_changes"])
-def test_a_full_redis_fails_the_changes(authority, client, call):
-    one = authority(follow=call == "apply")
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_full_redis_fails_the_changes(authority, client, follow):
+    one = authority(follow=follow)
 
     def change(some):
-        return one.apply(TAG, some, AT) if call == "apply" else one.copy_changes(TAG, some)
+        return one.apply(TAG, some, AT) if follow else one.copy_changes(TAG, some)
 
     change(changes(KEYS, 1))
     client.config_set("maxmemory", "1")

@@ -22,6 +22,7 @@ HUGECTRS = "hps_et.shop.item"
 TAG = "hps_et.shop@2.item"
 DIM, PARTITIONS = 8, 4
 KEYS = distinct_keys(500)
+VECTORS = vectors_of(KEYS, DIM)
 LAYOUT = RedisLayout.of(TAG, DIM, PARTITIONS)
 
 
@@ -29,13 +30,12 @@ class SharedRedis:
     """A server or a cluster, and databases over it, each as another process would have it."""
 
     def __init__(self, address: str, servers: list[RedisServer], databases: ExitStack) -> None:
-        self.address = address
-        self.clients = [server.client() for server in servers]
-        self._databases = databases
+        self.address, self._databases = address, databases
+        self.clients = [databases.enter_context(server.client()) for server in servers]
 
     def database(self, tag: str = TAG, **settings) -> RedisDatabase:
-        settings = {"num_partitions": PARTITIONS, **settings}
-        database = self._databases.enter_context(closing(RedisDatabase(self.address, **settings)))
+        database = RedisDatabase(self.address, **{"num_partitions": PARTITIONS, **settings})
+        self._databases.enter_context(closing(database))
         if tag:
             database.open_table(tag, DIM)
         return database
@@ -54,6 +54,17 @@ class SharedRedis:
         """Until when each user counts."""
         return {user: int(until) for user, until in self.own("HGETALL", LAYOUT.users).items()}
 
+    def fill(self, tag: str = TAG, load: bool = False) -> RedisDatabase:
+        """All rows, of a load or of inserts."""
+        database = self.database(tag)
+        if load:
+            database.claim_load(tag, "v1", KEYS.size)
+            database.load_chunk(tag, KEYS, VECTORS, LoadRecord("v1", KEYS.size, KEYS.size))
+            database.finish_load(tag)
+        else:
+            database.insert(tag, KEYS, VECTORS)
+        return database
+
 
 @pytest.fixture
 def servers(server: RedisServer) -> tuple[str, list[RedisServer]]:
@@ -68,13 +79,10 @@ def shared(servers: tuple[str, list[RedisServer]]) -> Iterator[SharedRedis]:
         for client in shared.clients:
             client.flushall()
         yield shared
-    for client in shared.clients:
-        client.close()
 
 
 def test_the_last_user_drops_a_table_and_nothing_of_it_is_left(shared: SharedRedis):
-    first, second = shared.database(), shared.database()
-    first.insert(TAG, KEYS, vectors_of(KEYS, DIM))
+    first, second = shared.fill(), shared.database()
     assert first.claim_load(TAG, "v1", 500) == 0  # and does not end it
     for client in shared.clients:
         client.config_resetstat()
@@ -82,9 +90,7 @@ def test_the_last_user_drops_a_table_and_nothing_of_it_is_left(shared: SharedRed
     with pytest.raises(UnknownTableError):
         fetched(first, TAG, KEYS, DIM)
     assert second.claim_load(TAG, "v1", 500) == 0
-    second.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM), LoadRecord("v1", 500, 500))
-    second.finish_load(TAG)
-    assert fetched(second, TAG, KEYS, DIM)[1].all()
+    assert fetched(second, TAG, KEYS, DIM)[0].tolist() == VECTORS.tolist()
     assert second.discard_table(TAG)
     assert shared.all_keys() == set()
     for client in shared.clients:
@@ -106,9 +112,7 @@ def test_a_table_that_this_process_never_opened_can_be_discarded(shared: SharedR
 
 
 def test_a_table_that_is_being_dropped_is_made_anew_once_it_is_gone(shared: SharedRedis):
-    dropping = shared.database()
-    dropping.insert(TAG, KEYS, vectors_of(KEYS, DIM))
-    dropping.close()
+    shared.fill().close()
     seconds, _ = shared.own("TIME")
     shared.own("HSET", LAYOUT.about, "dropping", (int(seconds) + 2) * 1000)  # its process dies before it has dropped a row
     me = shared.database("", use_lease_s=1.0)
@@ -116,7 +120,7 @@ def test_a_table_that_is_being_dropped_is_made_anew_once_it_is_gone(shared: Shar
     assert int(shared.own("TIME")[0]) >= int(seconds) + 2
     assert not fetched(me, TAG, KEYS, DIM)[1].any()
     assert len(shared.users()) == 1
-    me.insert(TAG, KEYS, vectors_of(KEYS, DIM))
+    me.insert(TAG, KEYS, VECTORS)
     assert fetched(me, TAG, KEYS, DIM)[1].all()
 
 
@@ -143,14 +147,10 @@ def test_nobody_loses_a_table_between_opening_and_discarding_it(shared: SharedRe
 )
 def test_rows_that_may_be_hugectrs_are_left_alone(shared: SharedRedis, tag: str, loaded: bool, dropped: bool):
     if loaded:
-        loader = shared.database(tag)
-        loader.claim_load(tag, "v1", 500)
-        loader.load_chunk(tag, KEYS, vectors_of(KEYS, DIM), LoadRecord("v1", 500, 500))
-        loader.finish_load(tag)
-        loader.close()
+        shared.fill(tag, load=True).close()
     else:
         partition = RedisLayout.of(tag, DIM, PARTITIONS).partitions[0]
-        shared.own("HSET", partition.values, KEYS[:1].tobytes(), vectors_of(KEYS[:1], DIM).tobytes())
+        shared.own("HSET", partition.values, KEYS[:1].tobytes(), VECTORS[:1].tobytes())
     me = shared.database(tag)
     assert me.discard_table(tag) is dropped
     assert (shared.all_keys() == set()) is dropped

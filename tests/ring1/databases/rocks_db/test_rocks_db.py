@@ -3,12 +3,11 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ from hps.registry import implementation
 from hps.testing.databases import DIM, OTHER, TAG, DatabaseContract, bits, distinct_keys, fetched, vectors_of
 from hps.testing.waiting import wait_until
 from tests.fakes.clock import Clock
-from tests.tables.rocks_database import opened
+from tests.tables.rocks_database import assert_holds, insert, load, opened
 
 
 def raw(path: Path, tags: list[str], read_only: bool = False) -> rocksdict.Rdict:
@@ -91,8 +90,6 @@ class TestRocksDatabase(DatabaseContract):
         return {int.from_bytes(key, "little", signed=True): value for key, value in rows.items()}
 
 
-# -- layout ------------------------------------------------------------------------------------------------------------
-
 KEYS = np.array([1, -2, 0x0102030405060708], np.int64)
 VECTORS = np.array([[1.0, -2.0], [0.5, 3.0], [-0.0, np.inf]], np.float32)
 HUGECTR_ROWS = {
@@ -138,7 +135,7 @@ def test_tables_with_32_bit_keys_are_refused_by_name(path: Path):
         pass
 
 
-# -- widths ------------------------------------------------------------------------------------------------------------
+# -- widths and sizes --------------------------------------------------------------------------------------------------
 
 
 def test_a_stored_table_is_opened_with_another_width_only_while_it_has_no_rows(path: Path):
@@ -147,39 +144,30 @@ def test_a_stored_table_is_opened_with_another_width_only_while_it_has_no_rows(p
             assert empty.size(TAG) == 0
     with opened(path, 2) as database:
         database.insert(TAG, KEYS, VECTORS)
-    with (
-        pytest.raises(TableWidthError, match=rf"(?s)(?=.*{TAG})(?=.*\b2\b)(?=.*\b3\b)"),
-        opened(path, 3),
-    ):
+    with pytest.raises(TableWidthError, match=rf"(?s)(?=.*{TAG})(?=.*\b2\b)(?=.*\b3\b)"), opened(path, 3):
         pass
     with opened(path, 2) as database:
         assert database.size(TAG) == 3
 
 
-@pytest.mark.parametrize("value", [b"", b"\0" * 7, b"\0" * 12])
-def test_a_value_of_another_size_is_corrupt_and_its_key_and_table_are_named(path: Path, value: bytes):
-    rows = {key.to_bytes(8, "little", signed=True): bytes(8) for key in range(100)}
-    as_hugectr_writes(path, TAG, {**rows, (77).to_bytes(8, "little"): value})
+@pytest.mark.parametrize("sizes", [[0], [7], [12], [4, 12]], ids=str)  # the last two make up for each other
+def test_a_value_of_another_size_is_corrupt_and_its_key_and_table_are_named(path: Path, sizes: list[int]):
+    rows = {key.to_bytes(8, "little"): bytes(8) for key in range(100)}
+    as_hugectr_writes(path, TAG, rows | {(77 + i).to_bytes(8, "little"): bytes(size) for i, size in enumerate(sizes)})
     with opened(path, 2) as database:
-        keys = np.concatenate([np.arange(100), [999]])
-        found = np.zeros(101, np.bool_)
-        with pytest.raises(
-            DatabaseCorruptError, match=rf"(?s){TAG}.*key 77 has a vector of {len(value)} bytes, expected .* 8 bytes"
+        keys = np.append(np.arange(100), 999)
+        for read, message in (
+            (
+                lambda: fetched(database, TAG, keys, 2),
+                rf"(?s){TAG}.*key 77 .* of {sizes[0]} bytes, expected .* 8 bytes",
+            ),
+            (lambda: list(database.scan(TAG, 100)), rf"{TAG}.*key 77 "),
         ):
-            database.fetch(TAG, keys, np.empty((101, 2), np.float32), found)
-        with pytest.raises(DatabaseCorruptError, match=rf"{TAG}.*key 77 "):
-            list(database.scan(TAG, 100))
-        _, found = fetched(database, TAG, keys[keys != 77], 2)
-        assert found.sum() == 99
-        database.insert(TAG, np.array([77]), np.ones((1, 2), np.float32))  # the cure that the message names
+            with pytest.raises(DatabaseCorruptError, match=message):
+                read()
+        assert fetched(database, TAG, keys[(keys < 77) | (keys > 78)], 2)[1].sum() == 98
+        database.insert(TAG, np.array([77, 78]), np.ones((2, 2), np.float32))  # the cure that the message names
         assert fetched(database, TAG, keys, 2)[0][77].tolist() == [1, 1]
-
-
-def test_short_and_long_values_that_make_up_for_each_other_are_seen(path: Path):
-    rows = {key.to_bytes(8, "little"): bytes(8) for key in range(10)}
-    as_hugectr_writes(path, TAG, {**rows, (5).to_bytes(8, "little"): bytes(4), (6).to_bytes(8, "little"): bytes(12)})
-    with opened(path, 2) as database, pytest.raises(DatabaseCorruptError, match="key 5 "):
-        fetched(database, TAG, np.arange(10), 2)
 
 
 def test_the_name_of_the_engines_own_family_is_no_tag(database: RocksDatabase):
@@ -192,40 +180,30 @@ def test_the_name_of_the_engines_own_family_is_no_tag(database: RocksDatabase):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 30])
-def test_batches_do_not_show(path: Path, max_batch_size: int):
-    with opened(path, max_batch_size=max_batch_size) as database:
+@pytest.mark.parametrize("options", [{"max_batch_size": 1}, {"max_batch_size": 30}, {"block_cache_bytes": 1 << 20}], ids=str)
+def test_batches_and_a_block_cache_do_not_show(path: Path, options: dict[str, int]):
+    with opened(path, **options) as database:
         keys = distinct_keys(61)
-        half = keys.size // 2
-        database.insert(TAG, keys[:half], vectors_of(keys[:half], DIM))
-        out, found = fetched(database, TAG, keys, DIM)
-        np.testing.assert_array_equal(found, np.arange(keys.size) < half)
-        np.testing.assert_array_equal(out[:half], vectors_of(keys[:half], DIM))
-        assert database.delete(TAG, keys) == half
+        load(database, keys[:10])
+        insert(database, keys[10:30])
+        for _ in range(2):
+            out, found = fetched(database, TAG, keys, DIM)
+            np.testing.assert_array_equal(found, np.arange(keys.size) < 30)
+            np.testing.assert_array_equal(out[:30], vectors_of(keys[:30], DIM))
+        assert database.delete(TAG, keys) == 30
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_threads_that_share_a_fetch_do_not_show(path: Path):
-    keys = np.arange(0, 10_000, 2)
-    asked = np.random.default_rng(1).integers(-100, 10_100, 9000)
-    there = (asked >= 0) & (asked < 10_000) & (asked % 2 == 0)
-    out, found = np.full((asked.size, 3), -1, np.float32), asked % 3 == 0
-    with closing(RocksDatabase(path)) as database:
-        database.open_table("t", 3)
-        database.insert("t", keys, np.repeat(keys[:, None], 3, 1).astype(np.float32))
-        assert database.fetch("t", asked, out, found) == np.count_nonzero(there & (asked % 3 != 0))
-    np.testing.assert_array_equal(found, there | (asked % 3 == 0))
-    answered = there & (asked % 3 != 0)
-    np.testing.assert_array_equal(out[answered], np.repeat(asked[answered][:, None], 3, 1))
+def test_threads_that_share_a_fetch_do_not_show(table: RocksDatabase):
+    keys, asked = np.arange(0, 10_000, 2), np.random.default_rng(1).integers(-100, 10_100, 9000)
+    before = asked % 3 == 0
+    answered = np.isin(asked, keys) & ~before
+    out, found = np.full((asked.size, DIM), -1, np.float32), before.copy()
+    insert(table, keys)
+    assert table.fetch(TAG, asked, out, found) == np.count_nonzero(answered)
+    np.testing.assert_array_equal(found, answered | before)
+    np.testing.assert_array_equal(out[answered], vectors_of(asked[answered], DIM))
     assert (out[~answered] == -1).all()
-
-
-def test_a_block_cache_can_be_had(path: Path):
-    with opened(path, block_cache_bytes=1 << 20) as database:
-        keys = distinct_keys(30_000)
-        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", keys.size, keys.size))
-        for _ in range(2):
-            np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
 
 
 def test_large_tables_are_estimated_and_small_ones_counted(database: RocksDatabase):
@@ -240,17 +218,16 @@ def test_large_tables_are_estimated_and_small_ones_counted(database: RocksDataba
     assert database.size(TAG) == 1000
 
 
-def test_a_scan_of_many_engine_pieces_is_whole(database: RocksDatabase):
-    database.open_table(TAG, 4)
+def test_a_scan_of_many_engine_pieces_is_whole(table: RocksDatabase):
     keys = distinct_keys(30_000)
-    database.load_chunk(TAG, keys[:20_000], vectors_of(keys[:20_000], 4), LoadRecord("x", 1, 1))
-    database.insert(TAG, keys[20_000:], vectors_of(keys[20_000:], 4))
+    load(table, keys[:20_000])
+    insert(table, keys[20_000:])
     for chunk_rows in (9_999, 100_000):
-        chunks = list(database.scan(TAG, chunk_rows))
+        chunks = list(table.scan(TAG, chunk_rows))
         scanned = np.concatenate([chunk[0] for chunk in chunks])
         assert [chunk[0].size for chunk in chunks] == [min(chunk_rows, left) for left in range(30_000, 0, -chunk_rows)]
         np.testing.assert_array_equal(np.sort(scanned), np.sort(keys))
-        np.testing.assert_array_equal(np.concatenate([chunk[1] for chunk in chunks]), vectors_of(scanned, 4))
+        np.testing.assert_array_equal(np.concatenate([chunk[1] for chunk in chunks]), vectors_of(scanned, DIM))
         assert all(array.flags.c_contiguous and array.flags.owndata for chunk in chunks for array in chunk)
 
 
@@ -261,43 +238,28 @@ def test_a_long_load_merges_before_it_runs_out_of_open_files_and_in_the_end(
     table: RocksDatabase, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("hps.databases.rocks_db.engine._LOAD_FILES", 3)
-    keys = distinct_keys(2000)
-    family = table._engine.family(TAG)
-    most = 0
+    keys, family, most = distinct_keys(2000), table._engine.family(TAG), 0
     for part in range(10):
-        rows = slice(100 * part, 2000 - 100 * part)
-        table.load_chunk(TAG, keys[rows], vectors_of(keys[rows], DIM, part), LoadRecord("x", part, 10))
+        load(table, keys[100 * part : 2000 - 100 * part], part, LoadRecord("x", part, 10))
         most = max(most, table._engine.figure(family, "num-files-at-level0"))
     assert most == 3
-    wanted = np.stack([vectors_of(keys, DIM, part) for part in range(10)])
-    places = np.arange(2000)
-    newest = np.minimum(np.minimum(places, 1999 - places) // 100, 9)
-    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], wanted[newest, places])
+    for part in range(10):
+        for rows in (slice(100 * part, 100 * part + 100), slice(1900 - 100 * part, 2000 - 100 * part)):
+            assert_holds(table, keys[rows], part)
     assert table._engine.figure(family, "num-files-at-level0") > 0
     table.finish_load(TAG)
     assert table._engine.figure(family, "num-files-at-level0") == 0
-
-
-def test_a_small_table_is_merged_into_files_for_several_threads(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hps.databases.rocks_db.engine._FILE_BYTES", (16 << 10, 256 << 20))
-    keys = distinct_keys(40_000)
-    for part in np.array_split(keys, 4):
-        table.load_chunk(TAG, part, vectors_of(part, DIM), LoadRecord("x", 1, 1))
-    table.finish_load(TAG)
-    assert 4 <= len(list(table.path.glob("*.sst"))) <= 64
-    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
 
 
 def test_files_are_not_merged_where_the_disk_has_no_room_for_it(
     table: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
-    keys = distinct_keys(1000)
     for version in range(3):
-        table.load_chunk(TAG, keys, vectors_of(keys, DIM, version), LoadRecord("x", 1, 1))
+        load(table, distinct_keys(1000), version)
     table.finish_load(TAG)
     assert "10 bytes free" in caplog.text
-    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+    assert_holds(table, distinct_keys(1000), 2)
 
 
 def test_a_damaged_record_is_corrupt_and_dropping_the_table_cures_it(path: Path):
@@ -313,25 +275,20 @@ def test_a_damaged_record_is_corrupt_and_dropping_the_table_cures_it(path: Path)
         assert database.load_record(TAG) is None
 
 
-@pytest.mark.parametrize("change", ["insert", "delete"])
-def test_a_change_marks_the_record_for_good_and_the_rest_of_the_load_keeps_the_mark(path: Path, change: str):
+@pytest.mark.parametrize("change", [insert, lambda database, keys: database.delete(TAG, keys)], ids=["insert", "delete"])
+def test_a_change_marks_the_record_for_good_and_the_rest_of_the_load_keeps_the_mark(path: Path, change: Callable[..., object]):
     keys = distinct_keys(300)
     with opened(path) as database:
-        database.insert(TAG, keys, vectors_of(keys, DIM))  # before any load there is nothing to mark
+        insert(database, keys)  # before any load there is nothing to mark
         assert database.load_record(TAG) is None
-        database.load_chunk(TAG, keys[:100], vectors_of(keys[:100], DIM), LoadRecord("x", 100, 300))
-        assert database.load_record(TAG) == LoadRecord("x", 100, 300)
-        if change == "insert":
-            database.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
-        else:
-            database.delete(TAG, keys[:1])
+        assert load(database, keys[:100], 0, LoadRecord("x", 100, 300)) == database.load_record(TAG)
+        change(database, keys[:1])
         assert database.load_record(TAG) == LoadRecord("x", 100, 300, modified=True)
-        database.load_chunk(TAG, keys[100:], vectors_of(keys[100:], DIM), LoadRecord("x", 300, 300))
+        load(database, keys[100:], 0, LoadRecord("x", 300, 300))
         assert database.load_record(TAG) == LoadRecord("x", 300, 300, modified=True)
-        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 300, 300))
-        assert database.load_record(TAG) == LoadRecord("y", 300, 300)
+        assert load(database, keys, 0, LoadRecord("y", 300, 300)) == database.load_record(TAG)
     with opened(path) as again:
-        again.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
+        change(again, keys[:1])
         assert again.load_record(TAG) == LoadRecord("y", 300, 300, modified=True)
 
 
@@ -358,39 +315,30 @@ def test_rows_that_were_killed_before_their_record_are_no_whole_table(path: Path
         assert database.load_record(TAG) == LoadRecord("x", 0, 100)
 
 
-@pytest.mark.parametrize("when", ["drop", "remove"])
-@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("killed_in", [Engine, LoadRecords])
+@pytest.mark.parametrize("fill", [load, insert])
 def test_a_drop_that_was_killed_is_completed_at_the_next_opening(
-    path: Path, monkeypatch: pytest.MonkeyPatch, when: str, loaded: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, killed_in: type, fill: Callable[..., LoadRecord | None]
 ):
-    database = RocksDatabase(path)
     keys = distinct_keys(100)
-    for tag in (TAG, "other"):
-        database.open_table(tag, DIM)
-        if loaded:
-            database.load_chunk(tag, keys, vectors_of(keys, DIM), LoadRecord("x", 100, 100))
-        else:
-            database.insert(tag, keys, vectors_of(keys, DIM))
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine if when == "drop" else LoadRecords, when, killed)
-        with pytest.raises(Killed):
-            database.drop_table(TAG)
-    database.close()
-    if when == "drop":
-        reader = RocksDatabase(path, read_only=True)  # cannot complete it, and must not take it for whole
-        reader.open_table(TAG, DIM)
-        record = reader.load_record(TAG)
-        assert record is not None
-        assert not record.complete
-        reader.close()
-    database = RocksDatabase(path)
-    assert database.tags() == ["other"]
-    database.open_table(TAG, DIM + 1)
-    database.open_table("other", DIM)
-    assert database.load_record(TAG) is None
-    assert database.load_record("other") == (LoadRecord("x", 100, 100) if loaded else None)
-    assert fetched(database, "other", keys, DIM)[1].all()
-    database.close()
+    with opened(path) as database:
+        database.open_table("other", DIM)
+        records = [fill(database, keys, tag=tag) for tag in (TAG, "other")]
+        with monkeypatch.context() as patch:
+            patch.setattr(killed_in, "drop" if killed_in is Engine else "remove", killed)
+            with pytest.raises(Killed):
+                database.drop_table(TAG)
+    if killed_in is Engine:
+        with opened(path, read_only=True) as reader:  # cannot complete it, and must not take it for whole
+            record = reader.load_record(TAG)
+            assert record is not None
+            assert not record.complete
+    with closing(RocksDatabase(path)) as database:
+        assert database.tags() == ["other"]
+        database.open_table(TAG, DIM + 1)
+        database.open_table("other", DIM)
+        assert [database.load_record(tag) for tag in (TAG, "other")] == [None, records[1]]
+        assert_holds(database, keys, tag="other")
 
 
 def test_files_of_a_killed_load_are_removed_at_the_next_opening(path: Path):
@@ -425,26 +373,26 @@ def test_the_manifest_is_on_disk_before_a_seal_promises_it(path: Path, monkeypat
 
 # -- read only ---------------------------------------------------------------------------------------------------------
 
+ROWS = distinct_keys(3000)
+
 
 @pytest.fixture
 def filled(path: Path) -> Path:
     with opened(path) as database:
-        keys = distinct_keys(3000)
-        database.load_chunk(TAG, keys[:2000], vectors_of(keys[:2000], DIM), LoadRecord("x", 2000, 2000))
+        load(database, ROWS[:2000])
         database.finish_load(TAG)
-        database.insert(TAG, keys[2000:], vectors_of(keys[2000:], DIM))  # in the write-ahead log alone
+        insert(database, ROWS[2000:])  # in the write-ahead log alone
     return path
 
 
 def test_read_only_serves_beside_a_writer(filled: Path):
-    keys = distinct_keys(3000)
     with opened(filled) as writer, opened(filled, read_only=True) as reader:
-        writer.insert(TAG, keys, vectors_of(keys, DIM, 1))
-        writer.load_chunk(TAG, keys, vectors_of(keys, DIM, 2), LoadRecord("y", 3000, 3000))
+        insert(writer, ROWS, 1)
+        load(writer, ROWS, 2, LoadRecord("y", 3000, 3000))
         writer.finish_load(TAG)  # removes the files that the reader reads
-        np.testing.assert_array_equal(fetched(reader, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+        assert_holds(reader, ROWS)
         with opened(filled, read_only=True) as later:
-            np.testing.assert_array_equal(fetched(later, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+            assert_holds(later, ROWS, 2)
 
 
 def test_read_only_serves_and_writes_nothing(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -454,24 +402,21 @@ def test_read_only_serves_and_writes_nothing(filled: Path, tmp_path: Path, monke
     before = contents(filled)
     with opened(filled, read_only=True) as database:
         assert list(views.iterdir()) != []
-        keys, vectors = distinct_keys(3000), vectors_of(distinct_keys(3000), DIM)
-        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
-        assert database.size(TAG) == 3000
-        assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == 3000
+        assert_holds(database, ROWS)
+        assert database.size(TAG) == sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == 3000
         assert database.load_record(TAG) == LoadRecord("x", 2000, 2000, modified=True)
-        calls = [
-            lambda: database.insert(TAG, keys, vectors),
-            lambda: database.delete(TAG, keys),
-            lambda: database.load_chunk(TAG, keys, vectors, LoadRecord("y", 1, 1)),
+        for call in (
+            lambda: insert(database, ROWS),
+            lambda: database.delete(TAG, ROWS),
+            lambda: load(database, ROWS),
             lambda: database.finish_load(TAG),
             lambda: database.drop_table(TAG),
-        ]
-        for call in calls:
+        ):
             with pytest.raises(ReadOnlyError, match=rf"{TAG}.*{filled}.*read_only"):
                 call()
         with pytest.raises(ReadOnlyError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
             database.open_table(OTHER, DIM)
-        assert fetched(database, TAG, keys, DIM)[1].all()
+        assert_holds(database, ROWS)
     assert contents(filled) == before
     assert list(views.iterdir()) == []
 
@@ -486,28 +431,22 @@ def test_read_only_of_no_database_is_refused_and_makes_none(path: Path):
 
 
 def test_the_registry_opens_what_the_configuration_says(path: Path):
-    config = SimpleNamespace(path=str(path), num_threads=2, read_only=False, max_batch_size=10)
-    database = implementation("database", "rocks_db").from_config(config)
-    assert isinstance(database, RocksDatabase)
-    assert (database.path, database.kind) == (path, "rocks_db")
-    database.close()
-    config.read_only = True
-    read_only = RocksDatabase.from_config(config)
-    assert read_only.read_only
-    read_only.close()
+    for read_only in (False, True):
+        config = SimpleNamespace(path=str(path), num_threads=2, read_only=read_only, max_batch_size=10)
+        with closing(implementation("database", "rocks_db").from_config(config)) as database:
+            assert isinstance(database, RocksDatabase)
+            assert (database.path, database.kind, database.read_only) == (path, "rocks_db", read_only)
 
 
 def test_a_closed_database_can_be_opened_again_in_the_same_process(path: Path):
     keys = distinct_keys(100)
     for version in range(3):
-        database = RocksDatabase(path)
-        database.open_table(TAG, DIM)
-        if version:
-            np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM, version - 1))
-        database.insert(TAG, keys, vectors_of(keys, DIM, version))
-        half_way = database.scan(TAG, 10)
-        next(half_way)  # must not keep the directory locked
-        database.close()
+        with opened(path) as database:
+            if version:
+                assert_holds(database, keys, version - 1)
+            insert(database, keys, version)
+            half_way = database.scan(TAG, 10)
+            next(half_way)  # must not keep the directory locked
         with pytest.raises(NotReadyError):
             next(half_way)
         with pytest.raises(NotReadyError, match=str(path)):
@@ -515,36 +454,27 @@ def test_a_closed_database_can_be_opened_again_in_the_same_process(path: Path):
 
 
 def test_closing_while_others_read_and_write_ends_them_with_an_error(path: Path):
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    keys = distinct_keys(3000)
-    vectors = vectors_of(keys, DIM)
-    database.insert(TAG, keys, vectors)
     calls = [0] * 3
 
-    def use(nth: int, work) -> None:
-        while True:
-            try:
+    def use(nth: int, work: Callable[[], object]) -> None:
+        with suppress(NotReadyError):
+            while True:
                 work()
-            except NotReadyError:
-                return
-            calls[nth] += 1
-
-    def fetch() -> None:
-        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
+                calls[nth] += 1
 
     def scan() -> None:
-        assert sum(chunk.size for chunk, _ in database.scan(TAG, 1000)) == keys.size
+        assert sum(chunk.size for chunk, _ in database.scan(TAG, 1000)) == ROWS.size
 
-    with ThreadPoolExecutor(3) as pool:
-        works = (fetch, scan, lambda: database.insert(TAG, keys, vectors))
+    with opened(path) as database, ThreadPoolExecutor(3) as pool:
+        insert(database, ROWS)
+        works = (lambda: assert_holds(database, ROWS), scan, lambda: insert(database, ROWS))
         users = [pool.submit(use, nth, work) for nth, work in enumerate(works)]
         wait_until(lambda: min(calls), "each has had an answer")
         database.close()
         for user in users:
             user.result()
     with opened(path) as again:
-        assert again.size(TAG) == keys.size
+        assert again.size(TAG) == ROWS.size
 
 
 def test_closing_waits_for_calls_under_way_but_not_for_ever(path: Path):
@@ -555,40 +485,35 @@ def test_closing_waits_for_calls_under_way_but_not_for_ever(path: Path):
             database.size(TAG)
 
 
-def test_writes_that_rocksdb_holds_back_end_in_a_timeout_and_then_go_on(path: Path, monkeypatch: pytest.MonkeyPatch):
-    clock, looks = Clock(), []
+def test_writes_that_rocksdb_holds_back_end_in_a_timeout_and_then_go_on(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
+    clock, looks, family, keys = Clock(), [], table._engine.family(TAG), distinct_keys(100)
 
     def look_again_later(seconds: float) -> None:
         clock.now += seconds
         looks.append(clock.now)
-        if released := looks[3:]:
-            assert len(released) == 1
+        if len(looks) == 4:
             family.set_options({"level0_slowdown_writes_trigger": "1000", "level0_stop_writes_trigger": "1000"})
 
     monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=clock, sleep=look_again_later))
-    monkeypatch.setattr(engine, "_STALL_POLL_S", 10.0)
-    with opened(path) as database:  # which waits for 30 s
-        family = database._engine.family(TAG)
-        family.set_options({"disable_auto_compactions": "false", "level0_file_num_compaction_trigger": "1000"})
-        family.set_options({"level0_slowdown_writes_trigger": "1", "level0_stop_writes_trigger": "2"})
-        keys = distinct_keys(100)
-        for _ in range(2):
-            database.insert(TAG, keys, vectors_of(keys, DIM))
-            family.flush()
-            if database._engine.figure(family, "is-write-stopped"):
-                break
-        with pytest.raises(DatabaseTimeoutError, match=rf"{TAG}.*Write stall"):
-            database.insert(TAG, keys, vectors_of(keys, DIM, 1))
-        assert looks == [10.0, 20.0, 30.0]
-        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
-        database.insert(TAG, keys, vectors_of(keys, DIM, 2))
-        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+    monkeypatch.setattr(engine, "_STALL_POLL_S", 10.0)  # of 30 s
+    family.set_options({"disable_auto_compactions": "false", "level0_file_num_compaction_trigger": "1000"})
+    family.set_options({"level0_slowdown_writes_trigger": "1", "level0_stop_writes_trigger": "2"})
+    while not table._engine.figure(family, "is-write-stopped"):
+        insert(table, keys)
+        family.flush()
+    with pytest.raises(DatabaseTimeoutError, match=rf"{TAG}.*Write stall"):
+        insert(table, keys, 1)
+    assert looks == [10.0, 20.0, 30.0]
+    assert_holds(table, keys)
+    insert(table, keys, 2)
+    assert len(looks) == 4
+    assert_holds(table, keys, 2)
 
 
 def test_only_one_table_is_made_of_many_threads_opening_it(database: RocksDatabase):
     with ThreadPoolExecutor(8) as pool:
-        for opened in [pool.submit(database.open_table, f"hps_et.m.{i % 3}", DIM) for i in range(24)]:
-            opened.result()
+        for made in [pool.submit(database.open_table, f"hps_et.m.{i % 3}", DIM) for i in range(24)]:
+            made.result()
     assert database.tags() == ["hps_et.m.0", "hps_et.m.1", "hps_et.m.2"]
 
 
@@ -596,28 +521,25 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     with opened("here/rocksdb") as database:
         os.chdir("/")
-        keys = distinct_keys(10)
-        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 10, 10))
+        load(database, distinct_keys(10))
     assert len(raw_items(tmp_path / "here" / "rocksdb", TAG)) == 10
 
 
-def test_the_token_of_a_modified_table_is_kept_and_goes_with_the_table(tmp_path):
-    with closing(RocksDatabase(tmp_path)) as database:
-        database.open_table(TAG, 2)
-        database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", 3, 3))
+def test_the_token_of_a_modified_table_is_kept_and_goes_with_the_table(path: Path):
+    with opened(path) as database:
+        load(database, ROWS)
         assert database.writer_token(TAG) is None
         assert database.renew_writer_token(TAG) is None  # nothing was modified
-        database.delete(TAG, KEYS[:1])
+        database.delete(TAG, ROWS[:1])
         token = database.writer_token(TAG)
-        database.insert(TAG, KEYS[:1], VECTORS[:1])
+        insert(database, ROWS[:1])
         assert database.writer_token(TAG) == token is not None
-    with closing(RocksDatabase(tmp_path)) as database:
-        database.open_table(TAG, 2)
+    with opened(path) as database:
         assert database.writer_token(TAG) == token
         renewed = database.renew_writer_token(TAG)
         assert renewed == database.writer_token(TAG) != token
         database.drop_table(TAG)
-        database.open_table(TAG, 2)
+        database.open_table(TAG, DIM)
         assert database.writer_token(TAG) is None
 
 
@@ -652,30 +574,7 @@ def test_a_dropped_table_gives_its_disk_back_once_its_last_reader_is_done(path: 
         wait_until(lambda: disk_bytes(path) == before, "RocksDB has removed the files")
 
 
-def test_a_table_is_counted_again_only_after_it_was_written_to(path: Path, monkeypatch: pytest.MonkeyPatch):
-    counted: list[str] = []
-    read_keys = Engine.read_keys
-
-    def read(engine: Engine, *arguments: Any) -> list[bytes]:
-        counted.append(arguments[-1])
-        return read_keys(engine, *arguments)
-
-    monkeypatch.setattr(Engine, "read_keys", read)
-    keys = distinct_keys(5000)
-    with opened(path) as database:
-        for write, rows in (
-            (lambda: None, 0),
-            (lambda: database.insert(TAG, keys, vectors_of(keys, DIM)), 5000),
-            (lambda: database.delete(TAG, keys[:1000]), 4000),
-            (lambda: database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 5000, 5000)), 5000),
-        ):
-            write()
-            counted.clear()
-            assert database.stats(TAG).rows == rows
-            assert counted
-            counted.clear()
-            assert database.stats(TAG).rows == database.size(TAG) == rows
-            assert not counted
+# -- times -------------------------------------------------------------------------------------------------------------
 
 
 def now_us() -> int:
@@ -683,90 +582,61 @@ def now_us() -> int:
 
 
 def test_when_rows_were_written_online_is_as_durable_as_they_are(path: Path):
-    keys = distinct_keys(3000)
-    first, second, absent = keys[:1000], keys[900:1900], keys[2500:]
     times = [now_us()]
     with opened(path) as database:
-        for part in (first, second):
-            database.insert(TAG, part, vectors_of(part, DIM))
+        for rows in (slice(0, 1000), slice(900, 1900)):
+            insert(database, ROWS[rows])
             times.append(now_us())
-        database.delete(TAG, keys[:10])
+        database.delete(TAG, ROWS[:10])
     for read_only in (False, True):
         with opened(path, read_only=read_only) as database:
-            written = database.written_at(TAG, keys)
-            assert (written[10:900] >= times[0]).all()
-            assert (written[10:900] <= times[1]).all()
-            assert (written[900:1900] >= times[1]).all()
-            assert (written[900:1900] <= times[2]).all()
+            written = database.written_at(TAG, ROWS)
+            assert ((written[10:900] >= times[0]) & (written[10:900] <= times[1])).all()
+            assert ((written[900:1900] >= times[1]) & (written[900:1900] <= times[2])).all()
             assert not written[:10].any()
-            assert not database.written_at(TAG, absent).any()
-            assert database.written_at(TAG, keys[1899:1900].repeat(2)).tolist() == written[1899:1900].repeat(2).tolist()
+            assert not written[1900:].any()
+            assert database.written_at(TAG, ROWS[1899:1900].repeat(2)).tolist() == written[1899:1900].repeat(2).tolist()
             assert database.tags() == [TAG]
             assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == database.size(TAG) == 1890
     assert [table.tag for table in RocksDatabase.inspect(path).tables] == [TAG]
 
 
-def test_rows_of_a_load_were_written_by_it_unless_they_were_changed_since(path: Path):
+def test_rows_of_a_load_were_written_by_it_unless_they_were_changed_since(table: RocksDatabase):
     keys = distinct_keys(1000)
-    with opened(path) as database:
-        database.insert(TAG, keys[:100], vectors_of(keys[:100], DIM))
-        before = now_us()
-        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 1000, 1000))
-        after = now_us()
-        database.finish_load(TAG)
-        loaded = database.load_record(TAG)
-        assert before <= loaded.loaded_at_us <= after
-        assert set(database.written_at(TAG, keys).tolist()) == {loaded.loaded_at_us}
-        database.load_chunk(TAG, keys[:0], vectors_of(keys[:0], DIM), loaded)  # as where its files were moved
-        database.insert(TAG, keys[:10], vectors_of(keys[:10], DIM, 1))
-        written = database.written_at(TAG, keys)
-        assert (written[:10] >= after).all()
-        assert set(written[10:].tolist()) == {loaded.loaded_at_us}
-        assert not database.written_at(TAG, distinct_keys(3, seed=9)).any()
+    insert(table, keys[:100])
+    before = now_us()
+    load(table, keys)
+    after = now_us()
+    loaded = table.load_record(TAG)
+    assert before <= loaded.loaded_at_us <= after
+    assert set(table.written_at(TAG, keys).tolist()) == {loaded.loaded_at_us}
+    load(table, keys[:0], 0, loaded)  # as where its files were moved
+    insert(table, keys[:10], 1)
+    written = table.written_at(TAG, keys)
+    assert (written[:10] >= after).all()
+    assert set(written[10:].tolist()) == {loaded.loaded_at_us}
+    assert not table.written_at(TAG, ~keys).any()
 
 
 def test_a_new_table_knows_nothing_of_the_times_of_an_older_one(path: Path):
     keys = distinct_keys(10)
     with opened(path) as database:
         for _ in range(2):
-            database.insert(TAG, keys, vectors_of(keys, DIM))
+            insert(database, keys)
             database.drop_table(TAG)
             database.open_table(TAG, DIM)
             assert not database.written_at(TAG, keys).any()
-        database.insert(TAG, keys, vectors_of(keys, DIM))
+        insert(database, keys)
     other = raw(path, rocksdict.Rdict.list_cf(str(path))[1:])
     other.drop_column_family(TAG)  # by a release that knows of no times
     other.close()
     with opened(path) as database:
-        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 10, 10))
+        load(database, keys)
         assert set(database.written_at(TAG, keys).tolist()) == {database.load_record(TAG).loaded_at_us}
 
 
-def test_later_releases_may_add_to_the_time_of_a_row(path: Path):
-    keys = distinct_keys(2)
-    with opened(path) as database:
-        database.insert(TAG, keys, vectors_of(keys, DIM))
-        value = (1234567).to_bytes(8, "little") + b"and a sequence number"
-        database._engine.write({f"hps-written/{TAG}": ([keys[:1].tobytes()], [value])}, {}, "adding")
-        assert database.written_at(TAG, keys[:1]).tolist() == [1234567]
-
-
-def test_the_space_of_a_dropped_table_is_freed_without_the_interpreter_lock(filled: Path, monkeypatch: pytest.MonkeyPatch):
-    links: list[tuple[bool, int]] = []
-    rmtree = shutil.rmtree
-
-    def remove(directory: Path, **options: bool) -> None:
-        """As rmtree, which deletes outside the interpreter lock; RocksDB, which holds it, must have deleted its own links."""
-        links.extend(((filled / file.name).exists(), file.stat().st_nlink) for file in directory.iterdir())
-        rmtree(directory, **options)
-
-    keys = distinct_keys(1000)
-    with opened(filled) as database:
-        database.open_table(OTHER, DIM)
-        database.load_chunk(OTHER, keys, vectors_of(keys, DIM), LoadRecord("x", 1000, 1000))
-        database.finish_load(OTHER)
-        monkeypatch.setattr(shutil, "rmtree", remove)
-        database.drop_table(TAG)
-        assert sorted(set(links)) == [(False, 1), (True, 2)]
-        assert list((filled / "hps-ingest").iterdir()) == []
-        np.testing.assert_array_equal(fetched(database, OTHER, keys, DIM)[0], vectors_of(keys, DIM))
+def test_later_releases_may_add_to_the_time_of_a_row(table: RocksDatabase):
+    insert(table, ROWS[:1])
+    value = (1234567).to_bytes(8, "little") + b"and a sequence number"
+    table._engine.write({f"hps-written/{TAG}": ([ROWS[:1].tobytes()], [value])}, {}, "adding")
+    assert table.written_at(TAG, ROWS[:1]).tolist() == [1234567]

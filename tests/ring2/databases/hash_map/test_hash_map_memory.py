@@ -15,7 +15,7 @@ from hps.databases.hash_map.memory import PAGE_BYTES
 from hps.errors import DatabaseError
 from hps.testing.databases import TAG, distinct_keys, fetched, vectors_of
 from tests.servers.child_processes import run_alone
-from tests.tables.hash_map_inspection import colliding_keys, inspect, placed
+from tests.tables.hash_map_inspection import colliding_keys, inspect
 
 
 def opened(dim, **options):
@@ -54,30 +54,6 @@ def check_growth_of_tables():
 
 def test_the_process_grows_by_what_the_statistics_say():
     run_alone(check_growth_of_tables, real=True)
-
-
-def check_most_memory():
-    keys = distinct_keys(600_000)
-    vectors = np.ones((5000, 1), np.float32)
-    database = opened(1, overflow_margin=10**6, overflow_policy="evict_oldest")
-    database.insert(TAG, keys[:5000], vectors)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_bytes() - database.stats(TAG).vector_bytes - database.stats(TAG).overhead_bytes
-    for start in range(5000, keys.size, 5000):
-        database.insert(TAG, keys[start : start + 5000], vectors)
-        if start >= 100_000:
-            status = Path("/proc/self/status").read_text().splitlines()
-            peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-            assert (peak - before) / database.size(TAG) <= 4 + 24
-
-
-def test_growth_takes_no_more_than_that_for_a_moment_either():
-    """The kernel's own record of the most memory that the process had."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        pytest.skip(f"the record cannot be reset: {error}")
-    run_alone(check_most_memory, real=True)
 
 
 def check_refused_memory(segmented_from):
@@ -122,52 +98,6 @@ def test_a_dropped_table_gives_its_memory_back_once_its_last_reader_is_done():
         assert before - resident_bytes() < held.vector_bytes / 2
         del scan
         assert before - resident_bytes() > 0.95 * (held.vector_bytes + held.overhead_bytes)
-
-
-def stripes(database):
-    """The stripe of each row and the one of its key, of a table that lies in one extent; and how many stripes there are."""
-    (extent,) = database._tables[TAG]._slabs.extents
-    hashes, rows = placed(database, TAG)
-    of_keys = (hashes >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
-    return rows // extent.stripe_rows, of_keys, 1 << extent.stripe_bits
-
-
-def assert_in_order(database, displaced):
-    """At most this share of the rows is not in its key's stripe, and most of those in the next, around the end."""
-    of_rows, of_keys, count = stripes(database)
-    apart = (of_rows - of_keys) % count
-    assert count >= 16
-    assert 0 < np.count_nonzero(apart) <= displaced * apart.size
-    assert apart.mean() <= 2 * displaced
-    assert np.corrcoef(of_rows[apart == 0], of_keys[apart == 0])[0, 1] > 0.999
-
-
-def test_rows_that_were_reserved_lie_in_the_order_of_their_buckets_and_stay_so():
-    database = opened(32)
-    keys = distinct_keys(450_000)
-    vectors = np.zeros((30_000, 32), np.float32)
-    database.reserve(TAG, 300_000)
-    for start in range(0, 300_000, 30_000):
-        database.insert(TAG, keys[start : start + 30_000], vectors)
-    assert_in_order(database, displaced=0.01)
-    for start in range(0, 150_000, 30_000):  # others take the places of half of them
-        assert database.delete(TAG, keys[start : start + 30_000]) == 30_000
-        database.insert(TAG, keys[300_000 + start :][:30_000], vectors)
-    assert_in_order(database, displaced=0.02)
-
-
-def test_without_a_reservation_each_extent_is_in_order():
-    database = opened(32)
-    keys = distinct_keys(500_000)
-    database.insert(TAG, keys, np.zeros((keys.size, 32), np.float32))
-    hashes, rows = placed(database, TAG)
-    extents = database._tables[TAG]._slabs.extents
-    assert [extent.stripe_bits for extent in extents] == [0, 0, 1, 2, 3, 4, 5]
-    for extent in extents[3:]:
-        here = (rows >= extent.first_row) & (rows < extent.first_row + (extent.stripe_rows << extent.stripe_bits))
-        of_rows = (rows[here] - extent.first_row) // extent.stripe_rows
-        of_keys = (hashes[here] >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
-        assert np.mean(of_rows == of_keys) > 0.9
 
 
 def test_an_overflow_count_that_reached_its_limit_stays_and_nothing_is_lost():

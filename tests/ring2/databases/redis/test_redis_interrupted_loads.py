@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,45 +108,52 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+@pytest.fixture
+def anew(opened: Callable[..., RedisDatabase], client, files) -> Callable[[int | None], None]:
+    """Empty Redis, and load what a process that is gone served before, if anything."""
+
+    def empty(before: int | None) -> None:
+        client.flushall()
+        if before is not None:
+            with closing(opened()) as earlier:
+                load(earlier, files[before])
+
+    return empty
+
+
 @pytest.mark.parametrize("before", [None, 1])
 @pytest.mark.parametrize("other", ["loads", "opens and closes"])
 def test_another_process_may_come_at_any_request_of_a_load(
-    opened: Callable[..., RedisDatabase], client, files, watched, threads, monkeypatch, before: int | None, other: str
+    opened: Callable[..., RedisDatabase], anew, files, watched, threads, monkeypatch, before: int | None, other: str
 ) -> None:
-    progress = Waiting()
-
-    pause = time.sleep
+    progress, pause = Waiting(), time.sleep
 
     def look_again(seconds: float) -> None:  # until a table is dropped that is about to be opened
         progress.waits.set()
         pause(seconds)
 
+    def come(coming: RedisDatabase) -> None:
+        try:
+            if other == "loads":
+                load(coming, files[0], progress)
+                holds(coming, 0)
+            else:
+                coming.open_table(TAG, DIM)
+                coming.close()
+        finally:
+            progress.waits.set()
+
+    def let_come(coming: RedisDatabase, comes: list[Future[None]]) -> None:
+        comes.append(threads.submit(come, coming))
+        assert progress.waits.wait(PATIENCE_S)
+
     monkeypatch.setattr("hps.databases.redis.users.time", SimpleNamespace(monotonic=time.monotonic, sleep=look_again))
     for number in count(1):
         progress.waits.clear()
-        client.flushall()
-        if before is not None:
-            with closing(opened()) as earlier:
-                load(earlier, files[before])
+        anew(before)
         with closing(opened()) as loading, closing(opened()) as coming:
             comes: list[Future[None]] = []
-
-            def come(coming: RedisDatabase = coming) -> None:
-                try:
-                    if other == "loads":
-                        load(coming, files[0], progress)
-                        holds(coming, 0)
-                    else:
-                        coming.open_table(TAG, DIM)
-                        coming.close()
-                finally:
-                    progress.waits.set()
-
-            def let_come(comes: list[Future[None]] = comes) -> None:
-                comes.append(threads.submit(come))
-                assert progress.waits.wait(PATIENCE_S)
-
-            watched[:] = [Requests(loading, number, let_come)]
+            watched[:] = [Requests(loading, number, partial(let_come, coming, comes))]
             load(loading, files[0])
             reached = watched.pop().reached
             for one in comes:
@@ -158,13 +166,10 @@ def test_another_process_may_come_at_any_request_of_a_load(
 
 @pytest.mark.parametrize("before", [None, 0, 1])
 def test_processes_that_start_after_a_kill_at_any_request_of_a_load_serve(
-    opened: Callable[..., RedisDatabase], client, files, watched, threads, monkeypatch, before: int | None
+    opened: Callable[..., RedisDatabase], client, anew, files, watched, threads, monkeypatch, before: int | None
 ) -> None:
     for number in count(1):
-        client.flushall()
-        if before is not None:
-            with closing(opened()) as earlier:
-                load(earlier, files[before])
+        anew(before)
         dead = opened(lease_s=0.05)
         watched[:] = [Requests(dead, number, killed)]
         try:
@@ -185,38 +190,3 @@ def test_processes_that_start_after_a_kill_at_any_request_of_a_load_serve(
             one.close()
         dead.close()
     assert number > 10
-
-
-def test_a_table_may_be_dropped_and_loaded_at_any_request_of_a_process_that_clears_it(
-    opened: Callable[..., RedisDatabase], client, files, watched, threads, monkeypatch
-) -> None:
-    for number in count(1):
-        client.flushall()
-        with closing(opened()) as earlier:
-            load(earlier, files[1])
-        with closing(opened()) as loading, closing(opened()) as clearing:
-            dropping, go_on = threading.Event(), threading.Event()
-
-            def wait_and_drop(tag: str, drop=loading._catalog.drop, dropping=dropping, go_on=go_on) -> None:
-                dropping.set()
-                assert go_on.wait(PATIENCE_S)
-                drop(tag)
-
-            monkeypatch.setattr(loading._catalog, "drop", wait_and_drop)
-            loaded = threads.submit(load, loading, files[0])
-
-            def let_load(loaded=loaded, go_on=go_on) -> None:
-                go_on.set()
-                loaded.result(PATIENCE_S)
-
-            try:
-                assert dropping.wait(PATIENCE_S)
-                watched[:] = [Requests(clearing, number, let_load)]
-                assert clearing.clear_table(TAG, open_sparse_model(files[0], DIM).fingerprint)
-                reached = watched.pop().reached
-            finally:
-                let_load()
-            holds(loading, 0)
-        if not reached:
-            break
-    assert number > 3

@@ -1,7 +1,7 @@
 """Processes that share a Redis, each with its own RocksDB: nobody sees what is older than a write that it was told is done."""
 
 import threading
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -65,16 +65,6 @@ def in_redis(client, key):
     return next((row for i in range(PARTITIONS) if (row := client.hget(KeyPartition(TAG, i).values, key.tobytes()))), None)
 
 
-@contextmanager
-def held(link, writer):
-    """Keep what a process sends to Redis, and let it give up soon; yields the event that lets it through."""
-    late = link.held = threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer.model("shop").chain.databases[0]._nodes, "timeout_s", 0.2)
-        yield late
-    link.held = None
-
-
 @pytest.mark.parametrize("lose", [evict, lambda client: client.flushall()], ids=["evict", "flush"])
 def test_what_another_process_promotes_is_never_older(process, client, lose):
     writer, reader = process("writer"), process("reader")
@@ -89,67 +79,34 @@ def test_what_another_process_promotes_is_never_older(process, client, lose):
     expect(writer, 1)
 
 
-def test_without_online_writes_everyone_promotes(process, client):
-    one, other = process("one"), process("other")
-    evict(client, KEYS)
-    expect(one, 0, KEYS[:150])
-    expect(other, 0, KEYS[150:])
-    assert all(in_redis(client, key) for key in KEYS)
-
-
-@pytest.mark.parametrize("again", ["writer", "other"])
-def test_a_write_that_comes_late_changes_nothing(process, server, again):
+@pytest.mark.parametrize("what", ["promotion", "write", "write before another's"])
+def test_what_comes_late_changes_nothing(process, client, server, what):
     """It reaches Redis after the client gave up, and after a later write of the same or of another process was done."""
-    other = process("other")
-    insert(other, 1, OTHERS[:1])
-    with Proxy(server.port) as link:
+    late = threading.Event()
+    with Proxy(server.port) as link, pytest.MonkeyPatch.context() as patch:
         writer = process("writer", port=link.address.rpartition(":")[2])
-        insert(writer, 1, OTHERS[:1])
-        with held(link, writer) as late:
+        other = writer if what == "promotion" else process("other")  # where it writes, nobody promotes
+        for one in (other, writer):
+            insert(one, 1, OTHERS[:1])
+        evict(client)
+        patch.setattr(writer.model("shop").chain.databases[0]._nodes, "timeout_s", 0.2)
+        link.hold_if = (lambda data: what != "promotion" or b"EVAL" in data or b"HSET" in data, late)
+        if what == "promotion":
+            expect(writer, 0, times=1)
+        else:
             insert(writer, 2)
-        last = {"writer": writer, "other": other}[again]
+        link.hold_if = None
+        last = other if what == "write before another's" else writer
         insert(last, 3)
-        if again == "writer":
+        if last is writer:
             expect(writer, 3)  # and Redis is used again
             insert(writer, 3)
+        if what == "promotion":
+            evict(client)
         before = link.delivered
         late.set()
         link.wait_delivered(before)
         expect(last, 3)
-
-
-def test_a_promotion_that_comes_late_changes_nothing(process, client, server):
-    with Proxy(server.port) as link:
-        writer = process("writer", port=link.address.rpartition(":")[2])
-        evict(client)
-        assert writer.lookup(KEYS, "shop", "item").size
-        assert writer.drain(PATIENCE_S)
-        evict(client)
-        late = threading.Event()
-        link.hold_if = (lambda data: b"EVAL" in data or b"HSET" in data, late)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(writer.model("shop").chain.databases[0]._nodes, "timeout_s", 0.2)
-            writer.lookup(KEY, "shop", "item")
-            assert writer.drain(PATIENCE_S)
-        link.hold_if = None
-        insert(writer, 2)
-        expect(writer, 2)
-        insert(writer, 2)
-        evict(client)
-        before = link.delivered
-        late.set()
-        link.wait_delivered(before)
-        expect(writer, 2)
-
-
-def test_a_full_redis_takes_no_promotion_and_keeps_its_rows(process, client):
-    one = process("one")
-    evict(client)
-    client.config_set("maxmemory", "1")
-    expect(one, 0, KEYS)
-    client.config_set("maxmemory", "0")
-    assert in_redis(client, KEY[0]) is None
-    assert all(in_redis(client, key) for key in OTHERS)
 
 
 @pytest.mark.parametrize("keep", [False, True])

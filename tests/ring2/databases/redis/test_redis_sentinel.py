@@ -42,6 +42,9 @@ def trying(action):
     return made[0]
 
 
+LIMITS = ("sentinel down-after-milliseconds shop 500", "sentinel failover-timeout shop 2000")
+
+
 class Watched:
     """Two servers, one of which copies the other, and three sentinels, which replace a primary after half a second."""
 
@@ -52,11 +55,7 @@ class Watched:
         wait_until(lambda: second.client().info("replication")["master_link_status"] == "up")
         self.sentinels = []
         for nth, port in enumerate(free_ports(3)):
-            lines = (
-                f"sentinel monitor shop 127.0.0.1 {first.port} 2",
-                "sentinel down-after-milliseconds shop 500",
-                "sentinel failover-timeout shop 2000",
-            )
+            lines = (f"sentinel monitor shop 127.0.0.1 {first.port} 2", *LIMITS)
             self.sentinels.append(RedisServer(directory / f"sentinel-{nth}", port=port, sentinel=lines).start())
         for one in self.sentinels:
             wait_until(lambda one=one: one.client().sentinel_master("shop")["num-other-sentinels"] == 2)
@@ -119,61 +118,50 @@ def test_the_primary_is_followed_there_and_back(watched):
         np.testing.assert_array_equal(fetched(database)[0], vectors_of(2))
 
 
+@pytest.fixture
+def server(tmp_path):
+    with RedisServer(tmp_path / "redis", "--unixsocket", str(tmp_path / "redis.sock"), "--requirepass", "first") as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     ("service", "problem"), [("other", "knows no primary named 'other'"), ("shop", "none of 1 sentinels led to a primary")]
 )
-def test_what_is_no_sentinel_of_the_primary_is_said(tmp_path, service, problem):
-    server = RedisServer(tmp_path / "redis").start()
-    sentinel = RedisServer(tmp_path / "sentinel", sentinel=(f"sentinel monitor shop {server.address.replace(':', ' ')} 1",))
-    sentinel.start()
-    try:
-        with pytest.raises(DatabaseError, match=problem):
-            RedisDatabase(sentinel.address if service == "other" else server.address, sentinel_service=service)
-    finally:
-        sentinel.kill()
-        server.kill()
+def test_what_is_no_sentinel_of_the_primary_is_said(tmp_path, server, service, problem):
+    lines = (f"sentinel monitor shop {server.address.replace(':', ' ')} 1",)
+    with RedisServer(tmp_path / "sentinel", sentinel=lines) as sentinel, pytest.raises(DatabaseError, match=problem):
+        RedisDatabase(sentinel.address if service == "other" else server.address, sentinel_service=service)
 
 
-def test_a_unix_socket_serves_as_an_address(tmp_path):
+def test_a_unix_socket_serves_as_an_address(tmp_path, server):
     path = tmp_path / "redis.sock"
-    server = RedisServer(tmp_path / "redis", "--unixsocket", str(path)).start()
-    try:
-        for _ in range(2):  # a client, and another one after it
-            with closing(RedisDatabase(f"unix://{path}", num_partitions=2)) as database:
-                database.open_table(TAG, DIM)
-                database.insert(TAG, KEYS, vectors_of(1))
-                np.testing.assert_array_equal(fetched(database)[0], vectors_of(1))
-                server.kill()
-                with pytest.raises(DatabaseError, match=r"redis\.sock"):
-                    fetched(database)
-                server.start()
-                wait_until(path.exists)
-    finally:
-        server.kill()
-
-
-def test_a_password_that_changes_is_read_by_new_connections(tmp_path):
-    path = tmp_path / "password"
-    path.write_text("first\n")
-    server = RedisServer(tmp_path / "redis", "--requirepass", "first").start()
-    try:
-        with closing(RedisDatabase(server.address, password_path=str(path), num_partitions=2)) as database:
+    for _ in range(2):  # a client, and another one after it
+        with closing(RedisDatabase(f"unix://{path}", password="first", num_partitions=2)) as database:
             database.open_table(TAG, DIM)
             database.insert(TAG, KEYS, vectors_of(1))
-            for number in range(2):
-                before, after = ("first", "second") if number == 0 else ("second", "third")
-                with closing(server.client(password=before)) as admin:
-                    admin.config_set("requirepass", after)
-                    np.testing.assert_array_equal(fetched(database)[0], vectors_of(1))  # open connections stay
-                    admin.client_kill_filter(_type="normal")
-                path.write_text(after)
-                out, found = trying(lambda: fetched(database))
-                assert found.all()
-                np.testing.assert_array_equal(out, vectors_of(1))
-            path.unlink()
-            with closing(redis.Redis("127.0.0.1", server.port, password="third")) as admin:
-                admin.client_kill_filter(_type="normal")
-            with pytest.raises(DatabaseError, match="password_path"):
+            np.testing.assert_array_equal(fetched(database)[0], vectors_of(1))
+            server.kill()
+            with pytest.raises(DatabaseError, match=r"redis\.sock"):
                 fetched(database)
-    finally:
-        server.kill()
+            server.start()
+            wait_until(path.exists)
+
+
+def test_a_password_that_changes_is_read_by_new_connections(tmp_path, server):
+    path = tmp_path / "password"
+    path.write_text("first\n")
+    with closing(RedisDatabase(server.address, password_path=str(path), num_partitions=2)) as database:
+        database.open_table(TAG, DIM)
+        database.insert(TAG, KEYS, vectors_of(1))
+        for before, after in (("first", "second"), ("second", "third")):
+            with closing(server.client(password=before)) as admin:
+                admin.config_set("requirepass", after)
+                np.testing.assert_array_equal(fetched(database)[0], vectors_of(1))  # open connections stay
+                admin.client_kill_filter(_type="normal")
+            path.write_text(after)
+            np.testing.assert_array_equal(trying(lambda: fetched(database))[0], vectors_of(1))
+        path.unlink()
+        with closing(server.client(password="third")) as admin:
+            admin.client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises(DatabaseError, match="password_path"):
+            fetched(database)

@@ -28,14 +28,12 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(directory, tmp_path_factory):
+def servers(directory):
     """Arguments of a server that speaks it, and settings of a client of redis-py."""
-    paths = {
-        f"{name}_{kind}": str(directory / f"{name}.{kind}") for name in ("ca", "server", "client") for kind in ("crt", "key")
-    }
-    arguments = ("--tls-ca-cert-file", paths["ca_crt"], "--tls-cert-file", paths["server_crt"])
-    client = {"ssl_ca_certs": paths["ca_crt"], "ssl_certfile": paths["client_crt"], "ssl_keyfile": paths["client_key"]}
-    return (*arguments, "--tls-key-file", paths["server_key"]), {"ssl": True, "ssl_check_hostname": False, **client}
+    ca, certificate, key = (str(directory / name) for name in ("ca.crt", "server.crt", "server.key"))
+    own = {"ssl_certfile": str(directory / "client.crt"), "ssl_keyfile": str(directory / "client.key")}
+    arguments = ("--tls-ca-cert-file", ca, "--tls-cert-file", certificate, "--tls-key-file", key)
+    return arguments, {"ssl": True, "ssl_check_hostname": False, "ssl_ca_certs": ca, **own}
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +53,9 @@ def opened(directory, server):
     """Open a database as configured, over the server or another address."""
 
     def open_database(address=server.address, **changes):
-        settings = {
-            "type": "redis_cluster",
-            "address": address,
-            "num_partitions": 4,
-            "enable_tls": True,
-            "tls_ca_certificate": str(directory / "ca.crt"),
-            "tls_client_certificate": str(directory / "client.crt"),
-            "tls_client_key": str(directory / "client.key"),
-        }
+        own = {"tls_client_certificate": str(directory / "client.crt"), "tls_client_key": str(directory / "client.key")}
+        settings = {"type": "redis_cluster", "address": address, "num_partitions": 4, "enable_tls": True, **own}
+        settings["tls_ca_certificate"] = str(directory / "ca.crt")
         return RedisDatabase.from_config(VolatileDbConfig.model_validate({**settings, **changes}))
 
     return open_database

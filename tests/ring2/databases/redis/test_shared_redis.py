@@ -47,17 +47,9 @@ class AskingPeers(NoProgress):
     def __init__(self, peers: dict[hps.HPS, int]) -> None:
         self._expected = peers
         self.steps = 0
+        self.start = self.advance = self.finish = self.ask
 
-    def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        self.ask()
-
-    def advance(self, tag: str, rows: int) -> None:
-        self.ask()
-
-    def finish(self, tag: str) -> None:
-        self.ask()
-
-    def ask(self) -> None:
+    def ask(self, *_: object) -> None:
         self.steps += 1
         for peer, content in self._expected.items():
             assert content_of(peer) == content
@@ -137,16 +129,3 @@ def test_an_older_change_removes_the_row_from_the_caches_of_a_server_that_lags(s
     assert change(behind, [7, 8], 10) == 1
     expected = np.array([[20] * 4, [10] * 4, vectors_of(4, 1)[9]])
     np.testing.assert_array_equal(behind.lookup([7, 8, 9], "ranker", "user"), expected)
-
-
-@pytest.mark.parametrize("forced", [1, 3])
-def test_a_restarted_server_finds_the_rows_that_it_forced_last_and_its_writes(
-    start: Callable[..., hps.HPS], forced: int
-) -> None:
-    server = start()
-    for round_ in range(forced):
-        server.deploy("ranker", force=True)
-        server.insert([7], np.full((1, 4), round_, np.float32), "ranker", "user")
-    server.close()
-    server = start()
-    np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), forced - 1, np.float32))

@@ -1,14 +1,12 @@
 """The contract of a database, and what else of Redis it rests on, against a real Valkey."""
 
-import numpy as np
 import pytest
 
 from hps.configuration.tiers import VolatileDbConfig
 from hps.databases.redis.database import RedisDatabase
-from hps.testing.databases import TAG, distinct_keys, vectors_of
 from hps.types import TableSpec
 from tests.ring2.databases.redis import test_redis_cluster as redis_tests
-from tests.servers.redis_server import RedisClusterServers, RedisServer, rows_of, server_program, valkey_program
+from tests.servers.redis_server import RedisClusterServers, RedisServer, server_program, valkey_program
 
 pytestmark = [
     pytest.mark.valkey,
@@ -30,19 +28,6 @@ def cluster(tmp_path_factory):
 
 class TestValkeyCluster(redis_tests.TestRedisCluster):
     pass
-
-
-@pytest.mark.parametrize("policy", ["evict_random", "evict_least_used", "evict_oldest"])
-def test_partitions_stay_within_their_margin(opened, client, policy):
-    database = opened(overflow_margin=100, overflow_policy=policy)
-    keys = distinct_keys(2000)
-    database.open_table(TAG, 4)
-    for part in np.split(keys, 4):
-        database.insert(TAG, part, vectors_of(part, 4))
-        assert database.size(TAG) <= 400
-    left = rows_of([client], TAG, 4)
-    assert len(left) >= 320
-    assert all(left[int(key)] == vectors_of(keys[i : i + 1], 4).tobytes() for i, key in enumerate(keys) if int(key) in left)
 
 
 def test_a_check_names_it(server, client):

@@ -1,7 +1,4 @@
-"""Loads are killed at chosen moments, of `hps load` and of starting servers; in the end every tier holds the model, only it.
-
-`tests/nightly/databases/rocks_db/test_killed_loads.py` kills at random ones, again and again.
-"""
+"""Loads are killed at chosen moments, of `hps load` and of starting servers; in the end every tier holds the model, only it."""
 
 import json
 import random
@@ -122,25 +119,3 @@ def test_a_new_version_after_a_kill_leaves_no_row_of_the_old(tmp_path: Path) -> 
         if phase != "drop":  # after that there may be no table at all
             check_refused_as_whole(tmp_path)
     check_whole(config, fewer, np.arange(30_000), seed=2)
-
-
-@pytest.mark.parametrize("phase", ["drop", "forget"])
-def test_a_whole_table_whose_drop_was_killed_leaves_no_row(tmp_path: Path, phase: str) -> None:
-    config = configuration(tmp_path)
-    write_model(tmp_path / "item", np.arange(20_000), seed=1)
-    with hps.HPS(str(config)):
-        pass
-    write_model(tmp_path / "item", np.arange(10_000, 20_000), seed=2)
-    assert kill_at("load", config, phase, 0)[0] == phase
-    with pytest.raises(DatabaseError):
-        hps.HPS(str(configuration(tmp_path, read_only=True)))
-    check_whole(config, np.arange(10_000, 20_000), np.arange(10_000), seed=2)
-
-
-def test_a_first_batch_without_its_record_is_not_taken_for_a_foreign_table(tmp_path: Path) -> None:
-    config = configuration(tmp_path)
-    write_model(tmp_path / "item", np.arange(20_000), seed=1)
-    kill_at("load", config, "ingest", 0, before_kill=lambda process: process.stdout.readline())  # `held`: it has done it
-    check_refused_as_whole(tmp_path)
-    write_model(tmp_path / "item", np.arange(10_000, 20_000), seed=2)
-    check_whole(config, np.arange(10_000, 20_000), np.arange(10_000), seed=2)

@@ -21,12 +21,7 @@ from hps.databases.base import LoadRecord
 from hps.databases.rocks_db import directory  # noqa: F401 - for the children
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.engine import database_error
-from hps.errors import (
-    DatabaseCorruptError,
-    DatabaseError,
-    DatabaseLockedError,
-    DatabaseTimeoutError,
-)
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError
 from hps.testing.databases import DIM, TAG, changes_of, distinct_keys, fetched, vectors_of
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import KeyArray
@@ -68,9 +63,6 @@ def outcome_of(code: str, *arguments: str | Path, **options) -> str:
     return out
 
 
-# -- locked ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure(path: Path):
     code = """
         database = RocksDatabase(sys.argv[1])
@@ -85,15 +77,6 @@ def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure
         RocksDatabase(path, read_only=True).close()
         holder.communicate("")
     RocksDatabase(path).close()
-
-
-def test_a_directory_that_this_process_holds_is_refused(path: Path):
-    database = RocksDatabase(path)
-    with pytest.raises(DatabaseLockedError, match=str(path)):
-        RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    database.insert(TAG, KEYS, VECTORS)  # the first one is as it was
-    database.close()
 
 
 # -- damaged -----------------------------------------------------------------------------------------------------------
@@ -215,9 +198,6 @@ def test_a_damaged_or_foreign_seal_does_not_keep_a_whole_database_closed(pristin
         shutil.rmtree(path)
 
 
-# -- no place ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("read_only", [False, True])
 def test_a_path_that_is_a_file_is_refused(path: Path, read_only: bool):
     path.write_text("mine")
@@ -225,11 +205,6 @@ def test_a_path_that_is_a_file_is_refused(path: Path, read_only: bool):
         with pytest.raises(DatabaseError, match=str(place)):
             RocksDatabase(place, read_only=read_only)
     assert path.read_text() == "mine"
-
-
-def test_a_path_that_cannot_be_made_is_refused():
-    with pytest.raises(DatabaseError, match=r"/proc/rocksdb.*directory that this process may use"):
-        RocksDatabase("/proc/rocksdb")
 
 
 @pytest.mark.parametrize(
@@ -392,80 +367,6 @@ def test_a_first_start_on_a_full_disk_promises_nothing(tmp_path: Path):
     assert outcome_of(code, tmp_path / "rocksdb") == "False True\n"
 
 
-def test_whatever_meets_the_limit_of_descriptors_raises_a_typed_error_and_goes_on_later(path: Path):
-    code = """
-        import resource
-        path, (_, most) = Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_NOFILE)
-        failed = 0
-
-        def allow(free):
-            used = {int(name) for name in os.listdir("/proc/self/fd")}
-            numbers = [number for number in range(len(used) + free + 1) if number not in used]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (numbers[free - 1] + 1 if free else 0, most))
-
-        def attempt(work):
-            global failed
-            database._recover_at = 0.0
-            try:
-                work()
-            except DatabaseError:
-                failed += 1
-
-        with opened(path) as database:
-            database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
-            for free in (0, 1, 2, 3, 5, 8, 12, 16):
-                database.insert(TAG, KEYS[:10], VECTORS[:10])
-                database._engine.flush(database._engine.family(TAG), "rows to a file, and another log")
-                database._engine.stuck = True  # as a write that failed leaves it
-                allow(free)
-                attempt(lambda: database.insert(TAG, KEYS, VECTORS))
-                attempt(lambda: database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS)))
-                attempt(lambda: database.finish_load(TAG))
-                attempt(lambda: database.open_table(f"new {free}", DIM))
-                attempt(lambda: database.drop_table(f"new {free}"))
-                attempt(lambda: fetched(database, TAG, KEYS, DIM))
-                attempt(lambda: RocksDatabase(path, read_only=True).close())
-                attempt(lambda: RocksDatabase(path.parent / f"other {free}").close())
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-                insert_when_possible(database, KEYS)
-                np.testing.assert_array_equal(fetched(database, TAG, KEYS, DIM)[0], VECTORS)
-        print(failed > 20)
-    """
-    assert outcome_of(code, path) == "True\n"
-
-
-def test_a_database_that_cannot_be_opened_again_answers_nothing_until_it_can(path: Path):
-    code = (
-        textwrap.dedent(FULL["files may not grow"])
-        + """
-def outcome(work):
-    try:
-        work()
-    except DatabaseError as error:
-        return type(error)
-
-path = Path(sys.argv[1])
-with opened(path) as database:
-    database.insert(TAG, KEYS, VECTORS)
-    fill(path, 1000)
-    with pytest.raises(DatabaseError):
-        database.insert(TAG, KEYS, VECTORS)
-    fill(path, -1)
-    (path / "CURRENT").rename(path / "away")
-    wait_until(lambda: outcome(lambda: database.insert(TAG, KEYS[:1], VECTORS[:1])) is DatabaseCorruptError)
-    for _ in range(3):
-        with pytest.raises(DatabaseError, match=str(path)):
-            fetched(database, TAG, KEYS, DIM)
-    (path / "away").rename(path / "CURRENT")
-    wait_until(lambda: outcome(lambda: fetched(database, TAG, KEYS, DIM)) is None)
-    out, found = fetched(database, TAG, KEYS, DIM)
-    assert found.all() and (out == VECTORS).all()
-    database.insert(TAG, KEYS[:1], VECTORS[:1])
-"""
-    )
-    outcome_of(code, path)
-
-
 def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: Path, tmp_path: Path):
     bind, remount, read_only = 4096, 32, 1
     calls = [(bytes(pristine), None, bind, None), (None, None, bind | remount | read_only, None)]
@@ -473,9 +374,6 @@ def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: 
         read_everything(disk, read_only=True)
         with pytest.raises(DatabaseError, match=rf"{disk}.*[Rr]ead-only"):
             RocksDatabase(disk)
-
-
-# -- killed ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("writes", [6, 7, 8, 9])  # a batch of changes is four of them

@@ -76,11 +76,6 @@ def flip(data: bytearray, rng: random.Random) -> None:
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
 
 
-def zero(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(0, len(data), 4096)
-    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
-
-
 def swap(data: bytearray, rng: random.Random) -> None:
     one, two = (BLOCK * block for block in rng.sample(range(len(data) // BLOCK), 2))
     data[one : one + BLOCK], data[two : two + BLOCK] = data[two : two + BLOCK], data[one : one + BLOCK]
@@ -90,24 +85,15 @@ def cut(data: bytearray, rng: random.Random) -> None:
     del data[rng.randrange(len(data)) :]
 
 
-def cut_the_end(data: bytearray, rng: random.Random) -> None:
-    del data[len(data) - rng.randint(1, 600) :]
-
-
 def empty(data: bytearray, rng: random.Random) -> None:
     data.clear()
-
-
-def garble_the_rest(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    data[start:] = rng.randbytes(len(data) - start)
 
 
 def recycle(data: bytearray, rng: random.Random) -> None:
     data[rng.randrange(0, len(data), BLOCK) + 6] = rng.choice([5, 6, 7, 8, 11])  # the type of a record
 
 
-DAMAGES = [flip, zero, swap, cut, cut_the_end, empty, garble_the_rest, recycle]
+DAMAGES = [flip, swap, cut, empty, recycle]
 
 ATTACK = """
     from itertools import product
@@ -223,21 +209,17 @@ def rows_in(output: str, tag: str) -> int:
     return int(re.search(rf"^{tag}: ([\d,]+) rows? of {DIM} floats can be read", output, re.MULTILINE)[1].replace(",", ""))
 
 
-def test_a_whole_database_is_found_good(killed: Path, tmp_path: Path):
-    path = Path(shutil.copytree(killed, tmp_path / "rocksdb"))
-    code, output = check(path)
-    assert (code, rows_in(output, TAG)) == (0, ROWS)
-    assert f"{path}: good" in output
-
-
 @pytest.mark.parametrize(("damage", "victim"), [(flip, 0), (swap, 1), (cut, 0), (empty, 1), (recycle, 0), (None, 0), (None, 1)])
 def test_the_cure_of_a_damaged_log_saves_the_rows_that_can_be_read(
     killed: Path, tmp_path: Path, damage: Damage | None, victim: int
 ):
     path = Path(shutil.copytree(killed, tmp_path / "rocksdb"))
+    code, output = check(path)
+    assert (code, rows_in(output, TAG)) == (0, ROWS)
+    assert f"{path}: good" in output
     log = logs(path)[victim]
-    data = bytearray(log.read_bytes())
     if damage:
+        data = bytearray(log.read_bytes())
         damage(data, random.Random(2))
         log.write_bytes(data)
     else:

@@ -40,10 +40,11 @@ class Host:
         if database:
             database.inner.insert(TABLE.tag, np.asarray(keys, np.int64), vectors_of(keys, version))
 
-    def fetch(self, keys, table=TABLE):
-        keys = np.asarray(keys, np.int64)
+    def fetch(self, keys, table=TABLE, landed=None):
+        keys = np.ascontiguousarray(keys, np.int64)
         out, found = np.full((keys.size, 4), -1, np.float32), np.zeros(keys.size, np.bool_)
-        assert self.chain.fetch(table, keys, out, found) == found.sum()
+        said = landed and (lambda start, stop: landed(start, stop, out))
+        assert self.chain.fetch(table, keys, out, found, said) == found.sum()
         return out, found
 
     def check(self, key, version):

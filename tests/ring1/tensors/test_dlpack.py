@@ -83,12 +83,10 @@ def give(request: pytest.FixtureRequest) -> Give:
     return lambda array: producers(array)[request.param]
 
 
-def refused(
-    message: str, give: Callable[[], Any], error: type[Exception] = InvalidInputError
-) -> pytest.ExceptionInfo[Exception]:
+def refused(message: str | None, call: Callable[[], Any], error: type[Exception] = InvalidInputError) -> Exception:
     with pytest.raises(error, match=message) as caught:
-        give()
-    return caught
+        call()
+    return caught.value
 
 
 class TestAdopt:
@@ -193,7 +191,8 @@ class TestCapsules:
     def test_a_capsule_marked_as_consumed_is_collected_in_silence(self, capfd: pytest.CaptureFixture[str]):
         capsule = np.arange(5).__dlpack__()
         mark_consumed(capsule)
-        refused("consumed already", lambda: as_keys(capsule))
+        with pytest.raises(InvalidInputError, match="consumed already"):
+            as_keys(capsule)
         del capsule
         gc.collect()
         assert capfd.readouterr().err == ""
@@ -245,8 +244,8 @@ class TestNoTensors:
         def fail(**_: Any) -> None:
             raise error("not today")
 
-        caught = refused("Exports cannot be exported: not today", lambda: adopt(Exports(fail)))
-        assert isinstance(caught.value.__cause__, error)
+        failed = refused("Exports cannot be exported: not today", lambda: adopt(Exports(fail)))
+        assert isinstance(failed.__cause__, error)
 
     def test_what_is_no_plain_tensor_is_refused(self):
         refused("gave list, no capsule", lambda: adopt(Exports(lambda **_: [1])))
@@ -273,15 +272,10 @@ class TestKeys:
             keys = give(array)
             refused(r"strides \(.*expected a C-contiguous tensor", lambda keys=keys: as_keys(keys))
 
-    @pytest.mark.parametrize(
-        ("array", "message"),
-        [
-            *[(np.array(["a"]), ""), (np.array([object()]), ""), (np.zeros(3, "M8[s]"), ""), (np.zeros(2, "i8,f4"), "")],
-            (np.arange(3).astype(">i8"), ">i8"),
-        ],
-    )
-    def test_arrays_of_no_numbers_or_foreign_byte_order_are_refused(self, array: np.ndarray, message: str):
-        refused(message, lambda: as_keys(array), InvalidDtypeError)
+    @pytest.mark.parametrize("array", [np.array(["a"]), np.array([object()]), np.zeros(3, "M8[s]"), np.zeros(2, "i8,f4")])
+    def test_arrays_of_no_numbers_foreign_byte_order_or_the_reverse_are_refused(self, array: np.ndarray):
+        refused(None, lambda: as_keys(array), InvalidDtypeError)
+        refused(">i8", lambda: as_keys(np.arange(3).astype(">i8")), InvalidDtypeError)
         refused("C-contiguous", lambda: as_keys(np.arange(10)[::-1]))
 
     def test_keys_that_are_not_aligned_are_copied(self):

@@ -59,8 +59,7 @@ def cuda(modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             "CUDA device 0 does not map memory of other devices",
         ),
         (lambda cuda: None, tuple(range(16)), "got 16 devices, expected at most 15"),
-        (lambda cuda: None, (0, 2), "there is no CUDA device 2"),
-        (lambda cuda: None, (0, 1, 0), "got a device twice"),
+        *[(lambda cuda: None, (0, 2), "there is no CUDA device 2"), (lambda cuda: None, (0, 1, 0), "got a device twice")],
         (lambda cuda: cuda.sets("getDeviceCount", lambda: 0), (0, 1), "CuPy finds no CUDA device"),
     ],
 )
@@ -143,8 +142,7 @@ def test_each_part_is_mapped_where_it_lies_for_all_devices(cuda: SimpleNamespace
 @pytest.mark.parametrize(
     ("function", "code", "kind", "counts"),
     [
-        ("cuMemCreate", 2, DeviceMemoryError, [2, 1, 1]),
-        ("cuMemCreate", 1, DeviceError, [2, 1, 1]),
+        *[("cuMemCreate", 2, DeviceMemoryError, [2, 1, 1]), ("cuMemCreate", 1, DeviceError, [2, 1, 1])],
         ("cuMemMap", 2, DeviceMemoryError, [2, 2, 1]),
     ],
 )
@@ -163,8 +161,7 @@ def test_what_was_allocated_is_freed_when_a_part_fails(
     ("rows", "sharing", "error", "message"),
     [
         (1 << 31, SHARED, ConfigError, "expected at most 2,147,483,647, or device_sharing replicate"),
-        (1 << 31, ALONE, CapacityError, "at most"),
-        (1 << 32, ALONE, ConfigError, "at most"),
+        *[(1 << 31, ALONE, CapacityError, "at most"), (1 << 32, ALONE, ConfigError, "at most")],
     ],
 )
 def test_what_cannot_be_allocated_is_refused_before_it_is_loaded(

@@ -11,10 +11,8 @@ FAILED, SUCCEEDED, ALLOWED, REFUSED = "failed", "succeeded", True, False
 @pytest.mark.parametrize(
     ("failures", "events", "is_open"),
     [
-        (1, [ALLOWED, FAILED, REFUSED], True),
-        (3, [FAILED, FAILED, ALLOWED, ALLOWED], False),
-        (3, [FAILED, FAILED, FAILED, REFUSED, REFUSED], True),
-        (3, [FAILED, FAILED, FAILED, FAILED, REFUSED], True),
+        *[(1, [ALLOWED, FAILED, REFUSED], True), (3, [FAILED, FAILED, ALLOWED, ALLOWED], False)],
+        *[(3, [FAILED, FAILED, FAILED, REFUSED, REFUSED], True), (3, [FAILED, FAILED, FAILED, FAILED, REFUSED], True)],
         (2, [FAILED, SUCCEEDED, FAILED, SUCCEEDED, FAILED, ALLOWED], False),  # never two in a row
         (2, [FAILED, FAILED, 4.999, REFUSED], True),
         (2, [FAILED, FAILED, 5, ALLOWED, REFUSED, 9.999, REFUSED, 10, ALLOWED, REFUSED], True),  # a probe in five seconds

@@ -84,12 +84,9 @@ def host(make):
     [
         ([1, 2], [1, 2, 3], "", [2, 1], [2, 1]),  # what is above is answered from there
         ([1, 2, 3, 4], [1], "", [4, 0], [0, 0]),  # the lower one is not asked
-        ([], [4, 2], "", [0, 2], [4, 2]),
-        ([1], [1, 2], "fetch", [0, 2], [0, 2]),
+        *[([], [4, 2], "", [0, 2], [4, 2]), ([1], [1, 2], "fetch", [0, 2], [0, 2])],
         ([1], [1, 2], "drop", [0, 2], [4, 2]),  # by another process, or with all that a shared server had
-        ([1, 2], None, "", [2, 0], [2, 0]),
-        (None, [1, 2], "", [0, 2], [0, 2]),
-        (None, None, "", [0, 0], [0, 0]),
+        *[([1, 2], None, "", [2, 0], [2, 0]), (None, [1, 2], "", [0, 2], [0, 2]), (None, None, "", [0, 0], [0, 0])],
     ],
 )
 def test_each_key_is_answered_by_the_first_database_that_has_it(make, above, below, failing, hits, misses):

@@ -134,11 +134,8 @@ def test_devices_that_share_a_session_are_not_chosen_between_and_nothing_is_coun
 @pytest.mark.parametrize(
     ("tensors", "device"),
     [
-        ((OnDevice(2, 5),), 5),
-        ((np.zeros(1), OnDevice(13, 5)), 5),
-        (({"a": np.zeros(1), "b": OnDevice(2, 5)}, None), 5),
-        ((None, {"a": OnDevice(2, 3)}), 3),
-        ((OnDevice(2, 0), OnDevice(2, 5)), 5),
+        *[((OnDevice(2, 5),), 5), ((np.zeros(1), OnDevice(13, 5)), 5), (({"a": np.zeros(1), "b": OnDevice(2, 5)}, None), 5)],
+        *[((None, {"a": OnDevice(2, 3)}), 3), ((OnDevice(2, 0), OnDevice(2, 5)), 5)],
         *[((elsewhere,), None) for elsewhere in (OnDevice(1, 5), OnDevice(3, 5), OnDevice(2, 0), [1, 2], np.zeros(1))],
         ((np.zeros(1).__dlpack__(),), None),
     ],

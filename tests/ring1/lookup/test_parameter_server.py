@@ -59,14 +59,9 @@ def test_lookup_returns_vectors_and_defaults_of_a_table_by_name_or_number(server
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ([1.5], hps.InvalidDtypeError),
-        (["a"], hps.InvalidDtypeError),
-        ([[1, 2]], hps.InvalidInputError),
-        (5, hps.InvalidInputError),
-        ([2**70], hps.InvalidInputError),
-        ([[1], [2, 3]], hps.InvalidInputError),
-        (np.zeros(101, np.int64), hps.TooManyKeysError),
-        ([True, False], hps.InvalidDtypeError),
+        *[([1.5], hps.InvalidDtypeError), (["a"], hps.InvalidDtypeError), ([[1, 2]], hps.InvalidInputError)],
+        *[(5, hps.InvalidInputError), ([2**70], hps.InvalidInputError), ([[1], [2, 3]], hps.InvalidInputError)],
+        *[(np.zeros(101, np.int64), hps.TooManyKeysError), ([True, False], hps.InvalidDtypeError)],
     ],
 )
 def test_wrong_keys_are_typed_errors(server, keys, error):
@@ -121,11 +116,8 @@ def test_lookup_concatenated_answers_all_tables_from_one_run_of_keys(server, cou
 @pytest.mark.parametrize(
     ("counts", "floats", "message"),
     [
-        ((3,), 99, "expected 2 of them"),
-        ((3, 2, 1), 99, "expected 2 of them"),
-        ((7, -1), 99, "none negative"),
-        ((3, 4), 99, "got 6 keys, expected 7"),
-        ((3, 2), 99, "got 6 keys, expected 5"),
+        *[((3,), 99, "expected 2 of them"), ((3, 2, 1), 99, "expected 2 of them"), ((7, -1), 99, "none negative")],
+        *[((3, 4), 99, "got 6 keys, expected 7"), ((3, 2), 99, "got 6 keys, expected 5")],
         ((3, 3), 3 * sum(DIMS.values()) - 1, "output"),
         *[(counts, 99, "expected integers") for counts in ([5.0, 1], ["1", 1], [None, 2], 6, np.array([5.0, 1.0]))],
     ],

@@ -94,8 +94,7 @@ def test_one_tensor_takes_the_vectors_of_all_tables(server: hps.HPS, wide: Any) 
 @pytest.mark.parametrize(
     ("bags", "shape"),
     [
-        (hps.Bags([], [0]), (0, 3)),
-        (hps.Bags([], [], include_last_offset=False), (0, 3)),
+        *[(hps.Bags([], [0]), (0, 3)), (hps.Bags([], [], include_last_offset=False), (0, 3))],
         (hps.Bags([], [0, 0, 0], [], combiner="mean"), (2, 3)),
         (hps.Bags(np.empty((4, 0), np.int64), combiner="sqrtn"), (4, 3)),
         (hps.Bags(np.empty((0, 4), np.int64)), (0, 3)),

@@ -51,15 +51,12 @@ def test_the_work_has_its_share_of_the_time() -> None:
 @pytest.mark.parametrize(
     ("rows", "fraction", "paced", "fetched"),
     [
-        (300, 0.0, False, [100, 100, 100]),
-        (301, 0.0, False, [100, 100, 100, 1]),
-        (99, 0.0, False, [99]),
+        *[(300, 0.0, False, [100, 100, 100]), (301, 0.0, False, [100, 100, 100, 1]), (99, 0.0, False, [99])],
         (0, 0.0, False, []),
         (300, 7.0, False, [100, 100, 100]),  # a chunk of memory at most
         (200, 0.08, False, [80, 80, 40]),  # of 1,008 rows
         (200, 0.01, False, [64, 64, 64, 8]),  # fewer are not worth a step
-        (200, 0.0, True, [50, 50, 50, 50]),
-        (130, 0.5, True, [50, 50, 30]),
+        *[(200, 0.0, True, [50, 50, 50, 50]), (130, 0.5, True, [50, 50, 30])],
     ],
 )
 def test_rows_are_fetched_in_steps(

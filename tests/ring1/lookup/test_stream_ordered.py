@@ -55,13 +55,8 @@ def opened() -> tuple[DeviceCache, StreamOrderedLookups]:
 @pytest.mark.parametrize(
     ("asked", "has_room"),
     [
-        (bags_of([8, 8]), True),
-        (bags_of([3, 5]), True),
-        (bags_of([9, 7]), True),
-        (bags_of([9, 8]), False),
-        (bags_of([16, 16], hotness=1), False),
-        (bags_of([8, 8], weighted=True), False),
-        (bags_of([8]), False),
+        *[(bags_of([8, 8]), True), (bags_of([3, 5]), True), (bags_of([9, 7]), True), (bags_of([9, 8]), False)],
+        *[(bags_of([16, 16], hotness=1), False), (bags_of([8, 8], weighted=True), False), (bags_of([8]), False)],
         ([Segment(table, np.zeros(4, np.int64), np.empty((4, 8), np.float32)) for table in (0, 1)], False),
     ],
 )

@@ -71,9 +71,7 @@ def test_a_file_without_keys_is_refused(tmp_path, keys):
 @pytest.mark.parametrize(
     ("trace", "problem"),
     [
-        ({}, None),
-        ({"hashed": True}, "hashes"),
-        ({"keys": np.zeros(0, np.int64)}, "no keys of item"),
+        *[({}, None), ({"hashed": True}, "hashes"), ({"keys": np.zeros(0, np.int64)}, "no keys of item")],
         ({"model": "n"}, "no keys of"),
     ],
 )

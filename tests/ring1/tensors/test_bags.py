@@ -21,12 +21,10 @@ def segments(tables: dict[Any, Bags], out: Any = None, *, on_cuda: bool = False)
 @pytest.mark.parametrize(
     ("bags", "count", "hotness", "firsts"),
     [
-        (Bags(KEYS.reshape(2, 3)), 2, 3, [0, 3, 6]),
-        (Bags(KEYS.reshape(6, 1)), 6, 1, [0, 1, 2, 3, 4, 5, 6]),
+        *[(Bags(KEYS.reshape(2, 3)), 2, 3, [0, 3, 6]), (Bags(KEYS.reshape(6, 1)), 6, 1, [0, 1, 2, 3, 4, 5, 6])],
         (Bags(KEYS, [0, 2, 2, 6]), 3, 0, [0, 2, 2, 6]),
         (Bags(KEYS, [0, 2, 2], include_last_offset=False), 3, 0, [0, 2, 2, 6]),
-        (Bags(KEYS, [0], include_last_offset=False), 1, 0, [0, 6]),
-        (Bags(KEYS[:0], [0]), 0, 0, [0]),
+        *[(Bags(KEYS, [0], include_last_offset=False), 1, 0, [0, 6]), (Bags(KEYS[:0], [0]), 0, 0, [0])],
         (Bags(KEYS[:0], [], include_last_offset=False), 0, 0, [0]),
     ],
 )
@@ -81,15 +79,12 @@ def test_three_tables_share_the_columns_of_one_output() -> None:
 @pytest.mark.parametrize(
     ("given", "dtype", "expected"),
     [
-        ([1, 2], None, {"x": np.array([1, 2])}),
-        ([1.5, 2], None, {"x": np.array([1.5, 2], np.float32)}),
-        ([1, 2], np.float32, {"x": np.array([1, 2], np.float32)}),
-        ([1.5], np.float16, {"x": np.array([1.5], np.float16)}),
+        *[([1, 2], None, {"x": np.array([1, 2])}), ([1.5, 2], None, {"x": np.array([1.5, 2], np.float32)})],
+        *[([1, 2], np.float32, {"x": np.array([1, 2], np.float32)}), ([1.5], np.float16, {"x": np.array([1.5], np.float16)})],
         ([1.5], np.int64, {"x": np.array([1.5])}),  # not truncated: the network refuses it
         (np.array([1, 2], np.int32), np.int64, {"x": np.array([1, 2])}),
         (np.array([1, 2], np.int32), None, {"x": np.array([1, 2], np.int32)}),
-        (np.array([True]), np.float32, {"x": np.array([True])}),
-        (Bags([1, 2]), None, {"x": np.array([1, 2])}),
+        *[(np.array([True]), np.float32, {"x": np.array([True])}), (Bags([1, 2]), None, {"x": np.array([1, 2])})],
         (Bags([1, 2], [0, 2]), None, {"x": np.array([1, 2]), "x.offsets": np.array([0, 2])}),
         (
             Bags([1, 2], [0, 1], [0.5, 1], include_last_offset=False),

@@ -84,14 +84,8 @@ def document(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> Ca
 @pytest.mark.parametrize(
     ("volatile", "cache"),
     [
-        ("whole", "direct"),
-        ("whole", "in part"),
-        ("share", "in part"),
-        ("share", "static"),
-        ("margin", "direct"),
-        ("margin", "whole cache"),
-        ("disabled", "in part"),
-        ("disabled", "static"),
+        *[("whole", "direct"), ("whole", "in part"), ("share", "in part"), ("share", "static"), ("margin", "direct")],
+        *[("margin", "whole cache"), ("disabled", "in part"), ("disabled", "static")],
         pytest.param("redis", "whole cache", marks=pytest.mark.redis),
         pytest.param("redis share", "direct", marks=pytest.mark.redis),
     ],
@@ -105,13 +99,8 @@ def test_the_later_row_counts_on_every_tier(document: Callable[..., dict[str, An
 @pytest.mark.parametrize(
     ("volatile", "cache"),
     [
-        ("whole", "in part"),
-        ("share", "direct"),
-        ("share", "static"),
-        ("margin", "whole cache"),
-        ("disabled", "in part"),
-        ("disabled", "whole cache"),
-        ("disabled", "static"),
+        *[("whole", "in part"), ("share", "direct"), ("share", "static"), ("margin", "whole cache"), ("disabled", "in part")],
+        *[("disabled", "whole cache"), ("disabled", "static")],
     ],
 )
 def test_without_a_database_that_has_the_later_rows_such_files_are_refused(

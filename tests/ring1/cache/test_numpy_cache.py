@@ -75,20 +75,6 @@ class TestSets:
         assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
         np.testing.assert_array_equal(out, vectors_of(keys, 4, np.arange(5)))
 
-    def test_recency_is_written_once_an_epoch(self, cache: NumpyCache):
-        keys = distinct_keys(WAYS)
-        cache.insert(0, keys, vectors_of(keys, 4))
-        ages = cache._open[0].lines.view(np.uint8)[0, 2:16]
-        lookup, out = cache.create_lookup(), np.empty((1, 4), np.float32)
-        seen = []
-        for _ in range(3 * WAYS):
-            lookup.query([Segment(0, keys[:1], out)])
-            seen.append(int(ages[0]))
-        first = seen[0]
-        assert seen == [first] * WAYS + [first + 1] * WAYS + [first + 2] * WAYS
-        assert (ages[1:] == ages[1]).all()
-        assert (first - int(ages[1])) % 255 == 15
-
     @pytest.mark.parametrize(("epochs", "admitted"), [(PROBATION - 1, 0), (PROBATION, 1)])
     def test_a_missed_key_evicts_one_that_was_idle_for_the_probation(self, cache: NumpyCache, epochs: int, admitted: int):
         keys, state = distinct_keys(WAYS + 1), cache._open[0].state
@@ -101,20 +87,6 @@ class TestSets:
         missed.buffer()[:] = 0
         missed.insert(np.array([True]))
         assert cache.stats(0).evictions == admitted
-
-    def test_recency_goes_on_when_epochs_start_anew(self, cache: NumpyCache):
-        keys = distinct_keys(WAYS + 40)
-        old, new = keys[:WAYS], keys[WAYS:]
-        cache.insert(0, old, vectors_of(old, 4))
-        lookup = cache.create_lookup()
-        absent = distinct_keys(WAYS, seed=7)
-        for epoch in range(600):
-            lookup.query([Segment(0, old[1:], np.empty((WAYS - 1, 4), np.float32))])
-            lookup.query([Segment(0, absent, np.empty((WAYS, 4), np.float32))])
-            if epoch % 20 == 19:
-                key = new[epoch // 20, None]
-                cache.insert(0, key, vectors_of(key, 4))
-                assert set(cache.dump(0).tolist()) == {*old[1:].tolist(), int(key[0])}
 
     @pytest.mark.parametrize("epoch", [0, 100, 240])
     def test_what_a_thread_of_a_later_epoch_has_used_is_not_evicted_first(self, cache: NumpyCache, epoch: int):

@@ -68,13 +68,11 @@ def device(request: pytest.FixtureRequest) -> str:
 def start(device: str, tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as opened:
 
-        def start(kind: str = "small", tables: int = 0, **changes: Any) -> hps.HPS:
-            sources, dims = write(tmp_path), DIMS
-            if tables:
-                sources, dims = sources[:1] * tables, {f"t{number}": 4 for number in range(tables)}
+        def start(kind: str = "small", **changes: Any) -> hps.HPS:
             settings: dict[str, Any] = {"hit_rate_threshold": 1.1, "max_batch_size": 10_000, "num_of_worker_buffer_in_pool": 2}
-            settings |= {"default_value_for_each_table": [DEFAULT] * len(dims)} | KINDS[kind] | changes
-            return opened.enter_context(hps.HPS(document_of(model_of("m", sources, dims, **settings), device=device)))
+            settings |= {"default_value_for_each_table": [DEFAULT] * 2} | KINDS[kind] | changes
+            model = model_of("m", write(tmp_path), DIMS, **settings)
+            return opened.enter_context(hps.HPS(document_of(model, device=device)))
 
         yield start
 
@@ -329,14 +327,3 @@ def test_prepared_lookups_share_workspaces_that_grow(start: Start, count: int) -
                 check(asked, lookup.vectors[name])
         many = draw(rng, n)
         check(many, server.lookup(many, "m", "a"))
-
-
-def test_more_tables_than_one_kernel_takes(start: Start) -> None:
-    server, rng = start(tables=35), np.random.default_rng(1)
-    lookup = server.prepare({f"t{number}": 20 for number in range(35)}, "m", return_found=True)
-    for _ in range(3):
-        keys = {name: draw(rng, 20) for name in lookup.keys}
-        fill(lookup.all_keys, np.concatenate(list(keys.values())))
-        lookup.run()
-        for name, asked in keys.items():
-            check(asked, lookup.vectors[name], found=lookup.found[name])

@@ -138,22 +138,6 @@ def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):
     assert HEADER[H_KEYS] == sum(one[1] for one in expected)
 
 
-@settings(max_examples=300)
-@given(st.binary(min_size=256, max_size=256), st.sampled_from([SLAB, END - 256, END - HEADER_BYTES]))
-def test_random_bytes_are_no_descriptor_that_leads_elsewhere(content, slot):
-    FRONT.memory.words[:] = 0
-    size = min(256, END - slot)
-    FRONT.memory.bytes[slot : slot + size] = np.frombuffer(content, np.uint8)[:size]
-    FRONT.memory.words[slot // 8] = SERIAL
-    if read(slot) != 0:
-        return
-    for table, n, keys, out, found in SEGMENTS[: HEADER[H_SEGMENTS]].tolist():
-        size = 0 if HEADER[H_FLAGS] & POOLED else 4 * DIMS[table] * n
-        assert slot <= keys <= keys + 8 * n <= END
-        assert slot <= out <= out + size <= END
-        assert found == 0 or slot <= found <= found + n <= END
-
-
 @pytest.mark.parametrize(
     ("slot", "segments", "status"),
     [

@@ -237,24 +237,6 @@ def test_an_owner_that_restarts_serves_an_epoch_that_none_has_begun_and_no_other
     second.close()
 
 
-def test_fronts_have_rings_of_their_own():
-    fronts = [RegionFront(), RegionFront()]
-    owner = Owner(*fronts)
-    for one in fronts:
-        one.begin()
-    assert owner.take(0) == owner.take(1) == BEGAN
-    fronts[0].post(FIRST)
-    fronts[1].post(FIRST + 64, FIRST + 128)
-    assert owner.take(1) == [FIRST + 64, FIRST + 128]
-    assert owner.take(0) == [FIRST]
-    owner.complete([FIRST + 128], 1)
-    assert fronts[0].completed() == []
-    assert fronts[1].completed() == [FIRST + 128]
-    owner.close()
-    for one in fronts:
-        one.close()
-
-
 # -- sleep ----------------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ A cache on the CPU stands for the device; `tests/gpu/` has the same on a GPU.
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -40,23 +41,16 @@ def linked(monkeypatch):
 def start(tmp_path):
     """Start a parameter server of two tables of ROWS rows each."""
     hps.write_sparse_model(tmp_path / "a", (np.arange(ROWS), vectors_of(range(ROWS))))
-    opened = []
+    with ExitStack() as opened:
 
-    def start(persistent=False, force=False, tiers=None, **changes):
-        settings = {
-            "gpucacheper": 0.1,
-            "hit_rate_threshold": 1.1,
-            "default_value_for_each_table": [DEFAULT] * 2,
-            "num_of_worker_buffer_in_pool": 2,
-        }
-        model = model_of("m", [tmp_path / "a"] * 2, {"a": DIM, "b": DIM}, **(settings | changes))
-        document = document_of(model, persistent=tmp_path / "rocks" if persistent else None)
-        opened.append(hps.HPS({**document, "device": "cuda", **(tiers or {})}, force=force))
-        return opened[-1]
+        def start(persistent=False, tiers=None, **changes):
+            settings = {"gpucacheper": 0.1, "hit_rate_threshold": 1.1, "num_of_worker_buffer_in_pool": 2}
+            settings |= {"default_value_for_each_table": [DEFAULT] * 2} | changes
+            model = model_of("m", [tmp_path / "a"] * 2, {"a": DIM, "b": DIM}, **settings)
+            document = document_of(model, persistent=tmp_path / "rocks" if persistent else None)
+            return opened.enter_context(hps.HPS({**document, "device": "cuda", **(tiers or {})}))
 
-    yield start
-    for server in opened:
-        server.close()
+        yield start
     assert not LinkedCache.pinner.faults
 
 
@@ -289,8 +283,7 @@ def test_a_table_that_cannot_be_read_in_place_any_more_is_read_by_the_host(start
 
 
 def test_a_captured_lookup_sees_what_was_written(start):
-    server = start()
-    keys, out = np.array([1, 2]), np.empty((2, DIM), np.float32)
+    server, keys, out = start(), np.array([1, 2]), np.empty((2, DIM), np.float32)
     with server.capture(keys, out, "m", "a") as graph:
         for version in range(1, 4):
             server.insert([1, 2, 3], vectors_of([1, 2, 3], version), "m", "a")
@@ -300,8 +293,8 @@ def test_a_captured_lookup_sees_what_was_written(start):
     assert count(server, "hps_lookup_keys_total", "a") == 8
     with pytest.raises(hps.NotReadyError, match="it is closed"):
         graph.replay()
-    tables, outputs = {"a": keys, "b": keys}, {"a": out, "b": np.empty_like(out)}
-    with server.capture(tables, outputs, "m") as graph:
+    outputs = {"a": out, "b": np.empty_like(out)}
+    with server.capture({"a": keys, "b": keys}, outputs, "m") as graph:
         graph.replay()
         np.testing.assert_array_equal(outputs["b"], vectors_of(keys))
         server.close()
@@ -310,10 +303,8 @@ def test_a_captured_lookup_sees_what_was_written(start):
 
 
 def test_a_captured_lookup_follows_its_model(start, tmp_path):
-    server = start(keep_versions=0)
-    keys, out = np.array([1, 2]), np.empty((2, DIM), np.float32)
-    graph = server.capture(keys, out, "m", "a")
-    first = server.model("m")
+    server, keys, out = start(keep_versions=0), np.array([1, 2]), np.empty((2, DIM), np.float32)
+    graph, first = server.capture(keys, out, "m", "a"), server.model("m")
     hps.write_sparse_model(tmp_path / "a", (np.arange(ROWS), vectors_of(range(ROWS), 1)), overwrite=True)
     server.deploy("m")
     assert [state.state for state in server.versions("m")] == ["serving", "retiring"]  # the graph reads it
@@ -390,7 +381,7 @@ def test_an_undeployment_frees_the_tables_when_the_device_is_lost(start, monkeyp
         raise hps.DeviceError("reading counters: an illegal memory access was encountered")
 
     server = start()
-    database, [tag, _] = server.model("m").chain.databases[0], [table.tag for table in server.model("m").tables]
+    database, tag = server.model("m").chain.databases[0], server.model("m").tables[0].tag
     lookup(server, [1], wait=False)
     monkeypatch.setattr(LinkedCache, "stream_ordered_counts", lost)
     assert database.size(tag) == ROWS
@@ -453,14 +444,20 @@ def test_a_static_cache_that_is_full_leaves_new_rows_to_the_map(start):
 
 
 def test_a_static_cache_that_is_not_complete_answers_without_a_wait(start):
-    server = start(embedding_cache_type="static", miss_path="link")
-    cache = cache_of(server)
-    keys = np.arange(ROWS + 1)
-    check(keys, lookup(server, keys, wait=False))
-    cache.drop(0, keys[:7])
-    check(keys, lookup(server, keys, wait=False))
-    assert count(server, "hps_default_keys_total", "a") == 2
-    assert count(server, "hps_linked_keys_total", "a") == 7
+    server, keys = start(embedding_cache_type="static", miss_path="link"), np.arange(ROWS + 1)
+    for gone in (0, 7):
+        cache_of(server).drop(0, keys[:gone])
+        check(keys, lookup(server, keys, wait=False))
+    assert [count(server, f"hps_{what}_keys_total", "a") for what in ("default", "linked")] == [2, 7]
+
+
+def test_uvm_takes_online_writes(start):
+    server, keys = start(embedding_cache_type="uvm"), [1, 499, ROWS + 5]
+    lookup(server, keys)
+    server.insert(keys, vectors_of(keys, 1), "m", "a")
+    server.delete([2], "m", "a")
+    np.testing.assert_array_equal(lookup(server, keys), vectors_of(keys, 1))
+    check([-1], lookup(server, [2]))
 
 
 @pytest.mark.parametrize("fails", ["the map", "the persistent database"])
@@ -486,13 +483,3 @@ def test_a_failed_write_leaves_no_row_of_a_static_table_to_its_default(start, fa
                 server.insert([7], vectors_of([7], 1), "m", "a")
         assert not cache_of(server).complete
         check([7, 8, ROWS], lookup(server, [7, 8, ROWS]))
-
-
-def test_uvm_takes_online_writes(start):
-    server = start(embedding_cache_type="uvm")
-    keys = [1, 499, ROWS + 5]
-    lookup(server, keys)
-    server.insert(keys, vectors_of(keys, 1), "m", "a")
-    server.delete([2], "m", "a")
-    np.testing.assert_array_equal(lookup(server, keys), vectors_of(keys, 1))
-    check([-1], lookup(server, [2]))

@@ -1,5 +1,6 @@
 """Bags become segments and the arrays of a network; `tests/ring1/lookup/test_pooled_lookups.py` has what is refused."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -36,23 +37,17 @@ def test_a_bag_begins_where_its_offset_or_its_row_is(bags: Bags, count: int, hot
 
 
 def test_options_of_bags_are_those_of_their_pooling() -> None:
-    weights = np.ones(6, np.float32)
-    bags = Bags(KEYS, [0, 6], weights, combiner="sqrtn", max_norm=0.5, padding_key=0)
-    pooling = pooling_of("a", bags, 6, (6,), False)
+    bags = Bags(KEYS, [0, 6], np.ones(6, np.float32), combiner="sqrtn", max_norm=0.5, padding_key=0)
+    pooling, plain = pooling_of("a", bags, 6, (6,), False), pooling_of("a", Bags(KEYS, [0, 6]), 6, (6,), False)
     assert (pooling.combiner, pooling.max_norm, pooling.padding_key) == (Combiner.SQRTN, 0.5, 0)
-    assert bag_arrays(pooling)[3:] == (2, 0.5, True, 0)
-    plain = pooling_of("a", Bags(KEYS, [0, 6]), 6, (6,), False)
-    assert bag_arrays(plain)[3:] == (0, 0.0, False, 0)
-    assert (bag_arrays(plain)[2].size, bag_arrays(pooling)[2].size) == (0, 6)
+    assert [bag_arrays(one)[3:] for one in (pooling, plain)] == [(2, 0.5, True, 0), (0, 0.0, False, 0)]
+    assert [bag_arrays(one)[2].size for one in (pooling, plain)] == [6, 0]
 
 
-@pytest.mark.parametrize("size", [8, 9])
-def test_long_offsets_that_are_wrong_are_shown_in_part(size: int) -> None:
-    offsets = np.arange(size)[::-1]
-    with pytest.raises(InvalidInputError) as refused:
-        segments({"a": Bags(KEYS, offsets)})
-    shown = "[7, 6, 5, 4, 3, 2, 1, 0]" if size == 8 else "[8, 7, 6, 5]...[1, 0]"
-    assert f"got offsets {shown} for 6 keys" in str(refused.value)
+@pytest.mark.parametrize(("size", "shown"), [(8, "[7, 6, 5, 4, 3, 2, 1, 0]"), (9, "[8, 7, 6, 5]...[1, 0]")])
+def test_long_offsets_that_are_wrong_are_shown_in_part(size: int, shown: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(f"got offsets {shown} for 6 keys")):
+        segments({"a": Bags(KEYS, np.arange(size)[::-1])})
 
 
 class OnDevice:

@@ -296,41 +296,6 @@ def test_a_front_that_posts_garbage_harms_no_other():
         assert [malformed[0], malformed[2]] == [0, 0]
 
 
-def test_no_vector_is_torn_while_the_cache_changes(served):
-    """Keys come, go and change all the time: an answer has a vector that the key had, and none of another key."""
-    loop, front, _ = served
-    dim, keys = 16, 40
-    cache = NumpyCache.create(tables_of(dim), [28], 0)
-    serial, ended = loop.serve(cache, (dim,)), threading.Event()
-
-    def change():
-        random, generation = np.random.default_rng(2), 0
-        while not ended.is_set():
-            generation = (generation + 1) % 1000
-            chosen = np.unique(random.integers(0, keys, 12))
-            rows = np.repeat((1000 * chosen + generation).astype(np.float32)[:, None], dim, axis=1)
-            (cache.insert if generation % 3 else cache.update)(0, chosen, rows)
-            if generation % 7 == 0:
-                cache.erase(0, chosen[:3])
-
-    changer = threading.Thread(target=change, daemon=True)
-    changer.start()
-    random, answered = np.random.default_rng(4), 0
-    for _ in range(150):
-        asked = [[(0, random.integers(0, keys, int(random.integers(1, 6))), True)] for _ in range(30)]
-        requests = [front.write(SLAB + 4096 * nth, serial, (dim,), one) for nth, one in enumerate(asked)]
-        ask(loop, front, *requests)
-        for one in requests:
-            if one.status == ANSWERED:
-                answered += 1
-                _, of, out, _ = one.asked[0]
-                assert (out == out[:, :1]).all()
-                assert np.array_equal(out[:, 0] // 1000, of)
-    ended.set()
-    changer.join()
-    assert answered > 0
-
-
 def test_a_deployment_that_ends_under_load_is_never_answered_from_another():
     """Another deployment takes the row, and other vectors the memory, as soon as the first is idle."""
     with running() as (loop, front):

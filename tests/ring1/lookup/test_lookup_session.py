@@ -1,7 +1,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -55,10 +55,22 @@ class Served:
         (session or self.session).lookup(segments)
         return segments
 
+    @contextmanager
+    def looking_up(self, requests, gate="gate", error=None):
+        """A lookup whose fetch waits at a gate, before it or after it has read, until the block ends."""
+        setattr(self.database, gate, threading.Event())
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.lookup, requests)
+            assert self.database.entered.acquire(timeout=PATIENCE_S)
+            try:
+                yield answer
+            finally:
+                getattr(self.database, gate).set()
+            assert type(answer.exception(PATIENCE_S)) is (error or type(None))
+
     def check(self, segments, version=0):
         for segment in segments:
-            table = TABLES[segment.table]
-            present = (segment.keys >= 0) & (segment.keys < 40)
+            table, present = TABLES[segment.table], (segment.keys >= 0) & (segment.keys < 40)
             np.testing.assert_array_equal(segment.found, present)
             np.testing.assert_array_equal(segment.out[present], vectors_of(segment.keys[present], table.dim, version))
             np.testing.assert_array_equal(segment.out[~present], np.float32(table.default_value))
@@ -167,14 +179,8 @@ def test_failed_database_is_an_error_now_or_counted_later_and_can_be_tried_again
 
 def test_busy_workspaces_end_in_a_typed_error_after_the_timeout(serve):
     served = serve(workspaces=1, workspace_timeout_s=0.05)
-    served.database.gate = threading.Event()
-    thread = threading.Thread(target=served.lookup, args=({0: [1]},))
-    thread.start()
-    assert served.database.entered.acquire(timeout=PATIENCE_S)
-    with pytest.raises(WorkspaceTimeoutError, match="num_of_worker_buffer_in_pool"):
+    with served.looking_up({0: [1]}), pytest.raises(WorkspaceTimeoutError, match="num_of_worker_buffer_in_pool"):
         served.lookup({0: [2]})
-    served.database.gate.set()
-    thread.join(PATIENCE_S)
     served.check(served.lookup({0: [2]}))
 
 
@@ -197,26 +203,16 @@ def test_lookups_without_their_device_are_timed_from_their_beginning(lost):
 
 
 def test_closing_waits_for_lookups_that_go_on_without_a_lost_device(lost):
-    lost.database.gate = threading.Event()
-    thread = threading.Thread(target=lost.lookup, args=({0: [1]},))
-    thread.start()
-    assert lost.database.entered.acquire(timeout=PATIENCE_S)
-    assert not lost.session.close(0.05)
-    lost.database.gate.set()
-    thread.join(PATIENCE_S)
+    with lost.looking_up({0: [1]}):
+        assert not lost.session.close(0.05)
     assert lost.session.close(PATIENCE_S)
 
 
 @pytest.mark.parametrize("threshold", [1.1, 0.0], ids=["lookup", "background"])
 def test_vector_that_was_read_before_an_update_does_not_become_resident(serve, threshold):
     served, key, new = serve(hit_rate_threshold=threshold), np.array([1]), vectors_of([1], 3, version=1)
-    served.database.gate_late = threading.Event()
-    thread = threading.Thread(target=served.lookup, args=({0: [1]},))
-    thread.start()
-    assert served.database.entered.acquire(timeout=PATIENCE_S)
-    served.chain.insert(TABLES[0], key, new, lambda written: served.cache.update(0, key, new))
-    served.database.gate_late.set()
-    thread.join(PATIENCE_S)
+    with served.looking_up({0: [1]}, "gate_late"):
+        served.chain.insert(TABLES[0], key, new, lambda written: served.cache.update(0, key, new))
     assert served.session.drain(PATIENCE_S)
     assert not served.cache.dump(0).size
 
@@ -274,8 +270,7 @@ def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
 
 def test_lookup_without_a_cache_asks_for_every_key_whatever_the_mask_held(serve):
     served = serve()
-    keys = np.array([5, 99, 5, -1, 39])
-    segment = Segment(1, keys, np.full((5, 8), np.nan, np.float32), np.ones(5, np.bool_))
+    segment = Segment(1, np.array([5, 99, 5, -1, 39]), np.full((5, 8), np.nan, np.float32), np.ones(5, np.bool_))
     DirectSession(TABLES, served.chain, served.metrics).lookup([segment])
     served.check([segment])
     assert served.metrics.table("model", "b").keys == 5

@@ -16,6 +16,7 @@ from hps.testing.waiting import wait_until
 from tests.fakes.full_device import FullDevice
 from tests.servers.running_service import document_of, model_of
 
+Document = dict[str, Any]
 ROWS, DIM = 500, 4
 KEYS = np.arange(ROWS)
 CACHED = {"gpucacheper": 0.6, "hit_rate_threshold": 1.1, "max_batch_size": 2 * ROWS}
@@ -23,7 +24,7 @@ LOST = {"cpu": "an illegal memory access was encountered"}
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Document:
     for device in ("cpu", "cuda"):
         monkeypatch.setitem(IMPLEMENTATIONS["cache"], device, Ours("tests.fakes.full_device:FullDevice"))
     monkeypatch.setattr(FullDevice, "broken", False)
@@ -32,7 +33,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.fixture
-def document(model: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+def document(model: Document, tmp_path: Path) -> Document:
     return document_of(model, persistent=tmp_path / "rocksdb")
 
 
@@ -53,9 +54,7 @@ def fails(call: Callable[..., Any], *arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["lookup", "write"])
-def test_lookups_and_writes_go_on_without_the_device(
-    document: dict[str, Any], caplog: pytest.LogCaptureFixture, first: str
-) -> None:
+def test_lookups_and_writes_go_on_without_the_device(document: Document, caplog: pytest.LogCaptureFixture, first: str) -> None:
     with hps.HPS(document) as server:
         check(server, 0)
         assert server.live.lost_devices() == {}
@@ -105,7 +104,7 @@ BEYOND_DATABASES = {
 
 @pytest.mark.parametrize("segment", BEYOND_DATABASES.values(), ids=BEYOND_DATABASES)
 def test_arrays_that_databases_cannot_use_fail_with_the_device(
-    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch, segment: Segment
+    document: Document, monkeypatch: pytest.MonkeyPatch, segment: Segment
 ) -> None:
     def fall_back(*_: Any) -> None:
         pytest.fail("the lookup was answered from the databases")
@@ -117,7 +116,7 @@ def test_arrays_that_databases_cannot_use_fail_with_the_device(
         fails(session.lookup, [segment])
 
 
-def test_no_answer_is_wrong_when_it_is_lost_under_load(document: dict[str, Any]) -> None:
+def test_no_answer_is_wrong_when_it_is_lost_under_load(document: Document) -> None:
     def ask(_: np.random.Generator) -> int:
         check(server, 0)
         return 1
@@ -129,7 +128,7 @@ def test_no_answer_is_wrong_when_it_is_lost_under_load(document: dict[str, Any])
         wait_until(lambda: min(np.subtract(answered, before)) > 2, "each has been answered without the device")
 
 
-def test_errors_of_one_lookup_lose_no_device(document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_one_lookup_lose_no_device(document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FullDevice, "failure", None)
     with hps.HPS(document) as server:
         FullDevice.broken = True
@@ -161,11 +160,14 @@ NOT_EVERY_ROW: dict[str, Any] = {
 }
 
 
+Serve = Callable[..., hps.HPS]
+
+
 @pytest.fixture
-def served(model: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., hps.HPS]:
+def served(model: Document, tmp_path: Path, request: pytest.FixtureRequest) -> Serve:
     """Start a server of caches with nearly every row, above databases."""
 
-    def start(tiers: dict[str, Any], **changes: Any) -> hps.HPS:
+    def start(tiers: Document, **changes: Any) -> hps.HPS:
         whole = {**model, "gpucacheper": 1.0, "cache_refresh_percentage_per_iteration": 1.0, **changes}
         document = document_of(whole, persistent=tmp_path / "rocksdb" if "persistent_db" in tiers else None)
         for name, tier in tiers.items():
@@ -180,7 +182,7 @@ def served(model: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
 
 @pytest.mark.parametrize(("tiers", "changes"), EVERY_ROW.values(), ids=EVERY_ROW)
 def test_databases_that_hold_every_row_answer_without_the_device(
-    served: Callable[..., hps.HPS], monkeypatch: pytest.MonkeyPatch, tiers: dict[str, Any], changes: dict[str, Any]
+    served: Serve, monkeypatch: pytest.MonkeyPatch, tiers: Document, changes: Document
 ) -> None:
     if changes:
         monkeypatch.setattr(FullDevice, "device", "cuda")
@@ -192,7 +194,7 @@ def test_databases_that_hold_every_row_answer_without_the_device(
 
 @pytest.mark.parametrize(("tiers", "changes"), NOT_EVERY_ROW.values(), ids=NOT_EVERY_ROW)
 def test_databases_that_lack_rows_do_not_answer_for_a_lost_device(
-    served: Callable[..., hps.HPS], caplog: pytest.LogCaptureFixture, tiers: dict[str, Any], changes: dict[str, Any]
+    served: Serve, caplog: pytest.LogCaptureFixture, tiers: Document, changes: Document
 ) -> None:
     server = served(tiers, **changes)
     known = KEYS[server.lookup(KEYS, "shop", "item", return_found=True)[1]]
@@ -206,7 +208,7 @@ def test_databases_that_lack_rows_do_not_answer_for_a_lost_device(
 
 
 @pytest.mark.parametrize("first", ["few", "item"])
-def test_a_table_that_the_databases_hold_does_not_answer_for_another(model: dict[str, Any], tmp_path: Path, first: str) -> None:
+def test_a_table_that_the_databases_hold_does_not_answer_for_another(model: Document, tmp_path: Path, first: str) -> None:
     hps.write_sparse_model(tmp_path / "few.model", (KEYS[:1], vectors(KEYS[:1], 0)))  # 0.6 of one row is all of it
     names = sorted(["few", "item"], reverse=first == "item")
     two = model_of("shop", [tmp_path / f"{name}.model" for name in names], dict.fromkeys(names, DIM), **CACHED)

@@ -138,8 +138,11 @@ class Refreshed:
         return self.metrics.registry.get_sample_value(f"hps_{name}", {"model": "shop", **labels})
 
 
+Make = Callable[..., Refreshed]
+
+
 @pytest.fixture
-def make() -> Iterator[Callable[..., Refreshed]]:
+def make() -> Iterator[Make]:
     made: list[Refreshed] = []
 
     def make(*args: Any, **settings: Any) -> Refreshed:
@@ -174,7 +177,7 @@ def calls(served: Refreshed, pool: ThreadPoolExecutor, count: int) -> "list[Futu
     return came
 
 
-def test_a_refresh_reports_what_it_did_by_table_over_all_devices(make: Callable[..., Refreshed]) -> None:
+def test_a_refresh_reports_what_it_did_by_table_over_all_devices(make: Make) -> None:
     served = make(devices=2)
     served.write(1)
     served.database.delete(TABLES[1].tag, KEYS[180:])
@@ -191,14 +194,14 @@ def test_a_refresh_reports_what_it_did_by_table_over_all_devices(make: Callable[
 
 
 @pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
-def test_a_share_out_of_range_is_refused(make: Callable[..., Refreshed], share: float) -> None:
+def test_a_share_out_of_range_is_refused(make: Make, share: float) -> None:
     served = make()
     with pytest.raises(InvalidInputError, match="above 0, at most 1"):
         served.refresher.refresh(share)
     assert served.database.fetched == []
 
 
-def test_calls_that_come_while_one_runs_share_the_next(make: Callable[..., Refreshed]) -> None:
+def test_calls_that_come_while_one_runs_share_the_next(make: Make) -> None:
     """They need one that begins after them; one is enough."""
     served = make()
     with running(served) as (pool, first):
@@ -210,7 +213,7 @@ def test_calls_that_come_while_one_runs_share_the_next(make: Callable[..., Refre
     assert fetched_keys(served.database).size == 2 * 2 * RESIDENT
 
 
-def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(make: Callable[..., Refreshed]) -> None:
+def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(make: Make) -> None:
     served = make()
     with running(served, "gate") as (pool, first):
         others = calls(served, pool, 2)
@@ -224,7 +227,7 @@ def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(m
     served.check(1)
 
 
-def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: Callable[..., Refreshed]) -> None:
+def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: Make) -> None:
     served = make(share=0.001)  # pauses of a thousand times the work are not waited for, either
     served.write(1)
     with running(served) as (pool, first):
@@ -241,7 +244,7 @@ def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: C
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_call_waits_for_earlier_refreshes_no_longer_than_the_limit(
-    make: Callable[..., Refreshed], monkeypatch: pytest.MonkeyPatch, shared: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     served = make()
     with monkeypatch.context() as patch:
@@ -260,14 +263,14 @@ def test_a_call_waits_for_earlier_refreshes_no_longer_than_the_limit(
     served.check(1)
 
 
-def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Callable[..., Refreshed]) -> None:
+def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Make) -> None:
     served = make()
     with running(served) as (_, refreshing):
         served.caches[0].close()
     assert isinstance(refreshing.exception(PATIENCE_S), NotReadyError)
 
 
-def test_a_modification_during_a_refresh_is_not_undone(make: Callable[..., Refreshed]) -> None:
+def test_a_modification_during_a_refresh_is_not_undone(make: Make) -> None:
     served = make()
     new = served.vectors(1, 0)
     with running(served) as (_, refreshing):  # the first chunk is fetched, not yet written
@@ -276,9 +279,7 @@ def test_a_modification_during_a_refresh_is_not_undone(make: Callable[..., Refre
     np.testing.assert_array_equal(served.cached(0)[1], new[:RESIDENT])
 
 
-def test_rows_of_a_table_that_is_modified_all_the_time_leave_the_cache(
-    make: Callable[..., Refreshed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_table_that_is_modified_all_the_time_leave_the_cache(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refresh gives up after some attempts. What it read by then may be older than what a modification told the cache."""
     served = make(fraction_per_iteration=1.0)
     busy, fetch, attempts = TABLES[0], served.chain.fetch, []
@@ -327,7 +328,7 @@ def test_a_thread_refreshes_on_time_and_ends(end: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"interval_s": 0.0}, {"interval_s": 0.001, "devices": 0}])
-def test_without_interval_or_cache_there_is_no_thread(make: Callable[..., Refreshed], settings: dict[str, Any]) -> None:
+def test_without_interval_or_cache_there_is_no_thread(make: Make, settings: dict[str, Any]) -> None:
     served = make(**settings)
     assert refreshing_threads() == []
     updated = RESIDENT * len(served.caches)

@@ -1,8 +1,5 @@
 """A fetch of many rows that several threads share, through the chain of databases and the sessions."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
@@ -114,17 +111,11 @@ def test_large_lookup_is_answered_from_all_pieces(serve, direct):
 
 def test_lookup_that_fails_returns_when_no_piece_writes_any_more(serve):
     served = serve(workspaces=1, rows_worth_a_thread=4)
-    served.database.gate = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(served.lookup, {0: np.arange(40)})
-        for _ in range(4):
+    with served.looking_up({0: np.arange(40)}, error=DatabaseError) as answer:
+        for _ in range(3):
             assert served.database.entered.acquire(timeout=PATIENCE_S)
         served.database.failing = {"fetch"}
         assert not answer.done()
-
-        served.database.gate.set()
-        with pytest.raises(DatabaseError):
-            answer.result(PATIENCE_S)
     assert served.database.calls["fetch"] <= 2 * 4  # pieces that had not begun are not begun
     served.database.failing = set()
     served.check(served.lookup({0: np.arange(40)}))
@@ -132,25 +123,17 @@ def test_lookup_that_fails_returns_when_no_piece_writes_any_more(serve):
 
 def test_modification_between_two_pieces_keeps_what_was_fetched_from_becoming_resident(serve):
     served, keys = serve(rows_worth_a_thread=4), np.arange(40)
-    served.database.gate_late = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(served.lookup, {0: keys})
-        for _ in range(4):
+    with served.looking_up({0: keys}, "gate_late"):
+        for _ in range(3):
             assert served.database.entered.acquire(timeout=PATIENCE_S)
         new = sessions.vectors_of(keys[:8], 3, 1)
         served.chain.insert(sessions.TABLES[0], keys[:8], new, lambda written: None)
-        served.database.gate_late.set()
-        answer.result(PATIENCE_S)
     assert not served.cache.dump(0).size
 
 
 def test_session_that_closes_waits_for_the_pieces_of_a_lookup(serve):
     served = serve(rows_worth_a_thread=4)
-    served.database.gate = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(served.lookup, {0: np.arange(40)})
-        assert served.database.entered.acquire(timeout=PATIENCE_S)
+    with served.looking_up({0: np.arange(40)}) as answer:
         assert not served.session.close(0.05)
-        served.database.gate.set()
-        served.check(answer.result(PATIENCE_S))
+    served.check(answer.result())
     assert served.session.close(PATIENCE_S)

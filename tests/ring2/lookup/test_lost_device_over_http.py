@@ -9,7 +9,7 @@ import pytest
 import hps
 from hps.testing.waiting import wait_until
 from tests.fakes.full_device import FullDevice
-from tests.ring1.lookup.test_lost_device import DIM, KEYS, check
+from tests.ring1.lookup.test_lost_device import KEYS, check
 from tests.ring1.lookup.test_lost_device import document as document
 from tests.ring1.lookup.test_lost_device import model as model
 from tests.ring1.lookup.test_lost_device import served as served  # fixtures
@@ -73,20 +73,6 @@ def test_it_says_so_also_while_another_model_is_not_ready(model: dict[str, Any],
         for query, status in (("", 503), ("?strict=false", 200)):
             assert "device cpu is lost" in ready(query).json()["degraded"]
             assert ready(query).status_code == status
-
-
-def test_an_error_of_the_device_fails_its_request_and_nothing_else(
-    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FullDevice, "failure", None)
-    with running_service(document) as service:
-        FullDevice.broken = True
-        row = {"keys": [1], "vectors": [[1.0] * DIM]}
-        for answer in (ask(service), service.client.post("/v1/models/shop/tables/item/rows", json=row)):
-            assert (answer.status_code, "illegal memory access" in answer.json()["error"]) == (503, True)
-        FullDevice.broken = False
-        assert ask(service).status_code == 200
-        assert failed(service) == (0, None)
 
 
 def test_a_model_that_no_database_can_answer_is_not_ready(document: dict[str, Any], model: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from tests.servers.redis_server import RedisServer
 from tests.servers.running_service import document_of, model_of
 
 DIM, ROWS = 4, 3000
+Make = Callable[..., dict[str, Any]]
 EXTREMES = [-(2**63), 2**63 - 1, 0, -1]
 
 
@@ -64,7 +65,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def document(source: Path, tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+def document(source: Path, tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as servers:
 
         def make(volatile: str, cache: str, persistent: bool = True) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def document(source: Path, tmp_path: Path) -> Iterator[Callable[..., dict[str, A
         pytest.param("redis share", "direct", marks=pytest.mark.redis),
     ],
 )
-def test_the_later_row_counts_on_every_tier(document: Callable[..., dict[str, Any]], volatile: str, cache: str) -> None:
+def test_the_later_row_counts_on_every_tier(document: Make, volatile: str, cache: str) -> None:
     configuration = document(volatile, cache)
     for _ in range(2):  # loaded, and then found whole
         with hps.HPS(configuration) as server:
@@ -101,7 +102,7 @@ def test_the_later_row_counts_on_every_tier(document: Callable[..., dict[str, An
     ],
 )
 def test_without_a_database_that_has_the_later_rows_such_files_are_refused(
-    document: Callable[..., dict[str, Any]], volatile: str, cache: str, refused: bool
+    document: Make, volatile: str, cache: str, refused: bool
 ) -> None:
     if not refused:
         with hps.HPS(document(volatile, cache, persistent=False)) as server:

@@ -45,20 +45,6 @@ def test_every_key_has_its_vector_and_a_row_that_differs_ends_a_measurement(serv
         bench.sustained(server, 1, 1, 0.01)
 
 
-def test_every_query_that_arrives_is_answered_once():
-    arrivals = bench.Arrivals(np.sort(np.random.default_rng(1).random(400)) * 0.2)
-    taken: list[range] = []
-
-    def work(_worker):
-        while some := arrivals.take(3):
-            taken.append(some)
-            arrivals.done(some)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert sorted(one for some in taken for one in some) == list(range(400))
-    assert max(map(len, taken)) <= 3
-    assert (arrivals.latencies >= 0).all()
 
 
 def test_all_of_it_runs_and_its_table_is_written(monkeypatch, tmp_path):

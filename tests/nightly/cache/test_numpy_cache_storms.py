@@ -22,7 +22,6 @@ def machine_of(short: type[properties.CacheMachine]) -> type:
 
 
 TestFloat32 = machine_of(properties.NumpyCacheMachine)
-TestFloat16 = machine_of(properties.Float16Machine)
-TestBfloat16 = machine_of(properties.Bfloat16Machine)
+TestRowFormats = machine_of(properties.RowFormatsMachine)
 TestInt8 = machine_of(properties.Int8Machine)
 del NumpyContract

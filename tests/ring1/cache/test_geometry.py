@@ -17,41 +17,31 @@ def spec(name: str, dim: int) -> TableSpec:
 
 
 @pytest.mark.parametrize(("pairs", "width", "devices"), SHAPES)
-def test_the_parts_of_a_table_hold_all_rows_and_the_counters(pairs: int, width: int, devices: int) -> None:
-    parts = geometry.part_bytes(pairs, width, devices)
-    needed = geometry.row_bytes(pairs, width) + 8 * geometry.COUNTERS
+def test_the_parts_of_a_table_hold_all_rows_and_the_counters_and_begin_with_rows(pairs: int, width: int, devices: int) -> None:
+    parts, each, reached = geometry.part_bytes(pairs, width, devices), -(-pairs // devices), 0
+    needed, pair_bytes = geometry.row_bytes(pairs, width) + 8 * geometry.COUNTERS, PAIR_ROWS * 4 * width
     assert len(parts) == devices
     assert all(part >= 0 and part % GRANULE_BYTES == 0 for part in parts)
     assert needed <= sum(parts) < needed + GRANULE_BYTES
-
-
-@pytest.mark.parametrize(("pairs", "width", "devices"), SHAPES)
-def test_a_part_begins_with_the_rows_of_its_pairs_up_to_a_granule(pairs: int, width: int, devices: int) -> None:
-    parts, each = geometry.part_bytes(pairs, width, devices), -(-pairs // devices)
-    for nth in range(1, devices):
-        first_row = min(each * nth, pairs) * PAIR_ROWS * 4 * width
-        assert 0 <= sum(parts[:nth]) - first_row < GRANULE_BYTES + 4096  # counters and padding follow the last row
-
-
-@pytest.mark.parametrize(("pairs", "width", "devices"), SHAPES)
-def test_a_pair_is_of_the_device_on_which_its_rows_begin(pairs: int, width: int, devices: int) -> None:
-    parts, reached = geometry.part_bytes(pairs, width, devices), 0
-    for nth in range(devices):
-        first, count = geometry.own_pairs(pairs, width, devices, nth)
+    for nth in range(devices):  # a pair is of the device on which its rows begin
         begin, end = sum(parts[:nth]), sum(parts[: nth + 1])
+        if nth:
+            assert 0 <= begin - min(each * nth, pairs) * pair_bytes < GRANULE_BYTES + 4096  # counters and padding follow
+        first, count = geometry.own_pairs(pairs, width, devices, nth)
         assert (first == reached) or not count
-        assert all(begin <= pair * PAIR_ROWS * 4 * width < end for pair in {first, first + count - 1} if count)
+        assert all(begin <= pair * pair_bytes < end for pair in {first, first + count - 1} if count)
         reached += count
     assert reached == pairs
-    assert geometry.own_pairs(0, width, devices, 0) == (0, 0)
+    alone = geometry.bytes_on_device(pairs, width, devices, 0)  # also a copy of the buckets, and its near table
+    assert alone == geometry.copy_bytes(pairs) + max(parts)
+    assert geometry.bytes_on_device(pairs, width, devices, 50) == alone + geometry.size_bytes(50, width)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_a_tiny_table_lies_on_the_first_device(devices: int) -> None:
-    assert geometry.part_bytes(2, 4, devices) == [GRANULE_BYTES] + [0] * (devices - 1)
-
-
-def test_uneven_pairs_leave_the_last_of_three_devices_the_rest() -> None:
+def test_tiny_tables_lie_on_the_first_device_and_uneven_pairs_leave_the_last_the_rest() -> None:
+    for devices in (2, 3):
+        assert geometry.part_bytes(2, 4, devices) == [GRANULE_BYTES] + [0] * (devices - 1)
+    assert geometry.own_pairs(0, 32, 3, 0) == (0, 0)
+    assert geometry.bytes_on_device(0, 32, 3, 0) == 0
     pairs, width = 3 * 100_000 - 2, 32
     first, second, third = geometry.part_bytes(pairs, width, 3)
     whole = geometry.granules(geometry.row_bytes(pairs, width) + 8 * geometry.COUNTERS) * GRANULE_BYTES
@@ -64,14 +54,7 @@ def test_a_copy_of_the_buckets_has_room_for_what_precedes_them() -> None:
     full = (GRANULE_BYTES - kernels.SHARING_BYTES) // kernels.PAIR_BYTES
     assert geometry.copy_bytes(2) == geometry.copy_bytes(full) == GRANULE_BYTES
     assert geometry.copy_bytes(full + 1) == 2 * GRANULE_BYTES
-
-
-@pytest.mark.parametrize(("pairs", "width", "devices"), SHAPES)
-def test_a_device_holds_a_copy_of_the_buckets_its_rows_and_its_near_table(pairs: int, width: int, devices: int) -> None:
-    alone = geometry.bytes_on_device(pairs, width, devices, 0)
-    assert alone == geometry.copy_bytes(pairs) + max(geometry.part_bytes(pairs, width, devices))
-    assert geometry.bytes_on_device(pairs, width, devices, 50) == alone + geometry.size_bytes(50, width)
-    assert geometry.bytes_on_device(0, width, devices, 0) == 0
+    assert [geometry.granules(needed) for needed in (0, 1, GRANULE_BYTES, GRANULE_BYTES + 1)] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("devices", [2, 3])
@@ -89,27 +72,11 @@ def test_room_is_planned_for_the_parts_of_each_device(devices: int) -> None:
     assert alone.size_bytes == geometry.size_bytes(pairs, 64)
 
 
-@pytest.mark.parametrize(
-    ("needed", "size"),
-    [
-        (1, 1 << 16),
-        (1 << 16, 1 << 16),
-        ((1 << 16) + 1, 1 << 17),
-        (1 << 20, 1 << 20),
-        ((1 << 28) - 1, 1 << 28),
-        (1 << 28, 1 << 28),
-        ((1 << 28) + 1, 5 << 26),  # from here on in steps, not in powers of two
-        (5 << 26, 5 << 26),
-        ((5 << 26) + 1, 6 << 26),
-    ],
-)
-def test_buffers_grow_by_powers_of_two_and_then_by_steps(needed: int, size: int) -> None:
-    assert geometry.grown(needed) == size
-
-
-@pytest.mark.parametrize(("needed", "count"), [(0, 0), (1, 1), (GRANULE_BYTES, 1), (GRANULE_BYTES + 1, 2)])
-def test_memory_is_mapped_in_whole_granules(needed: int, count: int) -> None:
-    assert geometry.granules(needed) == count
+def test_buffers_grow_by_powers_of_two_and_then_by_steps() -> None:
+    for size in (1 << 16, 1 << 17, 1 << 20, 1 << 28, 5 << 26, 6 << 26):  # from 1 << 28 on in steps
+        assert geometry.grown(size - 1) == geometry.grown(size) == size
+        assert geometry.grown(size + 1) == (2 * size if size < 1 << 28 else size + (1 << 26))
+    assert geometry.grown(1) == 1 << 16
 
 
 @pytest.mark.parametrize(("max_keys", "listed"), [([1000], 1 << 14), ([1 << 14], 1 << 14), ([1 << 13, (1 << 13) + 1], 1 << 15)])

@@ -17,7 +17,6 @@ from hps.ground.hashing import mix
 from tests import ROOT
 from tests.fakes.populating_pinner import PopulatingPinner
 
-HEADINGS = ["PURPOSE", "ARRAYS", "LAUNCH", "INVARIANTS", "RACES", "TWIN"]
 FILES = sorted(path.stem for path in (ROOT / "cuda").glob("*.cu"))
 FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
 
@@ -29,27 +28,15 @@ def shape(*dims: int, dtypes: tuple[int, ...] = ()) -> Shape:
     )
 
 
-def test_there_are_kernels():
-    assert {"query", "answer", "insert", "erase", "dump", "scatter", "unique"} <= set(FILES)
-
-
 @pytest.mark.parametrize("file", FILES)
-class TestSource:
-    def test_opens_with_the_six_headings(self, file: str):
-        head = kernels.source(file).partition("\n\n")[0]
-        assert re.findall(r"^// ([A-Z]+)  ", head, re.MULTILINE) == HEADINGS
-        assert all(line.startswith("//") for line in head.splitlines())
-
-    def test_pastes_our_headers_in_place_of_their_includes(self, file: str):
-        text = kernels.source(file)
-        assert "#include" not in text
-        assert text.count("struct Table {") == 1
-
-    def test_names_twins_that_exist(self, file: str):
-        (twins,) = re.findall(r"^// TWIN +(.+)$", kernels.source(file), re.MULTILINE)
-        for twin in twins.split(", "):
-            module, _, function = twin.rpartition(".")
-            assert callable(getattr(importlib.import_module(module), function))
+def test_sources_have_our_headers_in_place_of_their_includes_and_name_twins_that_exist(file: str):
+    text = kernels.source(file)
+    assert "#include" not in text
+    assert text.count("struct Table {") == 1
+    (twins,) = re.findall(r"^// TWIN +(.+)$", text, re.MULTILINE)
+    for twin in twins.split(", "):
+        module, _, function = twin.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_constants_stand_before_the_source():
@@ -113,29 +100,27 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, 
     database.close()
 
 
-def test_kernels_and_hash_map_agree_on_its_measures():
+def test_kernels_python_and_hash_map_agree_on_measures():
     text = kernels.source("answer")
     said = {name: int(value) for name, value in re.findall(r"^constexpr u32 (\w+) = (\d+);", text, re.MULTILINE)}
-    assert said["HOST_BUCKET"] == layout.BUCKET_BYTES
-    assert said["VERSION_BYTES"] == layout.VERSION_BYTES
+    measures = [said[name] for name in ("HOST_BUCKET", "VERSION_BYTES", "MOST_SEGMENTS")]
+    assert measures == [layout.BUCKET_BYTES, layout.VERSION_BYTES, kernels.MOST_HOST_SEGMENTS]
     assert 1 << said["STRIPE_BITS"] == layout.STRIPES == kernels.STRIPES
-    assert said["MOST_SEGMENTS"] == kernels.MOST_HOST_SEGMENTS
     assert 1 << said["MOST_BIN_BITS"] == kernels.MOST_BINS
+    word = kernels.sharing_word(3, MOST_SHARERS, 77)
+    assert (word & 15, word >> 4 & 15, word >> 8) == (3, MOST_SHARERS, 77)
+    assert kernels.sharing_word() == 1 | 1 << 4
+    assert (kernels.SHARING.size, kernels.PROMOTE_TAIL.size) == (56, 136 - 2 * kernels.TABLE.size)
+    assert kernels.SHARING.size <= kernels.SHARING_BYTES
+    [granule] = re.findall(r"COPY_GRANULE = 1ull << (\d+);", kernels.source("promote"))
+    assert 1 << int(granule) == geometry.GRANULE_BYTES
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 17, 599_187])
-def test_a_filler_is_no_key_of_its_pair(pairs: int):
-    zero_pair, filler = kernels.zero_pair(pairs), kernels.zero_filler(pairs)
-    assert kernels.home_of(0, pairs) // 2 == zero_pair
-    assert kernels.home_of(filler, pairs) // 2 != zero_pair
-
-
-@pytest.mark.parametrize("pairs", [2, 3, 17, 599_187])
-@pytest.mark.parametrize("stretch", [2, 3, 15])
-def test_a_filler_of_a_near_table_is_no_key_of_its_pair(pairs: int, stretch: int):
-    filler = kernels.zero_filler(pairs, stretch)
+@pytest.mark.parametrize("stretch", [1, 2, 3, 15])  # more than 1 of a near table
+def test_a_filler_is_no_key_of_its_pair(pairs: int, stretch: int):
     assert kernels.home_of(0, pairs, stretch) // 2 == kernels.zero_pair(pairs)
-    assert kernels.home_of(filler, pairs, stretch) // 2 != kernels.zero_pair(pairs)
+    assert kernels.home_of(kernels.zero_filler(pairs, stretch), pairs, stretch) // 2 != kernels.zero_pair(pairs)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 5])
@@ -148,16 +133,6 @@ def test_keys_of_one_device_spread_over_the_whole_near_table_of_another(devices:
     mean = homes.mean()
     assert homes.min() > 0.3 * mean
     assert homes.max() < 2 * mean
-
-
-def test_the_sharing_of_a_table_is_packed_as_the_kernels_read_it():
-    word = kernels.sharing_word(3, MOST_SHARERS, 77)
-    assert (word & 15, word >> 4 & 15, word >> 8) == (3, MOST_SHARERS, 77)
-    assert kernels.sharing_word() == 1 | 1 << 4
-    assert (kernels.SHARING.size, kernels.PROMOTE_TAIL.size) == (56, 136 - 2 * kernels.TABLE.size)
-    assert kernels.SHARING.size <= kernels.SHARING_BYTES
-    [granule] = re.findall(r"COPY_GRANULE = 1ull << (\d+);", kernels.source("promote"))
-    assert 1 << int(granule) == geometry.GRANULE_BYTES
 
 
 @pytest.mark.parametrize("static", [False, True])

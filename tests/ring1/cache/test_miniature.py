@@ -13,14 +13,9 @@ from hps.testing.caches import spec
 @pytest.mark.parametrize(
     ("rows", "rate", "sets"),
     [
-        (WAYS, 1.0, (1, 1)),
-        (WAYS + 1, 1.0, (2, 2)),
-        (10 * WAYS, 0.5, (5, 10)),
-        (10 * WAYS, 0.3, (3, 10)),  # 3.0000000000000004 or less
-        (10 * WAYS, 0.29, (2, 10)),
-        (10 * WAYS, 0.01, (1, 10)),
-        (1000 * WAYS, 0.001, (1, 1000)),
-        (0, 1.0, (1, 0)),
+        *[(0, 1.0, (1, 0)), (WAYS, 1.0, (1, 1)), (WAYS + 1, 1.0, (2, 2)), (10 * WAYS, 0.5, (5, 10))],
+        *[(10 * WAYS, 0.3, (3, 10)), (10 * WAYS, 0.29, (2, 10))],  # 3.0000000000000004 or less
+        *[(10 * WAYS, 0.01, (1, 10)), (1000 * WAYS, 0.001, (1, 1000))],
     ],
 )
 def test_a_miniature_has_its_share_of_the_sets_and_one_at_least(rows: int, rate: float, sets: tuple[int, int]) -> None:

@@ -14,15 +14,12 @@ from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.sets import CLOCK, PROBATION, WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
-from hps.ground.rows import decode, encode
+from hps.ground.rows import encode
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
 from hps.testing.caches import (
-    DEFAULT,
     VersionedCacheContract,
-    bits,
     distinct_keys,
-    small_vectors_of,
     spec,
     vectors_of,
 )
@@ -78,20 +75,6 @@ class TestSets:
         assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
         np.testing.assert_array_equal(out, vectors_of(keys, 4, np.arange(5)))
 
-    def test_recency_is_written_once_an_epoch(self, cache: NumpyCache):
-        keys = distinct_keys(WAYS)
-        cache.insert(0, keys, vectors_of(keys, 4))
-        ages = cache._open[0].lines.view(np.uint8)[0, 2:16]
-        lookup, out = cache.create_lookup(), np.empty((1, 4), np.float32)
-        seen = []
-        for _ in range(3 * WAYS):
-            lookup.query([Segment(0, keys[:1], out)])
-            seen.append(int(ages[0]))
-        first = seen[0]
-        assert seen == [first] * WAYS + [first + 1] * WAYS + [first + 2] * WAYS
-        assert (ages[1:] == ages[1]).all()
-        assert (first - int(ages[1])) % 255 == 15
-
     @pytest.mark.parametrize(("epochs", "admitted"), [(PROBATION - 1, 0), (PROBATION, 1)])
     def test_a_missed_key_evicts_one_that_was_idle_for_the_probation(self, cache: NumpyCache, epochs: int, admitted: int):
         keys, state = distinct_keys(WAYS + 1), cache._open[0].state
@@ -104,20 +87,6 @@ class TestSets:
         missed.buffer()[:] = 0
         missed.insert(np.array([True]))
         assert cache.stats(0).evictions == admitted
-
-    def test_recency_goes_on_when_epochs_start_anew(self, cache: NumpyCache):
-        keys = distinct_keys(WAYS + 40)
-        old, new = keys[:WAYS], keys[WAYS:]
-        cache.insert(0, old, vectors_of(old, 4))
-        lookup = cache.create_lookup()
-        absent = distinct_keys(WAYS, seed=7)
-        for epoch in range(600):
-            lookup.query([Segment(0, old[1:], np.empty((WAYS - 1, 4), np.float32))])
-            lookup.query([Segment(0, absent, np.empty((WAYS, 4), np.float32))])
-            if epoch % 20 == 19:
-                key = new[epoch // 20, None]
-                cache.insert(0, key, vectors_of(key, 4))
-                assert set(cache.dump(0).tolist()) == {*old[1:].tolist(), int(key[0])}
 
     @pytest.mark.parametrize("epoch", [0, 100, 240])
     def test_what_a_thread_of_a_later_epoch_has_used_is_not_evicted_first(self, cache: NumpyCache, epoch: int):
@@ -211,63 +180,21 @@ class TestArrays:
         with pytest.raises(InvalidInputError, match=r"hps_et\.shop\.item: out: got .*expected"):
             cache.create_lookup().query([segment])
 
-    def test_keys_that_are_not_aligned_are_copied(self, cache: NumpyCache):
-        keys = np.frombuffer(b"\0" + distinct_keys(6).tobytes(), np.int64, 6, 1)
+    def test_keys_that_are_not_aligned_are_copied_and_strided_modifications_refused(self, cache: NumpyCache):
+        keys, out = np.frombuffer(b"\0" + distinct_keys(6).tobytes(), np.int64, 6, 1), np.empty((6, 4), np.float32)
         cache.insert(0, distinct_keys(6), vectors_of(distinct_keys(6), 4))
-        out = np.empty((6, 4), np.float32)
         assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
         np.testing.assert_array_equal(out, vectors_of(distinct_keys(6), 4))
-
-    def test_strided_modifications_are_refused(self, cache: NumpyCache):
-        with pytest.raises(InvalidInputError, match="contiguous"):
-            cache.insert(0, distinct_keys(6)[::2], np.zeros((3, 4), np.float32))
-        with pytest.raises(InvalidInputError, match="contiguous"):
-            cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32)[:, ::2])
+        rows = np.zeros((3, 8), np.float32)
+        for asked, given in ((distinct_keys(6)[::2], rows[:, :4].copy()), (distinct_keys(3), rows[:, ::2])):
+            with pytest.raises(InvalidInputError, match="contiguous"):
+                cache.insert(0, asked, given)
 
 
-class TestRowFormats:
-    def test_tables_of_every_format_are_answered_by_one_lookup(self):
-        """Resident keys, keys that are fetched in parts, absent and repeated ones; then updated and erased rows."""
-        specs = [replace(spec(5, row_dtype), row_dtype=row_dtype) for row_dtype in ROW_DTYPES]
-        cache = NumpyCache.create(specs, [1000] * len(specs), 0)
-        keys = distinct_keys(300)
-        rows = [encode("x", small_vectors_of(keys, 5), one.row_dtype) for one in specs]
-        want = [decode(some, 5, one.row_dtype) for some, one in zip(rows, specs, strict=True)]
-        for table, some in enumerate(rows):
-            cache.insert(table, keys[:150], some[:150])
-        places = np.r_[0:300, 140:160, 280:300]
-        for fetched in (150, 250):  # the second time all but the absent ones are resident
-            segments = [Segment(t, keys[places], np.empty((340, 5), np.float32), np.empty(340, np.bool_)) for t in range(4)]
-            lookup = cache.create_lookup()
-            lookup.query(segments)
-            assert lookup.counts == [int(np.count_nonzero(places >= fetched))] * 4
-            for missed in lookup.unique():
-                table = missed.segment.table
-                below = np.array([np.flatnonzero(keys == key)[0] for key in missed.keys])
-                found = below < 250
-                missed.buffer()[found] = rows[table][below[found]]
-                for part in (0, found.size // 2), (found.size // 2, found.size):
-                    missed.stage(*part)
-                missed.scatter(found)
-                missed.insert(found)
-            lookup.finish()
-            for segment in segments:
-                expected = np.where((places < 250)[:, None], want[segment.table][places], DEFAULT)
-                np.testing.assert_array_equal(bits(segment.out), bits(expected.astype(np.float32)))
-                np.testing.assert_array_equal(segment.found, places < 250)
-        for table, some in enumerate(rows):
-            cache.update(table, keys[:20], some[20:40])
-            cache.erase(table, keys[20:40])
-            segment = Segment(table, keys[:40], np.full((40, 5), -1, np.float32), np.empty(40, np.bool_))
-            cache.create_lookup().query([segment])
-            np.testing.assert_array_equal(segment.found, np.arange(40) < 20)
-            np.testing.assert_array_equal(bits(segment.out[:20]), bits(want[table][20:40]))
-        cache.close()
-
-    @pytest.mark.parametrize("row_dtype", ROW_DTYPES[1:])
-    def test_vectors_in_the_place_of_rows_are_refused(self, row_dtype: str):
-        cache = NumpyCache.create([replace(spec(8), row_dtype=row_dtype)], [100], 0)
-        with pytest.raises(InvalidInputError):
-            cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32))
-        assert not cache.dump(0).size
-        cache.close()
+@pytest.mark.parametrize("row_dtype", ROW_DTYPES[1:])
+def test_vectors_in_the_place_of_rows_are_refused(row_dtype: str):
+    cache = NumpyCache.create([replace(spec(8), row_dtype=row_dtype)], [100], 0)
+    with pytest.raises(InvalidInputError):
+        cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32))
+    assert not cache.dump(0).size
+    cache.close()

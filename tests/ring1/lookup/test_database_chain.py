@@ -1,7 +1,4 @@
-import gc
-import logging
 import threading
-import weakref
 
 import numpy as np
 import pytest
@@ -33,30 +30,25 @@ class Host:
 
     def __init__(self, volatile=True, persistent=True, promote=False, breaker=never_open):
         self.volatile = FaultyDatabase(MemoryDatabase()) if volatile else None
-        self.persistent = FaultyDatabase(MemoryDatabase()) if persistent else None
+        self.persistent = FaultyDatabase(MemoryDatabase()) if persistent is True else persistent or None
         self.metrics = Metrics()
-        self.chain = DatabaseChain(
-            self.volatile,
-            self.persistent,
-            metrics=self.metrics,
-            promote=promote,
-            breaker=breaker,
-            modification_timeout_s=60,
-        )
+        settings = {"promote": promote, "breaker": breaker, "modification_timeout_s": 60}
+        self.chain = DatabaseChain(self.volatile, self.persistent, metrics=self.metrics, **settings)
         self.chain.open_table(TABLE)
 
     def put(self, database, keys, version=0):
-        keys = np.asarray(keys, np.int64)
         if database:
-            database.inner.insert(TABLE.tag, keys, vectors_of(keys, version))
+            database.inner.insert(TABLE.tag, np.asarray(keys, np.int64), vectors_of(keys, version))
 
-    def fetch(self, keys):
-        keys = np.asarray(keys, np.int64)
-        out = np.full((keys.size, 4), -1, np.float32)
-        found = np.zeros(keys.size, np.bool_)
-        count = self.chain.fetch(TABLE, keys, out, found)
-        assert count == found.sum()
+    def fetch(self, keys, table=TABLE, landed=None):
+        keys = np.ascontiguousarray(keys, np.int64)
+        out, found = np.full((keys.size, 4), -1, np.float32), np.zeros(keys.size, np.bool_)
+        said = landed and (lambda start, stop: landed(start, stop, out))
+        assert self.chain.fetch(table, keys, out, found, said) == found.sum()
         return out, found
+
+    def check(self, key, version):
+        np.testing.assert_array_equal(self.fetch([key])[0], vectors_of([key], version))
 
     def insert(self, version, keys=(1,), told=lambda written: None):
         self.chain.insert(TABLE, np.array(keys), vectors_of(keys, version), told)
@@ -65,38 +57,26 @@ class Host:
         return self.metrics.registry.get_sample_value(name, {"model": TABLE.model_name, "tier": tier, "operation": operation})
 
     def resident(self, database):
-        keys = np.sort(np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in database.inner.scan(TABLE.tag, 100))]))
-        return keys.tolist()
+        return sorted(key for keys, _ in database.inner.scan(TABLE.tag, 100) for key in keys.tolist())
 
 
 @pytest.fixture
-def host():
-    host = Host()
-    yield host
-    host.chain.close()
+def make():
+    """Make hosts whose chains are closed after the test."""
+    made = []
+
+    def make(**options):
+        made.append(Host(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.chain.close()
 
 
-@pytest.mark.parametrize(
-    ("call", "failing"),
-    [
-        (lambda chain, keys: chain.fetch(TABLE, keys, np.empty((1, 4), np.float32), np.zeros(1, np.bool_)), "fetch"),
-        (lambda chain, keys: chain.locate(TABLE, keys, np.empty((1, 4), np.float32)), "fetch"),
-        (lambda chain, keys: chain.insert(TABLE, keys, np.empty((1, 4), np.float32), lambda done: None), "insert"),
-    ],
-    ids=["fetch", "locate", "insert"],
-)
-def test_an_error_is_freed_with_its_handler(host, caplog, call, failing):
-    caplog.set_level(logging.ERROR)  # pytest keeps warnings, which have the error
-    host.persistent.failing.add(failing)
-    gc.disable()
-    try:
-        try:
-            call(host.chain, np.array([7]))
-        except DatabaseError as error:
-            freed = weakref.ref(error)
-        assert freed() is None
-    finally:
-        gc.enable()
+@pytest.fixture
+def host(make):
+    return make()
 
 
 @pytest.mark.parametrize(
@@ -104,16 +84,13 @@ def test_an_error_is_freed_with_its_handler(host, caplog, call, failing):
     [
         ([1, 2], [1, 2, 3], "", [2, 1], [2, 1]),  # what is above is answered from there
         ([1, 2, 3, 4], [1], "", [4, 0], [0, 0]),  # the lower one is not asked
-        ([], [4, 2], "", [0, 2], [4, 2]),
-        ([1], [1, 2], "fetch", [0, 2], [0, 2]),
+        *[([], [4, 2], "", [0, 2], [4, 2]), ([1], [1, 2], "fetch", [0, 2], [0, 2])],
         ([1], [1, 2], "drop", [0, 2], [4, 2]),  # by another process, or with all that a shared server had
-        ([1, 2], None, "", [2, 0], [2, 0]),
-        (None, [1, 2], "", [0, 2], [0, 2]),
-        (None, None, "", [0, 0], [0, 0]),
+        *[([1, 2], None, "", [2, 0], [2, 0]), (None, [1, 2], "", [0, 2], [0, 2]), (None, None, "", [0, 0], [0, 0])],
     ],
 )
-def test_each_key_is_answered_by_the_first_database_that_has_it(above, below, failing, hits, misses):
-    host, asked = Host(volatile=above is not None, persistent=below is not None), np.array([1, 2, 3, 4])
+def test_each_key_is_answered_by_the_first_database_that_has_it(make, above, below, failing, hits, misses):
+    host, asked = make(volatile=above is not None, persistent=below is not None), np.array([1, 2, 3, 4])
     host.put(host.volatile, above or [], version=1)
     host.put(host.persistent, below or [])
     if failing == "fetch":
@@ -133,14 +110,13 @@ def test_each_key_is_answered_by_the_first_database_that_has_it(above, below, fa
     if failing == "drop":
         assert host.resident(host.volatile) == []  # it was opened again
         assert host.metric("hps_tier_errors_total", "volatile_db", "read") == 0
-    host.chain.close()
 
 
-@pytest.mark.parametrize(("above", "below", "failing"), [([1], [], "fetch"), ([1], None, "fetch"), ([1], None, "drop")])
-def test_a_failed_authoritative_database_is_an_error_and_not_an_absent_key(above, below, failing):
-    host = Host(persistent=below is not None)
-    host.put(host.volatile, above)
-    last = host.volatile if below is None else host.persistent
+@pytest.mark.parametrize(("persistent", "failing"), [(True, "fetch"), (False, "fetch"), (False, "drop")])
+def test_a_failed_authoritative_database_is_an_error_and_not_an_absent_key(make, persistent, failing):
+    host = make(persistent=persistent)
+    host.put(host.volatile, [1])
+    last = host.persistent or host.volatile
     if failing == "drop":
         last.drop_table(TABLE.tag)
     else:
@@ -148,45 +124,38 @@ def test_a_failed_authoritative_database_is_an_error_and_not_an_absent_key(above
     for _ in range(2):
         with pytest.raises(DatabaseError, match=TABLE.tag if failing == "drop" else "told to fail"):
             host.fetch([1, 2])
-    if below is not None:
+    if persistent:
         assert host.fetch([1])[1].all()
-    host.chain.close()
 
 
-def test_counters_of_a_table_are_seen_while_they_are_zero(host):
-    for tier in ("volatile_db", "persistent_db"):
-        assert [host.metric("hps_tier_errors_total", tier, operation) for operation in ("read", "write")] == [0, 0]
-    table = {"model": "model", "table": "table"}
-    for name in ("hps_promoted_keys_total", "hps_coalesced_keys_total"):
-        assert host.metrics.registry.get_sample_value(name, table) == 0
-
-
-def test_rows_found_before_the_call_are_left_alone(host):
+def test_rows_found_before_the_call_are_left_alone_and_counters_are_seen_while_they_are_zero(host):
     host.put(host.persistent, [1, 2])
     out = np.full((2, 4), 7, np.float32)
-    found = np.array([True, False])
-    assert host.chain.fetch(TABLE, np.array([1, 2]), out, found) == 1
+    assert host.chain.fetch(TABLE, np.array([1, 2]), out, np.array([True, False])) == 1
     np.testing.assert_array_equal(out[0], 7)
+    for tier in ("volatile_db", "persistent_db"):
+        assert [host.metric("hps_tier_errors_total", tier, operation) for operation in ("read", "write")] == [0, 0]
+    for name in ("hps_promoted_keys_total", "hps_coalesced_keys_total"):
+        assert host.metrics.registry.get_sample_value(name, {"model": "model", "table": "table"}) == 0
 
 
-def test_open_breaker_stops_asking_the_volatile_database_and_a_probe_brings_it_back():
+def test_open_breaker_stops_asking_the_volatile_database_and_a_probe_brings_it_back(make):
     clock = Clock()
-    host = Host(breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock))
+    host = make(breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock))
     host.put(host.persistent, [1])
     host.volatile.failing = {"fetch"}
     assert all(host.fetch([1])[1].all() for _ in range(5))
     assert host.volatile.calls["fetch"] == 2
-    host.volatile.failing = set()
-    clock.now = 1.5
+    host.volatile.failing, clock.now = set(), 1.5
     assert all(host.fetch([1])[1].all() for _ in range(3))
     assert host.volatile.calls["fetch"] == 5
 
 
 @pytest.mark.parametrize("volatile", [False, True])
-def test_writes_that_all_fail_do_not_stop_reads_and_are_probed_until_they_succeed(volatile):
+def test_writes_that_all_fail_do_not_stop_reads_and_are_probed_until_they_succeed(make, volatile):
     """A full disk: nothing can be written, and every row can be read."""
     clock = Clock()
-    host = Host(volatile=volatile, breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock))
+    host = make(volatile=volatile, breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock))
     host.put(host.persistent, [1, 2])
     host.persistent.failing = {"insert", "delete"}
 
@@ -208,27 +177,29 @@ def test_writes_that_all_fail_do_not_stop_reads_and_are_probed_until_they_succee
     with pytest.raises(DatabaseError):
         host.insert(1)
     assert host.persistent.calls["insert"] == 3
-    host.persistent.failing = set()
-    clock.now = 3
+    host.persistent.failing, clock.now = set(), 3
     host.insert(1)
     host.insert(1)
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
+    host.check(1, 1)
     assert metrics() == [1, 1, 0, 3]
-    host.chain.close()
 
 
 @pytest.mark.parametrize("promote", [False, True])
-def test_only_vectors_that_exist_are_promoted_and_only_where_configured(promote):
-    host = Host(promote=promote)
+def test_writes_reach_both_databases_and_only_vectors_that_exist_are_promoted_where_configured(make, promote):
+    host, told = make(promote=promote), []
     host.put(host.persistent, [1, 2])
     host.fetch([1, 2, 3])
     assert host.chain.drain(PATIENCE_S)
-    assert host.resident(host.volatile) == ([1, 2] if promote else [])
-    host.chain.close()
+    promoted = [1, 2] if promote else []
+    assert host.resident(host.volatile) == promoted
+    host.insert(0, [5, 6], told.append)
+    host.chain.delete(TABLE, np.array([5]), told.append)
+    assert (host.resident(host.volatile), host.resident(host.persistent)) == ([*promoted, 6], [1, 2, 6])
+    assert told == [True, True]
 
 
-def test_promotion_of_a_vector_read_before_an_update_is_dropped():
-    host = Host(promote=True)
+def test_promotion_of_a_vector_read_before_an_update_is_dropped(make):
+    host = make(promote=True)
     host.put(host.persistent, [1], version=0)
     host.persistent.gate_late = threading.Event()
     thread = threading.Thread(target=host.fetch, args=([1],))
@@ -238,31 +209,29 @@ def test_promotion_of_a_vector_read_before_an_update_is_dropped():
     host.persistent.gate_late.set()
     thread.join(PATIENCE_S)
     assert host.chain.drain(PATIENCE_S)
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
-    host.chain.close()
+    host.check(1, 1)
 
 
-def test_insert_and_delete_reach_both_databases_and_report_success_to_the_caches(host):
-    told = []
-    host.insert(0, [5, 6], told.append)
-    assert host.resident(host.volatile) == host.resident(host.persistent) == [5, 6]
-    host.chain.delete(TABLE, np.array([5]), told.append)
-    assert host.resident(host.volatile) == host.resident(host.persistent) == [6]
-    assert told == [True, True]
-
-
-def test_insert_whose_volatile_write_fails_never_shows_the_old_vector_again(host):
-    host.put(host.volatile, [1], version=0)
-    host.put(host.persistent, [1], version=0)
-    host.volatile.failing = {"insert"}
-    host.insert(1)
-    assert host.chain.quarantined == [TABLE.tag]
-    host.volatile.failing = {"drop_table"}
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
-    host.volatile.failing = set()
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
-    assert host.chain.quarantined == []
-    assert host.resident(host.volatile) == []
+def test_insert_that_fails_above_or_below_shows_what_the_lower_database_has(make):
+    for fails in ("above", "below"):
+        host, told = make(), []
+        for database in (host.volatile, host.persistent):
+            host.put(database, [1], version=0)
+        if fails == "below":
+            host.persistent.failing = {"insert"}
+            with pytest.raises(DatabaseError):
+                host.insert(1, told=told.append)
+            host.check(1, 0)
+        else:
+            host.volatile.failing = {"insert"}
+            host.insert(1, told=told.append)
+            for failing, quarantined in (({"insert", "drop_table"}, [TABLE.tag]), (set(), [])):
+                assert host.chain.quarantined == [TABLE.tag]
+                host.volatile.failing = failing
+                host.check(1, 1)
+                assert host.chain.quarantined == quarantined
+        assert told == [fails == "above"]
+        assert host.resident(host.volatile) == []
 
 
 def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
@@ -291,55 +260,35 @@ def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
     monkeypatch.setattr(host.volatile, "open_table", open_table)
     host.fetch([1])
     assert done.wait(PATIENCE_S)
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
+    host.check(1, 3)
 
 
-class GatedMap(HashMapDatabase):
-    """A hash map whose first insertion waits."""
-
-    def __init__(self):
-        super().__init__()
-        self.entered, self.gate = threading.Event(), threading.Event()
-
-    def insert(self, tag, keys, vectors):
-        self.entered.set()
-        assert self.gate.wait(PATIENCE_S)
-        super().insert(tag, keys, vectors)
-
-
-def test_queued_promotion_does_not_enter_a_table_that_was_released_meanwhile():
+def test_queued_promotion_does_not_enter_a_table_that_was_released_meanwhile(make):
     """The table may have been opened again, by another model of the same name."""
-    host, other = Host(), TableSpec("model", "other", 4, 0.5, 1000)
-    volatile = GatedMap()
-    chain = DatabaseChain(volatile, host.persistent, metrics=host.metrics, promote=True, modification_timeout_s=60)
+    host, other = make(promote=True), TableSpec("model", "other", 4, 0.5, 1000)
+    entered, gate, insert = threading.Event(), threading.Event(), host.volatile.inner.insert
+
+    def wait_and_insert(*arguments):
+        entered.set()
+        assert gate.wait(PATIENCE_S)
+        insert(*arguments)
+
+    host.volatile.inner.insert = wait_and_insert
     for table in (other, TABLE):
-        chain.open_table(table)
+        host.chain.open_table(table)
         host.persistent.insert(table.tag, np.array([1]), vectors_of([1]))
-        chain.fetch(table, np.array([1]), np.empty((1, 4), np.float32), np.zeros(1, np.bool_))
-        assert volatile.entered.wait(PATIENCE_S)  # the promotion into the other table waits there, and this table's behind it
-    chain.release_table(TABLE)
-    chain.open_table(TABLE)
-    volatile.gate.set()
-    assert chain.drain(PATIENCE_S)
-    assert (volatile.size(other.tag), volatile.size(TABLE.tag)) == (1, 0)
-    chain.close()
-
-
-def test_insert_that_fails_below_raises_and_forgets_the_key_above(host):
-    told = []
-    host.put(host.volatile, [1], version=0)
-    host.put(host.persistent, [1], version=0)
-    host.persistent.failing = {"insert"}
-    with pytest.raises(DatabaseError):
-        host.insert(1, told=told.append)
-    assert told == [False]
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 0))
-    assert host.resident(host.volatile) == []
+        host.fetch([1], table)
+        assert entered.wait(PATIENCE_S)  # the promotion into the other table waits there, and this table's behind it
+    host.chain.release_table(TABLE)
+    host.chain.open_table(TABLE)
+    gate.set()
+    assert host.chain.drain(PATIENCE_S)
+    assert [host.volatile.size(table.tag) for table in (other, TABLE)] == [1, 0]
 
 
 @pytest.mark.parametrize("how", ["failing", "failing_halfway"])
-def test_what_a_failed_promotion_may_have_left_is_not_read(how):
-    host = Host(promote=True)
+def test_what_a_failed_promotion_may_have_left_is_not_read(make, how):
+    host = make(promote=True)
     host.put(host.persistent, [1, 2])
     setattr(host.volatile, how, {"insert"})
     host.fetch([1, 2])
@@ -347,16 +296,15 @@ def test_what_a_failed_promotion_may_have_left_is_not_read(how):
     assert host.chain.quarantined == [TABLE.tag]
     host.volatile.failing, host.volatile.failing_halfway = {"drop_table"}, set()
     host.put(host.volatile, [1], version=1)  # it lands late
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1]))
+    host.check(1, 0)
     host.volatile.failing = set()
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1]))
+    host.check(1, 0)
     assert host.chain.quarantined == []
-    host.chain.close()
 
 
-def test_a_promotion_that_was_not_tried_quarantines_nothing():
+def test_a_promotion_that_was_not_tried_quarantines_nothing(make):
     other, clock = TableSpec("model", "other", 4, 0.5, 1000), Clock()
-    host = Host(promote=True, breaker=lambda: CircuitBreaker(failures=1, open_s=1, clock=clock))
+    host = make(promote=True, breaker=lambda: CircuitBreaker(failures=1, open_s=1, clock=clock))
     host.chain.open_table(other)
     host.put(host.persistent, [1])
     host.volatile.failing = {"insert"}
@@ -365,47 +313,40 @@ def test_a_promotion_that_was_not_tried_quarantines_nothing():
     assert host.chain.drain(PATIENCE_S)
     assert host.volatile.calls["insert"] == 1
     assert host.chain.quarantined == [other.tag]
-    host.chain.close()
 
 
-def test_a_modification_that_the_volatile_database_lacks_is_remembered_before_it_returns():
-    volatile, below = FaultyDatabase(MemoryDatabase()), PersistentMemoryDatabase()
-    chain = DatabaseChain(volatile, below, metrics=Metrics(), breaker=never_open)
-    chain.open_table(TABLE)
+def test_a_modification_that_the_volatile_database_lacks_is_remembered_before_it_returns(make):
+    host = make(persistent=PersistentMemoryDatabase())
 
     def insert(version):
-        chain.insert(TABLE, np.array([1]), vectors_of([1], version), lambda written: None)
-        return below.writer_token(TABLE.tag)
+        host.insert(version)
+        return host.persistent.writer_token(TABLE.tag)
 
-    before = below.writer_token(TABLE.tag)
+    before = host.persistent.writer_token(TABLE.tag)
     assert insert(0) == before
-    volatile.failing = {"insert"}
+    host.volatile.failing = {"insert"}
     doubted = insert(1)
     assert doubted != before
-    volatile.failing = set()
+    host.volatile.failing = set()
     assert insert(2) == doubted  # remembered once
-    assert volatile.calls["insert"] == 2  # what is to be dropped is not written to
-    out, found = np.empty((1, 4), np.float32), np.zeros(1, np.bool_)
-    chain.fetch(TABLE, np.array([1]), out, found)
-    np.testing.assert_array_equal(out, vectors_of([1], 2))
-    assert chain.quarantined == []
+    assert host.volatile.calls["insert"] == 2  # what is to be dropped is not written to
+    host.check(1, 2)
+    assert host.chain.quarantined == []
     insert(3)
-    assert volatile.inner.size(TABLE.tag) == 1
-    volatile.failing = {"insert"}
+    assert host.resident(host.volatile) == [1]
+    host.volatile.failing = {"insert"}
     assert insert(4) != doubted
-    chain.close()
 
 
-def test_a_table_that_one_database_cannot_drop_stays_in_those_below_where_it_is_found_again():
-    volatile, persistent = FaultyDatabase(MemoryDatabase()), PersistentMemoryDatabase()
-    chain = DatabaseChain(volatile, persistent, metrics=Metrics())
-    chain.open_table(TABLE)
-    volatile.failing = {"drop_table"}
-    chain.release_table(TABLE, everywhere=True)
-    assert (volatile.tags(), persistent.tags()) == ([TABLE.tag], [TABLE.tag])
-    volatile.failing = set()
-    chain.discard({volatile: [TABLE.tag], persistent: [TABLE.tag]})
-    assert (volatile.tags(), persistent.tags()) == ([], [])
+def test_a_table_that_one_database_cannot_drop_stays_in_those_below_where_it_is_found_again(make):
+    host = make(persistent=PersistentMemoryDatabase())
+    tags = lambda: [database.tags() for database in (host.volatile, host.persistent)]  # noqa: E731 - asked twice
+    host.volatile.failing = {"drop_table"}
+    host.chain.release_table(TABLE, everywhere=True)
+    assert tags() == [[TABLE.tag]] * 2
+    host.volatile.failing = set()
+    host.chain.discard({host.volatile: [TABLE.tag], host.persistent: [TABLE.tag]})
+    assert tags() == [[], []]
 
 
 def test_devices_do_not_read_float32_rows_in_place_where_a_table_has_fewer_bits():
@@ -416,3 +357,35 @@ def test_devices_do_not_read_float32_rows_in_place_where_a_table_has_fewer_bits(
         chain.open_table(table)
         assert (chain.host_table(table) is None) == exact
     chain.close()
+
+
+# -- circuit breakers ----------------------------------------------------------------------------------------------------
+
+FAILED, SUCCEEDED, ALLOWED, REFUSED = "failed", "succeeded", True, False
+
+
+@pytest.mark.parametrize(
+    ("failures", "events", "is_open"),
+    [
+        *[(1, [ALLOWED, FAILED, REFUSED], True), (3, [FAILED, FAILED, ALLOWED, ALLOWED], False)],
+        *[(3, [FAILED, FAILED, FAILED, REFUSED, REFUSED], True), (3, [FAILED, FAILED, FAILED, FAILED, REFUSED], True)],
+        (2, [FAILED, SUCCEEDED, FAILED, SUCCEEDED, FAILED, ALLOWED], False),  # never two in a row
+        (2, [FAILED, FAILED, 4.999, REFUSED], True),
+        (2, [FAILED, FAILED, 5, ALLOWED, REFUSED, 9.999, REFUSED, 10, ALLOWED, REFUSED], True),  # a probe in five seconds
+        (2, [FAILED, 3, FAILED, 7.999, REFUSED, 8, ALLOWED], True),  # five seconds from the second failure
+        (2, [FAILED, FAILED, 5, ALLOWED, 6, FAILED, 10.999, REFUSED, 11, ALLOWED], True),  # the probe failed
+        (2, [FAILED, FAILED, 5, ALLOWED, SUCCEEDED, ALLOWED, ALLOWED], False),
+        (2, [FAILED, FAILED, 5, SUCCEEDED, FAILED, ALLOWED, FAILED, REFUSED, 10, ALLOWED], True),  # the second round
+    ],
+)
+def test_calls_are_let_through_or_refused(failures: int, events: list[str | bool | float], is_open: bool) -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(failures=failures, open_s=5, clock=clock)
+    for nth, event in enumerate(events):
+        if isinstance(event, bool):
+            assert breaker.allow() is event, f"event {nth}"
+        elif isinstance(event, str):
+            getattr(breaker, event)()
+        else:
+            clock.now = event
+    assert breaker.is_open is is_open

@@ -20,7 +20,6 @@ class Source:
         self.asked = []
         self.entered = threading.Semaphore(0)
         self.gate = threading.Event()
-        self.gate.set()
         self.fail_next = 0
         self.version = 0
 
@@ -74,90 +73,73 @@ def coalescer(source):
     return FetchCoalescer(source.fetch, Metrics(), timeout_s=2 * PATIENCE_S)
 
 
-def test_lone_fetch_fills_what_exists(source, coalescer):
-    Lookup(coalescer, TableFence(), [1, 2, 3, 4]).check()
-    assert source.asked == [[1, 2, 3, 4]]
+def begin(source, coalescer, fence, keys):
+    """A lookup whose fetch has come to the source's gate."""
+    lookup = Lookup(coalescer, fence, keys)
+    assert source.entered.acquire(timeout=PATIENCE_S)
+    return lookup
+
+
+def join(coalescer, fence, keys):
+    """A lookup that waits for the first fetch."""
+    lookup = Lookup(coalescer, fence, keys)
+    wait_until(lambda: coalescer._flights[TABLE.tag][0].landed, "it waits for the first")
+    return lookup
 
 
 def test_lookup_whose_keys_are_all_under_way_fetches_nothing(source, coalescer):
     fence = TableFence()
-    source.gate.clear()
-    first = Lookup(coalescer, fence, [2, 3, 4])
-    assert source.entered.acquire(timeout=PATIENCE_S)
-    second = Lookup(coalescer, fence, [2, 4])
-    wait_until(lambda: coalescer._flights[TABLE.tag][0].landed, "the second waits for the first")
+    lookups = [begin(source, coalescer, fence, [2, 3, 4]), join(coalescer, fence, [2, 4])]
     source.gate.set()
-    first.check()
-    second.check()
+    for lookup in lookups:
+        lookup.check()
     assert source.asked == [[2, 3, 4]]
     assert coalescer._joined.labels(TABLE.model_name, TABLE.table_name).value == 2
 
 
 def test_lookup_fetches_for_itself_when_the_one_it_joined_fails(source, coalescer):
-    fence = TableFence()
-    source.gate.clear()
-    source.fail_next = 1
-    first = Lookup(coalescer, fence, [2, 4])
-    assert source.entered.acquire(timeout=PATIENCE_S)
-    second = Lookup(coalescer, fence, [4])
-    wait_until(lambda: coalescer._flights[TABLE.tag][0].landed, "the second waits for the first")
+    fence, source.fail_next = TableFence(), 1
+    first, second = begin(source, coalescer, fence, [2, 4]), join(coalescer, fence, [4])
     source.gate.set()
     second.check()
     first.join(PATIENCE_S)
     assert first.error is not None
     assert source.asked == [[2, 4], [4]]
+    assert not coalescer._flights
 
 
 def test_lookup_waits_for_another_no_longer_than_its_timeout_and_then_fetches_for_itself(source):
     coalescer, fence = FetchCoalescer(source.fetch, Metrics(), timeout_s=0.01), TableFence()
-    source.gate.clear()
-    first = Lookup(coalescer, fence, [2, 4])
-    assert source.entered.acquire(timeout=PATIENCE_S)
-    second = Lookup(coalescer, fence, [4])
-    assert source.entered.acquire(timeout=PATIENCE_S)  # although the first has not ended
+    lookups = [begin(source, coalescer, fence, keys) for keys in ([2, 4], [4])]  # although the first has not ended
     source.gate.set()
-    first.check()
-    second.check()
+    for lookup in lookups:
+        lookup.check()
     assert source.asked == [[2, 4], [4]]
 
 
 def test_fetch_that_began_before_a_modification_is_not_joined(source, coalescer):
     fence = TableFence()
-    source.gate.clear()
-    first = Lookup(coalescer, fence, [2])
-    assert source.entered.acquire(timeout=PATIENCE_S)
+    first = begin(source, coalescer, fence, [2])
     with fence.modifying(1):
         source.version = 100
-    second = Lookup(coalescer, fence, [2])
-    assert source.entered.acquire(timeout=PATIENCE_S)
+    second = begin(source, coalescer, fence, [2])
     source.gate.set()
     first.check()
     second.check(version=100)
 
 
-def test_failure_reaches_the_caller_and_leaves_nothing_under_way(source, coalescer):
-    source.fail_next = 1
-    lookup = Lookup(coalescer, TableFence(), [2])
-    lookup.join(PATIENCE_S)
-    assert lookup.error is not None
-    assert not coalescer._flights
-
-
 @pytest.mark.parametrize(
     ("lookups", "asked"),
     [
-        ([[2, 4, 5], [0, 4, 5, 6]], [[2, 4, 5], [0, 6]]),
+        *[([[1, 2, 3, 4]], [[1, 2, 3, 4]]), ([[2, 4, 5], [0, 4, 5, 6]], [[2, 4, 5], [0, 6]])],
         ([[5, 2, 4], [6, 5, 0, 4]], [[5, 2, 4], [6, 0]]),
         ([list(range(0, 3000, 2)), list(range(3000, 0, -3))], [list(range(0, 3000, 2)), [3000, *range(2997, 0, -6)]]),
         ([[2, 4, 6], [4, 6, 8], [0, 2, 8, 10]], [[2, 4, 6], [8], [0, 10]]),
     ],
 )
 def test_key_missing_in_several_lookups_is_fetched_once(source, coalescer, lookups, asked):
-    fence, running = TableFence(), []
-    source.gate.clear()
-    for keys in lookups:
-        running.append(Lookup(coalescer, fence, keys))
-        assert source.entered.acquire(timeout=PATIENCE_S)
+    fence = TableFence()
+    running = [begin(source, coalescer, fence, keys) for keys in lookups]
     source.gate.set()
     for lookup in running:
         lookup.check()

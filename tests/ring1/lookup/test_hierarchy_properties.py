@@ -47,46 +47,27 @@ def vector(dim: int, key: int, version: int) -> tuple[float, ...]:
 class Hierarchy(RuleBasedStateMachine):
     """Two sessions (complete and asynchronous) over one chain; `current` holds the vectors each key may have."""
 
-    with_volatile = True
-    with_persistent = True
-
     @initialize(promote=st.booleans(), capacity=st.sampled_from([0, 14, 1000]))
     def open(self, promote, capacity):
         self.directory = tempfile.mkdtemp(prefix="hps-hierarchy-")
-        self.volatile = FaultyDatabase(self.make_volatile()) if self.with_volatile else None
-        self.persistent = FaultyDatabase(self.make_persistent()) if self.with_persistent else None
+        self.volatile, self.persistent = [one and FaultyDatabase(one) for one in self.make(self.directory)]
         self.metrics = Metrics()
-        self.chain = DatabaseChain(
-            self.volatile,
-            self.persistent,
-            metrics=self.metrics,
-            promote=promote,
-            breaker=lambda: CircuitBreaker(failures=10**9),
-        )
+        breaker = lambda: CircuitBreaker(failures=10**9)  # noqa: E731
+        self.chain = DatabaseChain(self.volatile, self.persistent, metrics=self.metrics, promote=promote, breaker=breaker)
         for table in TABLES:
             self.chain.open_table(table)
-        coalescer = FetchCoalescer(self.chain.fetch, self.metrics)
-        self.sessions = [
-            CachedSession(
-                TABLES,
-                NumpyCache.create(TABLES, [capacity, capacity], 0),
-                self.chain,
-                coalescer,
-                SessionSettings(hit_rate_threshold=threshold, workspace_timeout_s=30),
-                self.metrics,
-            )
-            for threshold in (1.1, 0.0)
-        ]
+        coalescer, self.sessions = FetchCoalescer(self.chain.fetch, self.metrics), []
+        for threshold in (1.1, 0.0):
+            cache = NumpyCache.create(TABLES, [capacity, capacity], 0)
+            settings = SessionSettings(hit_rate_threshold=threshold, workspace_timeout_s=30)
+            self.sessions.append(CachedSession(TABLES, cache, self.chain, coalescer, settings, self.metrics))
         config = ModelConfig.model_validate(model_of("model", ["/a", "/b"], {table.table_name: table.dim for table in TABLES}))
         self.deployment = Deployment(config, TABLES, dict(enumerate(self.sessions)), self.chain)
         self.current = [{}, {}]  # per table: key -> set of vectors it may have; None stands for absent
         self.version = 0
 
-    def make_volatile(self):
-        return MemoryDatabase()
-
-    def make_persistent(self):
-        return MemoryDatabase()
+    def make(self, directory):
+        return MemoryDatabase(), MemoryDatabase()
 
     def teardown(self):
         if not hasattr(self, "sessions"):
@@ -118,12 +99,16 @@ class Hierarchy(RuleBasedStateMachine):
     @rule(index=TABLE, keys=st.sets(KEYS, min_size=1))
     def insert(self, index, keys):
         self.version += 1
-        table = TABLES[index]
-        new = {key: vector(table.dim, key, self.version) for key in sorted(keys)}
-        array = np.array(list(new), np.int64)
-        rows = np.array(list(new.values()), np.float32)
+        new = {key: vector(TABLES[index].dim, key, self.version) for key in sorted(keys)}
+        self.change(index, new, self.deployment.insert, np.array(list(new.values()), np.float32))
+
+    @rule(index=TABLE, keys=st.sets(KEYS, min_size=1))
+    def delete(self, index, keys):
+        self.change(index, dict.fromkeys(sorted(keys)), self.deployment.delete)
+
+    def change(self, index, new, call, *rows):
         try:
-            self.deployment.insert(index, array, rows)
+            call(index, np.array(list(new), np.int64), *rows)
         except DatabaseError:
             assert self.failing
             for key, row in new.items():
@@ -131,19 +116,6 @@ class Hierarchy(RuleBasedStateMachine):
             self.assert_not_cached(index, new)
         else:
             self.current[index].update({key: {row} for key, row in new.items()})
-
-    @rule(index=TABLE, keys=st.sets(KEYS, min_size=1))
-    def delete(self, index, keys):
-        array = np.array(sorted(keys), np.int64)
-        try:
-            self.deployment.delete(index, array)
-        except DatabaseError:
-            assert self.failing
-            for key in keys:
-                self.current[index][key] = self.allowed(index, key) | {None}
-            self.assert_not_cached(index, keys)
-        else:
-            self.current[index].update({key: {None} for key in keys})
 
     def assert_not_cached(self, index, keys):
         """After a failure only the databases can say what a key has. (The other session may fill its cache meanwhile.)"""
@@ -214,19 +186,18 @@ class Hierarchy(RuleBasedStateMachine):
 class EngineHierarchy(Hierarchy):
     """The same with the engines that are shipped."""
 
-    def make_volatile(self):
-        return HashMapDatabase()
-
-    def make_persistent(self):
-        return RocksDatabase(self.directory)
+    def make(self, directory):
+        return HashMapDatabase(), RocksDatabase(directory)
 
 
 class PersistentOnly(Hierarchy):
-    with_volatile = False
+    def make(self, directory):
+        return None, MemoryDatabase()
 
 
 class VolatileOnly(Hierarchy):
-    with_persistent = False
+    def make(self, directory):
+        return MemoryDatabase(), None
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
-from hps.configuration.models import ModelConfig
 from hps.errors import DatabaseError, DeviceError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
@@ -17,10 +17,8 @@ from hps.statistics.tracing import traced
 from hps.tensors.segments import Segment
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
-from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
 from tests.fakes.memory_database import MemoryDatabase
-from tests.servers.running_service import model_of
 
 TABLES = (TableSpec("model", "a", 3, -1.0, 100), TableSpec("model", "b", 8, 0.5, 50))
 
@@ -33,12 +31,12 @@ def vectors_of(keys, dim, version=0):
 class Served:
     """A session over a persistent database that can be made to fail, holding keys 0..39 of both tables."""
 
-    def __init__(self, capacity=1000, **settings):
-        self.database = FaultyDatabase(MemoryDatabase())
-        self.metrics = Metrics()
-        self.chain = DatabaseChain(
-            None, self.database, metrics=self.metrics, breaker=lambda: CircuitBreaker(failures=10**9), modification_timeout_s=60
-        )
+    def __init__(self, capacity=1000, rows_worth_a_thread=None, **settings):
+        self.database, self.metrics = FaultyDatabase(MemoryDatabase()), Metrics()
+        if rows_worth_a_thread:
+            self.database.rows_worth_a_thread = rows_worth_a_thread
+        breaker = lambda: CircuitBreaker(failures=10**9)  # noqa: E731
+        self.chain = DatabaseChain(None, self.database, metrics=self.metrics, breaker=breaker, modification_timeout_s=60)
         for table in TABLES:
             self.chain.open_table(table)
             keys = np.arange(40)
@@ -57,10 +55,22 @@ class Served:
         (session or self.session).lookup(segments)
         return segments
 
+    @contextmanager
+    def looking_up(self, requests, gate="gate", error=None):
+        """A lookup whose fetch waits at a gate, before it or after it has read, until the block ends."""
+        setattr(self.database, gate, threading.Event())
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.lookup, requests)
+            assert self.database.entered.acquire(timeout=PATIENCE_S)
+            try:
+                yield answer
+            finally:
+                getattr(self.database, gate).set()
+            assert type(answer.exception(PATIENCE_S)) is (error or type(None))
+
     def check(self, segments, version=0):
         for segment in segments:
-            table = TABLES[segment.table]
-            present = (segment.keys >= 0) & (segment.keys < 40)
+            table, present = TABLES[segment.table], (segment.keys >= 0) & (segment.keys < 40)
             np.testing.assert_array_equal(segment.found, present)
             np.testing.assert_array_equal(segment.out[present], vectors_of(segment.keys[present], table.dim, version))
             np.testing.assert_array_equal(segment.out[~present], np.float32(table.default_value))
@@ -83,24 +93,15 @@ def serve():
         each.chain.close()
 
 
-def test_lookup_answers_from_cache_database_and_default(serve):
+def test_missing_keys_are_fetched_once_and_every_key_is_counted(serve):
     served = serve()
     keys = [5, 99, 5, 0, -1, 39]
-    served.check(served.lookup({0: keys, 1: keys}))
     served.check(served.lookup({1: keys, 0: keys}))
-
-
-def test_second_lookup_of_the_same_keys_asks_no_database(serve):
-    served = serve()
-    served.lookup({0: [1, 2, 3]})
+    assert sorted(fetched_keys(served.database).tolist()) == sorted([5, 99, 0, -1, 39] * 2)
     served.database.failing = {"fetch"}
-    served.check(served.lookup({0: [3, 2, 1]}))
-
-
-def test_missing_key_is_fetched_once_however_often_it_stands_in_a_lookup(serve):
-    served = serve()
-    served.check(served.lookup({0: [7, 7, 8, 7]}))
-    assert fetched_keys(served.database).tolist() == [7, 8]
+    served.check(served.lookup({0: [39, 5, 0]}))
+    counters = served.metrics.table("model", "a")
+    assert (counters.keys, counters.hits, counters.misses, counters.defaults) == (9, [3, 0, 3], [6, 0, 2], 2)
 
 
 def test_more_keys_than_configured_are_refused_before_anything_is_asked(serve):
@@ -111,31 +112,17 @@ def test_more_keys_than_configured_are_refused_before_anything_is_asked(serve):
     served.check(served.lookup({0: [1], 1: np.zeros(50)}))
 
 
-def test_at_the_threshold_missing_keys_get_defaults_now_and_vectors_later(serve):
+def test_at_the_threshold_of_a_table_missing_keys_get_defaults_now_and_vectors_later(serve):
     served = serve(hit_rate_threshold=0.5)
-    served.check(served.lookup({0: [1]}))
-    [segment] = served.lookup({0: [1, 2]})  # hit rate 0.5
-    assert segment.found.tolist() == [True, False]
-    np.testing.assert_array_equal(segment.out[1], np.float32(-1))
-    assert served.session.drain(PATIENCE_S)
-    served.database.failing = {"fetch"}
-    served.check(served.lookup({0: [1, 2]}))
-
-
-def test_below_the_threshold_the_answer_is_complete(serve):
-    served = serve(hit_rate_threshold=0.5)
-    served.lookup({0: [1]})
-    served.check(served.lookup({0: [1, 2, 3]}))
-
-
-def test_threshold_is_taken_table_by_table(serve):
-    served = serve(hit_rate_threshold=0.5)
-    served.lookup({0: [1], 1: [1]})
+    served.check(served.lookup({0: [1], 1: [1]}))
     a, b = served.lookup({0: [1, 1, 2, 3], 1: [1, 2, 3]})
     assert a.found.tolist() == [True, True, False, False]
-    served.check([b])
-    counters = served.metrics.table("model", "a")
-    assert counters.deferred == 2
+    np.testing.assert_array_equal(a.out[2:], np.float32(-1))
+    served.check([b])  # below the threshold
+    assert served.metrics.table("model", "a").deferred == 2
+    assert served.session.drain(PATIENCE_S)
+    served.database.failing = {"fetch"}
+    served.check(served.lookup({0: [1, 2, 3]}))
 
 
 @pytest.mark.parametrize(("default", "lines"), [(True, 1), (False, 0)])
@@ -169,45 +156,31 @@ def test_full_queue_drops_batches_and_the_keys_are_fetched_another_time(serve):
     for key in (2, 3, 4):
         served.lookup({0: [key]})
     served.database.gate.set()
-    assert served.session.drain(PATIENCE_S)
-    assert sorted(served.cache.dump(0).tolist()) == [1, 2]
-    served.lookup({0: [3]})
-    assert served.session.drain(PATIENCE_S)
-    assert sorted(served.cache.dump(0).tolist()) == [1, 2, 3]
+    for resident in ([1, 2], [1, 2, 3]):
+        assert served.session.drain(PATIENCE_S)
+        assert sorted(served.cache.dump(0).tolist()) == resident
+        served.lookup({0: [3]})
 
 
-def test_failed_background_fetch_is_counted_and_can_be_tried_again(serve):
-    served = serve(hit_rate_threshold=0.0)
-    served.database.failing = {"fetch"}
-    served.lookup({0: [1]})
-    assert served.session.drain(PATIENCE_S)
-    assert served.metrics.background_errors.labels("insertion").value == 1
-    served.database.failing = set()
-    served.lookup({0: [1]})
-    assert served.session.drain(PATIENCE_S)
-    assert served.cache.dump(0).tolist() == [1]
-
-
-def test_failed_database_is_an_error_and_gives_the_workspace_back(serve):
-    served = serve(workspaces=1)
-    served.database.failing = {"fetch"}
-    for _ in range(3):
-        with pytest.raises(DatabaseError):
-            served.lookup({0: [1]})
-    served.database.failing = set()
-    served.check(served.lookup({0: [1]}))
+def test_failed_database_is_an_error_now_or_counted_later_and_can_be_tried_again(serve):
+    for threshold in (1.1, 0.0):
+        served = serve(hit_rate_threshold=threshold, workspaces=1)
+        served.database.failing = {"fetch"}
+        for tries in range(1, 4):
+            with pytest.raises(DatabaseError) if threshold else nullcontext():
+                served.lookup({0: [1]})
+            assert served.session.drain(PATIENCE_S)
+            assert served.metrics.background_errors.labels("insertion").value == (0 if threshold else tries)
+        served.database.failing = set()
+        served.lookup({0: [1]})
+        assert served.session.drain(PATIENCE_S)
+        served.check(served.lookup({0: [1]}))
 
 
 def test_busy_workspaces_end_in_a_typed_error_after_the_timeout(serve):
     served = serve(workspaces=1, workspace_timeout_s=0.05)
-    served.database.gate = threading.Event()
-    thread = threading.Thread(target=served.lookup, args=({0: [1]},))
-    thread.start()
-    assert served.database.entered.acquire(timeout=PATIENCE_S)
-    with pytest.raises(WorkspaceTimeoutError, match="num_of_worker_buffer_in_pool"):
+    with served.looking_up({0: [1]}), pytest.raises(WorkspaceTimeoutError, match="num_of_worker_buffer_in_pool"):
         served.lookup({0: [2]})
-    served.database.gate.set()
-    thread.join(PATIENCE_S)
     served.check(served.lookup({0: [2]}))
 
 
@@ -230,52 +203,18 @@ def test_lookups_without_their_device_are_timed_from_their_beginning(lost):
 
 
 def test_closing_waits_for_lookups_that_go_on_without_a_lost_device(lost):
-    lost.database.gate = threading.Event()
-    thread = threading.Thread(target=lost.lookup, args=({0: [1]},))
-    thread.start()
-    assert lost.database.entered.acquire(timeout=PATIENCE_S)
-    assert not lost.session.close(0.05)
-    lost.database.gate.set()
-    thread.join(PATIENCE_S)
+    with lost.looking_up({0: [1]}):
+        assert not lost.session.close(0.05)
     assert lost.session.close(PATIENCE_S)
 
 
 @pytest.mark.parametrize("threshold", [1.1, 0.0], ids=["lookup", "background"])
 def test_vector_that_was_read_before_an_update_does_not_become_resident(serve, threshold):
-    served = serve(hit_rate_threshold=threshold)
-    served.database.gate_late = threading.Event()
-    thread = threading.Thread(target=served.lookup, args=({0: [1]},))
-    thread.start()
-    assert served.database.entered.acquire(timeout=PATIENCE_S)
-    served.chain.insert(
-        TABLES[0],
-        np.array([1]),
-        vectors_of([1], 3, version=1),
-        lambda written: served.cache.update(0, np.array([1]), vectors_of([1], 3, version=1)),
-    )
-    served.database.gate_late.set()
-    thread.join(PATIENCE_S)
+    served, key, new = serve(hit_rate_threshold=threshold), np.array([1]), vectors_of([1], 3, version=1)
+    with served.looking_up({0: [1]}, "gate_late"):
+        served.chain.insert(TABLES[0], key, new, lambda written: served.cache.update(0, key, new))
     assert served.session.drain(PATIENCE_S)
     assert not served.cache.dump(0).size
-
-
-def test_failed_insert_or_delete_erases_cached_vectors(serve):
-    """Half of the keys were written; a cache that kept the others' old vectors would say what no database says."""
-    served = serve()
-    dims = {table.table_name: table.dim for table in TABLES}
-    config = ModelConfig.model_validate(model_of("model", ["/a", "/b"], dims))
-    deployment = Deployment(config, TABLES, {0: served.session}, served.chain)
-    keys = np.arange(4)
-    served.lookup({0: keys})
-    served.database.failing_halfway = {"insert", "delete"}
-    with pytest.raises(DatabaseError):
-        deployment.insert(0, keys, vectors_of(keys, 3, version=1))
-    served.check(served.lookup({0: keys[:2]}), version=1)
-    served.check(served.lookup({0: keys[2:]}), version=0)
-    with pytest.raises(DatabaseError):
-        deployment.delete(0, keys)
-    [segment] = served.lookup({0: keys})
-    assert segment.found.tolist() == [False, False, True, True]
 
 
 def test_queued_insertions_end_before_the_cache_closes(serve, monkeypatch):
@@ -300,18 +239,14 @@ def test_queued_insertions_end_before_the_cache_closes(serve, monkeypatch):
     closing.join(PATIENCE_S)
     assert closed.is_set()
     assert resident == [1, 2]
+    with pytest.raises(NotReadyError):
+        served.lookup({0: [1]})
 
 
 def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
     served = serve()
-    other = CachedSession(
-        TABLES,
-        NumpyCache.create(TABLES, [100, 100], 1),
-        served.chain,
-        served.coalescer,
-        SessionSettings(hit_rate_threshold=1.1),
-        served.metrics,
-    )
+    settings, cache = SessionSettings(hit_rate_threshold=1.1), NumpyCache.create(TABLES, [100, 100], 1)
+    other = CachedSession(TABLES, cache, served.chain, served.coalescer, settings, served.metrics)
     served.database.gate = threading.Event()
 
     def lookup(keys, session):
@@ -333,28 +268,9 @@ def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
     other.close(10)
 
 
-def test_closed_session_refuses_lookups(serve):
-    served = serve(workspace_timeout_s=0.05)
-    served.session.close(1)
-    with pytest.raises(NotReadyError):
-        served.lookup({0: [1]})
-
-
-def test_metrics_count_keys_hits_misses_and_defaults(serve):
-    served = serve()
-    served.lookup({0: [1, 1, 2, 99]})
-    served.lookup({0: [1, 3]})
-    counters = served.metrics.table("model", "a")
-    assert counters.keys == 6
-    assert counters.hits == [1, 0, 3]  # key 1; and 1, 2, 3 from the persistent database
-    assert counters.misses == [5, 0, 1]
-    assert counters.defaults == 1
-
-
 def test_lookup_without_a_cache_asks_for_every_key_whatever_the_mask_held(serve):
     served = serve()
-    keys = np.array([5, 99, 5, -1, 39])
-    segment = Segment(1, keys, np.full((5, 8), np.nan, np.float32), np.ones(5, np.bool_))
+    segment = Segment(1, np.array([5, 99, 5, -1, 39]), np.full((5, 8), np.nan, np.float32), np.ones(5, np.bool_))
     DirectSession(TABLES, served.chain, served.metrics).lookup([segment])
     served.check([segment])
     assert served.metrics.table("model", "b").keys == 5

@@ -1,6 +1,5 @@
 """A device that is lost while a model serves: nothing is wrong, host arrays are answered, and a restart brings it back."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,12 @@ import hps
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
-from hps.testing.waiting import PATIENCE_S, wait_until
+from hps.testing.readers import reading
+from hps.testing.waiting import wait_until
 from tests.fakes.full_device import FullDevice
 from tests.servers.running_service import document_of, model_of
 
+Document = dict[str, Any]
 ROWS, DIM = 500, 4
 KEYS = np.arange(ROWS)
 CACHED = {"gpucacheper": 0.6, "hit_rate_threshold": 1.1, "max_batch_size": 2 * ROWS}
@@ -23,7 +24,7 @@ LOST = {"cpu": "an illegal memory access was encountered"}
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Document:
     for device in ("cpu", "cuda"):
         monkeypatch.setitem(IMPLEMENTATIONS["cache"], device, Ours("tests.fakes.full_device:FullDevice"))
     monkeypatch.setattr(FullDevice, "broken", False)
@@ -32,7 +33,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.fixture
-def document(model: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+def document(model: Document, tmp_path: Path) -> Document:
     return document_of(model, persistent=tmp_path / "rocksdb")
 
 
@@ -47,11 +48,19 @@ def check(server: hps.HPS, generation: int) -> None:
     assert found.tolist() == [True] * ROWS + [False]
 
 
-def test_lookups_and_writes_go_on_without_the_device(document: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def fails(call: Callable[..., Any], *arguments: Any) -> None:
+    with pytest.raises(hps.DeviceError, match="illegal memory access"):
+        call(*arguments)
+
+
+@pytest.mark.parametrize("first", ["lookup", "write"])
+def test_lookups_and_writes_go_on_without_the_device(document: Document, caplog: pytest.LogCaptureFixture, first: str) -> None:
     with hps.HPS(document) as server:
         check(server, 0)
+        assert server.live.lost_devices() == {}
         FullDevice.broken = True
-        check(server, 0)
+        if first == "lookup":  # which finds it lost
+            check(server, 0)
         for generation in (1, 2, 3):
             server.insert(KEYS, vectors(KEYS, generation), "shop", "item")
             check(server, generation)
@@ -61,28 +70,14 @@ def test_lookups_and_writes_go_on_without_the_device(document: dict[str, Any], c
         assert server.row(7, "shop", "item").tier in ("persistent_db", "volatile_db")
         assert server.prefetch(KEYS[10:20], "shop", "item") == 10
         assert server.refresh("shop")["item"].updated == 0
-        assert server.live.lost_devices() == LOST
-    assert len([one for one in caplog.records if "is lost" in one.getMessage()]) == 1
-
-
-def test_a_write_that_finds_the_device_lost_is_kept(document: dict[str, Any]) -> None:
-    with hps.HPS(document) as server:
-        check(server, 0)
-        FullDevice.broken = True
-        server.insert(KEYS, vectors(KEYS, 1), "shop", "item")
-        check(server, 1)
-    FullDevice.broken = False
-    with hps.HPS(document) as server:  # the restart
-        check(server, 1)
-        assert server.live.lost_devices() == {}
-
-
-def test_a_device_is_lost_to_the_models_in_service_alone(document: dict[str, Any]) -> None:
-    with hps.HPS(document) as server:
-        assert server.live.lost_devices() == {}
-        FullDevice.broken = True
+        server.insert(KEYS, vectors(KEYS, 4), "shop", "item")
         assert server.live.lost_devices() == LOST
         server.undeploy("shop")
+        assert server.live.lost_devices() == {}
+    assert len([one for one in caplog.records if "is lost" in one.getMessage()]) == 1
+    FullDevice.broken = False
+    with hps.HPS(document) as server:  # the restart
+        check(server, 4)
         assert server.live.lost_devices() == {}
 
 
@@ -109,7 +104,7 @@ BEYOND_DATABASES = {
 
 @pytest.mark.parametrize("segment", BEYOND_DATABASES.values(), ids=BEYOND_DATABASES)
 def test_arrays_that_databases_cannot_use_fail_with_the_device(
-    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch, segment: Segment
+    document: Document, monkeypatch: pytest.MonkeyPatch, segment: Segment
 ) -> None:
     def fall_back(*_: Any) -> None:
         pytest.fail("the lookup was answered from the databases")
@@ -118,61 +113,61 @@ def test_arrays_that_databases_cannot_use_fail_with_the_device(
         FullDevice.broken = True
         session = server.model("shop").session(None)
         monkeypatch.setattr(session._without_device, "lookup", fall_back)
-        with pytest.raises(hps.DeviceError, match="illegal memory access"):
-            session.lookup([segment])
+        fails(session.lookup, [segment])
 
 
-def test_no_answer_is_wrong_when_it_is_lost_under_load(document: dict[str, Any]) -> None:
-    with hps.HPS(document) as server:
-        done, failed, answered = threading.Event(), [], [0] * 4
+def test_no_answer_is_wrong_when_it_is_lost_under_load(document: Document) -> None:
+    def ask(_: np.random.Generator) -> int:
+        check(server, 0)
+        return 1
 
-        def ask(number: int) -> None:
-            while not done.is_set():
-                try:
-                    check(server, 0)
-                    answered[number] += 1
-                except BaseException as error:  # noqa: BLE001 - shown below
-                    failed.append(error)
-                    return
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: failed or min(answered) > 1, "each thread has been answered")
+    with hps.HPS(document) as server, reading(ask) as answered:
+        wait_until(lambda: min(answered) > 1, "each thread has been answered")
         FullDevice.broken = True
         before = list(answered)
-        wait_until(lambda: failed or min(np.subtract(answered, before)) > 2, "each has been answered without the device")
-        done.set()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        assert not failed
+        wait_until(lambda: min(np.subtract(answered, before)) > 2, "each has been answered without the device")
 
 
-def test_errors_of_one_lookup_lose_no_device(document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_one_lookup_lose_no_device(document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FullDevice, "failure", None)
     with hps.HPS(document) as server:
         FullDevice.broken = True
-        with pytest.raises(hps.DeviceError, match="illegal memory access"):
-            server.lookup(KEYS, "shop", "item")
-        with pytest.raises(hps.DeviceError, match="illegal memory access"):
-            server.insert(KEYS, vectors(KEYS, 1), "shop", "item")
-        with pytest.raises(hps.DeviceError, match="illegal memory access"):
-            server.row(7, "shop", "item")
+        fails(server.lookup, KEYS, "shop", "item")
+        fails(server.insert, KEYS, vectors(KEYS, 1), "shop", "item")
+        fails(server.row, 7, "shop", "item")
         assert server.live.lost_devices() == {}
         FullDevice.broken = False
-        _, found = server.lookup(KEYS, "shop", "item", return_found=True)
-        assert found.all()
+        assert server.lookup(KEYS, "shop", "item", return_found=True)[1].all()
 
 
-HASH_MAP, NONE = {"type": "hash_map"}, {"type": "disabled"}
-ONLY_ROCKS_DB = {"volatile_db": NONE, "persistent_db": {"type": "rocks_db"}}
+NONE = {"type": "disabled"}
+ROCKS_DB = {"persistent_db": {"type": "rocks_db"}}
+EVERY_ROW: dict[str, Any] = {
+    "hash map": ({}, {}),
+    "RocksDB": ({"volatile_db": NONE, **ROCKS_DB}, {}),
+    "part above RocksDB": ({"volatile_db": {"initial_cache_rate": 0.1}, **ROCKS_DB}, {}),
+    "evicts above RocksDB": ({"volatile_db": {"overflow_margin": 50}, **ROCKS_DB}, {}),
+    "static": ({"volatile_db": NONE}, {"embedding_cache_type": "static"}),
+    "uvm": ({"volatile_db": NONE}, {"embedding_cache_type": "uvm"}),
+}
+NOT_EVERY_ROW: dict[str, Any] = {
+    "none": ({"volatile_db": NONE}, {}),
+    "stochastic": ({}, {"embedding_cache_type": "stochastic"}),
+    "stochastic above RocksDB": ({"volatile_db": NONE, **ROCKS_DB}, {"embedding_cache_type": "stochastic"}),
+    "part": ({"volatile_db": {"initial_cache_rate": 0.1}}, {}),
+    "evicts": ({"volatile_db": {"overflow_margin": 1000}}, {}),
+    "empty": ({"volatile_db": {"initialize_after_startup": False}}, {}),
+}
+
+
+Serve = Callable[..., hps.HPS]
 
 
 @pytest.fixture
-def served(model: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., hps.HPS]:
+def served(model: Document, tmp_path: Path, request: pytest.FixtureRequest) -> Serve:
     """Start a server of caches with nearly every row, above databases."""
 
-    def start(tiers: dict[str, Any], **changes: Any) -> hps.HPS:
+    def start(tiers: Document, **changes: Any) -> hps.HPS:
         whole = {**model, "gpucacheper": 1.0, "cache_refresh_percentage_per_iteration": 1.0, **changes}
         document = document_of(whole, persistent=tmp_path / "rocksdb" if "persistent_db" in tiers else None)
         for name, tier in tiers.items():
@@ -185,20 +180,9 @@ def served(model: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
     return start
 
 
-@pytest.mark.parametrize(
-    ("tiers", "changes"),
-    [
-        ({}, {}),
-        (ONLY_ROCKS_DB, {}),
-        ({"volatile_db": {"initial_cache_rate": 0.1}, "persistent_db": {"type": "rocks_db"}}, {}),
-        ({"volatile_db": {"overflow_margin": 50}, "persistent_db": {"type": "rocks_db"}}, {}),
-        ({"volatile_db": NONE}, {"embedding_cache_type": "static"}),
-        ({"volatile_db": NONE}, {"embedding_cache_type": "uvm"}),
-    ],
-    ids=["hash map", "RocksDB", "part above RocksDB", "evicts above RocksDB", "static", "uvm"],
-)
+@pytest.mark.parametrize(("tiers", "changes"), EVERY_ROW.values(), ids=EVERY_ROW)
 def test_databases_that_hold_every_row_answer_without_the_device(
-    served: Callable[..., hps.HPS], monkeypatch: pytest.MonkeyPatch, tiers: dict[str, Any], changes: dict[str, Any]
+    served: Serve, monkeypatch: pytest.MonkeyPatch, tiers: Document, changes: Document
 ) -> None:
     if changes:
         monkeypatch.setattr(FullDevice, "device", "cuda")
@@ -208,41 +192,26 @@ def test_databases_that_hold_every_row_answer_without_the_device(
     assert server.row(7, "shop", "item").vector.tolist() == vectors(KEYS[7:8], 0)[0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("tiers", "changes"),
-    [
-        ({"volatile_db": NONE}, {}),
-        ({}, {"embedding_cache_type": "stochastic"}),
-        (ONLY_ROCKS_DB, {"embedding_cache_type": "stochastic"}),
-        ({"volatile_db": {"initial_cache_rate": 0.1}}, {}),
-        ({"volatile_db": {"overflow_margin": 1000}}, {}),
-        ({"volatile_db": {"initialize_after_startup": False}}, {}),
-    ],
-    ids=["none", "stochastic", "stochastic above RocksDB", "part", "evicts", "empty"],
-)
+@pytest.mark.parametrize(("tiers", "changes"), NOT_EVERY_ROW.values(), ids=NOT_EVERY_ROW)
 def test_databases_that_lack_rows_do_not_answer_for_a_lost_device(
-    served: Callable[..., hps.HPS], caplog: pytest.LogCaptureFixture, tiers: dict[str, Any], changes: dict[str, Any]
+    served: Serve, caplog: pytest.LogCaptureFixture, tiers: Document, changes: Document
 ) -> None:
     server = served(tiers, **changes)
-    _, found = server.lookup(KEYS, "shop", "item", return_found=True)
-    known = KEYS[found]
+    known = KEYS[server.lookup(KEYS, "shop", "item", return_found=True)[1]]
     assert known.size > ROWS / 2
     FullDevice.broken = True
     for _ in range(2):
-        with pytest.raises(hps.DeviceError, match="illegal memory access"):
-            server.lookup(known, "shop", "item")
-        with pytest.raises(hps.DeviceError, match="illegal memory access"):
-            server.row(known[0], "shop", "item")
+        fails(server.lookup, known, "shop", "item")
+        fails(server.row, known[0], "shop", "item")
     assert server.live.lost_devices() == LOST
     assert len([one for one in caplog.records if "lookups fail, since no database holds every row" in one.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("first", ["few", "item"])
-def test_a_table_that_the_databases_hold_does_not_answer_for_another(model: dict[str, Any], tmp_path: Path, first: str) -> None:
+def test_a_table_that_the_databases_hold_does_not_answer_for_another(model: Document, tmp_path: Path, first: str) -> None:
     hps.write_sparse_model(tmp_path / "few.model", (KEYS[:1], vectors(KEYS[:1], 0)))  # 0.6 of one row is all of it
     names = sorted(["few", "item"], reverse=first == "item")
     two = model_of("shop", [tmp_path / f"{name}.model" for name in names], dict.fromkeys(names, DIM), **CACHED)
-    with hps.HPS({**document_of(two), "volatile_db": {**HASH_MAP, "initial_cache_rate": 0.6}}) as server:
+    with hps.HPS({**document_of(two), "volatile_db": {"type": "hash_map", "initial_cache_rate": 0.6}}) as server:
         FullDevice.broken = True
-        with pytest.raises(hps.DeviceError, match="illegal memory access"):
-            server.lookup(KEYS, "shop", "item")
+        fails(server.lookup, KEYS, "shop", "item")

@@ -27,11 +27,7 @@ def test_a_device_reads_in_place_unless_the_host_is_quicker(link: float, copy: f
 @pytest.mark.parametrize(
     ("rows", "max_keys", "dim", "size"),
     [
-        (0, 1000, 4, 0),
-        (3, 1000, 4, 3),
-        (50, 20, 4, 20),
-        (20, 20, 4, 20),
-        (21, 20, 4, 20),
+        *[(0, 1000, 4, 0), (3, 1000, 4, 3), (50, 20, 4, 20), (20, 20, 4, 20), (21, 20, 4, 20)],
         (300, 1000, 4, 64),  # as many keys as a sample has
         (300, 1000, 25, 10),  # as many bytes
         (300, 1000, 10_000, 1),  # one at least

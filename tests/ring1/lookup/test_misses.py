@@ -5,6 +5,7 @@ A cache on the CPU stands for the device; `tests/gpu/` has the same on a GPU.
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -40,28 +41,29 @@ def linked(monkeypatch):
 def start(tmp_path):
     """Start a parameter server of two tables of ROWS rows each."""
     hps.write_sparse_model(tmp_path / "a", (np.arange(ROWS), vectors_of(range(ROWS))))
-    opened = []
+    with ExitStack() as opened:
 
-    def start(persistent=False, force=False, tiers=None, **changes):
-        settings = {
-            "gpucacheper": 0.1,
-            "hit_rate_threshold": 1.1,
-            "default_value_for_each_table": [DEFAULT] * 2,
-            "num_of_worker_buffer_in_pool": 2,
-        }
-        model = model_of("m", [tmp_path / "a"] * 2, {"a": DIM, "b": DIM}, **(settings | changes))
-        document = document_of(model, persistent=tmp_path / "rocks" if persistent else None)
-        opened.append(hps.HPS({**document, "device": "cuda", **(tiers or {})}, force=force))
-        return opened[-1]
+        def start(persistent=False, tiers=None, **changes):
+            settings = {"gpucacheper": 0.1, "hit_rate_threshold": 1.1, "num_of_worker_buffer_in_pool": 2}
+            settings |= {"default_value_for_each_table": [DEFAULT] * 2} | changes
+            model = model_of("m", [tmp_path / "a"] * 2, {"a": DIM, "b": DIM}, **settings)
+            document = document_of(model, persistent=tmp_path / "rocks" if persistent else None)
+            return opened.enter_context(hps.HPS({**document, "device": "cuda", **(tiers or {})}))
 
-    yield start
-    for server in opened:
-        server.close()
+        yield start
     assert not LinkedCache.pinner.faults
 
 
 def cache_of(server, device=0) -> LinkedCache:
     return server.model("m").sessions[device].cache
+
+
+def redeploy(server, **changes):
+    server.deploy(server.model("m").config.model_copy(update=changes))
+
+
+def path_of(server, path):
+    return server.metrics.registry.get_sample_value("hps_miss_path", {"model": "m", "table": "a", "path": path})
 
 
 def check(keys, vectors, version=0):
@@ -86,44 +88,38 @@ def lookup(server, keys, table="a", **how):
 def test_misses_are_answered_in_place_and_counted(start, persistent):
     server = start(persistent)
     keys = [3, 3, 9, ROWS, 4]
-    for asked, hits in ((keys, 0), (keys, 4)):
+    for hits in (0, 4):
         before = [count(server, "hps_hits_total", "a", tier) for tier in ("embedding_cache", "volatile_db")]
-        vectors, found = server.lookup(asked, "m", "a", return_found=True)
-        check(asked, vectors)
+        vectors, found = server.lookup(keys, "m", "a", return_found=True)
+        check(keys, vectors)
         assert found.tolist() == [True, True, True, False, True]
         after = [count(server, "hps_hits_total", "a", tier) for tier in ("embedding_cache", "volatile_db")]
         assert (after[0] - before[0], after[1] - before[1]) == (hits, 4 - hits)
-    assert count(server, "hps_linked_keys_total", "a") == 4
-    assert count(server, "hps_default_keys_total", "a") == 2
+    assert [count(server, f"hps_{what}_keys_total", "a") for what in ("linked", "default")] == [4, 2]
     assert count(server, "hps_misses_total", "a", "embedding_cache") == 6
-    assert server.metrics.registry.get_sample_value("hps_miss_path", {"model": "m", "table": "a", "path": "link"}) == 1
+    assert path_of(server, "link") == 1
     assert server.row(100, "m", "a").tier == "volatile_db"
 
 
-def test_what_is_left_of_a_linked_table_is_fetched(start):
-    server = start()
-    cache_of(server).unreadable = {1, 5}
-    check([1, 2, 5, ROWS], lookup(server, [1, 2, 5, ROWS]))
-    assert count(server, "hps_linked_keys_total", "a") == 1
-
-
-def test_only_what_is_left_counts_for_the_hit_rate_threshold(start):
+def test_what_is_left_of_a_linked_table_is_fetched_and_alone_counts_for_the_hit_rate_threshold(start):
     server = start(hit_rate_threshold=0.5)
-    check(range(100), lookup(server, range(100)))
-    assert count(server, "hps_deferred_keys_total", "a") == 0
+    cache_of(server).unreadable = {1, 5}
+    server.model("m").session(0).drain(PATIENCE_S)
+    check([2, ROWS], lookup(server, [2, ROWS]))
+    check(range(6, 106), lookup(server, range(6, 106)))
+    assert [count(server, f"hps_{what}_keys_total", "a") for what in ("linked", "deferred")] == [101, 0]
+    check([1, 5, 500], lookup(server, [1, 5, 500]))
+    assert count(server, "hps_linked_keys_total", "a") == 101
 
 
 @pytest.mark.parametrize(
     ("fails", "gone", "from_heir"), [(False, False, False), (True, False, True), (False, True, True), (True, True, False)]
 )
 def test_a_row_that_was_read_before_a_modification_does_not_become_resident_after_it(start, fails, gone, from_heir):
-    server = start(persistent=fails)  # so that the write as a whole succeeds
+    server, keys = start(persistent=fails), np.array([7, 8])  # so that the write as a whole succeeds
     if from_heir:
-        config = server.model("m").config
-        server.deploy(config.model_copy(update={"gpucacheper": 0.2}))
-    chain = server.model("m").chain
-    chain.databases[0].fails = fails
-    keys = np.array([7, 8])
+        redeploy(server, gpucacheper=0.2)
+    server.model("m").chain.databases[0].fails = fails
 
     def modify():
         cache_of(server).before_admission = lambda: None
@@ -141,10 +137,8 @@ def test_a_row_that_was_read_before_a_modification_does_not_become_resident_afte
 
 def test_a_modification_under_way_when_other_settings_are_deployed_reaches_their_caches(start):
     server = start(persistent=True)
-    config = server.model("m").config
     persistent = server.model("m").chain.databases[-1]
-    writing, go_on = threading.Event(), threading.Event()
-    write = persistent.insert
+    writing, go_on, write = threading.Event(), threading.Event(), persistent.insert
 
     def slow(*arguments):
         writing.set()
@@ -155,7 +149,7 @@ def test_a_modification_under_way_when_other_settings_are_deployed_reaches_their
     with ThreadPoolExecutor(2) as pool:
         written = pool.submit(server.insert, [7], vectors_of([7], 1), "m", "a")
         assert writing.wait(PATIENCE_S)
-        deployed = pool.submit(server.deploy, config.model_copy(update={"gpucacheper": 0.2}))
+        deployed = pool.submit(redeploy, server, gpucacheper=0.2)
         wait_until(lambda: server.model("m").successors or deployed.done(), "the new caches are heard of")
         assert not deployed.done()
         go_on.set()
@@ -193,7 +187,7 @@ def test_the_host_answers_where_the_device_cannot(start, changes, tiers, reason,
         server = start(persistent=True, tiers=tiers, **changes)
     check([1, 2, ROWS], lookup(server, [1, 2, ROWS]))
     assert count(server, "hps_linked_keys_total", "a") == 0
-    assert server.metrics.registry.get_sample_value("hps_miss_path", {"model": "m", "table": "a", "path": "copy"}) == 1
+    assert path_of(server, "copy") == 1
     server.close()
     if reason:
         assert len([one for one in caplog.messages if reason in one]) == 1
@@ -223,17 +217,6 @@ def test_the_quicker_path_is_chosen_by_width(start, monkeypatch, link, copy, cap
     assert not timed
 
 
-def test_timing_leaves_no_trace(start, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours("tests.fakes.linked_cache:LinkedCache"))
-    monkeypatch.setitem(IMPLEMENTATIONS["database"], "hash_map", Ours("tests.fakes.linked_cache:FailingHashMap"))
-    server = start()
-    assert cache_of(server).dump(0).size == 0
-    for name in ("hps_lookup_keys_total", "hps_linked_keys_total"):
-        assert count(server, name, "a") == 0
-    assert count(server, "hps_hits_total", "a", "volatile_db") == 0
-
-
 def test_a_lookup_need_not_wait(start):
     server = start()
     keys, out = np.array([1, 2, ROWS, 1]), np.empty((8, DIM), np.float32)
@@ -253,22 +236,22 @@ def test_a_lookup_need_not_wait(start):
 @pytest.mark.parametrize(
     ("changes", "persistent", "reason"),
     [
-        ({"miss_path": "copy"}, False, "miss_path is copy"),
-        ({"gpucache": False}, False, "gpucache is false"),
-        ({}, True, "may be in the rocks_db below"),
+        ({"miss_path": "copy"}, False, "without waiting.*miss_path is copy.*wait=True"),
+        ({"gpucache": False}, False, "without waiting.*gpucache is false.*wait=True"),
+        ({}, True, "without waiting.*may be in the rocks_db below.*wait=True"),
+        ({"max_batch_size": 2}, False, "got 3 keys"),
     ],
 )
-def test_what_needs_the_host_is_not_looked_up_without_waiting(start, changes, persistent, reason):
-    server = start(persistent, **changes)
-    with pytest.raises(hps.InvalidInputError, match=f"table 'a' of model 'm' without waiting.*{reason}.*wait=True"):
-        lookup(server, [1], wait=False)
-    with pytest.raises(hps.InvalidInputError, match=reason):
-        server.capture(np.array([1]), np.empty((1, DIM), np.float32), "m", "a")
-
-
-def test_there_is_no_mask_without_waiting(start):
+def test_what_needs_the_host_or_is_too_much_is_not_looked_up_without_waiting(start, changes, persistent, reason):
+    server, keys, out = start(persistent, **changes), np.arange(3), np.empty((3, DIM), np.float32)
+    with pytest.raises(hps.InvalidInputError, match=f"table 'a' of model 'm'.*{reason}"):
+        lookup(server, keys, wait=False)
+    with pytest.raises(hps.InvalidInputError, match=reason.split(".*")[-2 if "wait" in reason else -1]):
+        server.capture(keys, out, "m", "a")
     with pytest.raises(hps.InvalidInputError, match="return_found"):
-        lookup(start(), [1], wait=False, return_found=True)
+        lookup(server, [1], wait=False, return_found=True)
+    with pytest.raises(hps.InvalidInputError, match="got no table_id"):
+        server.capture(keys, out, "m")
 
 
 def test_keys_that_nobody_could_read_are_reported_by_the_next_call(start):
@@ -299,18 +282,8 @@ def test_a_table_that_cannot_be_read_in_place_any_more_is_read_by_the_host(start
             graph.replay()
 
 
-def test_too_many_keys_are_refused_without_waiting_too(start):
-    server = start(max_batch_size=2)
-    keys = np.arange(3)
-    with pytest.raises(hps.TooManyKeysError):
-        lookup(server, keys, wait=False)
-    with pytest.raises(hps.TooManyKeysError):
-        server.capture(keys, np.empty((3, DIM), np.float32), "m", "a")
-
-
 def test_a_captured_lookup_sees_what_was_written(start):
-    server = start()
-    keys, out = np.array([1, 2]), np.empty((2, DIM), np.float32)
+    server, keys, out = start(), np.array([1, 2]), np.empty((2, DIM), np.float32)
     with server.capture(keys, out, "m", "a") as graph:
         for version in range(1, 4):
             server.insert([1, 2, 3], vectors_of([1, 2, 3], version), "m", "a")
@@ -320,8 +293,8 @@ def test_a_captured_lookup_sees_what_was_written(start):
     assert count(server, "hps_lookup_keys_total", "a") == 8
     with pytest.raises(hps.NotReadyError, match="it is closed"):
         graph.replay()
-    tables, outputs = {"a": keys, "b": keys}, {"a": out, "b": np.empty_like(out)}
-    with server.capture(tables, outputs, "m") as graph:
+    outputs = {"a": out, "b": np.empty_like(out)}
+    with server.capture({"a": keys, "b": keys}, outputs, "m") as graph:
         graph.replay()
         np.testing.assert_array_equal(outputs["b"], vectors_of(keys))
         server.close()
@@ -329,16 +302,9 @@ def test_a_captured_lookup_sees_what_was_written(start):
             graph.replay()
 
 
-def test_what_is_captured_is_named(start):
-    with pytest.raises(hps.InvalidInputError, match="got no table_id"):
-        start().capture(np.arange(2), np.empty((2, DIM), np.float32), "m")
-
-
 def test_a_captured_lookup_follows_its_model(start, tmp_path):
-    server = start(keep_versions=0)
-    keys, out = np.array([1, 2]), np.empty((2, DIM), np.float32)
-    graph = server.capture(keys, out, "m", "a")
-    first = server.model("m")
+    server, keys, out = start(keep_versions=0), np.array([1, 2]), np.empty((2, DIM), np.float32)
+    graph, first = server.capture(keys, out, "m", "a"), server.model("m")
     hps.write_sparse_model(tmp_path / "a", (np.arange(ROWS), vectors_of(range(ROWS), 1)), overwrite=True)
     server.deploy("m")
     assert [state.state for state in server.versions("m")] == ["serving", "retiring"]  # the graph reads it
@@ -394,28 +360,12 @@ def test_lookups_are_captured_by_others(start):
 def test_prefetched_keys_are_resident(start, persistent):
     server = start(persistent, deployed_device_list=[0, 1])
     keys = [3, 4, 4, ROWS]
-    assert server.prefetch(keys, "m", "a", 1) == 2
-    assert sorted(cache_of(server, 1).dump(0)) == [3, 4]
-    assert cache_of(server).dump(0).size == 0
-    assert server.prefetch(keys, "m", 0) == 2
-    assert sorted(cache_of(server).dump(0)) == [3, 4]
+    for device, resident in ((1, [[], [3, 4]]), (None, [[3, 4], [3, 4]])):
+        assert server.prefetch(keys, "m", "a", *([device] if device else [])) == 2
+        assert [sorted(cache_of(server, one).dump(0)) for one in (0, 1)] == resident
     assert server.prefetch([], "m", 0) == 0
     with pytest.raises(hps.UnknownDeviceError):
         server.prefetch(keys, "m", "a", 7)
-
-
-def test_an_undeployment_frees_the_tables_when_the_device_is_lost(start, monkeypatch):
-    def lost(*_):
-        raise hps.DeviceError("reading counters: an illegal memory access was encountered")
-
-    server = start()
-    database, [tag, _] = server.model("m").chain.databases[0], [table.tag for table in server.model("m").tables]
-    lookup(server, [1], wait=False)
-    monkeypatch.setattr(LinkedCache, "stream_ordered_counts", lost)
-    assert database.size(tag) == ROWS
-    server.undeploy("m")
-    with pytest.raises(hps.UnknownTableError):
-        database.size(tag)
 
 
 def test_prefetch_into_no_cache_promotes(start):
@@ -426,15 +376,25 @@ def test_prefetch_into_no_cache_promotes(start):
     assert server.row(3, "m", "a").tier == "volatile_db"
 
 
+def test_an_undeployment_frees_the_tables_when_the_device_is_lost(start, monkeypatch):
+    def lost(*_):
+        raise hps.DeviceError("reading counters: an illegal memory access was encountered")
+
+    server = start()
+    database, tag = server.model("m").chain.databases[0], server.model("m").tables[0].tag
+    lookup(server, [1], wait=False)
+    monkeypatch.setattr(LinkedCache, "stream_ordered_counts", lost)
+    assert database.size(tag) == ROWS
+    server.undeploy("m")
+    with pytest.raises(hps.UnknownTableError):
+        database.size(tag)
+
+
 @pytest.mark.parametrize(
     ("kind", "persistent", "miss_path", "volatile"),
     [
-        ("static", False, "auto", "hash_map"),
-        ("static", True, "copy", "disabled"),
-        ("static", False, "auto", "disabled"),
-        ("uvm", False, "auto", "hash_map"),
-        ("uvm", True, "auto", "disabled"),
-        ("uvm", True, "copy", "hash_map"),
+        *[("static", False, "auto", "hash_map"), ("static", True, "copy", "disabled"), ("static", False, "auto", "disabled")],
+        *[("uvm", False, "auto", "hash_map"), ("uvm", True, "auto", "disabled"), ("uvm", True, "copy", "hash_map")],
         ("uvm", False, "copy", "disabled"),
     ],
 )
@@ -447,59 +407,57 @@ def test_static_and_uvm_answer_every_row_without_the_databases(start, kind, pers
     assert below == (2 if persistent and kind == "uvm" else 0)  # for the key that nobody has
     assert cache_of(server).complete == (kind == "static")
     if kind == "static":
-        assert count(server, "hps_linked_keys_total", "a") == 0
-        assert count(server, "hps_default_keys_total", "a") == 2
+        assert [count(server, f"hps_{what}_keys_total", "a") for what in ("linked", "default")] == [0, 2]
     if miss_path == "auto" and not persistent:
         check(keys, lookup(server, keys, wait=False))
 
 
-def test_static_takes_online_writes_and_answers_alone(start):
-    server = start(True, embedding_cache_type="static")
-    cache, database = cache_of(server), server.model("m").chain.databases[-1]
-    server.insert([1, ROWS + 5], vectors_of([1, ROWS + 5], 1), "m", "a")
+def test_static_takes_online_writes_and_answers_alone_also_after_a_reconfiguration(start):
+    server, written = start(True, embedding_cache_type="static"), [1, ROWS + 5]
+    server.insert(written, vectors_of(written, 1), "m", "a")
     server.delete([2], "m", "a")
-    database.fetch = None  # no lookup asks it
-    np.testing.assert_array_equal(lookup(server, [1, ROWS + 5]), vectors_of([1, ROWS + 5], 1))
-    check([-1, 3, -1], lookup(server, [2, 3, ROWS + 6]))
-    assert cache.complete
-    assert cache.stats(0).resident_rows == ROWS
+    server.model("m").chain.databases[-1].fetch = None  # no lookup asks it
+    for threshold in (1.2, 1.3):
+        np.testing.assert_array_equal(lookup(server, written), vectors_of(written, 1))
+        check([-1, 3, -1], lookup(server, [2, 3, ROWS + 6]))
+        cache = cache_of(server)
+        assert cache.complete
+        assert cache.stats(0).resident_rows == ROWS
+        redeploy(server, hit_rate_threshold=threshold)
+        assert cache_of(server) is not cache
 
 
 def test_a_static_cache_that_is_full_leaves_new_rows_to_the_map(start):
     server = start(True, embedding_cache_type="static")
     cache = cache_of(server)
     new = np.arange(cache.stats(0).capacity_rows - ROWS + 1) + ROWS
-    server.insert(new[:-1], vectors_of(new[:-1]), "m", "a")
-    assert cache.complete
-    server.insert(new[-1:], vectors_of(new[-1:]), "m", "a")
+    for some in (new[:-1], new[-1:]):
+        assert cache.complete
+        server.insert(some, vectors_of(some), "m", "a")
     assert not cache.complete
     every = np.append(np.arange(ROWS), new)
     np.testing.assert_array_equal(lookup(server, every), vectors_of(every))
     check([-1], lookup(server, [new[-1] + 1]))
-    server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": 1.2}))
+    redeploy(server, hit_rate_threshold=1.2)
     assert not cache_of(server).complete  # as many rows as before: the new caches have no place for the last one, either
     np.testing.assert_array_equal(lookup(server, every), vectors_of(every))
 
 
 def test_a_static_cache_that_is_not_complete_answers_without_a_wait(start):
-    server = start(embedding_cache_type="static", miss_path="link")
-    cache = cache_of(server)
-    keys = np.arange(ROWS + 1)
-    check(keys, lookup(server, keys, wait=False))
-    cache.drop(0, keys[:7])
-    check(keys, lookup(server, keys, wait=False))
-    assert count(server, "hps_default_keys_total", "a") == 2
-    assert count(server, "hps_linked_keys_total", "a") == 7
+    server, keys = start(embedding_cache_type="static", miss_path="link"), np.arange(ROWS + 1)
+    for gone in (0, 7):
+        cache_of(server).drop(0, keys[:gone])
+        check(keys, lookup(server, keys, wait=False))
+    assert [count(server, f"hps_{what}_keys_total", "a") for what in ("default", "linked")] == [2, 7]
 
 
-def test_a_static_cache_is_complete_again_after_a_reconfiguration(start):
-    server = start(True, embedding_cache_type="static")
-    server.insert([ROWS + 5], vectors_of([ROWS + 5]), "m", "a")
-    old = cache_of(server)
-    server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": 1.2}))
-    assert cache_of(server) is not old
-    assert cache_of(server).complete
-    np.testing.assert_array_equal(lookup(server, [ROWS + 5]), vectors_of([ROWS + 5]))
+def test_uvm_takes_online_writes(start):
+    server, keys = start(embedding_cache_type="uvm"), [1, 499, ROWS + 5]
+    lookup(server, keys)
+    server.insert(keys, vectors_of(keys, 1), "m", "a")
+    server.delete([2], "m", "a")
+    np.testing.assert_array_equal(lookup(server, keys), vectors_of(keys, 1))
+    check([-1], lookup(server, [2]))
 
 
 @pytest.mark.parametrize("fails", ["the map", "the persistent database"])
@@ -513,7 +471,7 @@ def test_a_failed_write_leaves_no_row_of_a_static_table_to_its_default(start, fa
         np.testing.assert_array_equal(lookup(server, [7, ROWS + 5]), vectors_of([7, ROWS + 5], 1))
         every = np.append(np.arange(ROWS), ROWS + 5)
         for threshold in (1.2, 1.3):  # the map is emptied, then filled by the writes
-            server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": threshold}))
+            redeploy(server, hit_rate_threshold=threshold)
             assert not cache_of(server).complete  # the map no longer tells how many rows there are
             assert cache_of(server).stats(0).resident_rows == ROWS + 1
             server.insert(every, vectors_of(every, 1), "m", "a")
@@ -525,13 +483,3 @@ def test_a_failed_write_leaves_no_row_of_a_static_table_to_its_default(start, fa
                 server.insert([7], vectors_of([7], 1), "m", "a")
         assert not cache_of(server).complete
         check([7, 8, ROWS], lookup(server, [7, 8, ROWS]))
-
-
-def test_uvm_takes_online_writes(start):
-    server = start(embedding_cache_type="uvm")
-    keys = [1, 499, ROWS + 5]
-    lookup(server, keys)
-    server.insert(keys, vectors_of(keys, 1), "m", "a")
-    server.delete([2], "m", "a")
-    np.testing.assert_array_equal(lookup(server, keys), vectors_of(keys, 1))
-    check([-1], lookup(server, [2]))

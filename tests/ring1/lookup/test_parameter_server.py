@@ -33,12 +33,8 @@ def configuration(tmp_path):
     write_models(tmp_path, np.arange(-10, ROWS - 10))
     sources = [tmp_path / f"{table}.model" for table in DIMS]
     changes = {"default_value_for_each_table": [0.5, -2.0], "gpucacheper": 0.3, "hit_rate_threshold": 1.1}
-    limits = {
-        "max_batch_size": 50,
-        "maxnum_catfeature_query_per_table_per_sample": [2, 5],
-        "num_of_worker_buffer_in_pool": 4,
-    }
-    return document_of(model_of("ranker", sources, DIMS, **changes, **limits), persistent=tmp_path / "rocksdb")
+    changes |= {"max_batch_size": 50, "maxnum_catfeature_query_per_table_per_sample": [2, 5], "num_of_worker_buffer_in_pool": 4}
+    return document_of(model_of("ranker", sources, DIMS, **changes), persistent=tmp_path / "rocksdb")
 
 
 @pytest.fixture
@@ -47,37 +43,25 @@ def server(configuration):
         yield server
 
 
-def test_lookup_returns_vectors_and_defaults(server):
-    vectors, found = server.lookup([3, -10, 3, 10_000], "ranker", "item", return_found=True)
+@pytest.mark.parametrize("table", [1, "item", np.int64(1)])
+def test_lookup_returns_vectors_and_defaults_of_a_table_by_name_or_number(server, table):
+    vectors, found = server.lookup([3, -10, 3, 10_000], "ranker", table, return_found=True)
     assert vectors.dtype == np.float32
     assert found.tolist() == [True, True, True, False]
     np.testing.assert_array_equal(vectors[:3], vectors_of([3, -10, 3], 7))
     np.testing.assert_array_equal(vectors[3], np.float32(-2))
-
-
-@pytest.mark.parametrize("table", [0, "user", np.int64(0)])
-def test_table_may_be_named_or_numbered(server, table):
-    np.testing.assert_array_equal(server.lookup([1], "ranker", table), vectors_of([1], 4))
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.uint64])
-def test_keys_of_any_integer_type_are_taken_bit_for_bit(server, dtype):
-    keys = np.array([7, 9, 11] if dtype is np.uint8 else [7, 9, -3]).astype(dtype)
-    np.testing.assert_array_equal(server.lookup(keys, "ranker", 0), vectors_of(keys.astype(np.int64), 4))
-    assert server.lookup([], "ranker", 0).shape == (0, 4)
+    assert server.lookup([], "ranker", table).shape == (0, 7)
+    for dtype in (np.int64, np.int32, np.uint8, np.uint64):  # bit for bit
+        keys = np.array([7, 9, 11] if dtype is np.uint8 else [7, 9, -3]).astype(dtype)
+        np.testing.assert_array_equal(server.lookup(keys, "ranker", table), vectors_of(keys.astype(np.int64), 7))
 
 
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ([1.5], hps.InvalidDtypeError),
-        (["a"], hps.InvalidDtypeError),
-        ([[1, 2]], hps.InvalidInputError),
-        (5, hps.InvalidInputError),
-        ([2**70], hps.InvalidInputError),
-        ([[1], [2, 3]], hps.InvalidInputError),
-        (np.zeros(101, np.int64), hps.TooManyKeysError),
-        ([True, False], hps.InvalidDtypeError),
+        *[([1.5], hps.InvalidDtypeError), (["a"], hps.InvalidDtypeError), ([[1, 2]], hps.InvalidInputError)],
+        *[(5, hps.InvalidInputError), ([2**70], hps.InvalidInputError), ([[1], [2, 3]], hps.InvalidInputError)],
+        *[(np.zeros(101, np.int64), hps.TooManyKeysError), ([True, False], hps.InvalidDtypeError)],
     ],
 )
 def test_wrong_keys_are_typed_errors(server, keys, error):
@@ -95,38 +79,25 @@ def test_unknown_names_are_typed_errors_that_name_what_is_known(server):
         server.lookup([1], "ranker", 0, 3)
 
 
-def test_lookup_tables_answers_several_tables_at_once(server):
+def test_lookup_tables_answers_several_tables_at_once_also_into_the_outputs_it_is_given(server):
     vectors, found = server.lookup_tables({"item": [1, 2], "user": [3, 999]}, "ranker", return_found=True)
     assert list(vectors) == ["item", "user"]
     np.testing.assert_array_equal(vectors["item"], vectors_of([1, 2], 7))
     assert found["user"].tolist() == [True, False]
-
-
-def test_lookup_tables_writes_into_the_outputs_it_is_given(server):
     outs = {"user": torch.zeros(2, 4), "item": np.zeros((1, 7), np.float32)}
-    vectors = server.lookup_tables({"user": torch.tensor([1, 2]), "item": [3]}, "ranker", out=outs)
-    assert vectors == outs
+    assert server.lookup_tables({"user": torch.tensor([1, 2]), "item": [3]}, "ranker", out=outs) == outs
     np.testing.assert_array_equal(outs["user"].numpy(), vectors_of([1, 2], 4))
     np.testing.assert_array_equal(outs["item"], vectors_of([3], 7))
-    with pytest.raises(hps.InvalidInputError, match="'item'"):
-        server.lookup_tables({"item": [3]}, "ranker", out={"user": outs["user"]})
 
 
-def test_lookup_fromdlpack_writes_torch_tensors_in_place(server):
-    keys = torch.tensor([[1, 2], [3, 4]])
+def test_lookup_fromdlpack_writes_tensors_in_place_and_leaves_capsules_usable(server):
     out = torch.full((2, 2, 7), torch.nan)
-    assert server.lookup_fromdlpack(keys, out, "ranker", "item") is None
+    assert server.lookup_fromdlpack(torch.tensor([[1, 2], [3, 4]]), out, "ranker", "item") is None
     np.testing.assert_array_equal(out.numpy().reshape(4, 7), vectors_of([1, 2, 3, 4], 7))
-
-
-def test_lookup_fromdlpack_leaves_capsules_usable(server):
-    out = torch.zeros(2, 7)
-    capsule = torch.utils.dlpack.to_dlpack(out)
-    keys = torch.utils.dlpack.to_dlpack(torch.tensor([5, 6]))
-    server.lookup_fromdlpack(keys, capsule, "ranker", 1, 0)
-    server.lookup_fromdlpack(keys, capsule, "ranker", 1, 0)
-    again = torch.utils.dlpack.from_dlpack(capsule)
-    np.testing.assert_array_equal(again.numpy(), vectors_of([5, 6], 7))
+    keys, capsule = (torch.utils.dlpack.to_dlpack(one) for one in (torch.tensor([5, 6]), torch.zeros(2, 7)))
+    for _ in range(2):
+        server.lookup_fromdlpack(keys, capsule, "ranker", 1, 0)
+    np.testing.assert_array_equal(torch.utils.dlpack.from_dlpack(capsule).numpy(), vectors_of([5, 6], 7))
 
 
 @pytest.mark.parametrize("counts", [(3, 5), (0, 4), (4, 0), (0, 0)])
@@ -145,63 +116,37 @@ def test_lookup_concatenated_answers_all_tables_from_one_run_of_keys(server, cou
 @pytest.mark.parametrize(
     ("counts", "floats", "message"),
     [
-        ((3,), 99, "expected 2 of them"),
-        ((3, 2, 1), 99, "expected 2 of them"),
-        ((7, -1), 99, "none negative"),
-        ((3, 4), 99, "got 6 keys, expected 7"),
-        ((3, 2), 99, "got 6 keys, expected 5"),
+        *[((3,), 99, "expected 2 of them"), ((3, 2, 1), 99, "expected 2 of them"), ((7, -1), 99, "none negative")],
+        *[((3, 4), 99, "got 6 keys, expected 7"), ((3, 2), 99, "got 6 keys, expected 5")],
         ((3, 3), 3 * sum(DIMS.values()) - 1, "output"),
+        *[(counts, 99, "expected integers") for counts in ([5.0, 1], ["1", 1], [None, 2], 6, np.array([5.0, 1.0]))],
     ],
 )
 def test_lookup_concatenated_refuses_what_does_not_fit(server, counts, floats, message):
     with pytest.raises(hps.InvalidInputError, match=message):
-        server.lookup_concatenated(np.arange(6), counts, np.zeros(floats, np.float32), "ranker")
+        server.lookup_concatenated(np.arange(6), counts, np.zeros(floats, np.float32), "ranker", return_found=True)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 def test_counts_of_small_integers_do_not_wrap(server, dtype):
-    counts, keys = np.array([100, 100], dtype), np.arange(200)
-    out = np.zeros(100 * (4 + 7), np.float32)
-    found = server.lookup_concatenated(keys, counts, out, "ranker", return_found=True)
+    keys, out = np.arange(200), np.zeros(100 * (4 + 7), np.float32)
+    found = server.lookup_concatenated(keys, np.array([100, 100], dtype), out, "ranker", return_found=True)
     assert found.size == 200
     np.testing.assert_array_equal(out[:400].reshape(100, 4), vectors_of(keys[:100], 4))
     np.testing.assert_array_equal(out[400:].reshape(100, 7), vectors_of(keys[100:], 7))
 
 
-@pytest.mark.parametrize("counts", [[1.0, 1], ["1", 1], [None, 2], 2, np.array([1.0, 1.0])])
-def test_counts_that_are_no_integers_are_typed_errors(server, counts):
-    with pytest.raises(hps.InvalidInputError, match="expected integers"):
-        server.lookup_concatenated(np.arange(2), counts, np.zeros(11, np.float32), "ranker", return_found=True)
-
-
 @pytest.mark.parametrize(
     "vectors",
     [
-        [[1, 2, 3, 4], [1, 2]],
-        np.zeros((2, 3), np.float32),
-        torch.zeros(2, 4, dtype=torch.bfloat16),
-        torch.zeros(2, 4, requires_grad=True),
-        np.zeros((2, 4), np.complex64),
-        [["1", "2", "3", "4"]] * 2,
-        None,
+        *[[[1, 2, 3, 4], [1, 2]], np.zeros((2, 3), np.float32), torch.zeros(2, 4, dtype=torch.bfloat16), None],
+        *[torch.zeros(2, 4, requires_grad=True), np.zeros((2, 4), np.complex64), [["1", "2", "3", "4"]] * 2],
     ],
 )
 def test_vectors_of_the_wrong_kind_are_typed_errors_and_change_nothing(server, vectors):
     with pytest.raises(hps.InvalidInputError, match=r"reading vectors|\(2, 3\)"):
         server.insert([1, 2], vectors, "ranker", "user")
     np.testing.assert_array_equal(server.lookup([1, 2], "ranker", "user"), vectors_of([1, 2], 4))
-
-
-def test_insert_and_delete_are_seen_by_the_next_lookup(server):
-    server.lookup([1, 2], "ranker", 0)
-    new = np.array([[9, 9, 9, 9]], np.float32)
-    server.insert([1], new, "ranker", 0)
-    server.insert([70_000], new, "ranker", 0)
-    np.testing.assert_array_equal(server.lookup([1, 70_000], "ranker", 0), np.repeat(new, 2, 0))
-    server.delete([2], "ranker", "user")
-    vectors, found = server.lookup([2], "ranker", 0, return_found=True)
-    assert not found[0]
-    np.testing.assert_array_equal(vectors, np.float32(0.5))
 
 
 def test_undeploying_ends_a_refresh_that_pauses(server):
@@ -218,27 +163,22 @@ def test_undeploying_ends_a_refresh_that_pauses(server):
 
 
 @pytest.mark.parametrize(
-    ("written_as", "read_as", "persistent"),
-    [
-        ("dynamic", "static", {}),
-        ("static", "uvm", {"initialize_after_startup": False}),
-        ("uvm", "dynamic", {"initialize_after_startup": False}),
-        ("static", "static", {"initialize_after_startup": False}),
-        ("uvm", "uvm", {}),
-    ],
+    ("written_as", "read_as", "loaded_again"),
+    [("dynamic", "static", True), ("static", "uvm", False), ("uvm", "dynamic", False), ("static", "static", False)],
 )
-def test_restart_serves_online_updates_from_the_persistent_database(configuration, written_as, read_as, persistent):
-    new = np.array([[4, 3, 2, 1], [8, 7, 6, 5]], np.float32)
-    configuration["models"][0].update(cache_refresh_percentage_per_iteration=1.0, embedding_cache_type=written_as)
+def test_restart_serves_online_updates_from_the_persistent_database(configuration, written_as, read_as, loaded_again):
+    new, [model] = np.array([[4, 3, 2, 1], [8, 7, 6, 5]], np.float32), configuration["models"]
+    model.update(cache_refresh_percentage_per_iteration=1.0, embedding_cache_type=written_as)
     with hps.HPS(configuration) as server:
+        server.lookup([-10, -9], "ranker", 0)
         server.insert([-10, 7000], new, "ranker", 0)
-        server.delete([-9], "ranker", 0)
+        server.delete([-9], "ranker", "user")
         np.testing.assert_array_equal(server.lookup([-10, 7000], "ranker", 0), new)
-    configuration["models"][0]["embedding_cache_type"] = read_as
-    configuration["persistent_db"].update(persistent)
+    model["embedding_cache_type"] = read_as
+    configuration["persistent_db"]["initialize_after_startup"] = loaded_again
     with hps.HPS(configuration) as server:
         vectors, found = server.lookup([-10, 7000, -9, 1], "ranker", 0, return_found=True)
-    np.testing.assert_array_equal(vectors[:2], new)
+    np.testing.assert_array_equal(vectors[:3], [*new, [0.5] * 4])
     assert found.tolist() == [True, True, False, True]
 
 
@@ -254,14 +194,20 @@ def test_a_modification_that_no_database_would_keep_is_refused(configuration, ki
             server.delete([1], "ranker", 0)
 
 
-def test_inserts_that_a_read_only_database_refuses_do_not_stop_lookups(configuration):
+def test_inserts_that_a_read_only_database_refuses_do_not_stop_lookups_and_a_closed_server_says_so(configuration):
     hps.HPS(configuration).close()
     configuration["persistent_db"]["read_only"] = True
-    with hps.HPS(configuration) as server:
-        for _ in range(5):
-            with pytest.raises(hps.DatabaseError):
-                server.insert([1], np.zeros((1, 4), np.float32), "ranker", "user")
-        np.testing.assert_array_equal(server.lookup(range(90), "ranker", "user"), vectors_of(range(90), 4))
+    server = hps.HPS(configuration)
+    for _ in range(5):
+        with pytest.raises(hps.DatabaseError):
+            server.insert([1], np.zeros((1, 4), np.float32), "ranker", "user")
+    np.testing.assert_array_equal(server.lookup(range(90), "ranker", "user"), vectors_of(range(90), 4))
+    server.stats()
+    for _ in range(2):
+        server.close()
+    for call in (lambda: server.lookup([1], "ranker", 0), server.stats):
+        with pytest.raises(hps.NotReadyError):
+            call()
 
 
 def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(configuration):
@@ -270,17 +216,6 @@ def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(configuration)
     configuration["device"] = "cuda"
     with pytest.raises((hps.DeviceError, hps.MissingDependencyError)):
         hps.HPS(configuration)
-
-
-def test_broken_model_files_leave_nothing_open(configuration, tmp_path):
-    vectors = tmp_path / "item.model" / "emb_vector"
-    content = vectors.read_bytes()
-    vectors.write_bytes(content[:-4])
-    with pytest.raises(hps.ModelFileError):
-        hps.HPS(configuration)
-    vectors.write_bytes(content)
-    with hps.HPS(configuration) as server:
-        assert server.models == ("ranker",)
 
 
 class LoadsOneTable(NoProgress):
@@ -292,6 +227,14 @@ class LoadsOneTable(NoProgress):
 
 
 def test_a_model_that_could_not_be_deployed_leaves_nothing_behind(configuration, tmp_path):
+    vectors = tmp_path / "item.model" / "emb_vector"
+    content = vectors.read_bytes()
+    vectors.write_bytes(content[:-4])
+    with pytest.raises(hps.ModelFileError):
+        hps.HPS(configuration)
+    vectors.write_bytes(content)
+    with hps.HPS(configuration) as server:
+        assert server.models == ("ranker",)
     del configuration["persistent_db"]
     with hps.HPS(configuration, deploy_models=False) as server:
         model = server.config.models[0]
@@ -321,14 +264,13 @@ class WarmsOneTable(NumpyCache):
 def test_a_model_that_could_not_be_warmed_up_gives_back_its_cache_and_its_threads(configuration, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", (f"{__name__}:WarmsOneTable", "nothing"))
     configuration["models"][0]["cache_refresh_percentage_per_iteration"] = 1.0
-    with hps.HPS(configuration, deploy_models=False) as server:
-        before = set(threading.enumerate())
-        with pytest.raises(hps.DeviceMemoryError):
-            server.deploy(server.config.models[0])
-        [cache] = WarmsOneTable.made
-        with pytest.raises(hps.NotReadyError):
-            cache.dump(0)
-        wait_until(lambda: not _ours(set(threading.enumerate()) - before), "its threads have ended")
+    before = set(threading.enumerate())
+    with pytest.raises(hps.DeviceMemoryError):
+        hps.HPS(configuration)
+    [cache] = WarmsOneTable.made
+    with pytest.raises(hps.NotReadyError):
+        cache.dump(0)
+    wait_until(lambda: not _ours(set(threading.enumerate()) - before), "its threads have ended")
 
 
 @pytest.mark.parametrize(("cached", "threads"), [(True, 3), (False, 3), (True, 1)])
@@ -346,16 +288,6 @@ def test_threads_that_share_a_large_lookup_are_as_many_as_configured_and_end_wit
 
 def _ours(threads, prefix="hps"):
     return [thread for thread in threads if thread.name.startswith(prefix)]
-
-
-def test_closed_server_says_so(configuration):
-    server = hps.HPS(configuration)
-    server.stats()
-    server.close()
-    server.close()
-    for call in (lambda: server.lookup([1], "ranker", 0), server.stats):
-        with pytest.raises(hps.NotReadyError):
-            call()
 
 
 def test_concurrent_lookups_and_updates_never_show_a_wrong_vector(server):

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 import hps
-from hps.lookup.session import CachedSession, DirectSession
 from hps.statistics.key_traces import read_traces
 from hps.statistics.tracing import traced
 from hps.testing.waiting import PATIENCE_S, wait_until
@@ -37,17 +37,16 @@ def host(array: Any) -> np.ndarray:
 
 
 def fill(buffer: Any, keys: np.ndarray) -> None:
-    if isinstance(buffer, np.ndarray):
-        buffer[:] = keys
-    elif isinstance(buffer, torch.Tensor):
+    if hasattr(buffer, "copy_"):
         buffer.copy_(torch.from_numpy(keys))
-    else:
+    elif hasattr(buffer, "set"):
         buffer.set(keys)
+    else:
+        buffer[:] = keys
 
 
 def check(keys: np.ndarray, vectors: Any, version: int = 0, found: Any = None) -> None:
-    vectors = host(vectors)
-    there = (keys >= 0) & (keys < ROWS)
+    vectors, there = host(vectors), (keys >= 0) & (keys < ROWS)
     np.testing.assert_array_equal(vectors[there], vectors_of(keys[there], vectors.shape[1], version))
     np.testing.assert_array_equal(vectors[~there], np.float32(DEFAULT))
     if found is not None:
@@ -56,8 +55,7 @@ def check(keys: np.ndarray, vectors: Any, version: int = 0, found: Any = None) -
 
 def write(directory: Path, version: int = 0) -> list[Path]:
     for name, dim in DIMS.items():
-        rows = np.arange(ROWS), vectors_of(range(ROWS), dim, version)
-        hps.write_sparse_model(directory / name, rows, overwrite=True)
+        hps.write_sparse_model(directory / name, (np.arange(ROWS), vectors_of(range(ROWS), dim, version)), overwrite=True)
     return [directory / name for name in DIMS]
 
 
@@ -68,22 +66,15 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def start(device: str, tmp_path: Path) -> Iterator[Start]:
-    opened = []
+    with ExitStack() as opened:
 
-    def start(kind: str = "small", **changes: Any) -> hps.HPS:
-        settings = {
-            "hit_rate_threshold": 1.1,
-            "default_value_for_each_table": [DEFAULT] * 2,
-            "max_batch_size": 10_000,
-            "num_of_worker_buffer_in_pool": 2,
-        }
-        model = model_of("m", write(tmp_path), DIMS, **(settings | KINDS[kind] | changes))
-        opened.append(hps.HPS(document_of(model, device=device)))
-        return opened[-1]
+        def start(kind: str = "small", **changes: Any) -> hps.HPS:
+            settings: dict[str, Any] = {"hit_rate_threshold": 1.1, "max_batch_size": 10_000, "num_of_worker_buffer_in_pool": 2}
+            settings |= {"default_value_for_each_table": [DEFAULT] * 2} | KINDS[kind] | changes
+            model = model_of("m", write(tmp_path), DIMS, **settings)
+            return opened.enter_context(hps.HPS(document_of(model, device=device)))
 
-    yield start
-    for server in opened:
-        server.close()
+        yield start
 
 
 def draw(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -95,12 +86,10 @@ def draw(rng: np.random.Generator, n: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [(kind, {"a": 300, "b": 7}) for kind in KINDS] + [("small", {"a": 1}), ("copied", {"b": 0, 0: 2000}), ("whole", {0: 0})],
+    [(kind, {"a": 300, "b": 7}) for kind in KINDS] + [("copied", {"b": 0, 0: 2000}), ("whole", {0: 0})],
 )
 def test_every_run_answers_as_a_lookup_does(start: Start, kind: str, sizes: dict[Any, int]) -> None:
     server, rng = start(kind), np.random.default_rng(1)
-    session = server.model("m").session(0)
-    assert isinstance(session, CachedSession if session.cache else DirectSession)
     with server.prepare(sizes, "m", return_found=True) as lookup:
         assert list(lookup.keys) == list(lookup.vectors) == list(lookup.found) == list(sizes)
         for _ in range(3):
@@ -136,32 +125,26 @@ def test_tensors_of_the_caller_are_bound(start: Start, device: str, framework: s
 
 
 @pytest.mark.gpu
-def test_keys_that_are_widened_on_the_device_are_read_in_every_run(tmp_path: Path) -> None:
-    settings = KINDS["whole"] | {"hit_rate_threshold": 1.1, "default_value_for_each_table": [DEFAULT] * 2}
-    with hps.HPS(document_of(model_of("m", write(tmp_path), DIMS, **settings), device="cuda")) as server:
-        keys, rng = torch.zeros(100, dtype=torch.int32, device="cuda"), np.random.default_rng(1)
-        lookup = server.prepare({"a": keys}, "m")
-        for _ in range(3):
-            asked = draw(rng, 100)
-            keys.copy_(torch.from_numpy(asked))
-            check(asked, lookup.run()["a"])
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_keys_that_are_widened_on_the_device_are_read_in_every_run(start: Start) -> None:
+    keys, rng = torch.zeros(100, dtype=torch.int32, device="cuda"), np.random.default_rng(1)
+    lookup = start("whole").prepare({"a": keys}, "m")
+    for _ in range(3):
+        asked = draw(rng, 100)
+        keys.copy_(torch.from_numpy(asked))
+        check(asked, lookup.run()["a"])
 
 
-def test_buffers_of_all_tables_are_one(start: Start) -> None:
-    with start().prepare({"b": 3, "a": 4}, "m") as lookup:
-        keys = np.array([1, 2, -1, 9, 9, 8, 7])
+def test_buffers_of_all_tables_are_one_or_stand_beside_tensors(start: Start) -> None:
+    server, keys, own = start(), np.array([1, 2, -1, 9, 9, 8, 7]), np.array([5, 6])
+    with server.prepare({"b": 3, "a": 4}, "m") as lookup:
         fill(lookup.all_keys, keys)
         lookup.run()
-        check(keys[:3], lookup.vectors["b"])
-        check(keys[3:], lookup.vectors["a"])
         vectors = host(lookup.all_vectors)
-        check(keys[:3], vectors[:15].reshape(3, 5))
-        check(keys[3:], vectors[15:].reshape(4, 4))
-
-
-def test_buffers_and_tensors_may_be_mixed(start: Start) -> None:
-    own = np.array([5, 6])
-    with start().prepare({"a": own, "b": np.int32(2)}, "m") as lookup:
+        for part, found, row in ((keys[:3], "b", vectors[:15].reshape(3, 5)), (keys[3:], "a", vectors[15:].reshape(4, 4))):
+            check(part, lookup.vectors[found])
+            check(part, row)
+    with server.prepare({"a": own, "b": np.int32(2)}, "m") as lookup:
         fill(lookup.keys["b"], np.array([7, 8]))
         assert lookup.all_keys is None
         for _ in range(2):
@@ -172,7 +155,7 @@ def test_buffers_and_tensors_may_be_mixed(start: Start) -> None:
 
 
 @pytest.mark.parametrize("kind", ["small", "copied", "whole", "direct"])
-def test_writes_between_runs_are_seen(start: Start, kind: str, tmp_path: Path) -> None:
+def test_writes_between_runs_are_seen(start: Start, kind: str) -> None:
     server, keys = start(kind), np.array([1, 2, 2, 3, ROWS])
     with server.prepare({"a": 5}, "m", return_found=True) as lookup:
         fill(lookup.keys["a"], keys)
@@ -244,16 +227,14 @@ def test_a_table_of_another_width_is_refused(start: Start, tmp_path: Path) -> No
 
 
 def test_runs_are_counted_traced_and_recorded(start: Start, tmp_path: Path, device: str) -> None:
-    server = start("copied")
-    keys, runs = np.array([1, 1, 2, ROWS]), 3
+    server, keys, runs = start("copied"), np.array([1, 1, 2, ROWS]), 3
     counters = server.metrics.table("m", "a")
     with server.record_trace(tmp_path / "trace", rate=1.0), server.prepare({"a": 4}, "m") as lookup:
         fill(lookup.keys["a"], keys)
         for _ in range(runs):
             with traced() as trace:
                 lookup.run()
-            assert trace.tables["a"].keys == 4
-            assert trace.tables["a"].defaults == 1
+            assert (trace.tables["a"].keys, trace.tables["a"].defaults) == (4, 1)
             assert {span.stage for span in trace.spans} >= {"adopt", "query", "finish"}
     if device == "cpu":  # keys in device memory are not recorded
         [recorded] = read_traces(tmp_path / "trace")
@@ -266,11 +247,8 @@ def test_runs_are_counted_traced_and_recorded(start: Start, tmp_path: Path, devi
 @pytest.mark.parametrize(
     ("tables", "out", "message"),
     [
-        ({}, None, "got no tables"),
-        ({"a": -1}, None, "a size of -1"),
-        ({"a": 1, 0: 1}, None, "named twice"),
-        ({"a": True}, None, "adopting keys"),
-        ({"a": [1, 2]}, None, "adopting keys"),
+        *[({}, None, "got no tables"), ({"a": -1}, None, "a size of -1"), ({"a": 1, 0: 1}, None, "named twice")],
+        *[({"a": True}, None, "adopting keys"), ({"a": [1, 2]}, None, "adopting keys")],
         ({"a": np.zeros(2, np.int32)}, None, "keys that are not int64"),
         ({"a": np.zeros(17, np.int8)[1:].view(np.int64)}, None, "not aligned"),
         ({"a": np.zeros((4, 2), np.int64)[:, 0]}, None, "contiguous"),
@@ -285,19 +263,15 @@ def test_what_cannot_be_prepared_is_refused(start: Start, tables: Any, out: Any,
         start().prepare(tables, "m", out=out)
 
 
-def test_tables_models_and_devices_that_do_not_exist_are_refused(start: Start) -> None:
+def test_what_does_not_exist_and_what_is_closed_is_refused(start: Start) -> None:
     server = start()
-    for error, call in {
-        hps.UnknownTableError: lambda: server.prepare({"c": 1}, "m"),
-        hps.UnknownModelError: lambda: server.prepare({"a": 1}, "n"),
-        hps.UnknownDeviceError: lambda: server.prepare({"a": 1}, "m", 7),
-    }.items():
+    for error, *arguments in [
+        (hps.UnknownTableError, {"c": 1}, "m"),
+        (hps.UnknownModelError, {"a": 1}, "n"),
+        (hps.UnknownDeviceError, {"a": 1}, "m", 7),
+    ]:
         with pytest.raises(error):
-            call()
-
-
-def test_a_closed_one_refuses_to_run(start: Start) -> None:
-    server = start()
+            server.prepare(*arguments)
     with server.prepare({"a": 2}, "m") as lookup:
         lookup.run()
     lookup.close()
@@ -309,7 +283,7 @@ def test_a_closed_one_refuses_to_run(start: Start) -> None:
         other.run()
 
 
-def test_a_second_thread_is_refused_until_the_run_has_ended(start: Start) -> None:
+def test_a_second_thread_is_refused_until_the_run_has_ended_or_failed(start: Start) -> None:
     lookup = start().prepare({"a": 2}, "m")
     answer, inside, goes_on = lookup._answer, threading.Event(), threading.Event()
 
@@ -317,6 +291,9 @@ def test_a_second_thread_is_refused_until_the_run_has_ended(start: Start) -> Non
         inside.set()
         assert goes_on.wait(PATIENCE_S)
         answer(*arguments)
+
+    def fail(*_: Any) -> None:
+        raise hps.DatabaseError("told to fail")
 
     lookup._answer = slow
     thread = threading.Thread(target=lookup.run)
@@ -327,23 +304,12 @@ def test_a_second_thread_is_refused_until_the_run_has_ended(start: Start) -> Non
             lookup.run()
     goes_on.set()
     thread.join(PATIENCE_S)
-    lookup._answer = answer
-    check(np.zeros(2, np.int64), lookup.run()["a"])  # from another thread than before
-
-
-def test_a_run_that_failed_does_not_lock_the_next_one_out(start: Start) -> None:
-    lookup = start().prepare({"a": 2}, "m")
-    answer = lookup._answer
-
-    def fail(*_: Any) -> None:
-        raise hps.DatabaseError("told to fail")
-
     for _ in range(2):
+        lookup._answer = answer
+        check(np.zeros(2, np.int64), lookup.run()["a"])  # from another thread than before
         lookup._answer = fail
         with pytest.raises(hps.DatabaseError):
             lookup.run()
-        lookup._answer = answer
-        check(np.zeros(2, np.int64), lookup.run()["a"])
 
 
 @pytest.mark.parametrize("count", [3, 70])  # fewer and more than a workspace keeps packed
@@ -361,19 +327,3 @@ def test_prepared_lookups_share_workspaces_that_grow(start: Start, count: int) -
                 check(asked, lookup.vectors[name])
         many = draw(rng, n)
         check(many, server.lookup(many, "m", "a"))
-
-
-def test_more_tables_than_one_kernel_takes(device: str, tmp_path: Path) -> None:
-    count, rng = 35, np.random.default_rng(1)
-    [source, _] = write(tmp_path)
-    names = [f"t{number}" for number in range(count)]
-    settings = KINDS["small"] | {"hit_rate_threshold": 1.1, "default_value_for_each_table": [DEFAULT] * count}
-    model = model_of("m", [source] * count, dict.fromkeys(names, 4), **settings)
-    with hps.HPS(document_of(model, device=device)) as server:
-        lookup = server.prepare(dict.fromkeys(names, 20), "m", return_found=True)
-        for _ in range(3):
-            keys = {name: draw(rng, 20) for name in names}
-            fill(lookup.all_keys, np.concatenate(list(keys.values())))
-            lookup.run()
-            for name, asked in keys.items():
-                check(asked, lookup.vectors[name], found=lookup.found[name])

@@ -1,9 +1,10 @@
-"""Caches are refreshed on demand and on time, within a share of the time, and only while their deployment is in service."""
+"""Caches are refreshed from the databases on demand and on time, in steps, within a share of the time, while in service."""
 
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 from hps.cache.cpu.cache import NumpyCache
 from hps.errors import ConflictError, DatabaseError, InvalidInputError, NotReadyError
 from hps.ground.open_calls import OpenCalls
+from hps.lookup import refresh as steps
 from hps.lookup import refresher
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
-from hps.lookup.refresh import Pace, RefreshReport
+from hps.lookup.refresh import Pace, RefreshReport, refresh
 from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.models.sample import sample_vectors
 from hps.statistics.metrics import Metrics
@@ -30,6 +32,8 @@ TABLES = (TableSpec("shop", "user", 3, 0.0, 1000), TableSpec("shop", "item", 4, 
 KEYS = np.arange(300, dtype=np.int64)
 RESIDENT = 200
 CHUNK = 50
+ROW_BYTES = 8 + 4 * 3
+ALL = {table.table_name: RefreshReport(RESIDENT, 0) for table in TABLES}
 
 
 def test_the_work_has_its_share_of_the_time() -> None:
@@ -42,6 +46,54 @@ def test_the_work_has_its_share_of_the_time() -> None:
     assert pauses.pauses == pytest.approx([4.0, 0.0, 10.0])
     with pytest.raises(NotReadyError):
         pace.rest()
+
+
+@pytest.mark.parametrize(
+    ("rows", "fraction", "paced", "fetched"),
+    [
+        *[(300, 0.0, False, [100, 100, 100]), (301, 0.0, False, [100, 100, 100, 1]), (99, 0.0, False, [99])],
+        (0, 0.0, False, []),
+        (300, 7.0, False, [100, 100, 100]),  # a chunk of memory at most
+        (200, 0.08, False, [80, 80, 40]),  # of 1,008 rows
+        (200, 0.01, False, [64, 64, 64, 8]),  # fewer are not worth a step
+        *[(200, 0.0, True, [50, 50, 50, 50]), (130, 0.5, True, [50, 50, 30])],
+    ],
+)
+def test_rows_are_fetched_in_steps(
+    monkeypatch: pytest.MonkeyPatch, rows: int, fraction: float, paced: bool, fetched: list[int]
+) -> None:
+    monkeypatch.setattr(steps, "_CHUNK_BYTES", 100 * ROW_BYTES + ROW_BYTES // 2)
+    monkeypatch.setattr(steps, "_PACED_ROWS", 50)
+    keys, database, table = np.arange(rows), FaultyDatabase(MemoryDatabase()), TABLES[0]
+    chain = DatabaseChain(None, database, metrics=Metrics())
+    chain.open_table(table)
+    database.insert(table.tag, keys, np.ones((rows, 3), np.float32))
+    cache = NumpyCache.create([table], [1008], 0)
+    cache.insert(0, keys, np.zeros((rows, 3), np.float32))
+    assert cache.dump(0).size == rows
+    clock = Clock()
+    pauses = Pauses(100, clock)
+    pace = Pace(0.5, pauses.wait, clock) if paced else None
+    assert refresh(cache, 0, table, chain, fraction, pace) == RefreshReport(rows, 0)
+    assert [one.size for one in database.fetched] == fetched
+    assert len(pauses.pauses) == (len(fetched) if paced else 0)
+    chain.close()
+
+
+@pytest.mark.parametrize(("paced_bytes", "step"), [(10 * ROW_BYTES, 10), (11 * ROW_BYTES - 1, 10), (1, 1)])
+def test_a_step_beside_lookups_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, paced_bytes: int, step: int) -> None:
+    seen: list[int] = []
+
+    def chunk(*arguments: Any) -> int:
+        seen.append(arguments[4].size)
+        return seen[-1]
+
+    monkeypatch.setattr(steps, "_PACED_BYTES", paced_bytes)
+    monkeypatch.setattr(steps, "_refresh_chunk", chunk)
+    cache = NumpyCache.create(TABLES[:1], [100], 0)
+    cache.insert(0, np.arange(20), np.zeros((20, 3), np.float32))
+    refresh(cache, 0, TABLES[0], DatabaseChain(None, None, metrics=Metrics()), 0.0, Pace(1.0, lambda _: False))
+    assert seen == [step] * (20 // step)
 
 
 class Refreshed:
@@ -86,8 +138,11 @@ class Refreshed:
         return self.metrics.registry.get_sample_value(f"hps_{name}", {"model": "shop", **labels})
 
 
+Make = Callable[..., Refreshed]
+
+
 @pytest.fixture
-def make() -> Iterator[Callable[..., Refreshed]]:
+def make() -> Iterator[Make]:
     made: list[Refreshed] = []
 
     def make(*args: Any, **settings: Any) -> Refreshed:
@@ -103,7 +158,26 @@ def make() -> Iterator[Callable[..., Refreshed]]:
         each.chain.close()
 
 
-def test_a_refresh_reports_what_it_did_by_table_over_all_devices(make: Callable[..., Refreshed]) -> None:
+@contextmanager
+def running(served: Refreshed, gate: str = "gate_late") -> Iterator[tuple[ThreadPoolExecutor, "Future[Any]"]]:
+    """A refresh that has read its first chunk, or is about to, until the block ends; and threads for further calls."""
+    setattr(served.database, gate, threading.Event())
+    with ThreadPoolExecutor(5) as pool:
+        refreshing = pool.submit(served.refresher.refresh)
+        assert served.database.entered.acquire(timeout=PATIENCE_S)
+        yield pool, refreshing
+        getattr(served.database, gate).set()
+        wait([refreshing], PATIENCE_S)
+
+
+def calls(served: Refreshed, pool: ThreadPoolExecutor, count: int) -> "list[Future[Any]]":
+    """Further calls, which have come."""
+    came = [pool.submit(served.refresher.refresh) for _ in range(count)]
+    wait_until(lambda: served.calls.under_way == 1 + count, "all calls came")
+    return came
+
+
+def test_a_refresh_reports_what_it_did_by_table_over_all_devices(make: Make) -> None:
     served = make(devices=2)
     served.write(1)
     served.database.delete(TABLES[1].tag, KEYS[180:])
@@ -120,63 +194,47 @@ def test_a_refresh_reports_what_it_did_by_table_over_all_devices(make: Callable[
 
 
 @pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
-def test_a_share_out_of_range_is_refused(make: Callable[..., Refreshed], share: float) -> None:
+def test_a_share_out_of_range_is_refused(make: Make, share: float) -> None:
     served = make()
     with pytest.raises(InvalidInputError, match="above 0, at most 1"):
         served.refresher.refresh(share)
     assert served.database.fetched == []
 
 
-def test_calls_that_come_while_one_runs_share_the_next(make: Callable[..., Refreshed]) -> None:
+def test_calls_that_come_while_one_runs_share_the_next(make: Make) -> None:
     """They need one that begins after them; one is enough."""
     served = make()
-    served.database.gate_late = threading.Event()
-    with ThreadPoolExecutor(5) as pool:
-        first = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=PATIENCE_S)  # the first chunk has its old vectors
-        served.write(1)
-        others = [pool.submit(served.refresher.refresh) for _ in range(4)]
-        wait_until(lambda: served.calls.under_way == 5, "all calls came")
-        served.database.gate_late.set()
-        results = [call.result(PATIENCE_S) for call in [first, *others]]
-    assert results == [{"user": RefreshReport(200, 0), "item": RefreshReport(200, 0)}] * 5
+    with running(served) as (pool, first):
+        served.write(1)  # the first chunk has its old vectors
+        others = calls(served, pool, 4)
+    assert [call.result(PATIENCE_S) for call in [first, *others]] == [ALL] * 5
     served.check(1)
     assert served.metric("refreshes_total") == 2
     assert fetched_keys(served.database).size == 2 * 2 * RESIDENT
 
 
-def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(make: Callable[..., Refreshed]) -> None:
+def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(make: Make) -> None:
     served = make()
-    served.database.gate = threading.Event()
-    with ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(served.refresher.refresh)]
-        assert served.database.entered.acquire(timeout=PATIENCE_S)
-        calls += [pool.submit(served.refresher.refresh) for _ in range(2)]
-        wait_until(lambda: served.calls.under_way == 3, "all calls came")
+    with running(served, "gate") as (pool, first):
+        others = calls(served, pool, 2)
         served.database.failing = {"fetch"}
-        served.database.gate.set()
-        assert {type(call.exception(PATIENCE_S)) for call in calls} == {DatabaseError}
+    assert {type(call.exception(PATIENCE_S)) for call in [first, *others]} == {DatabaseError}
     assert served.metric("failed_refreshes_total") == 2
-    served.check(0)
+    served.check(0)  # nothing is erased
     served.database.failing = set()
     served.write(1)
     served.refresher.refresh()
     served.check(1)
 
 
-def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: Callable[..., Refreshed]) -> None:
+def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: Make) -> None:
     served = make(share=0.001)  # pauses of a thousand times the work are not waited for, either
     served.write(1)
-    served.database.gate_late = threading.Event()
-    with ThreadPoolExecutor(2) as pool:
-        refreshing = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=PATIENCE_S)
-        waiting = pool.submit(served.refresher.refresh)
-        wait_until(lambda: served.calls.under_way == 2, "both calls came")
+    with running(served) as (pool, first):
+        [waiting] = calls(served, pool, 1)
         served.refresher.stop()
-        served.database.gate_late.set()
-        for call in (refreshing, waiting):
-            assert isinstance(call.exception(PATIENCE_S), NotReadyError)
+    for call in (first, waiting):
+        assert isinstance(call.exception(PATIENCE_S), NotReadyError)
     assert served.calls.close(PATIENCE_S)
     assert fetched_keys(served.database).size <= 64  # one chunk of many
     with pytest.raises(NotReadyError):
@@ -186,7 +244,7 @@ def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: C
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_call_waits_for_earlier_refreshes_no_longer_than_the_limit(
-    make: Callable[..., Refreshed], monkeypatch: pytest.MonkeyPatch, shared: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     served = make()
     with monkeypatch.context() as patch:
@@ -205,20 +263,23 @@ def test_a_call_waits_for_earlier_refreshes_no_longer_than_the_limit(
     served.check(1)
 
 
-def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Callable[..., Refreshed]) -> None:
+def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Make) -> None:
     served = make()
-    served.database.gate_late = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        refreshing = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=PATIENCE_S)
+    with running(served) as (_, refreshing):
         served.caches[0].close()
-        served.database.gate_late.set()
-        assert isinstance(refreshing.exception(PATIENCE_S), NotReadyError)
+    assert isinstance(refreshing.exception(PATIENCE_S), NotReadyError)
 
 
-def test_rows_of_a_table_that_is_modified_all_the_time_leave_the_cache(
-    make: Callable[..., Refreshed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_modification_during_a_refresh_is_not_undone(make: Make) -> None:
+    served = make()
+    new = served.vectors(1, 0)
+    with running(served) as (_, refreshing):  # the first chunk is fetched, not yet written
+        served.chain.insert(TABLES[0], KEYS, new, lambda done: served.caches[0].update(0, KEYS, new))
+    assert refreshing.result(PATIENCE_S) == ALL
+    np.testing.assert_array_equal(served.cached(0)[1], new[:RESIDENT])
+
+
+def test_rows_of_a_table_that_is_modified_all_the_time_leave_the_cache(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refresh gives up after some attempts. What it read by then may be older than what a modification told the cache."""
     served = make(fraction_per_iteration=1.0)
     busy, fetch, attempts = TABLES[0], served.chain.fetch, []
@@ -244,32 +305,30 @@ def refreshing_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("end", ["close", "stop", "collected"])
-def test_a_thread_refreshes_on_time_and_ends(make: Callable[..., Refreshed], end: str) -> None:
+def test_a_thread_refreshes_on_time_and_ends(end: str) -> None:
     served = Refreshed(interval_s=0.002)
+    chain = served.chain
     assert refreshing_threads() == ["hps-refresh-shop"]
     for generation in (1, 2):
         served.write(generation)
         before = served.metric("refreshes_total") or 0
         wait_until(lambda before=before: (served.metric("refreshes_total") or 0) >= before + 2, "it was refreshed twice")  # type: ignore[misc]
-        wait_until(
-            lambda: all(served.cached(index)[0].size == RESIDENT for index in range(len(TABLES))), "no row is being written"
-        )
-        for index in range(len(TABLES)):  # of rows that are being written, a query leaves the keys to the databases
+        # Of rows that are being written, a query leaves the keys to the databases.
+        wait_until(lambda: all(served.cached(index)[0].size == RESIDENT for index in (0, 1)), "no row is being written")
+        for index in (0, 1):
             keys, vectors = served.cached(index)
             np.testing.assert_array_equal(vectors, served.vectors(generation, index)[keys])
     if end == "collected":
-        chain = served.chain
         del served
         wait_until(lambda: gc.collect() >= 0 and refreshing_threads() == [], "the thread ended")
     else:
         getattr(served.refresher, end)()
         wait_until(lambda: refreshing_threads() == [], "the thread ended")
-        chain = served.chain
     chain.close()
 
 
 @pytest.mark.parametrize("settings", [{"interval_s": 0.0}, {"interval_s": 0.001, "devices": 0}])
-def test_without_interval_or_cache_there_is_no_thread(make: Callable[..., Refreshed], settings: dict[str, Any]) -> None:
+def test_without_interval_or_cache_there_is_no_thread(make: Make, settings: dict[str, Any]) -> None:
     served = make(**settings)
     assert refreshing_threads() == []
     updated = RESIDENT * len(served.caches)

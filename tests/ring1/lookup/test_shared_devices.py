@@ -61,16 +61,39 @@ def told(*verbs: str) -> list[tuple[str, int, int]]:
     return [one for one in SharedCache.calls if one[0] in verbs]
 
 
+def devices_told(verb: str) -> set[int]:
+    return {device for _, device, _ in told(verb)}
+
+
+CLOSED = [(device, True) for device in DEVICES]
+
+
+def closed() -> list[tuple[int, bool]]:
+    return [(cache.device_id, cache.closed) for cache in SharedCache.made]
+
+
+def lost_access(*_: Any) -> None:
+    raise hps.DeviceError("an illegal memory access was encountered")
+
+
 @pytest.mark.parametrize(("sharing", "rows"), [("partition", 0.6 * ROWS), ("hot", 2 * (600 - NEAR))])
 def test_one_cache_of_all_devices_is_filled_once(start: Start, sharing: str, rows: float) -> None:
     server = start(sharing)
+    assert [call[:2] for call in SharedCache.calls[:3]] == [
+        ("attach", 0),
+        ("attach", 1),
+        ("insert", 0),
+    ]  # paths are chosen first
+    assert len(told("attach")) == 2
     assert server.model("m").caches == [SharedCache.made[0]]
     assert [session.cache for session in server.model("m").sessions.values()] == SharedCache.made
     [cache] = server.model("m").caches
     assert rows <= cache.stats(0).capacity_rows <= rows + 14
     assert sum(count for _, _, count in told("insert")) == cache.stats(0).inserts == cache.stats(0).capacity_rows
-    assert {device for _, device, _ in told("insert")} == {0}
+    assert devices_told("insert") == {0}
     check(server)
+    server.close()
+    assert closed() == CLOSED
 
 
 def test_room_is_checked_for_what_is_then_made(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +103,14 @@ def test_room_is_checked_for_what_is_then_made(start: Start, monkeypatch: pytest
     assert asked == [([2 * (600 - NEAR)], device, False, [], DeviceSharing((0, 1), (NEAR,))) for device in DEVICES]
 
 
-def test_miss_paths_of_all_devices_are_chosen_before_it_is_filled(start: Start) -> None:
-    start()
-    assert [call[:2] for call in SharedCache.calls[:3]] == [("attach", 0), ("attach", 1), ("insert", 0)]
-    assert len(told("attach")) == 2
-
-
-def test_a_write_reaches_it_once_and_is_seen_on_all_devices(start: Start) -> None:
+def test_writes_and_refreshes_reach_it_once_and_are_seen_on_all_devices(start: Start) -> None:
     server = start()
     check(server)
+    resident = server.model("m").caches[0].stats(0).resident_rows
+    SharedCache.calls.clear()
+    server.refresh("m")
+    assert sum(count for _, _, count in told("update")) == resident
+    assert devices_told("update") == {0}
     SharedCache.calls.clear()
     server.insert(KEYS, vectors(KEYS, 1), "m", "a")
     assert told("insert", "update", "erase") == [("update", 0, ROWS)]
@@ -102,70 +124,45 @@ def test_a_write_reaches_it_once_and_is_seen_on_all_devices(start: Start) -> Non
         np.testing.assert_array_equal(out, np.where(KEYS[:8, None] < 5, np.float32(0), vectors(KEYS[:8], 1)))
 
 
-def test_it_is_refreshed_once(start: Start) -> None:
-    server = start()
-    resident = server.model("m").caches[0].stats(0).resident_rows
-    SharedCache.calls.clear()
-    server.refresh("m")
-    assert sum(count for _, _, count in told("update")) == resident
-    assert {device for _, device, _ in told("update")} == {0}
-
-
 def test_devices_that_cannot_share_have_a_cache_each(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     SharedCache.reason = "there is no NVLink"
     server = start("hot")
     assert server.model("m").caches == SharedCache.made
     assert [cache.device_id for cache in SharedCache.made] == DEVICES
     assert all(cache.stats(0).capacity_rows < 0.3 * ROWS + 14 for cache in SharedCache.made)
-    assert {device for _, device, _ in told("insert")} == {0, 1}
+    assert devices_told("insert") == {0, 1}
     assert "device_sharing hot is impossible here: there is no NVLink" in caplog.text
     check(server)
 
 
-def test_a_session_that_cannot_be_made_closes_the_caches_of_all_devices(start: Start) -> None:
-    SharedCache.refused = 1
-    with pytest.raises(hps.DeviceError, match="CUDA device 1 makes no lookups"):
+@pytest.mark.parametrize("fails", ["session", "filling"])
+def test_a_start_that_fails_closes_the_caches_of_all_devices(start: Start, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    if fails == "session":
+        SharedCache.refused = 1
+    else:
+        monkeypatch.setattr(SharedCache, "insert", lost_access)
+    with pytest.raises(hps.DeviceError, match="CUDA device 1 makes no lookups" if fails == "session" else "illegal"):
         start()
-    assert [(cache.device_id, cache.closed) for cache in SharedCache.made] == [(0, True), (1, True)]
+    assert closed() == CLOSED
 
 
-def test_a_cache_that_cannot_be_filled_is_closed_on_all_devices(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise hps.DeviceError("filling failed")
-
-    monkeypatch.setattr(SharedCache, "insert", fail)
-    with pytest.raises(hps.DeviceError, match="filling failed"):
-        start()
-    assert [(cache.device_id, cache.closed) for cache in SharedCache.made] == [(0, True), (1, True)]
-
-
-def test_a_server_that_ends_closes_the_caches_of_all_devices(start: Start) -> None:
-    start().close()
-    assert [(cache.device_id, cache.closed) for cache in SharedCache.made] == [(0, True), (1, True)]
-
-
-def test_figures_of_devices_are_their_own_and_those_of_the_tier_all_of_them(start: Start) -> None:
-    server = start()
+@pytest.mark.parametrize("shared", [True, False])
+def test_figures_of_devices_are_their_own_and_those_of_a_tier_all_of_its_devices(start: Start, shared: bool) -> None:
+    server = start("partition" if shared else "replicate")
     server.statistics.measure()
     stats, sizes = server.stats(), [cache.stats(0).size_bytes for cache in SharedCache.made]
     assert [(one.device, one.name, one.memory_bytes, one.free_bytes, one.cache_bytes) for one in stats.devices] == [
         (str(n), f"device {n}", 10**9 + n, 10**8 + n, sizes[n]) for n in DEVICES
     ]
-    [cache, _hash_map] = stats.models[0].tables[0].tiers
-    assert 0 < sizes[0] < sizes[1]
-    assert cache.vector_bytes + cache.overhead_bytes == sum(sizes)
-    assert cache.capacity_rows == SharedCache.made[0].stats(0).capacity_rows
+    *tiers, _hash_map = stats.models[0].tables[0].tiers
+    assert [one.vector_bytes + one.overhead_bytes for one in tiers] == ([sum(sizes)] if shared else sizes)
+    assert tiers[0].capacity_rows == SharedCache.made[0].stats(0).capacity_rows
+    if shared:
+        assert 0 < sizes[0] < sizes[1]
+    else:
+        assert [one.device for one in tiers] == ["0", "1"]
     [version] = server.versions("m")
     assert version.size_bytes["embedding_cache"] == sum(sizes)
-
-
-def test_devices_that_cache_by_themselves_have_a_tier_each(start: Start) -> None:
-    server = start("replicate")
-    server.statistics.measure()
-    *caches, _hash_map = server.stats().models[0].tables[0].tiers
-    assert [one.device for one in caches] == ["0", "1"]
-    sizes = [cache.stats(0).size_bytes for cache in SharedCache.made]
-    assert [one.vector_bytes + one.overhead_bytes for one in caches] == sizes
 
 
 @pytest.mark.parametrize(("sharing", "lost"), [("partition", [0, 1]), ("replicate", [0]), ("replicate", [1])])
@@ -186,17 +183,6 @@ def test_a_model_refuses_if_any_of_its_devices_does(start: Start, lost: int) -> 
     assert server.model("m").refuses.startswith(f"device {lost} is lost")
 
 
-def test_writes_leave_lost_devices_alone(start: Start) -> None:
-    server = start()
-    SharedCache.lost = DEVICES
-    SharedCache.calls.clear()
-    server.insert(KEYS, vectors(KEYS, 1), "m", "a")
-    server.delete(KEYS[:5], "m", "a")
-    server.refresh("m")
-    assert told("insert", "update", "erase") == []
-    assert server.model("m").chain.databases[0].size(server.model("m").tables[0].tag) == ROWS - 5
-
-
 def test_updates_leave_lost_devices_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = start().model("m")
     database = deployment.chain.databases[-1]
@@ -210,16 +196,19 @@ def test_updates_leave_lost_devices_alone(start: Start, monkeypatch: pytest.Monk
         assert SharedCache.calls == [(verb, 0, 1) for verb in verbs]
 
 
-def test_other_devices_are_changed_and_refreshed_after_one_is_lost(start: Start) -> None:
-    server = start("replicate")
-    for lost, left in ((), {0, 1}), ((1,), {0}), ((0, 1), set()):  # one after the other
+@pytest.mark.parametrize("sharing", ["replicate", "partition"])
+def test_other_devices_are_changed_and_refreshed_after_one_is_lost(start: Start, sharing: str) -> None:
+    server = start(sharing)
+    steps: list[tuple[tuple[int, ...], set[int]]] = [((), {0, 1}), ((1,), {0}), ((0, 1), set())]  # one after the other
+    for lost, left in steps if sharing == "replicate" else [((), {0}), ((0, 1), set())]:
         SharedCache.lost = lost
-        SharedCache.calls.clear()
-        server.insert(KEYS, vectors(KEYS, len(lost)), "m", "a")
-        assert {device for _, device, _ in told("update")} == left
-        SharedCache.calls.clear()
-        server.refresh("m")
-        assert {device for _, device, _ in told("update")} == left
+        for change in (lambda: server.insert(KEYS, vectors(KEYS, 1), "m", "a"), lambda: server.refresh("m")):
+            SharedCache.calls.clear()
+            change()
+            assert devices_told("update") == left
+    server.delete(KEYS[:5], "m", "a")
+    assert told("insert", "erase") == []
+    assert server.model("m").chain.databases[0].size(server.model("m").tables[0].tag) == ROWS - 5
 
 
 @pytest.mark.parametrize("verb", ["update", "erase"])
@@ -232,7 +221,7 @@ def test_a_change_that_fails_is_kept_if_the_device_is_lost(
 
     def fail(*_: Any) -> None:
         SharedCache.lost = DEVICES if lost else ()
-        raise hps.DeviceError("an illegal memory access was encountered")
+        lost_access()
 
     monkeypatch.setattr(SharedCache, verb, fail)
     with nullcontext() if lost else pytest.raises(hps.DeviceError, match="illegal memory access"):
@@ -252,14 +241,11 @@ def test_lookups_that_name_no_device_avoid_a_lost_one(start: Start, monkeypatch:
     def choices() -> set[int]:
         return {deployment.choose_device() for _ in range(4)}
 
-    def fail() -> None:
-        raise hps.DeviceError("an illegal memory access was encountered")
-
     assert choices() == set(DEVICES)
     for lost, left in (((1,), {0}), ((0, 1), {0, 1})):  # one after the other
         SharedCache.lost = lost
         for device in lost:
-            monkeypatch.setattr(deployment.sessions[device]._lookups, "take", fail)
+            monkeypatch.setattr(deployment.sessions[device]._lookups, "take", lost_access)
         for _ in range(4):
             np.testing.assert_array_equal(server.lookup_tables({"a": KEYS}, "m")["a"], vectors(KEYS))
         assert choices() == left

@@ -1,161 +1,107 @@
 """A fetch of many rows that several threads share, through the chain of databases and the sessions."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
 from hps.errors import DatabaseError
-from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.session import DirectSession
-from hps.statistics.metrics import Metrics
-from hps.testing.waiting import PATIENCE_S, wait_until
-from hps.types import TableSpec
-from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
-from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
-from tests.ring1.lookup.test_lookup_session import TABLES, Served, vectors_of
+from hps.testing.waiting import PATIENCE_S
+from tests.ring1.lookup import test_lookup_session as sessions
+from tests.ring1.lookup.test_database_chain import TABLE, vectors_of
+from tests.ring1.lookup.test_database_chain import make as make
+from tests.ring1.lookup.test_lookup_session import serve as serve  # fixtures
 
 pytestmark = pytest.mark.usefixtures("four_threads")
-TABLE = TableSpec("model", "table", 4, 0.5, 1000)
 ROWS = 400
-
-
-class Host:
-    """A chain whose databases are asked for ten rows at once; the lower one has all rows, the upper one every other."""
-
-    def __init__(self, promote=False):
-        self.volatile, self.persistent = FaultyDatabase(MemoryDatabase()), FaultyDatabase(PersistentMemoryDatabase())
-        self.metrics, self.breakers = Metrics(), []
-        self.chain = DatabaseChain(
-            self.volatile,
-            self.persistent,
-            metrics=self.metrics,
-            promote=promote,
-            breaker=self.breaker,
-            modification_timeout_s=60,
-        )
-        self.chain.open_table(TABLE)
-        self.keys = np.arange(ROWS)
-        for database, step in ((self.volatile, 2), (self.persistent, 1)):
-            database.rows_worth_a_thread = 10
-            database.inner.insert(TABLE.tag, self.keys[::step], vectors_of(self.keys[::step], 4))
-
-    def breaker(self):
-        self.breakers.append(CircuitBreaker(failures=2))
-        return self.breakers[-1]
-
-    def fetch(self, keys, landed=None):
-        out, found = np.full((keys.size, 4), -1, np.float32), np.zeros(keys.size, np.bool_)
-        count = self.chain.fetch(TABLE, keys, out, found, landed and (lambda start, stop: landed(start, stop, out)))
-        assert count == found.sum()
-        return out, found
-
-    def value(self, name, **labels):
-        return self.metrics.registry.get_sample_value(name, labels)
+KEYS = np.arange(ROWS)
 
 
 @pytest.fixture
-def host():
-    host = Host()
-    yield host
-    host.chain.close()
+def host(make):
+    return filled(make(breaker=lambda: CircuitBreaker(failures=2)))
 
 
-@pytest.fixture
-def serve():
-    served = []
+def filled(host):
+    """Databases that are asked for ten rows at once; the lower one has all rows, the upper one every other."""
+    for database, step in ((host.volatile, 2), (host.persistent, 1)):
+        database.rows_worth_a_thread = 10
+        host.put(database, KEYS[::step])
+    return host
 
-    def start(**settings):
-        served.append(Served(**settings))
-        served[-1].database.rows_worth_a_thread = 4
-        return served[-1]
 
-    yield start
-    for each in served:
-        if each.database.gate:
-            each.database.gate.set()
-        each.session.close(1)
-        each.chain.close()
+def value(host, name, **labels):
+    return host.metrics.registry.get_sample_value(name, {"model": TABLE.model_name, **labels})
 
 
 def test_many_rows_are_fetched_in_pieces_that_count_as_one_call(host):
-    out, found = host.fetch(host.keys)
+    out, found = host.fetch(KEYS)
     assert found.all()
-    np.testing.assert_array_equal(out, vectors_of(host.keys, 4))
-    assert host.volatile.calls["fetch"] > 4
-    assert host.persistent.calls["fetch"] > 4
-    for tier in ("volatile_db", "persistent_db"):
-        assert host.value("hps_fetch_seconds_count", model=TABLE.model_name, tier=tier) == 1
+    np.testing.assert_array_equal(out, vectors_of(KEYS))
+    for database, tier in ((host.volatile, "volatile_db"), (host.persistent, "persistent_db")):
+        assert database.calls["fetch"] > 4
+        assert value(host, "hps_fetch_seconds_count", tier=tier) == 1
     counters = host.metrics.table("model", "table")
-    assert counters.hits == [0, ROWS // 2, ROWS // 2]
-    assert counters.misses == [0, ROWS // 2, 0]
+    assert (counters.hits, counters.misses) == ([0, ROWS // 2, ROWS // 2], [0, ROWS // 2, 0])
 
 
 @pytest.mark.parametrize(("missing", "calls"), [(15, 1), (50, 5)])
 def test_few_missing_rows_of_many_are_fetched_in_few_pieces(host, missing, calls):
-    above = np.sort(np.random.default_rng(1).permutation(host.keys)[missing:])
     host.volatile.inner.drop_table(TABLE.tag)
     host.chain.open_table(TABLE)
-    host.volatile.inner.insert(TABLE.tag, above, vectors_of(above, 4))
-    assert host.fetch(host.keys)[1].all()
+    host.put(host.volatile, np.sort(np.random.default_rng(1).permutation(KEYS)[missing:]))
+    assert host.fetch(KEYS)[1].all()
     assert host.persistent.calls["fetch"] == calls
 
 
-def test_failed_piece_is_one_failure_to_the_breaker_and_the_tier_below_answers(host):
+def test_failed_piece_is_one_failure_to_the_breaker_and_the_tier_below_answers_if_there_is_one(host):
     host.volatile.failing = {"fetch"}
     for failures in (1, 2):
-        out, found = host.fetch(host.keys)
+        out, found = host.fetch(KEYS)
         assert found.all()
-        np.testing.assert_array_equal(out, vectors_of(host.keys, 4))
-        assert host.value("hps_tier_errors_total", model=TABLE.model_name, tier="volatile_db", operation="read") == failures
-        assert host.breakers[0].is_open == (failures == 2)
-
-
-def test_failed_piece_of_the_authoritative_database_fails_the_fetch(host):
+        np.testing.assert_array_equal(out, vectors_of(KEYS))
+        assert value(host, "hps_tier_errors_total", tier="volatile_db", operation="read") == failures
+        assert host.chain.tiers()[0].read == (failures < 2)
     host.persistent.failing_halfway = {"fetch"}
     with pytest.raises(DatabaseError):
-        host.fetch(host.keys)
+        host.fetch(KEYS)
 
 
-@pytest.mark.parametrize("failing", [(), ("failing", 0), ("failing_halfway", 0)])
+@pytest.mark.parametrize("failing", [None, "failing", "failing_halfway"])
 @pytest.mark.parametrize("step", [1, 2], ids=["both", "upper"])
 def test_rows_are_reported_once_in_order_and_do_not_change_after(host, failing, step):
     if failing:
-        setattr(host.volatile, failing[0], {"fetch"})
-    keys, reported = host.keys[::step], [0]
+        setattr(host.volatile, failing, {"fetch"})
+    keys, reported = KEYS[::step], [0]
 
     def landed(start, stop, out):
         assert start == reported[-1]
-        np.testing.assert_array_equal(out[start:stop], vectors_of(keys[start:stop], 4))
+        np.testing.assert_array_equal(out[start:stop], vectors_of(keys[start:stop]))
         reported.append(stop)
 
-    host.fetch(np.ascontiguousarray(keys), landed)
+    host.fetch(keys, landed=landed)
     assert reported[-1] == keys.size
     if step == 2 and not failing:
         assert len(reported) > 2  # early, since all was above
 
 
-def test_vectors_of_all_pieces_are_promoted_in_one_batch():
-    host = Host(promote=True)
-    host.fetch(host.keys)
+def test_vectors_of_all_pieces_are_promoted_in_one_batch(make):
+    host = filled(make(promote=True))
+    host.fetch(KEYS)
     assert host.chain.drain(PATIENCE_S)
-    assert host.volatile.calls["insert"] == 1
-    assert host.volatile.size(TABLE.tag) == ROWS
-    host.chain.close()
+    assert (host.volatile.calls["insert"], host.volatile.size(TABLE.tag)) == (1, ROWS)
 
 
 def test_table_that_is_lost_below_a_piece_is_opened_again(host):
     host.volatile.inner.drop_table(TABLE.tag)
-    assert host.fetch(host.keys)[1].all()
+    assert host.fetch(KEYS)[1].all()
     assert TABLE.tag in host.volatile.tags()
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["cached", "direct"])
 def test_large_lookup_is_answered_from_all_pieces(serve, direct):
-    served = serve()
-    session = DirectSession(TABLES, served.chain, served.metrics) if direct else served.session
+    served = serve(rows_worth_a_thread=4)
+    session = DirectSession(sessions.TABLES, served.chain, served.metrics) if direct else served.session
     keys = np.random.default_rng(1).permutation(np.arange(-5, 45))
     served.check(served.lookup({0: keys, 1: keys[:50]}, session))
     assert served.database.calls["fetch"] > 6
@@ -164,58 +110,30 @@ def test_large_lookup_is_answered_from_all_pieces(serve, direct):
 
 
 def test_lookup_that_fails_returns_when_no_piece_writes_any_more(serve):
-    served = serve(workspaces=1)
-    served.database.gate = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(served.lookup, {0: np.arange(40)})
-        for _ in range(4):
+    served = serve(workspaces=1, rows_worth_a_thread=4)
+    with served.looking_up({0: np.arange(40)}, error=DatabaseError) as answer:
+        for _ in range(3):
             assert served.database.entered.acquire(timeout=PATIENCE_S)
         served.database.failing = {"fetch"}
         assert not answer.done()
-        served.database.gate.set()
-        with pytest.raises(DatabaseError):
-            answer.result(PATIENCE_S)
     assert served.database.calls["fetch"] <= 2 * 4  # pieces that had not begun are not begun
     served.database.failing = set()
     served.check(served.lookup({0: np.arange(40)}))
 
 
 def test_modification_between_two_pieces_keeps_what_was_fetched_from_becoming_resident(serve):
-    served = serve()
-    served.database.gate_late = threading.Event()
-    keys = np.arange(40)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(served.lookup, {0: keys})
-        for _ in range(4):
+    served, keys = serve(rows_worth_a_thread=4), np.arange(40)
+    with served.looking_up({0: keys}, "gate_late"):
+        for _ in range(3):
             assert served.database.entered.acquire(timeout=PATIENCE_S)
-        served.chain.insert(TABLES[0], keys[:8], vectors_of(keys[:8], 3, 1), lambda written: None)
-        served.database.gate_late.set()
-        answer.result(PATIENCE_S)
+        new = sessions.vectors_of(keys[:8], 3, 1)
+        served.chain.insert(sessions.TABLES[0], keys[:8], new, lambda written: None)
     assert not served.cache.dump(0).size
 
 
-def test_keys_that_two_large_lookups_miss_are_fetched_once(serve):
-    served = serve(workspaces=2)
-    served.database.gate = threading.Event()
-    with ThreadPoolExecutor(2) as pool:
-        answers = []
-        for keys in (np.arange(0, 30), np.arange(10, 40)):
-            answers.append(pool.submit(served.lookup, {0: keys}))
-            assert served.database.entered.acquire(timeout=PATIENCE_S)
-            wait_until(lambda: len(served.coalescer._flights[TABLES[0].tag]) == len(answers), "its fetch is known")
-        served.database.gate.set()
-        for answer in answers:
-            served.check(answer.result(PATIENCE_S))
-    assert sorted(fetched_keys(served.database).tolist()) == list(range(40))
-
-
 def test_session_that_closes_waits_for_the_pieces_of_a_lookup(serve):
-    served = serve()
-    served.database.gate = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(served.lookup, {0: np.arange(40)})
-        assert served.database.entered.acquire(timeout=PATIENCE_S)
+    served = serve(rows_worth_a_thread=4)
+    with served.looking_up({0: np.arange(40)}) as answer:
         assert not served.session.close(0.05)
-        served.database.gate.set()
-        served.check(answer.result(PATIENCE_S))
+    served.check(answer.result())
     assert served.session.close(PATIENCE_S)

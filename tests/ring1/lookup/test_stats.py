@@ -44,23 +44,19 @@ def measured(server):
 
 
 def test_sizes_and_counts_are_those_of_the_tiers(server):
-    server.lookup(np.arange(300), "m", "a")
-    server.lookup(np.r_[np.arange(300), -1], "m", "a")
+    for keys in (np.arange(300), np.r_[np.arange(300), -1]):
+        server.lookup(keys, "m", "a")
     stats = measured(server)
     [model] = stats.models
     assert (model.name, model.version, model.versions) == ("m", "1", (("1", "serving"),))
-    assert model.lookups.count == 2
-    assert model.stages["query"].count == 2
-    assert (model.workspaces, model.busy_workspaces) == (1, 0)
+    assert (model.lookups.count, model.stages["query"].count, model.workspaces, model.busy_workspaces) == (2, 2, 1, 0)
     table = model.tables[0]
     assert (table.name, table.dim, table.rows, table.keys, table.defaults) == ("a", DIM, ROWS, 601, 1)
     cache, volatile, persistent = table.tiers
     assert (cache.kind, cache.device, cache.rows, cache.inserts, cache.evictions) == ("cpu", "cpu", 300, 300, 0)
     assert cache.capacity_rows >= ROWS / 2
-    assert cache.vector_bytes == 4 * DIM * cache.capacity_rows
-    assert (cache.hits, cache.misses) == (300, 301)
+    assert (cache.vector_bytes, cache.hits, cache.misses) == (4 * DIM * cache.capacity_rows, 300, 301)
     assert (volatile.kind, volatile.rows, volatile.hits, volatile.capacity_rows) == ("hash_map", ROWS, 300, None)
-    assert (volatile.inserts, persistent.inserts) == (0, 0)  # loading does not count
     assert (persistent.kind, persistent.rows, persistent.hits, persistent.misses) == ("rocks_db", ROWS, 0, 1)
     assert all(tier.available for tier in table.tiers)
     [device] = stats.devices
@@ -70,13 +66,11 @@ def test_sizes_and_counts_are_those_of_the_tiers(server):
     assert stats.memory_bytes > 0
     assert stats.queues == {"insertion": 0}
     assert orjson.loads(orjson.dumps(asdict(stats)))["models"][0]["tables"][1]["name"] == "b"
-
-
-def test_rows_that_are_written_online_are_counted_where_they_came_in(server):
+    assert (volatile.inserts, persistent.inserts) == (0, 0)  # loading does not count, and what is written online does
     server.insert([1, 2, 5000], np.ones((3, DIM), np.float32), "m", "a")
     server.delete([1], "m", "a")
-    assert [tiers_of(server)[tier].inserts for tier in ("volatile_db", "persistent_db")] == [3, 3]
-    assert [tiers_of(server, 1)[tier].inserts for tier in ("volatile_db", "persistent_db")] == [0, 0]
+    for table, inserts in ((0, 3), (1, 0)):
+        assert [tiers_of(server, table)[tier].inserts for tier in ("volatile_db", "persistent_db")] == [inserts] * 2
 
 
 def test_a_database_that_does_not_answer_holds_nobody_up(server):
@@ -98,76 +92,54 @@ def test_a_database_that_does_not_answer_holds_nobody_up(server):
     assert measured(server)
 
 
-def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(server):
+def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(server, caplog):
     clock, database, asked = Clock(), server.model("m").chain.databases[1], []
-    collector = StatisticsCollector(server.live, server.metrics, clock=clock)
+    collector, stats = StatisticsCollector(server.live, server.metrics, clock=clock), database.stats
 
     def persistent():
         return collector.statistics().models[0].tables[0].tiers[2]
 
-    stats = database.stats
-    database.stats = lambda tag: asked.append(tag) or stats(tag)
+    def answer(tag):
+        asked.append(tag)
+        if len(asked) > 2:
+            raise DatabaseError("down")
+        return stats(tag)
+
+    database.stats = answer
     persistent()
     wait_until(lambda: collector.statistics().devices[0].memory_bytes, "all have answered")
     clock.now += 14
     assert persistent().age_s == 14
     assert len(asked) == 2  # each table once
-
-    def fail(tag):
-        asked.append(tag)
-        raise DatabaseError("down")
-
-    database.stats = fail
     clock.now += 1  # 15 s to the moment
     wait_until(lambda: persistent() and len(asked) == 4, "it is asked again")
+    database.stats = lambda tag: [][0]  # a defect
+    clock.now += 15
+    wait_until(lambda: persistent() and "asking databases" in caplog.text, "it is logged")
+    database.stats, asked[:] = answer, []
+    clock.now += 15
+    wait_until(lambda: persistent() and len(asked) == 2, "it is asked again")
+    wait_until(lambda: persistent().age_s == 0, "it has answered")
     collector.close()
-    assert (persistent().rows, persistent().age_s) == (ROWS, 15)
+    assert persistent().rows == ROWS
     clock.now += 100
-    persistent()
-    assert len(asked) == 4  # closed
-
-
-def test_a_database_with_a_defect_is_logged_and_asked_again(server, caplog):
-    clock, database = Clock(), server.model("m").chain.databases[1]
-    collector, stats = StatisticsCollector(server.live, server.metrics, clock=clock), database.stats
-    database.stats = lambda tag: [][0]
-    collector.statistics()
-    wait_until(lambda: "asking databases" in caplog.text, "it is logged")
-    database.stats = stats
-    clock.now += 16
-    collector.statistics()
-    wait_until(lambda: collector.statistics().devices[0].memory_bytes, "it is asked again")
+    assert persistent().age_s == 100
+    assert len(asked) == 2  # closed
 
 
 def test_counts_are_those_of_one_moment(server):
     cache = server.model("m").caches[0]
     stats = cache.stats
-
-    def slow(table):
-        server.lookup([1, 2, 3], "m", "a")  # another thread does, meanwhile
-        return stats(table)
-
-    cache.stats = slow
+    cache.stats = lambda table: server.lookup([1, 2, 3], "m", "a") is None or stats(table)  # another thread does, meanwhile
     for table in server.stats().models[0].tables:
         assert table.keys == table.tiers[0].hits + table.tiers[0].misses
 
 
-def test_what_was_known_of_tables_that_are_gone_goes(server):
-    collector = server.statistics
-    collector.measure()
-    database = server.model("m").chain.databases[1]
-    assert len(collector._known[database]) == 2
-    server.undeploy("m")
-    collector.measure()
-    assert not collector._known[database]
-
-
-def test_what_was_known_of_a_device_stays_while_it_is_asked_again(server):
-    collector = StatisticsCollector(server.live, server.metrics, clock=Clock())
+def test_what_was_known_stays_while_it_is_asked_again_and_goes_with_its_tables(server):
+    collector, [cache], seen = server.statistics, server.model("m").caches, []
+    database, ask = server.model("m").chain.databases[1], cache.device_memory
     collector.measure()
     memory = collector.statistics().devices[0].memory_bytes
-    [cache], seen = server.model("m").caches, []
-    ask = cache.device_memory
 
     def slow():
         seen.append(collector.statistics().devices[0].memory_bytes)
@@ -176,7 +148,10 @@ def test_what_was_known_of_a_device_stays_while_it_is_asked_again(server):
     cache.device_memory = slow
     collector.measure()
     assert set(seen) == {memory}
-    collector.close()
+    assert len(collector._known[database]) == 2
+    server.undeploy("m")
+    collector.measure()
+    assert not collector._known[database]
 
 
 def test_a_process_without_a_further_thread_knows_what_needs_none(server, monkeypatch):
@@ -205,15 +180,11 @@ def test_three_models_share_a_device_and_each_counts_for_itself(files):
     shares = {"a": 0.1, "b": 0.5, "c": 1.0}
     models = [model_of(name, [files], {"t": DIM}, gpucacheper=share) for name, share in shares.items()]
     with hps.HPS(document_of(*models)) as server:
-        for times, name in enumerate(shares, 1):
-            for _ in range(times):
-                server.lookup([1, 2], name, "t")
+        for name in "abbccc":
+            server.lookup([1, 2], name, "t")
         stats = measured(server)
-        assert [(one.name, one.lookups.count, one.tables[0].keys) for one in stats.models] == [
-            ("a", 1, 2),
-            ("b", 2, 4),
-            ("c", 3, 6),
-        ]
+        found = [(one.name, one.lookups.count, one.tables[0].keys) for one in stats.models]
+        assert found == [("a", 1, 2), ("b", 2, 4), ("c", 3, 6)]
         caches = [one.tables[0].tiers[0] for one in stats.models]
         assert len({one.capacity_rows for one in caches}) == 3
         [device] = stats.devices
@@ -223,51 +194,31 @@ def test_three_models_share_a_device_and_each_counts_for_itself(files):
         server.model("b").session(0)._lookups.give_back(taken)
 
 
-class Feed:
+def following(version, table, lag_s, behind=0, connected=True):
+    known = {"version": version, "table": table, "lag_s": lag_s, "behind": behind, "connected": connected, "model": "m"}
+    rest = {one.name: "" if one.type is str else 0 for one in fields(UpdateStatus)}
+    return UpdateStatus(**{**rest, **known, "positions": {}, "dead_letters": {}})
+
+
+class Feed(list[UpdateStatus]):
     """Versions of a model that follow the same log."""
 
-    def __init__(self, *statuses):
-        self.statuses = statuses
-
     def shown(self):
-        return self.statuses
-
-
-def following(version, table, lag_s, behind=0, connected=True):
-    known = {
-        "version": version,
-        "table": table,
-        "lag_s": lag_s,
-        "behind": behind,
-        "connected": connected,
-        "model": "m",
-        "positions": {},
-        "dead_letters": {},
-    }
-    rest = {one.name: "" if one.type is str else 0 for one in fields(UpdateStatus)}
-    return UpdateStatus(**{**rest, **known})
+        return self
 
 
 @pytest.mark.parametrize(("lags", "worst"), [((5.0, 9.0, 2.0), 9.0), ((5.0, None, 2.0), None), ((None, 1.0, 2.0), None)])
 def test_the_version_that_is_furthest_behind_counts_whatever_the_order(server, lags, worst):
-    feed = Feed(*(following(str(number), "a", lag) for number, lag in enumerate(lags, 9)), following("9", "b", 0.5))
+    feed = Feed([*(following(str(number), "a", lag) for number, lag in enumerate(lags, 9)), following("9", "b", 0.5)])
     server.metrics.feeds.add(feed.shown)
     assert server.stats().updates == {"m.a": worst, "m.b": 0.5}
 
 
 def test_metrics_of_updates_show_the_worst_of_three_versions_of_each_table():
-    statuses = [
-        following("1", "a", 5.0, 50),
-        following("2", "a", 9.0, 90, connected=False),
-        following("3", "a", 2.0, 20),
-        following("1", "b", 1.0, 10),
-        following("2", "b", None, None),
-        following("3", "b", 2.0, 20),
-    ]
-    lines = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for one in update_families(statuses) for line in one.lines}
-    assert {where: value for where, value in lines.items() if 'table="a"' in where} == {
-        'hps_update_lag_seconds{model="m",table="a"}': "9.0",
-        'hps_update_lag_messages{model="m",table="a"}': "90",
-        'hps_update_connected{model="m",table="a"}': "0",
-    }
-    assert [value for where, value in lines.items() if 'table="b"' in where] == ["NaN", "NaN", "1"]
+    a = [following("1", "a", 5.0, 50), following("2", "a", 9.0, 90, connected=False), following("3", "a", 2.0, 20)]
+    b = [following("1", "b", 1.0, 10), following("2", "b", None, None), following("3", "b", 2.0, 20)]
+    lines = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for one in update_families(a + b) for line in one.lines}
+    for table, values in (("a", ["9.0", "90", "0"]), ("b", ["NaN", "NaN", "1"])):
+        of = f'{{model="m",table="{table}"}}'
+        names = [f"hps_update_{what}{of}" for what in ("lag_seconds", "lag_messages", "connected")]
+        assert {where: value for where, value in lines.items() if of in where} == dict(zip(names, values, strict=True))

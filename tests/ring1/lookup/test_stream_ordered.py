@@ -43,54 +43,46 @@ def bags_of(lengths: Sequence[int], hotness: int = 4, weighted: bool = False) ->
     return segments
 
 
+def opened() -> tuple[DeviceCache, StreamOrderedLookups]:
+    """A cache of two tables, and its lookups, of which one has run."""
+    tables = [TableSpec("m", name, 8, 0.0, 1 << 20) for name in "ab"]
+    cache = DeviceCache.create(tables, [100, 100], 0)
+    lookups = StreamOrderedLookups(tables, cache, {}, Metrics())
+    lookups.enqueue(bags_of([8, 8]), lambda: DeviceLookup(cache), lambda lookup: None)
+    return cache, lookups
+
+
 @pytest.mark.parametrize(
     ("asked", "has_room"),
     [
-        (bags_of([8, 8]), True),
-        (bags_of([3, 5]), True),
-        (bags_of([9, 7]), True),
-        (bags_of([9, 8]), False),
-        (bags_of([16, 16], hotness=1), False),
-        (bags_of([8, 8], weighted=True), False),
-        (bags_of([8]), False),
+        *[(bags_of([8, 8]), True), (bags_of([3, 5]), True), (bags_of([9, 7]), True), (bags_of([9, 8]), False)],
+        *[(bags_of([16, 16], hotness=1), False), (bags_of([8, 8], weighted=True), False), (bags_of([8]), False)],
         ([Segment(table, np.zeros(4, np.int64), np.empty((4, 8), np.float32)) for table in (0, 1)], False),
     ],
 )
 def test_a_workspace_is_prepared_once_for_all_lookups_that_are_no_larger(asked: list[Segment], has_room: bool) -> None:
-    tables = [TableSpec("m", name, 8, 0.0, 1 << 20) for name in "ab"]
-    cache, own = DeviceCache.create(tables, [100, 100], 0), DeviceLookup
-    lookups = StreamOrderedLookups(tables, cache, {}, Metrics())
+    cache, lookups = opened()
+    assert cache.last.prepared == 1
     taken: list[DeviceLookup] = []
 
     def take() -> DeviceLookup:
-        taken.append(own(cache))
+        taken.append(DeviceLookup(cache))
         return taken[-1]
 
-    lookups.enqueue(bags_of([8, 8]), take, lambda lookup: None)
-    assert cache.last.prepared == 1
     lookups.enqueue(asked, take, lambda lookup: None)
     assert (cache.last.prepared, len(taken)) == ((1, 1) if has_room else (2, 0))
 
 
-def test_lookups_are_closed_after_their_device_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_lookups_are_refused_also_after_their_device_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: int) -> None:
         raise DeviceError("reading counters: an illegal memory access was encountered")
 
-    tables = [TableSpec("m", "a", 8, 0.0, 1 << 20)]
-    cache = DeviceCache.create(tables, [100], 0)
-    lookups = StreamOrderedLookups(tables, cache, {}, Metrics())
-    lookups.enqueue(bags_of([8]), cache.create_lookup, lambda lookup: None)
-    monkeypatch.setattr(DeviceCache, "stream_ordered_counts", fail)
-    assert lookups.close()
-    lookups.settle()  # nothing is asked of the device any more
-
-
-def test_closed_lookups_are_refused() -> None:
-    tables = [TableSpec("m", "a", 8, 0.0, 1 << 20)]
-    cache = DeviceCache.create(tables, [100], 0)
-    lookups = StreamOrderedLookups(tables, cache, {}, Metrics())
-    lookups.enqueue(bags_of([8]), cache.create_lookup, lambda lookup: None)
-    for _ in range(2):
-        assert lookups.close()
-        with pytest.raises(NotReadyError, match="was undeployed"):
-            lookups.enqueue(bags_of([9]), cache.create_lookup, lambda lookup: None)
+    for lost in (False, True):
+        cache, lookups = opened()
+        if lost:
+            monkeypatch.setattr(DeviceCache, "stream_ordered_counts", fail)
+        for _ in range(2):
+            assert lookups.close()
+            with pytest.raises(NotReadyError, match="was undeployed"):
+                lookups.enqueue(bags_of([9, 9]), cache.create_lookup, lambda lookup: None)
+        lookups.settle()  # nothing is asked of the device any more

@@ -8,34 +8,26 @@ from hps.lookup.fences import TableFence
 from hps.testing.waiting import PATIENCE_S, wait_until
 
 
-def test_fill_after_a_read_of_an_unmodified_table_is_allowed():
-    fence = TableFence()
-    with fence.filling(fence.token()) as allowed:
-        assert allowed
-
-
-def test_fill_is_refused_when_the_table_was_modified_since_its_token():
-    fence = TableFence()
-    token = fence.token()
-    with fence.modifying(1):
-        pass
+def fills(fence, token):
     with fence.filling(token) as allowed:
-        assert not allowed
+        return allowed
 
 
-def test_token_taken_during_a_modification_never_becomes_current():
+def test_a_fill_is_allowed_while_its_token_is_current_and_not_after_a_modification_began():
     fence = TableFence()
+    before = fence.token()
+    assert fills(fence, before)
     with fence.modifying(1):
-        token = fence.token()
-        assert not fence.is_current(token)
-    assert not fence.is_current(token)
-
-
-def test_fill_during_a_modification_is_refused_without_waiting():
-    fence = TableFence()
-    token = fence.token()
-    with fence.modifying(1), fence.filling(token) as allowed:
-        assert not allowed
+        during = fence.token()
+        assert not fence.is_current(during)
+        assert not fills(fence, before)  # without waiting
+    assert not fence.is_current(during)
+    assert not fills(fence, before)
+    after = fence.token()
+    with pytest.raises(RuntimeError), fence.modifying(1):
+        raise RuntimeError
+    assert not fence.is_current(after)
+    assert fence.is_current(fence.token())
 
 
 @pytest.mark.parametrize("earlier", ["fill", "two fills", "modification"])
@@ -60,23 +52,14 @@ def test_modification_waits_for_earlier_work_and_goes_on_as_soon_as_it_ends(earl
     assert filling == [0]
 
 
-def test_modification_gives_up_when_a_fill_does_not_end_and_later_fills_work():
+def test_modification_gives_up_when_earlier_work_does_not_end_and_leaves_its_turn_to_the_next_one():
     fence = TableFence()
-    with fence.filling(fence.token()), pytest.raises(DatabaseTimeoutError), fence.modifying(0.01):
-        pytest.fail("must not be entered")
-    with fence.filling(fence.token()) as allowed:
-        assert allowed
-    with fence.modifying(1):
-        pass
-
-
-def test_failed_modification_invalidates_earlier_tokens():
-    fence = TableFence()
-    token = fence.token()
-    with pytest.raises(RuntimeError), fence.modifying(1):
-        raise RuntimeError
-    assert not fence.is_current(token)
-    assert fence.is_current(fence.token())
+    for earlier in (fence.filling(fence.token()), fence.modifying(1)):
+        with earlier, pytest.raises(DatabaseTimeoutError), fence.modifying(0.01):
+            pytest.fail("must not be entered")
+        assert fills(fence, fence.token())
+        with fence.modifying(1):
+            assert not fence._waiting
 
 
 def test_modifications_take_turns():
@@ -95,11 +78,3 @@ def test_modifications_take_turns():
         order.append("again")
     thread.join()
     assert order == ["waited", "again"]
-
-
-def test_a_modification_that_gives_up_leaves_its_turn_to_the_next_one():
-    fence = TableFence()
-    with fence.modifying(1), pytest.raises(DatabaseTimeoutError), fence.modifying(0.01):
-        pass
-    with fence.modifying(1):
-        assert not fence._waiting

@@ -88,61 +88,50 @@ def test_exponents_are_found_in_samples(alpha):
 
 
 def test_ideal_hit_rates_are_those_of_lru():
-    keys = power_law_keys(np.random.default_rng(5), 20_000, 3000, 0.9)
-    for rows, predicted in zip((1, 30, 500, 3000), ideal_hit_rates(sampled(keys, 1.0), [1, 30, 500, 3000]), strict=True):
+    keys, rows = power_law_keys(np.random.default_rng(5), 20_000, 3000, 0.9), [1, 30, 500, 3000]
+    for most, predicted in zip(rows, ideal_hit_rates(sampled(keys, 1.0), rows), strict=True):
         cache, hits = OrderedDict(), 0
         for place, key in enumerate(keys.tolist()):
-            if key in cache:
-                hits += place >= keys.size // 2
-                cache.move_to_end(key)
-            else:
-                cache[key] = None
-                if len(cache) > rows:
-                    cache.popitem(last=False)
+            hits += key in cache and place >= keys.size // 2
+            cache[key] = None
+            cache.move_to_end(key)
+            if len(cache) > most:
+                cache.popitem(last=False)
         assert predicted == pytest.approx(hits / (keys.size / 2), abs=1e-9)
 
 
-def test_ideal_hit_rates_are_found_in_samples():
-    keys = asked_keys("0.99", 1_000_000, 200_000)
-    rows = [math.ceil(share * 200_000) for share in SHARES]
+def test_ideal_hit_rates_are_found_in_samples_and_nothing_hits_nothing():
+    keys, rows = asked_keys("0.99", 1_000_000, 200_000), [math.ceil(share * 200_000) for share in SHARES]
     np.testing.assert_allclose(ideal_hit_rates(sampled(keys, 0.1), rows), ideal_hit_rates(sampled(keys, 1.0), rows), atol=0.04)
-
-
-def test_an_empty_recording_and_no_cache_hit_nothing():
     nothing = sampled(np.empty(0, np.int64), 0.5)
     assert [cache_hit_rate(nothing, 100), *ideal_hit_rates(nothing, [100])] == [0.0, 0.0]
     assert cache_hit_rate(sampled(np.arange(100), 1.0), 0) == 0.0
 
 
+def recording(table, keys, seconds=1.0, asked=None, model="m"):
+    return KeyTrace(model, table, np.arange(keys), np.arange(keys), 1.0, seconds, False, keys if asked is None else asked)
+
+
+def version_of(tables, per_sample):
+    entry = model_of("m", ["nowhere"] * len(tables), dict.fromkeys(tables, 4), gpucacheper=0.1)
+    entry["maxnum_catfeature_query_per_table_per_sample"] = per_sample
+    return ServedVersion(load_configuration(document_of(entry)).models[0], (1000,) * len(tables))
+
+
 def test_of_several_recordings_of_a_table_the_longest_is_used():
-    entry = model_of("m", ["nowhere"], {"t": 4}, gpucacheper=0.1)
-    version = ServedVersion(load_configuration(document_of(entry)).models[0], (1000,))
-
-    def recording(keys, seconds, model="m"):
-        return KeyTrace(model, "t", np.arange(keys), np.arange(keys), 1.0, seconds, False, keys)
-
-    recordings = [recording(300, 3.0), recording(900, 4.5), recording(500, 1.0), recording(5000, 1.0, "other")]
+    recordings = [recording("t", 300, 3.0), recording("t", 900, 4.5), recording("t", 500), recording("t", 5000, model="other")]
     for order in ([0, 1, 2, 3], [1, 2, 0, 3], [3, 2, 0, 1]):
-        [table] = Forecast(version, [recordings[place] for place in order]).tables
-        assert table.recorded
-        assert table.keys_per_s == 200
+        [table] = Forecast(version_of("t", [1]), [recordings[place] for place in order]).tables
+        assert (table.recorded, table.keys_per_s) == (True, 200)
 
 
 def test_tables_count_by_their_recorded_rates_only_if_all_were_recorded(monkeypatch):
-    entry = model_of("m", ["nowhere"] * 3, dict.fromkeys("abc", 4), gpucacheper=0.1)
-    entry["maxnum_catfeature_query_per_table_per_sample"] = [1, 2, 1]
-    version = ServedVersion(load_configuration(document_of(entry)).models[0], (1000,) * 3)
-    monkeypatch.setattr(
-        "hps.planning.forecast.cache_hit_rate", lambda trace, rows, threshold: {"a": 0.0, "b": 1.0, "c": 0.5}[trace.table]
-    )
-
-    def recording(table, asked):
-        return KeyTrace("m", table, np.arange(100), np.arange(100), 1.0, 1.0, False, asked)
-
-    some = [recording("a", 100), recording("b", 300)]
+    version, rates = version_of("abc", [1, 2, 1]), {"a": 0.0, "b": 1.0, "c": 0.5}
+    monkeypatch.setattr("hps.planning.forecast.cache_hit_rate", lambda trace, rows, threshold: rates[trace.table])
+    some = [recording("a", 100), recording("b", 100, asked=300)]
     assert Forecast(version, some, 1.1).hit_rate(0.1) == (2 * 1.0 + 1 * 0.5) / 4
     assert Forecast(version, some).hit_rate(0.1) == 300 / 400  # the third is left out
-    assert Forecast(version, [*some, recording("c", 600)], 1.1).hit_rate(0.1) == (300 + 600 * 0.5) / 1000
+    assert Forecast(version, [*some, recording("c", 100, asked=600)], 1.1).hit_rate(0.1) == (300 + 600 * 0.5) / 1000
 
 
 @pytest.mark.parametrize("goal", [0.001, 0.123456, 0.5, 0.9999, 1.0])

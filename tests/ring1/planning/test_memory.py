@@ -39,24 +39,25 @@ def configuration(directory: Path, tables, **model):
 
 
 def planned(config, tier, place, on_cuda=False):
-    needs = planned_needs(config, served_versions(config), on_cuda)
-    return sum(one.need.size_bytes for one in needs if (one.tier, one.need.place, one.need.passing) == (tier, place, False))
+    return sum(one.size_bytes for one in needs_of(config, tier, on_cuda) if (one.place, one.passing) == (place, False))
+
+
+def needs_of(config, tier=None, on_cuda=False):
+    return [one.need for one in planned_needs(config, served_versions(config), on_cuda) if tier in (None, one.tier)]
 
 
 def check_use(tmp_path, dim, rows):
     """The memory that is planned for a table is then used."""
     config = configuration(tmp_path, [(dim, rows)])
-    plans = [
-        planned(config, *where) for where in (("embedding_cache", "ram"), ("volatile_db", "ram"), ("persistent_db", "disk"))
-    ]
+    tiers = ("embedding_cache", "ram"), ("volatile_db", "ram"), ("persistent_db", "disk")
+    plans = [planned(config, *where) for where in tiers]
     assert not (tmp_path / "db").exists()
     with HPS(config) as server:
         deployment = server.model("m")
         cache = deployment.caches[0].stats(0).size_bytes
         volatile = deployment.chain.databases[0].stats(deployment.tables[0].tag)
         disk = sum(file.stat().st_size for file in (tmp_path / "db").rglob("*") if file.is_file())
-    used = [cache, volatile.vector_bytes + volatile.overhead_bytes, disk]
-    assert plans == pytest.approx(used, rel=0.05)
+    assert plans == pytest.approx([cache, volatile.vector_bytes + volatile.overhead_bytes, disk], rel=0.05)
 
 
 @pytest.mark.parametrize(("dim", "rows"), SIZES)
@@ -121,13 +122,16 @@ def test_devices_that_share_rows_are_planned_with_their_parts(tmp_path):
     assert needs("partition", on_cuda=False) == needs("replicate", on_cuda=False)
 
 
-def test_what_does_not_fit_is_told(tmp_path):
+def test_what_does_not_fit_is_told_and_the_database_that_loads_the_largest_chunks_counts(tmp_path):
     config = configuration(tmp_path, [(16, 10_000)])
     needs = planned_needs(config, served_versions(config), on_cuda=False)
     found = {one.place: one for one in totals(needs, Machine({"ram": 100 << 20}, {}))}
-    assert found["ram"].fits is False
-    assert found["disk"].fits is None
+    assert (found["ram"].fits, found["disk"].fits) == (False, None)
     assert found["disk"].peak_bytes > found["disk"].size_bytes
+    [chunks] = [one.need for one in needs if one.need.what == "chunks of files"]
+    assert chunks.size_bytes == 4 * implementation("database", "rocks_db").load_bytes
+    assert chunks.size_bytes > 4 * implementation("database", "hash_map").load_bytes
+    assert chunks.passing
 
 
 def test_of_three_gpus_the_fullest_and_the_one_with_least_memory_count(tmp_path, monkeypatch):
@@ -135,27 +139,16 @@ def test_of_three_gpus_the_fullest_and_the_one_with_least_memory_count(tmp_path,
         return PlannedNeed("m", "1", "embedding_cache", Need("gpu", "rows", size, passing=passing), device)
 
     needs = [need(0, 10), need(0, 5), need(1, 20), need(1, 10), need(1, 3, passing=True), need(2, 29)]
-    [total] = totals(needs, Machine({"gpu": 33}, {}))
-    assert (total.size_bytes, total.peak_bytes, total.fits) == (30, 33, True)
-    [total] = totals(needs, Machine({"gpu": 32}, {}))
-    assert total.fits is False
-    config = configuration(tmp_path, [(4, 10)])
+    for free, fits in ((33, True), (32, False)):
+        [total] = totals(needs, Machine({"gpu": free}, {}))
+        assert (total.size_bytes, total.peak_bytes, total.fits) == (30, 33, fits)
     monkeypatch.setattr("hps.planning.memory._gpu_memory", lambda configuration: [5, 3, 9])
-    assert this_machine(config, {}).free_bytes["gpu"] == 3
-
-
-def test_the_database_that_loads_the_largest_chunks_is_planned_for(tmp_path):
-    config = configuration(tmp_path, [(4, 10)])
-    [chunks] = [one.need for one in planned_needs(config, served_versions(config), False) if one.need.what == "chunks of files"]
-    assert chunks.size_bytes == 4 * implementation("database", "rocks_db").load_bytes
-    assert chunks.size_bytes > 4 * implementation("database", "hash_map").load_bytes
-    assert chunks.passing
+    assert this_machine(configuration(tmp_path, [(4, 10)]), {}).free_bytes["gpu"] == 3
 
 
 def test_everything_that_is_wrong_with_three_models_is_told(tmp_path):
     write_sparse_model(tmp_path / "good", sample_chunks(10, 4, 0))
-    places = {"a": "gone-a", "b": "good", "c": "gone-c"}
-    models = [model_of(name, [tmp_path / place], {"t": 4}) for name, place in places.items()]
+    models = [model_of(place[-1], [tmp_path / place], {"t": 4}) for place in ("gone-a", "good", "gone-c")]
     with pytest.raises(ConfigError) as caught:
         served_versions(load_configuration(document_of(*models)))
     assert ["gone-a" in caught.value.problems[0], "gone-c" in caught.value.problems[1]] == [True, True]
@@ -178,42 +171,29 @@ def test_tables_that_are_on_disk_already_make_room_for_their_successors(tmp_path
 
 @pytest.mark.parametrize(
     ("kind", "tiers"),
-    [
-        ("static", {"process", "volatile_db", "persistent_db"}),
-        ("dynamic", {"process", "embedding_cache", "volatile_db", "persistent_db"}),
-        ("stochastic", {"process", "embedding_cache"}),
-    ],
+    [("static", {"databases"}), ("dynamic", {"databases", "embedding_cache"}), ("stochastic", {"embedding_cache"})],
 )
 def test_kinds_of_caches_take_what_they_take(tmp_path, kind, tiers):
-    config = configuration(tmp_path, [(4, 1000)], embedding_cache_type=kind)
-    assert {one.tier for one in planned_needs(config, served_versions(config), on_cuda=False)} == tiers
-
-
-def test_a_static_cache_is_planned_with_its_load(tmp_path):
-    config = configuration(tmp_path, [(4, 100_000)], embedding_cache_type="static")
-    (need,) = [
-        one.need for one in planned_needs(config, served_versions(config), on_cuda=True) if one.tier == "embedding_cache"
-    ]
-    assert "static: 85% used" in need.what
-    assert 100_000 / 0.85 * 16 <= need.size_bytes - 128 * -(-100_000 // (0.85 * 14)) <= 100_000 / 0.85 * 16 + 2000
+    config = configuration(tmp_path, [(4, 100_000)], embedding_cache_type=kind)
+    databases = {"volatile_db", "persistent_db"} if "databases" in tiers else set()
+    expected = {"process", *databases, *(tiers - {"databases"})}
+    assert {one.tier for one in planned_needs(config, served_versions(config), on_cuda=False)} == expected
+    if kind == "static":
+        [need] = needs_of(config, "embedding_cache", on_cuda=True)
+        assert "static: 85% used" in need.what
+        assert 100_000 / 0.85 * 16 <= need.size_bytes - 128 * -(-100_000 // (0.85 * 14)) <= 100_000 / 0.85 * 16 + 2000
 
 
 def test_the_share_within_a_budget_is_the_largest(tmp_path):
-    config = configuration(tmp_path, [(16, 10_000), (1, 5000)])
-    versions = served_versions(config)
-    share = share_within(300_000, versions, on_cuda=False)
-    plan = implementation("cache_plan", "cpu")
+    versions = served_versions(configuration(tmp_path, [(16, 10_000), (1, 5000)]))
+    share, plan = share_within(300_000, versions, on_cuda=False), implementation("cache_plan", "cpu")
 
     def needed(one):
-        return sum(
-            need.size_bytes for need in plan.room_for(versions[0].config.tables, [int(one * rows) for rows in versions[0].rows])
-        )
+        rows = [int(one * rows) for rows in versions[0].rows]
+        return sum(need.size_bytes for need in plan.room_for(versions[0].config.tables, rows))
 
     assert needed(share) <= 300_000 < needed(share + 0.01)
     assert share_within(1 << 40, versions, on_cuda=True) == 1.0
-
-
-def test_databases_of_others_need_nothing_by_default():
     database = implementation("database", "rocks_db")
     assert database.room_for(SimpleNamespace(read_only=True), [("t", 4, 100)]) == []
 
@@ -232,12 +212,9 @@ def test_fronts_are_planned_with_what_the_table_of_the_docs_says(processors, fro
     assert sum(need.size_bytes for need in held) == (held_mb << 20) + overhead
 
 
-def test_configured_fronts_count_and_not_processors():
+def test_configured_fronts_count_and_not_processors_and_slabs_are_pinned_for_a_gpu():
     assert of_fronts({"fronts": 3}, 64)[0].what == "the parent and 3 front processes"
     slab, held = of_fronts({"fronts": 0}, 64)
     assert slab.size_bytes + held.size_bytes == (1 << 30) + (1 << 18) + (16 << 20)
-
-
-def test_slabs_of_fronts_are_pinned_for_a_gpu():
-    assert [need.place for need in of_fronts({}, on_cuda=True)] == ["ram", "pinned", "ram"]
-    assert [need.place for need in of_fronts({})] == ["ram", "ram", "ram"]
+    for on_cuda in (False, True):
+        assert [need.place for need in of_fronts({}, on_cuda=on_cuda)] == ["ram", "pinned" if on_cuda else "ram", "ram"]

@@ -1,6 +1,7 @@
 """What a plan says of networks, against what the scorer allocates and a run takes."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,7 @@ def planned(config: Configuration, *, on_cuda: bool = False) -> dict[tuple[str, 
 @pytest.mark.parametrize(
     ("inputs", "most", "sizes"),
     [
-        (FIXED, 1, [1]),
-        (ONCE, 16, [16]),
-        (FIXED, 17, [16, 17]),
-        (BAGS, 65, [16, 64, 65]),
+        *[(FIXED, 1, [1]), (ONCE, 16, [16]), (FIXED, 17, [16, 17]), (BAGS, 65, [16, 64, 65])],
         (ONCE, 1000, [16, 64, 256, 1000]),
     ],
 )
@@ -85,8 +83,7 @@ def test_inputs_take_what_the_scorer_keeps(tmp_path: Path, inputs: Any, most: in
 def test_where_nothing_is_kept_inputs_take_those_of_a_full_batch(tmp_path: Path) -> None:
     inputs = {"item": {**ITEM, "pooling": "sum"}, "age": AGE, "request": {"request_index": True}}
     found = planned(configuration(tmp_path, inputs, max_batch_size=64))
-    keys, ages, indices, vectors = 8 * 5 * 64, 4 * 3 * 64, 8 * 64, 4 * DIM * 64
-    assert found["ram", None, "inputs of batches"] == keys + ages + indices + vectors
+    assert found["ram", None, "inputs of batches"] == 64 * (8 * 5 + 4 * 3 + 8 + 4 * DIM)  # keys, ages, indices, vectors
 
 
 def test_each_device_has_the_network_if_its_engine_runs_there(tmp_path: Path) -> None:
@@ -108,19 +105,15 @@ def test_each_device_has_the_network_if_its_engine_runs_there(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("engine", "library", "copies"), [("pt2", "PyTorch", 1), ("onnx", "ONNX Runtime", 3)])
 def test_libraries_count_once_and_weights_as_they_copy_them(tmp_path: Path, engine: str, library: str, copies: int) -> None:
-    config = configuration(tmp_path, engine=engine)
-    (tmp_path / "n").mkdir()
-    for name in ("m/1", "m/model.json"):
-        (tmp_path / name).rename(tmp_path / name.replace("m/", "n/", 1))
-    text = (tmp_path / "n" / "model.json").read_text()
-    (tmp_path / "n" / "model.json").write_text(text.replace('"m"', '"n"'))
     configuration(tmp_path, engine=engine)
+    shutil.copytree(tmp_path / "m", tmp_path / "n")
+    place = tmp_path / "n" / "model.json"
+    place.write_text(place.read_text().replace('"m"', '"n"'))
     config = load_configuration(document_of(model_repository=str(tmp_path)))
     needs = planned_needs(config, served_versions(config), False)
     assert [one.need.what for one in needs if one.tier == "process" and not one.need.passing][1:] == [library]
     file_bytes = (tmp_path / "m" / "1" / "dense.json").stat().st_size
-    weights = [one.need.size_bytes for one in needs if one.need.what == "weights"]
-    assert weights == [copies * file_bytes] * 2
+    assert [one.need.size_bytes for one in needs if one.need.what == "weights"] == [copies * file_bytes] * 2
 
 
 def test_a_model_without_a_network_needs_nothing_for_one(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ def row_of(serial):
     return serial & (MOST_DEPLOYMENTS - 1)
 
 
+def serve(board, *dims):
+    return board.add(tables_of(*(dims or (1,))), resident=None)
+
+
 def leave(board, serial):
     board.end(serial)
     assert board.is_idle(serial)
@@ -81,41 +85,34 @@ def leave(board, serial):
 
 
 def test_a_deployment_has_the_words_of_its_tables(board):
-    board.add(tables_of(1), resident=None)
+    other = serve(board)
+    assert board.deployments[row_of(other), D_RESIDENT] == 0  # Python answers it
     serial = board.add(tables_of(3, 8, max_keys=77), resident=Resident([[11, 12], [13, 14, 15]], deployment=[16, 17]))
     row = board.deployments[row_of(serial)]
-    assert row[[D_SERIAL, D_TABLES, D_RESIDENT]].tolist() == [serial, 2, 1]
+    assert row[[D_SERIAL, D_TABLES, D_RESIDENT, D_FIRST]].tolist() == [serial, 2, 1, 1]
     assert row[D_OWN : D_OWN + 3].tolist() == [16, 17, 0]
-    tables = board.tables[row[D_FIRST] : row[D_FIRST] + 2]
+    tables = board.tables[1:3]
     assert tables[:, [T_DIM, T_MAX_KEYS]].tolist() == [[3, 77], [8, 77]]
     assert tables[:, T_OWN : T_OWN + 4].tolist() == [[11, 12, 0, 0], [13, 14, 15, 0]]
-    assert row[D_FIRST] == 1
-
-
-def test_a_deployment_that_python_answers_is_not_resident(board):
-    serial = board.add(tables_of(3), resident=None)
-    assert board.deployments[row_of(serial), D_RESIDENT] == 0
 
 
 def test_exactly_so_many_deployments_are_known_and_one_more_when_one_has_left(board):
-    serials = [board.add(tables_of(1), None) for _ in range(MOST_DEPLOYMENTS)]
+    serials = [serve(board) for _ in range(MOST_DEPLOYMENTS)]
     assert len({row_of(one) for one in serials}) == MOST_DEPLOYMENTS
     assert [board.deployments[row_of(one), D_SERIAL] for one in serials] == serials
     with pytest.raises(HPSError, match="'m': fronts know at most 256 deployments"):
-        board.add(tables_of(1), None)
+        serve(board)
     board.end(serials[77])
     with pytest.raises(HPSError):  # its last request may still run
-        board.add(tables_of(1), None)
+        serve(board)
     board.forget(serials[77])
-    again = board.add(tables_of(1), None)
+    again = serve(board)
     assert row_of(again) == row_of(serials[77])
-    assert again not in serials
-
-
-def test_serials_are_positive_and_never_repeat_on_a_row(board):
-    seen = set()
-    for _ in range(1000):
-        serial = board.add(tables_of(1), None)
+    for serial in (again, *serials[78:], *serials[:77]):
+        leave(board, serial)
+    seen = set(serials) | {again}
+    for _ in range(1000):  # none repeats on its row
+        serial = serve(board)
         assert serial > 0
         assert serial not in seen
         seen.add(serial)
@@ -124,7 +121,7 @@ def test_serials_are_positive_and_never_repeat_on_a_row(board):
 
 def test_boards_of_different_owners_give_different_serials(fronts):
     boards = [Board([fronts[0].memory], [-1], -1, -1, 0, serials=first) for first in (1 << 39, (1 << 40) - 1)]
-    given = [{board.add(tables_of(1), None) for _ in range(200)} for board in boards]
+    given = [{serve(board) for _ in range(200)} for board in boards]
     assert not given[0] & given[1]
     assert all(0 < one < 1 << 53 for one in given[0] | given[1])  # numbers that JSON holds
 
@@ -133,57 +130,44 @@ def test_tables_take_the_first_room_that_is_large_enough(board):
     def first(serial):
         return int(board.deployments[row_of(serial), D_FIRST])
 
-    three, two, four = (board.add(tables_of(*[1] * n), None) for n in (3, 2, 4))
+    three, two, four = (serve(board, *[1] * n) for n in (3, 2, 4))
     assert [first(three), first(two), first(four)] == [0, 3, 5]
     leave(board, three)
-    four_more, one = board.add(tables_of(1, 1, 1, 1), None), board.add(tables_of(1), None)
-    assert [first(four_more), first(one)] == [9, 0]
+    assert [first(serve(board, 1, 1, 1, 1)), first(serve(board))] == [9, 0]
     leave(board, two)
-    assert first(board.add(tables_of(1, 1, 1, 1), None)) == 1  # beside the one that is left
-    assert first(board.add(tables_of(1), None)) == 13
+    assert first(serve(board, 1, 1, 1, 1)) == 1  # beside the one that is left
+    assert first(serve(board)) == 13
 
 
 def test_tables_fill_all_rows_and_one_more_is_refused(board):
-    board.add(tables_of(*[1] * (MOST_TABLES - 2)), None)
+    serve(board, *[1] * (MOST_TABLES - 2))
     with pytest.raises(HPSError):
-        board.add(tables_of(1, 1, 1), None)
-    serial = board.add(tables_of(1, 7), None)
+        serve(board, 1, 1, 1)
+    serial = serve(board, 1, 7)
     assert board.tables[MOST_TABLES - 1, T_DIM] == 7
     with pytest.raises(HPSError):
-        board.add(tables_of(1), None)
+        serve(board)
     leave(board, serial)
-    board.add(tables_of(1), None)
-
-
-def test_only_the_deployment_of_a_serial_is_ended(board):
-    old = board.add(tables_of(1), None)
-    leave(board, old)
-    new = board.add(tables_of(1), None)
-    assert row_of(new) == row_of(old)
-    board.end(old)
-    assert board.deployments[row_of(new), D_SERIAL] == new
-
-
-def test_a_deployment_is_idle_once_the_loop_has_left_it(board):
-    serial = board.add(tables_of(1), None)
-    board.deployments[row_of(serial), D_IN_FLIGHT] = 2
-    board.end(serial)
-    assert not board.is_idle(serial)
-    board.deployments[row_of(serial), D_IN_FLIGHT] = 0
-    assert board.is_idle(serial)
+    serve(board)
 
 
 def test_a_row_that_is_given_to_another_keeps_what_the_loop_does_there(board):
     """A loop that has compared the serial before the end notes itself, looks again, and leaves: whatever came in between."""
-    old = board.add(tables_of(1), None)
+    old = serve(board)
     in_flight = board.deployments[row_of(old)].ctypes.data + 8 * D_IN_FLIGHT
+    _add_to(in_flight, 2)
+    board.end(old)
+    assert not board.is_idle(old)
+    _add_to(in_flight, -2)
     leave(board, old)
     _add_to(in_flight, 1)
-    new = board.add(tables_of(1), None)
+    new = serve(board)
     assert row_of(new) == row_of(old)
     assert not board.is_idle(new)
     _add_to(in_flight, -1)
     assert board.is_idle(new)
+    board.end(old)  # only the deployment of a serial is ended
+    assert board.deployments[row_of(new), D_SERIAL] == new
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------------
@@ -203,51 +187,41 @@ def times_of(*durations):
     return times
 
 
-def test_a_tally_holds_what_was_added_since_the_last_one(board):
-    board.add(tables_of(1), None)
-    serial = board.add(tables_of(1, 1), None)
-    assert board.tally(serial) == ([[0] * 4, [0] * 4], times_of(), 0)
+NONE = [0] * 4
+
+
+def test_a_tally_holds_what_was_added_to_a_deployment_since_the_last_one(board):
+    other, serial = serve(board), serve(board, 1, 1)
+    assert board.tally(serial) == ([NONE, NONE], times_of(), 0)
+    count(board, other, 0, 1, 1, 1, 1, ns=1)
     count(board, serial, 0, 10, 9, 1, 0, ns=100)
     count(board, serial, 1, 5, 5, 0, 2, ns=2_000_000)
     assert board.tally(serial) == ([[10, 9, 1, 0], [5, 5, 0, 2]], times_of(100, 2_000_000), 2_000_100)
-    assert board.tally(serial) == ([[0] * 4, [0] * 4], times_of(), 0)
+    assert board.tally(serial) == ([NONE, NONE], times_of(), 0)
     count(board, serial, 1, 3, 1, 0, 0, ns=7)
-    assert board.tally(serial) == ([[0] * 4, [3, 1, 0, 0]], times_of(7), 7)
+    assert board.tally(serial) == ([NONE, [3, 1, 0, 0]], times_of(7), 7)
+    assert board.tally(other) == ([[1, 1, 1, 1]], times_of(1), 1)
 
 
 def test_a_deployment_does_not_inherit_the_counts_of_the_one_before_it(board):
     for _ in range(2):
-        serial = board.add(tables_of(1), None)
+        serial = serve(board)
         count(board, serial, 0, 10, 9, 1, 0, ns=100)
         assert board.tally(serial) == ([[10, 9, 1, 0]], times_of(100), 100)
         count(board, serial, 0, 1, 1, 1, 1, ns=1)  # and nobody asks any more
         leave(board, serial)
 
 
-def test_deployments_are_tallied_each_for_itself(board):
-    serials = [board.add(tables_of(1), None) for _ in range(3)]
-    for nth, one in enumerate(serials):
-        count(board, one, 0, nth + 1, 0, 0, 0, ns=nth)
-    assert [board.tally(one).tables for one in serials] == [[[1, 0, 0, 0]], [[2, 0, 0, 0]], [[3, 0, 0, 0]]]
-
-
 def test_the_sum_of_all_tallies_is_exact_while_the_loop_counts(board):
-    serial = board.add(tables_of(1), None)
-    rounds, found, requests = 3000, np.zeros(4, np.int64), 0
-
-    def work():
-        for _ in range(rounds):
-            count(board, serial, 0, 4, 3, 2, 1, ns=10)
-
-    worker = threading.Thread(target=work)
+    serial, rounds, found, requests = serve(board), 3000, np.zeros(4, np.int64), 0
+    worker = threading.Thread(target=lambda: [count(board, serial, 0, 4, 3, 2, 1, ns=10) for _ in range(rounds)])
     worker.start()
-    while True:
+    ended = False
+    while not ended:
         ended = not worker.is_alive()
         tally = board.tally(serial)
         found += tally.tables[0]
         requests += sum(tally.times)
-        if ended:
-            break
     assert found.tolist() == [4 * rounds, 3 * rounds, 2 * rounds, rounds]
     assert requests == rounds
 
@@ -260,11 +234,11 @@ def hand(board, place, slot):
 
 
 def test_jobs_are_taken_in_their_order_with_their_descriptors(board, fronts, jobs_event):
-    serial = board.add(tables_of(2, 3), None)
-    for nth, (place, slot) in enumerate([(1, SLAB), (0, SLAB + 4096), (1, SLAB + 8192)]):
+    serial, places = serve(board, 2, 3), [(1, SLAB), (0, SLAB + 4096), (1, SLAB + 8192)]
+    for nth, (place, slot) in enumerate(places):
         fronts[place].write(slot, serial, (2, 3), [(0, range(nth), False), (1, range(10 + nth), True)])
         hand(board, place, slot)
-    for nth, (place, slot) in enumerate([(1, SLAB), (0, SLAB + 4096), (1, SLAB + 8192)]):
+    for nth, (place, slot) in enumerate(places):
         assert os.eventfd_read(jobs_event) == 1
         job = board.next_job()
         assert (job.place, job.slot, job.status) == (place, slot, 0)
@@ -276,23 +250,16 @@ def test_jobs_are_taken_in_their_order_with_their_descriptors(board, fronts, job
         os.eventfd_read(jobs_event)
 
 
-def test_a_job_keeps_its_own_copy_of_its_descriptor(board, fronts):
-    serial = board.add(tables_of(2), None)
+def test_a_descriptor_is_checked_when_its_job_is_taken_and_copied(board, fronts):
+    serial = serve(board, 2)
     fronts[0].write(SLAB, serial, (2,), [(0, range(3), False)])
-    hand(board, 0, SLAB)
+    for _ in range(3):
+        hand(board, 0, SLAB)
     job = board.next_job()
     before = job.segments.copy(), job.header.copy()
     fronts[0].memory.words[SLAB // 8 : SLAB // 8 + 64] = -1
     assert np.array_equal(job.segments, before[0])
     assert np.array_equal(job.header, before[1])
-
-
-def test_a_descriptor_that_changes_before_its_job_is_taken_is_checked_again(board, fronts):
-    serial = board.add(tables_of(2), None)
-    fronts[0].write(SLAB, serial, (2,), [(0, range(3), False)])
-    hand(board, 0, SLAB)
-    hand(board, 0, SLAB)
-    fronts[0].memory.words[SLAB // 8 + 2] = 1 << 60
     job = board.next_job()
     assert (job.status, len(job.segments)) == (MALFORMED, 0)
     fronts[0].write(SLAB, serial, (2,), [(0, range(3), False)])
@@ -303,7 +270,7 @@ def test_a_descriptor_that_changes_before_its_job_is_taken_is_checked_again(boar
 
 def test_jobs_of_the_full_rings_of_all_fronts_are_kept(board, fronts):
     """As many as all fronts may have under way; and again, from the middle of the ring of jobs on."""
-    serial = board.add(tables_of(1), None)
+    serial = serve(board)
     for one in fronts:
         for nth in range(RING // 8):
             one.write(SLAB + 1024 * nth, serial, (1,), [(0, [nth], False)], aside=0)
@@ -318,10 +285,10 @@ def test_jobs_of_the_full_rings_of_all_fronts_are_kept(board, fronts):
 
 
 def test_several_threads_take_each_job_once(board, fronts):
-    serial = board.add(tables_of(1), None)
-    for nth in range(200):
-        fronts[0].write(SLAB + 4096 * nth, serial, (1,), [(0, [nth], False)])
-        hand(board, 0, SLAB + 4096 * nth)
+    serial, slots = serve(board), [SLAB + 4096 * nth for nth in range(200)]
+    for nth, slot in enumerate(slots):
+        fronts[0].write(slot, serial, (1,), [(0, [nth], False)])
+        hand(board, 0, slot)
     taken = []
 
     def work():
@@ -333,22 +300,18 @@ def test_several_threads_take_each_job_once(board, fronts):
         one.start()
     for one in workers:
         one.join()
-    assert sorted(taken) == [SLAB + 4096 * nth for nth in range(200)]
+    assert sorted(taken) == slots
 
 
-def test_a_completed_job_wakes_a_front_that_sleeps(board, fronts):
-    serial = board.add(tables_of(1), None)
-    fronts[1].write(SLAB, serial, (1,), [(0, [1], False)])
+def test_a_completed_job_wakes_a_front_that_sleeps_and_a_stop_wakes_the_loop(board, fronts, jobs_event):
+    fronts[1].write(SLAB, serve(board), (1,), [(0, [1], False)])
     hand(board, 1, SLAB)
-    job = board.next_job()
+    assert os.eventfd_read(jobs_event) == 1
     fronts[1].memory[FRONT_SLEEPS] = 1
-    board.complete(job)
+    board.complete(board.next_job())
     assert os.eventfd_read(fronts[1].event) == 1
     assert fronts[1].completed() == [SLAB]
     assert fronts[0].completed() == []
-
-
-def test_a_board_that_stops_wakes_its_loop(board, jobs_event):
     board.stop()
     assert board.state[STOP] == 1
     assert os.eventfd_read(jobs_event) == 1

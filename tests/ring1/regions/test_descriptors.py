@@ -98,24 +98,29 @@ def write(slot, header, rows):
     return rows[:count] + [[0] * 5] * (count - len(rows)) if 0 <= count <= MOST_SEGMENTS else rows
 
 
+def with_segment(row, flags=0, aside=HEADER_BYTES, aside_bytes=0):
+    return example((SLAB, [SERIAL, flags, 1, aside, aside_bytes], [row]))
+
+
 @settings(max_examples=400)
 @given(descriptors())
 @example((END - 64, [SERIAL, 0, 0, HEADER_BYTES, 0], []))
 @example((END - 128, [SERIAL, 0, 0, HEADER_BYTES, 0], []))
+@example((SLAB, [ENDED, 0, 1, HEADER_BYTES, 0], [[99, -1, -1, -1, -1]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, SLAB_BYTES - HEADER_BYTES], [[2, 1 << 24, 256, 256, 0]]))
 @example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, (1 << 63) - 1], [[0, 1, 256, 256, 0]]))
 @example((SLAB, [SERIAL, 0, 1, (1 << 63) - 1, (1 << 63) - 1], [[0, 1, 256, 256, 0]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 1 << 61, 256, 256, 0]]))
-@example((SLAB, [SERIAL, POOLED, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES, SLAB_BYTES - 5]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 5]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 32, SLAB_BYTES - 20, SLAB_BYTES - 5]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 16, SLAB_BYTES - 5]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 4]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1, 4, 256, 0]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[3, 1, 256, 264, 0]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 5, 256, SLAB_BYTES - 76, 0]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1001, 256, 8456, 0]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, 0], [[0, 1000, 256, 8456, 0]]))
+@with_segment([1, 1 << 61, 256, 256, 0])
+@with_segment([1, 5, SLAB_BYTES - 40, SLAB_BYTES, SLAB_BYTES - 5], POOLED)
+@with_segment([1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 5])
+@with_segment([1, 5, SLAB_BYTES - 32, SLAB_BYTES - 20, SLAB_BYTES - 5])
+@with_segment([1, 5, SLAB_BYTES - 40, SLAB_BYTES - 16, SLAB_BYTES - 5])
+@with_segment([1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 4])
+@with_segment([0, 1, 4, 256, 0])
+@with_segment([3, 1, 256, 264, 0])
+@with_segment([0, 5, 256, SLAB_BYTES - 76, 0])
+@with_segment([0, 1001, 256, 8456, 0])
+@with_segment([0, 1000, 256, 8456, 0])
 def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):
     slot, header, rows = descriptor
     rows = write(slot, header, rows)
@@ -133,36 +138,18 @@ def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):
     assert HEADER[H_KEYS] == sum(one[1] for one in expected)
 
 
-@settings(max_examples=300)
-@given(st.binary(min_size=256, max_size=256), st.sampled_from([SLAB, END - 256, END - HEADER_BYTES]))
-def test_random_bytes_are_no_descriptor_that_leads_elsewhere(content, slot):
-    FRONT.memory.words[:] = 0
-    size = min(256, END - slot)
-    FRONT.memory.bytes[slot : slot + size] = np.frombuffer(content, np.uint8)[:size]
-    FRONT.memory.words[slot // 8] = SERIAL
-    if read(slot) != 0:
-        return
-    for table, n, keys, out, found in SEGMENTS[: HEADER[H_SEGMENTS]].tolist():
-        size = 0 if HEADER[H_FLAGS] & POOLED else 4 * DIMS[table] * n
-        assert slot <= keys <= keys + 8 * n <= END
-        assert slot <= out <= out + size <= END
-        assert found == 0 or slot <= found <= found + n <= END
-
-
-@pytest.mark.parametrize("count", [MOST_SEGMENTS, MOST_SEGMENTS + 1])
-def test_a_descriptor_has_at_most_so_many_segments(count):
-    rows = [[0, 0, 0, 0, 0]] * count
-    write(SLAB, [SERIAL, 0, count, HEADER_BYTES, 0], rows)
-    assert read(SLAB) == (0 if count <= MOST_SEGMENTS else MALFORMED)
-
-
-@pytest.mark.parametrize(("lines", "segments", "status"), [(3, 1, 0), (3, 2, MALFORMED), (4, 3, 0), (4, 4, MALFORMED)])
-def test_segments_may_reach_the_end_of_the_region_and_not_further(lines, segments, status):
-    slot = END - 64 * lines
+@pytest.mark.parametrize(
+    ("slot", "segments", "status"),
+    [
+        *[(SLAB, MOST_SEGMENTS, 0), (SLAB, MOST_SEGMENTS + 1, MALFORMED)],
+        *[
+            (END - 192, 1, 0),
+            (END - 192, 2, MALFORMED),
+            (END - 256, 3, 0),
+            (END - 256, 4, MALFORMED),
+        ],  # to the end of the region
+    ],
+)
+def test_a_descriptor_has_at_most_so_many_segments_and_ends_with_its_region(slot, segments, status):
     write(slot, [SERIAL, 0, segments, HEADER_BYTES, 0], [[0, 0, 0, 0, 0]] * segments)
     assert read(slot) == status
-
-
-def test_a_deployment_that_has_ended_is_retired_whatever_follows():
-    write(SLAB, [ENDED, 0, 1, HEADER_BYTES, 0], [[99, -1, -1, -1, -1]])
-    assert read(SLAB) == RETIRED

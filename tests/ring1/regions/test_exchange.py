@@ -3,6 +3,7 @@
 import os
 import select
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -31,7 +32,8 @@ from tests.fakes.region_front import RegionFront
 
 _WORDS, _ROWS = int64[::1], int64[:, ::1]
 BEGAN = -1
-FIRST = SLAB  # any number would do: nothing reads what is in a slot here
+FIRST, SECOND, THIRD = SLAB, SLAB + 64, SLAB + 128  # any numbers would do: nothing reads what is in a slot here
+NO_COUNTS = [-1, RING + 1, -(1 << 63), (1 << 63) - 1]
 
 
 @kernel(int64, _ROWS, int64, _WORDS, _WORDS)
@@ -76,6 +78,15 @@ class Owner:
         """Complete slots; return how often the front had to be woken."""
         return sum(complete_job(self.regions, place, slot) >= 0 for slot in slots)
 
+    def rest(self, idle_since=0):
+        """Sleep, if there is nothing to do; return how often it was woken."""
+        _rest(self.regions, self.board.state, idle_since)
+        return self.board.state[WAKES]
+
+    @property
+    def any_submitted(self):
+        return _any_submitted(self.regions)
+
     @property
     def in_flight(self):
         return int(self.regions[0, IN_FLIGHT])
@@ -105,16 +116,25 @@ def joined(front, owner):
     return front, owner
 
 
+@contextmanager
+def started(work, *calls):
+    """Threads that work until the block ends and they have finished."""
+    workers = [threading.Thread(target=work, args=arguments, daemon=True) for arguments in calls]
+    for one in workers:
+        one.start()
+    yield
+    for one in workers:
+        one.join()
+
+
 def test_slots_are_taken_in_the_order_of_their_posts_and_completed_in_any(joined):
     front, owner = joined
-    assert front.post(FIRST + 64, FIRST, FIRST + 128) == 0
-    assert owner.take() == [FIRST + 64, FIRST, FIRST + 128]
+    assert front.post(SECOND, FIRST, THIRD) == 0
+    assert owner.take() == [SECOND, FIRST, THIRD]
     assert owner.take() == []
-    owner.complete([FIRST + 128, FIRST + 64])
-    assert front.completed() == [FIRST + 128, FIRST + 64]
-    owner.complete([FIRST])
-    assert front.completed() == [FIRST]
-    assert front.completed() == []
+    for some in ([THIRD, SECOND], [FIRST], []):
+        owner.complete(some)
+        assert front.completed() == some
     assert owner.in_flight == 0
 
 
@@ -133,51 +153,34 @@ def test_rings_go_round_without_losing_or_repeating_a_slot(joined, batch):
     assert front.memory[layout.SUBMITTED] == front.memory[layout.TAKEN] == front.memory[layout.COMPLETED] == posted
 
 
-def test_a_full_ring_is_taken_whole(joined):
-    front, owner = joined
-    slots = [FIRST + 64 * nth for nth in range(RING)]
-    front.post(*slots)
-    assert owner.take() == slots
-    assert owner.in_flight == RING
-
-
-def test_a_front_that_posts_more_than_a_ring_waits_for_its_own_answers(joined):
+def test_a_full_ring_is_taken_whole_and_a_front_that_posts_more_waits_for_its_own_answers(joined):
     front, owner = joined
     front.post(*range(RING))
-    owner.take()
+    assert owner.take() == list(range(RING))
+    assert owner.in_flight == RING
     front.post(7, 8, 9)
-    assert not _any_submitted(owner.regions)
+    assert not owner.any_submitted
     assert owner.take() == []
     owner.complete([0, 1])
-    assert _any_submitted(owner.regions)
+    assert owner.any_submitted
     assert owner.take() == [7, 8]
     assert owner.in_flight == RING
 
 
-@pytest.mark.parametrize("submitted", [-1, RING + 1, -(1 << 63), (1 << 63) - 1])
-def test_a_count_that_no_front_has_is_not_believed_and_lets_the_owner_sleep(joined, submitted):
+@pytest.mark.parametrize("count", NO_COUNTS)
+def test_a_count_that_nobody_has_is_not_believed_and_lets_the_owner_sleep(joined, count):
     front, owner = joined
-    front.memory[layout.SUBMITTED] = submitted
-    assert owner.take() == []
-    assert not _any_submitted(owner.regions)
+    front.memory[layout.SUBMITTED] = front.memory[layout.COMPLETED] = count
+    assert owner.take() == front.completed() == []
+    assert not owner.any_submitted
 
 
-@pytest.mark.parametrize("completed", [-1, RING + 1, -(1 << 63), (1 << 63) - 1])
-def test_a_front_reads_no_completions_by_a_count_that_no_owner_has(joined, completed):
-    front, _ = joined
-    front.memory[layout.COMPLETED] = completed
-    assert front.completed() == []
-
-
-def test_an_owner_takes_nothing_of_a_front_that_has_not_begun(front, owner):
+def test_an_owner_wakes_the_front_whose_epoch_it_begins_and_takes_nothing_before(front, owner):
     front.post(FIRST)
     assert owner.take() == []
-    assert not _any_submitted(owner.regions)
-
-
-def test_an_owner_wakes_the_front_whose_epoch_it_begins(front, owner):
+    assert not owner.any_submitted
     front.begin(epoch=5)
-    assert _any_submitted(owner.regions)
+    assert owner.any_submitted
     assert owner.take() == BEGAN
     assert front.memory[layout.OWNER_EPOCH] == front.memory[layout.BEGUN_EPOCH] == 5
     assert os.eventfd_read(front.event) == 1
@@ -186,17 +189,17 @@ def test_an_owner_wakes_the_front_whose_epoch_it_begins(front, owner):
 
 def test_a_front_that_restarts_waits_for_what_the_one_before_it_has_under_way(joined):
     front, owner = joined
-    front.post(FIRST, FIRST + 64, FIRST + 128)
-    assert owner.take() == [FIRST, FIRST + 64, FIRST + 128]
+    front.post(FIRST, SECOND, THIRD)
+    assert owner.take() == [FIRST, SECOND, THIRD]
     owner.complete([FIRST])
-    front.post(FIRST + 192)
+    front.post(THIRD + 64)
     front.begin(epoch=2)
-    for slot in (FIRST + 64, FIRST + 128):
+    for slot in (SECOND, THIRD):
         assert owner.take() == []  # also not the last of the old epoch
-        assert not _any_submitted(owner.regions)
+        assert not owner.any_submitted
         assert front.memory[layout.OWNER_EPOCH] == 1
         owner.complete([slot])
-    assert _any_submitted(owner.regions)
+    assert owner.any_submitted
     assert owner.take() == BEGAN
     assert front.memory[layout.OWNER_EPOCH] == 2
     assert front.memory[layout.COMPLETED] == front.memory[layout.TAKEN] == 0
@@ -207,115 +210,64 @@ def test_a_front_that_restarts_waits_for_what_the_one_before_it_has_under_way(jo
     assert front.completed() == [FIRST]
 
 
-def test_an_owner_that_restarts_does_not_serve_an_epoch_of_the_one_before_it(front):
+@pytest.mark.parametrize("noticed", [False, True])
+def test_an_owner_that_restarts_serves_an_epoch_that_none_has_begun_and_no_other(front, noticed):
     first = Owner(front)
     front.begin(epoch=3)
     first.take()
-    front.post(FIRST, FIRST + 64)
+    front.post(FIRST, SECOND)
     first.take()
     first.complete([FIRST])
     first.close()
-    front.memory[layout.OWNER_EPOCH] = 0  # as its parent does; the front has not noticed yet
+    front.memory[layout.OWNER_EPOCH] = 0  # as its parent does
+    if noticed:
+        front.begin(epoch=4)  # before the next owner is there; what the first has taken is nobody's
     second = Owner(front)
-    assert not _any_submitted(second.regions)
-    assert second.take() == []
-    front.post(FIRST + 128)
-    assert second.take() == []
-    assert front.memory[layout.OWNER_EPOCH] == 0
-    front.begin(epoch=4)
-    assert second.take() == BEGAN
-    front.post(FIRST + 64)
-    assert second.take() == [FIRST + 64]
-    second.close()
-
-
-def test_an_owner_that_restarts_serves_an_epoch_that_none_has_begun(front):
-    first = Owner(front)
-    front.begin(epoch=3)
-    first.take()
-    first.close()
-    front.memory[layout.OWNER_EPOCH] = 0
-    front.begin(epoch=4)  # before the next owner is there
-    second = Owner(front)
+    if not noticed:
+        for slots in ([], [THIRD]):
+            front.post(*slots)
+            assert not second.any_submitted
+            assert second.take() == []
+        assert front.memory[layout.OWNER_EPOCH] == 0
+        front.begin(epoch=4)
     assert second.take() == BEGAN
     assert front.memory[layout.OWNER_EPOCH] == 4
+    front.post(SECOND)
+    assert second.take() == [SECOND]
     second.close()
-
-
-def test_fronts_have_rings_of_their_own():
-    fronts = [RegionFront(), RegionFront()]
-    owner = Owner(*fronts)
-    for one in fronts:
-        one.begin()
-    assert owner.take(0) == owner.take(1) == BEGAN
-    fronts[0].post(FIRST)
-    fronts[1].post(FIRST + 64, FIRST + 128)
-    assert owner.take(1) == [FIRST + 64, FIRST + 128]
-    assert owner.take(0) == [FIRST]
-    owner.complete([FIRST + 128], 1)
-    assert fronts[0].completed() == []
-    assert fronts[1].completed() == [FIRST + 128]
-    owner.close()
-    for one in fronts:
-        one.close()
 
 
 # -- sleep ----------------------------------------------------------------------------------------------------------------
 
 
-def test_one_post_wakes_a_sleeping_owner(joined):
-    front, _ = joined
+def test_one_post_wakes_a_sleeping_owner_and_one_completion_a_sleeping_front(joined):
+    front, owner = joined
     front.memory[layout.OWNER_SLEEPS] = 1
     assert front.post(FIRST) == 1
     assert front.memory[layout.OWNER_SLEEPS] == 0
-    assert front.post(FIRST + 64) == 0
-
-
-def test_one_completion_wakes_a_sleeping_front(joined):
-    front, owner = joined
-    front.post(FIRST, FIRST + 64)
+    assert front.post(SECOND, THIRD) == 0
     owner.take()
     assert arm(front.memory.address) == 0
-    assert owner.complete([FIRST, FIRST + 64]) == 1
+    assert owner.complete([FIRST, SECOND]) == 1
     assert front.memory[layout.FRONT_SLEEPS] == 0
+    assert owner.complete([THIRD]) == 0  # nobody slept: nothing will come
+    assert arm(front.memory.address) == 3
 
 
-def test_a_front_that_goes_to_sleep_sees_what_was_completed_before(joined):
+def test_an_owner_sleeps_when_nothing_was_posted_nor_shall_it_stop_nor_was_it_busy(joined):
     front, owner = joined
     front.post(FIRST)
+    assert owner.rest() == front.memory[layout.OWNER_SLEEPS] == 0
     owner.take()
-    assert owner.complete([FIRST]) == 0  # nobody slept: nothing will come
-    assert arm(front.memory.address) == 1
-
-
-def test_an_owner_does_not_sleep_when_a_front_has_posted(joined):
-    front, owner = joined
-    front.post(FIRST)
-    _rest(owner.regions, owner.board.state, 0)
-    assert owner.board.state[WAKES] == 0
-    assert front.memory[layout.OWNER_SLEEPS] == 0
-
-
-def test_an_owner_does_not_sleep_when_it_shall_stop(joined):
-    _, owner = joined
     owner.board.state[STOP] = 1
-    _rest(owner.regions, owner.board.state, 0)
-    assert owner.board.state[WAKES] == 0
-
-
-def test_an_owner_that_has_just_been_busy_spins(joined):
-    _, owner = joined
-    owner.board.state[SPIN_NS] = 1 << 62
+    assert owner.rest() == 0
+    owner.board.state[[STOP, SPIN_NS]] = 0, 1 << 62
     assert _rest(owner.regions, owner.board.state, 5) == 5
-    assert owner.board.state[WAKES] == 0
-
-
-def test_a_woken_owner_takes_its_event_and_its_flag_back(joined):
-    front, owner = joined
+    assert owner.rest(5) == 0
+    owner.board.state[SPIN_NS] = 0
     os.eventfd_write(owner.event, 3)
-    _rest(owner.regions, owner.board.state, 0)
-    assert owner.board.state[WAKES] == 1
-    assert not select.select([owner.event], [], [], 0)[0]
+    assert owner.rest() == 1
+    assert not select.select([owner.event], [], [], 0)[0]  # it took its event and its flag back
     assert front.memory[layout.OWNER_SLEEPS] == 0
 
 
@@ -332,17 +284,13 @@ def test_no_completion_is_lost_between_a_front_that_falls_asleep_and_owners_that
                 if complete_job(owner.regions, 0, first + nth) >= 0:
                     os.eventfd_write(front.event, 1)
 
-    workers = [threading.Thread(target=finish, args=(1000 * nth,), daemon=True) for nth in range(threads)]
-    for one in workers:
-        one.start()
-    for _ in range(rounds):
-        expected = [1000 * nth + one for nth in range(threads) for one in range(each)]
-        front.post(*expected)
-        assert owner.take() == expected
-        barrier.wait()
-        assert sorted(front.wait(threads * each)) == expected
-    for one in workers:
-        one.join()
+    with started(finish, *[(1000 * nth,) for nth in range(threads)]):
+        for _ in range(rounds):
+            expected = [1000 * nth + one for nth in range(threads) for one in range(each)]
+            front.post(*expected)
+            assert owner.take() == expected
+            barrier.wait()
+            assert sorted(front.wait(threads * each)) == expected
     assert owner.in_flight == 0
 
 
@@ -350,11 +298,8 @@ def test_threads_that_complete_at_once_do_not_overwrite_each_other(joined):
     front, owner = joined
     each, threads = 1_000_000, 4
     _complete_many(owner.regions, 0, 0, 0)  # compiles
-    workers = [threading.Thread(target=_complete_many, args=(owner.regions, 0, 0, each)) for _ in range(threads)]
-    for one in workers:
-        one.start()
-    for one in workers:
-        one.join()
+    with started(_complete_many, *[(owner.regions, 0, 0, each)] * threads):
+        pass
     assert front.memory[layout.COMPLETED] == threads * each
     assert owner.in_flight == -threads * each  # nothing was taken before
 
@@ -364,7 +309,6 @@ def test_an_owner_sleeps_until_its_event_even_if_another_front_is_gone(joined):
     assert owner.board.state[LOOP_EVENT] == owner.event
     owner.board.regions[0, 0] = 0  # no region at this place
     assert owner.take() == []
-    assert not _any_submitted(owner.regions)
+    assert not owner.any_submitted
     os.eventfd_write(owner.event, 1)
-    _rest(owner.regions, owner.board.state, 0)
-    assert owner.board.state[WAKES] == 1
+    assert owner.rest() == 1

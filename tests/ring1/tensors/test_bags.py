@@ -1,5 +1,6 @@
 """Bags become segments and the arrays of a network; `tests/ring1/lookup/test_pooled_lookups.py` has what is refused."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,10 @@ def segments(tables: dict[Any, Bags], out: Any = None, *, on_cuda: bool = False)
 @pytest.mark.parametrize(
     ("bags", "count", "hotness", "firsts"),
     [
-        (Bags(KEYS.reshape(2, 3)), 2, 3, [0, 3, 6]),
-        (Bags(KEYS.reshape(6, 1)), 6, 1, [0, 1, 2, 3, 4, 5, 6]),
+        *[(Bags(KEYS.reshape(2, 3)), 2, 3, [0, 3, 6]), (Bags(KEYS.reshape(6, 1)), 6, 1, [0, 1, 2, 3, 4, 5, 6])],
         (Bags(KEYS, [0, 2, 2, 6]), 3, 0, [0, 2, 2, 6]),
         (Bags(KEYS, [0, 2, 2], include_last_offset=False), 3, 0, [0, 2, 2, 6]),
-        (Bags(KEYS, [0], include_last_offset=False), 1, 0, [0, 6]),
-        (Bags(KEYS[:0], [0]), 0, 0, [0]),
+        *[(Bags(KEYS, [0], include_last_offset=False), 1, 0, [0, 6]), (Bags(KEYS[:0], [0]), 0, 0, [0])],
         (Bags(KEYS[:0], [], include_last_offset=False), 0, 0, [0]),
     ],
 )
@@ -38,23 +37,17 @@ def test_a_bag_begins_where_its_offset_or_its_row_is(bags: Bags, count: int, hot
 
 
 def test_options_of_bags_are_those_of_their_pooling() -> None:
-    weights = np.ones(6, np.float32)
-    bags = Bags(KEYS, [0, 6], weights, combiner="sqrtn", max_norm=0.5, padding_key=0)
-    pooling = pooling_of("a", bags, 6, (6,), False)
+    bags = Bags(KEYS, [0, 6], np.ones(6, np.float32), combiner="sqrtn", max_norm=0.5, padding_key=0)
+    pooling, plain = pooling_of("a", bags, 6, (6,), False), pooling_of("a", Bags(KEYS, [0, 6]), 6, (6,), False)
     assert (pooling.combiner, pooling.max_norm, pooling.padding_key) == (Combiner.SQRTN, 0.5, 0)
-    assert bag_arrays(pooling)[3:] == (2, 0.5, True, 0)
-    plain = pooling_of("a", Bags(KEYS, [0, 6]), 6, (6,), False)
-    assert bag_arrays(plain)[3:] == (0, 0.0, False, 0)
-    assert (bag_arrays(plain)[2].size, bag_arrays(pooling)[2].size) == (0, 6)
+    assert [bag_arrays(one)[3:] for one in (pooling, plain)] == [(2, 0.5, True, 0), (0, 0.0, False, 0)]
+    assert [bag_arrays(one)[2].size for one in (pooling, plain)] == [6, 0]
 
 
-@pytest.mark.parametrize("size", [8, 9])
-def test_long_offsets_that_are_wrong_are_shown_in_part(size: int) -> None:
-    offsets = np.arange(size)[::-1]
-    with pytest.raises(InvalidInputError) as refused:
-        segments({"a": Bags(KEYS, offsets)})
-    shown = "[7, 6, 5, 4, 3, 2, 1, 0]" if size == 8 else "[8, 7, 6, 5]...[1, 0]"
-    assert f"got offsets {shown} for 6 keys" in str(refused.value)
+@pytest.mark.parametrize(("size", "shown"), [(8, "[7, 6, 5, 4, 3, 2, 1, 0]"), (9, "[8, 7, 6, 5]...[1, 0]")])
+def test_long_offsets_that_are_wrong_are_shown_in_part(size: int, shown: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(f"got offsets {shown} for 6 keys")):
+        segments({"a": Bags(KEYS, np.arange(size)[::-1])})
 
 
 class OnDevice:
@@ -81,15 +74,12 @@ def test_three_tables_share_the_columns_of_one_output() -> None:
 @pytest.mark.parametrize(
     ("given", "dtype", "expected"),
     [
-        ([1, 2], None, {"x": np.array([1, 2])}),
-        ([1.5, 2], None, {"x": np.array([1.5, 2], np.float32)}),
-        ([1, 2], np.float32, {"x": np.array([1, 2], np.float32)}),
-        ([1.5], np.float16, {"x": np.array([1.5], np.float16)}),
+        *[([1, 2], None, {"x": np.array([1, 2])}), ([1.5, 2], None, {"x": np.array([1.5, 2], np.float32)})],
+        *[([1, 2], np.float32, {"x": np.array([1, 2], np.float32)}), ([1.5], np.float16, {"x": np.array([1.5], np.float16)})],
         ([1.5], np.int64, {"x": np.array([1.5])}),  # not truncated: the network refuses it
         (np.array([1, 2], np.int32), np.int64, {"x": np.array([1, 2])}),
         (np.array([1, 2], np.int32), None, {"x": np.array([1, 2], np.int32)}),
-        (np.array([True]), np.float32, {"x": np.array([True])}),
-        (Bags([1, 2]), None, {"x": np.array([1, 2])}),
+        *[(np.array([True]), np.float32, {"x": np.array([True])}), (Bags([1, 2]), None, {"x": np.array([1, 2])})],
         (Bags([1, 2], [0, 2]), None, {"x": np.array([1, 2]), "x.offsets": np.array([0, 2])}),
         (
             Bags([1, 2], [0, 1], [0.5, 1], include_last_offset=False),

@@ -51,23 +51,17 @@ def segments(tables: Any, out: Any = None, *, on_cuda: bool = True, with_found: 
     return named_segments(tables, out, table_index, INDICES, SPECS, on_cuda=on_cuda, with_found=with_found)
 
 
-def test_device_tensors_become_segments_in_the_order_of_the_call(on_device: Any):
-    keys, out = {"b": on_device(3), "a": on_device(5)}, {"a": on_device(20), "b": on_device(12)}
-    made = segments(keys, out)
+def test_device_tensors_become_segments_in_the_order_of_the_call_and_are_left_to_the_cache(on_device: Any):
+    named, outs = {"b": on_device(3), "a": on_device(5)}, {"a": on_device(20), "b": on_device(12)}
+    made = segments(named, outs)
     assert [(s.table, s.n, s.found) for s in made] == [(1, 3, None), (0, 5, None)]
-    assert [s.keys for s in made] == list(keys.values())
-    assert [s.out for s in made] == [out["b"], out["a"]]
-
-
-def test_device_tensors_are_left_to_the_cache(on_device: Any):
+    assert [(s.keys, s.out) for s in made] == [(named[name], outs[name]) for name in "ba"]
     keys, out = on_device(3), on_device(12)
     one = tensor_segment(0, 4, keys, out, on_cuda=True, with_found=False)
     assert (one.keys, one.out, one.n) == (keys, out, 3)
     parts, _found = concatenated_segments(keys, [1, 2], out, [spec.dim for spec in SPECS], on_cuda=True, with_found=False)
-    assert [(p.keys.tensor, p.keys.start, p.out.tensor, p.out.start, p.n) for p in parts] == [
-        (keys, 0, out, 0, 1),
-        (keys, 1, out, 4, 2),
-    ]
+    found = [(p.keys.tensor, p.keys.start, p.out.tensor, p.out.start, p.n) for p in parts]
+    assert found == [(keys, 0, out, 0, 1), (keys, 1, out, 4, 2)]
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
@@ -99,26 +93,3 @@ def test_new_outputs_are_made_where_none_are_given():
 def test_what_does_not_fit_the_model_is_refused(tables: Any, out: Any, error: type[Exception], match: str):
     with pytest.raises(error, match=match):
         segments(tables, out)
-
-
-def test_a_host_tensor_is_exported_once():
-    """Adopting costs microseconds a tensor."""
-    exported = []
-
-    class Exporting:
-        def __init__(self, array: np.ndarray) -> None:
-            self.array = array
-
-        def __dlpack__(self, **arguments: Any) -> Any:
-            exported.append(self)
-            return self.array.__dlpack__(**arguments)
-
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return self.array.__dlpack_device__()
-
-    keys, out = Exporting(np.arange(3)), Exporting(np.zeros((3, 4), np.float32))
-    for on_cuda in (False, True):
-        exported.clear()
-        [segment] = segments({"a": keys}, {"a": out}, on_cuda=on_cuda)
-        assert segment.out.ctypes.data == out.array.ctypes.data
-        assert exported == [keys, out]

@@ -9,7 +9,7 @@ import pytest
 import hps
 from hps.testing.waiting import wait_until
 from tests.fakes.full_device import FullDevice
-from tests.ring1.lookup.test_lost_device import DIM, KEYS, check
+from tests.ring1.lookup.test_lost_device import KEYS, check
 from tests.ring1.lookup.test_lost_device import document as document
 from tests.ring1.lookup.test_lost_device import model as model
 from tests.ring1.lookup.test_lost_device import served as served  # fixtures
@@ -20,16 +20,15 @@ LOOKUP = {"tables": {"item": KEYS[:8].tolist()}}
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("kept", [False, True])
-def test_redis_alone_answers_without_the_device(served: Callable[..., hps.HPS], tmp_path: Path, kept: bool) -> None:
+def test_redis_alone_answers_without_the_device(served: Callable[..., hps.HPS], tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis:
         tier = {"type": "redis_cluster", "address": redis.address, "num_partitions": 2}
-        server = served({"volatile_db": tier})
-        if kept:
-            server = served({"volatile_db": {**tier, "initialize_after_startup": False}})
-        FullDevice.broken = True
-        check(server, 0)
-        server.close()
+        for more in ({}, {"initialize_after_startup": False}):  # loaded, and kept
+            FullDevice.broken = False
+            server = served({"volatile_db": {**tier, **more}})
+            FullDevice.broken = True
+            check(server, 0)
+            server.close()
 
 
 def failed(service: RunningService) -> tuple[float, str | None]:
@@ -37,25 +36,25 @@ def failed(service: RunningService) -> tuple[float, str | None]:
     return samples(service)[("hps_device_failed",)], service.client.get("/v2/health/ready").json().get("degraded")
 
 
+def ask(service: RunningService) -> Any:
+    return service.client.post("/v1/models/shop/lookup", json=LOOKUP)
+
+
+PATHS = (
+    "/v1/models /v2/models/shop /v2/models/shop/versions/1 /v2/models/shop/stats /v1/stats /v1/models/shop/tables/item/rows/3"
+)
+
+
 def test_the_service_says_that_it_is_degraded(document: dict[str, Any]) -> None:
     with running_service(document) as service:
-        ready = service.client.get("/v2/health/ready")
-        assert (ready.status_code, ready.json()) == (200, {"ready": True})
         assert failed(service) == (0, None)
-        before = service.client.post("/v1/models/shop/lookup", json=LOOKUP).json()
+        before = ask(service).json()
         FullDevice.broken = True
         degraded = "device cpu is lost: an illegal memory access was encountered; restart the service"
         assert failed(service) == (1, degraded)  # no lookup has met it yet
-        for path in (
-            "/v1/models",
-            "/v2/models/shop",
-            "/v2/models/shop/versions/1",
-            "/v2/models/shop/stats",
-            "/v1/stats",
-            "/v1/models/shop/tables/item/rows/3",
-        ):
+        for path in ("/v1/models", *PATHS.split()):
             assert service.client.get(path).status_code == 200, path
-            answer = service.client.post("/v1/models/shop/lookup", json=LOOKUP)
+            answer = ask(service)
             assert (answer.status_code, answer.json()) == (200, before)
         [version] = service.client.get("/v1/models").json()["models"][0]["versions"]
         assert set(version["size_bytes"]) == {"volatile_db", "persistent_db"}
@@ -65,49 +64,28 @@ def test_the_service_says_that_it_is_degraded(document: dict[str, Any]) -> None:
         assert failed(service) == (0, None)
 
 
-@pytest.mark.parametrize("query", ["", "?strict=false"])
-def test_it_says_so_also_while_another_model_is_not_ready(model: dict[str, Any], tmp_path: Path, query: str) -> None:
+def test_it_says_so_also_while_another_model_is_not_ready(model: dict[str, Any], tmp_path: Path) -> None:
     missing = {**model, "model": "ads", "sparse_files": [str(tmp_path / "nowhere")]}
     with running_service(document_of(model, missing), ready=False) as service:
-        ready = lambda: service.client.get(f"/v2/health/ready{query}")  # noqa: E731 - asked again
+        ready = lambda query="": service.client.get(f"/v2/health/ready{query}")  # noqa: E731 - asked again
         wait_until(lambda: "1 of 2 models failed" in ready().json().get("reason", ""), "one has failed")
         FullDevice.broken = True
-        assert "device cpu is lost" in ready().json()["degraded"]
-        assert ready().status_code == (200 if query else 503)
-
-
-def test_an_error_of_the_device_fails_its_request_and_nothing_else(
-    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FullDevice, "failure", None)
-    with running_service(document) as service:
-        FullDevice.broken = True
-        answer = service.client.post("/v1/models/shop/lookup", json=LOOKUP)
-        assert answer.status_code == 503
-        assert "illegal memory access" in answer.json()["error"]
-        row = {"keys": [1], "vectors": [[1.0] * DIM]}
-        answer = service.client.post("/v1/models/shop/tables/item/rows", json=row)
-        assert answer.status_code == 503
-        assert "illegal memory access" in answer.json()["error"]
-        FullDevice.broken = False
-        assert service.client.post("/v1/models/shop/lookup", json=LOOKUP).status_code == 200
-        assert failed(service) == (0, None)
+        for query, status in (("", 503), ("?strict=false", 200)):
+            assert "device cpu is lost" in ready(query).json()["degraded"]
+            assert ready(query).status_code == status
 
 
 def test_a_model_that_no_database_can_answer_is_not_ready(document: dict[str, Any], model: dict[str, Any]) -> None:
     cached = {**model, "model": "cached", "embedding_cache_type": "stochastic"}
     with running_service({**document, "models": [*document["models"], cached]}) as service:
-        assert service.client.get("/v2/models/cached/ready").status_code == 200
         FullDevice.broken = True
         reason = "device cpu is lost (an illegal memory access was encountered), and no database holds every row"
         for query in ("", "?strict=false"):
             ready = service.client.get(f"/v2/health/ready{query}")
-            assert ready.status_code == 503
-            assert ready.json()["reason"] == f"model 'cached': {reason}; restart the service"
+            assert (ready.status_code, ready.json()["reason"]) == (503, f"model 'cached': {reason}; restart the service")
         assert samples(service)[("hps_ready",)] == 0
         answer = service.client.get("/v2/models/cached/ready")
         assert (answer.status_code, reason in answer.json()["error"]) == (503, True)
-        assert service.client.get("/v2/models/shop/ready").status_code == 200
-        assert service.client.post("/v1/models/shop/lookup", json=LOOKUP).status_code == 200
+        assert service.client.get("/v2/models/shop/ready").status_code == ask(service).status_code == 200
         FullDevice.broken = False
         assert service.client.get("/v2/health/ready").json() == {"ready": True}

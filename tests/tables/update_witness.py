@@ -63,10 +63,7 @@ def lookups(server: hps.HPS, client: httpx.Client) -> dict[str, tuple[int, Looku
     return {
         "lookup": (LOOKED_UP, lambda keys: server.lookup(keys, "shop", "item")),
         "lookup_tables": (LOOKED_UP, lambda keys: server.lookup_tables({"item": keys}, "shop")["item"]),
-        "lookup_concatenated": (
-            LOOKED_UP,
-            into(lambda keys, out: server.lookup_concatenated(keys, [keys.size], out, "shop")),
-        ),
+        "lookup_concatenated": (LOOKED_UP, into(lambda keys, out: server.lookup_concatenated(keys, [keys.size], out, "shop"))),
         "lookup_fromdlpack": (LOOKED_UP, into(lambda keys, out: server.lookup_fromdlpack(keys, out, "shop", 0))),
         "row": (1, lambda keys: server.row(int(keys[0]), "shop", "item").vector[None]),
         "HTTP, binary": (BY_HTTP, by_http),

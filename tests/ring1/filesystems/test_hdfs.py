@@ -11,8 +11,6 @@ from hps.filesystems.hdfs import HdfsFileSystem
 from hps.filesystems.hdfs_connections import HdfsAddress, hdfs_address
 from hps.filesystems.hdfs_errors import hdfs_failure
 
-# -- addresses ----------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("uri", "authority", "path"),
@@ -49,8 +47,6 @@ def test_a_name_that_no_file_can_have_is_a_model_file_error(uri: str) -> None:
             call(uri)
 
 
-# -- failures -----------------------------------------------------------------------------------------------------
-
 _HADOOP = "org.apache.hadoop"
 _TRACE = "\\n\\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.getBlockLocations(FSNamesystem.java:1799)"
 
@@ -78,11 +74,7 @@ _TRACE = "\\n\\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.getBlockL
             "kinit",
         ),
         (RuntimeError("NoSASLMechanism"), ModelFileError, "kinit"),
-        (
-            RuntimeError(f'RPCError("{_HADOOP}.hdfs.server.namenode.SafeModeException", "x")'),
-            ModelSourceError,
-            "safe mode",
-        ),
+        (RuntimeError(f'RPCError("{_HADOOP}.hdfs.server.namenode.SafeModeException", "x")'), ModelSourceError, "safe mode"),
         (RuntimeError(f'RPCError("{_HADOOP}.ipc.StandbyException", "x")'), ModelSourceError, "name the nameservice"),
         (
             RuntimeError(f'RPCError("{_HADOOP}.hdfs.server.namenode.NotReplicatedYetException", "x")'),

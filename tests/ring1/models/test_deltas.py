@@ -59,9 +59,6 @@ def persistent(tmp_path: Path) -> Iterator[Any]:
         yield database
 
 
-# -- content ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loaded", [[], ["1"], ["2"], ["1", "2"]])
 def test_a_delta_equals_a_version_with_all_rows_wherever_its_base_comes_from(
     versions: Versions, persistent: Any, loaded: list[str]
@@ -156,9 +153,6 @@ def test_a_delta_of_a_dense_table_is_dense_unless_a_database_below_is_copied(
     database.close()
 
 
-# -- what is read -----------------------------------------------------------------------------------------------------
-
-
 def test_the_rows_that_a_base_shares_do_not_cross_the_network_twice(versions: Versions, persistent: Any) -> None:
     with gates("counted") as (gate,):
         root = {"root": "gate://counted"}
@@ -239,9 +233,6 @@ def test_a_base_that_is_modified_while_it_is_copied_does_not_count(
     assert held_of(persistent, "2") == versions.expected("2")
 
 
-# -- bases in memory --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("answers", "same_files", "there", "copied"),
     [
@@ -287,9 +278,6 @@ def test_a_share_of_a_delta_has_the_last_row_of_each_of_its_keys(tmp_path: Path)
         assert report.model.rows == ROWS + CHANGED.size  # the files, as no database has every row
 
 
-# -- warm-up ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("databases", "capacity"), [([PersistentMemoryDatabase], 140), ([MemoryDatabase], 700), ([], 2000)])
 def test_a_cache_is_warmed_with_the_rows_of_the_delta(
     versions: Versions, databases: list[Callable[[], Database]], capacity: int
@@ -307,9 +295,6 @@ def test_a_cache_is_warmed_with_the_rows_of_the_delta(
     cache.create_lookup().query([Segment(0, keys, out, found)])
     assert found.sum() == cache.stats(0).resident_rows > 0.7 * min(capacity, len(expected))
     assert {int(k): v.tobytes() for k, v in zip(keys[found], out[found], strict=True)}.items() <= expected.items()
-
-
-# -- what is noticed --------------------------------------------------------------------------------------------------
 
 
 def test_a_changed_base_is_noticed_and_loaded_again(versions: Versions, persistent: Any) -> None:
@@ -393,9 +378,6 @@ def test_files_that_somebody_writes_are_not_merged(versions: Versions) -> None:
     assert held_of(database, "2") == versions.expected("2")
 
 
-# -- failures ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_base_that_is_nowhere_is_an_error_before_anything_is_changed(versions: Versions) -> None:
     database = PersistentMemoryDatabase()
     (Path(versions.place) / "1" / "item" / "key").unlink()
@@ -446,9 +428,6 @@ def test_keys_beyond_32_bits_are_found_in_the_delta_too(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=f"row 0 has key {2**32}"):
         versions.load("3", [database], int32_keys=True)
     assert database.told == []
-
-
-# -- chains -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,6 @@ def hash_map() -> Iterator[HashMapDatabase]:
     database.close()
 
 
-# -- files that are the same, and files that are not ---------------------------------------------------------------------
-
-
 def test_files_that_were_only_touched_are_compared_once_and_not_loaded_again(
     source: str, rocks: RocksDatabase, hash_map: HashMapDatabase, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,9 +157,6 @@ def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, rock
     assert held(rocks) == FILES
 
 
-# -- checksums and batches -----------------------------------------------------------------------------------------------
-
-
 def checksum_of(keys: KeyArray, vectors: FloatArray) -> str:
     return extended("", keys, vectors)
 
@@ -243,9 +237,6 @@ def test_what_was_gathered_and_not_loaded_is_not_counted(source: str) -> None:
     assert held(database) == content(KEYS[: 8 * CHUNK_ROWS], VECTORS[: 8 * CHUNK_ROWS])
 
 
-# -- force ---------------------------------------------------------------------------------------------------------------
-
-
 def test_online_updates_stay_without_force_and_go_with_it(source: str, rocks: RocksDatabase, hash_map: HashMapDatabase) -> None:
     rocks.open_table(TAG, DIM)
     rocks.insert(TAG, np.arange(10**15, 10**15 + 1), np.ones((1, DIM), np.float32))  # of unknown origin
@@ -293,9 +284,6 @@ def test_force_needs_usable_files_before_it_empties_anything(source: str, rocks:
     with pytest.raises(hps.errors.ModelFileError):
         load_table(TABLE, source, [rocks], force=True)
     assert held(rocks) == updated
-
-
-# -- the whole server ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -66,9 +66,6 @@ def model_dir(tmp_path: Path) -> Path:
     return write_raw(tmp_path / "item.model", *rows_of(100))
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("chunk_rows", "start_row"), [(1, 0), (7, 50), (99, 1), (100, 0), (10**9, 99), (101, 100)])
 def test_chunks_cover_the_rows_from_the_start_row_once(model_dir: Path, chunk_rows: int, start_row: int) -> None:
     model = open_sparse_model(model_dir, DIM)
@@ -91,9 +88,6 @@ def test_a_chunk_is_of_bounded_size_whatever_the_dimension(tmp_path: Path, monke
     assert [keys.size for keys, _ in chunks_of(model)] == [1] * 5
 
 
-# -- fingerprint ------------------------------------------------------------------------------------------------------
-
-
 def test_the_fingerprint_is_the_same_however_the_place_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model_dir.parent)
     names = [model_dir, str(model_dir), f"{model_dir}/", "item.model", "./x/../item.model"]
@@ -111,9 +105,6 @@ def test_the_fingerprint_changes_with_files_place_and_dimension(model_dir: Path,
     (model_dir / "key").write_bytes(keys[:50].tobytes())
     prints.append(open_sparse_model(model_dir, 2 * DIM).fingerprint)
     assert len(set(prints)) == len(prints)
-
-
-# -- what is refused when a model is opened ---------------------------------------------------------------------------
 
 
 Damage = Callable[[Path], object] | dict[str, bytes | None]
@@ -199,17 +190,11 @@ def test_a_meta_file_of_the_right_size_and_what_hugectr_leaves_beside_are_accept
     assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(100))
 
 
-# -- places -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", ["C:\\models\\item", "/models/v1:2/item", "v1/a:b", "", ".", "a\0b", "x" * 5000])
 def test_a_local_path_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelFileError):
         open_sparse_model(source, DIM)
-
-
-# -- files that change while they are read ----------------------------------------------------------------------------
 
 
 def started(directory: Path) -> tuple[SparseModel, Iterator[tuple[KeyArray, FloatArray]]]:
@@ -254,9 +239,6 @@ def test_a_model_replaced_between_opening_and_reading_is_noticed(model_dir: Path
         next(chunks_of(model))
 
 
-# -- 32-bit serving ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", [-1, 1 << 32, INT64.min, INT64.max])
 @pytest.mark.parametrize("row", [0, 57, 99])
 def test_a_key_that_32_bit_serving_cannot_have_is_refused_before_the_first_row(tmp_path: Path, key: int, row: int) -> None:
@@ -282,9 +264,6 @@ def test_keys_of_the_whole_uint32_range_are_served(tmp_path: Path) -> None:
     keys = np.array([0, 1, 2**31, 2**32 - 1], np.int64)
     model = open_sparse_model(write_raw(tmp_path / "m", keys, rows_of(4)[1]), DIM, int32_keys=True)
     assert_same(read_all(model), (keys, rows_of(4)[1]))
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def test_written_files_are_hugectrs(tmp_path: Path) -> None:
@@ -448,9 +427,6 @@ def test_a_reader_sees_a_whole_model_at_any_moment_of_overwriting(tmp_path: Path
         write_sparse_model(tmp_path / "m", chunks(sizes[size]), overwrite=True)
     assert seen == {10, 11}
     assert_same(read_all(open_sparse_model(tmp_path / "m", DIM)), sizes[11])
-
-
-# -- the sample model -------------------------------------------------------------------------------------------------
 
 
 def test_sample_vectors_follow_their_formula() -> None:

@@ -155,9 +155,6 @@ def test_a_file_system_is_made_once(sources: ModelSources, store: Store) -> None
     assert ModelSources().locate("store://other")[0] is not store
 
 
-# -- a remote model ---------------------------------------------------------------------------------------------------
-
-
 def test_a_chunk_is_read_in_parts_that_cover_it_once(sources: ModelSources, store: Store) -> None:
     assert write_sparse_model("store://models/item", sample_chunks(1000, DIM, 3), sources=sources) == 1000
     assert store.list("store://models/item") == ["emb_vector", "key"]

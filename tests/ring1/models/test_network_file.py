@@ -126,9 +126,6 @@ def test_a_manifest_with_another_network_is_refused(version: Path) -> None:
         network(version)
 
 
-# -- whose network a version has --------------------------------------------------------------------------------------
-
-
 def test_a_delta_has_its_own_network_or_that_of_its_base(tmp_path: Path) -> None:
     hps.write_version(tmp_path / "1", ROWS, network=(SAID, b"first"))
     hps.write_version(tmp_path / "2", ROWS, delta_of="1")

@@ -37,9 +37,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return asked
 
 
-# -- versions ---------------------------------------------------------------------------------------------------------
-
-
 def test_versions_are_directories_with_positive_numbers_in_their_order(tmp_path: Path, asked: Counter[str]) -> None:
     ignored = ["0", "01", "-1", "+1", "1.5", "1e3", "٣", "²", "v4", "4 ", ".5.x.tmp", "5.tmp", "latest", "9" * 5000]
     for name in ["10", "9", "2", "123456789012345678", *(name for name in ignored if len(name) < 200)]:
@@ -68,9 +65,6 @@ def test_a_model_without_versions_has_none_and_an_absent_one_is_an_error(tmp_pat
     for find in (list_versions, list_models):
         with pytest.raises(ModelFileNotFoundError, match="absent"):
             find(str(tmp_path / "absent"), ModelSources())  # type: ignore[operator]
-
-
-# -- manifests --------------------------------------------------------------------------------------------------------
 
 
 def test_a_manifest_says_what_a_version_is(tmp_path: Path) -> None:
@@ -152,9 +146,6 @@ def test_positions_are_found_beside_directories_that_are_configured_one_by_one(
     if manifest:
         put(tmp_path / "1" / "version.json", manifest)
     assert log_starts_beside([f"{tmp_path}/{place}" for place in places], ModelSources()) == found
-
-
-# -- repositories -----------------------------------------------------------------------------------------------------
 
 
 def test_the_models_of_a_repository_are_found_and_a_broken_one_hides_no_other(tmp_path: Path, asked: Counter[str]) -> None:

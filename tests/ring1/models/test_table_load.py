@@ -65,9 +65,6 @@ class BoundedMemory(MemoryDatabase):
         return TableStats(rows, rows * DIM * 4, -1, self.capacity_rows)
 
 
-# -- a whole load -----------------------------------------------------------------------------------------------------
-
-
 def test_every_database_gets_every_row_bit_for_bit_in_one_pass_over_the_files(source: str) -> None:
     volatile, persistent, progress = MemoryDatabase(), PersistentMemoryDatabase(), Events()
     with gates("counted") as (gate,):
@@ -132,9 +129,6 @@ def test_memory_is_bounded_whatever_the_rows(tmp_path: Path, monkeypatch: pytest
     finally:
         tracemalloc.stop()
     assert (2 << 20) < peak < (4 << 20)
-
-
-# -- what is already there --------------------------------------------------------------------------------------------
 
 
 def test_a_whole_table_is_skipped(source: str) -> None:
@@ -221,9 +215,6 @@ def test_a_table_of_another_width_is_an_error_and_stays(source: str) -> None:
     assert persistent.size(TAG) == 5
 
 
-# -- initialize_after_startup and initial_cache_rate --------------------------------------------------------------------
-
-
 def test_a_database_to_keep_is_opened_and_not_loaded(source: str) -> None:
     volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
     report = load_table(TABLE, source, [persistent], keep=[volatile])
@@ -276,9 +267,6 @@ def test_a_hash_map_with_a_margin_and_rocksdb_get_theirs(source: str, tmp_path: 
         volatile.close()
         persistent.close()
     assert "cached 200 / 1000 embeddings in volatile database (hash_map); load: 200 / 400 (50.00%)." in caplog.text
-
-
-# -- dense tables --------------------------------------------------------------------------------------------------------
 
 
 def dense_rows_of(database: HashMapDatabase, tag: str = TAG) -> int:
@@ -353,9 +341,6 @@ def test_a_load_of_a_dense_hash_map_that_is_stopped_is_completed_by_the_next(
     database.close()
 
 
-# -- the persistent database is the authority --------------------------------------------------------------------------
-
-
 def test_a_volatile_database_gets_the_files_or_what_was_updated_online(source: str) -> None:
     persistent, volatile, share = PersistentMemoryDatabase(), MemoryDatabase(), MemoryDatabase()
     load_table(TABLE, source, [persistent])
@@ -387,9 +372,6 @@ def test_a_new_version_of_the_files_replaces_online_updates(source: str) -> None
     write_sparse_model(source, (KEYS, -VECTORS), overwrite=True)
     assert not load_table(TABLE, source, [volatile, persistent]).differs
     assert held(volatile) == held(persistent) == content(KEYS, -VECTORS)
-
-
-# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str) -> None:
@@ -530,9 +512,6 @@ def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.Mon
     for thread in threading.enumerate():
         if thread.name.startswith("hps-model-reader"):
             thread.join(30)
-
-
-# -- log lines --------------------------------------------------------------------------------------------------------
 
 
 def test_hugectrs_log_lines_are_kept(source: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,23 +15,9 @@ from hps.models.writer import write_sparse_model
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray
 from tests.fakes.memory_database import MemoryDatabase
-from tests.tables.table_loads import (
-    CHUNK_ROWS,
-    DIM,
-    KEYS,
-    ROWS,
-    TABLE,
-    TAG,
-    VECTORS,
-    content,
-    readers,
-    rows_of,
-)
+from tests.tables.table_loads import CHUNK_ROWS, DIM, KEYS, ROWS, TABLE, TAG, VECTORS, content, readers, rows_of
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-
-
-# -- warm-up ----------------------------------------------------------------------------------------------------------
 
 
 def lookup(cache: NumpyCache, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:

@@ -41,14 +41,9 @@ class TestGcsFileSystem(ObjectStoreContract):
     )
 
 
-# -- addresses ----------------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_in_no_bucket_need_not_be_removed(filesystem: GcsFileSystem) -> None:
     filesystem.delete("gs://no-such-bucket/model/key")
 
-
-# -- uploads ------------------------------------------------------------------------------------------------------------------
 
 CHUNK = 1 << 18
 
@@ -94,9 +89,6 @@ def test_a_small_file_takes_one_request(server: GcsServer, bucket: str) -> None:
         writer.commit()
         assert len(proxy.requests) == 1
     assert server.get(f"gs://{bucket}/file") == noise(100_000)
-
-
-# -- connections, endpoint, credentials ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["http://127.0.0.1:{}", "127.0.0.1:{}"])

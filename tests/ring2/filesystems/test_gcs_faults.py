@@ -71,9 +71,6 @@ class TestGcs(ObjectStoreFaults):
         return query(request).get("ifGenerationMatch")
 
 
-# -- answers ------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_reason_that_passes_is_tried_again_and_in_the_end_told(
     proxy: MisbehavingProxy, patient: GcsFileSystem, file: str
 ) -> None:
@@ -100,8 +97,6 @@ def test_a_compressed_object_is_refused(proxy: MisbehavingProxy, patient: GcsFil
     with pytest.raises(ModelFileError, match=r"Content-Encoding gzip.*upload it without compression"):
         patient.status(file)
 
-
-# -- permission and credentials -----------------------------------------------------------------------------------------------
 
 ANONYMOUS = "Anonymous caller does not have storage.objects.get access to the Google Cloud Storage object."
 
@@ -259,9 +254,6 @@ def test_a_search_for_credentials_that_gets_no_answer_ends_at_the_deadline(monke
     assert 1 <= len(asked) <= 2
 
 
-# -- uploads ------------------------------------------------------------------------------------------------------------------
-
-
 class Uploads:
     """Resumable uploads as documented: https://cloud.google.com/storage/docs/performing-resumable-uploads
 
@@ -318,9 +310,7 @@ def uploads(proxy: MisbehavingProxy, monkeypatch: pytest.MonkeyPatch) -> Uploads
 
 
 @pytest.mark.parametrize(
-    ("kept", "fault"),
-    [(None, Drop()), (0, refusal(503, "backendError", "Try again")), (CHUNK, Drop())],
-    ids=name_of,
+    ("kept", "fault"), [(None, Drop()), (0, refusal(503, "backendError", "Try again")), (CHUNK, Drop())], ids=name_of
 )
 def test_an_upload_goes_on_where_the_service_stands(
     patient: GcsFileSystem, uploads: Uploads, kept: int | None, fault: Fault

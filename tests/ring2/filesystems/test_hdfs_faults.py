@@ -23,8 +23,6 @@ from tests.tables.models_in_stores import ModelsInStores
 
 pytestmark = pytest.mark.hdfs
 
-# -- models -------------------------------------------------------------------------------------------------------
-
 
 class TestModelsInHdfs(ModelsInStores):
     store = HdfsFileSystem
@@ -57,9 +55,6 @@ def test_what_the_user_may_not_read_is_refused_and_the_user_named(
         write_sparse_model(f"{root}/mine", (KEYS, VECTORS), sources=ModelSources(PATIENT))
 
 
-# -- a NameNode that is not there ---------------------------------------------------------------------------------
-
-
 def test_a_namenode_that_does_not_run_is_an_error_after_some_attempts() -> None:
     uri = f"hdfs://127.0.0.1:{free_ports(1)[0]}/models/item"
     with pytest.raises(ModelSourceError, match=rf"{uri}/key: nothing listens there; check that host .* \(tried 3 times in"):
@@ -90,9 +85,6 @@ def test_a_uri_without_a_host_needs_hadoops_configuration(monkeypatch: pytest.Mo
         open_sparse_model("hdfs:///m", DIM, sources=ModelSources(THRICE))
 
 
-# -- a NameNode that refuses --------------------------------------------------------------------------------------
-
-
 def test_in_safe_mode_models_are_read_and_none_is_written(cluster: HdfsCluster, model: str, root: str) -> None:
     cluster.set_safe_mode(True)
     try:
@@ -103,15 +95,9 @@ def test_in_safe_mode_models_are_read_and_none_is_written(cluster: HdfsCluster, 
         cluster.set_safe_mode(False)
 
 
-# -- Hadoop's configuration ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("uri", "variable", "place"),
-    [
-        ("hdfs://shop/lasting/item", "HADOOP_CONF_DIR", "etc/hadoop"),
-        ("hdfs:///lasting/item", "HADOOP_HOME", ""),
-    ],
+    [("hdfs://shop/lasting/item", "HADOOP_CONF_DIR", "etc/hadoop"), ("hdfs:///lasting/item", "HADOOP_HOME", "")],
 )
 def test_a_nameservice_is_found_in_hadoops_configuration_and_its_dead_namenode_passed_over(
     model: str, nameservice: Callable[[str], Path], uri: str, variable: str, place: str

@@ -47,9 +47,6 @@ class TestS3FileSystem(ObjectStoreContract):
     )
 
 
-# -- addresses -----------------------------------------------------------------------------------------------------
-
-
 def test_a_dotted_bucket_is_served(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
     dotted = f"{bucket}.with.dots"
     server.client.create_bucket(Bucket=dotted)
@@ -69,9 +66,6 @@ def test_the_environment_names_the_endpoint_where_the_settings_do_not(
 def test_what_is_in_no_bucket_cannot_be_removed(filesystem: S3FileSystem) -> None:
     with pytest.raises(ModelFileNotFoundError, match="there is no bucket 'no-such-bucket' at 127"):
         filesystem.delete("s3://no-such-bucket/model/key")
-
-
-# -- connections, configuration ---------------------------------------------------------------------------------
 
 
 def test_without_credentials_the_cure_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

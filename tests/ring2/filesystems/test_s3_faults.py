@@ -10,17 +10,7 @@ from hps.filesystems.s3 import S3FileSystem
 from hps.models.files import open_sparse_model
 from hps.models.manifest import write_file
 from hps.testing.filesystems import noise
-from tests.servers.misbehaving_proxy import (
-    Answer,
-    Before,
-    Drop,
-    Fault,
-    MisbehavingProxy,
-    Request,
-    after,
-    always,
-    first,
-)
+from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, MisbehavingProxy, Request, after, always, first
 from tests.servers.s3_server import S3Server, know_only_moto, s3_server
 from tests.tables.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, read, sources_at
 
@@ -63,9 +53,6 @@ class TestS3(ObjectStoreFaults):
 
     def condition(self, request: Request) -> str | None:
         return request.headers["If-Match"]
-
-
-# -- failures that pass --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", ["SlowDown", "InternalError", "RequestTimeout", "OperationAborted", "Throttling", "Other"])
@@ -112,9 +99,6 @@ def test_a_commit_of_an_upload_that_somebody_ended_is_an_error(
     assert server.get(file) == noise(SIZE)
 
 
-# -- failures that do not pass -------------------------------------------------------------------------------------
-
-
 def test_a_failed_write_leaves_the_old_object_and_no_parts(
     proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
 ) -> None:
@@ -123,9 +107,6 @@ def test_a_failed_write_leaves_the_old_object_and_no_parts(
         write_file(patient, file, noise(17_000_000))
     assert server.get(file) == noise(SIZE)
     assert "Uploads" not in server.client.list_multipart_uploads(Bucket=file.split("/")[2])
-
-
-# -- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -195,18 +176,12 @@ def test_what_is_no_s3_is_an_error(proxy: MisbehavingProxy, patient: S3FileSyste
             OPERATIONS[operation](patient, file)
 
 
-# -- what was asked for, and nothing else --------------------------------------------------------------------------
-
-
 def test_a_write_that_ends_as_another_object_is_an_error(
     proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
 ) -> None:
     proxy.rule = always(Before(lambda: server.put(file, b"another's")), lambda request: request.method == "HEAD")
     with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*expected 5 bytes.*another writer"):
         write_file(patient, file, b"ours.")
-
-
-# -- models --------------------------------------------------------------------------------------------------------
 
 
 def test_an_address_with_secrets_is_refused_without_them(server: S3Server) -> None:

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.errors import (
-    DatabaseLockedError,
-    ModelSourceError,
-)
+from hps.errors import DatabaseLockedError, ModelSourceError
 from hps.service.lifecycle import Lifecycle
 from hps.testing.waiting import wait_until
 from tests.fakes.gated_file_system import WAIT_S, gates

@@ -20,8 +20,6 @@ from hps.errors import (
     ModelFileError,
     ModelFileNotFoundError,
 )
-from hps.filesystems import local
-from hps.filesystems.local import LocalFileSystem
 from hps.ground.hashing import mix
 from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
 from hps.models.sample import sample_chunks, sample_vectors
@@ -233,27 +231,6 @@ def test_written_files_are_hugectrs(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "m" / "emb_vector").read_bytes() == vectors.astype("<f4").tobytes()
     assert sorted(os.listdir(tmp_path / "new" / "m")) == ["emb_vector", "key"]
     assert os.listdir(tmp_path / "new") == ["m"]
-
-
-def test_elsewhere_a_model_that_is_overwritten_has_no_keys_until_it_is_whole(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = []
-
-    def noted(call: Callable[..., None]) -> Callable[..., None]:
-        def step(*args: Any) -> None:
-            call(*args)
-            there = (model_dir / "key").exists()
-            steps.append([(model_dir / name).read_bytes() for name in ("key", "emb_vector")] if there else [])
-
-        return step
-
-    monkeypatch.setattr(LocalFileSystem, "is_local", False)
-    monkeypatch.setattr(LocalFileSystem, "delete", noted(LocalFileSystem.delete))
-    monkeypatch.setattr(local._LocalWriter, "commit", noted(local._LocalWriter.commit))
-    rows = rows_of(100, seed=2)
-    write_sparse_model(model_dir, rows, overwrite=True)
-    assert steps == [[], [], [array.tobytes() for array in rows]]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -67,12 +67,12 @@ def test_versions_without_a_manifest_are_hidden_where_one_is_required(tmp_path: 
 
 def test_a_manifest_says_what_a_version_is_and_its_files_are_below_it(tmp_path: Path) -> None:
     assert read_manifest(str(tmp_path / "2"), ModelSources()) is None
-    sizes = {
+    files = {
         "item/key": {"size_bytes": 16, "crc32": "00ff00ff"},
         "./user/emb/../key": {"size_bytes": 8},
         "x": {"size_bytes": 1},
     }
-    put(tmp_path / "2" / "version.json", {"delta_of": "12", "note": "Tuesday's", "files": said})
+    put(tmp_path / "2" / "version.json", {"delta_of": "12", "note": "Tuesday's", "files": files})
     manifest = read_manifest(str(tmp_path / "2"), ModelSources())
     assert manifest is not None
     assert (manifest.delta_of, manifest.note) == ("12", "Tuesday's")

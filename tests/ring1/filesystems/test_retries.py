@@ -44,13 +44,18 @@ def test_what_passes_is_tried_again(pauses: list[float]) -> None:
     assert all(0.05 * 2**i <= pause <= 0.1 * 2**i for i, pause in enumerate(pauses))
 
 
-@pytest.mark.parametrize(
-    ("attempts", "said"), [(1, r"failure, 9 to come \(tried once"), (3, r"7 to come \(tried 3 times in [\d.]+ s")]
-)
-def test_attempts_are_bounded_and_the_error_says_how_many(pauses: list[float], attempts: int, said: str) -> None:
-    with pytest.raises(ModelSourceError, match=said):
-        retried(ModelSourceConfig(max_attempts=attempts), failing(10))
-    assert len(pauses) == attempts - 1
+def test_attempts_are_bounded_have_one_deadline_and_the_error_says_how_many(pauses: list[float]) -> None:
+    for attempts, said in ((1, r"failure, 9 to come \(tried once"), (3, r"7 to come \(tried 3 times in [\d.]+ s")):
+        told, fail = [], failing(10)
+        with pytest.raises(ModelSourceError, match=said):
+            retried(
+                ModelSourceConfig(max_attempts=attempts, deadline_s=50),
+                lambda one, told=told, fail=fail: (told.append(one), fail(one)),
+            )
+        assert len(told) == attempts
+        assert len(set(told)) == 1
+    assert len(pauses) == 2
+    assert told[0] == pytest.approx(150)  # the clock began at 100
 
 
 def test_time_is_bounded(pauses: list[float]) -> None:
@@ -65,18 +70,6 @@ def test_what_cannot_pass_is_not_tried_again(pauses: list[float], error: type[Ex
     with pytest.raises(error, match="failure, 8 to come"):
         retried(ModelSourceConfig(), failing(9, error))
     assert pauses == []
-
-
-def test_each_attempt_is_given_the_same_deadline(pauses: list[float]) -> None:
-    told = []
-
-    def attempt(deadline: float) -> None:
-        told.append(deadline)
-        raise ModelSourceError("no")
-
-    with pytest.raises(ModelSourceError):
-        retried(ModelSourceConfig(max_attempts=4, deadline_s=50), attempt)
-    assert told == [150.0] * 4  # the clock began at 100
 
 
 def test_an_attempt_that_has_ended_writes_no_more(pauses: list[float]) -> None:

@@ -62,7 +62,12 @@ def rpc_error(name: str, said: str = "x") -> RuntimeError:
             RuntimeError(f"RPC error: {_HADOOP}.security.AccessControlException Permission denied: user=u"),
             *(ModelFileError, "Permission denied: user=u; let this user"),
         ),
-        (rpc_error("security.AccessControlException", "SIMPLE authentication is not enabled."), ModelFileError, "kinit"),
+        (
+            RuntimeError(
+                f'FatalRPCError("{_HADOOP}.security.AccessControlException", "SIMPLE authentication is not enabled.")'
+            ),
+            *(ModelFileError, "kinit"),
+        ),
         (RuntimeError("NoSASLMechanism"), ModelFileError, "kinit"),
         (rpc_error("hdfs.server.namenode.SafeModeException"), ModelSourceError, "safe mode"),
         (rpc_error("ipc.StandbyException"), ModelSourceError, "name the nameservice"),

@@ -137,7 +137,9 @@ CHAIN = ("int8", "float16", "float32", "bfloat16")
 class TestFormatChange:
     """A version gets tables of another format, with what was written online; the rows of the files are those of the files."""
 
-    def test_writes_go_along_while_it_serves(self, tmp_path, place):
+    @pytest.mark.parametrize("persistent", [True, False])
+    def test_writes_go_along_while_it_serves(self, tmp_path, persistent):
+        place = Place(tmp_path, "float32", **(rocks_db(tmp_path) if persistent else {}))
         with place.opened() as server:
             written = modify(server)
             for step, row_dtype in enumerate(CHAIN):
@@ -146,22 +148,12 @@ class TestFormatChange:
                 written = stored(written, row_dtype)
                 written[50 + step] = step
                 server.insert(KEYS[50 + step : 51 + step], written[50 + step : 51 + step], "shop", "item")
-        assert len(tags_in(tmp_path)) == 1
-        with place.opened() as server:
-            check_modified(server, place, written, CHAIN[-1])
-
-    def test_writes_go_along_over_restarts(self, tmp_path):
-        """The second start in a format finds what the first one left."""
-        place = Place(tmp_path, "float32", volatile_db={"type": "disabled"}, **rocks_db(tmp_path))
-        with place.opened() as server:
-            written = modify(server)
-        for row_dtype in ("int8", "int8", "float16"):
-            with place.opened(row_dtype) as server:
-                check_modified(server, place, written, row_dtype)
+        if persistent:
             assert len(tags_in(tmp_path)) == 1
-            written = stored(written, row_dtype)
+            with place.opened() as server:
+                check_modified(server, place, written, CHAIN[-1])
 
-    def test_without_online_writes_it_is_loaded_from_the_files(self, tmp_path, place):
+    def test_without_online_writes_or_by_force_it_is_loaded_from_the_files(self, tmp_path, place):
         with place.opened() as server:
             for row_dtype in CHAIN[:2]:
                 place.change(server, row_dtype)
@@ -170,6 +162,10 @@ class TestFormatChange:
             (tag,) = [tag for tag in database.tags() if tag.startswith("hps_et.shop")]
             database.open_table(tag, TableSpec("shop", "item", DIM, 0, 1, row_dtype=CHAIN[1]).width)
             assert not database.load_record(tag).modified
+        with place.opened() as server:
+            modify(server)
+            server.deploy(ModelConfig(**place.entry("int8")), force=True)
+            np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500], "int8"))
 
     def test_what_is_written_meanwhile_is_not_lost(self, place):
         """One thread writes without a pause; every write that returned is answered after the changes."""
@@ -250,12 +246,6 @@ class TestFormatChange:
         with place.opened("float32") as server:
             check_modified(server, place, stored(written, "int8"), "float32")
 
-    def test_force_gives_up_what_was_written(self, place):
-        with place.opened() as server:
-            modify(server)
-            server.deploy(ModelConfig(**place.entry("int8")), force=True)
-            np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500], "int8"))
-
     def test_a_database_that_loads_nothing_refuses_another_format(self, place):
         with place.opened():
             pass
@@ -265,32 +255,24 @@ class TestFormatChange:
         with place.opened("float32") as server:
             np.testing.assert_array_equal(place.answers(server, KEYS[:9]), place.vectors[:9])
 
-    def test_in_memory_alone_writes_go_along_while_the_process_lives(self, tmp_path):
-        place = Place(tmp_path, "float32")
-        with place.opened() as server:
-            written = modify(server)
-            for row_dtype in CHAIN[:2]:
-                place.change(server, row_dtype)
-                check_modified(server, place, written, row_dtype)
-                written = stored(written, row_dtype)
-
     @pytest.mark.parametrize("restarts", [False, True])
     def test_a_delta_takes_its_writes_along(self, place, restarts):
+        def check() -> None:
+            changed = (KEYS[300:400], place.vectors[300:400] + 1)
+            for keys, want in ((KEYS[:100], written[:100]), (NEW, written[100:]), changed):
+                np.testing.assert_array_equal(place.answers(server, keys), stored(want, "int8"))
+            assert (place.answers(server, np.r_[KEYS[200:300], KEYS[400:410]]) == 0.5).all()
+            np.testing.assert_array_equal(place.answers(server, KEYS[410:1300]), stored(place.vectors[410:1300], "int8"))
+
         place.write(2, place.vectors[300:400] + 1, KEYS[300:400], delta_of="1", deleted={"item.model": KEYS[400:410]})
         with place.opened() as server:
             assert server.model("shop").version == "2"
             written = modify(server)
             if not restarts:
                 place.change(server, "int8")
-                self.check_delta(server, place, written)
+                check()
         with place.opened("int8") as server:
-            self.check_delta(server, place, written)
-
-    def check_delta(self, server, place, written) -> None:
-        for keys, want in ((KEYS[:100], written[:100]), (NEW, written[100:]), (KEYS[300:400], place.vectors[300:400] + 1)):
-            np.testing.assert_array_equal(place.answers(server, keys), stored(want, "int8"))
-        assert (place.answers(server, np.r_[KEYS[200:300], KEYS[400:410]]) == 0.5).all()
-        np.testing.assert_array_equal(place.answers(server, KEYS[410:1300]), stored(place.vectors[410:1300], "int8"))
+            check()
 
     def test_a_table_of_another_program_stays(self, tmp_path):
         """One without a load record, as HugeCTR writes it."""
@@ -302,16 +284,6 @@ class TestFormatChange:
             with place.opened() as server:
                 np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9], "int8"))
             assert tags_in(tmp_path) == ["hps_et.shop.item", "hps_et.shop~int8.item"]
-
-    def test_after_another_version_the_older_formats_are_gone(self, place):
-        with place.opened() as server:
-            modify(server)
-            place.change(server, "int8")
-            place.write(2, place.vectors + 1)
-            server.deploy("shop")
-            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9] + 1, "int8"))
-            server.rollback("shop")
-            assert (place.answers(server, KEYS[200:300]) == 0.5).all()
 
 
 def on_tiers(row_dtype: str, cached: bool, volatile: str, persistent: bool, *exact: str):
@@ -376,7 +348,7 @@ class TestTiers:
                 server.drain()
                 check_modified(server, place, written, row_dtype)
 
-    @pytest.mark.parametrize("tiers", [TIERS[2], TIERS[5], TIERS[6]], indirect=True)
+    @pytest.mark.parametrize("tiers", [TIERS[2], TIERS[5]], indirect=True)
     def test_a_delta_has_the_rows_of_its_base_and_bad_files_are_refused(self, tiers):
         place, cached = tiers
         row_dtype, want = place.row_dtype, place.vectors.copy()
@@ -444,11 +416,8 @@ class TestExactDatabase:
         place.write(2, place.vectors)
         with place.opened(keep_versions=0) as server:
             written = stored(modify(server), "int8")
-        for exact, tag in (
-            ("float32", "hps_et.shop@2.item"),
-            (None, "hps_et.shop@2~int8.item"),
-            ("float32", "hps_et.shop@2.item"),
-        ):
+        exactly = ("float32", "hps_et.shop@2.item")
+        for exact, tag in (exactly, (None, "hps_et.shop@2~int8.item"), exactly):
             place.settings["persistent_db"] = rocks_db(tmp_path)["persistent_db"] | ({"row_dtype": exact} if exact else {})
             with place.opened(keep_versions=0) as server:
                 check_modified(server, place, written, "int8")
@@ -481,7 +450,6 @@ class TestExactDatabase:
             on_tiers("int8", False, "hash_map", True),
             on_tiers("int8", False, "hash_map", True, "persistent_db"),
             on_tiers("int8", False, "redis_cluster", True, "volatile_db"),
-            on_tiers("int8", False, "redis_cluster", True, "volatile_db", "persistent_db"),
         ],
         indirect=True,
     )
@@ -500,25 +468,6 @@ class TestExactDatabase:
             want = want if upper.row_dtype else encode("x", place.vectors[:1000], "int8")
             loaded = round(0.01 * ROWS)  # from the files
             np.testing.assert_array_equal(rows[loaded:].view(np.uint32), want[loaded:].view(np.uint32))
-
-    def test_the_commands_know_it(self, tmp_path):
-        place = Place(tmp_path, "int8", **exact_rocks_db(tmp_path))
-        run, path = TestCommands().run, place.configured()
-        run("load", path)
-        assert tags_in(tmp_path) == ["hps_et.shop.item"]
-        assert "holds 1 of 1 tables" in run("check-config", path, "--connect")
-        needs = json.loads(run("plan", path, "--json"))["needs"]
-        size = {one["tier"]: one["size_bytes"] for one in needs if one["table"] == "item" and one["tier"] != "fronts"}
-        assert size["persistent_db"] > 4 * DIM * ROWS
-        assert size["volatile_db"] < size["persistent_db"]
-        assert "complete, nothing to do" in run("load", path)
-
-    def test_no_tier_has_another_format_of_its_own(self, tmp_path):
-        for tier in ("volatile_db", "persistent_db"):
-            place = Place(tmp_path / tier, "int8", **rocks_db(tmp_path))
-            place.settings[tier]["row_dtype"] = "float16"
-            with pytest.raises(ConfigError, match=rf"{tier}\.row_dtype: got .float16.*rounded twice"):
-                place.opened()
 
 
 @pytest.fixture
@@ -558,8 +507,7 @@ class TestUpdates:
             np.testing.assert_array_equal(rows_in(tmp_path, "hps_et.shop.item", KEYS[:60], DIM), written[:60])
 
     def test_a_change_of_the_format_keeps_the_order_of_the_log(self, tmp_path, broker):
-        row_dtype = "int8"
-        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+        row_dtype, source = "int8", {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
         place = Place(tmp_path, "float32", update_source=source, **rocks_db(tmp_path))
         written = vectors_of(8, 100)
         with place.opened() as server:
@@ -624,29 +572,6 @@ class TestSharedRedis:
             assert (place.answers(second, KEYS[:5]) == 1).all()
             assert all(one.level == "good" for one in self.checked(place))
 
-    def test_with_nothing_below_the_second_format_is_refused_by_name(self, replica, redis):
-        place = replica.place
-        with replica("a", "float32", False) as first:
-            with pytest.raises(ConflictError, match=r"as int8: another replica serves it as float32 .*hps_et\.shop\.item"):
-                replica("b", "int8", False)
-            np.testing.assert_array_equal(place.answers(first, KEYS[:500]), place.vectors[:500])
-        for _ in range(2):
-            with replica("b", "int8", False) as second:  # the files are all that there was
-                np.testing.assert_array_equal(place.answers(second, KEYS[:500]), stored(place.vectors, "int8")[:500])
-        with redis.client() as client:
-            assert not client.keys("hps_et{hps_et.shop.item*")
-
-    def test_with_nothing_below_online_writes_are_not_lost_silently(self, replica):
-        place = replica.place
-        with replica("a", "float32", False) as server:
-            server.insert(KEYS[:5], np.ones((5, DIM), np.float32), "shop", "item")
-            with pytest.raises(ConflictError, match=r"has it as float32 with online writes .*publish the files as a new"):
-                place.change(server, "int8")
-            assert (place.answers(server, KEYS[:5]) == 1).all()
-            place.write(2, place.vectors)
-            place.change(server, "int8")
-            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "int8")[:9])
-
     def test_float32_rows_with_nothing_below_go_on_in_every_format_after_a_restart(self, replica):
         place = replica.place
         place.settings["volatile_db"]["row_dtype"] = "float32"
@@ -686,6 +611,23 @@ class TestCommands:
         assert result.exit_code == 0, result.output
         return result.output
 
+    def test_they_know_what_is_stored_exactly_and_that_no_tier_has_another_format(self, tmp_path):
+        place = Place(tmp_path, "int8", **exact_rocks_db(tmp_path))
+        path = place.configured()
+        self.run("load", path)
+        assert tags_in(tmp_path) == ["hps_et.shop.item"]
+        assert "holds 1 of 1 tables" in self.run("check-config", path, "--connect")
+        sizes = {
+            one["tier"]: one["size_bytes"] for one in json.loads(self.run("plan", path, "--json"))["needs"] if one["table"]
+        }
+        assert sizes["persistent_db"] > max(4 * DIM * ROWS, sizes["volatile_db"])
+        assert "complete, nothing to do" in self.run("load", path)
+        for tier in ("volatile_db", "persistent_db"):
+            place.settings = {"volatile_db": {"type": "hash_map"}, **rocks_db(tmp_path)}
+            place.settings[tier]["row_dtype"] = "float16"
+            with pytest.raises(ConfigError, match=rf"{tier}\.row_dtype: got .float16.*rounded twice"):
+                place.opened()
+
     def test_a_load_takes_online_writes_to_the_format_of_the_configuration(self, tmp_path):
         place = Place(tmp_path, "float32", **rocks_db(tmp_path))
         with place.opened() as server:
@@ -700,23 +642,18 @@ class TestCommands:
         assert len(tags_in(tmp_path)) == 1
 
     def test_a_database_with_such_tables_is_checked_and_described(self, tmp_path):
-        place = Place(tmp_path, "int8", **rocks_db(tmp_path))
-        width = row_width(DIM, "int8")
+        place, width = Place(tmp_path, "int8", **rocks_db(tmp_path)), row_width(DIM, "int8")
         with place.opened() as server:
             (table,) = server.stats().models[0].tables
-            assert (table.dim, table.row_dtype) == (DIM, "int8")
             cache, volatile, persistent = table.tiers
+            assert (table.dim, table.row_dtype) == (DIM, "int8")
             assert cache.vector_bytes == 4 * width * cache.capacity_rows
-            assert cache.overhead_bytes > 0
             assert volatile.vector_bytes == 4 * width * ROWS
             assert persistent.vector_bytes in (None, 4 * width * ROWS)
             modify(server)
-        assert "hps_et.shop~int8.item: 2,000 rows (int8, 12 bytes a row) can be read" in self.run(
-            "check-database", tmp_path / "db"
-        )
-        output = self.run("check-config", tmp_path / "ps.json", "--connect")
-        assert re.search(r"item +0 +2,000 +7 \(int8\)", output)
-        assert "holds 1 of 1 tables" in output
+        said = self.run("check-database", tmp_path / "db")
+        assert "hps_et.shop~int8.item: 2,000 rows (int8, 12 bytes a row) can be read" in said
+        assert re.search(r"item +0 +2,000 +7 \(int8\)", self.run("check-config", tmp_path / "ps.json"))
         (table,) = json.loads(self.run("check-config", tmp_path / "ps.json", "--json"))["tables"]
         assert table["row_dtype"] == "int8"
 

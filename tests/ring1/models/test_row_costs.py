@@ -84,3 +84,11 @@ def test_outliers_are_named_where_codes_are_few(normal: Array) -> None:
     assert costs["float16"].findings == ()
     sparse = np.where(np.arange(DIM) < 5, normal, 0).astype(np.float32)  # equal elements lose nothing
     assert not [one for one in costs_of(sparse)["int8"].findings if one.startswith("outliers")]
+
+
+def test_narrow_and_zero_tables_are_measured() -> None:
+    for dim in (1, 2, 7):
+        for vectors in (np.zeros((5, dim), np.float32), np.ones((1, dim), np.float32)):
+            for one in costs_of(vectors).values():
+                assert (one.error_max, one.rms_share, one.findings) == (0, 0, ())
+                assert (one.cosine_mean, one.cosine_least) == (pytest.approx(1), pytest.approx(1))

@@ -1,5 +1,7 @@
 """`hps import --delta-of`: a base and its increments become versions that answer as the trainer's table would."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +194,39 @@ def test_the_directory_of_one_step_is_that_step(base: Path, tmp_path: Path) -> N
     assert manifest is not None
     assert manifest.step == 200
 
+
+def test_without_the_base_there_is_no_delta(base: Path, tmp_path: Path) -> None:
+    source = write_step(tmp_path / "deltas", 100, STEPS[100])
+    for version, delta_of in (("x", "1"), ("2", "x"), ("02", "1")):
+        with pytest.raises(InvalidInputError, match="expected <model>/<number>"):
+            import_delta(source, base / version, delta_of, tables=PATTERN)
+    with pytest.raises(ModelFileNotFoundError):
+        import_delta(source, base / "3", "2", tables=PATTERN)
+    shutil.copytree(base / "1" / "item.model", base / "1" / ".item.model.0123.tmp")  # a killed import left it
+    assert set(import_delta(source, base / "2", "1", tables=PATTERN).changed) == {"item.model", "user.model"}
+    shutil.rmtree(base / "1" / "item.model")
+    shutil.rmtree(base / "1" / "user.model")
     with pytest.raises(ModelFileNotFoundError, match="has no table"):
         import_delta(source, base / "3", "1", tables=PATTERN)
+
+
+def test_options_that_do_not_fit_each_other_are_refused(base: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        (["--delta-of", "1"], "--delta-of needs --tables"),
+        (["--tables", "*", "--after", "3"], "--after and --every need --delta-of"),
+        (["--tables", "*", "--delta-of", "1", "--overwrite"], "goes without --model, --write-config, --overwrite"),
+    ):
+        done = run("import", tmp_path / "deltas", base / "2", *arguments)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.split())
+
+
+def test_a_base_that_is_imported_twice_answers_the_second(base: Path, tmp_path: Path) -> None:
+    dump = save_dynamicemb(tmp_path / "again", {name: rows(KEYS[:9], dim, 7) for name, dim in DIMS.items()}, world=2)
+    done = run("import", dump, base / "1", "--tables", "*", "--write-config", tmp_path / "whole.json", "--overwrite")
+    assert done.exit_code == 0, done.output
+    assert {key for key, row in answers(base, "1")["item"].items() if row[0] >= 7000} == set(range(9))
+    assert json.loads((tmp_path / "whole.json").read_text())["models"][0]["embedding_vecsize_per_table"] == [3, 2]
 
 
 @pytest.mark.parametrize("world", [1, 3])

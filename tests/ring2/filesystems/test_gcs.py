@@ -41,8 +41,16 @@ class TestGcsFileSystem(ObjectStoreContract):
     )
 
 
-def test_what_is_in_no_bucket_need_not_be_removed(filesystem: GcsFileSystem) -> None:
-    filesystem.delete("gs://no-such-bucket/model/key")
+def test_the_emulator_of_the_environment_is_used_unless_an_endpoint_is_configured(
+    server: GcsServer, filesystem: GcsFileSystem, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.put(f"gs://{bucket}/file", b"x")
+    for form in ("http://127.0.0.1:{}", "127.0.0.1:{}"):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", form.format(server.port))
+        assert GcsFileSystem().status(f"gs://{bucket}/file").size_bytes == 1
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    assert GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=f"{server.url}/")).exists(f"gs://{bucket}")
+    filesystem.delete("gs://no-such-bucket/model/key")  # what is in no bucket need not be removed
 
 
 CHUNK = 1 << 18
@@ -89,19 +97,3 @@ def test_a_small_file_takes_one_request(server: GcsServer, bucket: str) -> None:
         writer.commit()
         assert len(proxy.requests) == 1
     assert server.get(f"gs://{bucket}/file") == noise(100_000)
-
-
-@pytest.mark.parametrize("form", ["http://127.0.0.1:{}", "127.0.0.1:{}"])
-def test_the_emulator_of_the_environment_is_used(
-    server: GcsServer, bucket: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", form.format(server.port))
-    server.put(f"gs://{bucket}/file", b"x")
-    assert GcsFileSystem().status(f"gs://{bucket}/file").size_bytes == 1
-
-
-def test_the_configured_endpoint_goes_before_the_environment(
-    server: GcsServer, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    assert GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=f"{server.url}/")).exists(f"gs://{bucket}")

@@ -82,20 +82,25 @@ def test_a_reason_that_passes_is_tried_again_and_in_the_end_told(
         operation(patient, file)
 
 
-def test_a_host_that_is_no_object_store_is_told(proxy: MisbehavingProxy, patient: GcsFileSystem) -> None:
-    proxy.rule = always(Answer(200, b"<html>Please log in</html>", {"Content-Type": "text/html"}))
-    with pytest.raises(ModelSourceError, match="not one of Google Cloud Storage"):
-        patient.status("gs://models/key")
-    proxy.rule = always(Answer(302, b"", {"Location": "http://127.0.0.1:1/"}))
-    with pytest.raises(ModelFileError, match=r"got HTTP 302.*gcs_endpoint_url"):
-        patient.status("gs://models/key")
+def test_answers_of_no_object_store_are_refused(proxy: MisbehavingProxy, patient: GcsFileSystem, file: str) -> None:
+    said = "Bucket is a requester pays bucket but no user project provided."
+    compressed = json.dumps({"size": "100", "generation": "1", "contentEncoding": "gzip"}).encode()
+    for answer, error, message in (
+        (
+            Answer(200, b"<html>Please log in</html>", {"Content-Type": "text/html"}),
+            *(ModelSourceError, "not one of Google Cloud Storage"),
+        ),
+        (Answer(302, b"", {"Location": "http://127.0.0.1:1/"}), ModelFileError, r"got HTTP 302.*gcs_endpoint_url"),
+        (Answer(200, compressed), ModelFileError, "Content-Encoding gzip.*upload it without compression"),
+        (refusal(400, "required", said), ModelFileError, rf"{file}: got HTTP 400 \({said}\)"),
+    ):
+        proxy.rule = always(answer)
+        with pytest.raises(error, match=message):
+            patient.status(file)
 
 
-def test_a_compressed_object_is_refused(proxy: MisbehavingProxy, patient: GcsFileSystem, file: str) -> None:
-    body = json.dumps({"size": "100", "generation": "1", "contentEncoding": "gzip"}).encode()
-    proxy.rule = always(Answer(200, body))
-    with pytest.raises(ModelFileError, match=r"Content-Encoding gzip.*upload it without compression"):
-        patient.status(file)
+def crc_of(content: bytes) -> str:
+    return base64.b64encode(struct.pack(">I", google_crc32c.value(content))).decode()
 
 
 ANONYMOUS = "Anonymous caller does not have storage.objects.get access to the Google Cloud Storage object."
@@ -115,13 +120,6 @@ def test_no_permission_without_credentials_says_how_to_give_them(
     with pytest.raises(ModelFileError, match=f"reading {file}: .*no Google credentials were found"):
         read(patient, file)
     assert len(proxy.requests) == 5  # none is tried twice
-
-
-def test_requester_pays_passes_on_what_the_service_answers(proxy: MisbehavingProxy, patient: GcsFileSystem, file: str) -> None:
-    said = "Bucket is a requester pays bucket but no user project provided."
-    proxy.rule = always(refusal(400, "required", said))
-    with pytest.raises(ModelFileError, match=rf"{file}: got HTTP 400 \({said}\)"):
-        patient.status(file)
 
 
 @pytest.fixture(scope="module")
@@ -167,54 +165,52 @@ class Account(GcsFileSystem):
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_is_refused(
-    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str
+    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "netrc").write_text("default login somebody password something\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # which does not replace the token
     filesystem = Account(proxy.url, key)
     for _ in range(3):
         assert read(filesystem, file) == noise(SIZE)
+    assert filesystem.status(file).size_bytes == SIZE
     assert token_host.issued == 1
     token_host.demanded = 2
     assert read(filesystem, file) == noise(SIZE)
     assert token_host.issued == 2
 
 
-def test_a_token_that_stays_refused_ends_in_an_error_without_it(
-    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str
-) -> None:
-    token_host.demanded = -1
-    with pytest.raises(ModelFileError, match=rf"reading {file}: .*Invalid Credentials.*expired or revoked") as error:
-        read(Account(proxy.url, key), file)
-    assert token_host.issued == 2
-    assert "SECRET" not in str(error.value)
-
-
-def test_an_account_without_permission_is_told_the_role(
-    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str
-) -> None:
-    token_host.issued = 5
-    said = "reader@project.iam.gserviceaccount.com does not have storage.objects.get access (or it may not exist)."
-    proxy.rule = lambda request: token_host.rule(request) if request.path == "/token" else refusal(403, "forbidden", said)
-    with pytest.raises(ModelFileError, match=r"reader@project.*roles/storage\.objectViewer") as error:
-        read(Account(proxy.url, key), file)
-    assert "SECRET" not in str(error.value)
+REVOKED = Answer(400, b'{"error": "invalid_grant", "error_description": "Token has been revoked."}')
 
 
 @pytest.mark.parametrize(
     ("answer", "kind", "why"),
     [
-        (Answer(400, b'{"error": "invalid_grant", "error_description": "Token has been revoked."}'), ModelFileError, "revoked"),
+        (None, ModelFileError, "reading .*Invalid Credentials.*expired or revoked"),
+        (REVOKED, ModelFileError, "revoked"),
         (Answer(401, b'{"error": "invalid_client", "access_token": "SECRET"}'), ModelFileError, "invalid_client.*renew them"),
         (Silence(), ModelSourceError, "no answer|timed out"),
     ],
     ids=name_of,
 )
-def test_a_host_that_gives_no_token_is_an_error_within_the_deadline(
+def test_a_host_that_gives_no_token_that_helps_is_an_error_within_the_deadline(
     proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str, answer: Fault, kind: type[ModelFileError], why: str
 ) -> None:
-    token_host.answer = answer
+    token_host.answer, token_host.demanded = answer, -1
+    hasty = {"timeout_s": 0.5, "deadline_s": 3, "max_attempts": 2} if answer else {}
     with pytest.raises(ModelFileError, match=why) as error:
-        read(Account(proxy.url, key, timeout_s=0.5, deadline_s=3, max_attempts=2), file)
+        read(Account(proxy.url, key, **hasty), file)
     assert type(error.value) is kind
+    assert "SECRET" not in str(error.value)
+    assert answer or token_host.issued == 2
+
+
+def test_an_account_without_permission_is_told_the_role(
+    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str
+) -> None:
+    said = "reader@project.iam.gserviceaccount.com does not have storage.objects.get access (or it may not exist)."
+    proxy.rule = lambda request: token_host.rule(request) if request.path == "/token" else refusal(403, "forbidden", said)
+    with pytest.raises(ModelFileError, match=r"reader@project.*roles/storage\.objectViewer") as error:
+        read(Account(proxy.url, key), file)
     assert "SECRET" not in str(error.value)
 
 
@@ -227,17 +223,6 @@ def test_a_token_is_not_sent_in_the_clear(
     assert read(patient, file) == noise(SIZE)
     assert proxy.requests
     assert all(request.path != "/token" and "Authorization" not in request.headers for request in proxy.requests)
-
-
-def test_a_password_of_netrc_does_not_replace_the_token(
-    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "netrc").write_text("default login somebody password something\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    filesystem = Account(proxy.url, key)
-    assert filesystem.status(file).size_bytes == SIZE
-    assert read(filesystem, file) == noise(SIZE)
-    assert token_host.issued == 1
 
 
 def test_a_search_for_credentials_that_gets_no_answer_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +284,7 @@ class Uploads:
     def state(self) -> Fault:
         if not self.whole:
             return Answer(308, b"", {"Range": f"bytes=0-{len(self.content) - 1}"} if self.content else {})
-        crc = self.crc or base64.b64encode(struct.pack(">I", google_crc32c.value(bytes(self.content)))).decode()
+        crc = self.crc or crc_of(bytes(self.content))
         return Answer(200, json.dumps({"size": str(len(self.content)), "crc32c": crc, "generation": "7"}).encode())
 
 
@@ -309,31 +294,11 @@ def uploads(proxy: MisbehavingProxy, monkeypatch: pytest.MonkeyPatch) -> Uploads
     return Uploads(proxy)
 
 
-@pytest.mark.parametrize(
-    ("kept", "fault"), [(None, Drop()), (0, refusal(503, "backendError", "Try again")), (CHUNK, Drop())], ids=name_of
-)
-def test_an_upload_goes_on_where_the_service_stands(
-    patient: GcsFileSystem, uploads: Uploads, kept: int | None, fault: Fault
-) -> None:
-    content = noise(5 * CHUNK + 99)
-    failing = {0, 2, 4}
-    uploads.on_chunk = lambda number: (kept, fault) if number in failing else (None, None)
-    write_file(patient, "gs://models/file", content)
-    assert uploads.content == content
-    assert uploads.whole
-    assert not uploads.cancelled
-    wanted = base64.b64encode(struct.pack(">I", google_crc32c.value(content))).decode()
-    assert set(uploads.hashes) == {f"crc32c={wanted}"}
-
-
-def test_an_upload_whose_last_answer_is_lost_is_whole(patient: GcsFileSystem, uploads: Uploads) -> None:
+def test_an_upload_whose_last_answer_is_lost_is_whole_unless_it_was_damaged(patient: GcsFileSystem, uploads: Uploads) -> None:
     uploads.on_chunk = lambda number: (None, Drop() if number == 1 else None)
     write_file(patient, "gs://models/file", noise(3 * CHUNK))
     assert uploads.content == noise(3 * CHUNK)
-
-
-def test_an_upload_that_was_damaged_is_removed(patient: GcsFileSystem, uploads: Uploads) -> None:
-    uploads.crc = "AAAAAA=="
+    uploads.content, uploads.crc = bytearray(), "AAAAAA=="
     with pytest.raises(ModelFileError, match=r"writing gs://models/file: the checksum differs: .*write it again"):
         write_file(patient, "gs://models/file", noise(3 * CHUNK))
     assert uploads.removed
@@ -349,30 +314,37 @@ def test_an_upload_that_was_damaged_is_removed(patient: GcsFileSystem, uploads: 
         (refusal(403, "forbidden", "no storage.objects.create access"), "no storage.objects.create access"),
         (refusal(503, "backendError", "Try again"), "got HTTP 503"),
         (Silence(), "no answer"),
+        *((None, str(size)) for size in (2 * CHUNK + 1, 7 * CHUNK)),  # it is aborted
     ],
     ids=name_of,
 )
-def test_an_upload_that_cannot_go_on_is_an_error_and_cancelled(
-    patient: GcsFileSystem, hasty: GcsFileSystem, uploads: Uploads, fault: Fault, why: str
+def test_an_upload_that_cannot_go_on_or_is_aborted_is_cancelled(
+    patient: GcsFileSystem, hasty: GcsFileSystem, uploads: Uploads, fault: Fault | None, why: str
 ) -> None:
-    goes_on = isinstance(fault, Silence) or (isinstance(fault, Answer) and fault.status == 503)  # until the deadline
-    uploads.on_chunk = lambda number: (None, None) if number == 0 else (0, fault)
-    with pytest.raises(ModelFileError, match=rf"writing gs://models/file: .*{why}") as error:
-        write_file(hasty if goes_on else patient, "gs://models/file", noise(5 * CHUNK))
-    assert "SECRET" not in str(error.value)
+    if fault is None:
+        writer = patient.create("gs://models/file")
+        writer.write(memoryview(noise(int(why))))
+        writer.abort()
+    else:
+        goes_on = isinstance(fault, Silence) or (isinstance(fault, Answer) and fault.status == 503)  # until the deadline
+        uploads.on_chunk = lambda number: (None, None) if number == 0 else (0, fault)
+        with pytest.raises(ModelFileError, match=rf"writing gs://models/file: .*{why}") as error:
+            write_file(hasty if goes_on else patient, "gs://models/file", noise(5 * CHUNK))
+        assert "SECRET" not in str(error.value)
     assert not uploads.whole
-    assert_cancelled(uploads)
+    wait_until(lambda: uploads.cancelled, "the thread of the upload cancels it")
 
 
-@pytest.mark.parametrize("size", [2 * CHUNK + 1, 7 * CHUNK])
-def test_an_upload_that_is_aborted_is_cancelled(patient: GcsFileSystem, uploads: Uploads, size: int) -> None:
-    writer = patient.create("gs://models/file")
-    writer.write(memoryview(noise(size)))
-    writer.abort()
-    assert_cancelled(uploads)
-    assert not uploads.whole
-
-
-def assert_cancelled(uploads: Uploads) -> None:
-    """The thread of the upload cancels it in the background."""
-    wait_until(lambda: uploads.cancelled, "the upload is cancelled")
+@pytest.mark.parametrize(
+    ("kept", "fault"), [(None, Drop()), (0, refusal(503, "backendError", "Try again")), (CHUNK, Drop())], ids=name_of
+)
+def test_an_upload_goes_on_where_the_service_stands(
+    patient: GcsFileSystem, uploads: Uploads, kept: int | None, fault: Fault
+) -> None:
+    content = noise(5 * CHUNK + 99)
+    failing = {0, 2, 4}
+    uploads.on_chunk = lambda number: (kept, fault) if number in failing else (None, None)
+    write_file(patient, "gs://models/file", content)
+    assert uploads.content == content
+    assert (uploads.whole, uploads.cancelled) == (True, False)
+    assert set(uploads.hashes) == {f"crc32c={crc_of(content)}"}

@@ -47,27 +47,6 @@ class TestS3FileSystem(ObjectStoreContract):
     )
 
 
-def test_a_dotted_bucket_is_served(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
-    dotted = f"{bucket}.with.dots"
-    server.client.create_bucket(Bucket=dotted)
-    server.put(f"s3://{dotted}/key", b"123")
-    assert filesystem.status(f"s3://{dotted}/key").size_bytes == 3
-    assert filesystem.status(f"https://{dotted}.s3.us-east-1.amazonaws.com/key").size_bytes == 3
-
-
-def test_the_environment_names_the_endpoint_where_the_settings_do_not(
-    server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
-    server.put(f"s3://{bucket}/key", b"123")
-    assert S3FileSystem().status(f"s3://{bucket}/key").size_bytes == 3
-
-
-def test_what_is_in_no_bucket_cannot_be_removed(filesystem: S3FileSystem) -> None:
-    with pytest.raises(ModelFileNotFoundError, match="there is no bucket 'no-such-bucket' at 127"):
-        filesystem.delete("s3://no-such-bucket/model/key")
-
-
 def test_without_credentials_the_cure_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -79,16 +58,28 @@ def test_without_credentials_the_cure_is_named(bucket: str, monkeypatch: pytest.
         S3FileSystem().status(f"s3://{bucket}/key")
 
 
-def test_a_region_that_cannot_be_one_is_a_model_file_error(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "not a region")
-    with pytest.raises(ModelFileError, match=rf"s3://{bucket}/key: .*region"):
-        S3FileSystem().status(f"s3://{bucket}/key")
+def test_buckets_are_found_where_the_settings_or_the_environment_say(
+    server: S3Server, filesystem: S3FileSystem, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dotted = f"{bucket}.with.dots"
+    server.client.create_bucket(Bucket=dotted)
+    server.put(f"s3://{dotted}/key", b"123")
+    for address in (f"s3://{dotted}/key", f"https://{dotted}.s3.us-east-1.amazonaws.com/key"):
+        assert filesystem.status(address).size_bytes == 3
+    with pytest.raises(ModelFileNotFoundError, match="there is no bucket 'no-such-bucket' at 127"):
+        filesystem.delete("s3://no-such-bucket/model/key")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
+    assert S3FileSystem().status(f"s3://{dotted}/key").size_bytes == 3
 
 
-def test_a_password_in_the_endpoint_is_not_repeated(bucket: str) -> None:
-    settings = ModelSourceConfig(
-        s3_endpoint_url="http://user:secret-word@127.0.0.1:9", timeout_s=0.5, deadline_s=3, max_attempts=2
-    )
+def test_an_endpoint_or_a_region_that_cannot_be_one_is_an_error_without_the_password(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://user:secret-word@127.0.0.1:9"
+    settings = ModelSourceConfig(s3_endpoint_url=url, timeout_s=0.5, deadline_s=3, max_attempts=2)
     with pytest.raises(ModelFileError) as raised:
         S3FileSystem(settings).status(f"s3://{bucket}/key")
     assert "secret-word" not in str(raised.value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "not a region")
+    with pytest.raises(ModelFileError, match=rf"s3://{bucket}/key: .*region"):
+        S3FileSystem().status(f"s3://{bucket}/key")

@@ -24,7 +24,7 @@ from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, TableWidthError
+from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 from hps.models.files import extended, open_sparse_model
 from hps.models.table_load import DatabaseLoad, LoadFeed
 from hps.models.writer import write_sparse_model
@@ -135,16 +135,6 @@ def test_a_table_is_known_to_be_incomplete_before_its_first_row(source: str, per
     assert (record.rows_done, record.complete, record.source) == (0, False, source)
 
 
-def test_the_last_of_a_key_that_stands_twice_is_kept(
-    tmp_path: Path, volatile: MemoryDatabase, persistent: PersistentMemoryDatabase
-) -> None:
-    keys, vectors = rows_of(ROWS)
-    keys[700:] = keys[:300]
-    write_sparse_model(tmp_path / "m", (keys, vectors))
-    load_table(TABLE, str(tmp_path / "m"), [volatile, persistent])
-    assert held(volatile) == held(persistent) == content(keys, vectors)
-
-
 def test_memory_is_bounded_whatever_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 chunks of 1 MB pass through; three buffers and little else may be held."""
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 20)
@@ -219,14 +209,6 @@ def test_rows_that_hugectr_wrote_stay_and_are_overwritten_by_key(source: str, pe
     load_table(TABLE, source, [persistent])
     assert held(persistent) == FILES | content(NEW_KEY, np.ones((1, DIM), np.float32))
     assert ("drop_table", 0) not in persistent.told
-
-
-def test_a_table_of_another_width_is_an_error_and_stays(source: str, persistent: PersistentMemoryDatabase) -> None:
-    persistent.open_table(TAG, DIM + 1)
-    persistent.insert(TAG, np.arange(5), np.ones((5, DIM + 1), np.float32))
-    with pytest.raises(TableWidthError):
-        load_table(TABLE, source, [persistent])
-    assert persistent.size(TAG) == 5
 
 
 # Files that are the same, and files that are not.
@@ -319,17 +301,6 @@ def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, pers
 
 
 # Checksums, batches and shares.
-
-
-def test_a_checksum_does_not_depend_on_how_the_rows_were_cut() -> None:
-    whole = extended("", KEYS, VECTORS)
-    for cuts in ([500], [1, 2, 999], [64, 300, 301, 302]):
-        checksum = ""
-        for keys, vectors in zip(np.split(KEYS, cuts), np.split(VECTORS, cuts), strict=True):
-            checksum = extended(checksum, keys, vectors)
-        assert checksum == whole
-    others = (extended("", *rows) for rows in ((KEYS[1:], VECTORS[1:]), (KEYS, -VECTORS), (-KEYS, VECTORS)))
-    assert len({whole, *others}) == 4
 
 
 @pytest.mark.parametrize("batch_rows", [0, 65, 200, 999, 1000])
@@ -699,19 +670,6 @@ def test_a_server_serves_its_updates_again_until_it_is_forced(configuration: dic
     for force, expected in ((False, updated), (True, FILES), (False, FILES)):
         with hps.HPS(configuration, force=force) as server:
             assert served(server) == expected
-
-
-def test_a_model_that_is_deployed_again_with_fewer_rows_leaves_none_of_the_old(
-    configuration: dict[str, Any], source: str
-) -> None:
-    configuration["persistent_db"] = {"type": "disabled"}
-    with hps.HPS(configuration) as server:
-        assert served(server) == FILES
-        config, fewer = server.config.models[0], rows_of(ROWS // 2, seed=2)
-        server.undeploy("shop")
-        write_sparse_model(source, fewer, overwrite=True)
-        server.deploy(config)
-        assert served(server) == content(*fewer)
 
 
 def test_the_command_line_loads_again_when_forced(configuration: dict[str, Any], tmp_path: Path) -> None:

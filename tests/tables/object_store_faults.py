@@ -23,22 +23,10 @@ from hps.models.sample import sample_chunks
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.testing.filesystems import noise
-from tests.servers.misbehaving_proxy import (
-    Answer,
-    Before,
-    Drop,
-    Fault,
-    MisbehavingProxy,
-    Reheaded,
-    Request,
-    Reset,
-    Silence,
-    SlowHead,
-    Trickle,
-    Truncate,
-    always,
-    first,
-)
+from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, MisbehavingProxy, Reheaded, Request, Reset, Silence
+
+# isort: split
+from tests.servers.misbehaving_proxy import SlowHead, Trickle, Truncate, always, first
 from tests.tables.models_in_stores import DIM, ROWS, TABLE, ModelsInStores, assert_holds
 from tests.tables.table_loads import load_table
 

@@ -35,29 +35,13 @@ from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.servers.running_service import document_of, model_of
 from tests.tables.hash_map_inspection import inspect
 from tests.tables.sparse_models import chunks_of
-from tests.tables.table_loads import (
-    CHUNK_ROWS,
-    DIM,
-    FILES,
-    KEYS,
-    NEW_KEY,
-    ROW_BYTES,
-    ROWS,
-    TABLE,
-    TAG,
-    VECTORS,
-    Events,
-    content,
-    failing_at,
-    held,
-    load_table,
-    nothing_to_do,
-    readers,
-    record_of,
-    rows_of,
-    touch,
-    update,
-)
+from tests.tables.table_loads import CHUNK_ROWS, DIM, FILES, KEYS, NEW_KEY, ROW_BYTES, ROWS, TABLE, TAG, VECTORS, Events
+
+# isort: split
+from tests.tables.table_loads import content, failing_at, held, load_table, nothing_to_do, readers, record_of, rows_of, touch
+
+# isort: split
+from tests.tables.table_loads import update
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 

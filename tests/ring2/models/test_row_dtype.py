@@ -464,40 +464,36 @@ def broker(monkeypatch, tmp_path):
     return broker
 
 
-class TestUpdates:
-    def send(self, broker, server, keys, vectors, deleted=NONE, sequence=0) -> None:
-        position = broker.append(TOPIC, encode_update(keys, vectors, deleted, sequence=sequence))
-        wait_until(lambda: server.updates()[0].positions.get(TOPIC) == position, "the feed caught up")
-
-    @pytest.mark.parametrize(("row_dtype", "exact"), [("int8", False), ("float16", True)])
-    def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(
-        self, tmp_path, broker, row_dtype, exact
-    ):
-        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
-        place = Place(tmp_path, row_dtype, update_source=source, **(exact_rocks_db if exact else rocks_db)(tmp_path))
-        written = vectors_of(8, 100)
-        with place.opened() as server:
-            self.send(broker, server, KEYS[:100], written, sequence=100)
-            bad = written.copy()
-            bad[3, 3] = TOO_LARGE[row_dtype]
-            self.send(broker, server, KEYS[:100], bad, sequence=101)
-            self.send(broker, server, KEYS[50:60], written[50:60] + 1, KEYS[60:70], sequence=102)
-            self.send(broker, server, KEYS[50:60], written[50:60] + 2, sequence=99)  # late
-            (status,) = server.updates()
-            assert status.dead_letters == {"row_dtype": 1}
-            written[50:60] += 1
-            self.check(place, server, written, row_dtype)
-        with place.opened() as server:
-            self.check(place, server, written, row_dtype)
-        if exact:
-            np.testing.assert_array_equal(rows_in(tmp_path, "hps_et.shop.item", KEYS[:60], DIM), written[:60])
-
-    def check(self, place, server, written, row_dtype) -> None:
+@pytest.mark.parametrize(("row_dtype", "exact"), [("int8", False), ("float16", True)])
+def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(tmp_path, broker, row_dtype, exact):
+    def check() -> None:
+        rows = np.r_[:60, 70:100]
         for _ in range(2):
-            rows = np.r_[:60, 70:100]
             np.testing.assert_array_equal(place.answers(server, KEYS[rows]), stored(written[rows], row_dtype))
             assert (place.answers(server, KEYS[60:70]) == 0.5).all()
             np.testing.assert_array_equal(place.answers(server, KEYS[100:300]), stored(place.vectors[100:300], row_dtype))
+
+    source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+    place = Place(tmp_path, row_dtype, update_source=source, **(exact_rocks_db if exact else rocks_db)(tmp_path))
+    written = vectors_of(8, 100)
+    bad = written.copy()
+    bad[3, 3] = TOO_LARGE[row_dtype]
+    with place.opened() as server:
+        for sequence, keys, vectors, deleted in (
+            *((100, KEYS[:100], written, NONE), (101, KEYS[:100], bad, NONE)),
+            (102, KEYS[50:60], written[50:60] + 1, KEYS[60:70]),
+            (99, KEYS[50:60], written[50:60] + 2, NONE),  # late
+        ):
+            position = broker.append(TOPIC, encode_update(keys, vectors, deleted, sequence=sequence))
+            wait_until(lambda at=position: server.updates()[0].positions.get(TOPIC) == at, "the feed caught up")
+        (status,) = server.updates()
+        assert status.dead_letters == {"row_dtype": 1}
+        written[50:60] += 1
+        check()
+    with place.opened() as server:
+        check()
+    if exact:
+        np.testing.assert_array_equal(rows_in(tmp_path, "hps_et.shop.item", KEYS[:60], DIM), written[:60])
 
 
 @pytest.mark.redis
@@ -539,21 +535,6 @@ class TestSharedRedis:
             assert not [one for one in caplog.records if "another replica" in one.getMessage()]
             assert (place.answers(second, KEYS[:5]) == 1).all()
             assert all(one.level == "good" for one in self.checked(place))
-
-    def test_float32_rows_with_nothing_below_go_on_in_every_format_after_a_restart(self, replica):
-        place = replica.place
-        place.settings["volatile_db"]["row_dtype"] = "float32"
-        with replica("a", "float32", False) as server:
-            place.change(server, "float16")  # nothing is lost: nothing was written
-            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "float16")[:9])
-            written = modify(server)
-            for _ in range(2):
-                with pytest.raises(ConflictError, match=r"redis_cluster alone has its online writes, .* as float16; restart"):
-                    place.change(server, "int8")
-                check_modified(server, place, written, "float16")
-        for row_dtype in ("int8", "int8", "float32"):
-            with replica("a", row_dtype, False) as server:
-                check_modified(server, place, written, row_dtype)
 
     def test_replicas_of_two_formats_share_float32_rows(self, replica):
         """Each sees what the other wrote, rounded to its own format."""

@@ -23,7 +23,8 @@ from hps.models.sample import sample_chunks
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.testing.filesystems import noise
-from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, MisbehavingProxy, Reheaded, Request, Reset, Silence
+from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, Reheaded, Request, Reset, Silence
+from tests.servers.misbehaving_proxy import MisbehavingProxy as Proxy
 
 # isort: split
 from tests.servers.misbehaving_proxy import SlowHead, Trickle, Truncate, always, first
@@ -100,7 +101,7 @@ class ObjectStoreFaults(ModelsInStores):
         ids=name_of,
     )
     def test_a_failure_that_passes_is_not_seen_by_any_operation(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, server: Any, file: str, fault: Fault
+        self, proxy: Proxy, patient: ObjectStore, server: Any, file: str, fault: Fault
     ) -> None:
         for name, operation in OPERATIONS.items():
             proxy.rule, proxy.requests = first(2, fault), []
@@ -111,7 +112,7 @@ class ObjectStoreFaults(ModelsInStores):
 
     @pytest.mark.parametrize("fault", [Truncate(100_000), Reset(100_000)], ids=name_of)
     def test_a_body_that_breaks_off_is_asked_for_again(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, file: str, fault: Fault
+        self, proxy: Proxy, patient: ObjectStore, file: str, fault: Fault
     ) -> None:
         """Under the condition of the first request, also where that seems to fail once."""
         version = patient.status(file).version
@@ -122,12 +123,12 @@ class ObjectStoreFaults(ModelsInStores):
         proxy.rule = first(1, Answer(412), self.is_read)
         assert read(patient, file, version=version) == noise(SIZE)
 
-    def test_a_body_that_stalls_is_asked_for_again(self, proxy: MisbehavingProxy, file: str) -> None:
+    def test_a_body_that_stalls_is_asked_for_again(self, proxy: Proxy, file: str) -> None:
         proxy.rule = first(1, Trickle(pause_s=600, after_bytes=101_000), self.is_read)
         assert read(store_at(proxy.url, file, timeout_s=0.5, deadline_s=60, max_attempts=60), file) == noise(SIZE)
         assert len(proxy.requests) >= 2
 
-    def test_connections_are_used_again(self, proxy: MisbehavingProxy, patient: ObjectStore, file: str) -> None:
+    def test_connections_are_used_again(self, proxy: Proxy, patient: ObjectStore, file: str) -> None:
         patient.status(file)
         before = proxy.connections
         for _ in range(10):
@@ -139,7 +140,7 @@ class ObjectStoreFaults(ModelsInStores):
 
     @pytest.mark.parametrize("operation", OPERATIONS)
     def test_a_store_that_fails_for_ever_is_a_source_error(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, root: str, file: str, operation: str
+        self, proxy: Proxy, patient: ObjectStore, root: str, file: str, operation: str
     ) -> None:
         proxy.rule = always(Answer(500))
         with pytest.raises(ModelSourceError, match=rf"{root}/item.*: {self.overloaded}.*tried 4 times"):
@@ -156,7 +157,7 @@ class ObjectStoreFaults(ModelsInStores):
         ids=name_of,
     )
     def test_a_read_that_always_breaks_off_ends_after_its_attempts(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, file: str, fault: Fault, why: str
+        self, proxy: Proxy, patient: ObjectStore, file: str, fault: Fault, why: str
     ) -> None:
         proxy.rule = always(fault, self.is_read)
         with pytest.raises(ModelSourceError, match=rf"reading {file}: .*({why}).*; check .*tried 4 times"):
@@ -173,7 +174,7 @@ class ObjectStoreFaults(ModelsInStores):
         ids=name_of,
     )
     def test_a_read_that_never_ends_ends_at_its_deadline(
-        self, proxy: MisbehavingProxy, file: str, fault: Fault, settings: dict[str, Any]
+        self, proxy: Proxy, file: str, fault: Fault, settings: dict[str, Any]
     ) -> None:
         proxy.rule = always(fault, self.is_read)
         with pytest.raises(ModelSourceError, match=rf"reading {file}: .*(did not answer in time|no answer).*; check"):
@@ -181,7 +182,7 @@ class ObjectStoreFaults(ModelsInStores):
         assert 1 <= len(proxy.requests) <= settings["max_attempts"]
 
     @pytest.mark.parametrize("fault", [Silence(), SlowHead(), Trickle(0.5, after_bytes=1)], ids=name_of)
-    def test_every_operation_ends_at_its_deadline(self, proxy: MisbehavingProxy, root: str, file: str, fault: Fault) -> None:
+    def test_every_operation_ends_at_its_deadline(self, proxy: Proxy, root: str, file: str, fault: Fault) -> None:
         """No timeout of a socket ends an answer that trickles: there always is another byte in time."""
         proxy.rule = always(fault)
         filesystem = store_at(proxy.url, file, timeout_s=0.5, deadline_s=1.0, max_attempts=2)
@@ -195,7 +196,7 @@ class ObjectStoreFaults(ModelsInStores):
             list(pool.map(fail, operations))
 
     def test_nobody_holds_or_fills_a_buffer_whose_read_has_ended(
-        self, proxy: MisbehavingProxy, hasty: ObjectStore, file: str, caplog: pytest.LogCaptureFixture
+        self, proxy: Proxy, hasty: ObjectStore, file: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO, "hps")  # a record would hold the error, and that the frames of the read
         proxy.rule = always(Trickle(0.01, after_bytes=10_000), self.is_read)
@@ -223,7 +224,7 @@ class ObjectStoreFaults(ModelsInStores):
                     read(store_at(url, file, timeout_s=20, deadline_s=60, max_attempts=2), file)
 
     def test_a_model_that_is_replaced_while_it_loads_is_an_error_and_not_taken_for_whole(
-        self, proxy: MisbehavingProxy, sources: ModelSources, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, proxy: Proxy, sources: ModelSources, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100_000)
         source, through = f"{root}/item", sources_at(proxy.url, parallel_reads=1)
@@ -243,7 +244,7 @@ class ObjectStoreFaults(ModelsInStores):
             assert_holds(persistent, 2)
 
     def test_an_answer_of_another_range_or_version_is_refused(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, server: Any, file: str
+        self, proxy: Proxy, patient: ObjectStore, server: Any, file: str
     ) -> None:
         version, other = patient.status(file).version, Reheaded({"Content-Range": f"bytes 51-150/{SIZE}"})
         for fault, got in ((Reheaded({"Content-Range": None}, 200), "0 to 100"), (other, "51 to 151")):

@@ -224,15 +224,6 @@ def test_a_key_that_32_bit_serving_cannot_have_is_refused_before_the_first_row(
         next(chunks_of(open_sparse_model(path, DIM, int32_keys=True), 1))
 
 
-def test_written_files_are_hugectrs(tmp_path: Path) -> None:
-    keys, vectors = rows_of(50)
-    assert write_sparse_model(tmp_path / "new" / "m", (keys, vectors)) == 50
-    assert (tmp_path / "new" / "m" / "key").read_bytes() == keys.astype("<i8").tobytes()
-    assert (tmp_path / "new" / "m" / "emb_vector").read_bytes() == vectors.astype("<f4").tobytes()
-    assert sorted(os.listdir(tmp_path / "new" / "m")) == ["emb_vector", "key"]
-    assert os.listdir(tmp_path / "new") == ["m"]
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_directory_of_something_else_and_a_file_are_never_replaced(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "home").mkdir()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from hps.errors import ModelFileError
 from hps.models.files import open_sparse_model
-from hps.models.writer import write_sparse_model
 from tests.tables.sparse_models import chunks_of
 
 MAX_BYTES = 400
@@ -95,21 +94,6 @@ def test_a_model_that_fits_is_read_and_any_other_size_is_refused(data, rows, dim
         os.truncate(directory / name, data.draw(st.integers(0, 2 * size).filter(lambda n: n != size)))
         with pytest.raises(ModelFileError, match=str(directory)):
             open_sparse_model(directory, dim)
-
-
-@settings(max_examples=50)
-@given(st.data(), st.integers(1, 6), st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any), st.integers(1, 9))
-def test_what_is_written_in_chunks_is_read_in_other_chunks(data, dim, pieces, chunk_rows):
-    raw = [
-        (data.draw(st.binary(min_size=8 * n, max_size=8 * n)), data.draw(st.binary(min_size=4 * dim * n, max_size=4 * dim * n)))
-        for n in pieces
-    ]
-    with scratch() as directory:
-        given_rows = [(np.frombuffer(k, np.int64), np.frombuffer(v, np.float32).reshape(-1, dim)) for k, v in raw]
-        assert write_sparse_model(directory / "m", given_rows) == sum(pieces)
-        chunks = list(chunks_of(open_sparse_model(directory / "m", dim), chunk_rows))
-        assert b"".join(k.tobytes() for k, _ in chunks) == b"".join(k for k, _ in raw)
-        assert b"".join(v.tobytes() for _, v in chunks) == b"".join(v for _, v in raw)
 
 
 @settings(max_examples=50)

@@ -31,7 +31,8 @@ from hps.models.writer import write_sparse_model
 from hps.testing.waiting import wait_until
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
-from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
+from tests.fakes.memory_database import MemoryDatabase as Memory
+from tests.fakes.memory_database import PersistentMemoryDatabase as Persistent
 from tests.servers.running_service import document_of, model_of
 from tests.tables.hash_map_inspection import inspect
 from tests.tables.sparse_models import chunks_of
@@ -46,7 +47,7 @@ from tests.tables.table_loads import update
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-class BoundedMemory(MemoryDatabase):
+class BoundedMemory(Memory):
     """A volatile database that says where it evicts, and does not."""
 
     kind = "bounded_memory"
@@ -61,13 +62,13 @@ class BoundedMemory(MemoryDatabase):
 
 
 @pytest.fixture
-def volatile() -> MemoryDatabase:
-    return MemoryDatabase()
+def volatile() -> Memory:
+    return Memory()
 
 
 @pytest.fixture
-def persistent() -> PersistentMemoryDatabase:
-    return PersistentMemoryDatabase()
+def persistent() -> Persistent:
+    return Persistent()
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def record_in(source: str, rows_done: int, rows_total: int = ROWS, modified: boo
 
 
 def test_every_database_gets_every_row_bit_for_bit_in_one_pass_over_the_files(
-    source: str, volatile: MemoryDatabase, persistent: PersistentMemoryDatabase
+    source: str, volatile: Memory, persistent: Persistent
 ) -> None:
     progress, place = Events(), f"gate://counted{source}"
     with gates("counted") as (gate,):
@@ -106,7 +107,7 @@ def test_every_database_gets_every_row_bit_for_bit_in_one_pass_over_the_files(
     assert persistent.told == [("load_chunk", 0), *chunks, ("finish_load", ROWS)]  # the record alone, before the first row
 
 
-def test_a_table_is_known_to_be_incomplete_before_its_first_row(source: str, persistent: PersistentMemoryDatabase) -> None:
+def test_a_table_is_known_to_be_incomplete_before_its_first_row(source: str, persistent: Persistent) -> None:
     """Killed there, after the old version was dropped, it would else be taken for a whole table of no rows."""
     persistent.open_table(TAG, DIM)
     persistent.records[TAG] = LoadRecord("another version", ROWS, ROWS)
@@ -126,7 +127,7 @@ def test_memory_is_bounded_whatever_the_rows(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "key").write_bytes(b"\0" * 8 * rows)
     (tmp_path / "emb_vector").write_bytes(b"\0" * 4 * DIM * rows)
 
-    class Sink(PersistentMemoryDatabase):
+    class Sink(Persistent):
         def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None: ...
 
     tracemalloc.start()
@@ -137,12 +138,7 @@ def test_memory_is_bounded_whatever_the_rows(tmp_path: Path, monkeypatch: pytest
         tracemalloc.stop()
 
 
-# What is there already.
-
-
-def test_a_whole_table_is_skipped_while_a_volatile_one_is_fed(
-    source: str, volatile: MemoryDatabase, persistent: PersistentMemoryDatabase
-) -> None:
+def test_a_whole_table_is_skipped_while_a_volatile_one_is_fed(source: str, volatile: Memory, persistent: Persistent) -> None:
     load_table(TABLE, source, [persistent])
     persistent.told.clear()
     progress = Events()
@@ -157,7 +153,7 @@ def test_a_whole_table_is_skipped_while_a_volatile_one_is_fed(
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_an_interrupted_load_continues_where_it_ended(
-    source: str, volatile: MemoryDatabase, persistent: PersistentMemoryDatabase, beside: bool
+    source: str, volatile: Memory, persistent: Persistent, beside: bool
 ) -> None:
     """Only what is missing is read and reported, unless another database needs the rows before it."""
     persistent.open_table(TAG, DIM)
@@ -178,7 +174,7 @@ def test_an_interrupted_load_continues_where_it_ended(
     [(-1, ROWS, False), (ROWS + 1, ROWS, False), (10**12, 10**12, False), (300, ROWS, True)],
 )
 def test_a_record_that_cannot_be_is_not_believed(
-    source: str, volatile: MemoryDatabase, persistent: PersistentMemoryDatabase, rows_done: int, rows_total: int, modified: bool
+    source: str, volatile: Memory, persistent: Persistent, rows_done: int, rows_total: int, modified: bool
 ) -> None:
     persistent.open_table(TAG, DIM)
     persistent.insert(TAG, KEYS[:100], np.zeros((100, DIM), np.float32))
@@ -187,15 +183,12 @@ def test_a_record_that_cannot_be_is_not_believed(
     assert held(volatile) == held(persistent) == FILES
 
 
-def test_rows_that_hugectr_wrote_stay_and_are_overwritten_by_key(source: str, persistent: PersistentMemoryDatabase) -> None:
+def test_rows_that_hugectr_wrote_stay_and_are_overwritten_by_key(source: str, persistent: Persistent) -> None:
     persistent.open_table(TAG, DIM)
     persistent.insert(TAG, np.append(NEW_KEY, KEYS[5:6]), np.ones((2, DIM), np.float32))
     load_table(TABLE, source, [persistent])
     assert held(persistent) == FILES | content(NEW_KEY, np.ones((1, DIM), np.float32))
     assert ("drop_table", 0) not in persistent.told
-
-
-# Files that are the same, and files that are not.
 
 
 def test_files_that_were_only_touched_or_copied_are_compared_once_and_not_loaded_again(
@@ -241,7 +234,7 @@ def flip_a_bit(source: str, name: str, place: int) -> None:
     ids=["a bit of a key", "the first bit", "the last bit", "vectors that changed places", "fewer rows"],
 )
 def test_the_least_change_is_another_version_which_replaces_all_rows_and_updates(
-    source: str, rocks: RocksDatabase, volatile: MemoryDatabase, change: Callable[[str], object]
+    source: str, rocks: RocksDatabase, volatile: Memory, change: Callable[[str], object]
 ) -> None:
     load_table(TABLE, source, [rocks])
     update(rocks)
@@ -273,7 +266,7 @@ def test_files_of_another_machine_are_loaded_rather_than_compared(
     assert "comparing" not in caplog.text
 
 
-def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, persistent: PersistentMemoryDatabase) -> None:
+def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, persistent: Persistent) -> None:
     load_table(TABLE, source, [persistent])
     whole = record_of(persistent)
     persistent.drop_table(TAG)
@@ -284,12 +277,9 @@ def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, pers
     assert held(persistent) == FILES
 
 
-# Checksums, batches and shares.
-
-
 @pytest.mark.parametrize("batch_rows", [0, 65, 200, 999, 1000])
 def test_a_database_gets_batches_of_the_size_it_wants(source: str, batch_rows: int) -> None:
-    database = PersistentMemoryDatabase(batch_rows * ROW_BYTES)
+    database = Persistent(batch_rows * ROW_BYTES)
     load_table(TABLE, source, [database])
     first, *batches = database.chunks
     assert (first, sum(batches)) == (0, ROWS)
@@ -304,7 +294,7 @@ def test_a_database_gets_batches_of_the_size_it_wants(source: str, batch_rows: i
     ("first", "last", "batch_rows"), [(0, 1000, 100), (0, 130, 0), (100, 130, 5000), (999, 1000, 100), (300, 1000, 0)]
 )
 def test_a_feed_takes_the_rows_that_are_wanted_and_counts_no_others(first: int, last: int, batch_rows: int) -> None:
-    database = PersistentMemoryDatabase(batch_rows * ROW_BYTES)
+    database = Persistent(batch_rows * ROW_BYTES)
     database.open_table(TAG, DIM)
     feed = LoadFeed(database, TABLE, LoadRecord("f", first, ROWS), last)
     for start in range(0, ROWS, CHUNK_ROWS):
@@ -324,7 +314,7 @@ def test_a_feed_takes_the_rows_that_are_wanted_and_counts_no_others(first: int, 
     ],
 )
 def test_a_volatile_database_gets_its_share_and_the_persistent_one_all(
-    source: str, persistent: PersistentMemoryDatabase, capacity: int, rate: float, expected: int
+    source: str, persistent: Persistent, capacity: int, rate: float, expected: int
 ) -> None:
     volatile, progress = BoundedMemory(capacity), Events()
     report = load_table(TABLE, source, [volatile, persistent], initial_cache_rate=rate)
@@ -333,9 +323,6 @@ def test_a_volatile_database_gets_its_share_and_the_persistent_one_all(
     assert report.loads[0] == DatabaseLoad("bounded_memory", 0, expected)
     load_table(TABLE, source, [BoundedMemory(capacity)], initial_cache_rate=rate, progress=progress)
     assert progress.advanced == expected  # no more is read than it gets
-
-
-# Dense tables.
 
 
 def dense_rows_of(database: HashMapDatabase) -> int:
@@ -364,7 +351,7 @@ def test_a_hash_map_is_dense_if_the_keys_of_the_files_are(
     hash_map: HashMapDatabase, keys: KeyArray, rate: float, rows: int, tmp_path: Path
 ) -> None:
     write_sparse_model(tmp_path / "m", (keys, VECTORS))
-    databases = [hash_map, *([PersistentMemoryDatabase()] if rate == 1 else [])]
+    databases = [hash_map, *([Persistent()] if rate == 1 else [])]
     with gates("counted") as (gate,):
         load_table(TABLE, f"gate://counted{tmp_path}/m", databases, initial_cache_rate=rate)
     assert held(hash_map) == content(keys[: round(ROWS * rate)], VECTORS[: round(ROWS * rate)])
@@ -373,9 +360,7 @@ def test_a_hash_map_is_dense_if_the_keys_of_the_files_are(
         assert gate.bytes_read["key"] == 8 * ROWS + CHUNK_ROWS * ROW_BYTES  # a chunk tells
 
 
-def test_a_dense_hash_map_gets_what_was_updated_online(
-    dense: str, hash_map: HashMapDatabase, persistent: PersistentMemoryDatabase
-) -> None:
+def test_a_dense_hash_map_gets_what_was_updated_online(dense: str, hash_map: HashMapDatabase, persistent: Persistent) -> None:
     load_table(TABLE, dense, [persistent])
     persistent.insert(TAG, NEW_KEY, VECTORS[:1])
     persistent.delete(TAG, np.array([3, 5]))
@@ -408,20 +393,17 @@ def test_a_load_of_a_dense_hash_map_that_is_stopped_is_completed_by_the_next(
     assert dense_rows_of(hash_map) == ROWS
 
 
-# The persistent database is the authority, and one may be kept as it is.
-
-
 def test_a_volatile_database_gets_the_files_or_what_was_updated_online(
-    source: str, volatile: MemoryDatabase, persistent: PersistentMemoryDatabase
+    source: str, volatile: Memory, persistent: Persistent
 ) -> None:
-    share = MemoryDatabase()
+    share = Memory()
     assert held(share) == {}
     load_table(TABLE, source, [persistent], keep=[share])  # opened, and not loaded
     assert held(share) == {}
     for databases, keep in (([volatile, persistent], []), ([volatile], [persistent])):
         assert not load_table(TABLE, source, databases, keep=keep).differs
         assert held(volatile) == FILES
-    updated, volatile = update(persistent), MemoryDatabase()
+    updated, volatile = update(persistent), Memory()
     assert load_table(TABLE, source, [volatile, persistent]).differs
     assert held(volatile) == held(persistent) == updated
     load_table(TABLE, source, [share, persistent], initial_cache_rate=0.5)
@@ -430,7 +412,7 @@ def test_a_volatile_database_gets_the_files_or_what_was_updated_online(
 
 
 def test_a_database_that_is_kept_is_the_authority_whatever_the_files_say(
-    source: str, volatile: MemoryDatabase, persistent: PersistentMemoryDatabase
+    source: str, volatile: Memory, persistent: Persistent
 ) -> None:
     persistent.open_table(TAG, DIM)
     persistent.insert(TAG, KEYS[:1], VECTORS[5:6])
@@ -441,10 +423,7 @@ def test_a_database_that_is_kept_is_the_authority_whatever_the_files_say(
     assert load_table(TABLE, source, [], keep=[persistent]).differs
     persistent.records[TAG] = LoadRecord("of an earlier load", 300, ROWS)
     with pytest.raises(DatabaseError, match=rf"(?s){TAG} in persistent_memory .*holds 300 of {ROWS} rows.*`hps load`"):
-        load_table(TABLE, source, [MemoryDatabase()], keep=[persistent])
-
-
-# Force.
+        load_table(TABLE, source, [Memory()], keep=[persistent])
 
 
 def test_online_updates_stay_without_force_and_go_with_it(source: str, rocks: RocksDatabase, hash_map: HashMapDatabase) -> None:
@@ -464,9 +443,7 @@ def test_online_updates_stay_without_force_and_go_with_it(source: str, rocks: Ro
     assert nothing_to_do(load_table(TABLE, source, [rocks]))
 
 
-def test_a_forced_load_that_is_interrupted_goes_on_and_keeps_no_update(
-    source: str, persistent: PersistentMemoryDatabase
-) -> None:
+def test_a_forced_load_that_is_interrupted_goes_on_and_keeps_no_update(source: str, persistent: Persistent) -> None:
     load_table(TABLE, source, [persistent])
     update(persistent)
     persistent.before_chunk = failing_at(256, KeyboardInterrupt())
@@ -477,14 +454,11 @@ def test_a_forced_load_that_is_interrupted_goes_on_and_keeps_no_update(
     assert held(persistent) == FILES
 
 
-# Failures.
-
-
 def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in chunks of another size, with the checksum of an uninterrupted load."""
     for stop, batch_rows in ((0, 0), (CHUNK_ROWS, 0), (7 * CHUNK_ROWS, 0), (ROWS // CHUNK_ROWS * CHUNK_ROWS, 0), (512, 300)):
         error: BaseException = KeyboardInterrupt() if stop > CHUNK_ROWS else DatabaseError("disk full")
-        volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase(batch_rows * ROW_BYTES)
+        volatile, persistent = Memory(), Persistent(batch_rows * ROW_BYTES)
         persistent.before_chunk = failing_at(stop, error)
         with pytest.raises(type(error)):
             load_table(TABLE, source, [volatile, persistent])
@@ -503,7 +477,7 @@ def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str, m
         assert nothing_to_do(load_table(TABLE, source, [persistent]))
 
 
-def test_a_model_replaced_while_loading_is_never_taken_for_whole(source: str, persistent: PersistentMemoryDatabase) -> None:
+def test_a_model_replaced_while_loading_is_never_taken_for_whole(source: str, persistent: Persistent) -> None:
     def replace_at(row: int) -> None:
         if row == 5 * CHUNK_ROWS:
             write_sparse_model(source, rows_of(ROWS, seed=2), overwrite=True)
@@ -553,16 +527,14 @@ class Writing(Events):
         self.file.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "make"), [("mapped", PersistentMemoryDatabase), ("mapped", HashMapDatabase), ("time put back", MemoryDatabase)]
-)
+@pytest.mark.parametrize(("how", "make"), [("mapped", Persistent), ("mapped", HashMapDatabase), ("time put back", Memory)])
 def test_files_that_are_written_in_place_during_a_load_are_never_mixed(source: str, how: str, make: type[Database]) -> None:
     database = make()
     with closing(Writing(source, how)) as writing, pytest.raises(ModelFileChangedError):
         load_table(TABLE, source, [database], progress=writing)
     if how == "mapped":
         assert held(database) == {}
-    if isinstance(database, PersistentMemoryDatabase):
+    if isinstance(database, Persistent):
         record = database.load_record(TAG)
         assert record is None or not record.complete
     load_table(TABLE, source, [database])
@@ -570,21 +542,19 @@ def test_files_that_are_written_in_place_during_a_load_are_never_mixed(source: s
 
 
 def test_files_that_somebody_has_mapped_and_leaves_alone_are_loaded(
-    source: str, volatile: MemoryDatabase, persistent: PersistentMemoryDatabase
+    source: str, volatile: Memory, persistent: Persistent
 ) -> None:
     with closing(Writing(source, "mapped")) as writing:
         load_table(TABLE, source, [volatile, persistent])
         assert held(volatile) == held(persistent) == FILES
         writing.map[0] ^= 1  # type: ignore[index]
-        fresh = MemoryDatabase()
+        fresh = Memory()
         assert load_table(TABLE, source, [fresh, persistent]).differs  # what is in the files now is not what was loaded
         assert held(fresh) == FILES
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_files_that_do_not_fit_leave_the_databases_alone(
-    source: str, persistent: PersistentMemoryDatabase, force: bool
-) -> None:
+def test_files_that_do_not_fit_leave_the_databases_alone(source: str, persistent: Persistent, force: bool) -> None:
     load_table(TABLE, source, [persistent])
     updated = update(persistent)
     with open(Path(source) / "emb_vector", "ab") as file:
@@ -597,9 +567,7 @@ def test_files_that_do_not_fit_leave_the_databases_alone(
     assert held(persistent) == updated
 
 
-def test_keys_beyond_32_bits_are_found_before_the_old_version_is_dropped(
-    dense: str, persistent: PersistentMemoryDatabase
-) -> None:
+def test_keys_beyond_32_bits_are_found_before_the_old_version_is_dropped(dense: str, persistent: Persistent) -> None:
     load_table(TABLE, dense, [persistent], int32_keys=True)
     before = held(persistent)
     # one row more: the files are not compared with what is there
@@ -614,7 +582,7 @@ def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.Mon
     with gates("stuck") as (gate,):
         gate.hold_from = 0
         with pytest.raises(ModelFileError, match=r"rows from 0 on did not arrive within"):
-            load_table(TABLE, f"gate://stuck{source}", [MemoryDatabase()])
+            load_table(TABLE, f"gate://stuck{source}", [Memory()])
     for thread in threading.enumerate():
         if thread.name.startswith("hps-model-reader"):
             thread.join(30)
@@ -622,15 +590,12 @@ def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.Mon
 
 def test_hugectrs_log_lines_are_kept(source: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    load_table(TABLE, source, [BoundedMemory(4000), MemoryDatabase(), PersistentMemoryDatabase()])
+    load_table(TABLE, source, [BoundedMemory(4000), Memory(), Persistent()])
     assert [record.getMessage() for record in caplog.records] == [
         f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (bounded_memory); load: 1000 / 4000 (25.00%).",
         f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (memory); load: 1000, unbounded.",
         f"Table: {TAG}; cached 1000 embeddings in persistent database (persistent_memory); complete.",
     ]
-
-
-# The whole server.
 
 
 @pytest.fixture

@@ -25,12 +25,13 @@ from google.oauth2 import service_account
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
 from hps.filesystems import gcs
-from hps.filesystems.gcs import GcsFileSystem
+from hps.filesystems.gcs import GcsFileSystem as Gcs
 from hps.models.manifest import write_file
 from hps.testing.filesystems import noise
 from hps.testing.waiting import wait_until
 from tests.servers.gcs_server import GcsServer
-from tests.servers.misbehaving_proxy import Answer, Drop, Fault, MisbehavingProxy, Request, Silence, always, first
+from tests.servers.misbehaving_proxy import Answer, Drop, Fault, Request, Silence, always, first
+from tests.servers.misbehaving_proxy import MisbehavingProxy as Proxy
 from tests.tables.object_store_contract import ObjectStoreContract
 from tests.tables.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, name_of, read
 
@@ -58,7 +59,7 @@ def refusal(status: int, reason: str, message: str) -> Answer:
 
 
 class TestGcs(ObjectStoreFaults):
-    store = GcsFileSystem
+    store = Gcs
     version_header = "x-goog-generation"
     overloaded = "got HTTP 500; GCS is overloaded or limits the rate"
     unreachable = "(Connection refused|.*not known|.*resolution|.*no answer).*; check that the host"
@@ -74,9 +75,7 @@ class TestGcs(ObjectStoreFaults):
         return query(request).get("ifGenerationMatch")
 
 
-def test_a_reason_that_passes_is_tried_again_and_in_the_end_told(
-    proxy: MisbehavingProxy, patient: GcsFileSystem, file: str
-) -> None:
+def test_a_reason_that_passes_is_tried_again_and_in_the_end_told(proxy: Proxy, patient: Gcs, file: str) -> None:
     for operation in OPERATIONS.values():
         proxy.rule = always(refusal(403, "rateLimitExceeded", "Too fast"))
         with pytest.raises(ModelSourceError, match=r"got HTTP 403 \(Too fast\).*limits the rate.*tried 4 times"):
@@ -85,7 +84,7 @@ def test_a_reason_that_passes_is_tried_again_and_in_the_end_told(
         operation(patient, file)
 
 
-def test_answers_of_no_object_store_are_refused(proxy: MisbehavingProxy, patient: GcsFileSystem, file: str) -> None:
+def test_answers_of_no_object_store_are_refused(proxy: Proxy, patient: Gcs, file: str) -> None:
     said = "Bucket is a requester pays bucket but no user project provided."
     compressed = json.dumps({"size": "100", "generation": "1", "contentEncoding": "gzip"}).encode()
     for answer, error, message in (
@@ -111,7 +110,7 @@ ANONYMOUS = "Anonymous caller does not have storage.objects.get access to the Go
 
 @pytest.mark.parametrize(("status", "reason"), [(401, "required"), (403, "forbidden")])
 def test_no_permission_without_credentials_says_how_to_give_them(
-    proxy: MisbehavingProxy, patient: GcsFileSystem, file: str, status: int, reason: str
+    proxy: Proxy, patient: Gcs, file: str, status: int, reason: str
 ) -> None:
     proxy.rule = always(refusal(status, reason, ANONYMOUS))
     for operation in (patient.status, patient.exists, patient.list, patient.delete):
@@ -136,7 +135,7 @@ def key() -> str:
 class TokenHost:
     """Issues tokens, and demands the newest one before it lets a request through."""
 
-    def __init__(self, proxy: MisbehavingProxy) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         self.issued = 0
         self.demanded = 1
         self.answer: Fault | None = None
@@ -153,11 +152,11 @@ class TokenHost:
 
 
 @pytest.fixture
-def token_host(proxy: MisbehavingProxy) -> TokenHost:
+def token_host(proxy: Proxy) -> TokenHost:
     return TokenHost(proxy)
 
 
-class Account(GcsFileSystem):
+class Account(Gcs):
     """Asks with a service account, also over plain http."""
 
     def __init__(self, url: str, key: str, **settings: Any) -> None:
@@ -168,7 +167,7 @@ class Account(GcsFileSystem):
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_is_refused(
-    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, token_host: TokenHost, key: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "netrc").write_text("default login somebody password something\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # which does not replace the token
@@ -196,7 +195,7 @@ REVOKED = Answer(400, b'{"error": "invalid_grant", "error_description": "Token h
     ids=name_of,
 )
 def test_a_host_that_gives_no_token_that_helps_is_an_error_within_the_deadline(
-    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str, answer: Fault, kind: type[ModelFileError], why: str
+    proxy: Proxy, token_host: TokenHost, key: str, file: str, answer: Fault, kind: type[ModelFileError], why: str
 ) -> None:
     token_host.answer, token_host.demanded = answer, -1
     hasty = {"timeout_s": 0.5, "deadline_s": 3, "max_attempts": 2} if answer else {}
@@ -207,9 +206,7 @@ def test_a_host_that_gives_no_token_that_helps_is_an_error_within_the_deadline(
     assert answer or token_host.issued == 2
 
 
-def test_an_account_without_permission_is_told_the_role(
-    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str
-) -> None:
+def test_an_account_without_permission_is_told_the_role(proxy: Proxy, token_host: TokenHost, key: str, file: str) -> None:
     said = "reader@project.iam.gserviceaccount.com does not have storage.objects.get access (or it may not exist)."
     proxy.rule = lambda request: token_host.rule(request) if request.path == "/token" else refusal(403, "forbidden", said)
     with pytest.raises(ModelFileError, match=r"reader@project.*roles/storage\.objectViewer") as error:
@@ -218,7 +215,7 @@ def test_an_account_without_permission_is_told_the_role(
 
 
 def test_a_token_is_not_sent_in_the_clear(
-    proxy: MisbehavingProxy, patient: GcsFileSystem, key: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, patient: Gcs, key: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = {"type": "service_account", "client_email": "a@b", "token_uri": f"{proxy.url}/token", "private_key": key}
     (tmp_path / "key.json").write_text(json.dumps(info))
@@ -233,7 +230,7 @@ def test_a_search_for_credentials_that_gets_no_answer_ends_at_the_deadline(monke
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     stopping, asked = threading.Event(), []
     monkeypatch.setattr(google.auth, "default", lambda **_: asked.append(1) or stopping.wait())
-    filesystem = GcsFileSystem(ModelSourceConfig(timeout_s=0.2, deadline_s=0.5, max_attempts=2))
+    filesystem = Gcs(ModelSourceConfig(timeout_s=0.2, deadline_s=0.5, max_attempts=2))
     try:
         with pytest.raises(ModelSourceError, match="looking for Google credentials: no answer"):
             filesystem.status("gs://models/key")
@@ -251,7 +248,7 @@ class Uploads:
         on_chunk: asked for each chunk that comes: how many of its bytes are kept, and what is answered in place of the truth.
     """
 
-    def __init__(self, proxy: MisbehavingProxy) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         self.content = bytearray()
         self.whole = self.removed = self.cancelled = False
         self.on_chunk: Callable[[int], tuple[int | None, Fault | None]] = lambda number: (None, None)
@@ -292,12 +289,12 @@ class Uploads:
 
 
 @pytest.fixture
-def uploads(proxy: MisbehavingProxy, monkeypatch: pytest.MonkeyPatch) -> Uploads:
+def uploads(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Uploads:
     monkeypatch.setattr(gcs, "_PART_BYTES", 2 * CHUNK)
     return Uploads(proxy)
 
 
-def test_an_upload_whose_last_answer_is_lost_is_whole_unless_it_was_damaged(patient: GcsFileSystem, uploads: Uploads) -> None:
+def test_an_upload_whose_last_answer_is_lost_is_whole_unless_it_was_damaged(patient: Gcs, uploads: Uploads) -> None:
     uploads.on_chunk = lambda number: (None, Drop() if number == 1 else None)
     write_file(patient, "gs://models/file", noise(3 * CHUNK))
     assert uploads.content == noise(3 * CHUNK)
@@ -322,7 +319,7 @@ def test_an_upload_whose_last_answer_is_lost_is_whole_unless_it_was_damaged(pati
     ids=name_of,
 )
 def test_an_upload_that_cannot_go_on_or_is_aborted_is_cancelled(
-    patient: GcsFileSystem, hasty: GcsFileSystem, uploads: Uploads, fault: Fault | None, why: str
+    patient: Gcs, hasty: Gcs, uploads: Uploads, fault: Fault | None, why: str
 ) -> None:
     if fault is None:
         writer = patient.create("gs://models/file")
@@ -341,9 +338,7 @@ def test_an_upload_that_cannot_go_on_or_is_aborted_is_cancelled(
 @pytest.mark.parametrize(
     ("kept", "fault"), [(None, Drop()), (0, refusal(503, "backendError", "Try again")), (CHUNK, Drop())], ids=name_of
 )
-def test_an_upload_goes_on_where_the_service_stands(
-    patient: GcsFileSystem, uploads: Uploads, kept: int | None, fault: Fault
-) -> None:
+def test_an_upload_goes_on_where_the_service_stands(patient: Gcs, uploads: Uploads, kept: int | None, fault: Fault) -> None:
     content = noise(5 * CHUNK + 99)
     failing = {0, 2, 4}
     uploads.on_chunk = lambda number: (kept, fault) if number in failing else (None, None)
@@ -354,8 +349,8 @@ def test_an_upload_goes_on_where_the_service_stands(
 
 
 @pytest.fixture
-def filesystem(server: GcsServer) -> GcsFileSystem:
-    return GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=server.url))
+def filesystem(server: GcsServer) -> Gcs:
+    return Gcs(ModelSourceConfig(gcs_endpoint_url=server.url))
 
 
 @pytest.fixture
@@ -375,14 +370,14 @@ class TestGcsFileSystem(ObjectStoreContract):
 
 
 def test_the_emulator_of_the_environment_is_used_unless_an_endpoint_is_configured(
-    server: GcsServer, filesystem: GcsFileSystem, bucket: str, monkeypatch: pytest.MonkeyPatch
+    server: GcsServer, filesystem: Gcs, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.put(f"gs://{bucket}/file", b"x")
     for form in ("http://127.0.0.1:{}", "127.0.0.1:{}"):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", form.format(server.port))
-        assert GcsFileSystem().status(f"gs://{bucket}/file").size_bytes == 1
+        assert Gcs().status(f"gs://{bucket}/file").size_bytes == 1
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    assert GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=f"{server.url}/")).exists(f"gs://{bucket}")
+    assert Gcs(ModelSourceConfig(gcs_endpoint_url=f"{server.url}/")).exists(f"gs://{bucket}")
     filesystem.delete("gs://no-such-bucket/model/key")  # what is in no bucket need not be removed
 
 
@@ -396,7 +391,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("size", "step"), [(CHUNK - 1, 9_000), (CHUNK, CHUNK), (CHUNK + 1, 9_000), (2 * CHUNK, 10 * CHUNK), (3 * CHUNK + 7, CHUNK)]
 )
 def test_what_is_uploaded_in_chunks_arrives_whole(
-    filesystem: GcsFileSystem, server: GcsServer, bucket: str, size: int, step: int
+    filesystem: Gcs, server: GcsServer, bucket: str, size: int, step: int
 ) -> None:
     content, path = noise(size), f"gs://{bucket}/file"
     writer = filesystem.create(path)
@@ -408,7 +403,7 @@ def test_what_is_uploaded_in_chunks_arrives_whole(
 
 
 @pytest.mark.usefixtures("_small_chunks")
-def test_an_upload_whose_writer_is_lost_is_not_completed(server: GcsServer, filesystem: GcsFileSystem, bucket: str) -> None:
+def test_an_upload_whose_writer_is_lost_is_not_completed(server: GcsServer, filesystem: Gcs, bucket: str) -> None:
     writer = filesystem.create(f"gs://{bucket}/file")
     writer.write(memoryview(noise(3 * CHUNK)))
     parts = writer._parts
@@ -421,8 +416,8 @@ def test_an_upload_whose_writer_is_lost_is_not_completed(server: GcsServer, file
 
 
 def test_a_small_file_takes_one_request(server: GcsServer, bucket: str) -> None:
-    with MisbehavingProxy(server.port) as proxy:
-        writer = GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=proxy.url)).create(f"gs://{bucket}/file")
+    with Proxy(server.port) as proxy:
+        writer = Gcs(ModelSourceConfig(gcs_endpoint_url=proxy.url)).create(f"gs://{bucket}/file")
         writer.write(memoryview(noise(100_000)))
         writer.commit()
         assert len(proxy.requests) == 1

@@ -8,10 +8,11 @@ import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.s3 import S3FileSystem
+from hps.filesystems.s3 import S3FileSystem as S3
 from hps.models.manifest import write_file
 from hps.testing.filesystems import noise
-from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, MisbehavingProxy, Request, after, always, first
+from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, Request, after, always, first
+from tests.servers.misbehaving_proxy import MisbehavingProxy as Proxy
 from tests.servers.s3_server import S3Server, know_only_moto, s3_server
 from tests.tables.object_store_contract import ObjectStoreContract
 from tests.tables.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, read
@@ -43,7 +44,7 @@ def refusal(status: int, code: str, extra: str = "", headers: dict[str, str] | N
 
 
 class TestS3(ObjectStoreFaults):
-    store = S3FileSystem
+    store = S3
     version_header = "ETag"
     overloaded = r"127\.0\.0\.1:\d+ failed \(HTTP 500.*check that it runs"
     unreachable = r"\S+ (broke off or cannot be reached|did not answer).*model_source.s3_endpoint_url"
@@ -56,9 +57,7 @@ class TestS3(ObjectStoreFaults):
 
 
 @pytest.mark.parametrize("code", ["SlowDown", "InternalError", "RequestTimeout", "OperationAborted", "Throttling", "Other"])
-def test_what_s3_says_of_a_failure_tells_whether_it_passes(
-    proxy: MisbehavingProxy, patient: S3FileSystem, file: str, code: str
-) -> None:
+def test_what_s3_says_of_a_failure_tells_whether_it_passes(proxy: Proxy, patient: S3, file: str, code: str) -> None:
     body = f"<Error><Code>{code}</Code><Message>Wait.</Message></Error>".encode()
     proxy.rule = first(1, Answer(400, body))
     if code == "Other":
@@ -68,9 +67,7 @@ def test_what_s3_says_of_a_failure_tells_whether_it_passes(
         assert read(patient, file) == noise(SIZE)
 
 
-def test_what_is_written_through_failures_is_whole(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, root: str
-) -> None:
+def test_what_is_written_through_failures_is_whole(proxy: Proxy, patient: S3, server: S3Server, root: str) -> None:
     content = noise(17_000_000)
     faults = iter([Answer(500), None, Drop(), None, Answer(503), None, Drop(after_asking=True), None, Answer(500)])
     proxy.rule = lambda request: next(faults, None)
@@ -79,9 +76,7 @@ def test_what_is_written_through_failures_is_whole(
     assert next(faults, "used up") == "used up"
 
 
-def test_a_failed_write_leaves_the_old_object_and_no_parts(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
-) -> None:
+def test_a_failed_write_leaves_the_old_object_and_no_parts(proxy: Proxy, patient: S3, server: S3Server, file: str) -> None:
     proxy.rule = after(1, Answer(500), lambda request: request.method == "PUT")
     with pytest.raises(ModelSourceError, match=f"writing {file}"):
         write_file(patient, file, noise(17_000_000))
@@ -90,7 +85,7 @@ def test_a_failed_write_leaves_the_old_object_and_no_parts(
 
 
 def test_a_commit_whose_answer_is_lost_is_found_done_and_one_that_somebody_ended_an_error(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, root: str, file: str
+    proxy: Proxy, patient: S3, server: S3Server, root: str, file: str
 ) -> None:
     content, gone = noise(9_000_000), b"<Error><Code>NoSuchUpload</Code></Error>"  # S3's answer to a second commit, not moto's
     faults = iter([Drop(after_asking=True), Answer(404, gone)])
@@ -129,7 +124,7 @@ def test_a_commit_whose_answer_is_lost_is_found_done_and_one_that_somebody_ended
     ids=lambda value: "" if callable(value) else value[:24],
 )
 def test_a_refusal_names_cause_and_cure(
-    proxy: MisbehavingProxy, patient: S3FileSystem, file: str, answer: Callable[[Request], Fault], message: str
+    proxy: Proxy, patient: S3, file: str, answer: Callable[[Request], Fault], message: str
 ) -> None:
     proxy.rule = answer
     everywhere = "grant s3:GetObject" in message or "another region" in message
@@ -143,7 +138,7 @@ def test_a_refusal_names_cause_and_cure(
             assert len(proxy.requests) <= 2  # nothing is tried again; after a HEAD, a GET asks for the reason
 
 
-def test_a_wrong_region_in_the_address_is_named(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:
+def test_a_wrong_region_in_the_address_is_named(proxy: Proxy, patient: S3, file: str) -> None:
     proxy.rule = refusal(301, "PermanentRedirect", "", {"x-amz-bucket-region": "eu-central-1"})
     address = f"https://{file.split('/')[2]}.s3.us-west-2.amazonaws.com/models/item/key"
     with pytest.raises(ModelFileError, match=rf"{address}: .*in region eu-central-1, .*name it in the address"):
@@ -151,22 +146,20 @@ def test_a_wrong_region_in_the_address_is_named(proxy: MisbehavingProxy, patient
     assert any("/us-west-2/s3/" in request.headers["Authorization"] for request in proxy.requests)
 
 
-def test_a_write_that_ends_as_another_object_is_an_error(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
-) -> None:
+def test_a_write_that_ends_as_another_object_is_an_error(proxy: Proxy, patient: S3, server: S3Server, file: str) -> None:
     proxy.rule = always(Before(lambda: server.put(file, b"another's")), lambda request: request.method == "HEAD")
     with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*expected 5 bytes.*another writer"):
         write_file(patient, file, b"ours.")
 
 
 @functools.cache
-def filesystem_at(url: str) -> S3FileSystem:
+def filesystem_at(url: str) -> S3:
     """One for all tests, because a boto3 client takes long to make."""
-    return S3FileSystem(ModelSourceConfig(s3_endpoint_url=url))
+    return S3(ModelSourceConfig(s3_endpoint_url=url))
 
 
 @pytest.fixture
-def filesystem(server: S3Server) -> S3FileSystem:
+def filesystem(server: S3Server) -> S3:
     return filesystem_at(server.url)
 
 
@@ -190,16 +183,16 @@ class TestS3FileSystem(ObjectStoreContract):
 def test_without_credentials_the_cure_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    filesystem = S3FileSystem(ModelSourceConfig(s3_endpoint_url=s3_server().url))
+    filesystem = S3(ModelSourceConfig(s3_endpoint_url=s3_server().url))
     with pytest.raises(ModelFileError, match=rf"opening s3://{bucket}/key: .*credentials.*AWS_ACCESS_KEY_ID.*AWS_PROFILE"):
         filesystem.status(f"s3://{bucket}/key")
     monkeypatch.setenv("AWS_PROFILE", "absent")
     with pytest.raises(ModelFileError, match=r"credentials.*\(ProfileNotFound\).*AWS_PROFILE"):
-        S3FileSystem().status(f"s3://{bucket}/key")
+        S3().status(f"s3://{bucket}/key")
 
 
 def test_buckets_are_found_where_the_settings_or_the_environment_say(
-    server: S3Server, filesystem: S3FileSystem, bucket: str, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, filesystem: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dotted = f"{bucket}.with.dots"
     server.client.create_bucket(Bucket=dotted)
@@ -209,7 +202,7 @@ def test_buckets_are_found_where_the_settings_or_the_environment_say(
     with pytest.raises(ModelFileNotFoundError, match="there is no bucket 'no-such-bucket' at 127"):
         filesystem.delete("s3://no-such-bucket/model/key")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
-    assert S3FileSystem().status(f"s3://{dotted}/key").size_bytes == 3
+    assert S3().status(f"s3://{dotted}/key").size_bytes == 3
 
 
 def test_an_endpoint_or_a_region_that_cannot_be_one_is_an_error_without_the_password(
@@ -218,8 +211,8 @@ def test_an_endpoint_or_a_region_that_cannot_be_one_is_an_error_without_the_pass
     url = "http://user:secret-word@127.0.0.1:9"
     settings = ModelSourceConfig(s3_endpoint_url=url, timeout_s=0.5, deadline_s=3, max_attempts=2)
     with pytest.raises(ModelFileError) as raised:
-        S3FileSystem(settings).status(f"s3://{bucket}/key")
+        S3(settings).status(f"s3://{bucket}/key")
     assert "secret-word" not in str(raised.value)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "not a region")
     with pytest.raises(ModelFileError, match=rf"s3://{bucket}/key: .*region"):
-        S3FileSystem().status(f"s3://{bucket}/key")
+        S3().status(f"s3://{bucket}/key")

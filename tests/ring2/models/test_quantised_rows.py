@@ -90,31 +90,6 @@ def test_rows_of_inference_tables_are_those_of_fbgemm(dim: int, alignment: int, 
     assert equal_bits(rows_of(tmp_path / "t.npz", dtype="tbe8", dim=dim), expected)
 
 
-def test_the_state_of_a_quantised_torchrec_collection_is_read(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
-        from torchrec.inference.modules import quantize_embeddings
-        from torchrec.modules.embedding_configs import EmbeddingBagConfig
-
-        configs = [
-            EmbeddingBagConfig(name=f"t{i}", embedding_dim=128, num_embeddings=9 + i, feature_names=[f"f{i}"]) for i in (0, 1)
-        ]
-        module = quantize_embeddings(
-            torch.nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("cpu"))), torch.int8, inplace=False
-        )
-        keys = KeyedJaggedTensor.from_lengths_sync(["f0", "f1"], torch.arange(9).repeat(2), torch.ones(18, dtype=torch.int32))
-        expected = module(keys).to_dict()
-    torch.save(module.state_dict(), tmp_path / "m.pt")
-    assert list_arrays(tmp_path / "m.pt")[0] == ArrayInfo("0.embedding_bags.t0.weight", (9, 144), "uint8")
-    tables = find_tables(tmp_path / "m.pt", "0.embedding_bags.*.weight", dtype="tbe8", dim=128)
-    assert list(tables) == ["t0", "t1"]
-    for i, table in enumerate(tables.values()):
-        [(_, got)] = table.chunks()
-        assert (table.selection.dim, table.selection.dtype) == (128, "tbe8")
-        assert equal_bits(got[:9], expected[f"f{i}"].float().numpy())
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: quantised tensors will be removed
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_quantised_module_of_torch_is_read_as_it_answers(tmp_path: Path) -> None:

@@ -235,17 +235,6 @@ class TestFormatChange:
         with place.opened("int8") as server:
             check_modified(server, place, written, "int8")
 
-    def test_the_old_table_counts_no_more_once_the_new_one_has_taken_over(self, place, monkeypatch):
-        """Even if the process ends before it is dropped."""
-        with place.opened() as server:
-            modify(server)
-        with monkeypatch.context() as patch:
-            patch.setattr(DatabaseChain, "discard", lambda self, tags: None)
-            with place.opened("int8") as server:
-                written = modify(server, seed=9)
-        with place.opened("float32") as server:
-            check_modified(server, place, stored(written, "int8"), "float32")
-
     def test_a_database_that_loads_nothing_refuses_another_format(self, place):
         with place.opened():
             pass

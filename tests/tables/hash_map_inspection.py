@@ -50,19 +50,12 @@ def _rotated(x: npt.NDArray[np.uint64], by: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the memory of a table holds.
+    """What the memory of a table holds."""
 
-    Attributes:
-        vectors: the bytes of each key's vector.
-        stamps: each key's stamp, where the table keeps them.
-        segments: (buckets,) of dtype BUCKET each, the memory itself.
-        free_rows: rows on the list of free ones.
-    """
-
-    vectors: dict[int, bytes]
-    stamps: dict[int, int]
-    segments: list[npt.NDArray[np.void]]
-    free_rows: list[int]
+    vectors: dict[int, bytes]  # of each key
+    stamps: dict[int, int]  # of each key, where the table keeps them
+    segments: list[npt.NDArray[np.void]]  # (buckets,) of dtype BUCKET each, the memory itself
+    free_rows: list[int]  # on the list of free ones
 
     @property
     def buckets(self) -> npt.NDArray[np.void]:

@@ -8,25 +8,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hps.databases.hash_map.layout import (
-    BUCKET_BYTES,
-    DENSE_ROWS,
-    SEGMENTS,
-    SLAB_SHIFT,
-    STRIPES,
-    VECTOR_BYTES,
-    VERSION_BYTES,
-    VERSIONS,
-    after,
-    copy,
-    home_of,
-    lowest_bit,
-    mask_of,
-    match_keys,
-    overflow_of,
-    row_of,
-    segment_of,
-)
+from hps.databases.hash_map.layout import BUCKET_BYTES, DENSE_ROWS, SEGMENTS, SLAB_SHIFT, STRIPES, VECTOR_BYTES, VERSION_BYTES
+
+# isort: split
+from hps.databases.hash_map.layout import VERSIONS, after, copy, home_of, lowest_bit, mask_of, match_keys, overflow_of, row_of
+
+# isort: split
+from hps.databases.hash_map.layout import segment_of
 from hps.ground.hashing import mix
 from hps.ground.host_tables import BucketChanges, HostLayout, HostTable
 from hps.ground.numba_atomics import fence_acquire, load_acquire, load_relaxed

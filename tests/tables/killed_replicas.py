@@ -94,15 +94,8 @@ class Scene:
             assert self.writer.partitions(publisher.topic, 60, create=PARTITIONS) == PARTITIONS
         for table, rows in self.rows.items():
             hps.write_sparse_model(directory / table, (self.loaded(table), rows.vectors(self.loaded(table), 0)))
-        model = model_of(
-            MODEL,
-            [directory / table for table in DIMS],
-            DIMS,
-            default_value_for_each_table=[DEFAULT] * len(DIMS),
-            gpucacheper=0.3,
-            hit_rate_threshold=1.1,
-            row_dtype=row_dtype,
-        )
+        limits = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1, "default_value_for_each_table": [DEFAULT] * len(DIMS)}
+        model = model_of(MODEL, [directory / table for table in DIMS], DIMS, **limits, row_dtype=row_dtype)
         self.replicas: list[Replica] = []
         for name in "ab":
             persistent = directory / f"rocksdb-{name}" if "rocks_db" in tiers else None
@@ -189,9 +182,8 @@ class Scene:
         sequence = time.time_ns() // 1000
         for table, publisher in self.publishers.items():
             for number in range(self.partitions[table]):
-                none = np.empty(0, np.int64)
-                vectors = np.empty((0, publisher.rows.dim), np.float32)
-                publisher.append(Partition(publisher.topic, number), encode(none, vectors, sequence=sequence))
+                nothing = np.empty(0, np.int64), np.empty((0, publisher.rows.dim), np.float32)
+                publisher.append(Partition(publisher.topic, number), encode(*nothing, sequence=sequence))
         assert self.writer.flush(PATIENCE_S) == 0
         wait_until(lambda: all(self.last().values()), "the writer has told all positions")
 
@@ -220,10 +212,8 @@ class Scene:
     ) -> int:
         """Publish while the replicas are killed in turn. Returns how often there was something to apply.
 
-        Args:
-            disturb: kills the log and starts it again; is called some times, while a replica is down.
-            grow: gives a topic so many partitions.
-            moment: waits for the moment to kill a replica; it gets the seconds that a round takes.
+        Some times, while a replica is down, `disturb` kills the log and starts it again. `grow` gives a topic so many
+        partitions. `moment` waits for the moment to kill a replica; it gets the seconds that a round takes.
         """
         rng = np.random.default_rng(SEED)
         for replica in self.replicas:

@@ -11,7 +11,7 @@ import pytest
 
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import ModelFileError, ModelSourceError
+from hps.errors import ModelFileError
 from hps.filesystems.base import FileSystem
 from hps.models.deltas import HeldTable
 from hps.models.files import open_sparse_model
@@ -107,20 +107,3 @@ class ModelsInStores:
         np.testing.assert_array_equal(held[order], kept)
         expected = np.where(((kept >= 50) & (kept < 70))[:, None], sample_vectors(kept, DIM, 4), sample_vectors(kept, DIM, 3))
         np.testing.assert_array_equal(vectors[order], expected)
-
-    @pytest.mark.parametrize(
-        ("files", "message"),
-        [
-            ({}, r"there is no such directory; \w+ a directory with the files key and emb_vector"),
-            ({"key/0": 16, "emb_vector": 64}, "it is a directory"),
-            ({"": 1}, r"it is an? (object|file), expected a directory"),
-        ],
-    )
-    def test_a_place_that_is_no_model_is_refused_at_once(
-        self, server: Any, root: str, sources: ModelSources, files: dict[str, int], message: str
-    ) -> None:
-        for name, size in files.items():
-            server.put(f"{root}/item/{name}".rstrip("/"), b"\0" * size)
-        with pytest.raises(ModelFileError, match=rf"{root}/item.*: {message}") as raised:
-            open_sparse_model(f"{root}/item", DIM, sources=sources)
-        assert not isinstance(raised.value, ModelSourceError)

@@ -34,19 +34,12 @@ def is_deletion(changes: IndexArray) -> BoolArray:
 
 @dataclass(frozen=True)
 class NumberedRows:
-    """The vectors of one table. *Immutable.*
+    """The vectors of one table. *Immutable.*"""
 
-    Attributes:
-        key_bits: keys are below 2^key_bits, changes below 2^(30 - key_bits).
-        dim: floats of a vector; at least 6 for int8.
-        deletes: whether changes delete; else all of them are vectors.
-        row_dtype: float32 or int8.
-    """
-
-    key_bits: int
-    dim: int
+    key_bits: int  # keys are below 2^key_bits, changes below 2^(30 - key_bits)
+    dim: int  # at least 6 for int8
     deletes: bool = True
-    row_dtype: str = "float32"
+    row_dtype: str = "float32"  # or int8
 
     @property
     def keys(self) -> int:
@@ -110,25 +103,15 @@ class NumberedRows:
 class NumberedPublisher:
     """Publishes changes of one table, and knows which of them are applied. *One thread* publishes; any may ask.
 
-    Args:
-        writer: of the log.
-        topic: of the table.
-        rows: its vectors.
-        hctr: send HugeCTR's frames, which have no sequence.
-
-    Attributes:
-        begun: (keys,) the last change of each key that was sent.
-        acknowledged: (keys,) the last one that `acknowledge` heard to be applied.
-        sent: CRC-32 of the messages of each partition that were sent, in their order.
-        failures: what the log did not take.
+    HugeCTR's frames (`hctr`) have no sequence.
     """
 
     def __init__(self, writer: UpdateLogWriter, topic: str, rows: NumberedRows, *, hctr: bool = False) -> None:
         self.writer, self.topic, self.rows, self._hctr = writer, topic, rows, hctr
-        self.begun = np.zeros(rows.keys, np.int64)
-        self.acknowledged = np.zeros(rows.keys, np.int64)
-        self.sent: dict[str, list[int]] = {}
-        self.failures: list[Exception] = []
+        self.begun = np.zeros(rows.keys, np.int64)  # the last change of each key that was sent
+        self.acknowledged = np.zeros(rows.keys, np.int64)  # the last one that `acknowledge` heard to be applied
+        self.sent: dict[str, list[int]] = {}  # CRC-32 of the messages of each partition, in their order
+        self.failures: list[Exception] = []  # what the log did not take
         self._sequences: dict[Partition, int] = {}
         self._newest: dict[str, _Sent] = {}
         self._waiting: dict[str, deque[_Sent]] = {}  # by partition, in the order of the log
@@ -172,11 +155,9 @@ class NumberedPublisher:
         self.send(_Sent(partition, none, none, value))
 
     def publish(self, rng: np.random.Generator, updates: int, batch: int, partitions: int, mischief: float = 0.0) -> None:
-        """Send changes of random keys, each key's to one of the partitions.
+        """Send changes of random keys, each key's to one of the partitions, `batch` rows a message.
 
-        Args:
-            batch: rows of a message.
-            mischief: share of the messages that are sent twice, the second time late, and of those that are late alone.
+        `mischief` is the share of the messages that are sent twice, the second time late, and of those that are late alone.
         """
         late: list[_Sent] = []
         for _ in range(updates // batch):
@@ -198,7 +179,7 @@ class NumberedPublisher:
 
     @property
     def last(self) -> dict[str, str]:
-        """Position of the last message of each partition, by its name; empty where it is not known yet."""
+        """Position of the last message of each partition; empty where it is not known yet."""
         return {name: sent.position for name, sent in list(self._newest.items())}
 
     @property
@@ -230,12 +211,9 @@ class _Sent:
 
 
 def replay(messages: Iterable[Message], rows: NumberedRows, there: BoolArray, vectors: FloatArray) -> int:
-    """Make the changes of a log one after the other, in the rows that the model files have. Returns how many there were.
+    """Make the changes of a table's log one after the other, in the rows that the model files have: `there` and `vectors`.
 
-    Args:
-        messages: of one table, those of each partition in their order.
-        there: (keys,) which keys have a row.
-        vectors: (keys, dim) their vectors.
+    Returns how many there were.
     """
     sequences, count = np.zeros(rows.keys, np.int64), 0
     for message in messages:

@@ -23,22 +23,11 @@ from hps.models.sample import sample_chunks
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.testing.filesystems import noise
-from tests.servers.misbehaving_proxy import (
-    Answer,
-    Before,
-    Drop,
-    Fault,
-    MisbehavingProxy,
-    Reheaded,
-    Request,
-    Reset,
-    Silence,
-    SlowHead,
-    Trickle,
-    Truncate,
-    always,
-    first,
-)
+from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, Reheaded, Request, Reset, Silence
+from tests.servers.misbehaving_proxy import MisbehavingProxy as Proxy
+
+# isort: split
+from tests.servers.misbehaving_proxy import SlowHead, Trickle, Truncate, always, first
 from tests.tables.models_in_stores import DIM, ROWS, TABLE, ModelsInStores, assert_holds
 from tests.tables.table_loads import load_table
 
@@ -106,15 +95,13 @@ class ObjectStoreFaults(ModelsInStores):
     def sources(self, server: Any) -> ModelSources:
         return sources_at(server.url)
 
-    # -- failures that pass -------------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize(
         "fault",
         [Answer(500), Answer(502, b"<html>"), Answer(503), Answer(429), Answer(408), Drop(), Reset(), Truncate(), Truncate(1)],
         ids=name_of,
     )
     def test_a_failure_that_passes_is_not_seen_by_any_operation(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, server: Any, file: str, fault: Fault
+        self, proxy: Proxy, patient: ObjectStore, server: Any, file: str, fault: Fault
     ) -> None:
         for name, operation in OPERATIONS.items():
             proxy.rule, proxy.requests = first(2, fault), []
@@ -125,20 +112,23 @@ class ObjectStoreFaults(ModelsInStores):
 
     @pytest.mark.parametrize("fault", [Truncate(100_000), Reset(100_000)], ids=name_of)
     def test_a_body_that_breaks_off_is_asked_for_again(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, file: str, fault: Fault
+        self, proxy: Proxy, patient: ObjectStore, file: str, fault: Fault
     ) -> None:
+        """Under the condition of the first request, also where that seems to fail once."""
         version = patient.status(file).version
         proxy.rule, proxy.requests = first(2, fault, self.is_read), []
         assert read(patient, file, 10, SIZE - 20, version) == noise(SIZE)[10:-10]
         assert [request.headers["Range"] for request in proxy.requests] == [f"bytes=10-{SIZE - 11}"] * 3
         assert [self.condition(request) for request in proxy.requests] == [version] * 3
+        proxy.rule = first(1, Answer(412), self.is_read)
+        assert read(patient, file, version=version) == noise(SIZE)
 
-    def test_a_body_that_stalls_is_asked_for_again(self, proxy: MisbehavingProxy, file: str) -> None:
+    def test_a_body_that_stalls_is_asked_for_again(self, proxy: Proxy, file: str) -> None:
         proxy.rule = first(1, Trickle(pause_s=600, after_bytes=101_000), self.is_read)
         assert read(store_at(proxy.url, file, timeout_s=0.5, deadline_s=60, max_attempts=60), file) == noise(SIZE)
         assert len(proxy.requests) >= 2
 
-    def test_connections_are_used_again(self, proxy: MisbehavingProxy, patient: ObjectStore, file: str) -> None:
+    def test_connections_are_used_again(self, proxy: Proxy, patient: ObjectStore, file: str) -> None:
         patient.status(file)
         before = proxy.connections
         for _ in range(10):
@@ -148,18 +138,9 @@ class ObjectStoreFaults(ModelsInStores):
             patient.list(file.rpartition("/")[0])
         assert proxy.connections == before
 
-    def test_a_condition_that_fails_only_once_is_tried_again(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, file: str
-    ) -> None:
-        version = patient.status(file).version
-        proxy.rule = first(1, Answer(412), self.is_read)
-        assert read(patient, file, version=version) == noise(SIZE)
-
-    # -- failures that do not pass ------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize("operation", OPERATIONS)
     def test_a_store_that_fails_for_ever_is_a_source_error(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, root: str, file: str, operation: str
+        self, proxy: Proxy, patient: ObjectStore, root: str, file: str, operation: str
     ) -> None:
         proxy.rule = always(Answer(500))
         with pytest.raises(ModelSourceError, match=rf"{root}/item.*: {self.overloaded}.*tried 4 times"):
@@ -176,24 +157,32 @@ class ObjectStoreFaults(ModelsInStores):
         ids=name_of,
     )
     def test_a_read_that_always_breaks_off_ends_after_its_attempts(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, file: str, fault: Fault, why: str
+        self, proxy: Proxy, patient: ObjectStore, file: str, fault: Fault, why: str
     ) -> None:
         proxy.rule = always(fault, self.is_read)
         with pytest.raises(ModelSourceError, match=rf"reading {file}: .*({why}).*; check .*tried 4 times"):
             read(patient, file)
         assert len(proxy.requests) == 4
 
-    @pytest.mark.parametrize("fault", [Trickle(), Trickle(pause_s=600, after_bytes=10_000)], ids=name_of)
+    @pytest.mark.parametrize(
+        ("fault", "settings"),
+        [
+            *((Trickle(), HASTY), (Trickle(pause_s=600, after_bytes=10_000), HASTY)),
+            # where one byte may take longer than the whole read
+            (Trickle(pause_s=600, after_bytes=1000), {"timeout_s": 3000, "deadline_s": 1, "max_attempts": 1}),
+        ],
+        ids=name_of,
+    )
     def test_a_read_that_never_ends_ends_at_its_deadline(
-        self, proxy: MisbehavingProxy, hasty: ObjectStore, file: str, fault: Fault
+        self, proxy: Proxy, file: str, fault: Fault, settings: dict[str, Any]
     ) -> None:
         proxy.rule = always(fault, self.is_read)
-        with pytest.raises(ModelSourceError, match=rf"reading {file}: .*(did not answer in time|no answer).*; check .*tried"):
-            read(hasty, file)
-        assert 1 <= len(proxy.requests) <= HASTY["max_attempts"]
+        with pytest.raises(ModelSourceError, match=rf"reading {file}: .*(did not answer in time|no answer).*; check"):
+            read(store_at(proxy.url, file, **settings), file)
+        assert 1 <= len(proxy.requests) <= settings["max_attempts"]
 
     @pytest.mark.parametrize("fault", [Silence(), SlowHead(), Trickle(0.5, after_bytes=1)], ids=name_of)
-    def test_every_operation_ends_at_its_deadline(self, proxy: MisbehavingProxy, root: str, file: str, fault: Fault) -> None:
+    def test_every_operation_ends_at_its_deadline(self, proxy: Proxy, root: str, file: str, fault: Fault) -> None:
         """No timeout of a socket ends an answer that trickles: there always is another byte in time."""
         proxy.rule = always(fault)
         filesystem = store_at(proxy.url, file, timeout_s=0.5, deadline_s=1.0, max_attempts=2)
@@ -206,14 +195,8 @@ class ObjectStoreFaults(ModelsInStores):
         with ThreadPoolExecutor(len(operations)) as pool:
             list(pool.map(fail, operations))
 
-    def test_a_body_that_stops_is_not_waited_for_beyond_the_deadline(self, proxy: MisbehavingProxy, file: str) -> None:
-        """Where one byte may take longer than the whole read."""
-        proxy.rule = always(Trickle(pause_s=600, after_bytes=1000), self.is_read)
-        with pytest.raises(ModelSourceError, match=f"reading {file}: .*check"):
-            read(store_at(proxy.url, file, timeout_s=3000, deadline_s=1, max_attempts=1), file)
-
     def test_nobody_holds_or_fills_a_buffer_whose_read_has_ended(
-        self, proxy: MisbehavingProxy, hasty: ObjectStore, file: str, caplog: pytest.LogCaptureFixture
+        self, proxy: Proxy, hasty: ObjectStore, file: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO, "hps")  # a record would hold the error, and that the frames of the read
         proxy.rule = always(Trickle(0.01, after_bytes=10_000), self.is_read)
@@ -240,43 +223,8 @@ class ObjectStoreFaults(ModelsInStores):
                 with pytest.raises(ModelSourceError, match=rf"reading {file}: .*{self.unreachable}"):
                     read(store_at(url, file, timeout_s=20, deadline_s=60, max_attempts=2), file)
 
-    # -- what was asked for, and nothing else -------------------------------------------------------------------------
-
-    def test_an_answer_without_the_range_is_refused(self, proxy: MisbehavingProxy, patient: ObjectStore, file: str) -> None:
-        proxy.rule = always(Reheaded({"Content-Range": None}, 200), self.is_read)
-        with pytest.raises(ModelSourceError, match=rf"reading {file}: got bytes 0 to 100, expected bytes 50 to 150; .*ranges"):
-            read(patient, file, 50, 100)
-        assert read(patient, file) == noise(SIZE)  # the whole object is the range that was asked for
-
-    def test_an_answer_of_another_range_is_refused(self, proxy: MisbehavingProxy, patient: ObjectStore, file: str) -> None:
-        other = Reheaded({"Content-Range": f"bytes 51-150/{SIZE}"})
-        proxy.rule = always(other, self.is_read)
-        with pytest.raises(ModelSourceError, match="got bytes 51 to 151, expected bytes 50 to 150"):
-            read(patient, file, 50, 100)
-        proxy.rule = first(2, other, self.is_read)
-        assert read(patient, file, 50, 100) == noise(SIZE)[50:150]
-
-    def test_an_answer_of_another_version_is_refused_also_where_conditions_are_ignored(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, file: str
-    ) -> None:
-        version = patient.status(file).version
-        proxy.rule = always(Reheaded({self.version_header: "12345"}), self.is_read)
-        with pytest.raises(ModelFileChangedError, match=rf"reading {file}: it changed .*version {version}, now 12345"):
-            read(patient, file, version=version)
-
-    def test_an_object_that_is_replaced_between_two_attempts_is_a_change(
-        self, proxy: MisbehavingProxy, patient: ObjectStore, server: Any, file: str
-    ) -> None:
-        version = patient.status(file).version
-        faults = iter([Truncate(1000), Before(lambda: server.put(file, noise(SIZE, seed=2)))])
-        proxy.rule = lambda request: next(faults, None)
-        with pytest.raises(ModelFileChangedError, match=rf"reading {file}: it changed"):
-            read(patient, file, version=version)
-
-    # -- loads --------------------------------------------------------------------------------------------------------
-
     def test_a_model_that_is_replaced_while_it_loads_is_an_error_and_not_taken_for_whole(
-        self, proxy: MisbehavingProxy, sources: ModelSources, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, proxy: Proxy, sources: ModelSources, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100_000)
         source, through = f"{root}/item", sources_at(proxy.url, parallel_reads=1)
@@ -294,3 +242,23 @@ class ObjectStoreFaults(ModelsInStores):
             load_table(TABLE, source, [volatile, persistent], sources=through)
             assert_holds(volatile, 2)
             assert_holds(persistent, 2)
+
+    def test_an_answer_of_another_range_or_version_is_refused(
+        self, proxy: Proxy, patient: ObjectStore, server: Any, file: str
+    ) -> None:
+        version, other = patient.status(file).version, Reheaded({"Content-Range": f"bytes 51-150/{SIZE}"})
+        for fault, got in ((Reheaded({"Content-Range": None}, 200), "0 to 100"), (other, "51 to 151")):
+            proxy.rule = always(fault, self.is_read)
+            with pytest.raises(ModelSourceError, match=rf"reading {file}: got bytes {got}, expected bytes 50 to 150"):
+                read(patient, file, 50, 100)
+            if fault is not other:  # the whole object is the range that was asked for
+                assert read(patient, file) == noise(SIZE)
+        proxy.rule = first(2, other, self.is_read)
+        assert read(patient, file, 50, 100) == noise(SIZE)[50:150]
+        proxy.rule = always(Reheaded({self.version_header: "12345"}), self.is_read)  # conditions are ignored
+        with pytest.raises(ModelFileChangedError, match=rf"reading {file}: it changed .*version {version}, now 12345"):
+            read(patient, file, version=version)
+        faults = iter([Truncate(1000), Before(lambda: server.put(file, noise(SIZE, seed=2)))])
+        proxy.rule = lambda request: next(faults, None)  # it is replaced between two attempts
+        with pytest.raises(ModelFileChangedError, match=rf"reading {file}: it changed"):
+            read(patient, file, version=version)

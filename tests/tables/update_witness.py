@@ -63,10 +63,7 @@ def lookups(server: hps.HPS, client: httpx.Client) -> dict[str, tuple[int, Looku
     return {
         "lookup": (LOOKED_UP, lambda keys: server.lookup(keys, "shop", "item")),
         "lookup_tables": (LOOKED_UP, lambda keys: server.lookup_tables({"item": keys}, "shop")["item"]),
-        "lookup_concatenated": (
-            LOOKED_UP,
-            into(lambda keys, out: server.lookup_concatenated(keys, [keys.size], out, "shop")),
-        ),
+        "lookup_concatenated": (LOOKED_UP, into(lambda keys, out: server.lookup_concatenated(keys, [keys.size], out, "shop"))),
         "lookup_fromdlpack": (LOOKED_UP, into(lambda keys, out: server.lookup_fromdlpack(keys, out, "shop", 0))),
         "row": (1, lambda keys: server.row(int(keys[0]), "shop", "item").vector[None]),
         "HTTP, binary": (BY_HTTP, by_http),
@@ -127,21 +124,12 @@ def look_up_while_updates_come(kind: str, tiers: str, directory: Path, vectors: 
         volatile: dict[str, Any] = {"type": next((name for name in names if name in ("hash_map", "redis_cluster")), "disabled")}
         if "redis_cluster" in names:
             volatile["address"] = stack.enter_context(RedisServer(directory / "rows")).address
-        cached = {"gpucache": "cache" in names, "gpucacheper": 0.5, "hit_rate_threshold": 1.1}
-        model = model_of(
-            "shop",
-            [directory / "item"],
-            {"item": ROWS.dim},
-            default_value_for_each_table=[DEFAULT],
-            max_batch_size=8192,
-            num_of_worker_buffer_in_pool=4,
-            workspace_timeout_s=60.0,
-            **cached,
-        )
+        limits = {"max_batch_size": 8192, "num_of_worker_buffer_in_pool": 4, "workspace_timeout_s": 60.0}
+        limits |= {"gpucache": "cache" in names, "gpucacheper": 0.5, "hit_rate_threshold": 1.1}
+        model = model_of("shop", [directory / "item"], {"item": ROWS.dim}, default_value_for_each_table=[DEFAULT], **limits)
         settings = {"volatile_db": volatile, "update_source": source}
         document = document_of(model, persistent=directory / "rocksdb" if "rocks_db" in names else None, **settings)
-        writer_class = implementation("update_log_writer", source["type"])
-        writer = writer_class.from_config(UpdateSourceConfig(**source))
+        writer = implementation("update_log_writer", source["type"]).from_config(UpdateSourceConfig(**source))
         stack.callback(writer.close)
         publisher = NumberedPublisher(writer, f"{TOPIC_PREFIX}shop.item", ROWS)
         writer.partitions(publisher.topic, 60, create=PARTITIONS)

@@ -1,4 +1,4 @@
-"""Credentials for Google Cloud Storage, without any store; ring2/filesystems/test_gcs.py asks an emulator."""
+"""Credentials for Google Cloud Storage, without any store; ring2/filesystems/test_gcs_faults.py asks an emulator."""
 
 import logging
 from pathlib import Path

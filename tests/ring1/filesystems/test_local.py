@@ -1,7 +1,6 @@
 """Files of this machine."""
 
 import os
-import re
 import stat
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem
-from hps.testing.filesystems import FileSystemContract, noise
+from hps.testing.filesystems import FileSystemContract
 from hps.testing.waiting import wait_until
 
 
@@ -31,39 +30,38 @@ class TestLocalFileSystem(FileSystemContract):
         new.rename(target)
 
 
-@pytest.mark.parametrize("form", ["file://{}", "FILE://{}", "file:{}", "file://localhost{}", "{}"])
-def test_every_form_of_a_local_uri_names_the_file(tmp_path: Path, form: str) -> None:
-    (tmp_path / "key").write_bytes(b"x" * 24)
-    assert LocalFileSystem().status(form.format(tmp_path / "key")).size_bytes == 24
+def test_every_form_of_a_local_address_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Percent signs of a URI are decoded, and those of a path are not; a relative path counts from the working directory."""
+    for name, size in (("key", 24), ("a b", 1), ("a%20b", 2)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / "link").symlink_to("key")
+    monkeypatch.chdir(tmp_path)
+    forms = [f"{form}{tmp_path}/key" for form in ("file://", "FILE://", "file:", "file://localhost", "")]
+    for form, size in (
+        *((form, 24) for form in (*forms, "key", f"{tmp_path}/link")),
+        *((f"file://{tmp_path}/a%20b", 1), (f"{tmp_path}/a%20b", 2)),
+    ):
+        assert LocalFileSystem().status(form).size_bytes == size, form
 
 
-def test_percent_signs_of_a_uri_are_decoded_and_those_of_a_path_are_not(tmp_path: Path) -> None:
-    (tmp_path / "a b").write_bytes(b"1")
-    (tmp_path / "a%20b").write_bytes(b"22")
-    assert LocalFileSystem().status(f"file://{tmp_path}/a%20b").size_bytes == 1
-    assert LocalFileSystem().status(f"{tmp_path}/a%20b").size_bytes == 2
+def test_what_is_no_file_is_refused_and_waited_for_by_nobody(tmp_path: Path) -> None:
+    (tmp_path / "broken").symlink_to("nowhere")
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "pipe")
+    for name, error, message in (
+        *(("broken", ModelFileNotFoundError, "broken"), ("circle", ModelFileError, "circle")),
+        *(("pipe", ModelFileError, "not a regular file"), ("x" * 300, ModelFileError, "too long")),
+    ):
+        with pytest.raises(error, match=message):
+            LocalFileSystem().status(f"{tmp_path}/{name}")
+    with pytest.raises(ModelFileError, match="pipe"):
+        LocalFileSystem().read_into(f"{tmp_path}/pipe", 0, memoryview(bytearray(8)))
 
 
 @pytest.mark.parametrize("uri", ["file://server/share/key", "file://server"])
 def test_a_uri_of_another_host_is_refused(uri: str) -> None:
     with pytest.raises(ModelFileError, match=r"'server'.*file:///absolute/path"):
         LocalFileSystem().exists(uri)
-
-
-def test_a_relative_path_counts_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "key").write_bytes(b"12345")
-    monkeypatch.chdir(tmp_path)
-    assert LocalFileSystem().status("key").size_bytes == 5
-
-
-def test_a_file_written_in_place_has_another_version(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_bytes(b"old")
-    before = LocalFileSystem().status(str(path)).version
-    status = path.stat()
-    path.write_bytes(b"new")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # a clock tick may be longer than this test
-    assert LocalFileSystem().status(str(path)).version != before
 
 
 def test_a_time_that_is_put_back_hides_no_write(tmp_path: Path) -> None:
@@ -115,40 +113,12 @@ def test_a_file_is_durable_before_it_has_its_name_and_the_name_before_the_commit
     assert steps == whole * 2
 
 
-def test_a_link_leads_to_its_file_and_a_broken_one_is_not_found(tmp_path: Path) -> None:
-    (tmp_path / "key").write_bytes(noise(64))
-    (tmp_path / "link").symlink_to("key")
-    (tmp_path / "broken").symlink_to("nowhere")
-    (tmp_path / "circle").symlink_to("circle")
-    filesystem = LocalFileSystem()
-    assert filesystem.status(str(tmp_path / "link")).size_bytes == 64
-    with pytest.raises(ModelFileNotFoundError, match="broken"):
-        filesystem.status(str(tmp_path / "broken"))
-    with pytest.raises(ModelFileError, match=re.escape("circle")):
-        filesystem.status(str(tmp_path / "circle"))
-
-
-def test_a_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
-    path = str(tmp_path / "key")
-    os.mkfifo(path)
-    filesystem = LocalFileSystem()
-    with pytest.raises(ModelFileError, match="not a regular file"):
-        filesystem.status(path)
-    with pytest.raises(ModelFileError, match="key"):
-        filesystem.read_into(path, 0, memoryview(bytearray(8)))
-
-
 @pytest.mark.parametrize("name", ["nul\0name", "surrogate\ud800name"])
 def test_a_name_that_no_file_can_have_is_a_model_file_error(tmp_path: Path, name: str) -> None:
     filesystem = LocalFileSystem()
     for call in (filesystem.exists, filesystem.status, filesystem.list, filesystem.create, filesystem.delete):
         with pytest.raises(ModelFileError, match="no file can have this name"):
             call(f"{tmp_path}/{name}")
-
-
-def test_a_name_that_is_too_long_is_a_model_file_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="too long"):
-        LocalFileSystem().status(f"{tmp_path}/{'x' * 300}")
 
 
 def test_what_may_not_be_read_says_so_and_is_not_called_absent(tmp_path: Path) -> None:

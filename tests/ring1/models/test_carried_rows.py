@@ -53,69 +53,50 @@ def database(tmp_path):
 
 
 @pytest.mark.parametrize("formats", [("float32", "int8"), ("int8", "float16")])
-class TestOrder:
+def test_a_table_is_carried_to_another_format_with_the_order_of_its_changes(database, formats, tmp_path):
     """Rows 0..9 from the log, 10..19 deleted by it, 20..29 written by hand before, 30..39 after, 40..49 deleted by hand."""
+    old, new = replace(OLD, row_dtype=formats[0]), replace(OLD, row_dtype=formats[1])
+    files, written, gone = vectors_of(1), vectors_of(2), np.r_[10:20, 40:50]
+    load(database, old, files)
+    database.insert(old.tag, KEYS[20:30], encode("x", written[20:30], old.row_dtype))
+    database.follow_log(old.tag)
+    assert all(change(database, old, KEYS[:10], written[:10], np.arange(500, 510)))
+    assert all(change(database, old, KEYS[10:20], written[10:20], np.arange(510, 520), deleted=True))
+    database.insert(old.tag, KEYS[30:40], encode("x", written[30:40], old.row_dtype))
+    database.delete(old.tag, KEYS[40:50])
+    carried = CarriedTable(database, old, new)
+    database.open_table(new.tag, new.width)
+    _, rows = carried.rows_of(KEYS, files, encode("loading", files, new.row_dtype))
+    database.load_chunk(new.tag, KEYS, rows, carried.begun(LoadRecord("files", KEYS.size, KEYS.size)))
+    database.finish_load(new.tag)
+    carried.copy(database, 7, NoProgress())
+    assert database.follow_log(new.tag) == {HERE: LogPosition("7", 700)}  # from where the old table stood
 
-    @pytest.fixture
-    def tables(self, database, formats):
-        old, new = replace(OLD, row_dtype=formats[0]), replace(OLD, row_dtype=formats[1])
-        files, written = vectors_of(1), vectors_of(2)
-        load(database, old, files)
-        database.insert(old.tag, KEYS[20:30], encode("x", written[20:30], old.row_dtype))
-        database.follow_log(old.tag)
-        assert all(change(database, old, KEYS[:10], written[:10], np.arange(500, 510)))
-        assert all(change(database, old, KEYS[10:20], written[10:20], np.arange(510, 520), deleted=True))
-        database.insert(old.tag, KEYS[30:40], encode("x", written[30:40], old.row_dtype))
-        database.delete(old.tag, KEYS[40:50])
-        carried = CarriedTable(database, old, new)
-        database.open_table(new.tag, new.width)
-        _, rows = carried.rows_of(KEYS, files, encode("loading", files, new.row_dtype))
-        database.load_chunk(new.tag, KEYS, rows, carried.begun(LoadRecord("files", KEYS.size, KEYS.size)))
-        database.finish_load(new.tag)
-        carried.copy(database, 7, NoProgress())
-        return old, new, files, written, carried
-
-    def test_rows_and_deletions_are_those_of_the_old_table(self, database, tables):
-        old, new, files, written, _ = tables
+    def check():
         got, found = vectors_in(database, new, KEYS)
-        gone = np.r_[10:20, 40:50]
         np.testing.assert_array_equal(np.flatnonzero(~found), gone)
         for rows in (np.r_[0:10], np.r_[20:40]):
             np.testing.assert_array_equal(got[rows], stored(stored(written[rows], old), new))
         np.testing.assert_array_equal(got[50:], stored(files[50:], new))
 
-    def test_what_the_log_sends_again_changes_nothing(self, database, tables):
-        """Changes that came before those that were made, also before a deletion, and before the writes by hand after them."""
-        _, new, files, _, _ = tables
-        before = vectors_in(database, new, KEYS)
-        for keys in (KEYS[:10], KEYS[10:20], KEYS[30:40], KEYS[40:50]):
-            assert not any(change(database, new, keys, files[keys], [499] * 10))
-        after = vectors_in(database, new, KEYS)
-        np.testing.assert_array_equal(after[1], before[1])
-        np.testing.assert_array_equal(after[0], before[0])
-
-    def test_later_changes_are_made(self, database, tables):
-        _, new, files, _, _ = tables
-        for keys in (KEYS[:10], KEYS[10:20], KEYS[30:40], KEYS[40:50], KEYS[60:70]):
-            assert all(change(database, new, keys, files[keys] + 1, [521] * 10))
-            np.testing.assert_array_equal(vectors_in(database, new, keys)[0], stored(files[keys] + 1, new))
-        assert all(change(database, new, KEYS[20:30], files[20:30] + 1, [1] * 10)), "rows by hand before the log are older"
-
-    def test_it_follows_the_log_from_where_the_old_table_stood(self, database, tables):
-        assert database.follow_log(tables[1].tag) == {HERE: LogPosition("7", 700)}
-
-    def test_only_the_takeover_makes_it_whole(self, database, tables, tmp_path):
-        old, new, _, _, carried = tables
-        assert database.load_record(new.tag).fingerprint == "carrying files"
-        carried.take_over(database)
-        record = database.load_record(new.tag)
-        assert (record.fingerprint, record.complete, record.modified) == ("files", True, True)
-        assert not database.load_record(old.tag).complete
-        database.close()
-        with closing(RocksDatabase(tmp_path)) as again:
-            again.open_table(new.tag, new.width)
-            assert again.follow_log(new.tag) == {HERE: LogPosition("7", 700)}
-            assert not any(change(again, new, KEYS[:10], vectors_of(9, 10), [499] * 10))
+    check()
+    for keys in (KEYS[:10], KEYS[10:20], KEYS[30:40], KEYS[40:50]):  # what the log sends again, also before a deletion
+        assert not any(change(database, new, keys, files[keys], [499] * 10))
+    check()
+    assert database.load_record(new.tag).fingerprint == "carrying files"
+    carried.take_over(database)  # only this makes it whole
+    record = database.load_record(new.tag)
+    assert (record.fingerprint, record.complete, record.modified) == ("files", True, True)
+    assert not database.load_record(old.tag).complete
+    database.close()
+    with closing(RocksDatabase(tmp_path)) as again:
+        again.open_table(new.tag, new.width)
+        assert again.follow_log(new.tag) == {HERE: LogPosition("7", 700)}
+        assert not any(change(again, new, KEYS[:10], vectors_of(9, 10), [499] * 10))
+        for keys in (KEYS[:10], KEYS[10:20], KEYS[30:40], KEYS[40:50], KEYS[60:70]):  # later changes are made
+            assert all(change(again, new, keys, files[keys] + 1, [521] * 10))
+            np.testing.assert_array_equal(vectors_in(again, new, keys)[0], stored(files[keys] + 1, new))
+        assert all(change(again, new, KEYS[20:30], files[20:30] + 1, [1] * 10)), "rows by hand before the log are older"
 
 
 class Written:

@@ -153,42 +153,38 @@ def _info(name: str, *shape: int, dtype: str = "float32") -> ArrayInfo:
     return ArrayInfo(name, shape, dtype)
 
 
-IDS = _info("ids", 4, dtype="int64")
+IDS, VECTORS_INFO = _info("ids", 4, dtype="int64"), _info("vectors", 4, 2)
+KEY_SHAPE = r"expected shape \(n,\) or \(n, 1\)"
 
 
 @pytest.mark.parametrize(
     ("arrays", "expected"),
     [
-        ([IDS, _info("vectors", 4, 2)], ("ids", "vectors")),
-        ([IDS, _info("vectors", 4, 2), _info("other", 9, 9)], ("ids", "vectors")),
-        ([_info("m.ids", 4, dtype="int64"), _info("m.EMBEDDINGS", 4, 2)], ("m.ids", "m.EMBEDDINGS")),
-        ([IDS, _info("whatever", 4, 2, dtype="bfloat16"), _info("bias", 4)], ("ids", "whatever")),
-        ([_info("key", 4, 1, dtype="uint8"), _info("emb_vector", 4, 2)], ("key", "emb_vector")),
+        *(([IDS, VECTORS_INFO], "ids vectors"), ([IDS, VECTORS_INFO, _info("other", 9, 9)], "ids vectors")),
+        ([_info("m.ids", 4, dtype="int64"), _info("m.EMBEDDINGS", 4, 2)], "m.ids m.EMBEDDINGS"),
+        ([IDS, _info("whatever", 4, 2, dtype="bfloat16"), _info("bias", 4)], "ids whatever"),
+        ([_info("key", 4, 1, dtype="uint8"), _info("emb_vector", 4, 2)], "key emb_vector"),
     ],
 )
-def test_keys_and_vectors_are_found_by_conventional_names(arrays: list[ArrayInfo], expected: tuple[str, str]) -> None:
+def test_keys_and_vectors_are_found_by_conventional_names(arrays: list[ArrayInfo], expected: str) -> None:
     selection = select(_Listed(*arrays), None, None, None)
     assert selection.keys is not None
-    assert (selection.keys.name, selection.vectors.name) == expected
+    assert f"{selection.keys.name} {selection.vectors.name}" == expected
     assert (selection.rows, selection.dim) == (4, 2)
 
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ([_info("vectors", 4, 2)], "no array of keys, expected one; name it with --keys, or give --first-key"),
-        ([IDS, _info("key", 4, dtype="int64"), _info("vectors", 4, 2)], r"several arrays that may be the keys \(ids, key\)"),
+        ([VECTORS_INFO], "no array of keys, expected one; name it with --keys, or give --first-key"),
+        ([IDS, _info("key", 4, dtype="int64"), VECTORS_INFO], r"several arrays that may be the keys \(ids, key\)"),
         ([IDS, _info("a", 4, 2), _info("b", 4, 2)], r"several arrays that may be the \(n, dim\) vectors \(a, b\)"),
         ([IDS], r"no array of \(n, dim\) vectors, expected one; name it with --vectors; it holds ids \(4,\) int64"),
         ([], "it holds no array"),
         ([IDS, _info("vectors", 8)], r"got vectors vectors \(8,\) float32, expected shape \(n, dim\)"),
         ([IDS, _info("vectors", 4, 2, 2)], r"expected shape \(n, dim\)"),
-        (
-            [IDS, _info("vectors", 5, 2)],
-            r"got keys ids \(4,\) int64 and vectors vectors \(5, 2\) float32, expected as many rows",
-        ),
-        ([_info("ids", 4, 2, dtype="int64"), _info("vectors", 4, 2)], r"expected shape \(n,\) or \(n, 1\)"),
-        ([_info("ids", dtype="int64"), _info("vectors", 4, 2)], r"expected shape \(n,\) or \(n, 1\)"),
+        ([IDS, _info("vectors", 5, 2)], r"got keys ids \(4,\) int64 and vectors vectors \(5, 2\) float32, expected as many"),
+        *(([_info("ids", *shape, dtype="int64"), VECTORS_INFO], KEY_SHAPE) for shape in ((4, 2), ())),
         ([_info("ids", 0, dtype="int64"), _info("vectors", 0, 2)], "at least 1 row"),
         ([IDS, _info("vectors", 4, 0)], "at least 1 element"),
     ],
@@ -235,27 +231,20 @@ def test_numpy_arrays_with_more_bytes_than_rows_are_refused(tmp_path: Path) -> N
         archive.writestr("vectors.npy", content.getvalue())
     with pytest.raises(ModelFileError, match=r"a\.npz: .*vectors has bytes beyond its last row"):
         collect(opened(tmp_path / "a.npz"), ("vectors",), 100)
-
-
-def test_a_npz_member_in_fortran_order_is_refused_with_the_cure(tmp_path: Path) -> None:
     path = table_files.save_npz(tmp_path, KEYS, np.asfortranarray(VECTORS))
     with pytest.raises(ModelFileError, match=r"vectors \(7, 3\) is in Fortran order, .*np\.ascontiguousarray"):
         collect(opened(path), ("keys", "vectors"), 2)
 
 
-@pytest.mark.parametrize("kind", ["npz", "torch", "parquet"])
-def test_several_arrays_of_one_name_are_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / {"npz": "a.npz", "torch": "a.pt", "parquet": "a.parquet"}[kind]
-    if kind == "npz":
-        table_files.save_npz(tmp_path, KEYS, VECTORS)
-        with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
-            archive.writestr("keys.npy", archive.read("keys.npy"))
-    elif kind == "torch":
-        torch.save({"a": {"keys": torch.zeros(1)}, "a.keys": torch.zeros(1)}, path)
-    else:
-        pq.write_table(pa.Table.from_arrays([pa.array(KEYS), pa.array(KEYS)], names=["keys", "keys"]), path)
-    with pytest.raises(ModelFileError, match=r"it holds 2 arrays called '.*keys', expected one"):
-        opened(path).array("a.keys" if kind == "torch" else "keys")
+def test_several_arrays_of_one_name_are_refused(tmp_path: Path) -> None:
+    table_files.save_npz(tmp_path, KEYS, VECTORS)
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("keys.npy", archive.read("keys.npy"))
+    torch.save({"keys": {"0": torch.zeros(1)}, "keys.0": torch.zeros(1)}, tmp_path / "a.pt")
+    pq.write_table(pa.Table.from_arrays([pa.array(KEYS), pa.array(KEYS)], names=["keys", "keys"]), tmp_path / "a.parquet")
+    for file, name in (("a.npz", "keys"), ("a.pt", "keys.0"), ("a.parquet", "keys")):
+        with pytest.raises(ModelFileError, match=rf"it holds 2 arrays called '{name}', expected one"):
+            opened(tmp_path / file).array(name)
 
 
 def test_safetensors_of_all_its_float_dtypes_are_read(tmp_path: Path) -> None:
@@ -272,32 +261,18 @@ def test_safetensors_of_all_its_float_dtypes_are_read(tmp_path: Path) -> None:
         assert np.array_equal(to_vectors("x", name, block, 0), values.numpy())
 
 
-def test_the_weights_of_modules_are_found_by_dotted_name(tmp_path: Path) -> None:
-    model = torch.nn.ModuleDict({"user": torch.nn.Embedding(5, 3), "item": torch.nn.EmbeddingBag(4, 2, dtype=torch.bfloat16)})
-    torch.save({"epoch": 3, "model": model.state_dict(), "extra": [torch.zeros(2)], "name": "x"}, tmp_path / "m.pt")
-    source = opened(tmp_path / "m.pt")
-    assert source.arrays() == [
-        ArrayInfo("model.user.weight", (5, 3), "float32"),
-        ArrayInfo("model.item.weight", (4, 2), "bfloat16"),
-        ArrayInfo("extra.0", (2,), "float32"),
-    ]
-    [user] = collect(source, ("model.user.weight",), 2)
-    [item] = collect(source, ("model.item.weight",), 3)
-    assert np.array_equal(user, model["user"].weight.detach().numpy())
-    assert np.array_equal(to_vectors("x", "v", item, 0), model["item"].weight.detach().to(torch.float32).numpy())
-
-
-def test_a_tensor_alone_is_read_and_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_alone_is_read_and_what_is_no_dense_tensor_is_refused(tmp_path: Path) -> None:
     torch.save(torch.from_numpy(VECTORS), tmp_path / "t.pt")
     assert opened(tmp_path / "t.pt").arrays() == [ArrayInfo("tensor", (7, 3), "float32")]
+    bag = torch.nn.ModuleDict({"item": torch.nn.EmbeddingBag(4, 2, dtype=torch.bfloat16)})
+    torch.save({"epoch": 3, "model": bag.state_dict(), "extra": [torch.zeros(2)], "name": "x"}, tmp_path / "m.pt")
+    listed = [ArrayInfo("model.item.weight", (4, 2), "bfloat16"), ArrayInfo("extra.0", (2,), "float32")]
+    assert opened(tmp_path / "m.pt").arrays() == listed
     loop: list[Any] = [torch.zeros(2, 2)]
     loop.append(loop)
     torch.save(loop, tmp_path / "loop.pt")
     with pytest.raises(ModelFileError, match=r"loop\.pt: .*RecursionError"):
         opened(tmp_path / "loop.pt")
-
-
-def test_tensors_that_are_not_dense_are_listed_and_refused(tmp_path: Path) -> None:
     torch.save({"vectors": torch.eye(3).to_sparse()}, tmp_path / "s.pt")
     with pytest.raises(InvalidDtypeError, match=r"got vectors vectors \(3, 3\) sparse_coo, expected"):
         select(opened(tmp_path / "s.pt"), None, None, None)
@@ -310,30 +285,23 @@ def test_tensors_that_are_not_dense_are_listed_and_refused(tmp_path: Path) -> No
         ([[1.0, 2.0], [3.0, 4.0], [3.0, None]], "row 2 of column 'vectors' has a null element"),
         (
             [[1.0, 2.0], [3.0, 4.0], [3.0]],
-            "row 2 of column 'vectors' does not have 2 elements, expected as many as in the first",
+            "row 2 of column 'vectors' does not have 2 elements, expected as many as in the",
         ),
         ([[1.0], [], [3.0]], "row 1 of column 'vectors' does not have 1 element"),
         ([None, [1.0], [1.0]], "row 0 of column 'vectors' is null"),
+        ([[1.0], [2.0], [3.0]], "row 2 of column 'keys' is null"),
     ],
 )
-@pytest.mark.parametrize("step", [1, 8, 100])
-def test_nulls_and_ragged_lists_are_refused_by_their_row(lists: list[Any], message: str, step: int, tmp_path: Path) -> None:
+def test_nulls_and_ragged_lists_are_refused_by_their_row(lists: list[Any], message: str, tmp_path: Path) -> None:
     kinds: list[Any] = [pa.list_(pa.float32()), pa.large_list(pa.float32())]
     if "does not have" not in message:
         kinds.append(pa.list_(pa.float32(), len(lists[2])))
+    keys = pa.array([1, 2, None if "keys" in message else 3], pa.int64())
     for kind in kinds:
-        table = pa.table({"keys": [1, 2, 3], "vectors": pa.array(lists, kind)})
-        pq.write_table(table, tmp_path / "r.parquet", row_group_size=2)
-        with pytest.raises(ModelFileError, match=rf"r\.parquet: {message}"):
-            collect(opened(tmp_path / "r.parquet"), ("keys", "vectors"), step)
-
-
-def test_a_null_key_is_refused_by_its_row_in_its_part(tmp_path: Path) -> None:
-    for i, keys in enumerate(([1, 2], [3, None])):
-        table = pa.table({"keys": pa.array(keys, pa.int64()), "vectors": pa.array([[1.0], [2.0]], pa.list_(pa.float32()))})
-        pq.write_table(table, tmp_path / f"{i}.parquet")
-    with pytest.raises(ModelFileError, match=r"1\.parquet: row 1 of column 'keys' is null"):
-        collect(opened(tmp_path), ("keys", "vectors"), 10)
+        pq.write_table(pa.table({"keys": keys, "vectors": pa.array(lists, kind)}), tmp_path / "r.parquet", row_group_size=2)
+        for step in (1, 8, 100):
+            with pytest.raises(ModelFileError, match=rf"r\.parquet: {message}"):
+                collect(opened(tmp_path / "r.parquet"), ("keys", "vectors"), step)
 
 
 def test_part_files_of_other_columns_or_widths_are_refused_by_name(tmp_path: Path) -> None:
@@ -346,13 +314,6 @@ def test_part_files_of_other_columns_or_widths_are_refused_by_name(tmp_path: Pat
         pq.write_table(pa.table(table), tmp_path / "1.parquet")
         with pytest.raises(ModelFileError, match=rf"1\.parquet: .*{message}"):
             collect(opened(tmp_path), ("keys", "vectors"), 10)
-
-
-def test_parquet_columns_of_dotted_names_are_read(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a.keys": KEYS, "a.emb": table_files.lists(VECTORS)}), tmp_path / "dots.parquet")
-    keys, vectors = collect(opened(tmp_path / "dots.parquet"), ("a.keys", "a.emb"), 3)
-    assert np.array_equal(keys, KEYS)
-    assert np.array_equal(vectors, VECTORS)
 
 
 @pytest.mark.parametrize(

@@ -36,48 +36,37 @@ def version(tmp_path: Path) -> Path:
     return tmp_path / "1"
 
 
-def test_a_version_has_the_network_that_was_written_with_it(version: Path) -> None:
+def test_a_version_has_the_network_that_was_written_with_it(version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = network(version, said(file="other"))
     assert (found.config, found.place) == (said(), f"{version}/dense.onnx")
     assert found.read(SOURCES) == b"a network"
     manifest = read_manifest(str(version), SOURCES)
     assert manifest is not None
     assert manifest.files["dense.onnx"] == FileCheck(size_bytes=9, crc32="a98fbbdd")
-
-
-def test_a_file_may_be_in_a_directory_of_its_own_and_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = bytes(range(256)) * 5
-    hps.write_version(tmp_path / "1", ROWS, network=(said(file="./networks/dense.onnx"), content))
+    content, other = bytes(range(256)) * 5, version.parent / "2"
+    hps.write_version(other, ROWS, network=(said(file="./networks/dense.onnx"), content))
     monkeypatch.setattr(LocalFileSystem, "part_bytes", 100)
-    assert network(tmp_path / "1").read(SOURCES) == content
-
-
-def test_what_is_said_of_a_network_is_checked_before_anything_is_written(tmp_path: Path) -> None:
+    assert network(other).read(SOURCES) == content
     with pytest.raises(hps.ConfigError, match="unknown key; did you mean outputs"):
-        hps.write_version(tmp_path / "1", ROWS, network=({**SAID, "output": ["s"]}, b"a network"))
-    assert not list(tmp_path.iterdir())
+        hps.write_version(version.parent / "3", ROWS, network=({**SAID, "output": ["s"]}, b"a network"))
+    assert not (version.parent / "3").exists()
 
 
-def test_another_content_of_the_same_size_is_refused(version: Path) -> None:
+def test_another_content_size_or_no_file_is_refused(version: Path) -> None:
     (version / "dense.onnx").write_bytes(b"b network")
     with pytest.raises(hps.ModelFileError, match=r"dense\.onnx: its content has CRC-32 [0-9a-f]{8}, expected the a98fbbdd"):
         network(version).read(SOURCES)
-
-
-@pytest.mark.parametrize("ask", ["read", "fingerprint"])
-def test_another_size_and_no_file_are_refused_without_reading_it(version: Path, ask: str) -> None:
     (version / "dense.onnx").write_bytes(b"a longer network")
-    with pytest.raises(hps.ModelFileError, match=r"dense\.onnx.* got 16 bytes|16"):
-        getattr(network(version), ask)(SOURCES)
-    (version / "dense.onnx").unlink()
-    with pytest.raises(hps.ModelFileNotFoundError, match=r"dense\.onnx"):
-        getattr(network(version), ask)(SOURCES)
-
-
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "dense.onnx").touch()
+    for ask in ("read", "fingerprint"):
+        with pytest.raises(hps.ModelFileError, match=r"dense\.onnx.* got 16 bytes|16"):
+            getattr(network(version), ask)(SOURCES)
+    (version / "dense.onnx").write_bytes(b"")
     with pytest.raises(hps.ModelFileError, match="got an empty file"):
-        NetworkFile(said(), f"{tmp_path}/dense.onnx").read(SOURCES)
+        NetworkFile(said(), f"{version}/dense.onnx").read(SOURCES)
+    (version / "dense.onnx").unlink()
+    for ask in ("read", "fingerprint"):
+        with pytest.raises(hps.ModelFileNotFoundError, match=r"dense\.onnx"):
+            getattr(network(version), ask)(SOURCES)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +113,6 @@ def test_a_manifest_with_another_network_is_refused(version: Path) -> None:
     (version / "version.json").write_text(json.dumps(text))
     with pytest.raises(hps.ModelFileError, match=r"version\.json: dense\.inputs\.item\.tabel: "):
         network(version)
-
-
-# -- whose network a version has --------------------------------------------------------------------------------------
 
 
 def test_a_delta_has_its_own_network_or_that_of_its_base(tmp_path: Path) -> None:

@@ -29,14 +29,14 @@ def normal() -> Array:
     return np.random.default_rng(3).normal(2, 0.5, (ROWS, DIM)).astype(np.float32)
 
 
-def test_errors_and_cosines_are_those_of_the_whole_table(normal: Array) -> None:
-    costs = costs_of(normal)
+@pytest.mark.parametrize("chunk", [1, 299, ROWS])
+def test_errors_and_cosines_are_those_of_the_whole_table_whatever_the_chunks(normal: Array, chunk: int) -> None:
+    costs = costs_of(normal, chunk)
     assert list(costs) == list(FEWER_BITS)
     exact = normal.astype(np.float64)
     spread = np.sqrt(exact.var(axis=0).mean())
     for row_dtype, stored in (
-        ("float16", normal.astype(np.float16)),
-        ("bfloat16", normal.astype(ml_dtypes.bfloat16)),
+        *(("float16", normal.astype(np.float16)), ("bfloat16", normal.astype(ml_dtypes.bfloat16))),
         ("int8", decode(encode("test", normal, "int8"), DIM, "int8")),
     ):
         got, after = costs[row_dtype], stored.astype(np.float64)
@@ -51,35 +51,19 @@ def test_errors_and_cosines_are_those_of_the_whole_table(normal: Array) -> None:
     assert [costs[one].row_bytes for one in FEWER_BITS] == [48, 48, 28]
 
 
-def test_chunks_do_not_change_the_figures(normal: Array) -> None:
-    whole = costs_of(normal, ROWS)
-    for chunk in (1, 299, 999):
-        for row_dtype, got in costs_of(normal, chunk).items():
-            assert got.error_max == whole[row_dtype].error_max
-            assert (got.error_rms, got.rms_share) == (
-                pytest.approx(whole[row_dtype].error_rms),
-                pytest.approx(whole[row_dtype].rms_share),
-            )
-            assert (got.least_key, got.findings) == (whole[row_dtype].least_key, ())
-
-
 def test_refused_rows_are_counted_and_the_first_is_named(normal: Array) -> None:
     normal[[5, 400, 999], 3] = 70_000, -1e30, np.nan
     costs = costs_of(normal)
-    assert (costs["float16"].refused_rows, costs["float16"].first_refused_key) == (2, 12)
+    refused = {name: (one.refused_rows, one.first_refused_key) for name, one in costs.items()}
+    assert refused == {"float16": (2, 12), "bfloat16": (0, None), "int8": (2, 407)}
     assert costs["float16"].findings[0] == "refused rows: 2, the first of key 12"
-    assert (costs["bfloat16"].refused_rows, costs["bfloat16"].first_refused_key) == (0, None)
-    assert (costs["int8"].refused_rows, costs["int8"].first_refused_key) == (2, 407)
     assert all(np.isfinite([one.error_max, one.error_rms, one.rms_share]).all() for one in costs.values())
+    all_refused = costs_of(np.full((3, 4), np.inf, np.float32))
+    int8 = all_refused["int8"]
+    assert (int8.refused_rows, int8.error_max, int8.least_key, all_refused["float16"].refused_rows) == (3, 0.0, None, 0)
 
 
-def test_a_table_of_rows_that_a_format_refuses_has_no_errors() -> None:
-    costs = costs_of(np.full((3, 4), np.inf, np.float32))
-    assert (costs["int8"].refused_rows, costs["int8"].error_max, costs["int8"].least_key) == (3, 0.0, None)
-    assert costs["float16"].refused_rows == 0
-
-
-def test_rows_that_a_format_merges_are_named(normal: Array) -> None:
+def test_rows_that_a_format_merges_are_named(normal: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     far = normal / 50 + 1000
     costs = costs_of(far)
     for row_dtype in ("float16", "bfloat16"):
@@ -87,10 +71,10 @@ def test_rows_that_a_format_merges_are_named(normal: Array) -> None:
         left = len(np.unique(encode("test", far, row_dtype), axis=0).view(np.uint32))
         assert text == f"merged rows: of 1,000 sampled rows that differ, {left:,} still do"
         assert any(one.startswith("coarse") for one in costs[row_dtype].findings)
-
-
-def test_rows_that_were_equal_before_do_not_count_as_merged(normal: Array) -> None:
-    assert all(one.findings == () for one in costs_of(np.repeat(normal[:10], 100, axis=0)).values())
+    assert all(one.findings == () for one in costs_of(np.repeat(normal[:10], 100, axis=0)).values()), "equal before"
+    monkeypatch.setattr(module, "_SAMPLED_ROWS", 100)
+    for chunk in (7, 300, ROWS):  # a sample of the whole table
+        assert costs_of(far, chunk)["bfloat16"].findings[0].startswith("merged rows: of 100 sampled rows that differ")
 
 
 def test_outliers_are_named_where_codes_are_few(normal: Array) -> None:
@@ -102,17 +86,9 @@ def test_outliers_are_named_where_codes_are_few(normal: Array) -> None:
     assert not [one for one in costs_of(sparse)["int8"].findings if one.startswith("outliers")]
 
 
-def test_rules_look_at_a_sample_of_the_whole_table(normal: Array, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SAMPLED_ROWS", 100)
-    far = normal / 50 + 1000
-    for chunk in (7, 300, ROWS):
-        texts = costs_of(far, chunk)["bfloat16"].findings
-        assert texts[0].startswith("merged rows: of 100 sampled rows that differ")
-
-
-@pytest.mark.parametrize("dim", [1, 2, 7])
-def test_narrow_and_zero_tables_are_measured(dim: int) -> None:
-    for vectors in (np.zeros((5, dim), np.float32), np.ones((1, dim), np.float32)):
-        for one in costs_of(vectors).values():
-            assert (one.error_max, one.rms_share, one.findings) == (0, 0, ())
-            assert (one.cosine_mean, one.cosine_least) == (pytest.approx(1), pytest.approx(1))
+def test_narrow_and_zero_tables_are_measured() -> None:
+    for dim in (1, 2, 7):
+        for vectors in (np.zeros((5, dim), np.float32), np.ones((1, dim), np.float32)):
+            for one in costs_of(vectors).values():
+                assert (one.error_max, one.rms_share, one.findings) == (0, 0, ())
+                assert (one.cosine_mean, one.cosine_least) == (pytest.approx(1), pytest.approx(1))

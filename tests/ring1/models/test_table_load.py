@@ -1,57 +1,53 @@
 """Model files into databases: what is read, skipped, continued, replaced or copied, and what a failure leaves behind."""
 
+import json
 import logging
 import mmap
 import os
+import shutil
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+import hps
+from hps.cli.app import app
 from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, TableWidthError
-from hps.models.files import open_sparse_model
-from hps.models.sample import sample_vectors
-from hps.models.table_load import DatabaseLoad
+from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+from hps.models.files import extended, open_sparse_model
+from hps.models.table_load import DatabaseLoad, LoadFeed
 from hps.models.writer import write_sparse_model
 from hps.testing.waiting import wait_until
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
-from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
+from tests.fakes.memory_database import MemoryDatabase as Memory
+from tests.fakes.memory_database import PersistentMemoryDatabase as Persistent
+from tests.servers.running_service import document_of, model_of
 from tests.tables.hash_map_inspection import inspect
-from tests.tables.table_loads import (
-    CHUNK_ROWS,
-    DIM,
-    FILES,
-    KEYS,
-    NEW_KEY,
-    ROW_BYTES,
-    ROWS,
-    TABLE,
-    TAG,
-    VECTORS,
-    Events,
-    content,
-    failing_at,
-    held,
-    load_table,
-    nothing_to_do,
-    readers,
-    record_of,
-    rows_of,
-    update,
-)
+from tests.tables.sparse_models import chunks_of
+from tests.tables.table_loads import CHUNK_ROWS, DIM, FILES, KEYS, NEW_KEY, ROW_BYTES, ROWS, TABLE, TAG, VECTORS, Events
+
+# isort: split
+from tests.tables.table_loads import content, failing_at, held, load_table, nothing_to_do, readers, record_of, rows_of, touch
+
+# isort: split
+from tests.tables.table_loads import update
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-class BoundedMemory(MemoryDatabase):
+class BoundedMemory(Memory):
     """A volatile database that says where it evicts, and does not."""
 
     kind = "bounded_memory"
@@ -65,54 +61,63 @@ class BoundedMemory(MemoryDatabase):
         return TableStats(rows, rows * DIM * 4, -1, self.capacity_rows)
 
 
-# -- a whole load -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def volatile() -> Memory:
+    return Memory()
 
 
-def test_every_database_gets_every_row_bit_for_bit_in_one_pass_over_the_files(source: str) -> None:
-    volatile, persistent, progress = MemoryDatabase(), PersistentMemoryDatabase(), Events()
+@pytest.fixture
+def persistent() -> Persistent:
+    return Persistent()
+
+
+@pytest.fixture
+def rocks(tmp_path: Path) -> Iterator[RocksDatabase]:
+    with closing(RocksDatabase(tmp_path / "rocksdb", num_threads=2)) as database:
+        yield database
+
+
+@pytest.fixture
+def hash_map() -> Iterator[HashMapDatabase]:
+    with closing(HashMapDatabase()) as database:
+        yield database
+
+
+def record_in(source: str, rows_done: int, rows_total: int = ROWS, modified: bool = False) -> LoadRecord:
+    """A record of a load of these files."""
+    return LoadRecord(open_sparse_model(source, DIM).fingerprint, rows_done, rows_total, modified)
+
+
+def test_every_database_gets_every_row_bit_for_bit_in_one_pass_over_the_files(
+    source: str, volatile: Memory, persistent: Persistent
+) -> None:
+    progress, place = Events(), f"gate://counted{source}"
     with gates("counted") as (gate,):
-        report = load_table(TABLE, f"gate://counted{source}", [volatile, persistent], progress=progress)
+        report = load_table(TABLE, place, [volatile, persistent], progress=progress)
     assert gate.bytes_read == {"key": 8 * ROWS, "emb_vector": 4 * DIM * ROWS}
     assert held(volatile) == held(persistent) == FILES
     assert report.loads == (DatabaseLoad("memory", 0, ROWS), DatabaseLoad("persistent_memory", 0, ROWS))
     assert (report.tag, report.model.rows, nothing_to_do(report)) == (TAG, ROWS, False)
     record = record_of(persistent)
     assert (record.fingerprint, record.rows_done, record.complete) == (report.model.fingerprint, ROWS, True)
-    assert (record.source, record.size_bytes, len(record.checksum)) == (f"gate://counted{source}", ROWS * ROW_BYTES, 16)
-    assert progress.told[0] == ("start", TAG, ROWS, ROWS * ROW_BYTES)
-    assert progress.told[-1] == ("finish", TAG)
+    assert (record.source, record.size_bytes, record.checksum) == (place, ROWS * ROW_BYTES, extended("", KEYS, VECTORS))
+    assert (progress.told[0], progress.told[-1]) == (("start", TAG, ROWS, ROWS * ROW_BYTES), ("finish", TAG))
     assert progress.advanced == ROWS
-
-
-def test_chunks_come_in_order_and_the_end_is_announced_once(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
-    load_table(TABLE, source, [persistent])
     chunks = [("load_chunk", CHUNK_ROWS)] * (ROWS // CHUNK_ROWS) + [("load_chunk", ROWS % CHUNK_ROWS)]
-    assert persistent.told == [("load_chunk", 0), *chunks, ("finish_load", ROWS)]
+    assert persistent.told == [("load_chunk", 0), *chunks, ("finish_load", ROWS)]  # the record alone, before the first row
 
 
-def test_a_table_is_known_to_be_incomplete_before_its_first_row(source: str) -> None:
+def test_a_table_is_known_to_be_incomplete_before_its_first_row(source: str, persistent: Persistent) -> None:
     """Killed there, after the old version was dropped, it would else be taken for a whole table of no rows."""
-    persistent = PersistentMemoryDatabase()
     persistent.open_table(TAG, DIM)
     persistent.records[TAG] = LoadRecord("another version", ROWS, ROWS)
     seen = []
     persistent.before_chunk = lambda row: seen.append((row, persistent.size(TAG), persistent.load_record(TAG)))
     load_table(TABLE, source, [persistent])
     (_, _, before), (row, rows, record) = seen[:2]
-    assert before is None
-    assert (row, rows) == (0, 0)
+    assert (before, row, rows) == (None, 0, 0)
     assert record is not None
     assert (record.rows_done, record.complete, record.source) == (0, False, source)
-
-
-def test_the_last_of_a_key_that_stands_twice_is_kept(tmp_path: Path) -> None:
-    keys, vectors = rows_of(ROWS)
-    keys[700:] = keys[:300]
-    write_sparse_model(tmp_path / "m", (keys, vectors))
-    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
-    load_table(TABLE, str(tmp_path / "m"), [volatile, persistent])
-    assert held(volatile) == held(persistent) == content(keys, vectors)
 
 
 def test_memory_is_bounded_whatever_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,125 +127,183 @@ def test_memory_is_bounded_whatever_the_rows(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "key").write_bytes(b"\0" * 8 * rows)
     (tmp_path / "emb_vector").write_bytes(b"\0" * 4 * DIM * rows)
 
-    class Sink(PersistentMemoryDatabase):
+    class Sink(Persistent):
         def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None: ...
 
     tracemalloc.start()
     try:
         load_table(TABLE, str(tmp_path), [Sink()])
-        peak = tracemalloc.get_traced_memory()[1]
+        assert (2 << 20) < tracemalloc.get_traced_memory()[1] < (4 << 20)
     finally:
         tracemalloc.stop()
-    assert (2 << 20) < peak < (4 << 20)
 
 
-# -- what is already there --------------------------------------------------------------------------------------------
-
-
-def test_a_whole_table_is_skipped(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
+def test_a_whole_table_is_skipped_while_a_volatile_one_is_fed(source: str, volatile: Memory, persistent: Persistent) -> None:
     load_table(TABLE, source, [persistent])
     persistent.told.clear()
     progress = Events()
     report = load_table(TABLE, source, [persistent], progress=progress)
     assert nothing_to_do(report)
     assert report.loads == (DatabaseLoad("persistent_memory", ROWS, ROWS),)
-    assert persistent.told == []
-    assert progress.told == []
-
-
-def test_only_the_volatile_database_is_fed_when_the_persistent_one_is_whole(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
-    load_table(TABLE, source, [persistent])
-    persistent.told.clear()
-    volatile, progress = MemoryDatabase(), Events()
-    report = load_table(TABLE, source, [volatile, persistent], progress=progress)
-    assert not nothing_to_do(report)
+    assert persistent.told == progress.told == []
+    assert not nothing_to_do(load_table(TABLE, source, [volatile, persistent], progress=progress))
     assert held(volatile) == FILES
-    assert persistent.told == []
-    assert progress.advanced == ROWS
+    assert (persistent.told, progress.advanced) == ([], ROWS)
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_an_interrupted_load_continues_where_it_ended(source: str, beside: bool) -> None:
+def test_an_interrupted_load_continues_where_it_ended(
+    source: str, volatile: Memory, persistent: Persistent, beside: bool
+) -> None:
     """Only what is missing is read and reported, unless another database needs the rows before it."""
-    persistent, volatile, progress = PersistentMemoryDatabase(), MemoryDatabase(), Events()
     persistent.open_table(TAG, DIM)
-    record = LoadRecord(open_sparse_model(source, DIM).fingerprint, 300, ROWS)
-    persistent.load_chunk(TAG, KEYS[:300], VECTORS[:300], record)
+    persistent.load_chunk(TAG, KEYS[:300], VECTORS[:300], record_in(source, 300))
     persistent.told.clear()
+    progress = Events()
     report = load_table(TABLE, source, [persistent, volatile][: 1 + beside], progress=progress)
     assert held(persistent) == FILES
     assert held(volatile) == (FILES if beside else {})
     assert report.loads[0] == DatabaseLoad("persistent_memory", 300, ROWS)
     assert sum(persistent.chunks) == ROWS - 300
     rows = ROWS if beside else ROWS - 300
-    assert progress.told[0] == ("start", TAG, rows, rows * ROW_BYTES)
-    assert progress.advanced == rows
-
-
-def test_another_version_of_the_model_replaces_all_rows(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
-    load_table(TABLE, source, [persistent])
-    write_sparse_model(source, rows_of(ROWS // 2, seed=2), overwrite=True)
-    load_table(TABLE, source, [persistent])
-    assert held(persistent) == content(*rows_of(ROWS // 2, seed=2))
-    assert persistent.told.count(("drop_table", 0)) == 1
+    assert (progress.told[0], progress.advanced) == (("start", TAG, rows, rows * ROW_BYTES), rows)
 
 
 @pytest.mark.parametrize(
     ("rows_done", "rows_total", "modified"),
     [(-1, ROWS, False), (ROWS + 1, ROWS, False), (10**12, 10**12, False), (300, ROWS, True)],
 )
-def test_a_record_that_cannot_be_is_not_believed(source: str, rows_done: int, rows_total: int, modified: bool) -> None:
-    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+def test_a_record_that_cannot_be_is_not_believed(
+    source: str, volatile: Memory, persistent: Persistent, rows_done: int, rows_total: int, modified: bool
+) -> None:
     persistent.open_table(TAG, DIM)
-    persistent.insert(TAG, rows_of(ROWS)[0][:100], np.zeros((100, DIM), np.float32))
-    persistent.records[TAG] = LoadRecord(open_sparse_model(source, DIM).fingerprint, rows_done, rows_total, modified)
+    persistent.insert(TAG, KEYS[:100], np.zeros((100, DIM), np.float32))
+    persistent.records[TAG] = record_in(source, rows_done, rows_total, modified)
     load_table(TABLE, source, [volatile, persistent])
     assert held(volatile) == held(persistent) == FILES
 
 
-def test_rows_that_hugectr_wrote_stay_and_are_overwritten_by_key(source: str) -> None:
-    keys, vectors = rows_of(ROWS)
-    foreign = np.array([10**15, int(keys[5])], np.int64)
-    persistent = PersistentMemoryDatabase()
+def test_rows_that_hugectr_wrote_stay_and_are_overwritten_by_key(source: str, persistent: Persistent) -> None:
     persistent.open_table(TAG, DIM)
-    persistent.insert(TAG, foreign, sample_vectors(foreign, DIM, 99))
+    persistent.insert(TAG, np.append(NEW_KEY, KEYS[5:6]), np.ones((2, DIM), np.float32))
     load_table(TABLE, source, [persistent])
-    assert held(persistent) == content(foreign[:1], sample_vectors(foreign[:1], DIM, 99)) | content(keys, vectors)
+    assert held(persistent) == FILES | content(NEW_KEY, np.ones((1, DIM), np.float32))
     assert ("drop_table", 0) not in persistent.told
 
 
-def test_a_table_of_another_width_is_an_error_and_stays(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
-    persistent.open_table(TAG, DIM + 1)
-    persistent.insert(TAG, np.arange(5), np.ones((5, DIM + 1), np.float32))
-    with pytest.raises(TableWidthError):
-        load_table(TABLE, source, [persistent])
-    assert persistent.size(TAG) == 5
+def test_files_that_were_only_touched_or_copied_are_compared_once_and_not_loaded_again(
+    source: str, rocks: RocksDatabase, hash_map: HashMapDatabase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hps.models.table_load")
+    load_table(TABLE, source, [rocks])
+    before = record_of(rocks)
+    touch(source)
+    report = load_table(TABLE, source, [rocks])
+    assert (nothing_to_do(report), report.differs) == (True, False)
+    assert before != record_of(rocks) == replace(before, fingerprint=open_sparse_model(source, DIM).fingerprint)
+    assert nothing_to_do(load_table(TABLE, source, [rocks]))
+    assert caplog.text.count("comparing them") == 1
+    shutil.copytree(source, tmp_path / "copy")
+    assert nothing_to_do(load_table(TABLE, str(tmp_path / "copy"), [rocks]))
+    assert record_of(rocks).source == str(tmp_path / "copy")
+    assert held(rocks) == FILES
+    updated = update(rocks)
+    touch(source)
+    report = load_table(TABLE, source, [hash_map, rocks])
+    assert (report.differs, report.loads[1].rows, record_of(rocks).modified) == (True, 0, True)
+    assert held(rocks) == held(hash_map) == updated
 
 
-# -- initialize_after_startup and initial_cache_rate --------------------------------------------------------------------
+def flip_a_bit(source: str, name: str, place: int) -> None:
+    with open(f"{source}/{name}", "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
 
 
-def test_a_database_to_keep_is_opened_and_not_loaded(source: str) -> None:
-    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
-    report = load_table(TABLE, source, [persistent], keep=[volatile])
-    assert held(volatile) == {}
-    assert report.loads == (DatabaseLoad("persistent_memory", 0, ROWS),)
-    write_sparse_model(source, rows_of(ROWS // 2, seed=2), overwrite=True)
-    load_table(TABLE, source, [MemoryDatabase()], keep=[persistent])
-    assert held(persistent) == FILES  # of another version
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda source: flip_a_bit(source, "key", 8 * 500),
+        lambda source: flip_a_bit(source, "emb_vector", 0),
+        lambda source: flip_a_bit(source, "emb_vector", 4 * DIM * ROWS - 1),
+        lambda source: write_sparse_model(source, (KEYS, VECTORS[::-1].copy()), overwrite=True),
+        lambda source: write_sparse_model(source, rows_of(ROWS // 2, seed=2), overwrite=True),
+    ],
+    ids=["a bit of a key", "the first bit", "the last bit", "vectors that changed places", "fewer rows"],
+)
+def test_the_least_change_is_another_version_which_replaces_all_rows_and_updates(
+    source: str, rocks: RocksDatabase, volatile: Memory, change: Callable[[str], object]
+) -> None:
+    load_table(TABLE, source, [rocks])
+    update(rocks)
+    change(source)
+    assert not load_table(TABLE, source, [volatile, rocks]).differs
+    assert held(rocks) == held(volatile) == content(*next(chunks_of(open_sparse_model(source, DIM), ROWS)))
+    assert not record_of(rocks).modified
 
 
-def test_a_half_loaded_table_is_not_kept_for_whole(source: str) -> None:
-    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+@pytest.mark.parametrize("unknown", [{"checksum": ""}, {"size_bytes": 0}])
+def test_a_record_of_an_older_hps_is_not_compared(source: str, rocks: RocksDatabase, unknown: dict[str, Any]) -> None:
+    load_table(TABLE, source, [rocks])
+    rocks.load_chunk(TAG, KEYS[:0], VECTORS[:0], replace(record_of(rocks), **unknown))
+    assert nothing_to_do(load_table(TABLE, source, [rocks]))  # its fingerprint still counts
+    touch(source)
+    assert load_table(TABLE, source, [rocks]).loads[0].rows == ROWS
+    assert len(record_of(rocks).checksum) == 16
+    assert held(rocks) == FILES
+
+
+def test_files_of_another_machine_are_loaded_rather_than_compared(
+    source: str, rocks: RocksDatabase, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hps.models.table_load")
+    with gates("elsewhere"):
+        load_table(TABLE, f"gate://elsewhere{source}", [rocks])
+        touch(source)
+        assert load_table(TABLE, f"gate://elsewhere{source}", [rocks]).loads[0].rows == ROWS
+    assert "comparing" not in caplog.text
+
+
+def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, persistent: Persistent) -> None:
+    load_table(TABLE, source, [persistent])
+    whole = record_of(persistent)
+    persistent.drop_table(TAG)
     persistent.open_table(TAG, DIM)
-    persistent.records[TAG] = LoadRecord("of an earlier load", 300, ROWS)
-    with pytest.raises(DatabaseError, match=rf"(?s){TAG} in persistent_memory .*holds 300 of {ROWS} rows.*`hps load`"):
-        load_table(TABLE, source, [volatile], keep=[persistent])
-    assert volatile.tags() == []
+    persistent.load_chunk(TAG, KEYS[:300], VECTORS[:300], replace(whole, rows_done=300))
+    touch(source)
+    assert load_table(TABLE, source, [persistent]).loads[0].rows == ROWS
+    assert held(persistent) == FILES
+
+
+@pytest.mark.parametrize("batch_rows", [0, 65, 200, 999, 1000])
+def test_a_database_gets_batches_of_the_size_it_wants(source: str, batch_rows: int) -> None:
+    database = Persistent(batch_rows * ROW_BYTES)
+    load_table(TABLE, source, [database])
+    first, *batches = database.chunks
+    assert (first, sum(batches)) == (0, ROWS)
+    size = ROWS if batch_rows >= ROWS else max(1, batch_rows // CHUNK_ROWS) * CHUNK_ROWS
+    assert set(batches[:-1]) <= {size}
+    assert batches[0] == size
+    assert record_of(database).checksum == extended("", KEYS, VECTORS)
+    assert held(database) == FILES
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "batch_rows"), [(0, 1000, 100), (0, 130, 0), (100, 130, 5000), (999, 1000, 100), (300, 1000, 0)]
+)
+def test_a_feed_takes_the_rows_that_are_wanted_and_counts_no_others(first: int, last: int, batch_rows: int) -> None:
+    database = Persistent(batch_rows * ROW_BYTES)
+    database.open_table(TAG, DIM)
+    feed = LoadFeed(database, TABLE, LoadRecord("f", first, ROWS), last)
+    for start in range(0, ROWS, CHUNK_ROWS):
+        keys, vectors = KEYS[start : start + CHUNK_ROWS].copy(), VECTORS[start : start + CHUNK_ROWS].copy()
+        feed.add(start, keys, vectors, vectors)
+        keys[:], vectors[:] = 0, 0  # the arrays are lent
+    feed.end()
+    assert held(database) == content(KEYS[first:last], VECTORS[first:last])
+    assert (record_of(database).rows_done, record_of(database).rows_total) == (last, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +314,9 @@ def test_a_half_loaded_table_is_not_kept_for_whole(source: str) -> None:
     ],
 )
 def test_a_volatile_database_gets_its_share_and_the_persistent_one_all(
-    source: str, capacity: int, rate: float, expected: int
+    source: str, persistent: Persistent, capacity: int, rate: float, expected: int
 ) -> None:
-    volatile, persistent, progress = BoundedMemory(capacity), PersistentMemoryDatabase(), Events()
+    volatile, progress = BoundedMemory(capacity), Events()
     report = load_table(TABLE, source, [volatile, persistent], initial_cache_rate=rate)
     assert held(volatile) == content(KEYS[:expected], VECTORS[:expected])
     assert held(persistent) == FILES
@@ -262,77 +325,55 @@ def test_a_volatile_database_gets_its_share_and_the_persistent_one_all(
     assert progress.advanced == expected  # no more is read than it gets
 
 
-def test_a_hash_map_with_a_margin_and_rocksdb_get_theirs(source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    volatile = HashMapDatabase(num_partitions=4, overflow_margin=100)
-    persistent = RocksDatabase(tmp_path / "rocksdb")
-    try:
-        report = load_table(TABLE, source, [volatile, persistent], initial_cache_rate=0.5)
-        assert report.loads == (DatabaseLoad("hash_map", 0, 200), DatabaseLoad("rocks_db", 0, ROWS))
-        assert held(volatile) == content(KEYS[:200], VECTORS[:200])
-        assert held(persistent) == FILES
-        assert nothing_to_do(load_table(TABLE, source, [persistent]))
-    finally:
-        volatile.close()
-        persistent.close()
-    assert "cached 200 / 1000 embeddings in volatile database (hash_map); load: 200 / 400 (50.00%)." in caplog.text
+def dense_rows_of(database: HashMapDatabase) -> int:
+    inspect(database, TAG)  # which checks where the rows of dense keys are
+    return int(database._tables[TAG]._buckets.layout[DENSE_ROWS])
 
 
-# -- dense tables --------------------------------------------------------------------------------------------------------
-
-
-def dense_rows_of(database: HashMapDatabase, tag: str = TAG) -> int:
-    inspect(database, tag)  # which checks where the rows of dense keys are
-    return int(database._tables[tag]._buckets.layout[DENSE_ROWS])
+@pytest.fixture
+def dense(tmp_path: Path) -> str:
+    write_sparse_model(tmp_path / "dense", (np.arange(ROWS), VECTORS))
+    return str(tmp_path / "dense")
 
 
 @pytest.mark.parametrize(
     ("keys", "rate", "rows"),
     [
-        (np.arange(ROWS), 1.0, ROWS),
+        *((np.arange(ROWS), 1.0, ROWS), (np.arange(ROWS), 0.5, ROWS // 2), (np.arange(1, ROWS + 1), 1.0, ROWS + 1)),
         (np.random.default_rng(1).permutation(ROWS), 1.0, ROWS),
         (np.random.default_rng(1).permutation(ROWS), 0.5, 0),  # half of them are no dense ones
-        (np.arange(ROWS), 0.5, ROWS // 2),
-        (np.arange(1, ROWS + 1), 1.0, ROWS + 1),
         (np.concatenate([np.arange(ROWS - 100), np.arange(100)]), 1.0, ROWS - 100),
         (np.append(np.arange(ROWS - 2), [-1, 10**15]), 1.0, ROWS - 2),
         (KEYS, 1.0, 0),
     ],
 )
-def test_a_hash_map_is_dense_if_the_keys_of_the_files_are(keys: KeyArray, rate: float, rows: int, tmp_path: Path) -> None:
+def test_a_hash_map_is_dense_if_the_keys_of_the_files_are(
+    hash_map: HashMapDatabase, keys: KeyArray, rate: float, rows: int, tmp_path: Path
+) -> None:
     write_sparse_model(tmp_path / "m", (keys, VECTORS))
-    database, persistent = HashMapDatabase(), PersistentMemoryDatabase()
+    databases = [hash_map, *([Persistent()] if rate == 1 else [])]
     with gates("counted") as (gate,):
-        load_table(
-            TABLE, f"gate://counted{tmp_path}/m", [database, *([persistent] if rate == 1 else [])], initial_cache_rate=rate
-        )
-    loaded = round(ROWS * rate)
-    assert held(database) == content(keys[:loaded], VECTORS[:loaded])
-    assert dense_rows_of(database) == rows
+        load_table(TABLE, f"gate://counted{tmp_path}/m", databases, initial_cache_rate=rate)
+    assert held(hash_map) == content(keys[: round(ROWS * rate)], VECTORS[: round(ROWS * rate)])
+    assert dense_rows_of(hash_map) == rows
     if keys is KEYS:
         assert gate.bytes_read["key"] == 8 * ROWS + CHUNK_ROWS * ROW_BYTES  # a chunk tells
-    database.close()
 
 
-def test_a_dense_hash_map_gets_what_was_updated_online(tmp_path: Path) -> None:
-    write_sparse_model(tmp_path / "m", (np.arange(ROWS), VECTORS))
-    persistent, database = PersistentMemoryDatabase(), HashMapDatabase()
-    load_table(TABLE, str(tmp_path / "m"), [persistent])
+def test_a_dense_hash_map_gets_what_was_updated_online(dense: str, hash_map: HashMapDatabase, persistent: Persistent) -> None:
+    load_table(TABLE, dense, [persistent])
     persistent.insert(TAG, NEW_KEY, VECTORS[:1])
     persistent.delete(TAG, np.array([3, 5]))
-    assert load_table(TABLE, str(tmp_path / "m"), [database, persistent]).differs
-    assert held(database) == held(persistent)
-    assert dense_rows_of(database) == ROWS
-    database.close()
+    assert load_table(TABLE, dense, [hash_map, persistent]).differs
+    assert held(hash_map) == held(persistent)
+    assert dense_rows_of(hash_map) == ROWS
 
 
 def test_a_load_of_a_dense_hash_map_that_is_stopped_is_completed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dense: str, hash_map: HashMapDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_sparse_model(tmp_path / "m", (np.arange(ROWS), VECTORS))
-    database = HashMapDatabase()
-    monkeypatch.setattr(database, "load_bytes", 100 * ROW_BYTES)
-    load_chunk = database.load_chunk
+    monkeypatch.setattr(hash_map, "load_bytes", 100 * ROW_BYTES)
+    load_chunk = hash_map.load_chunk
 
     def stopped(tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         if keys[0] > ROWS // 2:
@@ -341,28 +382,28 @@ def test_a_load_of_a_dense_hash_map_that_is_stopped_is_completed_by_the_next(
 
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setattr(database, "load_chunk", stopped)
+            patched.setattr(hash_map, "load_chunk", stopped)
             with pytest.raises(KeyboardInterrupt):
-                load_table(TABLE, str(tmp_path / "m"), [database])
-        assert 0 < database.size(TAG) < ROWS
-        assert dense_rows_of(database) == ROWS
-    database.delete(TAG, np.arange(0, ROWS, 3))
-    load_table(TABLE, str(tmp_path / "m"), [database])
-    assert held(database) == content(np.arange(ROWS), VECTORS)
-    assert dense_rows_of(database) == ROWS
-    database.close()
+                load_table(TABLE, dense, [hash_map])
+        assert 0 < hash_map.size(TAG) < ROWS
+        assert dense_rows_of(hash_map) == ROWS
+    hash_map.delete(TAG, np.arange(0, ROWS, 3))
+    load_table(TABLE, dense, [hash_map])
+    assert held(hash_map) == content(np.arange(ROWS), VECTORS)
+    assert dense_rows_of(hash_map) == ROWS
 
 
-# -- the persistent database is the authority --------------------------------------------------------------------------
-
-
-def test_a_volatile_database_gets_the_files_or_what_was_updated_online(source: str) -> None:
-    persistent, volatile, share = PersistentMemoryDatabase(), MemoryDatabase(), MemoryDatabase()
-    load_table(TABLE, source, [persistent])
+def test_a_volatile_database_gets_the_files_or_what_was_updated_online(
+    source: str, volatile: Memory, persistent: Persistent
+) -> None:
+    share = Memory()
+    assert held(share) == {}
+    load_table(TABLE, source, [persistent], keep=[share])  # opened, and not loaded
+    assert held(share) == {}
     for databases, keep in (([volatile, persistent], []), ([volatile], [persistent])):
         assert not load_table(TABLE, source, databases, keep=keep).differs
         assert held(volatile) == FILES
-    updated, volatile = update(persistent), MemoryDatabase()
+    updated, volatile = update(persistent), Memory()
     assert load_table(TABLE, source, [volatile, persistent]).differs
     assert held(volatile) == held(persistent) == updated
     load_table(TABLE, source, [share, persistent], initial_cache_rate=0.5)
@@ -370,49 +411,73 @@ def test_a_volatile_database_gets_the_files_or_what_was_updated_online(source: s
     assert held(share).items() <= updated.items()
 
 
-def test_a_database_that_is_kept_is_the_authority_whatever_the_files_say(source: str) -> None:
-    kept, volatile = PersistentMemoryDatabase(), MemoryDatabase()
-    kept.open_table(TAG, DIM)
-    kept.insert(TAG, KEYS[:1], VECTORS[5:6])
-    assert load_table(TABLE, source, [volatile], keep=[kept]).differs
-    assert held(volatile) == content(KEYS[:1], VECTORS[5:6])
-    kept.records[TAG] = LoadRecord("another version", ROWS, ROWS)
-    assert load_table(TABLE, source, [], keep=[kept]).differs
+def test_a_database_that_is_kept_is_the_authority_whatever_the_files_say(
+    source: str, volatile: Memory, persistent: Persistent
+) -> None:
+    persistent.open_table(TAG, DIM)
+    persistent.insert(TAG, KEYS[:1], VECTORS[5:6])
+    for force in (False, True):
+        assert load_table(TABLE, source, [volatile], keep=[persistent], force=force).differs
+        assert held(volatile) == held(persistent) == content(KEYS[:1], VECTORS[5:6])
+    persistent.records[TAG] = LoadRecord("another version", ROWS, ROWS)
+    assert load_table(TABLE, source, [], keep=[persistent]).differs
+    persistent.records[TAG] = LoadRecord("of an earlier load", 300, ROWS)
+    with pytest.raises(DatabaseError, match=rf"(?s){TAG} in persistent_memory .*holds 300 of {ROWS} rows.*`hps load`"):
+        load_table(TABLE, source, [Memory()], keep=[persistent])
 
 
-def test_a_new_version_of_the_files_replaces_online_updates(source: str) -> None:
-    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+def test_online_updates_stay_without_force_and_go_with_it(source: str, rocks: RocksDatabase, hash_map: HashMapDatabase) -> None:
+    rocks.open_table(TAG, DIM)
+    rocks.insert(TAG, NEW_KEY, np.ones((1, DIM), np.float32))  # of unknown origin
+    load_table(TABLE, source, [rocks], force=True)
+    assert held(rocks) == FILES
+    load_table(TABLE, source, [hash_map, rocks])
+    updated = update(rocks)
+    update(hash_map)
+    assert nothing_to_do(load_table(TABLE, source, [rocks]))
+    assert held(rocks) == updated
+    report = load_table(TABLE, source, [hash_map, rocks], force=True)
+    assert ([load.rows for load in report.loads], report.differs) == ([ROWS, ROWS], False)
+    assert held(rocks) == held(hash_map) == FILES
+    assert not record_of(rocks).modified
+    assert nothing_to_do(load_table(TABLE, source, [rocks]))
+
+
+def test_a_forced_load_that_is_interrupted_goes_on_and_keeps_no_update(source: str, persistent: Persistent) -> None:
     load_table(TABLE, source, [persistent])
     update(persistent)
-    write_sparse_model(source, (KEYS, -VECTORS), overwrite=True)
-    assert not load_table(TABLE, source, [volatile, persistent]).differs
-    assert held(volatile) == held(persistent) == content(KEYS, -VECTORS)
+    persistent.before_chunk = failing_at(256, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        load_table(TABLE, source, [persistent], force=True)
+    persistent.before_chunk = lambda row: None
+    assert load_table(TABLE, source, [persistent]).loads[0].first_row == 256
+    assert held(persistent) == FILES
 
 
-# -- failures ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str) -> None:
-    for stop in (0, CHUNK_ROWS, 7 * CHUNK_ROWS, ROWS // CHUNK_ROWS * CHUNK_ROWS):
+def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in chunks of another size, with the checksum of an uninterrupted load."""
+    for stop, batch_rows in ((0, 0), (CHUNK_ROWS, 0), (7 * CHUNK_ROWS, 0), (ROWS // CHUNK_ROWS * CHUNK_ROWS, 0), (512, 300)):
         error: BaseException = KeyboardInterrupt() if stop > CHUNK_ROWS else DatabaseError("disk full")
-        volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+        volatile, persistent = Memory(), Persistent(batch_rows * ROW_BYTES)
         persistent.before_chunk = failing_at(stop, error)
         with pytest.raises(type(error)):
             load_table(TABLE, source, [volatile, persistent])
         assert readers() == []
-        if stop:
+        if stop:  # what was gathered and not loaded is not counted
             assert (record_of(persistent).rows_done, record_of(persistent).complete) == (stop, False)
+            assert held(persistent) == content(KEYS[:stop], VECTORS[:stop])
         persistent.before_chunk = lambda row: None
         persistent.told.clear()
-        load_table(TABLE, source, [volatile, persistent])
+        with monkeypatch.context() as patched:
+            patched.setattr("hps.models.files.CHUNK_BYTES", 37 * ROW_BYTES)
+            load_table(TABLE, source, [volatile, persistent])
         assert held(volatile) == held(persistent) == FILES
         assert sum(persistent.chunks) == ROWS - stop
+        assert record_of(persistent).checksum == extended("", KEYS, VECTORS)
         assert nothing_to_do(load_table(TABLE, source, [persistent]))
 
 
-def test_a_model_replaced_while_loading_is_never_taken_for_whole(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
-
+def test_a_model_replaced_while_loading_is_never_taken_for_whole(source: str, persistent: Persistent) -> None:
     def replace_at(row: int) -> None:
         if row == 5 * CHUNK_ROWS:
             write_sparse_model(source, rows_of(ROWS, seed=2), overwrite=True)
@@ -431,14 +496,15 @@ class Writing(Events):
 
     def __init__(self, source: str, how: str) -> None:
         super().__init__()
-        self.path, self.how = Path(source) / "emb_vector", how
+        self.path = Path(source) / "emb_vector"
         written_ns = self.path.stat().st_ctime_ns  # a write within one tick of the clock has no time of its own
         wait_until(lambda: time.time_ns() > written_ns + 20_000_000, "the clock of the file system has gone on")
-        self.file = self.path.open("r+b") if how == "mapped" else None
-        self.map = mmap.mmap(self.file.fileno(), 0) if self.file else None
-        if self.map:
-            for place in (0, -1):
-                self.map[place] = self.map[place]  # later stores to these pages do not change the file's times
+        self.file = self.path.open("r+b")
+        self.map = mmap.mmap(self.file.fileno(), 0) if how == "mapped" else None
+        for place in (0, -1) if self.map else ():
+            self.map[place] = self.map[place]  # later stores to these pages do not change the file's times
+        if not self.map:
+            self.file.close()
 
     def advance(self, tag: str, rows: int) -> None:
         super().advance(tag, rows)
@@ -456,68 +522,58 @@ class Writing(Events):
         os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def close(self) -> None:
-        for one in (self.map, self.file):
-            if one:
-                one.close()
+        if self.map:
+            self.map.close()
+        self.file.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "make"), [("mapped", PersistentMemoryDatabase), ("mapped", HashMapDatabase), ("time put back", MemoryDatabase)]
-)
+@pytest.mark.parametrize(("how", "make"), [("mapped", Persistent), ("mapped", HashMapDatabase), ("time put back", Memory)])
 def test_files_that_are_written_in_place_during_a_load_are_never_mixed(source: str, how: str, make: type[Database]) -> None:
-    database, writing = make(), Writing(source, how)
-    try:
-        with pytest.raises(ModelFileChangedError):
-            load_table(TABLE, source, [database], progress=writing)
-    finally:
-        writing.close()
+    database = make()
+    with closing(Writing(source, how)) as writing, pytest.raises(ModelFileChangedError):
+        load_table(TABLE, source, [database], progress=writing)
     if how == "mapped":
         assert held(database) == {}
-    if isinstance(database, PersistentMemoryDatabase):
+    if isinstance(database, Persistent):
         record = database.load_record(TAG)
         assert record is None or not record.complete
     load_table(TABLE, source, [database])
-    changed = np.fromfile(Path(source) / "emb_vector", np.float32).reshape(-1, DIM)
-    assert held(database) == content(KEYS, changed)
+    assert held(database) == content(KEYS, np.fromfile(Path(source) / "emb_vector", np.float32).reshape(-1, DIM))
 
 
-def test_files_that_somebody_has_mapped_and_leaves_alone_are_loaded(source: str) -> None:
-    writing = Writing(source, "mapped")
-    try:
-        volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+def test_files_that_somebody_has_mapped_and_leaves_alone_are_loaded(
+    source: str, volatile: Memory, persistent: Persistent
+) -> None:
+    with closing(Writing(source, "mapped")) as writing:
         load_table(TABLE, source, [volatile, persistent])
         assert held(volatile) == held(persistent) == FILES
         writing.map[0] ^= 1  # type: ignore[index]
-        fresh = MemoryDatabase()
+        fresh = Memory()
         assert load_table(TABLE, source, [fresh, persistent]).differs  # what is in the files now is not what was loaded
         assert held(fresh) == FILES
-    finally:
-        writing.close()
 
 
-def test_files_that_do_not_fit_leave_the_databases_alone(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
+@pytest.mark.parametrize("force", [False, True])
+def test_files_that_do_not_fit_leave_the_databases_alone(source: str, persistent: Persistent, force: bool) -> None:
     load_table(TABLE, source, [persistent])
+    updated = update(persistent)
     with open(Path(source) / "emb_vector", "ab") as file:
         file.write(b"x")
     with pytest.raises(ModelFileError, match="emb_vector"):
-        load_table(TABLE, source, [persistent])
+        load_table(TABLE, source, [persistent], force=force)
     (Path(source) / "emb_vector").unlink()
     with pytest.raises(ModelFileNotFoundError, match="emb_vector"):
-        load_table(TABLE, source, [persistent])
-    assert held(persistent) == FILES
+        load_table(TABLE, source, [persistent], force=force)
+    assert held(persistent) == updated
 
 
-def test_keys_beyond_32_bits_are_found_before_the_old_version_is_dropped(source: str, tmp_path: Path) -> None:
-    keys = np.arange(ROWS, dtype=np.int64)
-    persistent = PersistentMemoryDatabase()
-    write_sparse_model(tmp_path / "m", (keys, rows_of(ROWS)[1]))
-    load_table(TABLE, str(tmp_path / "m"), [persistent], int32_keys=True)
+def test_keys_beyond_32_bits_are_found_before_the_old_version_is_dropped(dense: str, persistent: Persistent) -> None:
+    load_table(TABLE, dense, [persistent], int32_keys=True)
     before = held(persistent)
-    keys = np.append(keys, 2**32)  # one row more: the files are not compared with what is there
-    write_sparse_model(tmp_path / "m", (keys, rows_of(ROWS + 1)[1]), overwrite=True)
+    # one row more: the files are not compared with what is there
+    write_sparse_model(dense, (np.append(np.arange(ROWS), 2**32), rows_of(ROWS + 1)[1]), overwrite=True)
     with pytest.raises(ModelFileError, match=f"row {ROWS} has key {2**32}"):
-        load_table(TABLE, str(tmp_path / "m"), [persistent], int32_keys=True)
+        load_table(TABLE, dense, [persistent], int32_keys=True)
     assert held(persistent) == before
 
 
@@ -526,20 +582,52 @@ def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.Mon
     with gates("stuck") as (gate,):
         gate.hold_from = 0
         with pytest.raises(ModelFileError, match=r"rows from 0 on did not arrive within"):
-            load_table(TABLE, f"gate://stuck{source}", [MemoryDatabase()])
+            load_table(TABLE, f"gate://stuck{source}", [Memory()])
     for thread in threading.enumerate():
         if thread.name.startswith("hps-model-reader"):
             thread.join(30)
 
 
-# -- log lines --------------------------------------------------------------------------------------------------------
-
-
 def test_hugectrs_log_lines_are_kept(source: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    load_table(TABLE, source, [BoundedMemory(4000), MemoryDatabase(), PersistentMemoryDatabase()])
+    load_table(TABLE, source, [BoundedMemory(4000), Memory(), Persistent()])
     assert [record.getMessage() for record in caplog.records] == [
         f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (bounded_memory); load: 1000 / 4000 (25.00%).",
         f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (memory); load: 1000, unbounded.",
         f"Table: {TAG}; cached 1000 embeddings in persistent database (persistent_memory); complete.",
     ]
+
+
+@pytest.fixture
+def configuration(source: str, tmp_path: Path) -> dict[str, Any]:
+    limits = {"maxnum_catfeature_query_per_table_per_sample": [10], "gpucacheper": 0.5, "hit_rate_threshold": 1.1}
+    model = model_of("shop", [source], {"item": DIM}, default_value_for_each_table=[0.5], **limits)
+    return document_of(model, persistent=tmp_path / "served")
+
+
+def served(server: hps.HPS) -> dict[int, bytes]:
+    """What it answers for the keys of the files and a new one."""
+    asked = np.append(KEYS, NEW_KEY)
+    vectors, found = server.lookup(asked, "shop", "item", return_found=True)
+    return content(asked[found], vectors[found])
+
+
+def test_a_server_serves_its_updates_again_until_it_is_forced(configuration: dict[str, Any]) -> None:
+    with hps.HPS(configuration) as server:
+        assert served(server) == FILES
+        updated = update(server.model("shop").chain.databases[1])
+    for force, expected in ((False, updated), (True, FILES), (False, FILES)):
+        with hps.HPS(configuration, force=force) as server:
+            assert served(server) == expected
+
+
+def test_the_command_line_loads_again_when_forced(configuration: dict[str, Any], tmp_path: Path) -> None:
+    (path := tmp_path / "ps.json").write_text(json.dumps(configuration))
+    updated: dict[int, bytes] = {}
+    for arguments, said in (([], "loaded 1,000 rows"), ([], "nothing to do"), (["--force"], "loaded 1,000 rows")):
+        result = CliRunner().invoke(app, ["load", str(path), *arguments])
+        assert result.exit_code == 0, result.output
+        assert said in result.stdout.replace("\n", " ")
+        with closing(RocksDatabase(configuration["persistent_db"]["path"])) as database:
+            assert held(database) == (FILES if said != "nothing to do" else updated)
+            updated = update(database)

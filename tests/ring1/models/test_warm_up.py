@@ -15,23 +15,9 @@ from hps.models.writer import write_sparse_model
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray
 from tests.fakes.memory_database import MemoryDatabase
-from tests.tables.table_loads import (
-    CHUNK_ROWS,
-    DIM,
-    KEYS,
-    ROWS,
-    TABLE,
-    TAG,
-    VECTORS,
-    content,
-    readers,
-    rows_of,
-)
+from tests.tables.table_loads import CHUNK_ROWS, DIM, KEYS, ROWS, TABLE, TAG, VECTORS, content, readers, rows_of
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-
-
-# -- warm-up ----------------------------------------------------------------------------------------------------------
 
 
 def lookup(cache: NumpyCache, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:
@@ -59,13 +45,15 @@ def assert_warm(cache: NumpyCache, keys: KeyArray, vectors: FloatArray, rows: in
     assert found.sum() == cache.stats(0).resident_rows
 
 
-@pytest.mark.parametrize(("capacity", "fraction"), [(14, 0.01), (140, 0.3), (700, 0.2), (700, 0.999), (700, 1.0), (2000, 7.0)])
+@pytest.mark.parametrize(
+    ("capacity", "fraction"), [(140, 0.3), (700, 0.2), (700, 0.999), (700, 1.0), (2000, 7.0), (700, 0.0), (700, -1.0), (0, 0.5)]
+)
 def test_the_whole_cache_is_filled_whatever_the_step(source: str, capacity: int, fraction: float) -> None:
     cache = RecordingCache([TABLE], [capacity])
-    rows = min(cache.stats(0).capacity_rows, ROWS)
+    rows = min(cache.stats(0).capacity_rows, ROWS) if fraction > 0 else 0
     assert warm_up(cache, 0, TABLE, open_sparse_model(source, DIM), fraction) == rows
-    np.testing.assert_array_equal(np.concatenate(cache.inserted), KEYS[:rows])
-    assert max(inserted.size for inserted in cache.inserted) <= CHUNK_ROWS
+    np.testing.assert_array_equal(np.concatenate([KEYS[:0], *cache.inserted]), KEYS[:rows])
+    assert max(map(len, cache.inserted), default=0) <= CHUNK_ROWS
     assert_warm(cache, KEYS, VECTORS, rows)
 
 
@@ -77,40 +65,38 @@ def test_a_cache_is_filled_from_a_database_with_no_more_rows_than_it_holds() -> 
     assert sum(keys.size for keys in cache.inserted) == 700
 
 
-@pytest.mark.parametrize(("capacity", "fraction"), [(700, 0.0), (700, -1.0), (0, 0.5)])
-def test_nothing_is_warmed_without_a_step_or_a_cache(source: str, capacity: int, fraction: float) -> None:
-    cache = RecordingCache([TABLE], [capacity])
-    assert warm_up(cache, 0, TABLE, open_sparse_model(source, DIM), fraction) == 0
-    assert cache.inserted == []
-
-
-def warm_up_lines(caplog: pytest.LogCaptureFixture, source: str, capacity: int, fraction: float) -> list[str]:
-    caplog.set_level(logging.INFO)
-    caplog.clear()
-    warm_up(NumpyCache([TABLE], [capacity]), 0, TABLE, open_sparse_model(source, DIM), fraction)
-    return [record.getMessage() for record in caplog.records]
+def test_a_warm_up_from_changed_files_or_into_a_broken_cache_fails(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, model = RecordingCache([TABLE], [700]), open_sparse_model(source, DIM)
+    inserted = iter(range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "insert", lambda *_: next(inserted))
+        with pytest.raises(StopIteration):
+            warm_up(cache, 0, TABLE, model, 0.5)
+    assert readers() == []
+    write_sparse_model(source, rows_of(ROWS, seed=2), overwrite=True)
+    with pytest.raises(ModelFileError, match="changed"):
+        warm_up(cache, 0, TABLE, model, 0.5)
 
 
 def test_the_log_lines_of_hugectrs_warm_up_are_kept_the_last_step_included(
     source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert warm_up_lines(caplog, source, 700, 0.3) == [
+    caplog.set_level(logging.INFO)
+    heads = (
         'EC initialization for model: "shop", num_tables: 1',
         f"EC initialization on device: 0 for {TAG}",
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning",
-        "Initialize the embedding table 0 for iteration 0 with number of 210 keys.",
-        "Initialize the embedding table 0 for iteration 1 with number of 210 keys.",
-        "Initialize the embedding table 0 for iteration 2 with number of 210 keys.",
-        "Initialize the embedding table 0 for iteration 3 with number of 70 keys.",
-    ]
-    assert warm_up_lines(caplog, source, 700, 1.0)[3:] == [
-        "Initialize the embedding table 0 for iteration 0 with number of 700 keys."
-    ]
-    assert warm_up_lines(caplog, source, 140, 1e-9)[3:] == [  # never a step of no rows
-        "Initialize the embedding table 0 for iteration 0 with number of 64 keys.",
-        "Initialize the embedding table 0 for iteration 1 with number of 64 keys.",
-        "Initialize the embedding table 0 for iteration 2 with number of 12 keys.",
-    ]
+    )
+    for capacity, fraction, steps in (
+        *((700, 0.3, (210, 210, 210, 70)), (700, 1.0, (700,))),
+        (140, 1e-9, (64, 64, 12)),  # never a step of no rows
+    ):
+        caplog.clear()
+        warm_up(NumpyCache([TABLE], [capacity]), 0, TABLE, open_sparse_model(source, DIM), fraction)
+        assert [record.getMessage() for record in caplog.records] == [
+            *heads,
+            *(f"Initialize the embedding table 0 for iteration {i} with number of {n} keys." for i, n in enumerate(steps)),
+        ]
 
 
 def test_a_warm_cache_agrees_with_the_databases_on_keys_that_stand_twice(tmp_path: Path) -> None:
@@ -126,22 +112,3 @@ def test_a_warm_cache_agrees_with_the_databases_on_keys_that_stand_twice(tmp_pat
     assert found.all()
     wanted = content(keys, vectors)
     assert content(distinct, out) == wanted
-
-
-def test_a_warm_up_from_changed_files_fails(source: str) -> None:
-    model = open_sparse_model(source, DIM)
-    write_sparse_model(source, rows_of(ROWS, seed=2), overwrite=True)
-    with pytest.raises(ModelFileError, match="changed"):
-        warm_up(NumpyCache([TABLE], [700]), 0, TABLE, model, 0.5)
-
-
-def test_a_cache_that_fails_ends_the_warm_up(source: str) -> None:
-    class FailingCache(RecordingCache):
-        def insert(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
-            if len(self.inserted) == 3:
-                raise RuntimeError("the device is gone")
-            super().insert(table, keys, vectors)
-
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        warm_up(FailingCache([TABLE], [700]), 0, TABLE, open_sparse_model(source, DIM), 0.5)
-    assert readers() == []

@@ -25,43 +25,52 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_version_is_its_tables_and_what_says_by_what_they_are_whole(tmp_path: Path) -> None:
-    write_version(tmp_path / "shop" / "1", {"item": ROWS, "deep/user": [ROWS, (KEYS[10:], VECTORS[10:])]}, note="first")
+    tables, positions = {"item": ROWS, "deep/user": [ROWS, (KEYS[10:], VECTORS[10:])]}, {"item": {"0": "17", "topic/1": "9"}}
+    write_version(tmp_path / "shop" / "1", tables, note="first", updates=positions)
     written = files_of(tmp_path / "shop" / "1")
     manifest = read_manifest(str(tmp_path / "shop" / "1"), ModelSources())
     assert manifest is not None
-    assert (manifest.delta_of, manifest.note) == ("", "first")
+    assert (manifest.delta_of, manifest.note, manifest.updates) == ("", "first", positions)
     assert written.pop("version.json")
     assert dict(manifest.files) == {
         name: FileCheck(size_bytes=len(data), crc32=f"{zlib.crc32(data):08x}") for name, data in written.items()
     }
     assert written == {
-        "item/key": KEYS[:10].tobytes(),
-        "item/emb_vector": VECTORS[:10].tobytes(),
-        "deep/user/key": np.append(KEYS[:10], KEYS[10:]).tobytes(),
-        "deep/user/emb_vector": VECTORS.tobytes(),
+        **{"item/key": KEYS[:10].tobytes(), "item/emb_vector": VECTORS[:10].tobytes()},
+        **{"deep/user/key": np.append(KEYS[:10], KEYS[10:]).tobytes(), "deep/user/emb_vector": VECTORS.tobytes()},
     }
-
-
-def test_a_delta_has_a_file_of_deleted_keys_also_if_there_are_none(tmp_path: Path) -> None:
     tables = {"item": ROWS, "user": (KEYS[:0], VECTORS[:0])}
-    write_version(f"file://{tmp_path}/2", tables, delta_of="1", deleted={"item": KEYS[:3]})
-    written = files_of(tmp_path / "2")
+    write_version(f"file://{tmp_path}/shop/2", tables, delta_of="1", deleted={"item": KEYS[:3]})
+    written = files_of(tmp_path / "shop" / "2")
     assert written["item/deleted"] == KEYS[:3].tobytes()
-    assert written["user/deleted"] == written["user/key"] == written["user/emb_vector"] == b""
-    manifest = read_manifest(str(tmp_path / "2"), ModelSources())
+    assert written["user/deleted"] == written["user/key"] == written["user/emb_vector"] == b""  # also if there are none
+    manifest = read_manifest(str(tmp_path / "shop" / "2"), ModelSources())
     assert manifest is not None
     assert manifest.delta_of == "1"
 
 
-def test_nothing_is_seen_before_all_is_there_and_nothing_is_left_of_a_failure(tmp_path: Path) -> None:
+def test_a_version_that_is_there_stays_and_nothing_is_left_of_a_failure(tmp_path: Path) -> None:
+    write_version(tmp_path / "1", {"item": ROWS})
+    before = files_of(tmp_path)
+    with pytest.raises(ModelFileError, match=f"{tmp_path}/1: it exists"):
+        write_version(tmp_path / "1", {"item": (KEYS, VECTORS)})
+
+    def meanwhile() -> Iterator[tuple[KeyArray, FloatArray]]:
+        yield ROWS
+        assert list(list_versions(str(tmp_path), ModelSources())) == ["1"]  # nothing is seen before all is there
+        write_version(tmp_path / "2", {"item": ROWS})
+        yield KEYS, VECTORS
+
     def broken() -> Iterator[tuple[KeyArray, FloatArray]]:
         yield ROWS
-        assert list_versions(str(tmp_path), ModelSources()) == {}
         raise OSError("the source broke")
 
+    with pytest.raises(ModelFileError, match=rf"renaming .* to {tmp_path}/2: Directory not empty"):
+        write_version(tmp_path / "2", {"item": meanwhile()})
+    assert files_of(tmp_path / "2") == {name[2:]: data for name, data in before.items()}
     with pytest.raises(OSError, match="the source broke"):
-        write_version(tmp_path / "1", {"user": ROWS, "item": broken()})
-    assert list(tmp_path.iterdir()) == []
+        write_version(tmp_path / "3", {"user": ROWS, "item": broken()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
 def test_a_version_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,32 +97,19 @@ def test_a_version_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch
     assert str(tmp_path) in synced
 
 
-def test_a_version_that_is_there_stays(tmp_path: Path) -> None:
-    write_version(tmp_path / "1", {"item": ROWS})
-    before = files_of(tmp_path)
-    with pytest.raises(ModelFileError, match=f"{tmp_path}/1: it exists"):
-        write_version(tmp_path / "1", {"item": (KEYS, VECTORS)})
-
-    def meanwhile() -> Iterator[tuple[KeyArray, FloatArray]]:
-        write_version(tmp_path / "2", {"item": ROWS})
-        yield KEYS, VECTORS
-
-    with pytest.raises(ModelFileError, match=rf"renaming .* to {tmp_path}/2: Directory not empty"):
-        write_version(tmp_path / "2", {"item": meanwhile()})
-    assert files_of(tmp_path / "2") == {name[2:]: data for name, data in before.items()}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-
-
 @pytest.mark.parametrize(
     ("version", "tables", "options", "message"),
     [
-        ("v1", {"item": ROWS}, {}, "got version 'v1'"),
-        ("01", {"item": ROWS}, {}, "got version '01'"),
+        *(("v1", {"item": ROWS}, {}, "got version 'v1'"), ("01", {"item": ROWS}, {}, "got version '01'")),
         ("2", {"item": ROWS}, {"delta_of": "latest"}, "delta_of 'latest'"),
         ("2", {"item": ROWS}, {"deleted": {"item": KEYS}}, "expected those of a delta"),
         ("2", {"item": ROWS}, {"delta_of": "1", "deleted": {"user": KEYS}}, "got deleted keys of .'user'."),
         ("2", {"item": (KEYS[:0], VECTORS[:0])}, {}, "got no rows"),
         ("2", {"item": (KEYS, VECTORS[:, : DIM - 1][:5])}, {}, "expected .n,. and .n, "),
+        *(
+            ("2", {"item": ROWS}, {"updates": wrong}, "got updates")
+            for wrong in ({"other": {"0": "17"}}, {"item": {"0": 17}}, {"item": {"zero": "17"}})
+        ),
     ],
 )
 def test_what_is_no_version_is_not_written(
@@ -122,15 +118,3 @@ def test_what_is_no_version_is_not_written(
     with pytest.raises((InvalidInputError, ModelFileError), match=message):
         write_version(tmp_path / version, tables, **options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_version_says_to_which_positions_in_the_log_of_updates_it_corresponds(tmp_path: Path) -> None:
-    positions = {"item": {"0": "17", "hps_et.shop.item/1": "9"}}
-    write_version(tmp_path / "1", {"item": ROWS, "user": ROWS}, updates=positions)
-    manifest = read_manifest(str(tmp_path / "1"), ModelSources())
-    assert manifest is not None
-    assert manifest.updates == positions
-    for wrong in ({"other": {"0": "17"}}, {"item": {"0": 17}}, {"item": {"zero": "17"}}):
-        with pytest.raises(InvalidInputError, match="got updates"):
-            write_version(tmp_path / "2", {"item": ROWS}, updates=wrong)  # type: ignore[arg-type]
-    assert not (tmp_path / "2").exists()

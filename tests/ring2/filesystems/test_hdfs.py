@@ -1,5 +1,6 @@
 """Files in HDFS, on a real NameNode and DataNode."""
 
+import re
 from collections.abc import Iterator
 
 import hdfs_native
@@ -59,12 +60,6 @@ def test_a_path_is_taken_as_it_stands(cluster: HdfsCluster, root: str) -> None:
     assert HdfsFileSystem().list(root) == sorted(["a b", "a%20b", "a+b?c#d", "ä€"])
 
 
-@pytest.mark.parametrize("name", ["a:b", "..", "a/../b"])
-def test_a_name_that_hdfs_refuses_is_a_model_file_error(root: str, name: str) -> None:
-    with pytest.raises(ModelFileError, match="HDFS has no such names"):
-        HdfsFileSystem().create(f"{root}/{name}")
-
-
 def test_a_host_without_a_port_is_a_namenode_at_the_default_port(
     cluster: HdfsCluster, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,31 +89,27 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(
         filesystem.read_into(f"{root}/key", 0, memoryview(bytearray(5_000_000)), version)
 
 
-def test_a_file_that_is_being_written_is_hidden_beside_its_place(cluster: HdfsCluster, root: str) -> None:
-    writer = HdfsFileSystem().create(f"{root}/key")
-    writer.write(memoryview(noise(100)))
-    (name,) = HdfsFileSystem().list(root)
-    assert name.startswith(".key.")
-    assert name.endswith(".tmp")
-    writer.commit()
-    assert HdfsFileSystem().list(root) == ["key"]
-
-
-def test_a_directory_is_not_replaced_by_a_file(cluster: HdfsCluster, root: str) -> None:
+def test_a_file_that_is_being_written_is_hidden_and_replaces_no_directory(cluster: HdfsCluster, root: str) -> None:
     cluster.put("/root/model/key", b"x")
-    writer = HdfsFileSystem().create(f"{root}/model")
-    writer.write(memoryview(b"y"))
-    with pytest.raises(ModelFileError, match="a directory has this name"):
-        writer.commit()
-    writer.abort()
-    assert HdfsFileSystem().list(root) == ["model"]
-    assert cluster.get("/root/model/key") == b"x"
-
-
-def test_a_directory_that_holds_files_is_not_deleted(cluster: HdfsCluster, root: str) -> None:
-    cluster.put("/root/model/key", b"x")
+    filesystem = HdfsFileSystem()
     with pytest.raises(ModelFileError, match="not empty"):
-        HdfsFileSystem().delete(f"{root}/model")
+        filesystem.delete(f"{root}/model")
+    for name in ("a:b", "..", "a/../b"):
+        with pytest.raises(ModelFileError, match="HDFS has no such names"):
+            filesystem.create(f"{root}/{name}")
+    for path, refused in ((f"{root}/model", True), (f"{root}/key", False)):
+        writer = filesystem.create(path)
+        writer.write(memoryview(noise(100)))
+        hidden, name = filesystem.list(root)
+        assert re.fullmatch(rf"\.{path.rpartition('/')[2]}\..*\.tmp", hidden)
+        if refused:
+            with pytest.raises(ModelFileError, match="a directory has this name"):
+                writer.commit()
+            writer.abort()
+            assert filesystem.list(root) == ["model"]
+        else:
+            writer.commit()
+            assert filesystem.list(root) == ["key", "model"]
     assert cluster.get("/root/model/key") == b"x"
 
 

@@ -23,8 +23,6 @@ from tests.tables.models_in_stores import ModelsInStores
 
 pytestmark = pytest.mark.hdfs
 
-# -- models -------------------------------------------------------------------------------------------------------
-
 
 class TestModelsInHdfs(ModelsInStores):
     store = HdfsFileSystem
@@ -57,40 +55,20 @@ def test_what_the_user_may_not_read_is_refused_and_the_user_named(
         write_sparse_model(f"{root}/mine", (KEYS, VECTORS), sources=ModelSources(PATIENT))
 
 
-# -- a NameNode that is not there ---------------------------------------------------------------------------------
-
-
-def test_a_namenode_that_does_not_run_is_an_error_after_some_attempts() -> None:
-    uri = f"hdfs://127.0.0.1:{free_ports(1)[0]}/models/item"
-    with pytest.raises(ModelSourceError, match=rf"{uri}/key: nothing listens there; check that host .* \(tried 3 times in"):
-        open_sparse_model(uri, DIM, sources=ModelSources(THRICE))
-
-
-def test_an_unknown_host_is_an_error() -> None:
-    with pytest.raises(ModelFileError, match=r"hdfs://no-such-host\.invalid:8020/m/key: "):
-        open_sparse_model("hdfs://no-such-host.invalid:8020/m", DIM, sources=ModelSources(THRICE))
-
-
-def test_a_host_that_does_not_answer_is_an_error_within_the_deadline() -> None:
-    with mute_server() as server:
-        uri = f"hdfs://127.0.0.1:{server.getsockname()[1]}/models/item"
-        with pytest.raises(ModelSourceError, match=rf"{uri}/key: no answer in 0\.5 s; check that the host is right"):
-            open_sparse_model(uri, DIM, sources=ModelSources(HASTY))  # hdfs-native alone waits for ever
-
-
-def test_a_server_of_another_protocol_is_an_error(cluster: HdfsCluster) -> None:
-    with pytest.raises(ModelSourceError, match="those of the NameNode's RPC"):
-        open_sparse_model(f"hdfs://127.0.0.1:{cluster.http_port}/models", DIM, sources=ModelSources(HASTY))
-
-
-def test_a_uri_without_a_host_needs_hadoops_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namenode_that_is_not_there_is_an_error_in_time(cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
     monkeypatch.delenv("HADOOP_HOME", raising=False)
-    with pytest.raises(ModelFileError, match=r"hdfs:///m/key: the URI names no host, .*set HADOOP_CONF_DIR"):
-        open_sparse_model("hdfs:///m", DIM, sources=ModelSources(THRICE))
-
-
-# -- a NameNode that refuses --------------------------------------------------------------------------------------
+    with mute_server() as server:  # which hdfs-native alone asks for ever
+        dead, mute = free_ports(1)[0], server.getsockname()[1]
+        for host, settings, error, message in (
+            (f"127.0.0.1:{dead}", THRICE, ModelSourceError, r"nothing listens there; check that host .* \(tried 3 times in"),
+            ("no-such-host.invalid:8020", THRICE, ModelFileError, ""),
+            (f"127.0.0.1:{mute}", HASTY, ModelSourceError, r"no answer in 0\.5 s; check that the host is right"),
+            (f"127.0.0.1:{cluster.http_port}", HASTY, ModelSourceError, "those of the NameNode's RPC"),
+            ("", THRICE, ModelFileError, "the URI names no host, .*set HADOOP_CONF_DIR"),
+        ):
+            with pytest.raises(error, match=f"hdfs://{host}/m/key: .*{message}"):
+                open_sparse_model(f"hdfs://{host}/m", DIM, sources=ModelSources(settings))
 
 
 def test_in_safe_mode_models_are_read_and_none_is_written(cluster: HdfsCluster, model: str, root: str) -> None:
@@ -103,15 +81,9 @@ def test_in_safe_mode_models_are_read_and_none_is_written(cluster: HdfsCluster, 
         cluster.set_safe_mode(False)
 
 
-# -- Hadoop's configuration ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("uri", "variable", "place"),
-    [
-        ("hdfs://shop/lasting/item", "HADOOP_CONF_DIR", "etc/hadoop"),
-        ("hdfs:///lasting/item", "HADOOP_HOME", ""),
-    ],
+    [("hdfs://shop/lasting/item", "HADOOP_CONF_DIR", "etc/hadoop"), ("hdfs:///lasting/item", "HADOOP_HOME", "")],
 )
 def test_a_nameservice_is_found_in_hadoops_configuration_and_its_dead_namenode_passed_over(
     model: str, nameservice: Callable[[str], Path], uri: str, variable: str, place: str

@@ -1,32 +1,23 @@
-"""What S3 alone answers: its refusals, each an error that names address, cause and cure, and its uploads in parts."""
+"""Objects in S3, as moto's server has them; and what S3 alone answers: its refusals, and its uploads in parts."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from hps.errors import HPSError, ModelFileError, ModelSourceError
-from hps.filesystems.s3 import S3FileSystem
-from hps.models.files import open_sparse_model
+from hps.configuration.tiers import ModelSourceConfig
+from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.filesystems.s3 import S3FileSystem as S3
 from hps.models.manifest import write_file
 from hps.testing.filesystems import noise
-from tests.servers.misbehaving_proxy import (
-    Answer,
-    Before,
-    Drop,
-    Fault,
-    MisbehavingProxy,
-    Request,
-    after,
-    always,
-    first,
-)
+from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, Request, after, always, first
+from tests.servers.misbehaving_proxy import MisbehavingProxy as Proxy
 from tests.servers.s3_server import S3Server, know_only_moto, s3_server
-from tests.tables.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, read, sources_at
+from tests.tables.object_store_contract import ObjectStoreContract
+from tests.tables.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, read
 
 pytestmark = pytest.mark.s3
-
-DIM = 8
 
 
 @pytest.fixture
@@ -53,7 +44,7 @@ def refusal(status: int, code: str, extra: str = "", headers: dict[str, str] | N
 
 
 class TestS3(ObjectStoreFaults):
-    store = S3FileSystem
+    store = S3
     version_header = "ETag"
     overloaded = r"127\.0\.0\.1:\d+ failed \(HTTP 500.*check that it runs"
     unreachable = r"\S+ (broke off or cannot be reached|did not answer).*model_source.s3_endpoint_url"
@@ -65,13 +56,8 @@ class TestS3(ObjectStoreFaults):
         return request.headers["If-Match"]
 
 
-# -- failures that pass --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("code", ["SlowDown", "InternalError", "RequestTimeout", "OperationAborted", "Throttling", "Other"])
-def test_what_s3_says_of_a_failure_tells_whether_it_passes(
-    proxy: MisbehavingProxy, patient: S3FileSystem, file: str, code: str
-) -> None:
+def test_what_s3_says_of_a_failure_tells_whether_it_passes(proxy: Proxy, patient: S3, file: str, code: str) -> None:
     body = f"<Error><Code>{code}</Code><Message>Wait.</Message></Error>".encode()
     proxy.rule = first(1, Answer(400, body))
     if code == "Other":
@@ -81,9 +67,7 @@ def test_what_s3_says_of_a_failure_tells_whether_it_passes(
         assert read(patient, file) == noise(SIZE)
 
 
-def test_what_is_written_through_failures_is_whole(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, root: str
-) -> None:
+def test_what_is_written_through_failures_is_whole(proxy: Proxy, patient: S3, server: S3Server, root: str) -> None:
     content = noise(17_000_000)
     faults = iter([Answer(500), None, Drop(), None, Answer(503), None, Drop(after_asking=True), None, Answer(500)])
     proxy.rule = lambda request: next(faults, None)
@@ -92,32 +76,7 @@ def test_what_is_written_through_failures_is_whole(
     assert next(faults, "used up") == "used up"
 
 
-def test_a_commit_whose_answer_is_lost_is_found_done(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, root: str
-) -> None:
-    content, gone = noise(9_000_000), b"<Error><Code>NoSuchUpload</Code></Error>"  # S3's answer to a second commit, not moto's
-    faults = iter([Drop(after_asking=True), Answer(404, gone)])
-    proxy.rule = lambda request: next(faults) if is_commit(request) else None
-    write_file(patient, f"{root}/file", content)
-    assert server.get(f"{root}/file") == content
-    assert len([request for request in proxy.requests if is_commit(request)]) == 2
-
-
-def test_a_commit_of_an_upload_that_somebody_ended_is_an_error(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
-) -> None:
-    proxy.rule = always(Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>"), is_commit)
-    with pytest.raises(ModelFileError, match=rf"writing {file}: .*NoSuchUpload"):
-        write_file(patient, file, noise(9_000_000))
-    assert server.get(file) == noise(SIZE)
-
-
-# -- failures that do not pass -------------------------------------------------------------------------------------
-
-
-def test_a_failed_write_leaves_the_old_object_and_no_parts(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
-) -> None:
+def test_a_failed_write_leaves_the_old_object_and_no_parts(proxy: Proxy, patient: S3, server: S3Server, file: str) -> None:
     proxy.rule = after(1, Answer(500), lambda request: request.method == "PUT")
     with pytest.raises(ModelSourceError, match=f"writing {file}"):
         write_file(patient, file, noise(17_000_000))
@@ -125,24 +84,19 @@ def test_a_failed_write_leaves_the_old_object_and_no_parts(
     assert "Uploads" not in server.client.list_multipart_uploads(Bucket=file.split("/")[2])
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_refusal_is_told_by_every_operation_at_once(
-    proxy: MisbehavingProxy, patient: S3FileSystem, file: str, operation: str
+def test_a_commit_whose_answer_is_lost_is_found_done_and_one_that_somebody_ended_an_error(
+    proxy: Proxy, patient: S3, server: S3Server, root: str, file: str
 ) -> None:
-    for answer, message in (
-        (refusal(403, "AccessDenied"), "not allowed .*; grant s3:GetObject"),
-        (refusal(400, "ExpiredToken"), "credentials have expired .*; renew them"),
-        (refusal(301, "PermanentRedirect"), "in another region.*AWS_DEFAULT_REGION"),
-    ):
-        proxy.requests.clear()
-        proxy.rule = answer
-        with pytest.raises(ModelFileError, match=rf"s3://.*: .*{message}") as raised:
-            OPERATIONS[operation](patient, file)
-        assert not isinstance(raised.value, ModelSourceError)
-        assert len(proxy.requests) <= 2  # nothing is tried again; after a HEAD, a GET asks for the reason
+    content, gone = noise(9_000_000), b"<Error><Code>NoSuchUpload</Code></Error>"  # S3's answer to a second commit, not moto's
+    faults = iter([Drop(after_asking=True), Answer(404, gone)])
+    proxy.rule = lambda request: next(faults) if is_commit(request) else None
+    write_file(patient, f"{root}/file", content)
+    assert server.get(f"{root}/file") == content
+    assert len([request for request in proxy.requests if is_commit(request)]) == 2
+    proxy.rule = always(Answer(404, gone), is_commit)
+    with pytest.raises(ModelFileError, match=rf"writing {file}: .*NoSuchUpload"):
+        write_file(patient, file, content)
+    assert server.get(file) == noise(SIZE)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +105,7 @@ def test_a_refusal_is_told_by_every_operation_at_once(
         (refusal(403, "AccessDenied"), r"not allowed \(HTTP 403 AccessDenied: What AccessDenied says\.\); grant s3:GetObject"),
         (refusal(403, "InvalidAccessKeyId"), "does not know the access key .*check AWS_ACCESS_KEY_ID"),
         (refusal(403, "SignatureDoesNotMatch"), "secret access key is wrong .*AWS_SECRET_ACCESS_KEY"),
-        (refusal(400, "ExpiredToken"), "credentials have expired .*ExpiredToken.*renew them"),
-        (refusal(403, "ExpiredToken"), "credentials have expired .*ExpiredToken.*renew them"),
+        *((refusal(code, "ExpiredToken"), "credentials have expired .*ExpiredToken.*renew them") for code in (400, 403)),
         (refusal(403, "RequestTimeTooSkewed"), "clock differs .*set the clock"),
         (
             refusal(301, "PermanentRedirect", "", {"x-amz-bucket-region": "eu-central-1"}),
@@ -166,51 +119,100 @@ def test_a_refusal_is_told_by_every_operation_at_once(
         (refusal(400, "IllegalLocationConstraintException"), "is in another region.*AWS_DEFAULT_REGION"),
         (always(Answer(403)), "not allowed .*s3:ListBucket .*an object that is not there"),
         (refusal(418, "Teapot"), r"refused \(HTTP 418 Teapot: What Teapot says\.\)"),
+        (always(Answer(200, b"<html>Please log in", {"Content-Type": "text/html"})), ""),
     ],
     ids=lambda value: "" if callable(value) else value[:24],
 )
 def test_a_refusal_names_cause_and_cure(
-    proxy: MisbehavingProxy, patient: S3FileSystem, file: str, answer: Callable[[Request], Fault], message: str
+    proxy: Proxy, patient: S3, file: str, answer: Callable[[Request], Fault], message: str
 ) -> None:
     proxy.rule = answer
-    for operation in ("status", "read_into"):
-        with pytest.raises(ModelFileError, match=rf"{file}: .*{message}") as raised:
+    everywhere = "grant s3:GetObject" in message or "another region" in message
+    for operation in OPERATIONS if everywhere else ("status", "read_into"):
+        proxy.requests.clear()
+        with pytest.raises(ModelFileError, match=rf"s3://.*: .*{message}" if everywhere else f"{file}: .*{message}") as raised:
             OPERATIONS[operation](patient, file)
         assert "testing" not in str(raised.value)
+        if message:
+            assert not isinstance(raised.value, ModelSourceError)
+            assert len(proxy.requests) <= 2  # nothing is tried again; after a HEAD, a GET asks for the reason
 
 
-def test_a_wrong_region_in_the_address_is_named(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:
+def test_a_wrong_region_in_the_address_is_named(proxy: Proxy, patient: S3, file: str) -> None:
     proxy.rule = refusal(301, "PermanentRedirect", "", {"x-amz-bucket-region": "eu-central-1"})
-    bucket = file.split("/")[2]
-    address = f"https://{bucket}.s3.us-west-2.amazonaws.com/models/item/key"
+    address = f"https://{file.split('/')[2]}.s3.us-west-2.amazonaws.com/models/item/key"
     with pytest.raises(ModelFileError, match=rf"{address}: .*in region eu-central-1, .*name it in the address"):
         patient.status(address)
     assert any("/us-west-2/s3/" in request.headers["Authorization"] for request in proxy.requests)
 
 
-def test_what_is_no_s3_is_an_error(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:
-    proxy.rule = always(Answer(200, b"<html>Please log in", {"Content-Type": "text/html"}))
-    for operation in ("status", "read_into", "list"):
-        with pytest.raises(ModelFileError, match="s3://"):
-            OPERATIONS[operation](patient, file)
-
-
-# -- what was asked for, and nothing else --------------------------------------------------------------------------
-
-
-def test_a_write_that_ends_as_another_object_is_an_error(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
-) -> None:
+def test_a_write_that_ends_as_another_object_is_an_error(proxy: Proxy, patient: S3, server: S3Server, file: str) -> None:
     proxy.rule = always(Before(lambda: server.put(file, b"another's")), lambda request: request.method == "HEAD")
     with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*expected 5 bytes.*another writer"):
         write_file(patient, file, b"ours.")
 
 
-# -- models --------------------------------------------------------------------------------------------------------
+@functools.cache
+def filesystem_at(url: str) -> S3:
+    """One for all tests, because a boto3 client takes long to make."""
+    return S3(ModelSourceConfig(s3_endpoint_url=url))
 
 
-def test_an_address_with_secrets_is_refused_without_them(server: S3Server) -> None:
-    for source in ("s3://AKIA:secret@bucket/item", "https://bucket.s3.us-east-1.amazonaws.com/item?X-Amz-Signature=secret"):
-        with pytest.raises(HPSError) as raised:
-            open_sparse_model(source, DIM, sources=sources_at(server.url))
-        assert "secret" not in str(raised.value)
+@pytest.fixture
+def filesystem(server: S3Server) -> S3:
+    return filesystem_at(server.url)
+
+
+@pytest.fixture
+def bucket(server: S3Server) -> str:
+    return server.new_bucket()
+
+
+class TestS3FileSystem(ObjectStoreContract):
+    scheme = "s3"
+    forms = (
+        "s3://{}/a b/key",
+        "S3://{}/a b/key",
+        "s3a://{}/a b/key",
+        "https://{}.s3.us-east-1.amazonaws.com/a%20b/key",
+        "https://s3.us-east-1.amazonaws.com/{}/a%20b/key",
+        "https://{}.s3.amazonaws.com/a%20b/key",
+    )
+
+
+def test_without_credentials_the_cure_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    filesystem = S3(ModelSourceConfig(s3_endpoint_url=s3_server().url))
+    with pytest.raises(ModelFileError, match=rf"opening s3://{bucket}/key: .*credentials.*AWS_ACCESS_KEY_ID.*AWS_PROFILE"):
+        filesystem.status(f"s3://{bucket}/key")
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    with pytest.raises(ModelFileError, match=r"credentials.*\(ProfileNotFound\).*AWS_PROFILE"):
+        S3().status(f"s3://{bucket}/key")
+
+
+def test_buckets_are_found_where_the_settings_or_the_environment_say(
+    server: S3Server, filesystem: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dotted = f"{bucket}.with.dots"
+    server.client.create_bucket(Bucket=dotted)
+    server.put(f"s3://{dotted}/key", b"123")
+    for address in (f"s3://{dotted}/key", f"https://{dotted}.s3.us-east-1.amazonaws.com/key"):
+        assert filesystem.status(address).size_bytes == 3
+    with pytest.raises(ModelFileNotFoundError, match="there is no bucket 'no-such-bucket' at 127"):
+        filesystem.delete("s3://no-such-bucket/model/key")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
+    assert S3().status(f"s3://{dotted}/key").size_bytes == 3
+
+
+def test_an_endpoint_or_a_region_that_cannot_be_one_is_an_error_without_the_password(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://user:secret-word@127.0.0.1:9"
+    settings = ModelSourceConfig(s3_endpoint_url=url, timeout_s=0.5, deadline_s=3, max_attempts=2)
+    with pytest.raises(ModelFileError) as raised:
+        S3(settings).status(f"s3://{bucket}/key")
+    assert "secret-word" not in str(raised.value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "not a region")
+    with pytest.raises(ModelFileError, match=rf"s3://{bucket}/key: .*region"):
+        S3().status(f"s3://{bucket}/key")

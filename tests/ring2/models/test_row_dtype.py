@@ -137,7 +137,9 @@ CHAIN = ("int8", "float16", "float32", "bfloat16")
 class TestFormatChange:
     """A version gets tables of another format, with what was written online; the rows of the files are those of the files."""
 
-    def test_writes_go_along_while_it_serves(self, tmp_path, place):
+    @pytest.mark.parametrize("persistent", [True, False])
+    def test_writes_go_along_while_it_serves(self, tmp_path, persistent):
+        place = Place(tmp_path, "float32", **(rocks_db(tmp_path) if persistent else {}))
         with place.opened() as server:
             written = modify(server)
             for step, row_dtype in enumerate(CHAIN):
@@ -146,22 +148,12 @@ class TestFormatChange:
                 written = stored(written, row_dtype)
                 written[50 + step] = step
                 server.insert(KEYS[50 + step : 51 + step], written[50 + step : 51 + step], "shop", "item")
-        assert len(tags_in(tmp_path)) == 1
-        with place.opened() as server:
-            check_modified(server, place, written, CHAIN[-1])
-
-    def test_writes_go_along_over_restarts(self, tmp_path):
-        """The second start in a format finds what the first one left."""
-        place = Place(tmp_path, "float32", volatile_db={"type": "disabled"}, **rocks_db(tmp_path))
-        with place.opened() as server:
-            written = modify(server)
-        for row_dtype in ("int8", "int8", "float16"):
-            with place.opened(row_dtype) as server:
-                check_modified(server, place, written, row_dtype)
+        if persistent:
             assert len(tags_in(tmp_path)) == 1
-            written = stored(written, row_dtype)
+            with place.opened() as server:
+                check_modified(server, place, written, CHAIN[-1])
 
-    def test_without_online_writes_it_is_loaded_from_the_files(self, tmp_path, place):
+    def test_without_online_writes_or_by_force_it_is_loaded_from_the_files(self, tmp_path, place):
         with place.opened() as server:
             for row_dtype in CHAIN[:2]:
                 place.change(server, row_dtype)
@@ -170,6 +162,10 @@ class TestFormatChange:
             (tag,) = [tag for tag in database.tags() if tag.startswith("hps_et.shop")]
             database.open_table(tag, TableSpec("shop", "item", DIM, 0, 1, row_dtype=CHAIN[1]).width)
             assert not database.load_record(tag).modified
+        with place.opened() as server:
+            modify(server)
+            server.deploy(ModelConfig(**place.entry("int8")), force=True)
+            np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500], "int8"))
 
     def test_what_is_written_meanwhile_is_not_lost(self, place):
         """One thread writes without a pause; every write that returned is answered after the changes."""
@@ -239,23 +235,6 @@ class TestFormatChange:
         with place.opened("int8") as server:
             check_modified(server, place, written, "int8")
 
-    def test_the_old_table_counts_no_more_once_the_new_one_has_taken_over(self, place, monkeypatch):
-        """Even if the process ends before it is dropped."""
-        with place.opened() as server:
-            modify(server)
-        with monkeypatch.context() as patch:
-            patch.setattr(DatabaseChain, "discard", lambda self, tags: None)
-            with place.opened("int8") as server:
-                written = modify(server, seed=9)
-        with place.opened("float32") as server:
-            check_modified(server, place, stored(written, "int8"), "float32")
-
-    def test_force_gives_up_what_was_written(self, place):
-        with place.opened() as server:
-            modify(server)
-            server.deploy(ModelConfig(**place.entry("int8")), force=True)
-            np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500], "int8"))
-
     def test_a_database_that_loads_nothing_refuses_another_format(self, place):
         with place.opened():
             pass
@@ -265,32 +244,24 @@ class TestFormatChange:
         with place.opened("float32") as server:
             np.testing.assert_array_equal(place.answers(server, KEYS[:9]), place.vectors[:9])
 
-    def test_in_memory_alone_writes_go_along_while_the_process_lives(self, tmp_path):
-        place = Place(tmp_path, "float32")
-        with place.opened() as server:
-            written = modify(server)
-            for row_dtype in CHAIN[:2]:
-                place.change(server, row_dtype)
-                check_modified(server, place, written, row_dtype)
-                written = stored(written, row_dtype)
-
     @pytest.mark.parametrize("restarts", [False, True])
     def test_a_delta_takes_its_writes_along(self, place, restarts):
+        def check() -> None:
+            changed = (KEYS[300:400], place.vectors[300:400] + 1)
+            for keys, want in ((KEYS[:100], written[:100]), (NEW, written[100:]), changed):
+                np.testing.assert_array_equal(place.answers(server, keys), stored(want, "int8"))
+            assert (place.answers(server, np.r_[KEYS[200:300], KEYS[400:410]]) == 0.5).all()
+            np.testing.assert_array_equal(place.answers(server, KEYS[410:1300]), stored(place.vectors[410:1300], "int8"))
+
         place.write(2, place.vectors[300:400] + 1, KEYS[300:400], delta_of="1", deleted={"item.model": KEYS[400:410]})
         with place.opened() as server:
             assert server.model("shop").version == "2"
             written = modify(server)
             if not restarts:
                 place.change(server, "int8")
-                self.check_delta(server, place, written)
+                check()
         with place.opened("int8") as server:
-            self.check_delta(server, place, written)
-
-    def check_delta(self, server, place, written) -> None:
-        for keys, want in ((KEYS[:100], written[:100]), (NEW, written[100:]), (KEYS[300:400], place.vectors[300:400] + 1)):
-            np.testing.assert_array_equal(place.answers(server, keys), stored(want, "int8"))
-        assert (place.answers(server, np.r_[KEYS[200:300], KEYS[400:410]]) == 0.5).all()
-        np.testing.assert_array_equal(place.answers(server, KEYS[410:1300]), stored(place.vectors[410:1300], "int8"))
+            check()
 
     def test_a_table_of_another_program_stays(self, tmp_path):
         """One without a load record, as HugeCTR writes it."""
@@ -302,16 +273,6 @@ class TestFormatChange:
             with place.opened() as server:
                 np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9], "int8"))
             assert tags_in(tmp_path) == ["hps_et.shop.item", "hps_et.shop~int8.item"]
-
-    def test_after_another_version_the_older_formats_are_gone(self, place):
-        with place.opened() as server:
-            modify(server)
-            place.change(server, "int8")
-            place.write(2, place.vectors + 1)
-            server.deploy("shop")
-            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors[:9] + 1, "int8"))
-            server.rollback("shop")
-            assert (place.answers(server, KEYS[200:300]) == 0.5).all()
 
 
 def on_tiers(row_dtype: str, cached: bool, volatile: str, persistent: bool, *exact: str):
@@ -376,30 +337,16 @@ class TestTiers:
                 server.drain()
                 check_modified(server, place, written, row_dtype)
 
-    @pytest.mark.parametrize("tiers", [TIERS[2], TIERS[5], TIERS[6]], indirect=True)
-    def test_a_delta_has_the_rows_of_its_base_and_bad_files_are_refused(self, tiers):
-        place, cached = tiers
-        row_dtype, want = place.row_dtype, place.vectors.copy()
-        place.write(2, place.vectors[:50] + 1, KEYS[:50], delta_of="1", deleted={"item.model": KEYS[60:70]})
-        want[:50] += 1
-
-        def check() -> None:
-            for _ in range(2):
-                np.testing.assert_array_equal(place.answers(server, KEYS[70:1000]), stored(want, row_dtype)[70:1000])
-                np.testing.assert_array_equal(place.answers(server, KEYS[:60]), stored(want, row_dtype)[:60])
-                assert (place.answers(server, KEYS[60:70]) == 0.5).all()
-
-        with place.opened(gpucache=cached, version_policy={"specific": {"versions": [1]}}) as server:
-            server.deploy("shop", "2")  # from the base that this process holds
-            check()
+    def test_files_with_a_row_that_the_format_cannot_hold_are_refused(self, tmp_path):
+        place = Place(tmp_path, "int8", **rocks_db(tmp_path))
+        with place.opened() as server:
             bad = place.vectors.copy()
-            bad[1234, 2] = TOO_LARGE[row_dtype]
+            bad[1234, 2] = TOO_LARGE["int8"]
             place.write(3, bad)
-            with pytest.raises(
-                InvalidInputError, match=rf"table hps_et\.shop@3~{row_dtype}\.item: .*element 2 of key {KEYS[1234]},"
-            ):
+            refusal = rf"table hps_et\.shop@3~int8\.item: .*element 2 of key {KEYS[1234]},"
+            with pytest.raises(InvalidInputError, match=refusal):
                 server.deploy("shop", "3")
-            check()
+            np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000], "int8"))
 
 
 def rows_in(path: Path, tag: str, keys: np.ndarray, width: int) -> np.ndarray:
@@ -444,11 +391,8 @@ class TestExactDatabase:
         place.write(2, place.vectors)
         with place.opened(keep_versions=0) as server:
             written = stored(modify(server), "int8")
-        for exact, tag in (
-            ("float32", "hps_et.shop@2.item"),
-            (None, "hps_et.shop@2~int8.item"),
-            ("float32", "hps_et.shop@2.item"),
-        ):
+        exactly = ("float32", "hps_et.shop@2.item")
+        for exact, tag in (exactly, (None, "hps_et.shop@2~int8.item"), exactly):
             place.settings["persistent_db"] = rocks_db(tmp_path)["persistent_db"] | ({"row_dtype": exact} if exact else {})
             with place.opened(keep_versions=0) as server:
                 check_modified(server, place, written, "int8")
@@ -481,7 +425,6 @@ class TestExactDatabase:
             on_tiers("int8", False, "hash_map", True),
             on_tiers("int8", False, "hash_map", True, "persistent_db"),
             on_tiers("int8", False, "redis_cluster", True, "volatile_db"),
-            on_tiers("int8", False, "redis_cluster", True, "volatile_db", "persistent_db"),
         ],
         indirect=True,
     )
@@ -501,25 +444,6 @@ class TestExactDatabase:
             loaded = round(0.01 * ROWS)  # from the files
             np.testing.assert_array_equal(rows[loaded:].view(np.uint32), want[loaded:].view(np.uint32))
 
-    def test_the_commands_know_it(self, tmp_path):
-        place = Place(tmp_path, "int8", **exact_rocks_db(tmp_path))
-        run, path = TestCommands().run, place.configured()
-        run("load", path)
-        assert tags_in(tmp_path) == ["hps_et.shop.item"]
-        assert "holds 1 of 1 tables" in run("check-config", path, "--connect")
-        needs = json.loads(run("plan", path, "--json"))["needs"]
-        size = {one["tier"]: one["size_bytes"] for one in needs if one["table"] == "item" and one["tier"] != "fronts"}
-        assert size["persistent_db"] > 4 * DIM * ROWS
-        assert size["volatile_db"] < size["persistent_db"]
-        assert "complete, nothing to do" in run("load", path)
-
-    def test_no_tier_has_another_format_of_its_own(self, tmp_path):
-        for tier in ("volatile_db", "persistent_db"):
-            place = Place(tmp_path / tier, "int8", **rocks_db(tmp_path))
-            place.settings[tier]["row_dtype"] = "float16"
-            with pytest.raises(ConfigError, match=rf"{tier}\.row_dtype: got .float16.*rounded twice"):
-                place.opened()
-
 
 @pytest.fixture
 def broker(monkeypatch, tmp_path):
@@ -529,59 +453,36 @@ def broker(monkeypatch, tmp_path):
     return broker
 
 
-class TestUpdates:
-    def send(self, broker, server, keys, vectors, deleted=NONE, sequence=0) -> None:
-        position = broker.append(TOPIC, encode_update(keys, vectors, deleted, sequence=sequence))
-        wait_until(lambda: server.updates()[0].positions.get(TOPIC) == position, "the feed caught up")
-
-    @pytest.mark.parametrize(("row_dtype", "exact"), [("int8", False), ("float16", True)])
-    def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(
-        self, tmp_path, broker, row_dtype, exact
-    ):
-        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
-        place = Place(tmp_path, row_dtype, update_source=source, **(exact_rocks_db if exact else rocks_db)(tmp_path))
-        written = vectors_of(8, 100)
-        with place.opened() as server:
-            self.send(broker, server, KEYS[:100], written, sequence=100)
-            bad = written.copy()
-            bad[3, 3] = TOO_LARGE[row_dtype]
-            self.send(broker, server, KEYS[:100], bad, sequence=101)
-            self.send(broker, server, KEYS[50:60], written[50:60] + 1, KEYS[60:70], sequence=102)
-            self.send(broker, server, KEYS[50:60], written[50:60] + 2, sequence=99)  # late
-            (status,) = server.updates()
-            assert status.dead_letters == {"row_dtype": 1}
-            written[50:60] += 1
-            self.check(place, server, written, row_dtype)
-        with place.opened() as server:
-            self.check(place, server, written, row_dtype)
-        if exact:
-            np.testing.assert_array_equal(rows_in(tmp_path, "hps_et.shop.item", KEYS[:60], DIM), written[:60])
-
-    def test_a_change_of_the_format_keeps_the_order_of_the_log(self, tmp_path, broker):
-        row_dtype = "int8"
-        source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
-        place = Place(tmp_path, "float32", update_source=source, **rocks_db(tmp_path))
-        written = vectors_of(8, 100)
-        with place.opened() as server:
-            self.send(broker, server, KEYS[:100], written, KEYS[60:70], sequence=100)
-            broker.lose(TOPIC, 1)  # what the old table has cannot be read again
-            place.change(server, row_dtype)
-            self.check(place, server, written, row_dtype)
-            self.send(broker, server, KEYS[:100], written + 1, sequence=99)  # late
-            self.check(place, server, written, row_dtype)
-        with place.opened("float32") as server:
-            self.check(place, server, stored(written, row_dtype), "float32")
-            self.send(broker, server, KEYS[:50], written[:50] + 2, sequence=101)
-            np.testing.assert_array_equal(place.answers(server, KEYS[:50]), written[:50] + 2)
-            self.send(broker, server, KEYS[60:70], written[60:70], sequence=98)  # deleted since
-            assert (place.answers(server, KEYS[60:70]) == 0.5).all()
-
-    def check(self, place, server, written, row_dtype) -> None:
+@pytest.mark.parametrize(("row_dtype", "exact"), [("int8", False), ("float16", True)])
+def test_rows_of_the_log_are_stored_in_the_format_and_bad_ones_become_dead_letters(tmp_path, broker, row_dtype, exact):
+    def check() -> None:
+        rows = np.r_[:60, 70:100]
         for _ in range(2):
-            rows = np.r_[:60, 70:100]
             np.testing.assert_array_equal(place.answers(server, KEYS[rows]), stored(written[rows], row_dtype))
             assert (place.answers(server, KEYS[60:70]) == 0.5).all()
             np.testing.assert_array_equal(place.answers(server, KEYS[100:300]), stored(place.vectors[100:300], row_dtype))
+
+    source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
+    place = Place(tmp_path, row_dtype, update_source=source, **(exact_rocks_db if exact else rocks_db)(tmp_path))
+    written = vectors_of(8, 100)
+    bad = written.copy()
+    bad[3, 3] = TOO_LARGE[row_dtype]
+    with place.opened() as server:
+        for sequence, keys, vectors, deleted in (
+            *((100, KEYS[:100], written, NONE), (101, KEYS[:100], bad, NONE)),
+            (102, KEYS[50:60], written[50:60] + 1, KEYS[60:70]),
+            (99, KEYS[50:60], written[50:60] + 2, NONE),  # late
+        ):
+            position = broker.append(TOPIC, encode_update(keys, vectors, deleted, sequence=sequence))
+            wait_until(lambda at=position: server.updates()[0].positions.get(TOPIC) == at, "the feed caught up")
+        (status,) = server.updates()
+        assert status.dead_letters == {"row_dtype": 1}
+        written[50:60] += 1
+        check()
+    with place.opened() as server:
+        check()
+    if exact:
+        np.testing.assert_array_equal(rows_in(tmp_path, "hps_et.shop.item", KEYS[:60], DIM), written[:60])
 
 
 @pytest.mark.redis
@@ -624,44 +525,6 @@ class TestSharedRedis:
             assert (place.answers(second, KEYS[:5]) == 1).all()
             assert all(one.level == "good" for one in self.checked(place))
 
-    def test_with_nothing_below_the_second_format_is_refused_by_name(self, replica, redis):
-        place = replica.place
-        with replica("a", "float32", False) as first:
-            with pytest.raises(ConflictError, match=r"as int8: another replica serves it as float32 .*hps_et\.shop\.item"):
-                replica("b", "int8", False)
-            np.testing.assert_array_equal(place.answers(first, KEYS[:500]), place.vectors[:500])
-        for _ in range(2):
-            with replica("b", "int8", False) as second:  # the files are all that there was
-                np.testing.assert_array_equal(place.answers(second, KEYS[:500]), stored(place.vectors, "int8")[:500])
-        with redis.client() as client:
-            assert not client.keys("hps_et{hps_et.shop.item*")
-
-    def test_with_nothing_below_online_writes_are_not_lost_silently(self, replica):
-        place = replica.place
-        with replica("a", "float32", False) as server:
-            server.insert(KEYS[:5], np.ones((5, DIM), np.float32), "shop", "item")
-            with pytest.raises(ConflictError, match=r"has it as float32 with online writes .*publish the files as a new"):
-                place.change(server, "int8")
-            assert (place.answers(server, KEYS[:5]) == 1).all()
-            place.write(2, place.vectors)
-            place.change(server, "int8")
-            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "int8")[:9])
-
-    def test_float32_rows_with_nothing_below_go_on_in_every_format_after_a_restart(self, replica):
-        place = replica.place
-        place.settings["volatile_db"]["row_dtype"] = "float32"
-        with replica("a", "float32", False) as server:
-            place.change(server, "float16")  # nothing is lost: nothing was written
-            np.testing.assert_array_equal(place.answers(server, KEYS[:9]), stored(place.vectors, "float16")[:9])
-            written = modify(server)
-            for _ in range(2):
-                with pytest.raises(ConflictError, match=r"redis_cluster alone has its online writes, .* as float16; restart"):
-                    place.change(server, "int8")
-                check_modified(server, place, written, "float16")
-        for row_dtype in ("int8", "int8", "float32"):
-            with replica("a", row_dtype, False) as server:
-                check_modified(server, place, written, row_dtype)
-
     def test_replicas_of_two_formats_share_float32_rows(self, replica):
         """Each sees what the other wrote, rounded to its own format."""
         place = replica.place
@@ -686,6 +549,23 @@ class TestCommands:
         assert result.exit_code == 0, result.output
         return result.output
 
+    def test_they_know_what_is_stored_exactly_and_that_no_tier_has_another_format(self, tmp_path):
+        place = Place(tmp_path, "int8", **exact_rocks_db(tmp_path))
+        path = place.configured()
+        self.run("load", path)
+        assert tags_in(tmp_path) == ["hps_et.shop.item"]
+        assert "holds 1 of 1 tables" in self.run("check-config", path, "--connect")
+        sizes = {
+            one["tier"]: one["size_bytes"] for one in json.loads(self.run("plan", path, "--json"))["needs"] if one["table"]
+        }
+        assert sizes["persistent_db"] > max(4 * DIM * ROWS, sizes["volatile_db"])
+        assert "complete, nothing to do" in self.run("load", path)
+        for tier in ("volatile_db", "persistent_db"):
+            place.settings = {"volatile_db": {"type": "hash_map"}, **rocks_db(tmp_path)}
+            place.settings[tier]["row_dtype"] = "float16"
+            with pytest.raises(ConfigError, match=rf"{tier}\.row_dtype: got .float16.*rounded twice"):
+                place.opened()
+
     def test_a_load_takes_online_writes_to_the_format_of_the_configuration(self, tmp_path):
         place = Place(tmp_path, "float32", **rocks_db(tmp_path))
         with place.opened() as server:
@@ -700,23 +580,18 @@ class TestCommands:
         assert len(tags_in(tmp_path)) == 1
 
     def test_a_database_with_such_tables_is_checked_and_described(self, tmp_path):
-        place = Place(tmp_path, "int8", **rocks_db(tmp_path))
-        width = row_width(DIM, "int8")
+        place, width = Place(tmp_path, "int8", **rocks_db(tmp_path)), row_width(DIM, "int8")
         with place.opened() as server:
             (table,) = server.stats().models[0].tables
-            assert (table.dim, table.row_dtype) == (DIM, "int8")
             cache, volatile, persistent = table.tiers
+            assert (table.dim, table.row_dtype) == (DIM, "int8")
             assert cache.vector_bytes == 4 * width * cache.capacity_rows
-            assert cache.overhead_bytes > 0
             assert volatile.vector_bytes == 4 * width * ROWS
             assert persistent.vector_bytes in (None, 4 * width * ROWS)
             modify(server)
-        assert "hps_et.shop~int8.item: 2,000 rows (int8, 12 bytes a row) can be read" in self.run(
-            "check-database", tmp_path / "db"
-        )
-        output = self.run("check-config", tmp_path / "ps.json", "--connect")
-        assert re.search(r"item +0 +2,000 +7 \(int8\)", output)
-        assert "holds 1 of 1 tables" in output
+        said = self.run("check-database", tmp_path / "db")
+        assert "hps_et.shop~int8.item: 2,000 rows (int8, 12 bytes a row) can be read" in said
+        assert re.search(r"item +0 +2,000 +7 \(int8\)", self.run("check-config", tmp_path / "ps.json"))
         (table,) = json.loads(self.run("check-config", tmp_path / "ps.json", "--json"))["tables"]
         assert table["row_dtype"] == "int8"
 

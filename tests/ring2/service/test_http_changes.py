@@ -4,12 +4,11 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
@@ -22,8 +21,8 @@ from hps.service.lifecycle import Lifecycle
 from hps.service.server import Server, listen
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.gated_file_system import Gate, gates
-from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
+from tests.servers.served_process import ServedProcess
 
 DIM, ROWS = 4, 200
 
@@ -71,10 +70,6 @@ def listed(service: RunningService) -> tuple[dict[str, Any], list[dict[str, Any]
     return next(one for one in answer["models"] if one["name"] == "shop"), answer["changes"]
 
 
-def states(service: RunningService) -> dict[str, str]:
-    return {one["version"]: one["state"] for one in listed(service)[0]["versions"]}
-
-
 def run(*arguments: str, **environment: str) -> Result:
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", **environment})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -85,34 +80,29 @@ def run(*arguments: str, **environment: str) -> Result:
 
 
 def test_a_version_is_deployed_rolled_back_and_taken_out(service: RunningService) -> None:
-    client = service.client
-    answer = client.post("/v1/models/shop/deploy", content=b'{"version": "2"}').json()
+    client, base = service.client, "/v1/models/shop"
+    answer = client.post(f"{base}/deploy", content=b'{"version": "2"}').json()
     assert (answer["model"], answer["version"], answer["status"], answer["by"]) == ("shop", "2", 200, "127.0.0.1 (loopback)")
-    assert served(service) == 2
-    assert states(service)["2"] == "serving"
-    assert client.post("/v1/models/shop/refresh").json()["version"] == "2"
-    assert client.post("/v1/models/shop/rollback").json()["version"] == "1"
-    assert served(service) == 1
-    assert client.post("/v1/models/shop/deploy", json={"version": 2, "force": True}).json()["version"] == "2"
-    assert client.post("/v1/models/shop/undeploy", json={"version": 2}).json()["version"] == "1"
-    assert served(service) == 1
-    answer = client.post("/v1/models/shop/undeploy")
-    assert (answer.status_code, "version" in answer.json()) == (200, False)
-    assert client.post("/v1/models/shop/lookup", json={"tables": {"item": [7]}}).status_code == 404
-    assert client.post("/v1/models/shop/deploy").json()["version"] == "1", "by its policy"
-
-
-def test_models_are_listed_with_what_they_hold(service: RunningService) -> None:
-    for _ in range(3):
-        served(service)
     model, changes = listed(service)
-    [version] = model["versions"]
-    assert (model["state"], model["devices"], changes) == ("ready", [0], [])
-    assert (version["version"], version["state"], version["rows"]) == ("1", "serving", ROWS)
-    assert set(version["size_bytes"]) == {"embedding_cache", "volatile_db", "persistent_db"}
+    [version] = [one for one in model["versions"] if one["state"] == "serving"]
+    assert (model["state"], model["devices"], len(changes)) == ("ready", [0], 1)
+    assert (version["version"], version["rows"]) == ("2", ROWS)
+    assert version["size_bytes"].keys() == {"embedding_cache", "volatile_db", "persistent_db"}
     assert version["size_bytes"]["volatile_db"] == ROWS * DIM * 4
+    for verb, body, now in (
+        ("refresh", {}, "2"),
+        ("rollback", {}, "1"),
+        ("deploy", {"version": 2, "force": True}, "2"),
+        ("undeploy", {"version": 2}, "1"),
+    ):
+        assert client.post(f"{base}/{verb}", json=body).json()["version"] == now
+        assert served(service) == int(now)
     counters = service.app.lifecycle.serving.metrics.table("shop", "item")  # type: ignore[union-attr]
-    assert model["hit_rates"]["embedding_cache"] == pytest.approx(counters.hits[0] / 3)
+    assert listed(service)[0]["hit_rates"]["embedding_cache"] == pytest.approx(counters.hits[0] / 4)
+    answer = client.post(f"{base}/undeploy")
+    assert (answer.status_code, "version" in answer.json()) == (200, False)
+    assert client.post(f"{base}/lookup", json={"tables": {"item": [7]}}).status_code == 404
+    assert client.post(f"{base}/deploy").json()["version"] == "1", "by its policy"
 
 
 def test_a_config_takes_the_place_of_the_configured_one(service: RunningService, tmp_path: Path) -> None:
@@ -202,12 +192,11 @@ def test_every_change_needs_the_admin_token(content: dict[str, Any]) -> None:
             for token, status in (("", 401), ("t-wrong", 401), ("t-look", 403)):
                 answer = service.client.request(method, path, headers={"authorization": f"Bearer {token}"} if token else {})
                 assert (answer.status_code, "t-" in answer.text) == (status, False), (method, path, token)
-        headers = {"authorization": "Bearer t-change"}
         assert service.client.get("/v1/models").status_code == 401
-        assert service.client.get("/v1/models", headers=headers).status_code == 200
-        lookup = {"tables": {"item": [7]}}
-        assert service.client.post("/v1/models/shop/lookup", json=lookup, headers=headers).status_code == 200
-        assert service.client.post("/v1/models/shop/deploy", json={"version": 2}, headers=headers).status_code == 200
+        service.client.headers["authorization"] = "Bearer t-change"
+        assert served(service) == 1
+        assert service.client.post("/v1/models/shop/deploy", json={"version": 2}).status_code == 200
+        assert listed(service)[0]["versions"][-1]["version"] == "2"
 
 
 def test_tokens_and_limits_that_are_read_again_hold_for_the_next_request(service: RunningService) -> None:
@@ -257,39 +246,29 @@ def test_every_change_is_one_line_of_who_what_and_how_long(service: RunningServi
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Path, children: ChildProcesses) -> None:
+def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Path) -> None:
     content["service"] = {"admin_token": "t-change"}
-    config = tmp_path / "ps.json"
+    config, token = tmp_path / "ps.json", tmp_path / "token"
     config.write_text(json.dumps(content))
-    process = children.hps("serve", config, "--port", 0)
-    assert process.stderr is not None
-    url = ""
-    for line in process.stderr:
-        if found := re.search(r"ready; try: curl -s (http://[\d.:]+)/", line):
-            url = found[1]
-            break
-    environment = {"HPS_URL": url, "HPS_ADMIN_TOKEN": "t-change"}
-    assert url
-    done = run("deploy", "shop", "--version", "2", **environment)
-    assert (
-        done.exit_code,
-        re.match(r"shop: version 2 serves \(deploy, 200 rows loaded, \d+\.\d s\); pinned", done.stdout) is not None,
-    ) == (
-        0,
-        True,
-    )
-    table = run("models", **environment).stdout
-    assert re.search(r"shop +2 +serving, pinned by deploy, \S+ +200 +\S+ k?B +3\.2 kB +\S+ k?B", table), table
-    assert run("rollback", "shop", **environment).stdout.startswith("shop: version 1 serves (rollback")
-    assert run("refresh", "shop", **environment).stdout.startswith("shop: version 1 serves (refresh")
-    assert run("undeploy", "shop", **environment).stdout.startswith("shop: out of service (undeploy")
-    token = tmp_path / "token"
     token.write_text("t-change\n")
-    done = run("deploy", "shop", "--config", str(config), "--no-wait", "--token-file", str(token), "--url", url)
-    assert (done.exit_code, done.stdout) == (0, "shop: in progress; `hps models` shows its state\n")
-    for token_arguments, text in (([], "missing"), (["--token", "x"], "wrong token")):
-        done = run("deploy", "shop", "--url", url, *token_arguments)
-        assert (done.exit_code, text in done.stderr) == (2, True)
+    with ServedProcess(config, tmp_path) as server:
+        environment = {"HPS_URL": server.url, "HPS_ADMIN_TOKEN": "t-change"}
+        done = run("deploy", "shop", "--version", "2", **environment)
+        assert re.match(r"shop: version 2 serves \(deploy, 200 rows loaded, \d+\.\d s\); pinned", done.stdout), done.stderr
+        table = run("models", **environment).stdout
+        assert re.search(r"shop +2 +serving, pinned by deploy, \S+ +200 +\S+ k?B +3\.2 kB +\S+ k?B", table), table
+        for command, says in (
+            ("rollback", "version 1 serves (rollback"),
+            ("refresh", "version 1 serves (refresh"),
+            ("undeploy", "out of service (undeploy"),
+        ):
+            assert run(command, "shop", **environment).stdout.startswith(f"shop: {says}")
+        options = ("--config", str(config), "--no-wait", "--token-file", str(token))
+        done = run("deploy", "shop", "--url", server.url, *options)
+        assert (done.exit_code, done.stdout) == (0, "shop: in progress; `hps models` shows its state\n")
+        for token_arguments, text in (([], "missing"), (["--token", "x"], "wrong token")):
+            done = run("deploy", "shop", "--url", server.url, *token_arguments)
+            assert (done.exit_code, text in done.stderr) == (2, True)
 
 
 def test_a_command_shows_how_far_a_load_is(content: dict[str, Any], gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,36 +303,21 @@ def test_a_refusal_is_a_message_and_a_code(service: RunningService) -> None:
     assert sorted(one["status"] for one in listed["changes"]) == [404, 409]
 
 
-@pytest.mark.parametrize(
-    ("url", "code", "text"),
-    [("http://127.0.0.1:9", 1, "is the server running there?"), ("localhost:8000", 2, "expected for instance http://")],
-)
-def test_a_server_that_is_not_there_is_named(url: str, code: int, text: str) -> None:
-    result = run("models", url)
-    assert (result.exit_code, text in result.stderr) == (code, True)
+def test_a_server_that_is_not_there_is_named_and_no_token_follows_a_redirect() -> None:
+    for url, code, text in (
+        ("localhost:8000", 2, "expected for instance http://"),
+        ("http://127.0.0.1:9", 1, "is the server running there?"),
+    ):
+        result = run("models", url)
+        assert (result.exit_code, text in result.stderr) == (code, True)
 
+    def redirect() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 302 x\r\nLocation: /elsewhere\r\nContent-Length: 2\r\n\r\n{}")
 
-def test_no_token_follows_a_redirect(make_server: Callable[..., str]) -> None:
-    result = run("undeploy", "shop", "--url", make_server(302), HPS_ADMIN_TOKEN="t-change")
-    assert (result.exit_code, "no answer of hps serve" in result.stderr) == (1, True)
-
-
-@pytest.fixture
-def make_server() -> Iterator[Callable[..., str]]:
-    """A server that answers every request with a redirect to itself."""
-    with httpx.Client() as _, socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(redirect)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-        def answer(status: int) -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(
-                    f"HTTP/1.1 {status} x\r\nLocation: {url}/elsewhere\r\nContent-Length: 2\r\n\r\n{{}}".encode()
-                )
-
-        def make(status: int) -> str:
-            pool.submit(answer, status)
-            return url
-
-        yield make
+        result = run("undeploy", "shop", "--url", url, HPS_ADMIN_TOKEN="t-change")
+    assert (result.exit_code, "no answer of hps serve" in result.stderr) == (1, True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from http.client import HTTPResponse
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,13 +63,10 @@ def refuses(service):
 
 def answer_on(connection):
     """The body of the next answer, and whether it says that the connection closes."""
-    with connection.makefile("rb") as stream:
-        headers = [stream.readline().lower().strip()]
-        assert headers[0].startswith(b"http/1.1 200"), headers
-        while headers[-1]:
-            headers.append(stream.readline().lower().strip())
-        size = next(int(line.split(b":")[1]) for line in headers if line.startswith(b"content-length"))
-        return json.loads(stream.read(size)), b"connection: close" in headers
+    response = HTTPResponse(connection)
+    response.begin()
+    assert response.status == 200
+    return json.loads(response.read()), response.will_close
 
 
 def answers_on(connection, count):
@@ -94,18 +92,12 @@ def test_while_it_drains_it_is_not_ready_and_answers_on_old_and_new_connections(
             connection.sendall(WHOLE)
             assert answer_on(connection) == (ANSWER, False)
         drain(service)
-        for path in (
-            "/v2/health/ready",
-            "/v2/health/ready?strict=false",
-            "/v2/models/m/ready",
-            "/v2/models/m/versions/1/ready",
-        ):
-            response = service.client.get(path)
-            assert response.status_code == 503
-            assert "shutting down" in response.text
+        for path in ("health/ready", "health/ready?strict=false", "models/m/ready", "models/m/versions/1/ready"):
+            response = service.client.get(f"/v2/{path}")
+            assert (response.status_code, "shutting down" in response.text) == (503, True)
             assert response.headers["connection"] == "close"
         assert service.client.get("/v2/health/live").status_code == 200
-        assert samples(service)[("hps_ready",)] == 0
+        assert samples(service)["hps_ready",] == 0
         with service.connect() as new:
             for connection in (busy, late, new):
                 connection.sendall(WHOLE)
@@ -119,17 +111,7 @@ def test_while_it_drains_it_is_not_ready_and_answers_on_old_and_new_connections(
         wait_until(lambda: refuses(service), "the service refuses connections")
 
 
-def test_a_running_request_says_that_its_connection_closes(service, held):
-    with service.connect() as connection:
-        connection.sendall(WHOLE)
-        assert held.entered.wait(PATIENCE_S)
-        drain(service)
-        held.release.set()
-        assert answers_on(connection, 1) == [True]
-
-
-@pytest.mark.parametrize("before", [0, 1, 3])
-@pytest.mark.parametrize("padding", [0, 4000], ids=["parsed", "set aside"])
+@pytest.mark.parametrize(("before", "padding"), [(0, 0), (1, 4000), (3, 0), (3, 4000)])  # parsed, or set aside
 def test_requests_that_wait_for_earlier_ones_are_answered_before_the_connection_closes(service, held, before, padding):
     request = WHOLE.replace(b": %d" % len(LOOKUP), b": %d" % (len(LOOKUP) + padding)) + b" " * padding
     with service.connect() as connection:
@@ -197,23 +179,14 @@ def test_an_answer_that_is_not_read_yet_is_not_cut_off(fake):
         assert len(answer_on(connection)[0]["tables"]["item"]) == 300_000
 
 
-def test_connections_are_kept_for_longer_than_load_balancers_do(fake):
-    with running_service(document(), fake) as service, service.connect() as connection:
-        connection.sendall(WHOLE)
-        answer_on(connection)
-        (other_end,) = service.front.connections.order
-        assert other_end.front.settings.keep_alive_s == 75 > 60
-
-
-def test_connections_are_closed_after_the_keep_alive_timeout(fake):
+def test_idle_connections_are_closed_after_their_time_and_when_the_service_stops_without_draining(fake):
     with running_service(document(keep_alive_s=0.1), fake) as service, service.connect() as connection:
         connection.sendall(WHOLE)
         assert answers_on(connection, 1) == [False]
-
-
-def test_what_stops_without_draining_closes_idle_connections_at_once(service):
-    with service.connect() as connection:
+    with running_service(document(drain_s=3600), fake) as service, service.connect() as connection:
         connection.sendall(WHOLE)
         answer_on(connection)
+        (other_end,) = service.front.connections.order
+        assert other_end.front.settings.keep_alive_s == 75 > 60, "longer than load balancers keep theirs"
         service.server.stop("SIGINT", force=True)
         assert connection.recv(1) == b""

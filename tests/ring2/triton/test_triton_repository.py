@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,14 @@ import hps
 from hps.ground.progress import NoProgress
 from hps.testing.waiting import wait_until
 from hps.versions import deployment as deployment_module
-from hps.versions import live_models
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 DIM = 4
 ROWS = 200
 
 
-def write(directory: Path, name: str, content: int, version: int | None = None) -> str:
-    place = directory / name / str(version or 1) / "item.model"
+def write(directory: Path, name: str, content: int) -> str:
+    place = directory / name / "1" / "item.model"
     place.parent.mkdir(parents=True, exist_ok=True)
     hps.write_sparse_model(place, (np.arange(ROWS), np.full((ROWS, DIM), content, np.float32)), overwrite=True)
     return str(place)
@@ -35,10 +33,10 @@ def write(directory: Path, name: str, content: int, version: int | None = None) 
 
 @pytest.fixture
 def document(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    def make(mode: str, *names: str, load: list[str] | None = None, **more: Any) -> dict[str, Any]:
-        changes = {"cache_refresh_percentage_per_iteration": 1.0, "num_of_worker_buffer_in_pool": 2, **more}
-        models = [model_of(name, [write(tmp_path, name, 1)], {"item": DIM}, **changes) for name in names]
-        service = {"model_control_mode": mode, "repository_poll_s": 0.05, **({"load_models": load} if load else {})}
+    def make(mode: str, *names: str, **service: Any) -> dict[str, Any]:
+        more = {"cache_refresh_percentage_per_iteration": 1.0, "num_of_worker_buffer_in_pool": 2, "keep_versions": 0}
+        models = [model_of(name, [write(tmp_path, name, 1)], {"item": DIM}, **more) for name in names]
+        service = {"model_control_mode": mode, "repository_poll_s": 0.05, **service}
         return document_of(*models, persistent=tmp_path / "rocksdb", service=service)
 
     return make
@@ -46,7 +44,7 @@ def document(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def explicit(document: Callable[..., dict[str, Any]]) -> Iterator[RunningService]:
-    with running_service(document("explicit", "simple", "other", load=["other"], keep_versions=0)) as service:
+    with running_service(document("explicit", "simple", "other", load_models=["other"])) as service:
         yield service
 
 
@@ -99,15 +97,13 @@ def test_what_a_load_generator_of_triton_asks_for(client: triton.InferenceServer
     """The requests of perf_analyzer's start and of one of its measurements, in their order."""
     assert client.is_server_live(query_params={"test_1": 1, "test_2": 2})
     assert client.is_server_ready()
-    metadata = client.get_model_metadata("other")
-    config = client.get_model_config("other")
+    metadata, config = client.get_model_metadata("other"), client.get_model_config("other")
     assert config["max_batch_size"] > 0, "the shapes of the metadata begin with the batch"
     assert [tensor["name"] for tensor in metadata["inputs"]] == [tensor["name"] for tensor in config["input"]]
     with pytest.raises(InferenceServerException, match="Request for unknown model"):
         client.get_model_metadata("never_heard_of")
     optional = {tensor["name"] for tensor in config["input"] if tensor.get("optional")}
     assert [tensor["shape"] for tensor in metadata["inputs"] if tensor["name"] not in optional] == [[1, -1], [1, 1]]
-    assert {"model_repository", "model_configuration", "statistics"} <= set(client.get_server_metadata()["extensions"])
     before = client.get_inference_statistics("other")["model_stats"][0]
     keys, numkeys = triton.InferInput("KEYS", [1, 3], "INT64"), triton.InferInput("NUMKEYS", [1, 1], "INT32")
     keys.set_data_from_numpy(np.array([[1, 2, 3]]))
@@ -119,71 +115,34 @@ def test_what_a_load_generator_of_triton_asks_for(client: triton.InferenceServer
     assert after["execution_count"] == after["inference_stats"]["success"]["count"]
 
 
-def models_are_not_controlled(service: RunningService) -> None:
-    for refused in (load(service), unload(service)):
-        assert refused.status_code == 503
-        assert "explicit model load / unload is not allowed if polling is enabled" in refused.json()["error"]
-    assert states(service) == {("simple", "1"): "READY"}
-    assert answer(service) == [1] * DIM
-
-
-def test_models_are_not_controlled_in_mode_none(document: Callable[..., dict[str, Any]]) -> None:
-    with running_service(document("none", "simple")) as service:
-        models_are_not_controlled(service)
-
-
-def test_an_explicit_start_that_names_no_model_is_ready_without_any(document: Callable[..., dict[str, Any]]) -> None:
-    with running_service(document("explicit", "simple")) as service:
-        assert service.client.get("/v2/health/ready").status_code == 200
-        assert states(service, ready=True) == {}
-
-
 def test_a_model_that_cannot_be_loaded_is_given_up_when_it_is_unloaded(
     document: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    configuration = document("explicit", "simple", "other", load=["*"])
+    configuration = document("explicit", "simple", "other", load_models=["*"])
     shutil.rmtree(tmp_path / "simple")
     with running_service(configuration, ready=False) as service:
-        wait_until(lambda: service.client.get("/v2/health/ready", params={"strict": "false"}).status_code == 200, "it settles")
-        assert service.client.get("/v2/health/ready").status_code == 503
+        ready = service.client.get
+        wait_until(lambda: ready("/v2/health/ready", params={"strict": "false"}).status_code == 200, "it settles")
+        assert ready("/v2/health/ready").status_code == 503
         [entry] = [one for one in service.client.post("/v2/repository/index").json() if one["name"] == "simple"]
         assert (entry["state"], "simple/1/item.model" in entry["reason"]) == ("UNAVAILABLE", True)
         assert unload(service).status_code == 200
-        assert service.client.get("/v2/health/ready").status_code == 200
+        assert ready("/v2/health/ready").status_code == 200
         write(tmp_path, "simple", 1)
         assert load(service).status_code == 200
         assert answer(service) == [1] * DIM
 
 
-def test_a_repository_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
-    with (
-        pytest.raises(hps.ModelFileError, match="nowhere"),
-        running_service(document_of(model_repository=str(tmp_path / "nowhere"))),
-    ):
+def test_models_to_load_are_checked(document: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    content = document("explicit", "simple", load_models=["nobody"])
+    with pytest.raises(hps.ConfigError, match=r"no model 'nobody', which service\.load_models names"):
+        hps.load_configuration(content)
+    content["service"] = {"load_models": ["simple"]}
+    with pytest.raises(hps.ConfigError, match="expected none unless model_control_mode is explicit"):
+        hps.load_configuration(content)
+    nowhere = document_of(model_repository=str(tmp_path / "nowhere"))
+    with pytest.raises(hps.ModelFileError, match="nowhere"), running_service(nowhere):
         pass
-
-
-@pytest.mark.parametrize(
-    ("service", "says"),
-    [
-        ({"model_control_mode": "explicit", "load_models": ["nobody"]}, "no model 'nobody', which service.load_models names"),
-        ({"load_models": ["simple"]}, "expected none unless model_control_mode is explicit"),
-    ],
-)
-def test_models_to_load_are_checked(document: Callable[..., dict[str, Any]], service: dict[str, Any], says: str) -> None:
-    with pytest.raises(hps.ConfigError, match=says):
-        hps.load_configuration({**document("none", "simple"), "service": service})
-
-
-def test_other_settings_keep_what_was_written_online(explicit: RunningService) -> None:
-    load(explicit)
-    server = explicit.app.lifecycle.server
-    server.insert([7], np.full((1, DIM), 9, np.float32), "simple", "item")
-    for config in ('{"max_batch_size": 3}', '{"gpucacheper": 0.01}', '{"gpucache": false}', None):
-        assert load(explicit, config=config).status_code == 200
-        assert answer(explicit) == [9] * DIM, config
-    assert load(explicit, config='{"instance_group": [{"count": 2, "gpus": [0, 1]}]}').status_code == 200
-    assert server.model("simple").devices == (0, 1)
 
 
 def test_what_is_written_while_settings_change_is_served(explicit: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +170,9 @@ def test_what_a_client_got_as_configuration_can_be_sent_back(explicit: RunningSe
     config["max_batch_size"] = 17
     config["parameters"]["gpucacheper"]["string_value"] = "0.5"
     assert load(explicit, config=json.dumps(config)).status_code == 200
-    changed = explicit.client.get("/v2/models/simple/versions/1/config").json()
-    assert changed == config
+    assert explicit.client.get("/v2/models/simple/versions/1/config").json() == config
+    assert load(explicit, config='{"instance_group": [{"count": 2, "gpus": [0, 1]}]}').status_code == 200
+    assert explicit.app.lifecycle.server.model("simple").devices == (0, 1)  # type: ignore[union-attr]
 
 
 REFUSED_CONFIGS = [
@@ -223,23 +183,26 @@ REFUSED_CONFIGS = [
     ('{"backend": "onnxruntime"}', 400, "expected 'hps'"),
     ('{"parameters": {"gpucacheper": 1}}', 400, "expected as in"),
     ('{"embedding_vecsize_per_table": [5]}', 409, r"got widths \(5,\).* cannot change under the same version"),
-    ('{"embedding_table_names": ["user"]}', 409, "cannot change under the same version"),
-    ('{"embedding_cache_type": "static"}', 409, "cannot change under the same version"),
     ('{"sparse_files": ["/nowhere/item.model"]}', 400, "/nowhere/item.model"),
 ]
 
 
-def test_a_configuration_that_cannot_be_loaded_changes_nothing(explicit: RunningService) -> None:
+def test_what_cannot_be_loaded_changes_nothing(explicit: RunningService) -> None:
+    for path, body, status in REFUSED_REQUESTS:
+        response = explicit.client.post(f"/v2/repository/{path}", content=body)
+        assert (response.status_code, bool(response.json()["error"])) == (status, True), (path, body[:80])
+    assert states(explicit, ready=True) == {("other", "1"): "READY"}
+    response = explicit.client.get("/v2/repository/index")
+    assert (response.status_code, response.headers["allow"], "expected POST" in response.text) == (405, "POST", True)
     load(explicit)
     before = explicit.client.get("/v2/models/simple/config").json()
     for config, status, says in REFUSED_CONFIGS:
         response = load(explicit, config=config)
         assert response.status_code == status, config
-        assert response.json()["error"].startswith("failed to load 'simple', ")
-        assert re.search(says, response.json()["error"], re.DOTALL), response.text
+        assert re.search(f"^failed to load 'simple', .*{says}", response.json()["error"], re.DOTALL), response.text
         assert explicit.client.get("/v2/models/simple/config").json() == before
         assert answer(explicit) == [1] * DIM
-        assert load(explicit).status_code == 200
+    assert load(explicit).status_code == 200
 
 
 def test_a_whole_entry_loads_a_model_that_is_not_configured(explicit: RunningService, tmp_path: Path) -> None:
@@ -255,29 +218,16 @@ def test_a_whole_entry_loads_a_model_that_is_not_configured(explicit: RunningSer
 
 
 REFUSED_REQUESTS = [
-    ("/v2/repository/index", b"{", 400),
-    ("/v2/repository/index", b'{"ready": "yes"}', 400),
-    ("/v2/repository/models/simple/load", b"[]", 400),
-    ("/v2/repository/models/simple/load", b'{"parameters": {"config": 7}}', 400),
-    ("/v2/repository/models/simple/load", b'{"parameters": {"config": "{}", "file:1/item.model/key": "AA=="}}', 400),
-    ("/v2/repository/models/simple/load", b'{"parameters": {"config": "%s"}}' % (b" " * (1 << 20)), 413),
-    ("/v2/repository/models/simple/unload", b'{"parameters": {"unload_dependents": 1}}', 400),
-    ("/v2/repository/mine/models/simple/load", b"", 400),
-    ("/v2/repository/mine/models/simple/unload", b"", 400),
+    ("index", b"{", 400),
+    ("index", b'{"ready": "yes"}', 400),
+    ("models/simple/load", b"[]", 400),
+    ("models/simple/load", b'{"parameters": {"config": 7}}', 400),
+    ("models/simple/load", b'{"parameters": {"config": "{}", "file:1/item.model/key": "AA=="}}', 400),
+    ("models/simple/load", b'{"parameters": {"config": "%s"}}' % (b" " * (1 << 20)), 413),
+    ("models/simple/unload", b'{"parameters": {"unload_dependents": 1}}', 400),
+    ("mine/models/simple/load", b"", 400),
+    ("mine/models/simple/unload", b"", 400),
 ]
-
-
-def test_requests_that_are_wrong_are_refused(explicit: RunningService) -> None:
-    for path, body, status in REFUSED_REQUESTS:
-        response = explicit.client.post(path, content=body)
-        assert (response.status_code, bool(response.json()["error"])) == (status, True), (path, body[:80])
-        assert states(explicit, ready=True) == {("other", "1"): "READY"}
-
-
-def test_a_route_says_which_method_it_takes(explicit: RunningService) -> None:
-    response = explicit.client.get("/v2/repository/index")
-    assert (response.status_code, response.headers["allow"]) == (405, "POST")
-    assert "expected POST" in response.json()["error"]
 
 
 class Gate(NoProgress):
@@ -343,122 +293,18 @@ def test_statistics_of_deployments_that_are_gone_do_not_accumulate(explicit: Run
     wait_until(lambda: len(explicit.front.published.counts) <= 2, "only what serves is counted")
 
 
-# -- polling -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def versions(tmp_path: Path) -> Callable[..., Any]:
-    """A parameter server with one model, whose versions are directories."""
-
-    def make(**more: Any) -> hps.HPS:
-        write(tmp_path, "simple", 1, 1)
-        model = model_of("simple", ["item.model"], {"item": DIM}, version_path=str(tmp_path / "simple"), **more)
-        return hps.HPS(document_of(model, persistent=tmp_path / "rocksdb"))
-
-    return make
-
-
-def content(server: hps.HPS) -> float:
-    return float(server.lookup([7], "simple", "item")[0, 0])
-
-
-def test_polling_deploys_what_is_new_and_once(versions: Callable[..., Any], tmp_path: Path) -> None:
-    with versions() as server:
-        assert server.poll() == {}
-        write(tmp_path, "simple", 2, 2)
-        assert server.poll() == {"simple": None}
-        assert content(server) == 2
-        write(tmp_path, "simple", 3, 2)
-        assert server.poll() == {"simple": None}
-        assert content(server) == 3
-        assert server.poll() == {}
-        server.undeploy("simple")
-        assert server.poll() == {}, "what somebody did is not undone; test_pins.py has roll-backs"
-        assert server.models == ()
-
-
-def test_polling_tries_broken_files_again_after_a_pause_or_a_change(
-    versions: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with versions() as server:
-        place = Path(write(tmp_path, "simple", 2, 2))
-        (place / "emb_vector").write_bytes((place / "emb_vector").read_bytes()[:-4])
-        assert server.poll() == {}, "files that do not fit are not deployed at all"
-        assert content(server) == 1
-        write(tmp_path, "simple", 2, 2)
-        failing = True
-
-        def deploy(*arguments: Any, **named: Any) -> Any:
-            if failing:
-                raise hps.DeviceMemoryError("no room")
-            return honest(*arguments, **named)
-
-        honest = server._deployer._deploy
-        monkeypatch.setattr(server._deployer, "_deploy", deploy)
-        assert isinstance(server.poll()["simple"], hps.DeviceMemoryError)
-        assert server.poll() == {}, "not at once"
-        [entry] = [one for one in server.index() if one.version == "2"]
-        assert (entry.state, entry.reason) == ("unavailable", "no room")
-        write(tmp_path, "simple", 3, 2)
-        assert "simple" in server.poll(), "the files are others"
-        monkeypatch.setattr(server.live, "_clock", lambda: time.monotonic() + live_models.LONGEST_RETRY_S)
-        failing = False
-        assert server.poll() == {"simple": None}, "the pause is over"
-        assert content(server) == 3
-
-
-def put(repository: Path, name: str, number: int) -> None:
-    """A version of a model, which describes itself."""
-    write(repository, name, number, number)
-    entry = model_of(name, ["item.model"], {"item": DIM})
-    del entry["model"]
-    (repository / name / "model.json").write_text(json.dumps(entry))
-
-
-def test_a_model_that_cannot_be_polled_does_not_stop_the_others(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    for name in ("a", "b"):
-        put(repository, name, 1)
-    document = document_of(persistent=tmp_path / "rocksdb", model_repository=str(repository))
-    with hps.HPS(document, deploy_models=False) as server:
-        assert server.poll() == {"a": None, "b": None}
-        (repository / "a" / "model.json").write_text("{")
-        put(repository, "b", 2)
-        put(repository, "c", 3)
-        assert server.poll() == {"b": None, "c": None}
-        assert set(server.models) == {"a", "b", "c"}, "what cannot be read is left as it is"
-        assert [one.state for one in server.index() if one.model == "a"] == ["ready"]
-        shutil.rmtree(repository / "b")
-        assert server.poll() == {"b": None}
-        assert set(server.models) == {"a", "c"}
-        entry = json.loads((repository / "c" / "model.json").read_text())
-        (repository / "c" / "model.json").write_text(json.dumps({**entry, "gpucache": False}))
-        assert server.poll() == {"c": None}
-        assert not server.model("c").caches
-        assert server.poll() == {}
-
-
-def test_a_model_that_is_new_in_the_repository_can_be_deployed_by_name(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    put(repository, "a", 1)
-    with hps.HPS(document_of(model_repository=str(repository))) as server:
-        for name in ("b", "c"):
-            put(repository, name, 1)
-            assert server.deploy(name).version == "1"
-            assert server.lookup([7], name, "item")[0, 0] == 1
-        put(repository, "broken", 1)
-        (repository / "broken" / "model.json").write_text("{")
-        with pytest.raises(hps.HPSError, match=r"model\.json"):
-            server.deploy("broken")
-        with pytest.raises(hps.UnknownModelError, match="it is not configured; configured are: a, b, c"):
-            server.deploy("d")
-
-
-def test_a_service_that_polls_serves_new_versions_by_itself(
-    document: Callable[..., dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with running_service(document("poll", "simple", keep_versions=0)) as service:
-        models_are_not_controlled(service)
-        write(tmp_path, "simple", 2)
-        wait_until(lambda: answer(service) == [2] * DIM, "the files are served")
-        assert service.client.get("/v2/health/ready").status_code == 200
+def test_models_are_not_controlled_unless_the_mode_is_explicit(document: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    for mode in ("none", "poll"):
+        with running_service(document(mode, "simple")) as service:
+            for refused in (load(service), unload(service)):
+                assert refused.status_code == 503
+                assert "explicit model load / unload is not allowed if polling is enabled" in refused.json()["error"]
+            assert states(service) == {("simple", "1"): "READY"}
+            assert answer(service) == [1] * DIM
+            if mode == "poll":  # it serves new versions by itself
+                write(tmp_path, "simple", 2)
+                wait_until(lambda service=service: answer(service) == [2] * DIM, "the files are served")
+                assert service.client.get("/v2/health/ready").status_code == 200
+    with running_service(document("explicit", "simple")) as service:
+        assert service.client.get("/v2/health/ready").status_code == 200, "it names no model"
+        assert states(service, ready=True) == {}

@@ -49,24 +49,21 @@ def on_a_terminal(children: ChildProcesses, *arguments: object, until: str = "no
     """What a command writes to a real terminal until it ends. It is interrupted once it has written `until`."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    process = children.hps(
-        *arguments, stdin=theirs, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm-256color"}
-    )
+    plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = children.hps(*arguments, **streams, env={**plain, "TERM": "xterm-256color"})
     os.close(theirs)
     output, interrupted = b"", False
-    try:
-        while select.select([ours], [], [], PATIENCE_S)[0]:
+    with open(ours, "rb", buffering=0) as screen:
+        while select.select([screen], [], [], PATIENCE_S)[0]:
             try:
-                output += os.read(ours, 65536)
+                output += screen.read(65536)
             except OSError:  # EIO: the other side is closed
                 break
             if not interrupted and until.encode() in output:
                 process.send_signal(signal.SIGINT)
                 interrupted = True
         assert process.wait(60) == 0
-    finally:
-        os.close(ours)
     return output.decode()
 
 
@@ -96,13 +93,8 @@ def test_serve_ends_although_a_source_does_not_answer(
     tmp_path: Path, content: dict[str, Any], children: ChildProcesses
 ) -> None:
     """The thread that reads is one that the interpreter would wait for."""
-    content["models"].append(
-        {
-            **content["models"][0],
-            "model": "away",
-            "sparse_files": [f"gate://away{tmp_path}/{name}" for name in ("user", "item")],
-        }
-    )
+    files = [f"gate://away{tmp_path}/{name}" for name in ("user", "item")]
+    content["models"].append({**content["models"][0], "model": "away", "sparse_files": files})
     program = (
         "from hps.cli.app import main; from hps.service import app; from tests.fakes.gated_file_system import gates\n"
         "app.CLOSE_TIMEOUT_S = 1.0\n"

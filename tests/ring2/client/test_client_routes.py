@@ -3,10 +3,10 @@
 import asyncio
 import json
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import httpx
@@ -32,29 +32,19 @@ def vectors_of(name: str, keys: Any, version: int) -> np.ndarray:
     return vectors
 
 
-def three_servers(tmp_path: Path) -> Iterator[list[ServedProcess]]:
-    """Three services with disks of their own, one repository and two versions, of which the first serves."""
-    entry = model_of("m", [f"{name}.model" for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=5000)
-    entry["version_policy"] = {"specific": {"versions": [1]}}
-    for version in (1, 2):
-        for name in DIMS:
-            keys = np.arange(ROWS)
-            place = tmp_path / "models" / "m" / str(version) / f"{name}.model"
-            hps.write_sparse_model(place, (keys, vectors_of(name, keys, version)))
-    (tmp_path / "models" / "m" / "model.json").write_text(json.dumps(entry))
-    with ExitStack() as stack:
-        found = []
-        for nth in range(3):
-            directory = tmp_path / f"server-{nth}"
-            directory.mkdir()
-            document = document_of(model_repository=str(tmp_path / "models"), service={"admin_token": ADMIN, "drain_s": 0})
-            found.append(stack.enter_context(ServedProcess(document, directory)))
-        yield found
-
-
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServedProcess]]:
-    yield from three_servers(tmp_path_factory.mktemp("routes"))
+    """Three services with disks of their own, one repository and two versions, of which the first serves."""
+    models = tmp_path_factory.mktemp("routes") / "models"
+    entry = model_of("m", [f"{name}.model" for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=5000)
+    entry["version_policy"] = {"specific": {"versions": [1]}}
+    for version, name in product((1, 2), DIMS):
+        rows = (np.arange(ROWS), vectors_of(name, np.arange(ROWS), version))
+        hps.write_sparse_model(models / "m" / str(version) / f"{name}.model", rows)
+    (models / "m" / "model.json").write_text(json.dumps(entry))
+    document = document_of(model_repository=str(models), service={"admin_token": ADMIN, "drain_s": 0})
+    with ExitStack() as stack:
+        yield [stack.enter_context(ServedProcess(document, tmp_path_factory.mktemp("server"))) for _ in range(3)]
 
 
 def addresses_of(servers: list[ServedProcess]) -> list[str]:
@@ -72,16 +62,12 @@ def test_it_looks_up_as_one_server_does(servers: list[ServedProcess]) -> None:
             for name in DIMS:
                 np.testing.assert_array_equal(got[name], wanted[name])
                 np.testing.assert_array_equal(masks[name], wanted_masks[name])
-            out = np.full((size, DIMS["item"]), np.nan, np.float32)
-            assert routed.lookup(keys["item"], "m", "item", out=out) is out
-            np.testing.assert_array_equal(out, wanted["item"])
             narrow = {"item": torch.empty(size, DIMS["item"], dtype=torch.bfloat16), "user": np.empty((size, 8), np.float16)}
             routed.lookup_tables(keys, "m", out=narrow)
             assert narrow["item"].equal(torch.from_numpy(wanted["item"]).bfloat16())
             np.testing.assert_array_equal(narrow["user"], wanted["user"].astype(np.float16))
         assert routed.lookup(np.array([2**64 - 1], np.uint64), "m", "item").shape == (1, 4)
-        pooled = routed.lookup_pooled({"item": hps.Bags([1, 2, 3], [0, 2, 3])}, "m")
-        assert pooled["item"].shape == (2, 4)
+        assert routed.lookup_pooled({"item": hps.Bags([1, 2, 3], [0, 2, 3])}, "m")["item"].shape == (2, 4)
         for wrong, error in ((("m", "nobody"), hps.UnknownTableError), (("nobody", "item"), hps.UnknownModelError)):
             with pytest.raises(error):
                 routed.lookup(np.arange(100), *wrong)
@@ -91,10 +77,9 @@ def test_it_looks_up_as_one_server_does(servers: list[ServedProcess]) -> None:
     async def twin() -> None:
         async with hps.connect_async(addresses_of(servers), route="keys") as client:
             keys = rng.integers(0, ROWS, 1000)
-            for _ in range(3):
-                several = await asyncio.gather(*(client.lookup(keys, "m", name) for name in DIMS))
-                for name, got in zip(DIMS, several, strict=True):
-                    np.testing.assert_array_equal(got, vectors_of(name, keys, 1))
+            several = await asyncio.gather(*(client.lookup(keys, "m", name) for name in [*DIMS] * 3))
+            for name, got in zip([*DIMS] * 3, several, strict=True):
+                np.testing.assert_array_equal(got, vectors_of(name, keys, 1))
 
     asyncio.run(twin())
 
@@ -115,22 +100,13 @@ def test_each_server_is_asked_for_its_own_keys(servers: list[ServedProcess]) -> 
 
 
 def test_one_connection_of_each_server_is_enough_for_many_threads(servers: list[ServedProcess]) -> None:
-    with hps.connect(addresses_of(servers), route="keys", connections=1) as client:
-        wrong: list[Any] = []
+    with hps.connect(addresses_of(servers), route="keys", connections=1) as client, ThreadPoolExecutor(8) as threads:
 
-        def ask() -> None:
-            for first in range(0, 1000, 50):
-                got = client.lookup(np.arange(first, first + 100), "m", "item")
-                if (got != vectors_of("item", np.arange(first, first + 100), 1)).any():
-                    wrong.append(got)
+        def ask(first: int) -> bool:
+            keys = np.arange(first, first + 100)
+            return bool((client.lookup(keys, "m", "item") == vectors_of("item", keys, 1)).all())
 
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(PATIENCE_S)
-        assert not any(one.is_alive() for one in threads)
-        assert not wrong
+        assert all(threads.map(ask, [*range(0, 1000, 50)] * 8, timeout=PATIENCE_S))
 
 
 def test_an_answer_is_of_one_version_and_needs_no_server_in_particular(servers: list[ServedProcess]) -> None:

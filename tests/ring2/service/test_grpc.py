@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import ssl
 import sys
@@ -349,28 +348,3 @@ def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
     _, text = process.communicate(timeout=PATIENCE_S)
     assert process.returncode
     assert "pip install 'hps-server[grpc]'" in text
-
-
-def test_killed_fronts_and_owners_are_replaced(service: FrontedService) -> None:
-    """The last test of this file, as processes are others afterwards."""
-    with grpc.insecure_channel(service.grpc, options=[("grpc.initial_reconnect_backoff_ms", 100)]) as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
-
-        def answers() -> bool:
-            try:
-                response = stub.ModelInfer(request_of([3, 5]), timeout=5)
-            except grpc.RpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise
-                return False
-            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
-            return True
-
-        assert answers()
-        owner, front = service.children()
-        os.kill(front, signal.SIGKILL)
-        wait_until(lambda: front not in service.children(), "the front is gone")
-        wait_until(answers, "another front answers")
-        os.kill(owner, signal.SIGKILL)
-        wait_until(lambda: owner not in service.children(), "the owner is gone")
-        wait_until(answers, "another owner answers")

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import hps
-from hps.ground.progress import LogProgress
 from hps.ground.workers import THREADS, new_thread
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import listen
 from hps.testing.waiting import PATIENCE_S, wait_until
+from tests.fakes.gated_file_system import gates
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
 
 
@@ -30,30 +30,19 @@ def document(tmp_path):
     return document_of(model, persistent=tmp_path / "rocksdb", service=service)
 
 
-class HeldProgress(LogProgress):
-    """Holds the loading at the start of a table until it is released."""
-
-    def __init__(self):
-        super().__init__()
-        self.entered, self.release = threading.Event(), threading.Event()
-
-    def advance(self, tag, rows):
-        self.entered.set()
-        assert self.release.wait(PATIENCE_S)
-        super().advance(tag, rows)
-
-
 @pytest.fixture
-def held(document):
-    """A service whose loading is held."""
-    progress = HeldProgress()
-    document["service"]["drain_s"] = 3600
-    service = RunningService(Lifecycle(hps.load_configuration(document), progress=progress))
-    service.start()
-    assert progress.entered.wait(PATIENCE_S)
-    yield service, progress
-    progress.release.set()
-    assert service.stop()
+def held(document, tmp_path):
+    """A service whose loading is held, and what releases it."""
+    with gates("held") as (gate,):
+        gate.hold_from = 0
+        document["models"][0]["sparse_files"] = [f"gate://held{tmp_path}/item.model"]
+        document["service"]["drain_s"] = 3600
+        service = RunningService(Lifecycle(hps.load_configuration(document)))
+        service.start()
+        assert gate.entered.wait(PATIENCE_S)
+        yield service, gate.release
+        gate.release.set()
+        assert service.stop()
 
 
 def test_where_a_recording_cannot_begin_the_databases_are_closed(document, tmp_path):
@@ -66,14 +55,12 @@ def test_where_a_recording_cannot_begin_the_databases_are_closed(document, tmp_p
 
 
 def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
-    service, progress = held
+    service, release = held
     client = service.client
     assert client.get("/v2/health/live").status_code == 200
     ready = client.get("/v2/health/ready")
-    assert ready.status_code == 503
-    assert ready.json()["reason"] == "loading m.item: 0 % (0 B of 2.0 kB, starting); 0 of 1 tables"
-    assert client.get("/v2").json()["models"] == []
-    assert samples(service)["hps_ready",] == 0
+    assert (ready.status_code, client.get("/v2").json()["models"], samples(service)["hps_ready",]) == (503, [], 0)
+    assert ready.json()["reason"].startswith("loading m.item: 0 % (0 B of 2.0 kB, starting); 0 of 1 tables")
     loading = "model 'm' is not ready: loading m.item: 0 % (0 B of 2.0 kB, starting)"
     wait_until(lambda: loading in client.post("/v1/models/m/lookup", content=b"{}").text, "the front knows it")
     for response in (
@@ -82,14 +69,23 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
         client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}),
         client.post("/v2/models/m/infer", content=b"{}"),
     ):
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert loading in response.json()["error"]
     assert client.post("/v1/models/other/lookup", json={"tables": {"item": [1]}}).status_code == 404
-    progress.release.set()
+    release.set()
     wait_until(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [7]}}).json() == {"tables": {"item": [[7, 7, 7]]}}
     assert samples(service)["hps_ready",] == 1
+
+
+def test_stopping_ends_the_loading_and_does_not_drain(held):
+    service, release = held
+    service.server.stop(drain=True)
+    wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
+    release.set()
+    service._thread.join(PATIENCE_S)
+    assert not service._thread.is_alive()
+    assert service.app.lifecycle.opened is None
 
 
 def test_a_process_that_lost_a_thread_is_not_live_and_says_which(document):
@@ -111,30 +107,18 @@ def test_a_process_that_lost_a_thread_is_not_live_and_says_which(document):
     THREADS.clear()
 
 
-def test_stopping_ends_the_loading_and_does_not_drain(held):
-    service, progress = held
-    service.server.stop(drain=True)
-    wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
-    progress.release.set()
-    service._thread.join(PATIENCE_S)
-    assert not service._thread.is_alive()
-    assert service.app.lifecycle.opened is None
-
-
-def test_what_was_held_open_is_closed_when_the_service_stops(document):
+def test_a_parameter_server_of_the_callers_stays_open_and_one_of_its_own_is_closed(document):
     with running_service(document) as service:
         server = service.app.lifecycle.opened
     with pytest.raises(hps.NotReadyError):
         server.lookup([1], "m", "item")
-    with hps.HPS(document) as again:  # RocksDB's lock is free
-        assert again.lookup([5], "m", "item").tolist() == [[5, 5, 5]]
-
-
-def test_a_parameter_server_of_the_callers_stays_open(document):
-    with hps.HPS(document) as server:
-        with running_service(document, server) as service:
-            assert service.client.get("/v2/health/ready").status_code == 200
+    with hps.HPS(document) as server:  # RocksDB's lock is free
+        with running_service(document, server):
+            pass
         assert server.lookup([5], "m", "item").tolist() == [[5, 5, 5]]
+    for host, says in (("203.0.113.1", "Cannot assign"), ("no.such.host.invalid", "cannot listen on no.such")):
+        with pytest.raises(hps.ConfigError, match=says):
+            listen(host, 0)
 
 
 @pytest.fixture
@@ -217,23 +201,14 @@ def test_serve_prints_a_curl_that_answers_and_logs_each_step_of_its_end(document
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.parametrize(
-    ("host", "says"), [("203.0.113.1", "Cannot assign"), ("no.such.host.invalid", "cannot listen on no.such")]
-)
-def test_an_address_that_is_not_ours_is_a_configuration_error(host, says):
-    with pytest.raises(hps.ConfigError, match=says):
-        listen(host, 0)
-
-
 # -- a configuration that is read again -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def edit(document, tmp_path, caplog):
     """Serve, then change the document and have it read again: `edit(change, says)` waits for the log to say that."""
-    for name, dim in (("a", 2), ("b", 2)):
-        keys = np.arange(10, dtype=np.int64)
-        hps.write_sparse_model(tmp_path / name, (keys, np.repeat(keys.astype(np.float32)[:, None], dim, axis=1)))
+    for name in "ab":
+        hps.write_sparse_model(tmp_path / name, (np.arange(10), np.ones((10, 2), np.float32)))
     path = tmp_path / "ps.json"
     caplog.set_level(logging.INFO)
     with running_service(document) as service:
@@ -252,52 +227,53 @@ def edit(document, tmp_path, caplog):
 
 def test_tokens_limits_and_the_log_level_change_while_it_serves(edit):
     edit, client = edit
-    path, body = "/v1/models/m/lookup", {"tables": {"item": [1, 2]}}
-    assert client.post(path, json=body).status_code == 200
-    new = {"bearer_token": "secret-1", "max_keys_per_request": 1, "log_level": "debug"}
-    said = edit(
-        lambda document: document["service"].update(new), "max_keys_per_request is 1, was 1000000", "bearer_token is an"
-    )
-    assert "secret-1" not in said
-    assert client.post(path, json=body).status_code == 401
-    headers = {"Authorization": "Bearer secret-1"}
-    response = client.post(path, json=body, headers=headers)
-    assert (response.status_code, "expected at most 1" in response.text) == (413, True)
+
+    def change(*says, **settings):
+        return edit(lambda document: document["service"].update(settings), *says)
+
+    def refused(*keys):
+        answer = client.post(
+            "/v1/models/m/lookup", json={"tables": {"item": keys}}, headers={"Authorization": "Bearer secret-1"}
+        )
+        return answer.status_code, "" if answer.status_code == 200 else answer.json()["error"]
+
+    says = ("max_keys_per_request is 1, was 1000000", "bearer_token is an")
+    assert "secret-1" not in change(*says, bearer_token="secret-1", max_keys_per_request=1, log_level="debug")
+    assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1, 2]}}).status_code == 401
+    assert "expected at most 1" in refused(1, 2)[1]
     limits = {"max_body_bytes": 5, "max_held_bytes": 70_000, "request_timeout_s": 3.5, "max_keys_per_request": 9}
-    edit(lambda document: document["service"].update(limits), "max_body_bytes is 5", "max_keys_per_request is 9, was 1")
-    assert "expected at most 5" in client.post(path, json=body, headers=headers).text
-    edit(lambda document: document["service"].update(max_body_bytes=35_000), "max_body_bytes is 35000")
-    assert client.post(path, json=body, headers=headers).status_code == 200
-    held = client.post(path, json={"tables": {"item": [1] * 3000 + [2] * 6000}}, headers=headers)
-    assert (held.status_code, "keys" in held.text) == (413, True)
-    assert "nothing in it has changed" in edit(lambda _: None, "nothing in it has changed")
+    change("max_body_bytes is 5", "max_keys_per_request is 9, was 1", **limits)
+    assert "expected at most 5" in refused(1, 2)[1]
+    change("max_body_bytes is 35000", max_body_bytes=35_000)
+    assert refused(1, 2) == (200, "")
+    status, error = refused(*[1] * 9000)
+    assert (status, "keys" in error) == (413, True)
+    assert "nothing in it has changed" in change("nothing in it has changed")
 
 
 def test_models_come_and_go_while_it_serves(edit, tmp_path):
     edit, client = edit
     a, b = (model_of(name, [tmp_path / name], {"item": 2}) for name in "ab")
-
-    def look_up(name):
-        return client.post(f"/v1/models/{name}/lookup", json={"tables": {"item": [1]}})
-
     missing = {**a, "sparse_files": [str(tmp_path / "nowhere")]}
-    edit(
-        lambda document: document["models"].extend([missing, b]), "model a is new", "loading model a failed", "model b is ready"
-    )
-    assert look_up("b").json() == {"tables": {"item": [[1, 1]]}}
+
+    def status(name):
+        return client.post(f"/v1/models/{name}/lookup", json={"tables": {"item": [1]}}).status_code
+
+    def models(change, *says):
+        edit(lambda document: change(document["models"]), *says)
+
+    models(lambda listed: listed.extend([missing, b]), "model a is new", "loading model a failed", "model b is ready")
     response = client.get("/v2/models/a/ready")
-    assert (response.status_code, "nowhere" in response.text) == (503, True)
+    assert (response.status_code, "nowhere" in response.text, status("b")) == (503, True, 200)
     assert client.get("/v2/health/ready").status_code == 200
-    edit(lambda document: document["models"].__setitem__(1, a), "model a is tried as it is now", "model a is ready after")
-    assert look_up("a").status_code == 200
-    edit(lambda document: document["models"].pop(0), "model m is gone", "model m is out of service")
-    assert look_up("m").status_code == 404
-    assert look_up("a").status_code == look_up("b").status_code == 200
-    edit(lambda document: document["models"].append({**missing, "model": "c"}), "loading model c failed")
-    edit(lambda document: document["models"].pop(), "model c is gone", "model c is out of service")
+    models(lambda listed: listed.__setitem__(1, a), "model a is tried as it is now", "model a is ready after")
+    models(lambda listed: listed.pop(0), "model m is gone", "model m is out of service")
+    assert [status(name) for name in "mab"] == [404, 200, 200]
+    models(lambda listed: listed.append({**missing, "model": "c"}), "loading model c failed")
+    models(lambda listed: listed.pop(), "model c is gone", "model c is out of service")
     assert client.get("/v2/models/c/ready").status_code == 404
     versions = [{"version": "2", "sparse_files": [str(tmp_path / "b")]}]
-    edit(lambda document: document["models"][0].update(versions=versions), "model a has other versions; .*hps deploy a")
+    models(lambda listed: listed[0].update(versions=versions), "model a has other versions; .*hps deploy a")
     assert client.get("/v2/models/a").json()["versions"] == ["1"]
 
 
@@ -309,7 +285,6 @@ def test_a_wrong_configuration_changes_nothing(edit):
         document["models"][0]["gpucacheper"] = "much"
 
     edit(change, "nothing changes: .*", r"service.max_held_bytes: got 1", r"models\[0\].gpucacheper")
-    assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
     edit(lambda document: document.clear(), "nothing changes")
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
 
@@ -321,10 +296,8 @@ def test_lines_have_the_format_of_the_configuration_and_the_level_of_the_command
     url = said(log, r"listening on (http://[\d.:]+);")[1]
     said(log, "ready; try")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    notices = [line for line in lines if line["logger"] == "hps.configuration.load"]
-    assert [line["level"] for line in notices] == ["info"]
-    assert "model_source.timeout_s, service.keep_alive_s" in notices[0]["message"]
-    assert "listening on" in lines[0]["message"]
+    [notice] = [line for line in lines if line["logger"] == "hps.configuration.load"]
+    assert (notice["level"], "model_source.timeout_s, service.keep_alive_s" in notice["message"]) == ("info", True)
     assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
 
     def read_again(says, **service):
@@ -334,12 +307,13 @@ def test_lines_have_the_format_of_the_configuration_and_the_level_of_the_command
         process.send_signal(signal.SIGHUP)
         wait_until(lambda: re.search(says, log.read_text()[before:]), f"the log says {says}")
 
-    read_again("INFO .*log_format is text, was json", log_format="text", access_log_per_s=3)
-    httpx.get(f"{url}/v2", headers={"X-Request-Id": "abc"})
-    said(log, "INFO .*request_id=abc")
-    read_again('"changed: service.log_format is json', log_format="json")
-    httpx.get(f"{url}/v2", headers={"X-Request-Id": "def"})
-    said(log, '"request_id": "def"')
+    for told, line, settings in (
+        ("INFO .*log_format is text, was json", "INFO .*request_id=abc", {"log_format": "text", "access_log_per_s": 3}),
+        ('"changed: service.log_format is json', '"request_id": "def"', {"log_format": "json"}),
+    ):
+        read_again(told, **settings)
+        httpx.get(f"{url}/v2", headers={"X-Request-Id": re.search("abc|def", line)[0]})
+        said(log, line)
     read_again("service.log_level differs", log_level="critical")
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0

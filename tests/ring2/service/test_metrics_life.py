@@ -45,19 +45,15 @@ def _look_up(service, name):
     assert service.client.post(f"/v1/models/{name}/lookup", json={"tables": tables}).status_code == 200
 
 
-def _undeploy(service, name):
-    assert service.client.post(f"/v1/models/{name}/undeploy").status_code == 200
+def test_models_that_are_gone_and_invented_names_leave_no_series(service, files, tmp_path):
+    def changes(change, outcome):
+        return samples(service)["hps_model_changes_total", change, "", outcome]
 
-
-def _changes(service, model, change, outcome):
-    return samples(service).get(("hps_model_changes_total", change, model, outcome), 0)
-
-
-def test_models_that_were_undeployed_leave_no_series(service, files):
     def round_of(name):
         assert _deploy(service, name, files) == 200
         _look_up(service, name)
-        _undeploy(service, name)
+        assert service.client.post(f"/v1/models/{name}/undeploy").status_code == 200
+        assert _deploy(service, f"invented-{name}", tmp_path / "nothing") == 400
 
     _look_up(service, "stays")
     round_of("first")  # the routes have their series
@@ -65,45 +61,35 @@ def test_models_that_were_undeployed_leave_no_series(service, files):
     for number in range(MODELS):
         round_of(f"model-{number}")
     assert _lines(service) <= before + 5
-    assert _changes(service, "", "undeploy", "done") == MODELS + 1
+    assert changes("undeploy", "done") == changes("deploy", "failed") == MODELS + 1
     assert samples(service)["hps_lookup_keys_total", "stays", "a"] == 4
 
 
-def test_failed_deployments_of_invented_names_share_one_series(service, tmp_path):
-    assert _deploy(service, "first", tmp_path / "nothing") == 400
-    before = _lines(service)
-    for number in range(12):
-        assert _deploy(service, f"invented-{number}", tmp_path / "nothing") == 400
-    assert _lines(service) <= before + 5
-    assert _changes(service, "", "deploy", "failed") == 13
-
-
 def test_a_model_that_is_deployed_again_counts_from_zero(service, files):
+    def counted():
+        return samples(service).get(("hps_lookup_keys_total", "m", "a"))
+
     for _ in range(3):
         assert _deploy(service, "m", files) == 200
-        assert samples(service)["hps_lookup_keys_total", "m", "a"] == 0
+        assert counted() == 0
         _look_up(service, "m")
-        assert samples(service)["hps_lookup_keys_total", "m", "a"] == 4
-        assert _deploy(service, "m", files) == 200  # the same version goes on counting
-        assert samples(service)["hps_lookup_keys_total", "m", "a"] == 4
-        _undeploy(service, "m")
-        assert ("hps_lookup_keys_total", "m", "a") not in samples(service)
+        assert _deploy(service, "m", files) == 200
+        assert counted() == 4, "the same version goes on counting"
+        assert service.client.post("/v1/models/m/undeploy").status_code == 200
+        assert counted() is None
 
 
 def test_tables_that_no_version_has_any_more_leave_no_series(service, files):
     before = None
     for version in range(1, 5):
-        entry = model_of(
-            "m", [files] * 2, {"a": DIM, f"only-{version}": DIM}, gpucacheper=0.5, version=str(version), keep_versions=0
-        )
+        dims = {"a": DIM, f"only-{version}": DIM}
+        entry = model_of("m", [files] * 2, dims, gpucacheper=0.5, version=str(version), keep_versions=0)
         assert service.client.post("/v1/models/m/deploy", json={"config": entry}).status_code == 200
         tables = {"a": [1, 2], f"only-{version}": [1]}
         service.client.post("/v1/models/m/lookup", json={"tables": tables}).raise_for_status()
         wait_until(lambda: len(service.app.lifecycle.server.live.versions("m")) == 1, "the version before is gone")
-        found = samples(service)
-        assert found["hps_lookup_keys_total", "m", "a"] == 2 * version  # it goes on counting
-        assert [key[2] for key in found if key[0] == "hps_lookup_keys_total" and "only" in key[2]] == [f"only-{version}"]
-        assert found["hps_lookup_keys_total", "m", f"only-{version}"] == 1
+        found = {key[2]: value for key, value in samples(service).items() if key[:2] == ("hps_lookup_keys_total", "m")}
+        assert found == {"a": 2 * version, f"only-{version}": 1}, "it goes on counting"
         assert before in (None, _lines(service))
         before = _lines(service)
 

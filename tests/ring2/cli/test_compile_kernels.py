@@ -17,9 +17,9 @@ def installation(tmp_path):
     return Installation(tmp_path)
 
 
-def run(installation, *arguments):
+def run(installation, *arguments, **environment):
     command = [sys.executable, "-m", "hps", "compile", *arguments]
-    where = {"env": installation.environment, "cwd": installation.temporary.parent}
+    where = {"env": installation.environment | environment, "cwd": installation.temporary.parent}
     return subprocess.run(command, **where, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,10 +34,9 @@ def vectors_of(name: str, keys: Any, version: int) -> np.ndarray:
     return vectors
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServedProcess]]:
+def three_servers(tmp_path: Path) -> Iterator[list[ServedProcess]]:
     """Three services with disks of their own, one repository and two versions, of which the first serves."""
-    models = tmp_path_factory.mktemp("routes") / "models"
+    models, places = tmp_path / "models", [tmp_path / f"server-{nth}" for nth in range(3)]
     entry = model_of("m", [f"{name}.model" for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=5000)
     entry["version_policy"] = {"specific": {"versions": [1]}}
     for version, name in product((1, 2), DIMS):
@@ -44,7 +45,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServedPro
     (models / "m" / "model.json").write_text(json.dumps(entry))
     document = document_of(model_repository=str(models), service={"admin_token": ADMIN, "drain_s": 0})
     with ExitStack() as stack:
-        yield [stack.enter_context(ServedProcess(document, tmp_path_factory.mktemp("server"))) for _ in range(3)]
+        for place in places:
+            place.mkdir()
+        yield [stack.enter_context(ServedProcess(document, place)) for place in places]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServedProcess]]:
+    yield from three_servers(tmp_path_factory.mktemp("routes"))
 
 
 def addresses_of(servers: list[ServedProcess]) -> list[str]:
@@ -84,22 +92,7 @@ def test_it_looks_up_as_one_server_does(servers: list[ServedProcess]) -> None:
     asyncio.run(twin())
 
 
-def test_each_server_is_asked_for_its_own_keys(servers: list[ServedProcess]) -> None:
-    def keys_of(one: ServedProcess) -> float:
-        metrics = httpx.get(f"{one.url}/metrics", headers={"authorization": f"Bearer {ADMIN}"}).text
-        (line,) = [line for line in metrics.splitlines() if line.startswith('hps_lookup_keys_total{model="m",table="item"')]
-        return float(line.rpartition(" ")[2])
-
-    before = [keys_of(one) for one in servers]
-    with hps.connect(addresses_of(servers), route="keys") as client:
-        for _ in range(4):
-            client.lookup(np.arange(ROWS), "m", "item")
-    asked = [keys_of(one) - earlier for one, earlier in zip(servers, before, strict=True)]
-    assert sum(asked) == 4 * ROWS
-    assert max(asked) < 0.4 * sum(asked)
-
-
-def test_one_connection_of_each_server_is_enough_for_many_threads(servers: list[ServedProcess]) -> None:
+def test_one_connection_of_each_server_is_enough_for_many_threads_and_each_is_asked(servers: list[ServedProcess]) -> None:
     with hps.connect(addresses_of(servers), route="keys", connections=1) as client, ThreadPoolExecutor(8) as threads:
 
         def ask(first: int) -> bool:
@@ -107,6 +100,10 @@ def test_one_connection_of_each_server_is_enough_for_many_threads(servers: list[
             return bool((client.lookup(keys, "m", "item") == vectors_of("item", keys, 1)).all())
 
         assert all(threads.map(ask, [*range(0, 1000, 50)] * 8, timeout=PATIENCE_S))
+    for one in servers:
+        metrics = httpx.get(f"{one.url}/metrics", headers={"authorization": f"Bearer {ADMIN}"}).text
+        [keys] = re.findall(r'^hps_lookup_keys_total{model="m",table="item".*} (\S+)$', metrics, re.MULTILINE)
+        assert float(keys) >= 0.2 * 160 * 100, "its own keys"
 
 
 def test_an_answer_is_of_one_version_and_needs_no_server_in_particular(servers: list[ServedProcess]) -> None:

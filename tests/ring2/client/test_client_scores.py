@@ -1,6 +1,5 @@
 """`Client.score` with a real `hps serve`: the scores of `HPS.score`."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,16 @@ def inputs(samples: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def package(directory: Path, version: int) -> None:
+    examples = {name: torch.from_numpy(one) for name, one in inputs(4).items()}
+    settings = {"max_batch_size": 64, "hit_rate_threshold": 1.1}
+    hps.torch.package(Ranker(version).eval(), directory / "m" / str(version), examples, per_request=["age"], settings=settings)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("scores")
-    examples = {name: torch.from_numpy(one) for name, one in inputs(4).items()}
-    settings = {"max_batch_size": 64, "hit_rate_threshold": 1.1}
-    version = directory / "models" / "m" / "1"
-    hps.torch.package(Ranker(1).eval(), version, examples, per_request=["age"], settings=settings)
+    package(directory / "models", 1)
     return directory
 
 
@@ -97,18 +99,6 @@ def test_scores_are_those_of_the_server_in_process(client: hps.Client, server: h
             {name: given[name].tolist() for name in ("item", "age", "known")},
         ):
             assert_equal(client.score("m", given | change, version="1", device_id=0), server.score("m", given | change))
-
-
-def test_the_asynchronous_client_scores_as_many_at_once(service: ServedProcess, server: hps.HPS) -> None:
-    async def main() -> None:
-        async with hps.connect_async(service.url, connections=3) as remote:
-            every = [inputs(1 + seed % 5, seed) for seed in range(30)]
-            for given, got in zip(every, await asyncio.gather(*(remote.score("m", one) for one in every)), strict=True):
-                assert_equal(got, server.score("m", given))
-            with pytest.raises(hps.InvalidInputError):
-                await remote.score("m", {})
-
-    asyncio.run(main())
 
 
 REFUSED: list[tuple[type[Exception], dict[str, Any], dict[str, Any]]] = [

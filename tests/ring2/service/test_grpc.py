@@ -1,19 +1,15 @@
 """gRPC as clients use it: Triton's library, stubs, grpcio's health and reflection; every vector is checked."""
 
-import asyncio
 import json
-import signal
 import ssl
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import grpc
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.grpc import service_pb2 as pb
@@ -27,7 +23,7 @@ from tests.servers.fronted_service import DIMS, ROWS, FrontedService, vectors_of
 from tests.servers.running_service import document_of, model_of
 
 SERVICE = "inference.GRPCInferenceService"
-METHOD = f"/{SERVICE}/ModelInfer"
+METHOD, METADATA = f"/{SERVICE}/ModelInfer", pb.ModelMetadataRequest(name="m")
 
 
 @pytest.fixture(scope="module")
@@ -96,22 +92,6 @@ class TestLookups:
                     stub.ModelInfer(request_of(keys, "t9"), metadata=[("x-request-id", "mine")])
                 assert raised.value.code() is grpc.StatusCode.NOT_FOUND
                 assert dict(raised.value.trailing_metadata())["x-request-id"] == "mine"
-
-    def test_many_calls_on_one_connection_do_not_mix(self, service: FrontedService) -> None:
-        async def run() -> None:
-            async with triton_aio.InferenceServerClient(service.grpc) as client:
-
-                async def one(seed: int) -> None:
-                    random = np.random.default_rng(seed)
-                    for _ in range(10):
-                        keys = random.integers(0, ROWS, random.integers(1, 3000))
-                        answer = await client.infer("m", [tensor("t0", keys), tensor("t1", keys[:5])])
-                        np.testing.assert_array_equal(answer.as_numpy("t0"), vectors_of(0, keys))
-                        np.testing.assert_array_equal(answer.as_numpy("t1"), vectors_of(1, keys[:5]))
-
-                await asyncio.gather(*map(one, range(40)))
-
-        asyncio.run(run())
 
     def test_streams_are_answered_in_order(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
         requests = [request_of(np.arange(n, 3 * n), id=str(n)) for n in range(1, 300)]
@@ -235,21 +215,20 @@ class TestErrors:
 
 
 def test_tokens_are_asked_for_and_short_times_kept(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", bearer_token="secret", admin_token="other", request_timeout_s=5)
+    service = FrontedService(children, tmp_path / "s", bearer_token="secret", request_timeout_s=5)
     with grpc.insecure_channel(service.grpc) as channel:
-        stub, metadata = pb_grpc.GRPCInferenceServiceStub(channel), pb.ModelMetadataRequest(name="m")
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
         for given in ((), [("authorization", "Bearer wrong")], [("authorization", "secret")]):
-            for ask, request in ((stub.ModelInfer, request_of([1])), (stub.ModelMetadata, metadata)):
-                assert code_of(ask, request, metadata=given)[0] is grpc.StatusCode.UNAUTHENTICATED
             stream = stub.ModelStreamInfer(iter([request_of([1])]), metadata=given)
-            assert code_of(next, stream)[0] is grpc.StatusCode.UNAUTHENTICATED
+            for ask in (
+                lambda given=given: stub.ModelInfer(request_of([1]), metadata=given),
+                lambda given=given: stub.ModelMetadata(METADATA, metadata=given),
+                lambda stream=stream: next(stream),
+            ):
+                assert code_of(ask)[0] is grpc.StatusCode.UNAUTHENTICATED
             assert stub.ServerReady(pb.ServerReadyRequest(), metadata=given).ready
-        for token in ("other", "secret"):
-            given = [("authorization", f"Bearer {token}")]
-            np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3]), metadata=given)), vectors_of(0, [3]))
-            assert stub.ModelMetadata(metadata, metadata=given).name == "m"
-        load = pb.RepositoryModelLoadRequest(model_name="m")
-        assert code_of(stub.RepositoryModelLoad, load, metadata=given)[0] is grpc.StatusCode.PERMISSION_DENIED
+        given = [("authorization", "Bearer secret")]
+        np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3]), metadata=given)), vectors_of(0, [3]))
         with service.paused_owner():
             code, details = code_of(stub.ModelInfer, request_of([1]), metadata=given)
         assert (code, "request_timeout_s" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
@@ -269,7 +248,7 @@ def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_
     context.load_cert_chain(ranker.certificate, ranker.key)
     paths = {"tls_certificate_path": pair.both, "tls_client_ca_path": authority.path, "tokens_path": tmp_path / "tokens.json"}
     service = FrontedService(children, tmp_path / "s", tls=context, **{name: str(path) for name, path in paths.items()})
-    code, metadata = grpc.StatusCode, pb.ModelMetadataRequest(name="m")
+    code = grpc.StatusCode
 
     def stub_of(one: Pair) -> pb_grpc.GRPCInferenceServiceStub:
         content = [path.read_bytes() for path in (authority.path, one.key, one.certificate)]
@@ -280,40 +259,22 @@ def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_
     calls = [(keys, stub.ModelInfer.future(request_of(keys))) for keys in np.arange(64_000).reshape(64, 1000) % ROWS]
     for keys, call in calls:
         np.testing.assert_array_equal(first_vectors(call.result()), vectors_of(0, keys))
-    assert stub.ModelMetadata(metadata).name == "m"
+    assert stub.ModelMetadata(METADATA).name == "m"
     assert code_of(stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="m"))[0] is code.PERMISSION_DENIED
     stub = stub_of(other)
     assert stub.ServerReady(pb.ServerReadyRequest()).ready
-    for ask, request in ((stub.ModelInfer, request_of([1])), (stub.ModelMetadata, metadata)):
-        assert code_of(ask, request)[0] is code.PERMISSION_DENIED
-    given = {"metadata": [("authorization", "Bearer t2")]}
-    assert stub.ModelMetadata(metadata, **given).name == "m"
-    assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.PERMISSION_DENIED
-    given = {"metadata": [("authorization", "Bearer t1")]}
-    assert stub.ModelInfer(request_of([1]), **given)
-    answers = stub.ModelStreamInfer(iter([request_of([1]), request_of([1])]), **given)
+    figures, limited = ({"metadata": [("authorization", f"Bearer {token}")]} for token in ("t2", "t1"))
+    assert code_of(stub.ModelMetadata, METADATA)[0] is code.PERMISSION_DENIED
+    assert stub.ModelMetadata(METADATA, **figures).name == "m"
+    for given in ({}, figures):
+        assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.PERMISSION_DENIED
+    assert stub.ModelInfer(request_of([1]), **limited)
+    answers = stub.ModelStreamInfer(iter([request_of([1])] * 2), **limited)
     assert ["requests_per_s" in one.error_message for one in answers] == [True, True]
-    assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.RESOURCE_EXHAUSTED
+    assert code_of(stub.ModelInfer, request_of([1]), **limited)[0] is code.RESOURCE_EXHAUSTED
     with grpc.insecure_channel(service.grpc) as channel:
         assert code_of(pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer, request_of([1]))[0] is code.UNAVAILABLE
     service.stop()
-
-
-def test_a_draining_service_answers_old_and_new_channels_until_a_second_signal(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", fronts=2, drain_s=600)
-    with grpc.insecure_channel(service.grpc) as old, ExitStack() as stack:
-        stub = pb_grpc.GRPCInferenceServiceStub(old)
-        stub.ModelInfer(request_of([1]))
-        service.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "not ready from now on" in service.log.read_text(), "it drains")
-        options = [("grpc.use_local_subchannel_pool", 1)]  # each a connection of its own, to either front
-        channels = [stack.enter_context(grpc.insecure_channel(service.grpc, options=options)) for _ in range(6)]
-        for channel in (old, *channels, old):
-            response = pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request_of([3, 5]))
-            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(PATIENCE_S) == 0
-        assert code_of(stub.ModelInfer, request_of([1]))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 def test_triton_clients_control_models_and_a_refused_load_is_internal_as_in_triton(children: ChildProcesses, tmp_path) -> None:

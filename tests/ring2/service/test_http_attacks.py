@@ -171,15 +171,16 @@ def lives(connection):
     return answer.startswith(b"HTTP/1.1 200")
 
 
-def test_half_sent_requests_take_neither_all_descriptors_nor_the_connections_of_others(tmp_path):
+@pytest.mark.parametrize(("half", "count"), [(head()[:-2], 600)], ids=["half a head"])
+def test_half_sent_requests_take_neither_all_descriptors_nor_the_connections_of_others(tmp_path, half, count):
     with serving(tmp_path, "-c", FEW_FILES, max_connections=4096) as server, attacked(server) as victim, ExitStack() as stack:
         healthy = [stack.enter_context(victim.connect()) for _ in range(20)]
         half_sent = deque()
-        for number in range(600):
+        for number in range(count):
             if number % 50 == 0:
                 assert all(lives(connection) for connection in healthy), number
             half_sent.append(stack.enter_context(victim.connect()))
-            drop_errors(lambda: half_sent[-1].sendall(head()[:-2]))
+            drop_errors(lambda: half_sent[-1].sendall(half))
             if len(half_sent) > 300:
                 half_sent.popleft().close()
 

@@ -44,7 +44,7 @@ def serving(fake):
 
 @pytest.fixture
 def fake():
-    server = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
+    server = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1_000_000)])
     server.rows[0][1] = np.array([1, 2, 3], np.float32)
     return server
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import shlex
 import signal
@@ -20,6 +19,7 @@ from hps.service.server import listen
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.gated_file_system import gates
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
+from tests.servers.served_process import ServedProcess
 
 
 @pytest.fixture
@@ -96,9 +96,7 @@ def test_a_process_that_lost_a_thread_is_not_live_and_says_which(document):
             thread.start()
             thread.join(PATIENCE_S)
         answer = service.client.get("/v2/health/live")
-        assert answer.status_code == 503
-        assert answer.json()["live"] is False
-        assert "hps-needed" in answer.json()["reason"]
+        assert (answer.status_code, answer.json()["live"], "hps-needed" in answer.json()["reason"]) == (503, False, True)
         assert service.client.get("/v2/health/ready").status_code == 200  # lookups are answered until the restart
         found = samples(service)
         assert [found["hps_threads_ended_total", name] for name in ("hps-needed", "hps-single")] == [1, 1]
@@ -119,26 +117,6 @@ def test_a_parameter_server_of_the_callers_stays_open_and_one_of_its_own_is_clos
     for host, says in (("203.0.113.1", "Cannot assign"), ("no.such.host.invalid", "cannot listen on no.such")):
         with pytest.raises(hps.ConfigError, match=says):
             listen(host, 0)
-
-
-@pytest.fixture
-def serve(tmp_path, children):
-    """Start `hps serve` on a free port, unless one is given; its standard error goes to a file."""
-
-    def serve(document, port=0, *options):
-        path, log = tmp_path / "ps.json", tmp_path / "log"
-        path.write_text(json.dumps(document))
-        with log.open("wb") as stderr:
-            environment = {**os.environ, "COLUMNS": "300"}
-            process = children.hps("serve", path, "--port", port, *options, stderr=stderr, env=environment, real=True)
-        return process, log
-
-    return serve
-
-
-def said(log, pattern):
-    wait_until(lambda: re.search(pattern, log.read_text()), f"the log says {pattern}")
-    return re.search(pattern, log.read_text())
 
 
 def test_lookups_go_on_after_signals(document):
@@ -177,28 +155,19 @@ def test_a_service_is_ready_when_its_fronts_listen(document, tmp_path, children)
     path.write_text(json.dumps(document))
     with log.open("wb") as stderr:
         children.start(sys.executable, "-c", LATE_FRONT, "serve", path, "--port", 0, "--fronts", 1, stderr=stderr)
-    url = said(log, r"ready; try: curl -s (http://[\d.:]+)/")[1]
+    wait_until(lambda: "ready; try" in log.read_text(), "it is ready")
     assert log.read_text().index("listens late") < log.read_text().index("ready; try")
-    assert httpx.get(f"{url}/v2/health/live").status_code == 200
 
 
-def test_serve_prints_a_curl_that_answers_and_logs_each_step_of_its_end(document, serve):
-    document["service"]["drain_s"] = 3600
-    process, log = serve(document)
-    url = said(log, r"listening on (\S+);")[1]
-    command = shlex.split(said(log, r"try: (curl .*)")[1])
-    answer = httpx.post(command[2], content=command[command.index("-d") + 1])
-    assert answer.json() == {"tables": {"item": [[1, 1, 1], [2, 2, 2], [3, 3, 3]]}}
-    process.send_signal(signal.SIGTERM)
-    said(log, "SIGTERM: not ready from now on; requests are answered for 3600 s more")
-    assert httpx.get(f"{url}/v2/health/ready").status_code == 503
-    process.send_signal(signal.SIGTERM)  # ends the draining
-    assert process.wait(PATIENCE_S) == 0
-    steps = "SIGTERM: no longer listening", "requests have ended", "the databases are closed", "stopped, .* s after SIGTERM"
-    found = [re.search(f"INFO hps.service.*: {step}", log.read_text()) for step in steps]
-    assert all(found), log.read_text()
-    assert sorted(found, key=lambda one: one.start()) == found
-    assert "Traceback" not in log.read_text()
+def test_serve_prints_a_curl_that_answers_and_logs_each_step_of_its_end(document, tmp_path):
+    with ServedProcess(document, tmp_path) as served:
+        command = shlex.split(re.search(r"try: (curl .*)", served.log())[1])
+        answer = httpx.post(command[2], content=command[command.index("-d") + 1])
+        assert answer.json() == {"tables": {"item": [[1, 1, 1], [2, 2, 2], [3, 3, 3]]}}
+        served.stop(signal.SIGTERM)
+        steps = ("no longer listening", "requests have ended", "the databases are closed", "stopped, .* s after SIGTERM")
+        assert re.search(".*".join(f"INFO hps.service.*: .*{step}" for step in steps), served.log(), re.DOTALL), served.log()
+        assert "Traceback" not in served.log()
 
 
 # -- a configuration that is read again -----------------------------------------------------------------------------------
@@ -252,29 +221,25 @@ def test_tokens_limits_and_the_log_level_change_while_it_serves(edit):
 
 
 def test_models_come_and_go_while_it_serves(edit, tmp_path):
+    """What becomes of each change of an entry is shown in tests/ring1/service/test_reload.py."""
     edit, client = edit
     a, b = (model_of(name, [tmp_path / name], {"item": 2}) for name in "ab")
     missing = {**a, "sparse_files": [str(tmp_path / "nowhere")]}
-
-    def status(name):
-        return client.post(f"/v1/models/{name}/lookup", json={"tables": {"item": [1]}}).status_code
 
     def models(change, *says):
         edit(lambda document: change(document["models"]), *says)
 
     models(lambda listed: listed.extend([missing, b]), "model a is new", "loading model a failed", "model b is ready")
     response = client.get("/v2/models/a/ready")
-    assert (response.status_code, "nowhere" in response.text, status("b")) == (503, True, 200)
+    assert (response.status_code, "nowhere" in response.text) == (503, True)
     assert client.get("/v2/health/ready").status_code == 200
     models(lambda listed: listed.__setitem__(1, a), "model a is tried as it is now", "model a is ready after")
     models(lambda listed: listed.pop(0), "model m is gone", "model m is out of service")
-    assert [status(name) for name in "mab"] == [404, 200, 200]
+    for name, status in (("m", 404), ("a", 200), ("b", 200)):
+        assert client.post(f"/v1/models/{name}/lookup", json={"tables": {"item": [1]}}).status_code == status
     models(lambda listed: listed.append({**missing, "model": "c"}), "loading model c failed")
     models(lambda listed: listed.pop(), "model c is gone", "model c is out of service")
     assert client.get("/v2/models/c/ready").status_code == 404
-    versions = [{"version": "2", "sparse_files": [str(tmp_path / "b")]}]
-    models(lambda listed: listed[0].update(versions=versions), "model a has other versions; .*hps deploy a")
-    assert client.get("/v2/models/a").json()["versions"] == ["1"]
 
 
 def test_a_wrong_configuration_changes_nothing(edit):
@@ -289,33 +254,24 @@ def test_a_wrong_configuration_changes_nothing(edit):
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
 
 
-def test_lines_have_the_format_of_the_configuration_and_the_level_of_the_command_line(document, serve, tmp_path):
+def test_lines_have_the_format_of_the_configuration_and_the_level_of_the_command_line(document, tmp_path):
     document["service"] |= {"log_format": "json", "log_level": "error", "keep_alive_s": "70"}
     document["model_source"] = {"timeout_s": "9"}
-    process, log = serve(document, 0, "--log-level", "info")
-    url = said(log, r"listening on (http://[\d.:]+);")[1]
-    said(log, "ready; try")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    [notice] = [line for line in lines if line["logger"] == "hps.configuration.load"]
-    assert (notice["level"], "model_source.timeout_s, service.keep_alive_s" in notice["message"]) == ("info", True)
-    assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
-
-    def read_again(says, **service):
-        before = len(log.read_text())
-        document["service"] |= service
-        (tmp_path / "ps.json").write_text(json.dumps(document))
-        process.send_signal(signal.SIGHUP)
-        wait_until(lambda: re.search(says, log.read_text()[before:]), f"the log says {says}")
-
-    for told, line, settings in (
-        ("INFO .*log_format is text, was json", "INFO .*request_id=abc", {"log_format": "text", "access_log_per_s": 3}),
-        ('"changed: service.log_format is json', '"request_id": "def"', {"log_format": "json"}),
-    ):
-        read_again(told, **settings)
-        httpx.get(f"{url}/v2", headers={"X-Request-Id": re.search("abc|def", line)[0]})
-        said(log, line)
-    read_again("service.log_level differs", log_level="critical")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 0
-    assert json.loads(log.read_text().splitlines()[-1])["level"] == "info"
-    assert "Traceback" not in log.read_text()
+    with ServedProcess(document, tmp_path, 1, "--log-level", "info") as served:
+        lines = [json.loads(line) for line in served.log().splitlines()]
+        [notice] = [line for line in lines if line["logger"] == "hps.configuration.load"]
+        assert (notice["level"], "model_source.timeout_s, service.keep_alive_s" in notice["message"]) == ("info", True)
+        assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
+        for settings, told, line in (
+            ({"log_format": "text", "access_log_per_s": 3}, "INFO .*log_format is text, was json", "INFO .*request_id=abc"),
+            ({"log_format": "json"}, '"changed: service.log_format is json', '"request_id": "def"'),
+            ({"log_level": "critical"}, "service.log_level differs", '"request_id": "ghi"'),
+        ):
+            document["service"] |= settings
+            (tmp_path / "ps.json").write_text(json.dumps(document))
+            served.tell(signal.SIGHUP, told)
+            httpx.get(f"{served.url}/v2", headers={"X-Request-Id": re.search("abc|def|ghi", line)[0]})
+            wait_until(lambda line=line: re.search(line, served.log()), f"the log says {line}")
+        served.stop(signal.SIGTERM)
+        assert json.loads(served.log().splitlines()[-1])["level"] == "info"
+        assert "Traceback" not in served.log()

@@ -2,31 +2,18 @@
 
 import asyncio
 import json
-import threading
 from http.client import HTTPResponse
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hps.service.fronts import connection as connections
 from hps.testing.waiting import PATIENCE_S, wait_until
-from hps.types import TableSpec
-from tests.fakes.fake_parameter_server import FakeParameterServer
-from tests.servers.running_service import document_of, model_of, running_service, samples
+from tests.ring2.service.test_http_faults import LOOKUP, WHOLE, document, fake, head, held
+from tests.servers.running_service import running_service, samples
 
-PATH = "/v1/models/m/lookup"
-LOOKUP = b'{"tables": {"item": [1]}}'
+__all__ = ["fake", "held"]
 ANSWER = {"tables": {"item": [[1, 2, 3]]}}
-HEAD = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(LOOKUP)}\r\n\r\n".encode()
-WHOLE = HEAD + LOOKUP
-
-
-@pytest.fixture
-def fake():
-    server = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1_000_000)])
-    server.rows[0][1] = np.array([1, 2, 3], np.float32)
-    return server
 
 
 @pytest.fixture
@@ -35,17 +22,6 @@ def service(fake):
     with running_service(document(drain_s=3600), fake) as service:
         wait_until(lambda: service.server._loop, "the event loop runs")
         yield service
-
-
-@pytest.fixture
-def held(fake):
-    held = SimpleNamespace(entered=threading.Event(), release=threading.Event())
-    fake.on_lookup = lambda: (held.entered.set(), held.release.wait(PATIENCE_S))
-    return held
-
-
-def document(**service):
-    return document_of(model_of("m", ["nowhere"], {"item": 3}), service=service)
 
 
 def drain(service):
@@ -156,7 +132,7 @@ def test_a_connection_is_not_closed_over_bytes_that_have_arrived(service):
         assert connection.recv(1) == b""
 
 
-@pytest.mark.parametrize("sent", [b"", HEAD[:20], HEAD, WHOLE[:-1]])
+@pytest.mark.parametrize("sent", [b"", WHOLE[:20], WHOLE[: -len(LOOKUP)], WHOLE[:-1]])
 def test_a_request_that_has_begun_is_waited_for(service, sent, monkeypatch):
     monkeypatch.setattr(connections, "_FIRST_REQUEST_S", 20)
     with service.connect() as connection:
@@ -171,8 +147,9 @@ def test_a_request_that_has_begun_is_waited_for(service, sent, monkeypatch):
 def test_an_answer_that_is_not_read_yet_is_not_cut_off(fake):
     fake.rows[0] = {key: np.full(3, key, np.float32) for key in range(1000)}
     body = json.dumps({"tables": {"item": list(range(1000)) * 300}}).encode()
-    with running_service(document(), fake) as service, service.connect() as connection:
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    large = document(max_keys_per_request=1_000_000, max_body_bytes=10_000_000)
+    with running_service(large, fake) as service, service.connect() as connection:
+        connection.sendall(head(Content_Length=len(body)) + body)
         wait_until(lambda: fake.lookups, "it is looked up")
         service.server.stop()
         wait_until(lambda: refuses(service), "the service refuses connections")

@@ -2,6 +2,8 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -94,42 +96,39 @@ def test_tables_that_no_version_has_any_more_leave_no_series(service, files):
         before = _lines(service)
 
 
-class Held:
-    """Figures of a server that are not there until it is released."""
+@contextmanager
+def held(service):
+    """Figures of a server that are not there until `released` is set; `begun` once they are asked for, `rounds` times."""
+    held = SimpleNamespace(begun=threading.Event(), released=threading.Event(), rounds=0)
+    collector = service.app.lifecycle.server.statistics
+    statistics = collector.statistics
 
-    def __init__(self, service):
-        self.begun, self.released, self.rounds = threading.Event(), threading.Event(), 0
-        self._collector = service.app.lifecycle.server.statistics
-        self._statistics, self._collector.statistics = self._collector.statistics, self._wait
+    def wait():
+        held.rounds += 1
+        held.begun.set()
+        assert held.released.wait(PATIENCE_S)
+        return statistics()
 
-    def _wait(self):
-        self.rounds += 1
-        self.begun.set()
-        assert self.released.wait(PATIENCE_S)
-        return self._statistics()
-
-    def end(self):
-        self.released.set()
-        self._collector.statistics = self._statistics
+    collector.statistics = wait
+    try:
+        yield held
+    finally:
+        held.released.set()
+        collector.statistics = statistics
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/stats"])
 def test_who_asks_while_figures_are_written_gets_the_same_text_and_no_lookup_waits(service, path):
-    held = Held(service)
     with ThreadPoolExecutor(4) as pool:
-        try:
-            first = pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S)
-            assert held.begun.wait(PATIENCE_S)
-            others = [pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S) for _ in range(3)]
-            for _ in range(3):
-                _look_up(service, "stays")
+        with held(service) as figures:
+            asked = [pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S)]
+            assert figures.begun.wait(PATIENCE_S)
+            asked += [pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S) for _ in range(3)]
             wait_until(lambda: service.passed_on == 4, "all have asked")
             _look_up(service, "stays")
-            assert not any(one.done() for one in [first, *others])
-        finally:
-            held.end()
-        texts = {one.result().content for one in [first, *others]}
-    assert len(texts) == held.rounds == 1
+            assert not any(one.done() for one in asked)
+        texts = {one.result().content for one in asked}
+    assert len(texts) == figures.rounds == 1
     assert service.client.get("/metrics").content not in texts
 
 
@@ -137,15 +136,11 @@ def test_figures_that_are_never_written_are_given_up_and_do_not_pile_up(files):
     document = document_of(_model("stays", files), service={"request_timeout_s": 0.3})
     before = set(threading.enumerate())  # those of services of other tests may be there still
     with running_service(document) as service:
-        held = Held(service)
-        try:
+        with held(service) as figures:
             for path in ("/metrics", "/metrics", "/v1/stats", "/metrics"):
                 assert service.client.get(path).status_code == 504
             _look_up(service, "stays")
-            assert held.rounds == 1
-            ours = [thread for thread in threading.enumerate() if thread.name.startswith("hps-text") and thread not in before]
-            assert len(ours) == 1
-        finally:
-            held.end()
+            assert figures.rounds == 1
+            assert len([one for one in threading.enumerate() if one.name.startswith("hps-text") and one not in before]) == 1
         wait_until(lambda: service.client.get("/metrics").status_code == 200, "it is written again")
         assert service.client.get("/v1/stats").status_code == 200

@@ -13,10 +13,10 @@ from hps.errors import DatabaseError
 from hps.ground.log_limits import LineLimit
 from hps.statistics.tracing import STAGES
 from hps.testing.waiting import wait_until
-from hps.types import TableSpec
-from tests.fakes.fake_parameter_server import FakeParameterServer
+from tests.ring2.service.test_http_faults import fake
 from tests.servers.running_service import document_of, model_of, running_service
 
+__all__ = ["fake"]
 LOOKUP, INFER = "/v1/models/m/lookup", "/v2/models/m/infer"
 DIMS = {"user": 2, "item": 3}
 
@@ -29,11 +29,6 @@ def document(tmp_path_factory):
         hps.write_sparse_model(directory / table, (keys, np.repeat(keys.astype(np.float32)[:, None], dim, axis=1)))
     sources = [directory / table for table in DIMS]
     return document_of(model_of("m", sources, DIMS, gpucacheper=0.5, hit_rate_threshold=1.1), persistent=directory / "rocksdb")
-
-
-@pytest.fixture
-def fake():
-    return FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
 
 
 @pytest.fixture

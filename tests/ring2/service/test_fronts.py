@@ -82,9 +82,6 @@ def test_a_front_can_write_to_its_own_region_alone(service):
         assert writable == ({f"hps-front-{number}"} if number >= 0 else {"hps-front-0", "hps-front-1", "hps-page"})
 
 
-# -- one connection -----------------------------------------------------------------------------------------------------------
-
-
 def raw_request(keys, *headers):
     more, body = binary_request(keys)
     lines = [b"POST /v2/models/m/infer HTTP/1.1", b"Host: h", b"Content-Length: %d" % len(body), *headers]
@@ -120,9 +117,6 @@ def test_pipelined_requests_are_answered_in_their_order_also_after_refusals(serv
             assert vectors is None or np.array_equal(vectors, vectors_of(keys) if keys else np.empty((0, DIM)))
 
 
-# -- deaths -------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_killed_front_costs_its_own_connections_and_is_replaced(service):
     connections = service.connections(4)
     pid = service.kill(0)
@@ -151,9 +145,6 @@ def test_a_killed_owner_costs_no_connection_and_no_answer_is_wrong(service):
     assert [one.lost for one in clients] == [0] * len(clients)
 
 
-# -- processes that stand -----------------------------------------------------------------------------------------------------
-
-
 def test_a_front_that_stands_delays_its_own_clients_alone(service):
     connections = service.connections(20)
     keys = {one: [nth, 2 * nth, ROWS - nth] for nth, one in enumerate(connections[0])}
@@ -164,9 +155,6 @@ def test_a_front_that_stands_delays_its_own_clients_alone(service):
             assert one.look_up(KEYS) == 200
     for one in connections[0]:
         assert one.checked(keys[one]) == 200
-
-
-# -- ends ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_sighup_changes_settings_of_the_fronts(start):

@@ -277,30 +277,6 @@ def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_
     service.stop()
 
 
-def test_triton_clients_control_models_and_a_refused_load_is_internal_as_in_triton(children: ChildProcesses, tmp_path) -> None:
-    """What Triton's example simple_grpc_model_control.py asks for."""
-    service = FrontedService(children, tmp_path, model_control_mode="explicit", load_models=["*"])
-    refused = [
-        ("m", {"config": '"parameters": {"config": {{"max_batch_size": "16"}}}'}),
-        ("m", {"config": "{}", "files": {"file:" + "A" * 256: b"a"}}),
-        ("none", {}),
-    ]
-    with triton.InferenceServerClient(service.grpc) as client:
-        for content in (16, 32):
-            client.load_model("m", config=f'{{"max_batch_size":"{content}"}}')
-            assert client.get_model_config("m").config.max_batch_size == content
-        client.unload_model("m")
-        assert not client.is_model_ready("m")
-        for name, arguments in refused:
-            says = f"failed to load '{name}', failed to poll from model repository"
-            with pytest.raises(InferenceServerException, match=says) as raised:
-                client.load_model(name, **arguments)
-            assert raised.value.status() == "StatusCode.INTERNAL"
-        client.load_model("m")
-        assert client.is_model_ready("m")
-    assert 'status="500"' not in httpx.get(f"{service.url}/metrics").text, "they are no bugs of ours"
-
-
 def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
     (tmp_path / "ps.json").write_text(json.dumps(document_of(model_of("m", write_tables(tmp_path), DIMS))))
     code = "import sys; sys.modules['hpack'] = None; from hps.cli.app import main; main()"

@@ -12,22 +12,8 @@ import httpx
 import pytest
 
 from hps.testing.waiting import PATIENCE_S, wait_until
-from tests.servers.attacked_server import (
-    ADMIN,
-    BODY,
-    FEW_FILES,
-    MB,
-    PATH,
-    TOKEN,
-    attacked,
-    bombs,
-    document_in,
-    drop_errors,
-    flood,
-    head,
-    hostile,
-    serving,
-)
+from tests.servers import attacked_server
+from tests.servers.attacked_server import ADMIN, BODY, MB, PATH, TOKEN, attacked, drop_errors, head, serving
 from tests.servers.running_service import running_service
 
 CONTAINERS = (list, dict, tuple, set, str, bytes, bytearray, memoryview)
@@ -49,8 +35,8 @@ def test_no_error_leaves_its_request_to_the_collector_of_garbage(tmp_path):
     """What was read and refused is freed at once: nothing as large is left in a cycle. (httpx makes cycles of its own.)"""
     most, keys, body_bytes = 3000, 1000, 200_000
     limits = {"admin_token": "of-changes", "max_body_bytes": body_bytes, "max_keys_per_request": keys}
-    with running_service(document_in(tmp_path, service=limits, max_batch_size=keys)) as service:
-        for kind, (method, path, body, encoding) in hostile(most, keys, body_bytes).items():
+    with running_service(attacked_server.document_in(tmp_path, service=limits, max_batch_size=keys)) as service:
+        for kind, (method, path, body, encoding) in attacked_server.hostile(most, keys, body_bytes).items():
             gc.collect()
             gc.disable()
             gc.set_debug(gc.DEBUG_SAVEALL)  # what only the collector frees is kept in gc.garbage
@@ -73,7 +59,7 @@ def test_no_error_leaves_its_request_to_the_collector_of_garbage(tmp_path):
 def test_small_bodies_that_become_large_are_refused_within_the_budget(tmp_path):
     """Bodies of every kind, one server of its own: what one leaves behind, also in the allocator, must not add up."""
     headers = {"Content-Encoding": "gzip", "Authorization": "Bearer secret"}
-    bodies = [(path, text, 3) for path, text in bombs().values()] + [(PATH, b" " * BODY, 32)]
+    bodies = [(path, text, 3) for path, text in attacked_server.bombs().values()] + [(PATH, b" " * BODY, 32)]
     with serving(tmp_path) as server, attacked(server) as victim, ThreadPoolExecutor(16) as clients:
 
         def post(path, body):
@@ -107,7 +93,7 @@ def test_what_has_no_end(victim, start, piece):
         connections = [stack.enter_context(victim.connect()) for _ in range(8)]
         for connection in connections:
             connection.sendall(start)
-        list(clients.map(lambda connection: flood(connection, piece, 40 * MB), connections))
+        list(clients.map(lambda connection: attacked_server.flood(connection, piece, 40 * MB), connections))
         victim.check()
 
 
@@ -173,7 +159,11 @@ def lives(connection):
 
 @pytest.mark.parametrize(("half", "count"), [(head()[:-2], 600)], ids=["half a head"])
 def test_half_sent_requests_take_neither_all_descriptors_nor_the_connections_of_others(tmp_path, half, count):
-    with serving(tmp_path, "-c", FEW_FILES, max_connections=4096) as server, attacked(server) as victim, ExitStack() as stack:
+    with (
+        serving(tmp_path, "-c", attacked_server.FEW_FILES, max_connections=4096) as server,
+        attacked(server) as victim,
+        ExitStack() as stack,
+    ):
         healthy = [stack.enter_context(victim.connect()) for _ in range(20)]
         half_sent = deque()
         for number in range(count):

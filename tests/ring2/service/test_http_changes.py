@@ -76,9 +76,6 @@ def run(*arguments: str, **environment: str) -> Result:
     return result
 
 
-# -- changes ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_version_is_deployed_rolled_back_and_taken_out(service: RunningService) -> None:
     client, base = service.client, "/v1/models/shop"
     answer = client.post(f"{base}/deploy", content=b'{"version": "2"}').json()
@@ -150,8 +147,7 @@ def test_a_change_goes_on_beside_lookups_and_is_seen(content: dict[str, Any], ga
         assert gate.entered.wait(PATIENCE_S)
         assert served(service) == 1
         assert service.client.get("/v2/health/ready").status_code == 200, "a server that was ready stays so"
-        index = service.client.post("/v2/repository/index").json()
-        assert {one["version"]: one["state"] for one in index}["2"] == "LOADING"
+
         [change] = listed(service)[1]
         assert (change["table"]["name"], change["table"]["rows"], change["table"]["rows_done"]) == ("item", ROWS, 0)
         changes = [f"/v1/models/shop/{verb}?wait=false" for verb in ("deploy", "undeploy", "rollback")]
@@ -162,9 +158,6 @@ def test_a_change_goes_on_beside_lookups_and_is_seen(content: dict[str, Any], ga
         wait_until(lambda: "status" in listed(service)[1][0], "the change has ended")
         [change] = listed(service)[1]
         assert (change["status"], change["version"], served(service)) == (200, "2", 2)
-
-
-# -- who may, and the log ---------------------------------------------------------------------------------------------
 
 
 def test_a_service_that_others_reach_allows_no_change_without_an_admin_token(content: dict[str, Any]) -> None:
@@ -225,9 +218,6 @@ def test_every_change_is_one_line_of_who_what_and_how_long(service: RunningServi
     ]
     for record, pattern in zip(changes(), expected, strict=True):
         assert re.fullmatch(pattern, record.message), record.message
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
 
 
 def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Path) -> None:

@@ -166,9 +166,6 @@ def test_an_answer_says_how_many_keys_it_left_to_the_background(configuration, c
         assert caplog.text.count("sets no hit_rate_threshold") == 1
 
 
-# -- NVIDIA's Triton client, unchanged --------------------------------------------------------------------------------
-
-
 def tensor(name, array, binary=True):
     datatype = {"i8": "INT64", "i4": "INT32", "f4": "FP32"}[array.dtype.str[1:]]
     infer_input = triton.InferInput(name, array.shape, datatype)
@@ -229,9 +226,6 @@ def test_devices_answer_in_turn_or_as_named_and_a_lost_one_those_alone_who_name_
                 wait_until(lambda: answering() == [0, 0, 0, 1, 1, 1], "both are there")
 
 
-# -- bags -------------------------------------------------------------------------------------------------------------
-
-
 def test_rows_of_keys_are_bags_with_a_combiner_and_all_their_vectors_are_held(service, monkeypatch):
     """A fourth of the limit is for small requests; keys whose rows do not fit are refused before they are looked up."""
     keys = np.random.default_rng(4).integers(0, ROWS - 10, (50, 60))
@@ -244,9 +238,6 @@ def test_rows_of_keys_are_bags_with_a_combiner_and_all_their_vectors_are_held(se
         with pytest.raises(InferenceServerException, match="answering the request: it takes up to") as caught:
             ask(parameters={"combiner": "sum"})
     assert (caught.value.status(), service.held) == ("413", 0)
-
-
-# -- answers so large that their memory is used again -----------------------------------------------------------------
 
 
 def test_large_answers_keep_their_vectors_until_slow_clients_have_read_them(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
@@ -41,7 +42,7 @@ def document(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def explicit(document: Callable[..., dict[str, Any]]) -> Iterator[RunningService]:
-    with running_service(document("explicit", "simple", "other", load_models=["other"])) as service:
+    with running_service(document("explicit", "simple", "other", load_models=["other"]), grpc=True) as service:
         yield service
 
 
@@ -69,25 +70,37 @@ def unload(service: RunningService, name: str = "simple", **body: Any) -> httpx.
     return service.client.post(f"/v2/repository/models/{name}/unload", **body)
 
 
-def test_a_client_of_triton_controls_models(client: triton.InferenceServerClient) -> None:
-    assert {one["name"] for one in client.get_model_repository_index()} == {"simple", "other"}
-    assert client.is_model_ready("other")
-    assert not client.is_model_ready("simple")
-    client.load_model("simple")
-    assert client.is_model_ready("simple")
-    assert client.is_model_ready("simple", "1")
-    with pytest.raises(InferenceServerException, match="failed to load"):
-        client.load_model("simple", config='"parameters": {"config": {{"max_batch_size": "16"}}}')
-    client.load_model("simple", config='{"max_batch_size":"16"}')
-    assert client.get_model_config("simple")["max_batch_size"] == 16
-    client.load_model("simple")
-    assert client.get_model_config("simple")["max_batch_size"] == 1000, "as it is configured: the other was for once"
-    client.unload_model("simple", unload_dependents=True)
-    assert not client.is_model_ready("simple")
-    client.unload_model("simple")
-    client.unload_model("never_heard_of")
-    with pytest.raises(InferenceServerException, match="failed to load"):
-        client.load_model("never_heard_of")
+@pytest.mark.parametrize("library", [triton, triton_grpc])
+def test_a_client_of_triton_controls_models(explicit: RunningService, library: Any) -> None:
+    """As its examples simple_http_model_control.py and simple_grpc_model_control.py do."""
+    address = explicit.grpc if library is triton_grpc else explicit.url.removeprefix("http://")
+    with library.InferenceServerClient(address) as client:
+
+        def size() -> int:
+            config = client.get_model_config("simple")
+            return int(config["max_batch_size"] if isinstance(config, dict) else config.config.max_batch_size)
+
+        assert client.is_model_ready("other")
+        assert not client.is_model_ready("simple")
+        for _ in range(2):
+            client.load_model("simple")
+            assert client.is_model_ready("simple", "1")
+            client.load_model("simple", config='{"max_batch_size":"16"}')
+            assert size() == 16
+            client.load_model("simple")
+            assert size() == 1000, "as it is configured: the other was for once"
+            for name, arguments in (
+                ("simple", {"config": '"parameters": {"config": {{"max_batch_size": "16"}}}'}),
+                ("simple", {"config": "{}", "files": {"file:" + "A" * 256: b"a"}}),
+                ("never_heard_of", {}),
+            ):
+                with pytest.raises(InferenceServerException, match=f"failed to load '{name}', failed to poll from") as raised:
+                    client.load_model(name, **arguments)
+                assert raised.value.status() == ("StatusCode.INTERNAL" if library is triton_grpc else "400")
+            for name in ("simple", "simple", "never_heard_of"):
+                client.unload_model(name, unload_dependents=True)
+            assert not client.is_model_ready("simple")
+    assert 'status="500"' not in explicit.client.get("/metrics").text, "they are no bugs of ours"
 
 
 def test_what_a_load_generator_of_triton_asks_for(client: triton.InferenceServerClient) -> None:

@@ -96,7 +96,8 @@ def test_a_client_of_triton_controls_models(explicit: RunningService, library: A
             ):
                 with pytest.raises(InferenceServerException, match=f"failed to load '{name}', failed to poll from") as raised:
                     client.load_model(name, **arguments)
-                assert raised.value.status() == ("StatusCode.INTERNAL" if library is triton_grpc else "400")
+                over_http = "404" if name == "never_heard_of" else "400"
+                assert raised.value.status() == ("StatusCode.INTERNAL" if library is triton_grpc else over_http)
             for name in ("simple", "simple", "never_heard_of"):
                 client.unload_model(name, unload_dependents=True)
             assert not client.is_model_ready("simple")

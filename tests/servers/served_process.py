@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.service_processes import OWNER, children_of, left_over, service_processes
 
@@ -72,6 +73,13 @@ class ServedProcess:
         self._process.send_signal(number)
         self._process.wait(60)
         assert not left_over(children)
+
+    def tell(self, number: int, *says: str) -> None:
+        """Send it a signal, and wait until the log says so behind what it said before."""
+        before = len(self.log())
+        self._process.send_signal(number)
+        for one in says:
+            wait_until(lambda one=one: re.search(one, self.log()[before:]), f"the log says {one}")  # type: ignore[misc]
 
     def log(self) -> str:
         return self._log.read_text()

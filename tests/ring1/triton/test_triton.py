@@ -80,106 +80,94 @@ def outputs(model, **inputs):
     return response.outputs
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        ((), "int64"),
-        ((5,), "int64"),
-        ((5, 1), "int32"),
-        ((2, 3), "int32"),
-        ((2, 0), "int64"),
-        ((0,), "int32"),
-        ((2, 3, 4), "int64"),
-    ],
-)
-def test_each_table_is_answered_in_the_shape_of_its_keys(loaded, config, shape, dtype, capfd):
+SHAPES = [((), "int64"), ((5,), "int64"), ((5, 1), "int32"), ((2, 3), "int32"), ((2, 0), "int64"), ((2, 3, 4), "int64")]
+
+
+def test_each_table_is_answered_in_the_shape_of_its_keys(loaded, config, capfd):
     model = loaded(config())
-    keys = np.arange(np.prod(shape, dtype=int), dtype=dtype).reshape(shape)
-    got = outputs(model, user=keys, item=keys)
-    assert [*got] == ["user", "item"]
-    for name, vectors in got.items():
-        np.testing.assert_array_equal(vectors, vectors_of(name, keys), strict=True)
+    for shape, dtype in SHAPES:
+        keys = np.arange(np.prod(shape, dtype=int), dtype=dtype).reshape(shape)
+        got = outputs(model, user=keys, item=keys)
+        assert [*got] == ["user", "item"]
+        for name, vectors in got.items():
+            np.testing.assert_array_equal(vectors, vectors_of(name, keys), strict=True)
     del got, vectors
     gc.collect()
     assert "Error" not in capfd.readouterr().err, "NumPy says so of a capsule that Triton has renamed"
 
 
-@pytest.mark.parametrize(("counts", "batch"), [([2, 3], ()), ([2, 3], (1,)), ([0, 5], ()), ([5, 0], (1,)), ([0, 0], ())])
-def test_concatenated_keys_are_answered_with_concatenated_vectors(loaded, config, counts, batch):
-    keys = np.arange(sum(counts))
-    got = outputs(loaded(config()), KEYS=keys.reshape(*batch, -1), NUMKEYS=np.array(counts, np.int32).reshape(*batch, -1))
-    expected = [vectors_of(name, one).reshape(-1) for name, one in zip(DIMS, np.split(keys, counts[:1]), strict=True)]
-    np.testing.assert_array_equal(got["OUTPUT0"], np.concatenate(expected).reshape(*batch, -1), strict=True)
-
-
-def test_a_table_may_be_called_KEYS(loaded, config):
-    model = loaded(config(embedding_table_names=["KEYS", "user"]))
+def test_concatenated_keys_are_answered_with_concatenated_vectors(loaded, config):
+    model = loaded(config())
+    for counts, batch in (([2, 3], ()), ([2, 3], (1,)), ([0, 5], ()), ([5, 0], (1,)), ([0, 0], ())):
+        keys = np.arange(sum(counts))
+        got = outputs(model, KEYS=keys.reshape(*batch, -1), NUMKEYS=np.array(counts, np.int32).reshape(*batch, -1))
+        expected = [vectors_of(name, one).reshape(-1) for name, one in zip(DIMS, np.split(keys, counts[:1]), strict=True)]
+        np.testing.assert_array_equal(got["OUTPUT0"], np.concatenate(expected).reshape(*batch, -1), strict=True)
+    model = loaded(config(embedding_table_names=["KEYS", "user"]))  # a table may be called so, too
     np.testing.assert_array_equal(outputs(model, KEYS=np.array([4]))["KEYS"], vectors_of("item", [4]))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "text"),
-    [
-        ({"KEYS": np.arange(3), "NUMKEYS": np.array([1, 1], np.int32)}, "its sum is 2, expected 3"),
-        ({"KEYS": np.arange(3), "NUMKEYS": np.array([3], np.int32)}, "got 1 numbers, expected 2"),
-        ({"KEYS": np.arange(3), "NUMKEYS": np.array([4, -1], np.int32)}, "got -1, expected numbers of at least 0"),
-        ({"KEYS": np.arange(3), "NUMKEYS": np.array([1.0, 2.0])}, "reading NUMKEYS: got float64"),
-        ({"KEYS": np.arange(3)}, "got KEYS, expected KEYS and NUMKEYS alone"),
-        ({"KEYS": np.arange(1), "NUMKEYS": np.array([2**31 - 1, 2**31 - 1], np.int32)}, "expected 1, the number of KEYS"),
-        ({"KEYS": np.arange(4001), "NUMKEYS": np.array([4001, 0], np.int32)}, "got 4001 keys, expected at most 4000"),
-        ({"item": np.arange(4001)}, "got 4001 keys, expected at most 4000"),
-        ({"item": np.arange(3.0)}, "float64"),
-        ({}, "got none, expected keys of tables: item, user"),
-    ],
-)
-def test_a_wrong_request_fails_alone(loaded, config, inputs, text):
-    model = loaded(config())
+NUMKEYS = [  # and what is said of them beside three KEYS
+    (np.array([1, 1], np.int32), "its sum is 2, expected 3"),
+    (np.array([3], np.int32), "got 1 numbers, expected 2"),
+    (np.array([4, -1], np.int32), "got -1, expected numbers of at least 0"),
+    (np.array([1.0, 2.0]), "reading NUMKEYS: got float64"),
+    (np.array([2**31 - 1, 2**31 - 1], np.int32), "expected 3, the number of KEYS"),
+]
+WRONG = [
+    *(({"KEYS": np.arange(3), "NUMKEYS": counts}, text) for counts, text in NUMKEYS),
+    ({"KEYS": np.arange(3)}, "got KEYS, expected KEYS and NUMKEYS alone"),
+    ({"KEYS": np.arange(4001), "NUMKEYS": np.array([4001, 0], np.int32)}, "got 4001 keys, expected at most 4000"),
+    ({"item": np.arange(4001)}, "got 4001 keys, expected at most 4000"),
+    ({"item": np.arange(3.0)}, "float64"),
+    ({}, "got none, expected keys of tables: item, user"),
+]
+
+
+def test_a_wrong_request_fails_alone(loaded, config):
     good = Request(item=np.array([1]))
-    first, wrong, last = model.execute([good, Request(**inputs), good])
-    assert text in wrong.error.message
-    assert wrong.error.code == TritonError.INVALID_ARG
-    for one in (first, last):
+    requests = [one for inputs, _ in WRONG for one in (Request(**inputs), good)]
+    responses = loaded(config()).execute(requests)
+    for wrong, (_, text) in zip(responses[::2], WRONG, strict=True):
+        assert text in wrong.error.message
+        assert wrong.error.code == TritonError.INVALID_ARG
+    for one in responses[1::2]:
         np.testing.assert_array_equal(one.outputs["item"], vectors_of("item", [1]))
 
 
 def test_errors_have_the_codes_of_their_kinds(loaded, config, caplog):
-    model = loaded(config())
-
-    def code(**inputs):
-        [response] = model.execute([Request(**inputs)])
-        return response.error.code
-
-    assert code(nothing=np.array([1])) == TritonError.NOT_FOUND
-
     class Broken(Request):
         def inputs(self):
             raise RuntimeError("secret")
 
-    [response] = model.execute([Broken()])
-    assert response.error.code == TritonError.INTERNAL
-    assert "secret" not in response.error.message
+    model = loaded(config())
+
+    def code(request):
+        [response] = model.execute([request])
+        assert "secret" not in response.error.message
+        return response.error.code
+
+    good = Request(item=np.array([1]))
+    assert code(Request(nothing=np.array([1]))) == TritonError.NOT_FOUND
+    assert code(Broken()) == TritonError.INTERNAL
     assert "secret" in caplog.text
     model._server.undeploy("ranker")
-    assert code(item=np.array([1])) == TritonError.NOT_FOUND
+    assert code(good) == TritonError.NOT_FOUND
     model._server.close()
-    assert code(item=np.array([1])) == TritonError.UNAVAILABLE
+    assert code(good) == TritonError.UNAVAILABLE
 
 
 def test_a_version_of_other_widths_that_takes_over_meanwhile_answers_with_its_own(loaded, config, tmp_path, monkeypatch):
     model = loaded(config())
     write(tmp_path / "2", 2, item=2)
-    newer = model_of(
-        "ranker",
-        [str(tmp_path / "2" / f"{name}.model") for name in DIMS],
-        DIMS | {"item": 2},
-        maxnum_catfeature_query_per_table_per_sample=[4, 4],
-        version="2",
-    )
+    files = [str(tmp_path / "2" / f"{name}.model") for name in DIMS]
+    more = {"maxnum_catfeature_query_per_table_per_sample": [4, 4], "version": "2"}
+    newer = hps.load_configuration(document_of(model_of("ranker", files, DIMS | {"item": 2}, **more)))
     lookup_tables = model._server.lookup_tables
 
     def after_a_deployment(*arguments, **options):
         monkeypatch.undo()
-        model._server.deploy(hps.load_configuration(document_of(newer)).models[0])
+        model._server.deploy(newer.models[0])
         return lookup_tables(*arguments, **options)
 
     monkeypatch.setattr(model._server, "lookup_tables", after_a_deployment)
@@ -228,55 +216,51 @@ def test_new_files_are_deployed_where_the_service_would_poll(loaded, config, tmp
     np.testing.assert_array_equal(outputs(model, item=np.array([1]))["item"], vectors_of("item", [1], 3))
 
 
-def test_inputs_and_outputs_follow_from_the_tables(module, config):
-    given = config()
-    done = module.TritonPythonModel.auto_complete_config(triton.ModelConfig(given)).as_dict()
+def test_inputs_and_outputs_follow_from_the_tables_unless_config_pbtxt_says_others(module, config):
+    def completed(given):
+        return module.TritonPythonModel.auto_complete_config(triton.ModelConfig(dict(given))).as_dict()
+
+    done = completed(config())
     assert [one["name"] for one in done["input"]] == ["KEYS", "NUMKEYS", "item", "user"]
     assert all(one["optional"] and one["dims"] == [-1] for one in done["input"])
     assert {one["name"]: one["dims"] for one in done["output"]} == {"OUTPUT0": [-1], "item": [-1, 7], "user": [-1, 3]}
     assert done["max_batch_size"] == 1000
     assert "dynamic_batching" in done
-    pooled = module.TritonPythonModel.auto_complete_config(triton.ModelConfig(config({"combiner": "sum"}))).as_dict()
+    pooled = completed(config({"combiner": "sum"}))
     assert {one["name"]: one["dims"] for one in pooled["output"]} == {"OUTPUT0": [-1], "item": [7], "user": [3]}
-
-
-def test_what_config_pbtxt_says_is_left_alone(module, config):
     given = {**config(), "input": [{"name": "KEYS"}], "max_batch_size": 8}
-    assert module.TritonPythonModel.auto_complete_config(triton.ModelConfig(dict(given))).as_dict() == given
-    smaller = {**config(), "max_batch_size": 8}
-    assert module.TritonPythonModel.auto_complete_config(triton.ModelConfig(smaller)).as_dict()["max_batch_size"] == 8
+    assert completed(given) == given
+    assert completed({**config(), "max_batch_size": 8})["max_batch_size"] == 8
 
 
-@pytest.mark.parametrize(
-    ("parameters", "text"),
-    [
-        ({"ps": None}, "got no 'ps', expected the path of a ps.json"),
-        ({"ps": "/nowhere/ps.json"}, "/nowhere/ps.json"),
-        ({"model": "other"}, "model 'other': it is not configured; configured are: ranker"),
-        ({"output_memory": "tape"}, "got output_memory 'tape', expected 'cpu' or 'gpu'"),
-        ({"gpucacherper": "0.5"}, "gpucacheper"),
-        ({"item.combiner": "sum"}, r"got no combiner for \['user'\]"),
-        ({"thing.combiner": "sum"}, "got 'thing.combiner', expected the name of a table"),
-        ({"combiner": "sum", "padding_key": "none"}, "none"),
-    ],
-)
-def test_wrong_parameters_are_refused_before_the_model_is_loaded(module, config, loaded, parameters, text):
-    with pytest.raises(hps.HPSError, match=text):
-        module.TritonPythonModel.auto_complete_config(triton.ModelConfig(config(parameters)))
-    with pytest.raises(hps.HPSError, match=text):
-        loaded(config(parameters))
+PARAMETERS = [
+    ({"ps": None}, "got no 'ps', expected the path of a ps.json"),
+    ({"ps": "/nowhere/ps.json"}, "/nowhere/ps.json"),
+    ({"model": "other"}, "model 'other': it is not configured; configured are: ranker"),
+    ({"output_memory": "tape"}, "got output_memory 'tape', expected 'cpu' or 'gpu'"),
+    ({"gpucacherper": "0.5"}, "gpucacheper"),
+    ({"item.combiner": "sum"}, r"got no combiner for \['user'\]"),
+    ({"thing.combiner": "sum"}, "got 'thing.combiner', expected the name of a table"),
+    ({"combiner": "sum", "padding_key": "none"}, "none"),
+]
 
 
-def test_parameters_change_the_entry_of_the_model(loaded, config):
+def test_parameters_change_the_entry_and_wrong_ones_are_refused_before_the_model_is_loaded(module, config, loaded):
+    for parameters, text in PARAMETERS:
+        with pytest.raises(hps.HPSError, match=text):
+            module.TritonPythonModel.auto_complete_config(triton.ModelConfig(config(parameters)))
+        with pytest.raises(hps.HPSError, match=text):
+            loaded(config(parameters))
     model = loaded(config({"gpucacheper": "0.5", "model": "ranker", "refresh_interval": "3"}, name="called_otherwise"))
     entry = model._server.model("ranker").config
     assert (entry.gpucacheper, entry.refresh_interval) == (0.5, 3.0)
 
 
 def test_an_instance_on_a_gpu_deploys_to_that_gpu_alone(loaded, config):
-    model = loaded(config(deployed_device_list=[0, 3]), "GPU", 3)
+    two = config(deployed_device_list=[0, 3])
+    model = loaded(two, "GPU", 3)
     assert [*model._server.model("ranker").sessions] == [3]
     np.testing.assert_array_equal(outputs(model, item=np.array([1]))["item"], vectors_of("item", [1]))
     model.finalize()
     with pytest.raises(hps.ConfigError, match=r"got GPU 1, expected one of deployed_device_list \[0, 3\]"):
-        loaded(config(deployed_device_list=[0, 3]), "GPU", 1)
+        loaded(two, "GPU", 1)

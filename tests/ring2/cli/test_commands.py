@@ -22,9 +22,11 @@ from hps.models.sample import sample_vectors
 from hps.parameter_server import HPS
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.ring1.cli.test_cli import config, content, remarkable, write_config
+from tests.ring1.cli.test_init import initialised, table, target
 from tests.servers.child_processes import ChildProcesses
+from tests.servers.served_process import ServedProcess
 
-__all__ = ["config", "content", "remarkable"]
+__all__ = ["config", "content", "remarkable", "target"]
 
 
 def test_create_model_that_is_interrupted_leaves_nothing(tmp_path: Path, children: ChildProcesses) -> None:
@@ -49,24 +51,21 @@ def on_a_terminal(children: ChildProcesses, *arguments: object, until: str = "no
     """What a command writes to a real terminal until it ends. It is interrupted once it has written `until`."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    process = children.hps(
-        *arguments, stdin=theirs, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm-256color"}
-    )
+    plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = children.hps(*arguments, **streams, env={**plain, "TERM": "xterm-256color"})
     os.close(theirs)
     output, interrupted = b"", False
-    try:
-        while select.select([ours], [], [], PATIENCE_S)[0]:
+    with open(ours, "rb", buffering=0) as screen:
+        while select.select([screen], [], [], PATIENCE_S)[0]:
             try:
-                output += os.read(ours, 65536)
+                output += screen.read(65536)
             except OSError:  # EIO: the other side is closed
                 break
             if not interrupted and until.encode() in output:
                 process.send_signal(signal.SIGINT)
                 interrupted = True
         assert process.wait(60) == 0
-    finally:
-        os.close(ours)
     return output.decode()
 
 
@@ -96,13 +95,8 @@ def test_serve_ends_although_a_source_does_not_answer(
     tmp_path: Path, content: dict[str, Any], children: ChildProcesses
 ) -> None:
     """The thread that reads is one that the interpreter would wait for."""
-    content["models"].append(
-        {
-            **content["models"][0],
-            "model": "away",
-            "sparse_files": [f"gate://away{tmp_path}/{name}" for name in ("user", "item")],
-        }
-    )
+    files = [f"gate://away{tmp_path}/{name}" for name in ("user", "item")]
+    content["models"].append({**content["models"][0], "model": "away", "sparse_files": files})
     program = (
         "from hps.cli.app import main; from hps.service import app; from tests.fakes.gated_file_system import gates\n"
         "app.CLOSE_TIMEOUT_S = 1.0\n"
@@ -133,18 +127,12 @@ def ask(url: str, tables: dict[str, list[int]]) -> dict[str, Any]:
         return json.load(response)["tables"]
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_serve_answers_until_it_is_stopped_and_loads_again_only_what_it_is_forced_to(
-    config: Path, children: ChildProcesses, force: bool
-) -> None:
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_serve_loads_again_only_what_it_is_forced_to(tmp_path: Path, config: Path, force: tuple[str, ...]) -> None:
     with HPS(config) as server:
         server.insert([7], np.full((1, 8), 70, np.float32), "shop", "item")
-    process = children.hps("serve", config, "--port", 0, *(["--force"] if force else []))
-    url, body = read_until(process, r"curl -s (http://\S+) -d '(.*)'").groups()
-    answer = ask(url, json.loads(body)["tables"] | {"item": [7]})
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 0
+    with ServedProcess(config, tmp_path, 1, *force) as served:
+        answer = ask(f"{served.url}/v1/models/shop/lookup", {"user": [1, 2, 3], "item": [7]})
     np.testing.assert_array_equal(np.array(answer["user"], np.float32), sample_vectors(np.array([1, 2, 3]), 4, 1))
     expected = sample_vectors(np.array([7]), 8, 2) if force else np.full((1, 8), 70, np.float32)
     np.testing.assert_array_equal(np.array(answer["item"], np.float32), expected)
@@ -154,3 +142,31 @@ def test_serve_logs_notices_in_its_own_format(remarkable: Path, children: ChildP
     process = children.hps("serve", remarkable, "--port", 0)
     read_until(process, r"^\d{4}-.* INFO hps.configuration.load: .* models\[\].dense_file$")
     read_until(process, r"^\d{4}-.* WARNING hps.configuration.load: .* fp8_quant is not implemented")
+
+
+# -- hps init ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_no_option_says_is_asked_on_a_terminal(tmp_path: Path, target: Path, children: ChildProcesses) -> None:
+    table(tmp_path / "item", 2)
+    controller, terminal = pty.openpty()
+    with open(controller, "wb", buffering=0) as keyboard:
+        process = children.hps("init", tmp_path / "item", "-o", target, "--ask", "--device", "cpu", stdin=terminal)
+        os.close(terminal)
+        keyboard.write(b"redis_cluster\nr1:7000\nrocks_db\n0.25\n")
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    content = json.loads(target.read_text())
+    assert content["volatile_db"]["address"] == "r1:7000"
+    assert (content["persistent_db"]["type"], content["models"][0]["gpucacheper"]) == ("rocks_db", 0.25)
+    assert "The tier in memory" in output
+
+
+def test_a_server_of_what_was_written_answers_with_the_vectors_of_the_files(tmp_path: Path, target: Path) -> None:
+    table(tmp_path / "shop" / "user", 4)
+    table(tmp_path / "shop" / "item", 8)
+    initialised(target, tmp_path / "shop", "--device", "cpu", "--persistent", "rocks_db")
+    with ServedProcess(target, tmp_path) as served:
+        answer = ask(f"{served.url}/v1/models/shop/lookup", {"item": [3, 19], "user": [0]})
+    for name, keys, dim in (("item", [3, 19], 8), ("user", [0], 4)):
+        np.testing.assert_array_equal(np.float32(answer[name]), sample_vectors(np.array(keys), dim, dim))

@@ -2,7 +2,7 @@
 
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import count
 
@@ -65,12 +65,10 @@ def test_in_process_asks_the_keys_of_the_model_and_says_where_the_time_goes(conf
     assert [(row["batch"], row["tables"]) for row in found["rows"]] == [(50, 2), (20, 2)]
     for row in found["rows"]:
         assert row["lookups"] > 0
-        assert row["failures"] == {}
-        assert row["default_keys"] == 0  # ids that the model has
-        asked = row["tiers"]["embedding_cache"]["asked"]
-        assert asked == row["lookups"] * row["batch"] * len(TABLES)
-        assert 0.5 < row["tiers"]["embedding_cache"]["hit_rate"] < 1
-        stages = row["stages"]
+        assert (row["failures"], row["default_keys"]) == ({}, 0)  # ids that the model has
+        cache, stages = row["tiers"]["embedding_cache"], row["stages"]
+        assert cache["asked"] == row["lookups"] * row["batch"] * len(TABLES)
+        assert 0.5 < cache["hit_rate"] < 1
         assert {"lookup", "adopt", "query", "unique", "volatile_db", "scatter", "outside"} <= set(stages)
         assert 0 < stages["lookup"]["count"] <= row["lookups"] / 8 + 1
         assert stages["lookup"]["share"] == 1.0
@@ -89,32 +87,16 @@ def test_over_http_it_counts_what_the_server_counts(service, tmp_path):
     assert row["default_keys"] > 0  # 0 to 99 are not the ids of this model
 
 
-@pytest.mark.parametrize("options", [("--bags", "10"), ("--keys",)])
-def test_ways_of_asking(service, tmp_path, options):
-    if options == ("--keys",):
-        np.save(tmp_path / "keys.npy", np.arange(60) * 3 - 7)
-        options = ("--keys", tmp_path / "keys.npy")
-    found = profiled(tmp_path, service.url, "--token", "secret", *QUICK, "--check", *options)
-    (row,) = found["rows"]
+@pytest.mark.parametrize("options", ["--bags 10", "--keys keys.npy", "--rate 100", "--distribution hot-keys --rows 50"])
+@pytest.mark.parametrize("over_http", [True, False])
+def test_ways_of_asking(service, config, tmp_path, monkeypatch, options, over_http):
+    monkeypatch.chdir(tmp_path)
+    np.save("keys.npy", np.arange(60) * 3 - 7)
+    target = (service.url, "--token", "secret", "--check") if over_http else (config,)
+    (row,) = profiled(tmp_path, *target, *QUICK, *options.split())["rows"]
     assert row["failures"] == {}
-    if "--keys" in options:
-        assert row["default_keys"] == 0
-
-
-@pytest.mark.parametrize("options", [("--bags", "10"), ("--rate", "100"), ("--distribution", "hot-keys", "--rows", "50")])
-def test_ways_of_asking_in_process(config, tmp_path, options):
-    (row,) = profiled(tmp_path, config, *QUICK, *options)["rows"]
-    assert row["failures"] == {}
-    if "--rate" in options:
-        assert row["lookups"] == 30
-
-
-def test_a_rate_that_cannot_be_held_in_process(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("hps.profiling.http_load.DRAIN_S", 0.1)
-    (row,) = profiled(tmp_path, config, *QUICK, "--rate", "300000", code=1)["rows"]
-    assert row["failures"]["no answer"] > 0
-    assert row["lookups"] + row["failures"]["no answer"] == 90_000
-    assert row["latency"]["max_ms"] >= 100  # what waited until the end, and longer
+    assert row["lookups"] == 30 or "--rate" not in options
+    assert row["default_keys"] == 0 or "--keys" not in options
 
 
 def test_failed_lookups_in_process_are_counted_apart(config, tmp_path, monkeypatch):
@@ -139,86 +121,70 @@ def test_on_a_gpu(config, tmp_path, options):
     assert row["tiers"]["embedding_cache"]["asked"] == row["lookups"] * 50 * len(TABLES)
 
 
-@pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed")
-def test_keys_on_the_gpu_need_cupy(config):
-    result = run("profile", config, *QUICK, "--on-device")
-    assert result.exit_code == 2
-    assert "hps-server[cuda12]" in result.output
-
-
-def test_a_missed_bound_is_exit_code_1(config):
+def test_a_missed_bound_and_a_rate_that_cannot_be_held_are_exit_code_1(config, tmp_path, monkeypatch):
     bounds = ("--p99-ms", "0.000001", "--p50-ms", "0.000001", "--min-keys-per-s", "1e15", "--min-hit-rate", "1")
     result = run("profile", config, *QUICK, *bounds)
     assert result.exit_code == 1
     for missed in ("p99 is", "p50 is", "the throughput is", "the hit rate is"):
         assert f"missed: batch 50: {missed}" in result.output
+    monkeypatch.setattr("hps.profiling.http_load.DRAIN_S", 0.1)
+    found = profiled(tmp_path, config, *QUICK, "--rate", "300000", code=1)
+    (row,) = found["rows"]
+    assert found["missed"]
+    assert row["lookups"] + row["failures"]["no answer"] == 90_000
+    assert row["latency"]["max_ms"] >= 100  # what waited until the end, and longer
 
 
 WRONG = [
-    ("--model n", "n"),
-    ("--table n", "n"),
-    ("--batch 100000", "100000"),
-    ("--batch 0", "expected at least 1"),
-    ("--batch 50 --bags 7", "multiples of --bags 7"),
-    ("--rate 0", "lookups a second"),
-    ("--keys /nowhere.npy", "nowhere"),
-    ("--picture a.jpg", ".svg or .png"),
-    ("--json /nowhere/a.json", "its directory does not exist"),
+    ("--model n", 2, "n"),
+    ("--table n", 2, "n"),
+    ("--batch 100000", 2, "100000"),
+    ("--batch 0", 2, "expected at least 1"),
+    ("--batch 50 --bags 7", 2, "multiples of --bags 7"),
+    ("--rate 0", 2, "lookups a second"),
+    ("--keys /nowhere.npy", 2, "nowhere"),
+    ("--picture a.jpg", 2, ".svg or .png"),
+    ("--json /nowhere/a.json", 2, "its directory does not exist"),
+]
+ASKED_WRONGLY = [
+    ("SERVICE", "--token wrong", 2, "401"),
+    ("SERVICE", "--token secret --device 0", 2, "--device"),
+    ("http://127.0.0.1:9", "", 1, "is the server running there?"),
+    ("https://127.0.0.1:9", "--cert /nowhere.pem", 2, "nowhere.pem"),
+    ("TIMED", "", 2, "give --rows, or recorded --keys"),
+    *(("CONFIG", *one) for one in WRONG),
+    *(("SERVICE", f"--token secret {options}", *more) for options, *more in WRONG[:3]),  # the others are looked at before
 ]
 
 
-def test_wrong_input_is_exit_code_2(config, service):
-    for number, (options, problem) in enumerate(WRONG):
-        for target in (config, service.url) if number < 3 else (config,):  # the others are looked at before the target
-            result = run("profile", target, "--token", "secret", *QUICK, *options.split())
-            assert result.exit_code == 2, result.output
-            assert problem in result.output
-
-
-@pytest.mark.parametrize(
-    ("url", "options", "code", "problem"),
-    [
-        (None, ("--token", "wrong"), 2, "401"),
-        (None, ("--token", "secret", "--device", "0"), 2, "--device"),
-        ("http://127.0.0.1:9", (), 1, "is the server running there?"),
-        ("https://127.0.0.1:9", ("--cert", "/nowhere.pem"), 2, "nowhere.pem"),
-    ],
-)
-def test_servers_that_cannot_be_asked(service, url, options, code, problem):
-    result = run("profile", url or service.url, *QUICK, *options)
-    assert result.exit_code == code, result.output
-    assert problem in result.output
-
-
-def test_a_server_that_does_not_say_its_rows_is_asked_for_no_keys():
-    with timed_server() as server:
-        result = run("profile", server.url, *QUICK)
-    assert result.exit_code == 2
-    assert "give --rows, or recorded --keys" in result.output
+def test_wrong_input_has_its_exit_code(config, service):
+    with timed_server() as timed:
+        targets = {"SERVICE": service.url, "CONFIG": config, "TIMED": timed.url}
+        for target, options, code, problem in ASKED_WRONGLY:
+            result = run("profile", targets.get(target, target), *QUICK, *options.split())
+            assert (result.exit_code, problem in result.output) == (code, True), (target, options, result.output)
+    if find_spec("cupy") is None:
+        result = run("profile", config, *QUICK, "--on-device")
+        assert (result.exit_code, "hps-server[cuda12]" in result.output) == (2, True)
 
 
 def test_several_processes_profile_a_server_with_tls_and_their_results_are_added(document, tmp_path, monkeypatch):
     authority = Authority(tmp_path)
     pair, own = authority.sign("localhost"), authority.sign("someone")
-    settings = {
-        "tls_certificate_path": str(pair.certificate),
-        "tls_key_path": str(pair.key),
-        "tls_client_ca_path": str(authority.path),
-    }
+    paths = {"tls_certificate_path": pair.certificate, "tls_key_path": pair.key, "tls_client_ca_path": authority.path}
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     monkeypatch.setenv("HPS_CLIENT_CERTIFICATE", str(own.both))
-    with ServedProcess({**document, "service": settings}, tmp_path) as served:
+    with ServedProcess({**document, "service": {name: str(path) for name, path in paths.items()}}, tmp_path) as served:
         options = ("--processes", "3", "--concurrency", "5", "--batch", "1000")  # answers of several TLS records
         (_, large) = profiled(tmp_path, served.url, *QUICK, *options, "--rate", "100")["rows"]
         monkeypatch.delenv("HPS_CLIENT_CERTIFICATE")
         assert run("profile", served.url, *QUICK).exit_code == 1
-    assert large["failures"] == {}
-    assert large["lookups"] == 30  # each process sends its share, and no other
+    assert (large["failures"], large["lookups"]) == ({}, 30)  # each process sends its share, and no other
     assert large["tiers"]["embedding_cache"]["asked"] == 2 * 1000 * 30
 
 
 def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path):
-    with ServedProcess(document, tmp_path) as served, hps.connect(served.url) as client:
+    with ServedProcess(document, tmp_path) as served, hps.connect(served.url) as client, ThreadPoolExecutor(1) as pool:
 
         def looked_up():
             return client.ask("/v1/stats")["server"]["models"][0]["lookups"]["count"]
@@ -227,11 +193,10 @@ def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path
             wait_until(lambda: looked_up() > 20, "it is loaded")
             served.stop()
 
-        stopping = threading.Thread(target=stop_it)
-        stopping.start()
+        stopping = pool.submit(stop_it)
         options = ("--seconds", "2", "--processes", "2", "--max-failures", "1")
         (row,) = profiled(tmp_path, served.url, *QUICK, *options)["rows"]
-        stopping.join(60)
+        stopping.result(60)
     assert row["lookups"] > 20
     assert row["failures"]["no connection"] >= 2
     assert set(row["failures"]) <= {"no connection", "connection lost", "status 503"}
@@ -276,19 +241,3 @@ def test_against_a_server_that_does_nothing_it_measures_itself(tmp_path):
     assert row["stages"] == row["tiers"] == {}
     assert 0 < row["generator_busy"] < 1.5  # processor time of one process, which also begins and ends
     assert len(set(server.lookups)) == 1  # as many bytes each time
-
-
-@pytest.mark.parametrize(("rate", "allowed", "code"), [((), "1", 0), (("--rate", "100"), "0", 1)])
-def test_refusals_and_wrong_sizes_are_shown_and_fail_the_run(tmp_path, rate, allowed, code):
-    right, short = (Answer(body=b"{}" + bytes(size)) for size in (50 * 4 * 4, 8))
-
-    def answer(number):
-        return (right, Answer(503), short)[number % 3]
-
-    with timed_server(answer) as server:
-        found = profiled(tmp_path, server.url, *QUICK, "--rows", "9", *rate, "--max-failures", allowed, code=code)
-    (row,) = found["rows"]
-    asked = len(server.lookups) - 1
-    assert row["lookups"] + sum(row["failures"].values()) == asked
-    assert set(row["failures"]) == {"status 503", "8 bytes of vectors"}
-    assert bool(found["missed"]) == code

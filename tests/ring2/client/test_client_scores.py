@@ -1,6 +1,5 @@
 """`Client.score` with a real `hps serve`: the scores of `HPS.score`."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,77 +86,41 @@ def assert_equal(got: hps.Scores, expected: hps.Scores) -> None:
         np.testing.assert_allclose(got[name], one, atol=1e-6)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 64])
-def test_scores_are_those_of_the_server_in_process(client: hps.Client, server: hps.HPS, samples: int) -> None:
-    for seed in range(3):
-        given = inputs(samples, seed)
-        assert_equal(client.score("m", given), server.score("m", given))
-    offsets = np.minimum(np.arange(samples + 1) * 2, samples)
-    weights = np.arange(samples, dtype=np.float32) + 0.5
-    for bags in (hps.Bags(given["item"], offsets), hps.Bags(given["item"], offsets, weights)):
-        assert_equal(client.score("m", given | {"user": bags}), server.score("m", given | {"user": bags}))
-    torchs = hps.Bags(given["item"], offsets[:-1], include_last_offset=False)
-    once = given | {"age": given["age"][:1], "user": torchs}
-    assert_equal(client.score("m", once, version="1", device_id=0), server.score("m", once))
-    lists = given | {"item": given["item"].tolist(), "age": given["age"].tolist(), "known": given["known"].tolist()}
-    assert_equal(client.score("m", lists), server.score("m", lists))
+def test_scores_are_those_of_the_server_in_process(client: hps.Client, server: hps.HPS) -> None:
+    for samples in (1, 2, 3, 64):
+        given = inputs(samples)
+        offsets = np.minimum(np.arange(samples + 1) * 2, samples)
+        weights = np.arange(samples, dtype=np.float32) + 0.5
+        for change in (
+            {},
+            {"user": hps.Bags(given["item"], offsets)},
+            {"user": hps.Bags(given["item"], offsets, weights)},
+            {"age": given["age"][:1], "user": hps.Bags(given["item"], offsets[:-1], include_last_offset=False)},
+            {name: given[name].tolist() for name in ("item", "age", "known")},
+        ):
+            assert_equal(client.score("m", given | change, version="1", device_id=0), server.score("m", given | change))
 
 
-def test_the_asynchronous_client_scores_as_many_at_once(service: ServedProcess, server: hps.HPS) -> None:
-    async def main() -> None:
-        async with hps.connect_async(service.url, connections=3) as remote:
-            every = [inputs(1 + seed % 5, seed) for seed in range(30)]
-            for given, got in zip(every, await asyncio.gather(*(remote.score("m", one) for one in every)), strict=True):
-                assert_equal(got, server.score("m", given))
-            with pytest.raises(hps.InvalidInputError):
-                await remote.score("m", {})
-
-    asyncio.run(main())
-
-
-def test_lookups_of_tables_that_are_called_as_inputs_stay_lookups(client: hps.Client, server: hps.HPS) -> None:
-    keys = {"item": np.arange(6), "user": np.arange(6)}
-    for _ in range(3):
-        for name, vectors in client.lookup_tables(keys, "m").items():
-            assert (vectors == server.lookup(keys[name], "m", name)).all()
-        assert client.score("m", inputs(6))["known"].shape == (6,)
-    masks = client.lookup_tables({"user": keys["user"] + ROWS - 3, "item": keys["item"]}, "m", return_found=True)[1]
-    assert masks["user"].tolist() == [True] * 3 + [False] * 3
-    pooled = client.lookup_pooled({"user": hps.Bags(keys["user"], [0, 2, 6], combiner="mean")}, "m")["user"]
-    bags = hps.Bags(keys["user"], np.array([0, 2, 6]), combiner="mean")
-    assert (pooled == server.lookup_pooled({"user": bags}, "m")["user"]).all()
-    assert client.report({"item": keys["item"]}, "m")["item.keys"] == 6
+REFUSED: list[tuple[type[Exception], dict[str, Any], dict[str, Any]]] = [
+    (hps.UnknownModelError, {}, {"model_name": "x"}),
+    (hps.UnknownVersionError, {}, {"version": "9"}),
+    (hps.UnknownDeviceError, {}, {"device_id": 7}),
+    (hps.InvalidInputError, {"age": None}, {}),
+    (hps.InvalidInputError, {"item": np.arange(2)}, {}),
+    (hps.InvalidInputError, {"age": np.arange(3)}, {}),
+    (hps.InvalidDtypeError, {"age": np.arange(3, dtype=np.uint16)}, {}),
+    (hps.TooManyKeysError, inputs(65), {}),
+    (hps.RemoteTimeoutError, {}, {"timeout_s": 1e-7}),
+]
 
 
-def without(name: str) -> dict[str, Any]:
-    return {key: one for key, one in inputs(3).items() if key != name}
-
-
-@pytest.mark.parametrize(
-    ("error", "given", "options"),
-    [
-        (hps.UnknownModelError, inputs(3), {"model_name": "x"}),
-        (hps.UnknownVersionError, inputs(3), {"version": "9"}),
-        (hps.UnknownDeviceError, inputs(3), {"device_id": 7}),
-        (hps.InvalidInputError, without("age"), {}),
-        (hps.InvalidInputError, inputs(3) | {"item": np.arange(2)}, {}),
-        (hps.InvalidInputError, inputs(3) | {"age": np.arange(3)}, {}),
-        (hps.InvalidDtypeError, inputs(3) | {"age": np.arange(3, dtype=np.uint16)}, {}),
-        (hps.TooManyKeysError, inputs(65), {}),
-        (hps.RemoteTimeoutError, inputs(3), {"timeout_s": 1e-7}),
-    ],
-)
-def test_what_cannot_be_scored_is_refused_and_the_next_request_scored(
-    client: hps.Client, error: type[Exception], given: dict[str, Any], options: dict[str, Any]
-) -> None:
-    for _ in range(2):
+def test_what_cannot_be_scored_is_refused_and_the_next_request_scored(client: hps.Client, service: ServedProcess) -> None:
+    for error, change, options in REFUSED * 2:
+        given = {name: one for name, one in (inputs(3) | change).items() if one is not None}
         with pytest.raises(error) as caught:
             client.score(**{"model_name": "m", "inputs": given, **options})
         assert type(caught.value) is error
-    assert client.score("m", inputs(3))["pair"].shape == (3, 2)
-
-
-def test_a_client_that_routes_keys_does_not_score(service: ServedProcess) -> None:
+        assert client.score("m", inputs(3))["pair"].shape == (3, 2)
     addresses = [service.url, service.url.replace("127.0.0.1", "localhost")]
     with hps.connect(addresses, route="keys") as routed, pytest.raises(hps.InvalidInputError, match="without a route"):
         routed.score("m", inputs(3))

@@ -61,15 +61,14 @@ def test_a_script_without_close_ends_as_it_says(runs, tmp_path, children):
     hps.write_sparse_model(tmp_path / "t", (np.arange(ROWS), np.ones((ROWS, DIM), np.float32)))
     more = {"gpucacheper": 0.5, "hit_rate_threshold": 0.0, "max_batch_size": 20_000, "num_of_worker_buffer_in_pool": 4}
     more |= {"refresh_interval": 0.001, "refresh_device_share": 1.0, "workspace_timeout_s": 60}
-    scripts, expected = [], []
-    for gpucache, threads, end in CASES:
+    scripts = []
+    for gpucache, threads, end in CASES * runs:
         model = model_of("m", [tmp_path / "t"], {"a": DIM}, gpucache=gpucache, **more)
         document = document_of(model, persistent=tmp_path / f"db-{gpucache}", volatile_db={"type": "disabled"})
-        scripts += [(document, threads, end)] * runs
-        expected += [130 if end == "interrupt" else 0] * runs
+        scripts.append((document, threads, end))
     process = children.start(sys.executable, "-c", PROGRAM, json.dumps(scripts))
     output, errors = process.communicate(timeout=2 * PATIENCE_S)
-    assert json.loads(output) == expected, errors
+    assert json.loads(output) == [130 if end == "interrupt" else 0 for *_, end in CASES * runs], errors
 
 
 def test_an_hps_that_nobody_holds_is_collected_with_its_threads(tmp_path, children):

@@ -1,20 +1,15 @@
 """gRPC as clients use it: Triton's library, stubs, grpcio's health and reflection; every vector is checked."""
 
-import asyncio
 import json
-import os
-import signal
 import ssl
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import grpc
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.grpc import service_pb2 as pb
@@ -28,7 +23,7 @@ from tests.servers.fronted_service import DIMS, ROWS, FrontedService, vectors_of
 from tests.servers.running_service import document_of, model_of
 
 SERVICE = "inference.GRPCInferenceService"
-METHOD = f"/{SERVICE}/ModelInfer"
+METHOD, METADATA = f"/{SERVICE}/ModelInfer", pb.ModelMetadataRequest(name="m")
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +53,8 @@ def client(service: FrontedService) -> Iterator[triton.InferenceServerClient]:
         yield client
 
 
-def tensor(name: str, values: np.ndarray, kind: object = triton) -> object:
-    found = kind.InferInput(
-        name, list(values.shape), {"int64": "INT64", "int32": "INT32", "float32": "FP32"}[str(values.dtype)]
-    )
+def tensor(name: str, values: np.ndarray) -> object:
+    found = triton.InferInput(name, list(values.shape), "INT64")
     found.set_data_from_numpy(values)
     return found
 
@@ -83,45 +76,7 @@ def code_of(call: object, *arguments: object, **more: object) -> tuple[grpc.Stat
 
 
 class TestLookups:
-    def test_an_answer_has_the_shape_of_its_keys_and_the_id_of_its_request(self, client: triton.InferenceServerClient) -> None:
-        keys = np.arange(6).reshape(2, 3)
-        answer = client.infer("m", [tensor("t0", keys)], model_version="1", request_id="one")
-        np.testing.assert_array_equal(answer.as_numpy("t0").reshape(*keys.shape, 32), vectors_of(0, keys))
-        assert answer.get_response().id == "one"
-        assert (answer.get_response().model_name, answer.get_response().model_version) == ("m", "1")
-
-    def test_requested_outputs_alone_are_sent(self, client: triton.InferenceServerClient) -> None:
-        inputs = [tensor("t0", np.arange(3)), tensor("t1", np.arange(4))]
-        answer = client.infer("m", inputs, outputs=[triton.InferRequestedOutput("t1")])
-        assert [output.name for output in answer.get_response().outputs] == ["t1"]
-        np.testing.assert_array_equal(answer.as_numpy("t1"), vectors_of(1, np.arange(4)))
-
-    def test_keys_and_numkeys_as_tritons_backend(self, client: triton.InferenceServerClient) -> None:
-        answer = client.infer("m", [tensor("KEYS", np.array([[5, 6, 7]])), tensor("NUMKEYS", np.array([[1, 2]], np.int32))])
-        wanted = np.concatenate([vectors_of(0, [5]).ravel(), vectors_of(1, [6, 7]).ravel()])
-        np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), wanted)
-        assert answer.get_response().parameters["DeviceID"].int64_param == 0
-
-    def test_a_report_is_in_the_parameters(self, client: triton.InferenceServerClient) -> None:
-        answer = client.infer("m", [tensor("t0", np.arange(10))], parameters={"report": True})
-        assert answer.get_response().parameters["t0.keys"].int64_param == 10
-        np.testing.assert_array_equal(answer.as_numpy("t0"), vectors_of(0, np.arange(10)))
-
-    @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-    def test_compressed_messages_are_read(self, client: triton.InferenceServerClient, algorithm: str) -> None:
-        answer = client.infer("m", [tensor("t0", np.arange(2000))], compression_algorithm=algorithm)
-        np.testing.assert_array_equal(answer.as_numpy("t0"), vectors_of(0, np.arange(2000)))
-
-    def test_request_ids_come_back(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
-        _, call = stub.ModelInfer.with_call(request_of([1]), metadata=[("x-request-id", "mine-1")])
-        assert dict(call.initial_metadata())["x-request-id"] == "mine-1"
-        _, call = stub.ModelInfer.with_call(request_of([1]))
-        assert len(dict(call.initial_metadata())["x-request-id"]) == 32
-        with pytest.raises(grpc.RpcError) as raised:
-            stub.ModelInfer(request_of([1], "t9"), metadata=[("x-request-id", "mine-2")])
-        assert dict(raised.value.trailing_metadata())["x-request-id"] == "mine-2"
-
-    def test_calls_that_begin_alike_get_their_own_vectors(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
+    def test_calls_that_begin_alike_get_their_own_vectors_and_ids(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
         random = np.random.default_rng(7)
         for nth in range(60):
             keys = random.integers(0, ROWS, 50)
@@ -130,25 +85,13 @@ class TestLookups:
             response, call = stub.ModelInfer.with_call(request_of(keys, **more), metadata=metadata)
             np.testing.assert_array_equal(first_vectors(response), vectors_of(0, keys))
             assert response.id == more.get("id", "")
-            assert (dict(call.initial_metadata())["x-request-id"] == "mine") == bool(metadata)
+            named = dict(call.initial_metadata())["x-request-id"]
+            assert named == "mine" if metadata else len(named) == 32
             if nth % 20 == 5:
-                assert code_of(stub.ModelInfer, request_of(keys, "t9"))[0] is grpc.StatusCode.NOT_FOUND
-
-    def test_many_calls_on_one_connection_do_not_mix(self, service: FrontedService) -> None:
-        async def run() -> None:
-            async with triton_aio.InferenceServerClient(service.grpc) as client:
-
-                async def one(seed: int) -> None:
-                    random = np.random.default_rng(seed)
-                    for _ in range(10):
-                        keys = random.integers(0, ROWS, random.integers(1, 3000))
-                        answer = await client.infer("m", [tensor("t0", keys), tensor("t1", keys[:5])])
-                        np.testing.assert_array_equal(answer.as_numpy("t0"), vectors_of(0, keys))
-                        np.testing.assert_array_equal(answer.as_numpy("t1"), vectors_of(1, keys[:5]))
-
-                await asyncio.gather(*map(one, range(40)))
-
-        asyncio.run(run())
+                with pytest.raises(grpc.RpcError) as raised:
+                    stub.ModelInfer(request_of(keys, "t9"), metadata=[("x-request-id", "mine")])
+                assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+                assert dict(raised.value.trailing_metadata())["x-request-id"] == "mine"
 
     def test_streams_are_answered_in_order(self, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
         requests = [request_of(np.arange(n, 3 * n), id=str(n)) for n in range(1, 300)]
@@ -163,7 +106,9 @@ class TestLookups:
 
 
 class TestControl:
-    def test_triton_clients_ask_about_server_and_model(self, client: triton.InferenceServerClient) -> None:
+    def test_triton_clients_ask_about_server_and_model(
+        self, service: FrontedService, client: triton.InferenceServerClient
+    ) -> None:
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready("m")
@@ -176,25 +121,26 @@ class TestControl:
         assert (config.name, config.backend) == ("m", "hps")
         assert config.input[0].data_type == 9  # TYPE_INT64
         assert [one.name for one in client.get_model_repository_index().models] == ["m"]
-
-    def test_unknown_models_are_not_found(self, client: triton.InferenceServerClient) -> None:
         assert not client.is_model_ready("none")
         for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
             with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model"):
                 ask("none")
-
-    def test_lookups_count_in_tritons_statistics_and_metrics(
-        self, service: FrontedService, client: triton.InferenceServerClient
-    ) -> None:
-        before = client.get_inference_statistics("m").model_stats[0].inference_count
-        for _ in range(5):
-            client.infer("m", [tensor("t0", np.arange(4))])
-        wait_until(lambda: client.get_inference_statistics("m").model_stats[0].inference_count >= before + 5, "the counts")
-        assert f'hps_http_requests_total{{route="{METHOD}",status="200"}}' in httpx.get(f"{service.url}/metrics").text
-
-    def test_models_are_not_loaded_unless_control_is_explicit(self, client: triton.InferenceServerClient) -> None:
         with pytest.raises(InferenceServerException, match="explicit model load"):
             client.load_model("m")
+        before = client.get_inference_statistics("m").model_stats[0].inference_count
+        keys = np.arange(6).reshape(2, 3)
+        for algorithm in ("gzip", "deflate"):
+            options = {"request_id": "one", "parameters": {"report": True}, "compression_algorithm": algorithm}
+            answer = client.infer(
+                "m", [tensor("t0", keys), tensor("t1", keys[0])], outputs=[triton.InferRequestedOutput("t0")], **options
+            )
+            np.testing.assert_array_equal(answer.as_numpy("t0").reshape(*keys.shape, 32), vectors_of(0, keys))
+            response = answer.get_response()
+            assert (response.id, response.model_name, response.model_version) == ("one", "m", "1")
+            assert response.parameters["t0.keys"].int64_param == 6
+            assert [output.name for output in response.outputs] == ["t0"]
+        wait_until(lambda: client.get_inference_statistics("m").model_stats[0].inference_count >= before + 2, "the counts")
+        assert f'hps_http_requests_total{{route="{METHOD}",status="200"}}' in httpx.get(f"{service.url}/metrics").text
 
     def test_health_is_checked_and_watched(self, channel: grpc.Channel) -> None:
         health = health_pb2_grpc.HealthStub(channel)
@@ -218,91 +164,74 @@ class TestControl:
 
 class TestErrors:
     def test_messages_that_are_wrong_have_their_codes(
-        self, channel: grpc.Channel, stub: pb_grpc.GRPCInferenceServiceStub
+        self, service: FrontedService, channel: grpc.Channel, stub: pb_grpc.GRPCInferenceServiceStub
     ) -> None:
         """What a message of gRPC alone can have wrong; what all wires refuse is in test_wires.py."""
         code = grpc.StatusCode
-        old = request_of([1], model_version="7")
-        short = request_of([1, 2])
-        short.inputs[0].shape[0] = 3
-        more = request_of([1])
+        short, more, both, shared = (request_of([1]) for _ in range(4))
+        short.inputs[0].shape[0] = 2
         more.raw_input_contents.append(b"")
-        both = request_of([1])
         both.inputs[0].contents.int64_contents.append(1)
         wrong = pb.ModelInferRequest(model_name="m")
         wrong.inputs.add(name="t0", datatype="INT64", shape=[1]).contents.int_contents.append(1)
-        nothing = pb.ModelInferRequest(model_name="m")
-        shared = request_of([1])
         shared.inputs[0].parameters["shared_memory_region"].string_param = "x"
         for request, wanted, text in (
-            (old, code.NOT_FOUND, "version"),
-            (short, code.INVALID_ARGUMENT, "expected 24"),
+            (request_of([1], model_version="7"), code.NOT_FOUND, "version"),
+            (short, code.INVALID_ARGUMENT, "expected 16"),
             (more, code.INVALID_ARGUMENT, "raw_input_contents"),
             (both, code.INVALID_ARGUMENT, "one of them"),
             (wrong, code.INVALID_ARGUMENT, "int64_contents"),
-            (nothing, code.INVALID_ARGUMENT, "inputs"),
+            (pb.ModelInferRequest(model_name="m"), code.INVALID_ARGUMENT, "inputs"),
             (shared, code.INVALID_ARGUMENT, "shared memory"),
             (request_of(np.arange(200_000)), code.RESOURCE_EXHAUSTED, "max_body_bytes"),
         ):
             got, details = code_of(stub.ModelInfer, request)
             assert (got, text in details) == (wanted, True), (got, details)
         for data in (b"\x0a", b"\x0a\x05m", b"\xff" * 40, b"\x3a\xff\xff\xff\xff\xff\xff", b"\x0a\x02\xff\xff"):
-            raw = channel.unary_unary(METHOD)
-            assert code_of(raw, data)[0] is code.INVALID_ARGUMENT
-        assert code_of(channel.unary_unary(f"/{SERVICE}/None"), b"")[0] is code.UNIMPLEMENTED
-        assert code_of(channel.unary_unary("/none"), b"")[0] is code.UNIMPLEMENTED
+            assert code_of(channel.unary_unary(METHOD), data)[0] is code.INVALID_ARGUMENT
+        for method in (f"/{SERVICE}/None", "/none"):
+            assert code_of(channel.unary_unary(method), b"")[0] is code.UNIMPLEMENTED
+        with grpc.insecure_channel(service.grpc, compression=grpc.Compression.Gzip) as gzipped:
+            inflated = pb_grpc.GRPCInferenceServiceStub(gzipped).ModelInfer
+            assert code_of(inflated, request_of(np.zeros(200_000)))[0] is code.RESOURCE_EXHAUSTED
 
-    def test_bodies_that_inflate_to_too_much_are_refused(self, service: FrontedService) -> None:
-        with grpc.insecure_channel(service.grpc, compression=grpc.Compression.Gzip) as channel:
-            stub = pb_grpc.GRPCInferenceServiceStub(channel)
-            assert code_of(stub.ModelInfer, request_of(np.zeros(200_000)))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    def test_a_deadline_ends_the_call_and_its_slot_is_free_afterwards(
-        self, service: FrontedService, stub: pb_grpc.GRPCInferenceServiceStub
+    @pytest.mark.parametrize("how", ["cancelled", "too late"])
+    def test_calls_that_are_given_up_release_their_slots(
+        self, service: FrontedService, stub: pb_grpc.GRPCInferenceServiceStub, how: str
     ) -> None:
         stub.ModelInfer(request_of([1]))
-        held = service.figure("hps_http_held_bytes")  # by the request for it
+        before, held = service.posted(), service.figure("hps_http_held_bytes")  # by the request for it
         with service.paused_owner():
-            calls = [stub.ModelInfer.future(request_of([1]), timeout=0.3) for _ in range(20)]
-            assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
-        np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([4]))), vectors_of(0, [4]))
-        wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free")
-
-    def test_cancelled_calls_release_their_slots(self, service: FrontedService, stub: pb_grpc.GRPCInferenceServiceStub) -> None:
-        stub.ModelInfer(request_of([1]))
-        before = service.posted()
-        held = service.figure("hps_http_held_bytes")
-        with service.paused_owner():
-            calls = [stub.ModelInfer.future(request_of(np.arange(2000))) for _ in range(50)]
-            wait_until(lambda: service.posted() >= before + 50, "all lookups have slots")
-            for call in calls:
-                call.cancel()
+            timeout = 0.3 if how == "too late" else None
+            calls = [stub.ModelInfer.future(request_of(np.arange(2000)), timeout=timeout) for _ in range(50)]
+            if timeout:
+                assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+            else:
+                wait_until(lambda: service.posted() >= before + 50, "all lookups have slots")
+                for call in calls:
+                    call.cancel()
         np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([4]))), vectors_of(0, [4]))
         wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free")
 
 
 def test_tokens_are_asked_for_and_short_times_kept(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", bearer_token="secret", admin_token="other", request_timeout_s=5)
+    service = FrontedService(children, tmp_path / "s", bearer_token="secret", request_timeout_s=5)
     with grpc.insecure_channel(service.grpc) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
-        unauthenticated = grpc.StatusCode.UNAUTHENTICATED
-        metadata = pb.ModelMetadataRequest(name="m")
         for given in ((), [("authorization", "Bearer wrong")], [("authorization", "secret")]):
-            assert code_of(stub.ModelInfer, request_of([1]), metadata=given)[0] is unauthenticated
-            assert code_of(stub.ModelMetadata, metadata, metadata=given)[0] is unauthenticated
-            assert code_of(next, stub.ModelStreamInfer(iter([request_of([1])]), metadata=given))[0] is unauthenticated
+            stream = stub.ModelStreamInfer(iter([request_of([1])]), metadata=given)
+            for ask in (
+                lambda given=given: stub.ModelInfer(request_of([1]), metadata=given),
+                lambda given=given: stub.ModelMetadata(METADATA, metadata=given),
+                lambda stream=stream: next(stream),
+            ):
+                assert code_of(ask)[0] is grpc.StatusCode.UNAUTHENTICATED
             assert stub.ServerReady(pb.ServerReadyRequest(), metadata=given).ready
-        for token in ("secret", "other"):
-            given = [("authorization", f"Bearer {token}")]
-            np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3]), metadata=given)), vectors_of(0, [3]))
-            assert stub.ModelMetadata(metadata, metadata=given).name == "m"
-        load = pb.RepositoryModelLoadRequest(model_name="m")
         given = [("authorization", "Bearer secret")]
-        assert code_of(stub.RepositoryModelLoad, load, metadata=given)[0] is grpc.StatusCode.PERMISSION_DENIED
+        np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3]), metadata=given)), vectors_of(0, [3]))
         with service.paused_owner():
             code, details = code_of(stub.ModelInfer, request_of([1]), metadata=given)
-        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "request_timeout_s" in details
+        assert (code, "request_timeout_s" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
     assert "secret" not in service.log.read_text()
 
 
@@ -319,7 +248,7 @@ def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_
     context.load_cert_chain(ranker.certificate, ranker.key)
     paths = {"tls_certificate_path": pair.both, "tls_client_ca_path": authority.path, "tokens_path": tmp_path / "tokens.json"}
     service = FrontedService(children, tmp_path / "s", tls=context, **{name: str(path) for name, path in paths.items()})
-    code, metadata = grpc.StatusCode, pb.ModelMetadataRequest(name="m")
+    code = grpc.StatusCode
 
     def stub_of(one: Pair) -> pb_grpc.GRPCInferenceServiceStub:
         content = [path.read_bytes() for path in (authority.path, one.key, one.certificate)]
@@ -330,69 +259,22 @@ def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_
     calls = [(keys, stub.ModelInfer.future(request_of(keys))) for keys in np.arange(64_000).reshape(64, 1000) % ROWS]
     for keys, call in calls:
         np.testing.assert_array_equal(first_vectors(call.result()), vectors_of(0, keys))
-    assert stub.ModelMetadata(metadata).name == "m"
+    assert stub.ModelMetadata(METADATA).name == "m"
     assert code_of(stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="m"))[0] is code.PERMISSION_DENIED
     stub = stub_of(other)
     assert stub.ServerReady(pb.ServerReadyRequest()).ready
-    for ask, request in ((stub.ModelInfer, request_of([1])), (stub.ModelMetadata, metadata)):
-        assert code_of(ask, request)[0] is code.PERMISSION_DENIED
-    given = {"metadata": [("authorization", "Bearer t2")]}
-    assert stub.ModelMetadata(metadata, **given).name == "m"
-    assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.PERMISSION_DENIED
-    given = {"metadata": [("authorization", "Bearer t1")]}
-    assert stub.ModelInfer(request_of([1]), **given)
-    answers = stub.ModelStreamInfer(iter([request_of([1]), request_of([1])]), **given)
+    figures, limited = ({"metadata": [("authorization", f"Bearer {token}")]} for token in ("t2", "t1"))
+    assert code_of(stub.ModelMetadata, METADATA)[0] is code.PERMISSION_DENIED
+    assert stub.ModelMetadata(METADATA, **figures).name == "m"
+    for given in ({}, figures):
+        assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.PERMISSION_DENIED
+    assert stub.ModelInfer(request_of([1]), **limited)
+    answers = stub.ModelStreamInfer(iter([request_of([1])] * 2), **limited)
     assert ["requests_per_s" in one.error_message for one in answers] == [True, True]
-    assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.RESOURCE_EXHAUSTED
+    assert code_of(stub.ModelInfer, request_of([1]), **limited)[0] is code.RESOURCE_EXHAUSTED
     with grpc.insecure_channel(service.grpc) as channel:
         assert code_of(pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer, request_of([1]))[0] is code.UNAVAILABLE
     service.stop()
-
-
-def test_a_draining_service_answers_old_and_new_channels_until_a_second_signal(children: ChildProcesses, tmp_path) -> None:
-    service = FrontedService(children, tmp_path / "s", fronts=2, drain_s=600)
-    with grpc.insecure_channel(service.grpc) as old, ExitStack() as stack:
-        stub = pb_grpc.GRPCInferenceServiceStub(old)
-        stub.ModelInfer(request_of([1]))
-        service.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "not ready from now on" in service.log.read_text(), "it drains")
-        options = [("grpc.use_local_subchannel_pool", 1)]  # each a connection of its own, to either front
-        channels = [stack.enter_context(grpc.insecure_channel(service.grpc, options=options)) for _ in range(6)]
-        for channel in (old, *channels, old):
-            response = pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request_of([3, 5]))
-            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(PATIENCE_S) == 0
-        assert code_of(stub.ModelInfer, request_of([1]))[0] is grpc.StatusCode.UNAVAILABLE
-
-
-def test_triton_clients_control_models_and_a_refused_load_is_internal_as_in_triton(children: ChildProcesses, tmp_path) -> None:
-    """What Triton's example simple_grpc_model_control.py asks for."""
-    service = FrontedService(children, tmp_path, model_control_mode="explicit", load_models=["*"])
-    with triton.InferenceServerClient(service.grpc) as client:
-        for content in (16, 32):
-            client.load_model("m", config=f'{{"max_batch_size":"{content}"}}')
-            assert client.get_model_config("m").config.max_batch_size == content
-        client.unload_model("m")
-        assert not client.is_model_ready("m")
-        refused = (
-            {"config": '"parameters": {"config": {{"max_batch_size": "16"}}}'},
-            {"config": "{}", "files": {"file:" + "A" * 256: b"a"}},
-        )
-        for arguments in refused:
-            with pytest.raises(
-                InferenceServerException, match="failed to load 'm', failed to poll from model repository"
-            ) as raised:
-                client.load_model("m", **arguments)
-            assert raised.value.status() == "StatusCode.INTERNAL"
-        with pytest.raises(InferenceServerException, match="failed to load 'none', failed to poll from model repo") as raised:
-            client.load_model("none")
-        assert raised.value.status() == "StatusCode.INTERNAL"
-        assert client.is_server_live()
-        client.load_model("m")
-        assert client.is_model_ready("m")
-    samples = httpx.get(f"{service.url}/metrics").text
-    assert 'status="500"' not in samples, "they are no bugs of ours"
 
 
 def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
@@ -403,28 +285,3 @@ def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
     _, text = process.communicate(timeout=PATIENCE_S)
     assert process.returncode
     assert "pip install 'hps-server[grpc]'" in text
-
-
-def test_killed_fronts_and_owners_are_replaced(service: FrontedService) -> None:
-    """The last test of this file, as processes are others afterwards."""
-    with grpc.insecure_channel(service.grpc, options=[("grpc.initial_reconnect_backoff_ms", 100)]) as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
-
-        def answers() -> bool:
-            try:
-                response = stub.ModelInfer(request_of([3, 5]), timeout=5)
-            except grpc.RpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise
-                return False
-            np.testing.assert_array_equal(first_vectors(response), vectors_of(0, [3, 5]))
-            return True
-
-        assert answers()
-        owner, front = service.children()
-        os.kill(front, signal.SIGKILL)
-        wait_until(lambda: front not in service.children(), "the front is gone")
-        wait_until(answers, "another front answers")
-        os.kill(owner, signal.SIGKILL)
-        wait_until(lambda: owner not in service.children(), "the owner is gone")
-        wait_until(answers, "another owner answers")

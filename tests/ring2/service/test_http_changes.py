@@ -4,12 +4,11 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
@@ -22,8 +21,8 @@ from hps.service.lifecycle import Lifecycle
 from hps.service.server import Server, listen
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.gated_file_system import Gate, gates
-from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
+from tests.servers.served_process import ServedProcess
 
 DIM, ROWS = 4, 200
 
@@ -71,48 +70,36 @@ def listed(service: RunningService) -> tuple[dict[str, Any], list[dict[str, Any]
     return next(one for one in answer["models"] if one["name"] == "shop"), answer["changes"]
 
 
-def states(service: RunningService) -> dict[str, str]:
-    return {one["version"]: one["state"] for one in listed(service)[0]["versions"]}
-
-
 def run(*arguments: str, **environment: str) -> Result:
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", **environment})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 
 
-# -- changes ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_version_is_deployed_rolled_back_and_taken_out(service: RunningService) -> None:
-    client = service.client
-    answer = client.post("/v1/models/shop/deploy", content=b'{"version": "2"}').json()
+    client, base = service.client, "/v1/models/shop"
+    answer = client.post(f"{base}/deploy", content=b'{"version": "2"}').json()
     assert (answer["model"], answer["version"], answer["status"], answer["by"]) == ("shop", "2", 200, "127.0.0.1 (loopback)")
-    assert served(service) == 2
-    assert states(service)["2"] == "serving"
-    assert client.post("/v1/models/shop/refresh").json()["version"] == "2"
-    assert client.post("/v1/models/shop/rollback").json()["version"] == "1"
-    assert served(service) == 1
-    assert client.post("/v1/models/shop/deploy", json={"version": 2, "force": True}).json()["version"] == "2"
-    assert client.post("/v1/models/shop/undeploy", json={"version": 2}).json()["version"] == "1"
-    assert served(service) == 1
-    answer = client.post("/v1/models/shop/undeploy")
-    assert (answer.status_code, "version" in answer.json()) == (200, False)
-    assert client.post("/v1/models/shop/lookup", json={"tables": {"item": [7]}}).status_code == 404
-    assert client.post("/v1/models/shop/deploy").json()["version"] == "1", "by its policy"
-
-
-def test_models_are_listed_with_what_they_hold(service: RunningService) -> None:
-    for _ in range(3):
-        served(service)
     model, changes = listed(service)
-    [version] = model["versions"]
-    assert (model["state"], model["devices"], changes) == ("ready", [0], [])
-    assert (version["version"], version["state"], version["rows"]) == ("1", "serving", ROWS)
-    assert set(version["size_bytes"]) == {"embedding_cache", "volatile_db", "persistent_db"}
+    [version] = [one for one in model["versions"] if one["state"] == "serving"]
+    assert (model["state"], model["devices"], len(changes)) == ("ready", [0], 1)
+    assert (version["version"], version["rows"]) == ("2", ROWS)
+    assert version["size_bytes"].keys() == {"embedding_cache", "volatile_db", "persistent_db"}
     assert version["size_bytes"]["volatile_db"] == ROWS * DIM * 4
+    for verb, body, now in (
+        ("refresh", {}, "2"),
+        ("rollback", {}, "1"),
+        ("deploy", {"version": 2, "force": True}, "2"),
+        ("undeploy", {"version": 2}, "1"),
+    ):
+        assert client.post(f"{base}/{verb}", json=body).json()["version"] == now
+        assert served(service) == int(now)
     counters = service.app.lifecycle.serving.metrics.table("shop", "item")  # type: ignore[union-attr]
-    assert model["hit_rates"]["embedding_cache"] == pytest.approx(counters.hits[0] / 3)
+    assert listed(service)[0]["hit_rates"]["embedding_cache"] == pytest.approx(counters.hits[0] / 4)
+    answer = client.post(f"{base}/undeploy")
+    assert (answer.status_code, "version" in answer.json()) == (200, False)
+    assert client.post(f"{base}/lookup", json={"tables": {"item": [7]}}).status_code == 404
+    assert client.post(f"{base}/deploy").json()["version"] == "1", "by its policy"
 
 
 def test_a_config_takes_the_place_of_the_configured_one(service: RunningService, tmp_path: Path) -> None:
@@ -153,32 +140,24 @@ def test_what_is_refused_changes_nothing(service: RunningService) -> None:
 
 
 def test_a_change_goes_on_beside_lookups_and_is_seen(content: dict[str, Any], gate: Gate) -> None:
+    content["service"] = {"model_control_mode": "explicit", "load_models": ["*"]}
     with running_service(content) as service:
         answer = service.client.post("/v1/models/shop/deploy?wait=false", json={"version": 2})
         assert (answer.status_code, "status" in answer.json()) == (202, False)
         assert gate.entered.wait(PATIENCE_S)
         assert served(service) == 1
+        assert service.client.get("/v2/health/ready").status_code == 200, "a server that was ready stays so"
+
         [change] = listed(service)[1]
         assert (change["table"]["name"], change["table"]["rows"], change["table"]["rows_done"]) == ("item", ROWS, 0)
-        for verb in ("deploy", "undeploy", "rollback"):
-            refused = service.client.post(f"/v1/models/shop/{verb}?wait=false")
+        changes = [f"/v1/models/shop/{verb}?wait=false" for verb in ("deploy", "undeploy", "rollback")]
+        for path in (*changes, "/v2/repository/models/shop/load", "/v2/repository/models/shop/unload"):
+            refused = service.client.post(path)
             assert (refused.status_code, "under way" in refused.json()["error"]) == (409, True)
         gate.release.set()
         wait_until(lambda: "status" in listed(service)[1][0], "the change has ended")
         [change] = listed(service)[1]
         assert (change["status"], change["version"], served(service)) == (200, "2", 2)
-
-
-def test_a_service_that_stops_ends_a_change(content: dict[str, Any], gate: Gate) -> None:
-    with running_service(content) as service:
-        service.client.post("/v1/models/shop/deploy?wait=false", json={"version": 2})
-        assert gate.entered.wait(PATIENCE_S)
-        service.app.lifecycle.refuse()
-        gate.release.set()
-    assert service.app.closed
-
-
-# -- who may, and the log ---------------------------------------------------------------------------------------------
 
 
 def test_a_service_that_others_reach_allows_no_change_without_an_admin_token(content: dict[str, Any]) -> None:
@@ -196,36 +175,23 @@ CHANGES += [("POST", "/v1/models/shop/tables/item/rows"), ("DELETE", "/v1/models
 
 
 def test_every_change_needs_the_admin_token(content: dict[str, Any]) -> None:
+    """What else a token or a browser's page may is shown in tests/ring1/service/test_authorization.py."""
     content["service"] = {"bearer_token": "t-look", "admin_token": "t-change"}
     with running_service(content) as service:
-        for method, path in CHANGES:
-            for token, status in (("", 401), ("t-wrong", 401), ("t-look", 403)):
-                answer = service.client.request(method, path, headers={"authorization": f"Bearer {token}"} if token else {})
-                assert (answer.status_code, "t-" in answer.text) == (status, False), (method, path, token)
-        headers = {"authorization": "Bearer t-change"}
-        assert service.client.get("/v1/models").status_code == 401
-        assert service.client.get("/v1/models", headers=headers).status_code == 200
-        lookup = {"tables": {"item": [7]}}
-        assert service.client.post("/v1/models/shop/lookup", json=lookup, headers=headers).status_code == 200
-        assert service.client.post("/v1/models/shop/deploy", json={"version": 2}, headers=headers).status_code == 200
-
-
-def test_tokens_and_limits_that_are_read_again_hold_for_the_next_request(service: RunningService) -> None:
-    rows = {"keys": [1, 2], "vectors": [[0.0] * DIM] * 2}
-    assert service.client.post(CHANGES[-2][1], json=rows).status_code == 200
-    settings = service.app.lifecycle.configuration.service
-    service.app.configure(settings.model_copy(update={"admin_token": "t-new", "max_rows_per_write": 1}))
-    assert service.client.post(CHANGES[-2][1], json=rows).status_code == 401
-    assert service.client.post(CHANGES[-2][1], json=rows, headers={"authorization": "Bearer t-new"}).status_code == 413
-
-
-def test_a_page_in_a_browser_changes_nothing(service: RunningService) -> None:
-    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"x-forwarded-for": "10.0.0.1"}):
-        for method, path in CHANGES:
-            assert service.client.request(method, path, headers=headers).status_code == 403
-    assert service.client.options("/v1/models/shop/deploy", headers={"origin": "http://evil.example"}).status_code == 405
-    assert service.client.post("/v1/models/shop/deploy", headers={"origin": service.url}).status_code == 200
-    assert served(service) == 1
+        assert [service.client.get(f"/v2/health/{path}").status_code for path in ("live", "ready")] == [200, 200]
+        reads = [("GET", path) for path in ("/v1/models", "/v2", "/metrics", "/openapi.json", "/v1/stats", "/page/nope")]
+        for method, path in (*CHANGES, *reads, ("POST", "/v1/models/shop/lookup"), ("POST", "/v2/models/shop/infer")):
+            for sent, status in (("", 401), ("Bearer t-wrong", 401), ("Basic t-look", 401), ("bearer t-look", 403)):
+                if status == 401 or (method, path) in CHANGES:
+                    answer = service.client.request(
+                        method, path, content=b"{}", headers={"authorization": sent} if sent else {}
+                    )
+                    assert (answer.status_code, "t-" in answer.text) == (status, False), (method, path, sent)
+                    assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+        service.client.headers["authorization"] = "Bearer t-change"
+        assert served(service) == 1
+        assert service.client.post("/v1/models/shop/deploy", json={"version": 2}).status_code == 200
+        assert listed(service)[0]["versions"][-1]["version"] == "2"
 
 
 def test_every_change_is_one_line_of_who_what_and_how_long(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,42 +220,29 @@ def test_every_change_is_one_line_of_who_what_and_how_long(service: RunningServi
         assert re.fullmatch(pattern, record.message), record.message
 
 
-# -- the command line -------------------------------------------------------------------------------------------------
-
-
-def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Path, children: ChildProcesses) -> None:
+def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Path) -> None:
     content["service"] = {"admin_token": "t-change"}
-    config = tmp_path / "ps.json"
+    config, token = tmp_path / "ps.json", tmp_path / "token"
     config.write_text(json.dumps(content))
-    process = children.hps("serve", config, "--port", 0)
-    assert process.stderr is not None
-    url = ""
-    for line in process.stderr:
-        if found := re.search(r"ready; try: curl -s (http://[\d.:]+)/", line):
-            url = found[1]
-            break
-    environment = {"HPS_URL": url, "HPS_ADMIN_TOKEN": "t-change"}
-    assert url
-    done = run("deploy", "shop", "--version", "2", **environment)
-    assert (
-        done.exit_code,
-        re.match(r"shop: version 2 serves \(deploy, 200 rows loaded, \d+\.\d s\); pinned", done.stdout) is not None,
-    ) == (
-        0,
-        True,
-    )
-    table = run("models", **environment).stdout
-    assert re.search(r"shop +2 +serving, pinned by deploy, \S+ +200 +\S+ k?B +3\.2 kB +\S+ k?B", table), table
-    assert run("rollback", "shop", **environment).stdout.startswith("shop: version 1 serves (rollback")
-    assert run("refresh", "shop", **environment).stdout.startswith("shop: version 1 serves (refresh")
-    assert run("undeploy", "shop", **environment).stdout.startswith("shop: out of service (undeploy")
-    token = tmp_path / "token"
     token.write_text("t-change\n")
-    done = run("deploy", "shop", "--config", str(config), "--no-wait", "--token-file", str(token), "--url", url)
-    assert (done.exit_code, done.stdout) == (0, "shop: in progress; `hps models` shows its state\n")
-    for token_arguments, text in (([], "missing"), (["--token", "x"], "wrong token")):
-        done = run("deploy", "shop", "--url", url, *token_arguments)
-        assert (done.exit_code, text in done.stderr) == (2, True)
+    with ServedProcess(config, tmp_path) as server:
+        environment = {"HPS_URL": server.url, "HPS_ADMIN_TOKEN": "t-change"}
+        done = run("deploy", "shop", "--version", "2", **environment)
+        assert re.match(r"shop: version 2 serves \(deploy, 200 rows loaded, \d+\.\d s\); pinned", done.stdout), done.stderr
+        table = run("models", **environment).stdout
+        assert re.search(r"shop +2 +serving, pinned by deploy, \S+ +200 +\S+ k?B +3\.2 kB +\S+ k?B", table), table
+        for command, says in (
+            ("rollback", "version 1 serves (rollback"),
+            ("refresh", "version 1 serves (refresh"),
+            ("undeploy", "out of service (undeploy"),
+        ):
+            assert run(command, "shop", **environment).stdout.startswith(f"shop: {says}")
+        options = ("--config", str(config), "--no-wait", "--token-file", str(token))
+        done = run("deploy", "shop", "--url", server.url, *options)
+        assert (done.exit_code, done.stdout) == (0, "shop: in progress; `hps models` shows its state\n")
+        for token_arguments, text in (([], "missing"), (["--token", "x"], "wrong token")):
+            done = run("deploy", "shop", "--url", server.url, *token_arguments)
+            assert (done.exit_code, text in done.stderr) == (2, True)
 
 
 def test_a_command_shows_how_far_a_load_is(content: dict[str, Any], gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,36 +277,21 @@ def test_a_refusal_is_a_message_and_a_code(service: RunningService) -> None:
     assert sorted(one["status"] for one in listed["changes"]) == [404, 409]
 
 
-@pytest.mark.parametrize(
-    ("url", "code", "text"),
-    [("http://127.0.0.1:9", 1, "is the server running there?"), ("localhost:8000", 2, "expected for instance http://")],
-)
-def test_a_server_that_is_not_there_is_named(url: str, code: int, text: str) -> None:
-    result = run("models", url)
-    assert (result.exit_code, text in result.stderr) == (code, True)
+def test_a_server_that_is_not_there_is_named_and_no_token_follows_a_redirect() -> None:
+    for url, code, text in (
+        ("localhost:8000", 2, "expected for instance http://"),
+        ("http://127.0.0.1:9", 1, "is the server running there?"),
+    ):
+        result = run("models", url)
+        assert (result.exit_code, text in result.stderr) == (code, True)
 
+    def redirect() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 302 x\r\nLocation: /elsewhere\r\nContent-Length: 2\r\n\r\n{}")
 
-def test_no_token_follows_a_redirect(make_server: Callable[..., str]) -> None:
-    result = run("undeploy", "shop", "--url", make_server(302), HPS_ADMIN_TOKEN="t-change")
-    assert (result.exit_code, "no answer of hps serve" in result.stderr) == (1, True)
-
-
-@pytest.fixture
-def make_server() -> Iterator[Callable[..., str]]:
-    """A server that answers every request with a redirect to itself."""
-    with httpx.Client() as _, socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(redirect)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-        def answer(status: int) -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(
-                    f"HTTP/1.1 {status} x\r\nLocation: {url}/elsewhere\r\nContent-Length: 2\r\n\r\n{{}}".encode()
-                )
-
-        def make(status: int) -> str:
-            pool.submit(answer, status)
-            return url
-
-        yield make
+        result = run("undeploy", "shop", "--url", url, HPS_ADMIN_TOKEN="t-change")
+    assert (result.exit_code, "no answer of hps serve" in result.stderr) == (1, True)

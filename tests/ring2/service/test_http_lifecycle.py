@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import shlex
 import signal
@@ -14,12 +13,13 @@ import numpy as np
 import pytest
 
 import hps
-from hps.ground.progress import LogProgress
 from hps.ground.workers import THREADS, new_thread
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import listen
 from hps.testing.waiting import PATIENCE_S, wait_until
+from tests.fakes.gated_file_system import gates
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
+from tests.servers.served_process import ServedProcess
 
 
 @pytest.fixture
@@ -30,30 +30,19 @@ def document(tmp_path):
     return document_of(model, persistent=tmp_path / "rocksdb", service=service)
 
 
-class HeldProgress(LogProgress):
-    """Holds the loading at the start of a table until it is released."""
-
-    def __init__(self):
-        super().__init__()
-        self.entered, self.release = threading.Event(), threading.Event()
-
-    def advance(self, tag, rows):
-        self.entered.set()
-        assert self.release.wait(PATIENCE_S)
-        super().advance(tag, rows)
-
-
 @pytest.fixture
-def held(document):
-    """A service whose loading is held."""
-    progress = HeldProgress()
-    document["service"]["drain_s"] = 3600
-    service = RunningService(Lifecycle(hps.load_configuration(document), progress=progress))
-    service.start()
-    assert progress.entered.wait(PATIENCE_S)
-    yield service, progress
-    progress.release.set()
-    assert service.stop()
+def held(document, tmp_path):
+    """A service whose loading is held, and what releases it."""
+    with gates("held") as (gate,):
+        gate.hold_from = 0
+        document["models"][0]["sparse_files"] = [f"gate://held{tmp_path}/item.model"]
+        document["service"]["drain_s"] = 3600
+        service = RunningService(Lifecycle(hps.load_configuration(document)))
+        service.start()
+        assert gate.entered.wait(PATIENCE_S)
+        yield service, gate.release
+        gate.release.set()
+        assert service.stop()
 
 
 def test_where_a_recording_cannot_begin_the_databases_are_closed(document, tmp_path):
@@ -66,14 +55,12 @@ def test_where_a_recording_cannot_begin_the_databases_are_closed(document, tmp_p
 
 
 def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
-    service, progress = held
+    service, release = held
     client = service.client
     assert client.get("/v2/health/live").status_code == 200
     ready = client.get("/v2/health/ready")
-    assert ready.status_code == 503
-    assert ready.json()["reason"] == "loading m.item: 0 % (0 B of 2.0 kB, starting); 0 of 1 tables"
-    assert client.get("/v2").json()["models"] == []
-    assert samples(service)["hps_ready",] == 0
+    assert (ready.status_code, client.get("/v2").json()["models"], samples(service)["hps_ready",]) == (503, [], 0)
+    assert ready.json()["reason"].startswith("loading m.item: 0 % (0 B of 2.0 kB, starting); 0 of 1 tables")
     loading = "model 'm' is not ready: loading m.item: 0 % (0 B of 2.0 kB, starting)"
     wait_until(lambda: loading in client.post("/v1/models/m/lookup", content=b"{}").text, "the front knows it")
     for response in (
@@ -82,14 +69,23 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
         client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}),
         client.post("/v2/models/m/infer", content=b"{}"),
     ):
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert loading in response.json()["error"]
     assert client.post("/v1/models/other/lookup", json={"tables": {"item": [1]}}).status_code == 404
-    progress.release.set()
+    release.set()
     wait_until(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [7]}}).json() == {"tables": {"item": [[7, 7, 7]]}}
     assert samples(service)["hps_ready",] == 1
+
+
+def test_stopping_ends_the_loading_and_does_not_drain(held):
+    service, release = held
+    service.server.stop(drain=True)
+    wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
+    release.set()
+    service._thread.join(PATIENCE_S)
+    assert not service._thread.is_alive()
+    assert service.app.lifecycle.opened is None
 
 
 def test_a_process_that_lost_a_thread_is_not_live_and_says_which(document):
@@ -100,9 +96,7 @@ def test_a_process_that_lost_a_thread_is_not_live_and_says_which(document):
             thread.start()
             thread.join(PATIENCE_S)
         answer = service.client.get("/v2/health/live")
-        assert answer.status_code == 503
-        assert answer.json()["live"] is False
-        assert "hps-needed" in answer.json()["reason"]
+        assert (answer.status_code, answer.json()["live"], "hps-needed" in answer.json()["reason"]) == (503, False, True)
         assert service.client.get("/v2/health/ready").status_code == 200  # lookups are answered until the restart
         found = samples(service)
         assert [found["hps_threads_ended_total", name] for name in ("hps-needed", "hps-single")] == [1, 1]
@@ -111,50 +105,18 @@ def test_a_process_that_lost_a_thread_is_not_live_and_says_which(document):
     THREADS.clear()
 
 
-def test_stopping_ends_the_loading_and_does_not_drain(held):
-    service, progress = held
-    service.server.stop(drain=True)
-    wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
-    progress.release.set()
-    service._thread.join(PATIENCE_S)
-    assert not service._thread.is_alive()
-    assert service.app.lifecycle.opened is None
-
-
-def test_what_was_held_open_is_closed_when_the_service_stops(document):
+def test_a_parameter_server_of_the_callers_stays_open_and_one_of_its_own_is_closed(document):
     with running_service(document) as service:
         server = service.app.lifecycle.opened
     with pytest.raises(hps.NotReadyError):
         server.lookup([1], "m", "item")
-    with hps.HPS(document) as again:  # RocksDB's lock is free
-        assert again.lookup([5], "m", "item").tolist() == [[5, 5, 5]]
-
-
-def test_a_parameter_server_of_the_callers_stays_open(document):
-    with hps.HPS(document) as server:
-        with running_service(document, server) as service:
-            assert service.client.get("/v2/health/ready").status_code == 200
+    with hps.HPS(document) as server:  # RocksDB's lock is free
+        with running_service(document, server):
+            pass
         assert server.lookup([5], "m", "item").tolist() == [[5, 5, 5]]
-
-
-@pytest.fixture
-def serve(tmp_path, children):
-    """Start `hps serve` on a free port, unless one is given; its standard error goes to a file."""
-
-    def serve(document, port=0, *options):
-        path, log = tmp_path / "ps.json", tmp_path / "log"
-        path.write_text(json.dumps(document))
-        with log.open("wb") as stderr:
-            environment = {**os.environ, "COLUMNS": "300"}
-            process = children.hps("serve", path, "--port", port, *options, stderr=stderr, env=environment, real=True)
-        return process, log
-
-    return serve
-
-
-def said(log, pattern):
-    wait_until(lambda: re.search(pattern, log.read_text()), f"the log says {pattern}")
-    return re.search(pattern, log.read_text())
+    for host, says in (("203.0.113.1", "Cannot assign"), ("no.such.host.invalid", "cannot listen on no.such")):
+        with pytest.raises(hps.ConfigError, match=says):
+            listen(host, 0)
 
 
 def test_lookups_go_on_after_signals(document):
@@ -193,47 +155,26 @@ def test_a_service_is_ready_when_its_fronts_listen(document, tmp_path, children)
     path.write_text(json.dumps(document))
     with log.open("wb") as stderr:
         children.start(sys.executable, "-c", LATE_FRONT, "serve", path, "--port", 0, "--fronts", 1, stderr=stderr)
-    url = said(log, r"ready; try: curl -s (http://[\d.:]+)/")[1]
+    wait_until(lambda: "ready; try" in log.read_text(), "it is ready")
     assert log.read_text().index("listens late") < log.read_text().index("ready; try")
-    assert httpx.get(f"{url}/v2/health/live").status_code == 200
 
 
-def test_serve_prints_a_curl_that_answers_and_logs_each_step_of_its_end(document, serve):
-    document["service"]["drain_s"] = 3600
-    process, log = serve(document)
-    url = said(log, r"listening on (\S+);")[1]
-    command = shlex.split(said(log, r"try: (curl .*)")[1])
-    answer = httpx.post(command[2], content=command[command.index("-d") + 1])
-    assert answer.json() == {"tables": {"item": [[1, 1, 1], [2, 2, 2], [3, 3, 3]]}}
-    process.send_signal(signal.SIGTERM)
-    said(log, "SIGTERM: not ready from now on; requests are answered for 3600 s more")
-    assert httpx.get(f"{url}/v2/health/ready").status_code == 503
-    process.send_signal(signal.SIGTERM)  # ends the draining
-    assert process.wait(PATIENCE_S) == 0
-    steps = "SIGTERM: no longer listening", "requests have ended", "the databases are closed", "stopped, .* s after SIGTERM"
-    found = [re.search(f"INFO hps.service.*: {step}", log.read_text()) for step in steps]
-    assert all(found), log.read_text()
-    assert sorted(found, key=lambda one: one.start()) == found
-    assert "Traceback" not in log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("host", "says"), [("203.0.113.1", "Cannot assign"), ("no.such.host.invalid", "cannot listen on no.such")]
-)
-def test_an_address_that_is_not_ours_is_a_configuration_error(host, says):
-    with pytest.raises(hps.ConfigError, match=says):
-        listen(host, 0)
-
-
-# -- a configuration that is read again -----------------------------------------------------------------------------------
+def test_serve_prints_a_curl_that_answers_and_logs_each_step_of_its_end(document, tmp_path):
+    with ServedProcess(document, tmp_path) as served:
+        command = shlex.split(re.search(r"try: (curl .*)", served.log())[1])
+        answer = httpx.post(command[2], content=command[command.index("-d") + 1])
+        assert answer.json() == {"tables": {"item": [[1, 1, 1], [2, 2, 2], [3, 3, 3]]}}
+        served.stop(signal.SIGTERM)
+        steps = ("no longer listening", "requests have ended", "the databases are closed", "stopped, .* s after SIGTERM")
+        assert re.search(".*".join(f"INFO hps.service.*: .*{step}" for step in steps), served.log(), re.DOTALL), served.log()
+        assert "Traceback" not in served.log()
 
 
 @pytest.fixture
 def edit(document, tmp_path, caplog):
     """Serve, then change the document and have it read again: `edit(change, says)` waits for the log to say that."""
-    for name, dim in (("a", 2), ("b", 2)):
-        keys = np.arange(10, dtype=np.int64)
-        hps.write_sparse_model(tmp_path / name, (keys, np.repeat(keys.astype(np.float32)[:, None], dim, axis=1)))
+    for name in "ab":
+        hps.write_sparse_model(tmp_path / name, (np.arange(10), np.ones((10, 2), np.float32)))
     path = tmp_path / "ps.json"
     caplog.set_level(logging.INFO)
     with running_service(document) as service:
@@ -250,55 +191,49 @@ def edit(document, tmp_path, caplog):
     assert not [record for record in caplog.get_records("call") if record.exc_info]
 
 
-def test_tokens_limits_and_the_log_level_change_while_it_serves(edit):
+def test_tokens_and_limits_change_while_it_serves(edit):
     edit, client = edit
-    path, body = "/v1/models/m/lookup", {"tables": {"item": [1, 2]}}
-    assert client.post(path, json=body).status_code == 200
-    new = {"bearer_token": "secret-1", "max_keys_per_request": 1, "log_level": "debug"}
-    said = edit(
-        lambda document: document["service"].update(new), "max_keys_per_request is 1, was 1000000", "bearer_token is an"
-    )
-    assert "secret-1" not in said
-    assert client.post(path, json=body).status_code == 401
-    headers = {"Authorization": "Bearer secret-1"}
-    response = client.post(path, json=body, headers=headers)
-    assert (response.status_code, "expected at most 1" in response.text) == (413, True)
-    limits = {"max_body_bytes": 5, "max_held_bytes": 70_000, "request_timeout_s": 3.5, "max_keys_per_request": 9}
-    edit(lambda document: document["service"].update(limits), "max_body_bytes is 5", "max_keys_per_request is 9, was 1")
-    assert "expected at most 5" in client.post(path, json=body, headers=headers).text
-    edit(lambda document: document["service"].update(max_body_bytes=35_000), "max_body_bytes is 35000")
-    assert client.post(path, json=body, headers=headers).status_code == 200
-    held = client.post(path, json={"tables": {"item": [1] * 3000 + [2] * 6000}}, headers=headers)
-    assert (held.status_code, "keys" in held.text) == (413, True)
-    assert "nothing in it has changed" in edit(lambda _: None, "nothing in it has changed")
+
+    def refused(*keys, **headers):
+        answer = client.post("/v1/models/m/lookup", json={"tables": {"item": keys}}, headers=headers)
+        return "" if answer.status_code == 200 else answer.json()["error"]
+
+    def change(*says, **settings):
+        return edit(lambda document: document["service"].update(settings), *says)
+
+    says = ("max_keys_per_request is 1, was 1000000", "bearer_token is an")
+    assert "secret-1" not in change(*says, bearer_token="secret-1", max_keys_per_request=1, log_level="debug")
+    assert "token" in refused(1)
+    client.headers["authorization"] = "Bearer secret-1"
+    assert "expected at most 1" in refused(1, 2)
+    limits = {"max_body_bytes": 35_000, "max_held_bytes": 70_000, "request_timeout_s": 3.5, "max_keys_per_request": 9}
+    change("max_body_bytes is 35000", "max_keys_per_request is 9, was 1", **limits)
+    assert refused(1, 2) == ""
+    assert "keys" in refused(*[1] * 9000)
+    assert "expected at most 35000" in refused(*[1] * 20_000)
+    assert "nothing in it has changed" in change("nothing in it has changed")
 
 
 def test_models_come_and_go_while_it_serves(edit, tmp_path):
+    """What becomes of each change of an entry is shown in tests/ring1/service/test_reload.py."""
     edit, client = edit
     a, b = (model_of(name, [tmp_path / name], {"item": 2}) for name in "ab")
-
-    def look_up(name):
-        return client.post(f"/v1/models/{name}/lookup", json={"tables": {"item": [1]}})
-
     missing = {**a, "sparse_files": [str(tmp_path / "nowhere")]}
-    edit(
-        lambda document: document["models"].extend([missing, b]), "model a is new", "loading model a failed", "model b is ready"
-    )
-    assert look_up("b").json() == {"tables": {"item": [[1, 1]]}}
+
+    def models(change, *says):
+        edit(lambda document: change(document["models"]), *says)
+
+    models(lambda listed: listed.extend([missing, b]), "model a is new", "loading model a failed", "model b is ready")
     response = client.get("/v2/models/a/ready")
     assert (response.status_code, "nowhere" in response.text) == (503, True)
     assert client.get("/v2/health/ready").status_code == 200
-    edit(lambda document: document["models"].__setitem__(1, a), "model a is tried as it is now", "model a is ready after")
-    assert look_up("a").status_code == 200
-    edit(lambda document: document["models"].pop(0), "model m is gone", "model m is out of service")
-    assert look_up("m").status_code == 404
-    assert look_up("a").status_code == look_up("b").status_code == 200
-    edit(lambda document: document["models"].append({**missing, "model": "c"}), "loading model c failed")
-    edit(lambda document: document["models"].pop(), "model c is gone", "model c is out of service")
+    models(lambda listed: listed.__setitem__(1, a), "model a is tried as it is now", "model a is ready after")
+    models(lambda listed: listed.pop(0), "model m is gone", "model m is out of service")
+    for name, status in (("m", 404), ("a", 200), ("b", 200)):
+        assert client.post(f"/v1/models/{name}/lookup", json={"tables": {"item": [1]}}).status_code == status
+    models(lambda listed: listed.append({**missing, "model": "c"}), "loading model c failed")
+    models(lambda listed: listed.pop(), "model c is gone", "model c is out of service")
     assert client.get("/v2/models/c/ready").status_code == 404
-    versions = [{"version": "2", "sparse_files": [str(tmp_path / "b")]}]
-    edit(lambda document: document["models"][0].update(versions=versions), "model a has other versions; .*hps deploy a")
-    assert client.get("/v2/models/a").json()["versions"] == ["1"]
 
 
 def test_a_wrong_configuration_changes_nothing(edit):
@@ -309,39 +244,28 @@ def test_a_wrong_configuration_changes_nothing(edit):
         document["models"][0]["gpucacheper"] = "much"
 
     edit(change, "nothing changes: .*", r"service.max_held_bytes: got 1", r"models\[0\].gpucacheper")
-    assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
     edit(lambda document: document.clear(), "nothing changes")
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
 
 
-def test_lines_have_the_format_of_the_configuration_and_the_level_of_the_command_line(document, serve, tmp_path):
+def test_lines_have_the_format_of_the_configuration_and_the_level_of_the_command_line(document, tmp_path):
     document["service"] |= {"log_format": "json", "log_level": "error", "keep_alive_s": "70"}
     document["model_source"] = {"timeout_s": "9"}
-    process, log = serve(document, 0, "--log-level", "info")
-    url = said(log, r"listening on (http://[\d.:]+);")[1]
-    said(log, "ready; try")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    notices = [line for line in lines if line["logger"] == "hps.configuration.load"]
-    assert [line["level"] for line in notices] == ["info"]
-    assert "model_source.timeout_s, service.keep_alive_s" in notices[0]["message"]
-    assert "listening on" in lines[0]["message"]
-    assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
-
-    def read_again(says, **service):
-        before = len(log.read_text())
-        document["service"] |= service
-        (tmp_path / "ps.json").write_text(json.dumps(document))
-        process.send_signal(signal.SIGHUP)
-        wait_until(lambda: re.search(says, log.read_text()[before:]), f"the log says {says}")
-
-    read_again("INFO .*log_format is text, was json", log_format="text", access_log_per_s=3)
-    httpx.get(f"{url}/v2", headers={"X-Request-Id": "abc"})
-    said(log, "INFO .*request_id=abc")
-    read_again('"changed: service.log_format is json', log_format="json")
-    httpx.get(f"{url}/v2", headers={"X-Request-Id": "def"})
-    said(log, '"request_id": "def"')
-    read_again("service.log_level differs", log_level="critical")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 0
-    assert json.loads(log.read_text().splitlines()[-1])["level"] == "info"
-    assert "Traceback" not in log.read_text()
+    with ServedProcess(document, tmp_path, 1, "--log-level", "info") as served:
+        lines = [json.loads(line) for line in served.log().splitlines()]
+        [notice] = [line for line in lines if line["logger"] == "hps.configuration.load"]
+        assert (notice["level"], "model_source.timeout_s, service.keep_alive_s" in notice["message"]) == ("info", True)
+        assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
+        for settings, told, line in (
+            ({"log_format": "text", "access_log_per_s": 3}, "INFO .*log_format is text, was json", "INFO .*request_id=abc"),
+            ({"log_format": "json"}, '"changed: service.log_format is json', '"request_id": "def"'),
+            ({"log_level": "critical"}, "service.log_level differs", '"request_id": "ghi"'),
+        ):
+            document["service"] |= settings
+            (tmp_path / "ps.json").write_text(json.dumps(document))
+            served.tell(signal.SIGHUP, told)
+            httpx.get(f"{served.url}/v2", headers={"X-Request-Id": re.search("abc|def|ghi", line)[0]})
+            wait_until(lambda line=line: re.search(line, served.log()), f"the log says {line}")
+        served.stop(signal.SIGTERM)
+        assert json.loads(served.log().splitlines()[-1])["level"] == "info"
+        assert "Traceback" not in served.log()

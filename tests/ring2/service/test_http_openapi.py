@@ -17,15 +17,11 @@ from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.servers.running_service import document_of, model_of, running_service
 
 PUBLISHED = ROOT / "docs/openapi.json"
-DOCUMENT = document_of(model_of("m", ["nowhere"], {"item": 3}))
-
-
-def fake():
-    return FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
 
 
 def described():
-    app = Application(Lifecycle(load_configuration(DOCUMENT), fake()))
+    fake = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
+    app = Application(Lifecycle(load_configuration(document_of(model_of("m", ["nowhere"], {"item": 3}))), fake))
     document = json.loads(json.dumps(app.openapi()))
     document["info"]["version"] = "any"
     return document
@@ -51,5 +47,4 @@ def test_every_route_that_is_described_is_served_and_documented(tmp_path):
 
 
 if __name__ == "__main__":
-    content = described()
-    PUBLISHED.write_text(json.dumps(content, indent=2) + "\n")
+    PUBLISHED.write_text(json.dumps(described(), indent=2) + "\n")

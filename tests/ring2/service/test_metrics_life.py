@@ -1,14 +1,20 @@
-"""Series of `/metrics` live as long as what they measure; and nobody waits for those who read them."""
+"""Series of `/metrics` live as long as what they measure, are those of `docs/observability.md`, and make nobody wait."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import hps
+from hps.statistics.tracing import STAGES
 from hps.testing.waiting import PATIENCE_S, wait_until
+from tests import ROOT
 from tests.servers.running_service import document_of, model_of, running_service, samples
 
 ROWS, DIM, TABLES, MODELS = 50, 4, ("a", "b", "c"), 15
@@ -45,19 +51,15 @@ def _look_up(service, name):
     assert service.client.post(f"/v1/models/{name}/lookup", json={"tables": tables}).status_code == 200
 
 
-def _undeploy(service, name):
-    assert service.client.post(f"/v1/models/{name}/undeploy").status_code == 200
+def test_models_that_are_gone_and_invented_names_leave_no_series(service, files, tmp_path):
+    def changes(change, outcome):
+        return samples(service)["hps_model_changes_total", change, "", outcome]
 
-
-def _changes(service, model, change, outcome):
-    return samples(service).get(("hps_model_changes_total", change, model, outcome), 0)
-
-
-def test_models_that_were_undeployed_leave_no_series(service, files):
     def round_of(name):
         assert _deploy(service, name, files) == 200
         _look_up(service, name)
-        _undeploy(service, name)
+        assert service.client.post(f"/v1/models/{name}/undeploy").status_code == 200
+        assert _deploy(service, f"invented-{name}", tmp_path / "nothing") == 400
 
     _look_up(service, "stays")
     round_of("first")  # the routes have their series
@@ -65,85 +67,72 @@ def test_models_that_were_undeployed_leave_no_series(service, files):
     for number in range(MODELS):
         round_of(f"model-{number}")
     assert _lines(service) <= before + 5
-    assert _changes(service, "", "undeploy", "done") == MODELS + 1
+    assert changes("undeploy", "done") == changes("deploy", "failed") == MODELS + 1
     assert samples(service)["hps_lookup_keys_total", "stays", "a"] == 4
 
 
-def test_failed_deployments_of_invented_names_share_one_series(service, tmp_path):
-    assert _deploy(service, "first", tmp_path / "nothing") == 400
-    before = _lines(service)
-    for number in range(12):
-        assert _deploy(service, f"invented-{number}", tmp_path / "nothing") == 400
-    assert _lines(service) <= before + 5
-    assert _changes(service, "", "deploy", "failed") == 13
-
-
 def test_a_model_that_is_deployed_again_counts_from_zero(service, files):
+    def counted():
+        return samples(service).get(("hps_lookup_keys_total", "m", "a"))
+
     for _ in range(3):
         assert _deploy(service, "m", files) == 200
-        assert samples(service)["hps_lookup_keys_total", "m", "a"] == 0
+        assert counted() == 0
         _look_up(service, "m")
-        assert samples(service)["hps_lookup_keys_total", "m", "a"] == 4
-        assert _deploy(service, "m", files) == 200  # the same version goes on counting
-        assert samples(service)["hps_lookup_keys_total", "m", "a"] == 4
-        _undeploy(service, "m")
-        assert ("hps_lookup_keys_total", "m", "a") not in samples(service)
+        assert _deploy(service, "m", files) == 200
+        assert counted() == 4, "the same version goes on counting"
+        assert service.client.post("/v1/models/m/undeploy").status_code == 200
+        assert counted() is None
 
 
 def test_tables_that_no_version_has_any_more_leave_no_series(service, files):
     before = None
     for version in range(1, 5):
-        entry = model_of(
-            "m", [files] * 2, {"a": DIM, f"only-{version}": DIM}, gpucacheper=0.5, version=str(version), keep_versions=0
-        )
+        dims = {"a": DIM, f"only-{version}": DIM}
+        entry = model_of("m", [files] * 2, dims, gpucacheper=0.5, version=str(version), keep_versions=0)
         assert service.client.post("/v1/models/m/deploy", json={"config": entry}).status_code == 200
         tables = {"a": [1, 2], f"only-{version}": [1]}
         service.client.post("/v1/models/m/lookup", json={"tables": tables}).raise_for_status()
         wait_until(lambda: len(service.app.lifecycle.server.live.versions("m")) == 1, "the version before is gone")
-        found = samples(service)
-        assert found["hps_lookup_keys_total", "m", "a"] == 2 * version  # it goes on counting
-        assert [key[2] for key in found if key[0] == "hps_lookup_keys_total" and "only" in key[2]] == [f"only-{version}"]
-        assert found["hps_lookup_keys_total", "m", f"only-{version}"] == 1
+        found = {key[2]: value for key, value in samples(service).items() if key[:2] == ("hps_lookup_keys_total", "m")}
+        assert found == {"a": 2 * version, f"only-{version}": 1}, "it goes on counting"
         assert before in (None, _lines(service))
         before = _lines(service)
 
 
-class Held:
-    """Figures of a server that are not there until it is released."""
+@contextmanager
+def held(service):
+    """Figures of a server that are not there until `released` is set; `begun` once they are asked for, `rounds` times."""
+    held = SimpleNamespace(begun=threading.Event(), released=threading.Event(), rounds=0)
+    collector = service.app.lifecycle.server.statistics
+    statistics = collector.statistics
 
-    def __init__(self, service):
-        self.begun, self.released, self.rounds = threading.Event(), threading.Event(), 0
-        self._collector = service.app.lifecycle.server.statistics
-        self._statistics, self._collector.statistics = self._collector.statistics, self._wait
+    def wait():
+        held.rounds += 1
+        held.begun.set()
+        assert held.released.wait(PATIENCE_S)
+        return statistics()
 
-    def _wait(self):
-        self.rounds += 1
-        self.begun.set()
-        assert self.released.wait(PATIENCE_S)
-        return self._statistics()
-
-    def end(self):
-        self.released.set()
-        self._collector.statistics = self._statistics
+    collector.statistics = wait
+    try:
+        yield held
+    finally:
+        held.released.set()
+        collector.statistics = statistics
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/stats"])
 def test_who_asks_while_figures_are_written_gets_the_same_text_and_no_lookup_waits(service, path):
-    held = Held(service)
     with ThreadPoolExecutor(4) as pool:
-        try:
-            first = pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S)
-            assert held.begun.wait(PATIENCE_S)
-            others = [pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S) for _ in range(3)]
-            for _ in range(3):
-                _look_up(service, "stays")
+        with held(service) as figures:
+            asked = [pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S)]
+            assert figures.begun.wait(PATIENCE_S)
+            asked += [pool.submit(httpx.get, service.url + path, timeout=PATIENCE_S) for _ in range(3)]
             wait_until(lambda: service.passed_on == 4, "all have asked")
             _look_up(service, "stays")
-            assert not any(one.done() for one in [first, *others])
-        finally:
-            held.end()
-        texts = {one.result().content for one in [first, *others]}
-    assert len(texts) == held.rounds == 1
+            assert not any(one.done() for one in asked)
+        texts = {one.result().content for one in asked}
+    assert len(texts) == figures.rounds == 1
     assert service.client.get("/metrics").content not in texts
 
 
@@ -151,15 +140,84 @@ def test_figures_that_are_never_written_are_given_up_and_do_not_pile_up(files):
     document = document_of(_model("stays", files), service={"request_timeout_s": 0.3})
     before = set(threading.enumerate())  # those of services of other tests may be there still
     with running_service(document) as service:
-        held = Held(service)
-        try:
+        with held(service) as figures:
             for path in ("/metrics", "/metrics", "/v1/stats", "/metrics"):
                 assert service.client.get(path).status_code == 504
             _look_up(service, "stays")
-            assert held.rounds == 1
-            ours = [thread for thread in threading.enumerate() if thread.name.startswith("hps-text") and thread not in before]
-            assert len(ours) == 1
-        finally:
-            held.end()
+            assert figures.rounds == 1
+            assert len([one for one in threading.enumerate() if one.name.startswith("hps-text") and one not in before]) == 1
         wait_until(lambda: service.client.get("/metrics").status_code == 200, "it is written again")
         assert service.client.get("/v1/stats").status_code == 200
+
+
+# -- the page of docs/ -------------------------------------------------------------------------------------------------
+
+
+PAGE = ROOT / "docs" / "observability.md"
+_ROW = re.compile(r"^\| `(\w+)` \| (counter|gauge|histogram|untyped) \|(.*?)\| .+ \| .+ \|$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def metered(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("service")
+    hps.write_sparse_model(tmp_path / "t", (np.arange(100), np.zeros((100, 4), np.float32)))
+    model = model_of("m", [tmp_path / "t"], {"item": 4}, gpucacheper=0.5, hit_rate_threshold=1.1)
+    more = {"update_source": {"type": "kafka", "brokers": "127.0.0.1:1"}, "service": {"triton_metrics": True}}
+    with running_service(document_of(model, persistent=tmp_path / "rocks", **more)) as metered:
+        metered.client.post("/v1/models/m/lookup", json={"tables": {"item": [1, 1000]}})
+        samples(metered)  # what a device and a disk must be asked for is asked
+        wait_until(lambda: ("hps_device_memory_bytes", "cpu") in samples(metered), "it is known")
+        yield metered
+
+
+def test_the_page_has_every_metric_with_its_type_and_labels_and_no_other(metered):
+    page = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in _ROW.findall(PAGE.read_text())}
+    exposed, labelled = {}, {}
+    text = metered.client.get("/metrics").text
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    for family in text_string_to_metric_families(text):
+        name = family.name + "_total" if f"{family.name}_total" in kinds else family.name
+        if name.endswith("_created"):
+            continue
+        exposed[name] = kinds[name]
+        for sample in family.samples:
+            labelled[name] = set(sample.labels) - {"le"}
+    assert {name: kind for name, (kind, _) in page.items()} == exposed
+    assert {name: page[name][1] for name in labelled} == labelled
+    assert len(labelled) > 50
+    assert all(f"| `{stage}` |" in PAGE.read_text() for stage in STAGES)
+
+
+def test_tritons_names_say_what_its_statistics_say_where_wanted(metered):
+    metered.client.post("/v1/models/m/lookup", json={"tables": {"nothing": [1]}})
+    [stats] = metered.client.get("/v2/models/m/stats").json()["model_stats"]
+    values = samples(metered)
+    times = stats["inference_stats"]
+
+    def value(name):
+        return values[f"nv_inference_{name}", "m", "1"]
+
+    assert (value("request_success"), value("request_failure")) == (times["success"]["count"], times["fail"]["count"])
+    assert value("count") == value("exec_count") == stats["inference_count"] > 0
+    assert value("request_failure") > 0
+    for name in ("queue", "compute_input", "compute_infer", "compute_output", "request"):
+        assert value(f"{name}_duration_us") == times["success" if name == "request" else name]["ns"] // 1000
+    lifecycle = metered.app.lifecycle
+    wanted = lifecycle.configuration
+    assert not type(wanted.service)().triton_metrics
+    lifecycle.configuration = wanted.model_copy(update={"service": wanted.service.model_copy(update={"triton_metrics": False})})
+    assert "nv_inference" not in metered.client.get("/metrics").text
+    lifecycle.configuration = wanted
+
+
+def test_fronts_the_loop_of_the_owner_and_default_vectors_are_counted(metered):
+    before = samples(metered)
+    metered.client.post("/v1/models/m/lookup", json={"tables": {"item": [-5] * 1000}})  # no tier has it
+    after = samples(metered)
+    for name in ("hps_lookup_keys_total", "hps_default_keys_total"):
+        assert after[name, "m", "item"] - before[name, "m", "item"] == 1000, "as often as it is sent"
+    assert after["hps_owner_batches_total",] > before["hps_owner_batches_total",]
+    assert after["hps_owner_handed_over_total",] == before["hps_owner_handed_over_total",] + 1
+    assert after["hps_owner_malformed_total",] == 0
+    assert after["hps_front_cpu_seconds_total", "0"] > 0
+    assert after["hps_http_connections", "0"] >= 1

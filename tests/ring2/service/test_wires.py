@@ -15,23 +15,10 @@ from tritonclient.utils import InferenceServerException
 
 import hps
 from tests.fakes import entry_points
+from tests.servers import wires
 from tests.servers.running_service import document_of, model_of
 from tests.servers.served_process import ServedProcess
-from tests.servers.wires import (
-    DIMS,
-    WIRES,
-    Answer,
-    InProcess,
-    RawHTTP,
-    Refusal,
-    Stubs,
-    TorchLayers,
-    TritonHTTP,
-    TritonJSON,
-    Wire,
-    bits_of,
-    narrowed,
-)
+from tests.servers.wires import DIMS, WIRES, Answer, InProcess, Wire, bits_of, narrowed
 
 ROWS, MOST, MOST_OF_REQUEST = 300, 10_000, 12_000
 
@@ -49,25 +36,17 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(place / "engine")
         patch.setenv("PYTHONPATH", f"{place / 'engine'}:{Path(hps.__file__).parents[1]}")
-        for name in DIMS:
-            hps.write_sparse_model(place / name, (np.arange(ROWS), rows_of(name)))
+        tables = {name: (np.arange(ROWS), rows_of(name)) for name in DIMS}
+        for name, rows in tables.items():
+            hps.write_sparse_model(place / name, rows)
         said = {"format": "arrays", "file": "dense.json", "outputs": ["score"]}
-        said["inputs"] = {"item": {"table": "item"}, "age": {}}
-        hps.write_version(
-            place / "scored" / "1", {"item": (np.arange(ROWS), rows_of("item"))}, network=(said, b'{"factor": 0.5}')
-        )
-        model = model_of(
-            "m",
-            [place / name for name in DIMS],
-            DIMS,
-            default_value_for_each_table=[0.1, 6e4, -0.3],
-            maxnum_catfeature_query_per_table_per_sample=[MOST // 1000] * 3,
-            row_dtype=["float32", "int8", "float16"],
-            hit_rate_threshold=1.1,
-            gpucacheper=0.3,
-        )
-        dims = {"item": DIMS["item"]}
-        scored = model_of("scored", ["item"], dims, version_path=str(place / "scored"), hit_rate_threshold=1.1)
+        network = ({**said, "inputs": {"item": {"table": "item"}, "age": {}}}, b'{"factor": 0.5}')
+        hps.write_version(place / "scored" / "1", {"item": tables["item"]}, network=network)
+        more = {"row_dtype": ["float32", "int8", "float16"], "default_value_for_each_table": [0.1, 6e4, -0.3]}
+        more |= {"maxnum_catfeature_query_per_table_per_sample": [MOST // 1000] * 3, "gpucacheper": 0.3}
+        model = model_of("m", [place / name for name in DIMS], DIMS, hit_rate_threshold=1.1, **more)
+        place = {"version_path": str(place / "scored")}
+        scored = model_of("scored", ["item"], {"item": DIMS["item"]}, hit_rate_threshold=1.1, **place)
         service = {"max_keys_per_request": MOST_OF_REQUEST, "shared_memory_bytes": 1 << 24, "access_log_per_s": 0}
         yield document_of(model, scored, service=service)
 
@@ -143,16 +122,15 @@ def test_each_output_may_have_a_datatype_of_its_own(wire: Any, reference: InProc
         check(wire.lookup(tables, chosen), reference.lookup(tables, chosen), str(chosen))
 
 
+def each_combiner(*weights: np.ndarray) -> dict[str, hps.Bags]:
+    combiners = zip(DIMS, ("sum", "mean", "sqrtn"), strict=True)
+    return {name: hps.Bags(np.arange(9), [0, 1, 5, 9], *weights, combiner=combiner) for name, combiner in combiners}
+
+
 BAGS: dict[str, Callable[[], dict[str, hps.Bags]]] = {
     "empty bags, an absent key": lambda: {"user": hps.Bags([1, 2, 10**12, 7], [0, 2, 2, 4]), "word": hps.Bags([3], [0, 0, 1])},
-    "each combiner": lambda: {
-        name: hps.Bags(np.arange(9), [0, 1, 5, 9], combiner=combiner)
-        for name, combiner in zip(DIMS, ("sum", "mean", "sqrtn"), strict=True)
-    },
-    "each combiner with weights": lambda: {
-        name: hps.Bags(np.arange(9), [0, 1, 5, 9], np.arange(9, dtype=np.float32) / 4 - 1, combiner=combiner)
-        for name, combiner in zip(DIMS, ("sum", "mean", "sqrtn"), strict=True)
-    },
+    "each combiner": each_combiner,
+    "each combiner with weights": lambda: each_combiner(np.arange(9, dtype=np.float32) / 4 - 1),
     "a padding key and a largest norm": lambda: {
         "user": hps.Bags([3, 1, 3, 2], [0, 3, 4], padding_key=3),
         "item": hps.Bags([3, 1, 3, 2], [0, 3, 4], max_norm=1.5, combiner="mean"),
@@ -197,42 +175,29 @@ class Refused(NamedTuple):
     """Attributes:
     ask: the wrong call.
     error: of the server in process, and of the clients and layers of this package.
-    status: over HTTP.
-    code: of gRPC.
+    codes: over HTTP and gRPC.
     says: part of the message.
     """
 
     ask: Callable[[Wire], Any]
     error: type[hps.HPSError]
-    status: str
-    code: str
-    says: str
+    codes: tuple[str, str]
+    says: str = ""
 
 
 PLAIN = dict.fromkeys((*DIMS, "x"), "FP32")
+NOT_FOUND, INVALID, TOO_MUCH = ("404", "NOT_FOUND"), ("400", "INVALID_ARGUMENT"), ("413", "RESOURCE_EXHAUSTED")
+FLOATS, ZEROS = np.array([1.5], np.float32), np.zeros(MOST + 1, np.int64)
 REFUSED = {
-    "a model": Refused(
-        lambda wire: wire.lookup(arrays({"user": [1]}), PLAIN, "x"),
-        hps.UnknownModelError, "404", "NOT_FOUND", "'x'",
+    "a model": Refused(lambda wire: wire.lookup(arrays({"user": [1]}), PLAIN, "x"), hps.UnknownModelError, NOT_FOUND, "'x'"),
+    "a table": Refused(lambda wire: wire.lookup(arrays({"x": [1]}), PLAIN), hps.UnknownTableError, NOT_FOUND, "'x'"),
+    "a dtype": Refused(lambda wire: wire.lookup({"user": FLOATS}, PLAIN), hps.InvalidDtypeError, INVALID),
+    "keys": Refused(lambda wire: wire.lookup({"user": ZEROS}, PLAIN), hps.TooManyKeysError, TOO_MUCH, str(MOST + 1)),
+    "bags": Refused(
+        lambda wire: wire.pooled({"user": hps.Bags(ZEROS[:, None])}), hps.TooManyKeysError, TOO_MUCH, str(MOST + 1)
     ),
-    "a table": Refused(lambda wire: wire.lookup(arrays({"x": [1]}), PLAIN), hps.UnknownTableError, "404", "NOT_FOUND", "'x'"),
-    "a dtype": Refused(
-        lambda wire: wire.lookup({"user": np.array([1.5], np.float32)}, PLAIN),
-        hps.InvalidDtypeError, "400", "INVALID_ARGUMENT", "",
-    ),
-    "keys of a table": Refused(
-        lambda wire: wire.lookup({"user": np.zeros(MOST + 1, np.int64)}, PLAIN),
-        hps.TooManyKeysError, "413", "RESOURCE_EXHAUSTED", str(MOST + 1),
-    ),
-    "bags of a table": Refused(
-        lambda wire: wire.pooled({"user": hps.Bags(np.zeros((MOST + 1, 1), np.int64))}),
-        hps.TooManyKeysError, "413", "RESOURCE_EXHAUSTED", str(MOST + 1),
-    ),
-    "offsets that end elsewhere": Refused(
-        lambda wire: wire.pooled({"user": hps.Bags([1, 2], [0, 3])}),
-        hps.InvalidInputError, "400", "INVALID_ARGUMENT", "",
-    ),
-}  # fmt: skip
+    "offsets": Refused(lambda wire: wire.pooled({"user": hps.Bags([1, 2], [0, 3])}), hps.InvalidInputError, INVALID),
+}
 
 
 def refusal(ask: Callable[[], Any]) -> tuple[str, str]:
@@ -243,7 +208,7 @@ def refusal(ask: Callable[[], Any]) -> tuple[str, str]:
         return type(error).__name__, str(error)
     except InferenceServerException as error:
         return error.status().removeprefix("StatusCode."), error.message()
-    except Refusal as error:
+    except wires.Refusal as error:
         return error.args[0].removeprefix("StatusCode."), error.args[1]
     raise AssertionError("it was answered")
 
@@ -256,13 +221,13 @@ def test_wrong_requests_end_in_the_same_error_and_the_next_one_is_answered(wire:
         assert refusal(lambda wrong=wrong: wrong.ask(reference))[0] == wrong.error.__name__, what
         for _ in range(2):
             error, message = refusal(lambda wrong=wrong: wrong.ask(wire))
-            assert error in (wrong.error.__name__, wrong.status, wrong.code), (what, error, message)
+            assert error in (wrong.error.__name__, *wrong.codes), (what, error, message)
             assert wrong.says in message, (what, message)
             check(wire.lookup(good, PLAIN), reference.lookup(good, PLAIN), f"after {what}")
 
 
 def test_a_request_has_at_most_so_many_keys_in_all_its_tables(wire: Any, reference: InProcess) -> None:
-    if isinstance(wire, TorchLayers):
+    if isinstance(wire, wires.TorchLayers):
         pytest.skip("a layer asks for one table")
     half = MOST_OF_REQUEST // 2
     for keys in (half, half + 1, half):  # as many as may be, and one more
@@ -276,10 +241,10 @@ def test_a_request_has_at_most_so_many_keys_in_all_its_tables(wire: Any, referen
 
 
 def test_datatypes_that_a_wire_does_not_have_are_refused(wire: Any, reference: InProcess) -> None:
-    if not isinstance(wire, RawHTTP | Stubs | TritonHTTP):
+    if not isinstance(wire, wires.RawHTTP | wires.Stubs | wires.TritonHTTP):
         pytest.skip("its outputs have no names of datatypes")
     tables = arrays({"user": [1, 2]})
-    for datatype in ("FP64", *(("BF16",) if isinstance(wire, TritonJSON) else ())):
+    for datatype in ("FP64", *(("BF16",) if isinstance(wire, wires.TritonJSON) else ())):
         for _ in range(2):
             error, message = refusal(lambda datatype=datatype: wire.lookup(tables, dict.fromkeys(DIMS, datatype)))
             assert error in ("400", "INVALID_ARGUMENT")
@@ -291,16 +256,16 @@ def test_datatypes_that_a_wire_does_not_have_are_refused(wire: Any, reference: I
 
 
 def test_answers_in_16_bits_side_by_side_have_their_own_memory(served: ServedProcess) -> None:
-    wires = [RawHTTP(served) for _ in range(16)]
+    clients = [wires.RawHTTP(served) for _ in range(16)]
     for turn in range(3):
         datatype, kind = ("FP32", np.float32) if turn == 1 else ("FP16", np.float16)
-        asked = [(np.arange(2000) * 7 + nth + turn) % ROWS for nth in range(len(wires))]
+        asked = [(np.arange(2000) * 7 + nth + turn) % ROWS for nth in range(len(clients))]
         outputs = [{"name": "user", "parameters": {"binary_data": True, "datatype": datatype}}]
-        for wire, keys in zip(wires, asked, strict=True):
+        for wire, keys in zip(clients, asked, strict=True):
             wire.send({"user": keys}, outputs)
-        for wire, keys in zip(wires, asked, strict=True):
+        for wire, keys in zip(clients, asked, strict=True):
             np.testing.assert_array_equal(wire.take()["user"].view(kind), rows_of("user")[keys].astype(kind))
-    for wire in wires:
+    for wire in clients:
         wire.close()
 
 

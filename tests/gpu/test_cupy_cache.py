@@ -12,16 +12,7 @@ from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
 from hps.ground.hashing import mix
 from hps.tensors.segments import Segment, tensor_segment
-from hps.testing.caches import (
-    DEFAULT,
-    CacheContract,
-    Create,
-    VersionedCacheContract,
-    bits,
-    distinct_keys,
-    spec,
-    vectors_of,
-)
+from hps.testing.caches import DEFAULT, CacheContract, Create, VersionedCacheContract, bits, distinct_keys, spec, vectors_of
 from hps.types import KeyArray
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 

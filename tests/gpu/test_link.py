@@ -211,10 +211,7 @@ def test_keys_and_outputs_may_be_in_host_memory(n, place_of_keys, place_of_out):
         keys, out, found = mixed(known, n), np.full((n, 100), np.nan, np.float32), np.zeros(n, np.bool_)
         on_device = cupy.asarray(out)
         segment = Segment(
-            0,
-            keys if place_of_keys == "host" else cupy.asarray(keys),
-            out if place_of_out == "host" else on_device,
-            found,
+            0, keys if place_of_keys == "host" else cupy.asarray(keys), out if place_of_out == "host" else on_device, found
         )
         lookup = tables.cache.create_lookup()
         assert lookup.query([segment]) == 0

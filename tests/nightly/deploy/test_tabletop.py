@@ -169,8 +169,7 @@ def test_token_wrong(tabletop):
             assert service.client.post(LOOKUP, json={"tables": {"item": [1]}}, headers=wrong).status_code == 401
 
     tabletop.fault(
-        lambda: (with_the_old_token(), look_up(service)),
-        f'HPSTokenRefused{{instance="hps-1",route="{ROUTE}",status="401"}}',
+        lambda: (with_the_old_token(), look_up(service)), f'HPSTokenRefused{{instance="hps-1",route="{ROUTE}",status="401"}}'
     )
     assert tabletop.value("hps_http_requests_total", route=ROUTE, status="401") == 10
     tabletop.said(rf"answering 401 to 127\.0\.0\.1: POST {LOOKUP}: the header .* has the wrong token")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hps
 from hps.errors import DeviceError
 from hps.regions.exchange import D_TIMES
 from hps.testing.caches import bits, vectors_of
@@ -130,35 +129,6 @@ def test_vectors_are_those_of_their_keys(service: RunningService, most: int) -> 
     assert of_loops(service) > before
 
 
-def test_no_keys_at_all_are_answered(service: RunningService) -> None:
-    nothing = np.empty(0, np.int64)
-    answer = Client(service).ask({"user": nothing, "item": np.arange(3)})
-    assert answer["user"].shape == (0, 4)
-    check({"item": np.arange(3)}, answer)
-
-
-def test_many_clients_at_once_each_get_their_own_vectors(service: RunningService) -> None:
-    def run(seed: int) -> None:
-        client, rng = Client(service), np.random.default_rng(seed)
-        for _ in range(60):
-            keys = some_keys(rng, 10 if seed % 2 else 3_000)
-            check(keys, client.ask(keys))
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(run, range(12)))
-
-
-def test_bags_and_reports_are_answered_beside(service: RunningService) -> None:
-    client = Client(service)
-    ids = np.arange(40)
-    answer = client.ask({"item": ids}, report=True)
-    check({"item": ids}, answer)
-    body = {"inputs": [{"name": "item", "datatype": "INT64", "shape": [2, 3], "data": [1, 2, 3, 4, 5, 6]}]}
-    found = service.client.post("/v2/models/m/infer", json={**body, "parameters": {"combiner": "sum"}}).json()
-    sums = vectors_of(np.arange(1, 7), 32, 1).reshape(2, 3, 32).sum(1)
-    np.testing.assert_allclose(np.float32(found["outputs"][0]["data"]).reshape(2, 32), sums, rtol=1e-6)
-
-
 def during(work: Callable[[], None], seconds: float) -> None:
     """Do some work on threads until time is up, and raise what any of them raised."""
     stop = threading.Event()
@@ -240,17 +210,6 @@ def test_memory_that_cannot_be_pinned_is_answered_through_buffers(tmp_path: Path
         assert of_loops(service) == 0
 
 
-def test_a_rocks_db_below_is_asked_for_what_the_cache_lacks(tmp_path: Path) -> None:
-    below = {"persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocks")}}
-    content = document(tmp_path, cached=0.3, **below)
-    content.pop("volatile_db")
-    with running_service(content) as service:
-        client, rng = Client(service), np.random.default_rng(6)
-        for _ in range(20):
-            keys = some_keys(rng, 500)
-            check(keys, client.ask(keys, found=True))
-
-
 def test_two_devices_take_turns(tmp_path: Path) -> None:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
@@ -266,16 +225,3 @@ def test_two_devices_take_turns(tmp_path: Path) -> None:
             list(pool.map(run, range(8)))
         board = service.app.link._boards[0]
         assert (board.deployments[:, D_TIMES:].sum(1) > 0).sum() == 2
-
-
-def test_a_recording_of_keys_sees_every_lookup(tmp_path: Path) -> None:
-    with running_service(document(tmp_path, cached=1.0)) as service:
-        client, server = Client(service), service.app.lifecycle.opened
-        check({"user": np.arange(9)}, client.ask({"user": np.arange(9)}))
-        assert isinstance(server, hps.HPS)
-        server.record_trace(tmp_path / "trace", rate=1.0)
-        service.app.link.publish()
-        before = of_loops(service)
-        for _ in range(5):
-            check({"user": np.arange(9)}, client.ask({"user": np.arange(9)}))
-        assert of_loops(service) == before

@@ -1,9 +1,7 @@
 """A CUDA cache that is attached to hash map tables: its lookups go on into the map by themselves."""
 
 import ctypes
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys
 from tests.fakes.memory_database import PersistentMemoryDatabase
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, homes_of, rows_of
-from tests.tables.host_layout_reader import without_buckets
 
 pytestmark = pytest.mark.gpu
 
@@ -92,87 +89,6 @@ def test_lookups_answer_what_a_dense_table_holds(dim, n, others):
             assert sum(lookup.linked) == found.sum()
 
 
-class WithoutBuckets(HostTable):
-    """A real table whose buckets are empty for devices, so that only dense keys are found."""
-
-    def __init__(self, inner: HostTable) -> None:
-        self._inner = inner
-        self._made: dict[HostLayout, HostLayout] = {}  # the same one for the same one
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._inner.pinned_bytes
-
-    def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
-        self._inner.pin(pinner, progress)
-
-    def layout(self) -> HostLayout | None:
-        return self._emptied(self._inner.layout())
-
-    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
-        return self._inner.watch(lambda layout: watcher(self._emptied(layout)))
-
-    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
-        return self._inner.mirror(mirror)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _emptied(self, layout: HostLayout | None) -> HostLayout | None:
-        return None if layout is None else self._made.setdefault(layout, without_buckets(layout, _pinned_zeros))
-
-
-def _pinned_zeros(size_bytes: int) -> np.ndarray:
-    zeros = np.frombuffer(cupy.cuda.alloc_pinned_memory(size_bytes), np.uint8, size_bytes)
-    zeros[:] = 0
-    return zeros
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_dense_keys_are_read_without_their_buckets(n):
-    keys = np.random.default_rng(4).permutation(DENSE)
-    with LinkedTables([32], 0, attached=[], dense=DENSE) as tables:
-        tables.insert(keys)
-        host = tables.database.host_table(tables.specs[0].tag)
-        assert host is not None
-        assert tables.cache.attach(0, WithoutBuckets(host), True) is None
-        asked = keys[:n]
-        check(asked, tables.ask(asked)[0], keys)
-        tables.delete(keys[:1])  # of its stripe, buckets are asked
-        out, found, _lookup = tables.ask(asked)
-        check(asked, out, asked[found])
-        assert not found[0]
-        assert found.mean() > 0.98
-        tables.insert(keys, 1)
-        check(asked, tables.ask(asked)[0], keys, 1)
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_dense_tables_and_others_are_read_in_one_lookup(n):
-    known = np.arange(DENSE)
-    with LinkedTables([32, 100, 4], 0) as tables:
-        tables.database.reserve(tables.specs[1].tag, DENSE, [known])
-        for table in range(3):
-            tables.insert(known, table=table)
-        keys, lookup = mixed(known, n), tables.cache.create_lookup()
-        segments = [tables.segment(keys, table) for table in range(3)]
-        assert lookup.query(segments) == 0
-        lookup.finish()
-        for segment in segments:
-            check(keys, cupy.asnumpy(segment.out), known)
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_a_cache_of_no_rows_answers_from_the_map(n):
-    known = distinct_keys(30_000)
-    with LinkedTables([32], 0) as tables:
-        tables.insert(known)
-        keys, lookup = mixed(known, n), tables.cache.create_lookup()
-        for _ in range(200 if n == SMALL else 2):  # none leaves anything behind for the next
-            out, _found, lookup = tables.ask(keys, lookup=lookup)
-        check(keys, out, known)
-
-
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_what_the_map_answered_becomes_resident(n):
     known = distinct_keys(n)
@@ -186,19 +102,6 @@ def test_what_the_map_answered_becomes_resident(n):
         assert np.isin(resident, known).all()
         assert resident.size >= 0.98 * n
         assert tables.cache.stats(0).inserts >= resident.size
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_absent_keys_never_become_resident(n):
-    known = distinct_keys(100)
-    with LinkedTables([32], 8 * n) as tables:
-        tables.insert(known)
-        absent = np.setdiff1d(distinct_keys(n, seed=9), known)
-        for _ in range(4):
-            out, found, _lookup = tables.ask(absent)
-            assert not found.any()
-            assert (out == DEFAULT).all()
-        assert tables.cache.dump(0).size == 0
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -218,18 +121,6 @@ def test_keys_and_outputs_may_be_in_host_memory(n, place_of_keys, place_of_out):
         lookup.finish()
         check(keys, out if place_of_out == "host" else cupy.asnumpy(on_device), known)
         assert np.array_equal(found, np.isin(keys, known))
-
-
-def test_no_keys_are_no_work():
-    with LinkedTables([4, 32], 1000) as tables:
-        known = distinct_keys(100)
-        tables.insert(known, table=1)
-        lookup, none, some = tables.cache.create_lookup(), tables.segment(known[:0]), tables.segment(known, 1)
-        assert lookup.query([none]) == 0
-        lookup.finish()
-        assert lookup.query([none, some]) == 0
-        lookup.finish()
-        check(known, cupy.asnumpy(some.out), known)
 
 
 @pytest.mark.parametrize("count", [3, 40])
@@ -311,37 +202,6 @@ def test_a_table_may_grow_between_lookups():
                 check(keys, tables.ask(keys)[0], known[:size])
 
 
-def test_a_table_may_grow_during_lookups():
-    known = distinct_keys(600_000)
-    with LinkedTables([16], 2000) as tables:
-        tables.insert(known[:1000])
-        sizes = [1000]
-        done = threading.Event()
-
-        def grow() -> None:
-            for start in range(1000, known.size, 3000):
-                stop = min(start + 3000, known.size)
-                tables.insert(known[start:stop])
-                sizes.append(stop)
-            done.set()
-
-        writer = threading.Thread(target=grow)
-        writer.start()
-        lookup, rounds = tables.cache.create_lookup(), 0
-        try:
-            while not done.is_set() or rounds < 20:
-                rounds += 1
-                n = (SMALL, LARGE)[rounds % 2]
-                size = sizes[-1]
-                keys = np.random.default_rng(rounds).choice(known[:size], n)
-                segment = tables.segment(keys)
-                tables.finish_on_host(lookup, lookup.query([segment]))
-                check(keys, cupy.asnumpy(segment.out), known)  # what was there when the lookup began is not absent
-                assert cupy.asnumpy(segment.found).all()
-        finally:
-            writer.join(60)
-
-
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_rows_that_were_deleted_are_absent_and_their_places_are_others(n):
     first, second = np.split(distinct_keys(2 * n), 2)
@@ -356,17 +216,6 @@ def test_rows_that_were_deleted_are_absent_and_their_places_are_others(n):
         out, found, _lookup = tables.ask(np.concatenate([first, second]))
         assert not found.any()
         assert (out == DEFAULT).all()
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-@pytest.mark.parametrize("resident", [False, True])
-def test_an_update_is_what_the_next_lookup_answers(n, resident):
-    known = distinct_keys(n)
-    with LinkedTables([100], 8 * n if resident else 28) as tables:
-        for version in range(4):
-            tables.insert(known, version)
-            for _ in range(3):
-                check(known, tables.ask(known)[0], known, version)
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -573,41 +422,6 @@ def test_enqueued_lookups_of_a_dropped_table_count_what_nobody_read():
         after = tables.cache.stream_ordered_counts(0)
         assert after.absent == before.absent == 0
         assert after.unread - before.unread == SMALL
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_captured_lookup_is_replayed_while_rows_change_and_the_cache_churns(n, dense):
-    torch: Any = pytest.importorskip("torch")
-    known = np.random.default_rng(2).permutation(4 * n) if dense else distinct_keys(4 * n)
-    with LinkedTables([32], n, dense=4 * n if dense else 0) as tables:
-        tables.insert(known)
-        keys = torch.from_numpy(known[:n].copy()).cuda()
-        out, found = torch.empty(n, 32, device="cuda"), torch.empty(n, dtype=torch.bool, device="cuda")
-        lookup, stream = tables.cache.create_lookup(), torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            lookup.prepare([Segment(0, keys, out, found)])
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            lookup.enqueue([Segment(0, keys, out, found)], captured=True)
-        version = 0
-        for round_ in range(24):
-            if round_ % 3 == 2:
-                version += 1
-                tables.insert(known, version)
-            asked = np.random.default_rng(round_).choice(known, n)
-            if round_ == 12:  # it grows, and every segment is retired
-                known = np.concatenate([known, distinct_keys(200_000, seed=5)])
-                tables.insert(known, version)
-            keys.copy_(torch.from_numpy(asked))
-            out.fill_(torch.nan)
-            found.fill_(False)
-            torch.cuda.synchronize()
-            graph.replay()
-            torch.cuda.synchronize()
-            check(asked, out.cpu().numpy(), known, version)
-            assert found.all()
 
 
 def test_the_index_on_the_device_is_current_after_every_write(index):

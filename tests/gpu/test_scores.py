@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +71,6 @@ def test_scores_are_the_modules(served: tuple[Any, hps.HPS]) -> None:
         answer = server.score("m", given)
         np.testing.assert_allclose(answer["score"], scores_of(module, dense, keys), atol=1e-5)
         assert answer.version == "1"
-
-
-def test_threads_get_their_own_scores(served: tuple[Any, hps.HPS]) -> None:
-    module, server = served
-    failed = []
-
-    def ask(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(40):
-            dense, keys, given = request(rng, int(rng.integers(1, 300)))
-            answer = server.score("m", given)["score"]
-            if np.abs(answer - scores_of(module, dense, keys)).max() > 1e-5:
-                failed.append(seed)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(ask, range(6)))
-    assert not failed
 
 
 @pytest.mark.parametrize("hotness", [{}, {"history": 9, "item": 1}], ids=["any size", "fixed size"])

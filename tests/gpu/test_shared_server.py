@@ -58,14 +58,6 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[hps.HPS]:
         yield server
 
 
-def test_one_cache_has_the_rows_of_both_devices(server: hps.HPS) -> None:
-    [cache] = server.model("m").caches
-    sessions = server.model("m").sessions
-    assert [session.cache.device_id for session in sessions.values()] == DEVICES
-    assert {session.cache.leader for session in sessions.values()} == {cache}
-    assert cache.stats(0).capacity_rows >= (1.0 if cache.static else 0.35) * ROWS - 28
-
-
 def test_lookups_on_both_devices_see_every_write(server: hps.HPS) -> None:
     rng = np.random.default_rng(1)
     for version in range(6):

@@ -14,10 +14,10 @@ import pytest
 from hps.cache.base import ALONE, DeviceSharing, EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.tensors.segments import Segment
-from hps.testing.caches import bits, distinct_keys, spec, vectors_of
+from hps.testing.caches import distinct_keys, spec, vectors_of
 from hps.types import TableSpec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
-from tests.gpu.test_cupy_cache import CupyContract, _copy
+from tests.gpu.test_cupy_cache import CupyContract, copy_of
 from tests.gpu.test_cupy_stress import vectors_on_device
 
 pytestmark = [pytest.mark.gpu]
@@ -48,7 +48,7 @@ def check_copies(cache: EmbeddingCache, table: int = 0) -> None:
             cupy.cuda.Device().synchronize()
     if not memory.pairs:
         return
-    first, second = (_copy(memory.buckets_on(device), 16 * memory.pairs, np.int64).reshape(-1, 8) for device in DEVICES)
+    first, second = (copy_of(memory.buckets_on(device), 16 * memory.pairs, np.int64).reshape(-1, 8) for device in DEVICES)
     np.testing.assert_array_equal(first[:, 1:], second[:, 1:])
     kept = 0xFFFFFFFFFFFFFFFF if cache.static else 0xFF00FFFF
     np.testing.assert_array_equal(first[:, 0].view(np.uint64) & np.uint64(kept), second[:, 0].view(np.uint64) & np.uint64(kept))
@@ -61,7 +61,7 @@ class VersionWord:
         self._address = address
 
     def __getitem__(self, _place: int) -> int:
-        return int(_copy(self._address, 1, np.uint16)[0])
+        return int(copy_of(self._address, 1, np.uint16)[0])
 
     def _set(self, value: int) -> "VersionWord":
         word = np.array([value], np.uint16)
@@ -143,44 +143,6 @@ def test_rows_lie_on_the_device_of_their_pair(hot: EmbeddingCache):
     assert attributes(table.rows).device == 0
     assert attributes(table.rows + 14 * table.pairs * 32 - 4).device == 1
     assert {attributes(table.buckets_on(device)).device for device in DEVICES} == set(DEVICES)
-
-
-def test_copies_follow_every_change(hot: EmbeddingCache):
-    keys = distinct_keys(1500)
-    hot.insert(0, keys, vectors_of(keys, 8))
-    fill_copies(hot, keys)
-    for version, change in enumerate((hot.update, hot.insert, hot.on(1).update, hot.on(1).insert), 1):
-        change(0, keys, vectors_of(keys, 8, version))
-        for device in DEVICES:
-            out, found = query(hot.on(device), keys)
-            assert found.all()
-            np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 8, version)))
-    on_device = cupy.asarray(keys), cupy.asarray(vectors_of(keys, 8, 9))
-    hot.update(0, *on_device)
-    hot.erase(0, keys[:700])
-    for device in DEVICES:
-        out, found = query(hot.on(device), keys)
-        np.testing.assert_array_equal(found, np.arange(keys.size) >= 700)
-        np.testing.assert_array_equal(bits(out[700:]), bits(vectors_of(keys, 8, 9)[700:]))
-    check_copies(hot)
-
-
-def test_a_copy_that_is_left_alone_is_dumped_so_that_a_refresh_reaches_it(hot: EmbeddingCache):
-    keys = distinct_keys(1500)
-    hot.insert(0, keys, vectors_of(keys, 8))
-    fill_copies(hot, keys)
-    hot._changes.erase(hot.memory.open[0], keys)  # as evictions do, which leave copies
-    left = hot.dump(0)
-    assert 0 < left.size < keys.size
-    assert np.isin(left, keys).all()
-    hot.update(0, left[5:], vectors_of(left[5:], 8, 3))
-    for device in DEVICES:
-        out, found = query(hot.on(device), keys)
-        assert np.isin(keys[found], left[:5]).all()  # copies of changed rows are dropped
-        np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, 8)[found]))
-    assert hot.dump(0).size == 5
-    hot.erase(0, left[:5])
-    assert not any(query(hot.on(device), keys)[1].any() for device in DEVICES)
 
 
 def test_copies_of_what_is_used_make_way_as_traffic_moves(hot: EmbeddingCache):

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 
 import httpx
@@ -184,16 +183,6 @@ def test_model_is_in_redis_and_loaded_once(stack):
         assert "cached 50000 / 50000 embeddings in volatile database (redis_cluster); load: 50000 /" in stack.full_log(name)
 
 
-def test_rocksdb_of_a_replica_is_locked_against_another(stack, tmp_path):
-    config = stack.translate("hps-1", (ROOT / "configs" / "docker.json").read_text())
-    (tmp_path / "ps.json").write_text(config)
-    command = [sys.executable, "-m", "hps", "load", str(tmp_path / "ps.json")]
-    secret = {"HPS_REDIS_PASSWORD": "password4tests"}
-    done = subprocess.run(command, env=os.environ | secret, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 1
-    assert "lock" in done.stderr
-
-
 @pytest.mark.haproxy
 def test_balancer_answers_and_keeps_the_metrics_of_replicas_to_itself(stack):
     assert_answers(stack, "balancer", range(100))
@@ -209,40 +198,6 @@ def test_others_go_on_when_a_replica_is_killed(stack):
     stack.bring_back("hps-2")
     assert "embeddings in persistent database (rocks_db); all were there" in stack.log("hps-2")
     assert_answers(stack, "hps-2", range(1000))
-
-
-@pytest.mark.haproxy
-def test_no_lookup_through_the_balancer_fails_while_replicas_are_replaced(stack):
-    ended, failures, answered = threading.Event(), [], [0]
-
-    def ask():
-        while not ended.is_set():
-            try:
-                assert_answers(stack, "balancer", range(answered[0] % 49_000, answered[0] % 49_000 + 50))
-                answered[0] += 1
-            except (AssertionError, httpx.HTTPError) as error:
-                failures.append(repr(error))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        for name in REPLICAS:  # the upgrade of docs/deployment.md
-            before = answered[0]
-            assert stack.stop(name) == 0
-            stack.bring_back(name)
-            wait_until(lambda before=before: answered[0] > before, "lookups went on")
-            # The balancer asks each replica once a second.
-            wait_until(lambda name=name: backend_is_up(stack, name), f"the balancer found {name} again")
-    finally:
-        ended.set()
-        asking.join(60)
-    assert failures == [], stack.log("balancer")
-    assert answered[0] > 0
-
-
-def backend_is_up(stack, name):
-    text = httpx.get(f"{stack.url('balancer', 8404)}/metrics").text
-    return f'haproxy_server_status{{proxy="replicas",server="{name}",state="UP"}} 1' in text
 
 
 def test_lookups_go_on_while_redis_is_gone_and_fill_it_when_it_is_back(stack):

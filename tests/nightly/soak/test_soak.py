@@ -56,36 +56,6 @@ def ledger(tmp_path):
 KEYS = np.array([7, 8, 9])
 
 
-@pytest.mark.parametrize("kind", ["default", "torn", "foreign", "foreign table", "invented", "stale", "mask", "shape"])
-def test_the_judge_names_what_is_wrong(ledger, kind):
-    with ledger.writing(0, KEYS, delete=False, contested=False) as number:
-        bounds = ledger.bounds(1, 0, KEYS)
-        assert ledger.judge(bounds, encode(0, KEYS, number)) == {}
-        assert ledger.judge(bounds, encode(0, KEYS, 0), np.ones(3, np.bool_)) == {}
-    ledger.acknowledged[1, 0, KEYS] = number
-    bounds, vectors, found = ledger.bounds(1, 0, KEYS), encode(0, KEYS, number), np.ones(3, np.bool_)
-    match kind:
-        case "default":
-            vectors[1], found[1] = DEFAULT, False
-        case "torn":
-            vectors[1, 8:] = encode(0, KEYS, 0)[1, 8:]
-        case "foreign":
-            vectors[1] = vectors[2]
-        case "foreign table":
-            vectors[1] = encode(2, KEYS, number)[1]
-        case "invented":
-            vectors[1] = encode(0, KEYS, number + 1)[1]
-        case "stale":
-            vectors[1] = encode(0, KEYS, number - 1)[1]
-        case "mask":
-            found[1] = False
-        case "shape":
-            vectors = vectors[:2]
-    wrong = ledger.judge(bounds, vectors, found)
-    assert list(wrong) == [kind.split()[0]]
-    assert wrong[kind.split()[0]].tolist() == [kind == "shape", True, kind == "shape"]
-
-
 def test_the_judge_knows_what_was_deleted_and_what_was_never_there(ledger):
     default = np.full((3, TABLES[0].dim), DEFAULT, np.float32)
     absent = np.arange(ROWS, ROWS + 3)

@@ -1,21 +1,14 @@
 """A CUDA cache that is attached to hash map tables: its lookups go on into the map by themselves."""
 
 import ctypes
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from hps.databases.hash_map.layout import SEGMENTS, STRIPES, VERSION_BYTES, VERSIONS
-from hps.errors import DeviceError, InvalidInputError, NotReadyError
-from hps.ground.host_tables import BucketChanges, HostLayout, HostTable, Pinner
-from hps.lookup.chain import DatabaseChain
-from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.session import CachedSession, SessionSettings
-from hps.statistics.metrics import Metrics
+from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.segments import Segment
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys
-from tests.fakes.memory_database import PersistentMemoryDatabase
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, homes_of, rows_of
 
@@ -170,26 +163,6 @@ def test_a_map_that_is_not_authoritative_leaves_what_it_has_not(n):
         check(keys, cupy.asnumpy(segment.out), np.union1d(upper, rest[rest % 2 == 0]))
 
 
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_a_session_asks_the_persistent_database_for_what_the_map_has_not(n):
-    known = distinct_keys(4000)
-    with LinkedTables([16], 1000, authoritative=False) as tables:
-        [table], metrics = tables.specs, Metrics()
-        below = PersistentMemoryDatabase()
-        chain = DatabaseChain(tables.database, below, metrics=metrics)
-        chain.open_table(table)
-        tables.insert(known[:2000])
-        below.insert(table.tag, known, rows_of(known, 16))
-        settings = SessionSettings(hit_rate_threshold=1.1)
-        session = CachedSession(tables.specs, tables.cache, chain, FetchCoalescer(chain.fetch, metrics), settings, metrics)
-        for seed in range(3):
-            keys = mixed(known, n, seed)
-            segment = tables.segment(keys)
-            session.lookup([segment])
-            check(keys, cupy.asnumpy(segment.out), known)
-            assert np.array_equal(cupy.asnumpy(segment.found), np.isin(keys, known))
-
-
 def test_a_table_may_grow_between_lookups():
     known = distinct_keys(300_000)
     with LinkedTables([32], 1000) as tables:
@@ -200,22 +173,6 @@ def test_a_table_may_grow_between_lookups():
             for n in (SMALL, LARGE):
                 keys = np.concatenate([mixed(known, n), known[max(0, size - 200) : size]])
                 check(keys, tables.ask(keys)[0], known[:size])
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_rows_that_were_deleted_are_absent_and_their_places_are_others(n):
-    first, second = np.split(distinct_keys(2 * n), 2)
-    with LinkedTables([32], 8 * n) as tables:
-        for old, new in ((second, first), (first, second), (second, first)):
-            tables.delete(old)
-            tables.insert(new)
-            for _ in range(3):
-                keys = np.concatenate([old, new])
-                check(keys, tables.ask(keys)[0], new)
-        tables.delete(first)
-        out, found, _lookup = tables.ask(np.concatenate([first, second]))
-        assert not found.any()
-        assert (out == DEFAULT).all()
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -232,17 +189,6 @@ def test_a_dropped_table_is_left_to_the_host(n):
         assert tables.left(known) == n
         tables.attach()
         check(known, tables.ask(known)[0], known, 1)
-
-
-def test_a_detached_table_is_left_to_the_host():
-    known = distinct_keys(SMALL)
-    with LinkedTables([32], 0) as tables:
-        tables.insert(known)
-        check(known, tables.ask(known)[0], known)
-        tables.cache.detach(0)
-        assert tables.left(known) == SMALL
-        tables.attach()
-        check(known, tables.ask(known)[0], known)
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -273,90 +219,6 @@ def test_keys_that_crowd_one_bucket_are_found_further_on(home):
         tables.delete(known[::2].copy())
         for n in (1, 60):
             check(np.tile(keys, n), tables.ask(np.tile(keys, n))[0], known[1::2])
-
-
-class Guarded(HostTable):
-    """A real table whose memory can be pinned only up to a number of bytes."""
-
-    def __init__(self, inner: HostTable, limit_bytes: int) -> None:
-        self._inner = inner
-        self.left_bytes = limit_bytes
-        self._pinner: Pinner
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._inner.pinned_bytes
-
-    def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
-        self._pinner = pinner
-        self._inner.pin(_Limited(self), progress)
-
-    def layout(self) -> HostLayout | None:
-        return self._inner.layout()
-
-    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
-        return self._inner.watch(watcher)
-
-    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
-        return self._inner.mirror(mirror)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def take(self, address: int, size_bytes: int) -> None:
-        if size_bytes > self.left_bytes:
-            raise DeviceError(f"pinning {size_bytes} bytes: got a limit on locked memory of {self.left_bytes}; raise ulimit -l")
-        self._pinner.pin(address, size_bytes)
-        self.left_bytes -= size_bytes
-
-    def give_back(self, address: int) -> None:
-        self._pinner.unpin(address)
-
-
-class _Limited:
-    def __init__(self, guarded: Guarded) -> None:
-        self.pin, self.unpin = guarded.take, guarded.give_back
-
-
-def test_a_table_that_cannot_be_pinned_is_left_to_the_host():
-    known = distinct_keys(SMALL)
-    with LinkedTables([32], 28, attached=[]) as tables:
-        tables.insert(known)
-        host = tables.database.host_table(tables.specs[0].tag)
-        assert host is not None
-        reason = tables.cache.attach(0, Guarded(host, 0), True)
-        assert "locked memory" in reason
-        segment, lookup = tables.segment(known), tables.cache.create_lookup()
-        assert lookup.query([segment]) == SMALL
-        tables.finish_on_host(lookup, SMALL)
-        check(known, cupy.asnumpy(segment.out), known)
-
-
-def test_a_table_whose_growth_cannot_be_pinned_is_left_to_the_host():
-    known = distinct_keys(400_000)
-    with LinkedTables([32], 28, attached=[]) as tables:
-        tables.insert(known[:SMALL])
-        host = tables.database.host_table(tables.specs[0].tag)
-        assert host is not None
-        progress: list[tuple[int, int]] = []
-        guarded = Guarded(host, 200 << 20)
-        assert tables.cache.attach(0, guarded, True, lambda done, total: progress.append((done, total))) is None
-        assert progress[-1][0] == progress[-1][1] > 0
-        check(known[:SMALL], tables.ask(known[:SMALL])[0], known)
-        guarded.left_bytes = 0
-        tables.insert(known)  # the database itself is unharmed
-        segment, lookup = tables.segment(known), tables.cache.create_lookup()
-        left = lookup.query([segment])
-        assert left >= known.size - 28
-        tables.finish_on_host(lookup, left)
-        check(known, cupy.asnumpy(segment.out), known)
-
-
-@pytest.mark.parametrize("policy", ["evict_oldest", "evict_least_used"])
-def test_a_table_whose_readers_must_leave_stamps_is_refused(policy):
-    with LinkedTables([32], 28, attached=[], overflow_margin=1000, overflow_policy=policy) as tables:
-        host = tables.database.host_table(tables.specs[0].tag)
-        assert host is None or tables.cache.attach(0, host, True)
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])

@@ -1,11 +1,8 @@
 """Devices that share the rows of a cache: the contract on each of them, copies, and all of it under load."""
 
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,13 +15,11 @@ from hps.testing.caches import distinct_keys, spec, vectors_of
 from hps.types import TableSpec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.gpu.test_cupy_cache import CupyContract, copy_of
-from tests.gpu.test_cupy_stress import vectors_on_device
+from tests.gpu.test_cupy_stress import stress
 
 pytestmark = [pytest.mark.gpu]
 
 DEVICES = (0, 1)
-READERS, WRITERS = 2, 2  # readers of each device
-SECONDS = float(os.environ.get("HPS_STRESS_SECONDS", "4"))
 
 
 @pytest.fixture(autouse=True)
@@ -171,83 +166,12 @@ def test_no_vector_is_torn_stale_or_anothers_on_two_devices(
     dim: int, capacity: int, near: int, capsys: pytest.CaptureFixture[str]
 ):
     """Readers on both devices, writers through both, and keys that lookups make resident."""
-    sharing = DeviceSharing(DEVICES, (near,) if near else ())
-    cache = CupyCache.create([spec(dim)], [capacity], 0, False, sharing)
-    population = np.unique(np.random.default_rng(1).integers(-(1 << 62), 1 << 62, 2 * capacity))
-    begun, complete = np.zeros(WRITERS, np.int64), np.zeros(WRITERS, np.int64)
-    done = threading.Event()
-
-    def write(writer: int) -> int:
-        own, pick, generation = cache.on(DEVICES[writer % 2]), np.random.default_rng(writer), 0
-        mine = population[writer::WRITERS]
-        with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
-            on_device = cupy.asarray(mine)
-            while not done.is_set():
-                generation += 1
-                begun[writer] = generation
-                vectors = vectors_on_device(on_device, dim, generation)
-                for part in np.array_split(pick.permutation(mine.size), 4):
-                    chosen = np.concatenate([part, part[: part.size // 4]])  # some twice
-                    keys, rows = on_device[cupy.asarray(chosen)], vectors[cupy.asarray(chosen)]
-                    if pick.random() < 0.3:
-                        keys, rows = keys.get(), rows.get()
-                    (own.insert if pick.random() < 0.5 else own.update)(0, keys, rows)
-                complete[writer] = generation
-                if pick.random() < 0.2:
-                    own.erase(0, mine[pick.integers(0, mine.size, max(1, mine.size // 10))])
-        return generation
-
-    def read(reader: int) -> tuple[int, int, int]:
-        device = DEVICES[reader % 2]
-        own = cache.on(device)
-        checked = wrong = 0
-        skew = np.random.default_rng(100 + reader)
-        keys_host = population[np.minimum(skew.zipf(1.2, 1 << 16) - 1, population.size - 1)]
-        owner = np.searchsorted(population, keys_host) % WRITERS
-        with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True):
-            keys, owners = cupy.asarray(keys_host), cupy.asarray(owner)
-            expected = vectors_on_device(keys, dim, 0)
-            is_generation = cupy.arange(dim) % 3 == 2
-            lookup, asked = own.create_lookup(), 0
-            while not done.is_set() or asked < 20:
-                asked += 1
-                out, found = cupy.full((keys.size, dim), cupy.nan, cupy.float32), cupy.zeros(keys.size, cupy.bool_)
-                oldest = cupy.asarray(complete.copy())[owners]
-                lookup.query([Segment(0, keys, out, found)])
-                lookup.finish()
-                newest = cupy.asarray(begun.copy())[owners]
-                generation = out[:, 2]
-                whole = cupy.where(is_generation, generation[:, None], expected) == out
-                good = whole.all(1) & (generation >= oldest) & (generation <= newest)
-                wrong += int((found & ~good).sum())
-                checked += int(found.sum())
-        return checked, wrong, device
-
-    with ThreadPoolExecutor(2 * READERS + WRITERS) as pool:
-        writing = [pool.submit(write, writer) for writer in range(WRITERS)]
-        reading = [pool.submit(read, reader) for reader in range(2 * READERS)]
-        begin, most = time.monotonic(), 0  # a change drops copies, and fewer may be left at the end
-        while (age := time.monotonic() - begin) < SECONDS or (age < 60 and complete.min() < 2):
-            time.sleep(0.05)
-            with cache._copying:
-                most = max(most, min(cache.on(device)._near.resident(0) for device in DEVICES) if near else 0)
-        done.set()
-        generations = [writer.result(timeout=60) for writer in writing]
-        results = [reader.result(timeout=60) for reader in reading]
-    checked, wrong = (sum(result[column] for result in results) for column in range(2))
-    stats = cache.stats(0)
-    resident = cache.dump(0)
-    assert resident.size == np.unique(resident).size
-    assert resident.size == stats.resident_rows or (near and resident.size > stats.resident_rows)
+    cache = CupyCache.create([spec(dim)], [capacity], 0, False, DeviceSharing(DEVICES, (near,) if near else ()))
+    said = stress([cache.on(device) for device in DEVICES], dim, capacity, near=bool(near))
     check_copies(cache)
     close(cache)
     with capsys.disabled():
-        counts = f"{checked / 1e6:.1f} M vectors checked, {generations} generations written, up to {most} copies a device"
-        sys.stdout.write(f"\ndim {dim}, {capacity} rows: {counts}\n")
-    assert wrong == 0
-    assert checked > 100_000
-    assert min(generations) > 1
-    assert bool(near) == bool(most)
+        sys.stdout.write(f"\n{said}\n")
 
 
 def test_a_cache_of_one_device_shares_nothing():

@@ -156,16 +156,6 @@ class TestLookups:
             assert tables.cache.stream_ordered_counts(0).unread == 20
             graph.close()
 
-    def test_rows_that_were_dropped_are_read_from_host_memory(self):
-        with static_tables([32, 16], 5000) as (tables, keys):
-            tables.cache.drop(0, keys[0][:100])
-            assert not tables.cache.complete
-            out, found, ask = tables.ask(keys[0][:300])
-            np.testing.assert_array_equal(out, rows_of(keys[0][:300], 32))
-            assert found.all()
-            assert list(ask.linked) == [100]
-            assert tables.cache.stats(0).resident_rows == 4900  # a lookup makes nothing resident
-
     def test_a_writer_that_keeps_a_bucket_makes_no_key_absent(self):
         """An odd version stands for a writer: the key is read from the host in the end."""
         with static_tables([32], 5000) as (tables, [keys]):

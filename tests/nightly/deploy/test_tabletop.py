@@ -28,7 +28,7 @@ from hps.types import TableSpec
 from hps.updates.publisher import Publisher, open_writer
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.fakes.full_device import FullDevice
-from tests.fakes.memory_log import MemoryBroker, MemoryLog
+from tests.fakes.memory_log import MemoryLog
 from tests.ring2.databases.rocks_db.test_rocks_db_faults import mounted
 from tests.servers.alert_rules import Timeline, scrape
 from tests.servers.redis_server import RedisServer
@@ -215,32 +215,6 @@ def test_stale_replica(tabletop):
     tabletop.said("POST /v1/models/shop/deploy version 2.*: done after", "INFO")  # by hps-1 alone
     deploy(stale)
     tabletop.after(on_both)
-
-
-def test_stale_replica_that_does_not_reach_its_log(tabletop, logs):
-    away = MemoryBroker.by_name["away"]
-    for name in ("away", "there"):
-        MemoryBroker.by_name[name].create("hps_et.shop.item")
-    stale, fresh = (tabletop.serve(update_source={**logs, "brokers": name}) for name in ("away", "there"))
-
-    def quiet():
-        look_up(stale)
-        look_up(fresh)
-        wait_until(lambda: lag_s(stale) == lag_s(fresh) == 0, "nothing is behind")
-
-    tabletop.before(quiet)
-    away.away = True
-    wait_until(lambda: lag_s(stale) > 0.6, "the table is late")
-    tabletop.fault(
-        lambda: grow_late(stale),
-        'HPSUpdatesNotConnected{instance="hps-1",model="shop"}',
-        'HPSUpdatesLate{instance="hps-1",model="shop",table="item"}',
-    )
-    assert tabletop.value("hps_update_connected", model="shop", table="item") == 0
-    tabletop.said(r"updates of model 'shop', table 'item' are late: lag \d+ s; 0 rows .*; the broker is away")
-    away.away = False
-    quiet()
-    tabletop.after(quiet)
 
 
 def test_disk_full(tabletop, tmp_path):

@@ -112,9 +112,8 @@ class Stage:
         for count in (good // 2, good - good // 2):
             actor += 1
             self._clients.append(self._run("good", "clients", "good", self.directory, actor, *ports, count))
-        self._clients.append(self._run("peers", "peers", self.directory, actor + 1))
         if bad:
-            self._clients.append(self._run("bad", "bad_clients", self.directory, actor + 2, *ports, bad, *attacks))
+            self._clients.append(self._run("bad", "bad_clients", self.directory, actor + 1, *ports, bad, *attacks))
 
     def end_clients(self) -> None:
         """Let clients and probes end by themselves."""

@@ -171,30 +171,6 @@ def test_an_online_write_is_seen_whole_and_by_every_later_lookup(service: Runnin
     look()
 
 
-def test_each_answer_is_of_one_version_while_others_take_over(tmp_path: Path) -> None:
-    with running_service(document(tmp_path, cached=0.6, versions=3)) as service:
-        server, local = service.app.lifecycle.opened, threading.local()
-        ids = np.arange(0, ROWS, 7)
-
-        def look() -> None:
-            if not hasattr(local, "client"):
-                local.client = Client(service)
-            answer = local.client.ask({"user": ids, "word": ids})
-            version = int(answer["user"][0, 0])
-            for name in ("user", "word"):
-                np.testing.assert_array_equal(bits(answer[name]), bits(expected(ids, DIMS[name], version)))
-
-        def change() -> None:
-            for version in ("2", "3", "1", "2"):
-                server.deploy("m", version)
-
-        changer = threading.Thread(target=change)
-        changer.start()
-        during(look, 4)
-        changer.join()
-        assert int(Client(service).ask({"user": ids})["user"][0, 0]) == 2
-
-
 def test_memory_that_cannot_be_pinned_is_answered_through_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hps.cache.cuda import batches
 

@@ -1,8 +1,6 @@
 """The deployment, run as local processes: what docker-compose.yml and the Dockerfile say, in their order."""
 
-import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,15 +15,14 @@ from hps.models.sample import sample_vectors
 from hps.testing.waiting import wait_until
 from tests import ROOT
 from tests.fakes.installation import Installation
-from tests.servers.compose_file import compose_of, read_dockerfile
-from tests.servers.compose_runner import Stack, can_isolate, isolated
+from tests.servers.compose_file import compose_of
+from tests.servers.compose_runner import Stack, isolated
 
 pytestmark = pytest.mark.redis
 REPLICAS = ("hps-1", "hps-2", "hps-3")
 TOKEN = {"authorization": "Bearer token4tests"}
 TABLES = {"user": (16, 1, 10_000), "item": (32, 2, 50_000)}  # dim, seed, rows: as in docker-compose.yml
 HAPROXY = shutil.which("haproxy")
-needs_isolation = pytest.mark.skipif(not can_isolate(), reason="not root: file systems cannot be made read-only")
 _COMPILE = (
     "import hps.cache.cpu.cache, hps.databases.redis.database, hps.databases.rocks_db.database, hps.models.table_load;"
     "from hps.ground.numba_kernels import compile_kernels; compile_kernels()"
@@ -97,65 +94,6 @@ def metric(stack, name, *parts):
     """The sum of a replica's series whose line has all these parts."""
     lines = httpx.get(f"{stack.url(name)}/metrics", headers=TOKEN).text.splitlines()
     return sum(float(one.rpartition(" ")[2]) for one in lines if not one.startswith("#") and all(part in one for part in parts))
-
-
-@needs_isolation
-def test_kernels_are_compiled_without_a_writable_root(kernels):
-    assert list((kernels / "numba").rglob("*.code"))
-
-
-FIRST_LOOKUP = """
-import json, sys
-import numpy as np
-import hps
-from hps.ground.compilations import COMPILATIONS
-from hps.models.sample import sample_vectors
-with hps.HPS(sys.argv[1]) as server:
-    right = (server.lookup(np.arange(1000), "sample", "item") == sample_vectors(np.arange(1000), 32, 2)).all()
-print(json.dumps([bool(right), COMPILATIONS.all()]))
-"""
-
-
-def test_an_image_answers_its_first_lookup_without_compiling(tmp_path):
-    stages = read_dockerfile(ROOT / "deploy" / "Dockerfile")
-    (step,) = [rest for name, rest in stages["build-cpu"].instructions if name == "RUN" and "hps compile" in rest]
-    image = Installation(tmp_path / "image")
-    seed, program, *arguments, processes, one = shlex.split(step.partition("&&")[0])
-    assert (seed, program) == ("PYTHONHASHSEED=0", "/opt/hps/bin/hps")
-    assert (processes, one) == ("--processes", "1")  # the same code in one order, in twice the time
-    python = [sys.executable, "-m", "hps"]
-    done = subprocess.run(
-        [*python, *arguments], cwd=tmp_path, env=image.environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-    container = tmp_path / "container"
-    container.mkdir()
-    for table, (dim, seed, rows) in TABLES.items():
-        model = ["create-model", str(container / f"{table}.model"), "--rows", str(rows), "--dim", str(dim), "--seed", str(seed)]
-        subprocess.run([*python, *model], cwd=ROOT, check=True, capture_output=True, timeout=120)
-    config = json.loads((ROOT / "configs" / "minimal.json").read_text())
-    config["persistent_db"]["path"] = str(container / "rocksdb")
-    config["models"][0]["sparse_files"] = [str(container / f"{table}.model") for table in TABLES]
-    (container / "ps.json").write_text(json.dumps(config))
-    environment = {key: value.replace("/var/lib/hps", str(container)) for key, value in stages["cpu"].environment.items()}
-    environment |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(image.package.parent), "TMPDIR": str(container)}
-    command = isolated([sys.executable, "-c", FIRST_LOOKUP, str(container / "ps.json")], container)
-    done = subprocess.run(command, cwd=container, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [True, {}]
-    assert "compil" not in done.stderr
-    assert not (container / "numba").exists(), "nothing was written"
-
-
-@needs_isolation
-def test_without_the_place_that_the_image_names_kernels_are_compiled_for_one_start(tmp_path):
-    # Why NUMBA_CACHE_DIR is in the Dockerfile: all other places for kernels are read-only.
-    code = "import numpy; from hps.models.sample import sample_vectors; print(sample_vectors(numpy.array([7]), 1).shape)"
-    image = Installation(tmp_path / "image")
-    done = run_python(code, tmp_path / "image" / "tmp", {"HOME": "/nonexistent"}, image.package.parent)
-    assert done.stdout == "(1, 1)\n", done.stderr
-    assert "every start compiles them again. Set NUMBA_CACHE_DIR to a directory that this user can write to" in done.stderr
 
 
 @pytest.mark.parametrize("table", TABLES)

@@ -4,14 +4,13 @@ Every fault is a real one, and what Prometheus is given is what the service says
 at the end of a phase are all that fire: none is missing, and none misleads.
 """
 
-import json
 import re
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -395,27 +394,6 @@ def test_a_device_that_fails_in_a_lookup(tabletop, monkeypatch):
     tabletop.said("device 0 is lost .*illegal memory access", "ERROR")
     FullDevice.broken = False
     service = tabletop.restart()
-    tabletop.after(lambda: look_up(service))
-
-
-def stalled(service, work):
-    """A client that sends requests with large answers, and reads none; then others do `work`."""
-    body = json.dumps({"tables": {"item": KEYS.tolist()}}).encode()
-    request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (LOOKUP.encode(), len(body)) + body
-    with service.connect() as connection:
-        connection.settimeout(10)
-        with suppress(OSError):
-            for _ in range(4000):
-                connection.sendall(request)
-    work()
-
-
-def test_slow_client(tabletop):
-    service = tabletop.serve(service={"answer_timeout_s": 0.3, "max_connections": 50})
-    tabletop.before(lambda: look_up(service))
-    tabletop.fault(lambda: stalled(service, lambda: look_up(service)), 'HPSSlowClients{instance="hps-1",reason="answer"}')
-    assert tabletop.value("hps_http_aborted_connections_total", reason="answer") == 1
-    tabletop.said(r"closing the connection of 127\.0\.0\.1, which does not read its answer: \d+ bytes wait, .*answer_timeout_s")
     tabletop.after(lambda: look_up(service))
 
 

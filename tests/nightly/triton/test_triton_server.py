@@ -137,7 +137,6 @@ def test_models_are_loaded_and_unloaded_and_what_cannot_be_loaded_says_why(serve
     other = stated(tmp_path / "other.json", document_of(model_of("other", write(tmp_path / "o", 7), DIMS)))
     add_model(repository, "ranker", configuration_of(ps))
     add_model(repository, "other", configuration_of(other, instances=3))
-    add_model(repository, "misnamed", configuration_of(other))
     triton = server("ranker", "other")
 
     def answer(model: str) -> float:
@@ -169,17 +168,6 @@ def test_models_are_loaded_and_unloaded_and_what_cannot_be_loaded_says_why(serve
         (repository / "other" / "1" / "model.py").touch()
         triton.http.load_model("other")
         assert answer("other") == content(content_number)
-    with pytest.raises(InferenceServerException, match="model 'misnamed': it is not configured; configured are: other"):
-        triton.http.load_model("misnamed")
-    add_model(repository, "misnamed", configuration_of(other, ("model", "other"), ("gpucacheper", "2")))
-    with pytest.raises(InferenceServerException, match="gpucacheper"):
-        triton.http.load_model("misnamed")
-    add_model(repository, "misnamed", configuration_of(other, ("model", "other"), ("gpucacheper", "0.5")))
-    triton.http.load_model("misnamed")
-    assert answer("misnamed") == content(9)
-    add_model(repository, "second", configuration_of(ps, ("model", "ranker")))
-    with pytest.raises(InferenceServerException, match="rocksdb"):  # which one process alone may open
-        triton.http.load_model("second")
 
 
 def test_a_new_version_takes_over_while_the_model_is_loaded(server, repository, tmp_path):

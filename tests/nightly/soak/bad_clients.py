@@ -6,18 +6,17 @@ python -m tests.nightly.soak.bad_clients DIRECTORY ACTOR PORT PORT COUNT [ATTACK
 import os
 import socket
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.nightly.soak.clients import LIVE
+from tests.nightly.soak.clients import LIVE, run_all
 from tests.nightly.soak.ledger import PROCESSES, Ledger
 
 LOOKUP, INFER = "/v1/models/steady/lookup", "/v2/models/steady/infer"
@@ -239,14 +238,8 @@ def main(directory: Path, actor: int, ports: list[int], count: int, names: list[
     """Run bad clients until the soak ends."""
     os.nice(10)
     ledger = Ledger(directory, actor, "bad clients")
-    threads = [
-        threading.Thread(target=_run, args=(ledger, ports, names or list(ATTACKS), 1000 * actor + place))
-        for place in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    names = names or list(ATTACKS)
+    run_all([partial(_run, ledger, ports, names, 1000 * actor + place) for place in range(count)])
 
 
 if __name__ == "__main__":

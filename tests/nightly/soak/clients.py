@@ -13,6 +13,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +115,8 @@ def _rows(_: Any, body: bytes, bounds: list[Bounds]) -> _Answer:
 
 def _infer(model: str, bounds: list[Bounds]) -> tuple[str, bytes, dict[str, str]]:
     inputs = [
-        {
-            "name": TABLES[one.table].name,
-            "datatype": "INT64",
-            "shape": [one.keys.size],
-            "parameters": {"binary_data_size": one.keys.nbytes},
-        }
-        for one in bounds
+        {"name": name, "datatype": "INT64", "shape": [keys.size], "parameters": {"binary_data_size": keys.nbytes}}
+        for name, keys in ((TABLES[one.table].name, one.keys) for one in bounds)
     ]
     head = orjson.dumps({"inputs": inputs, "parameters": {"found": True, "binary_data_output": True}})
     body = head + b"".join(one.keys.tobytes() for one in bounds)
@@ -142,7 +139,12 @@ def good(directory: Path, actor: int, ports: list[int], count: int) -> None:
     """Run good clients until the soak ends."""
     os.nice(10)
     ledger = Ledger(directory, actor, f"good clients {actor}")
-    threads = [threading.Thread(target=GoodClient(ledger, ports, 1000 * actor + i).run) for i in range(count)]
+    run_all([GoodClient(ledger, ports, 1000 * actor + i).run for i in range(count)])
+
+
+def run_all(loops: Iterable[Callable[[], None]]) -> None:
+    """Run loops, each on a thread, until all have ended."""
+    threads = [threading.Thread(target=loop) for loop in loops]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -211,12 +213,7 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
                 for line in re.findall(rb"^hps_threads_ended_total.* (?!0)[0-9.]+$", text, re.MULTILINE):
                     ledger.violation("thread", process=servers[place], metric=line.decode())
 
-    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(ports))]
-    threads += [threading.Thread(target=scrape, args=(place,)) for place in range(len(servers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all([partial(ask, place) for place in range(len(ports))] + [partial(scrape, place) for place in range(len(servers))])
     (directory / "probes.json").write_text(json.dumps(taken))
 
 

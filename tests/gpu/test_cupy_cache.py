@@ -230,14 +230,6 @@ class TestBuckets(Caches):
         np.testing.assert_array_equal(contract.resident(cache, others[:3]), [False, False, True])
         assert contract.resident(cache, used).sum() == SLOTS - 1
 
-    def test_refused_keys_age_those_that_are_used_no_more(self, create: Create, contract: CupyContract):
-        cache, used, others = self._full(create, contract)
-        for count, key in enumerate(others[:, None]):
-            contract.query(cache, used[:3])
-            contract.lookup(cache, [contract.segment(cache, 0, key)], key)
-            assert count > 7 or contract.resident(cache, used).all()
-        np.testing.assert_array_equal(contract.resident(cache, used), np.arange(SLOTS) < 3)
-
     def _full(self, create: Create, contract: CupyContract) -> tuple[EmbeddingCache, np.ndarray, np.ndarray]:
         """A cache whose bucket 0 is full of used keys, these, and others that belong there, no two with one name in turn."""
         cache = create(spec(4), 28)
@@ -289,18 +281,6 @@ class TestLookups(Caches):
         expected[~np.isin(keys, known)] = DEFAULT
         np.testing.assert_array_equal(bits(segment.out.get()), bits(expected))
         np.testing.assert_array_equal(segment.found.get(), np.isin(keys, known))
-
-    @pytest.mark.parametrize("dim", [4, 6, 32, 300])
-    @pytest.mark.parametrize("shift", [0, 1, 2])
-    def test_outputs_may_start_anywhere(self, create: Create, dim: int, shift: int):
-        cache, keys = create(spec(dim), 2000), distinct_keys(300)
-        cache.insert(0, keys, vectors_of(keys, dim))
-        memory = cupy.full(300 * dim + 8, cupy.nan, cupy.float32)
-        out = memory[shift : shift + 300 * dim].reshape(300, dim)
-        assert cache.create_lookup().query([Segment(0, cupy.asarray(keys), out)]) == 0
-        np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(keys, dim)))
-        assert cupy.isnan(memory[:shift]).all()
-        assert cupy.isnan(memory[shift + 300 * dim :]).all()
 
     @pytest.mark.parametrize("made_by", ["ndarray", "frombuffer", "host_buffer"])
     def test_an_output_in_pinned_memory_is_written_in_place(self, create: Create, made_by: str):
@@ -358,21 +338,6 @@ class TestLookups(Caches):
                 lookup.finish()
                 total = out.double().sum().item()  # on the stream, after the lookup
             assert total == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
-
-    def test_tensors_of_two_streams_are_both_waited_for(self, create: Create):
-        torch = _torch()
-        cache, keys = create(spec(16), 40_000), distinct_keys(10_000)
-        cache.insert(0, keys, vectors_of(keys, 16))
-        resident = np.sort(cache.dump(0))
-        one, two = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
-        with torch.cuda.stream(one), two:
-            torch.cuda._sleep(2_000_000)
-            asked = torch.from_numpy(resident).cuda(non_blocking=True)
-            out = cupy.full((resident.size, 16), cupy.nan, cupy.float32)
-            lookup = cache.create_lookup()
-            assert lookup.query([Segment(0, asked, out)]) == 0
-            lookup.finish()
-            np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(resident, 16)))
 
     @pytest.mark.parametrize("keys_of", ["cupy", "torch"])
     def test_cupy_tensors_are_looked_up_on_their_stream(self, create: Create, keys_of: str):

@@ -206,21 +206,6 @@ def test_nothing_is_admitted_while_the_table_changes(n):
         assert tables.cache.dump(0).size >= 0.98 * n
 
 
-@pytest.mark.parametrize("home", [5, 31])
-def test_keys_that_crowd_one_bucket_are_found_further_on(home):
-    candidates = distinct_keys(20_000)
-    crowd = candidates[homes_of(candidates, 32) == home]
-    known, absent = crowd[:120], crowd[120:240]
-    with LinkedTables([32], 0) as tables:  # 32 buckets hold 288 keys before they grow
-        tables.insert(known)
-        keys = np.concatenate([known, absent])
-        for n in (1, 60):  # the large lookup has each key many times
-            check(np.tile(keys, n), tables.ask(np.tile(keys, n))[0], known)
-        tables.delete(known[::2].copy())
-        for n in (1, 60):
-            check(np.tile(keys, n), tables.ask(np.tile(keys, n))[0], known[1::2])
-
-
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_a_lookup_that_is_only_enqueued_answers_what_the_map_holds(n):
     known = distinct_keys(30_000)
@@ -253,18 +238,6 @@ def test_misses_of_a_lookup_that_was_only_enqueued_are_not_those_of_the_next(n):
             out, _found, _lookup = tables.ask(resident, 0, lookup)
             check(resident, out, known)
             assert (sum(lookup.linked), sum(lookup.absent)) == (0, 0)
-
-
-def test_a_lookup_that_needs_the_host_cannot_be_only_enqueued():
-    known = distinct_keys(100)
-    with LinkedTables([32, 32, 32], 28, attached=[0]) as tables:
-        tables.attach(2, authoritative=False)
-        lookup = tables.cache.create_lookup()
-        for table in (1, 2):
-            with pytest.raises(InvalidInputError):
-                lookup.enqueue([tables.segment(known, table)])
-        with pytest.raises(InvalidInputError):
-            lookup.enqueue([Segment(0, known, np.empty((known.size, 32), np.float32))])
 
 
 def test_enqueued_lookups_of_a_dropped_table_count_what_nobody_read():

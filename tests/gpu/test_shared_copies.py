@@ -168,20 +168,6 @@ def test_no_copies_are_made_while_rows_change(hot: EmbeddingCache, monkeypatch: 
     check(hot, 1)
 
 
-def test_near_tables_are_used_by_one_at_a_time(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, names = [], ["settle", "erase", "dump", "promote"]
-
-    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: (done.append((name, hot._copying.locked())), method(*arguments))[1]
-
-    for name in names:
-        monkeypatch.setattr(NearTables, name, noted(name, getattr(NearTables, name)))
-    hot.on(1).update(0, KEYS, vectors_of(KEYS, DIM, 1))
-    hot.on(1).dump(0)
-    hot._make_copies()
-    assert set(done) == {(name, True) for name in names}
-
-
 def test_settling_and_closing_wait_for_the_admissions_that_run(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
     near, waited = hot._near, []
     monkeypatch.setattr(near, "_stream", SimpleNamespace(ptr=near._stream.ptr, synchronize=lambda: waited.append("settle")))
@@ -454,25 +440,6 @@ def test_a_cache_that_cannot_be_made_frees_its_memory(monkeypatch: pytest.Monkey
     with pytest.raises(DeviceError, match="does not compile"), shared(rows=4000, near=near):
         pass
     assert [one() for one in made] == [None] * (1 + bool(near) * len(DEVICES))
-
-
-def test_the_rows_of_samples_are_staged_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_tables, "_STAGED_BYTES", 4 * DIM * 100)
-    with shared(near=2000) as cache:
-        cache.insert(0, KEYS, vectors_of(KEYS, DIM))
-        fill_copies(cache, KEYS)
-        check(cache, 0)
-        assert {tuple(cache.on(device)._near._room) for device in DEVICES} == {(100,)}
-
-
-def test_one_device_that_is_named_for_sharing_caches_alone() -> None:
-    cache = CupyCache.create([spec(DIM)], [4000], 0, False, DeviceSharing((0,), (2000,)))
-    cache.insert(0, KEYS, vectors_of(KEYS, DIM))
-    out, found = query(cache, KEYS)
-    assert found.all()
-    np.testing.assert_array_equal(bits(out), bits(vectors_of(KEYS, DIM)))
-    assert not cache.memory.open[0].copies
-    cache.close()
 
 
 def test_copies_that_are_left_alone_are_dumped_with_any_device_so_that_changes_reach_them(hot: EmbeddingCache) -> None:

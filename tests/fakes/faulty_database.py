@@ -1,12 +1,12 @@
 """A database that fails on command, around a real one."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, LogPosition, Partition, RowChanges, TableStats
+from hps.databases.base import Database, LogPosition, Partition, RowChanges
 from hps.errors import DatabaseError
 from hps.types import BoolArray, FloatArray, KeyArray
 

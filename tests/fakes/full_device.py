@@ -56,8 +56,7 @@ class FullDevice(NumpyCache):
         return _Lookup(self)
 
     insert, update, erase, dump, stats, device_memory = (
-        _checked(NumpyCache, name)
-        for name in ("insert", "update", "erase", "dump", "stats", "device_memory")
+        _checked(NumpyCache, name) for name in ("insert", "update", "erase", "dump", "stats", "device_memory")
     )
 
 

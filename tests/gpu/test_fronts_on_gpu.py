@@ -1,6 +1,5 @@
 """Lookups over HTTP whose keys a GPU reads from the memory of a front, and whose vectors it writes there."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from hps.errors import DeviceError
 from hps.regions.exchange import D_TIMES
 from hps.testing.caches import bits, vectors_of
 from tests.gpu.cupy_if_installed import cupy
+from tests.servers.binary_tensors import request_of, tensors_of
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 pytestmark = pytest.mark.gpu
@@ -69,26 +69,13 @@ class Client:
         CONNECTIONS.append(self._connection)
 
     def ask(self, keys: dict[str, np.ndarray], *, found: bool = False, **parameters: Any) -> dict[str, np.ndarray]:
-        inputs = [
-            {"name": name, "datatype": "INT64", "shape": [ids.size], "parameters": {"binary_data_size": ids.nbytes}}
-            for name, ids in keys.items()
-        ]
         given = {"binary_data_output": True, **({"found": True} if found else {}), **parameters}
-        text = json.dumps({"inputs": inputs, "parameters": given}).encode()
-        body = text + b"".join(ids.tobytes() for ids in keys.values())
-        self._connection.request("POST", "/v2/models/m/infer", body, {"Inference-Header-Content-Length": str(len(text))})
+        headers, body = request_of(keys, parameters=given)
+        self._connection.request("POST", "/v2/models/m/infer", body, headers)
         answer = self._connection.getresponse()
         data = answer.read()
         assert answer.status == 200, data
-        length = int(answer.headers["inference-header-content-length"])
-        at, tensors = length, {}
-        for tensor in json.loads(data[:length])["outputs"]:
-            size = tensor["parameters"]["binary_data_size"]
-            kind = np.float32 if tensor["datatype"] == "FP32" else np.bool_
-            tensors[tensor["name"]] = np.frombuffer(data[at : at + size], kind).reshape(tensor["shape"])
-            at += size
-        assert at == len(data)
-        return tensors
+        return tensors_of(answer.headers, data)
 
 
 def expected(keys: np.ndarray, dim: int, version: int = 1) -> np.ndarray:

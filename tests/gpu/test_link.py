@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from hps.databases.hash_map.layout import SEGMENTS, STRIPES, VERSION_BYTES, VERSIONS
-from hps.errors import InvalidInputError, NotReadyError
+from hps.errors import NotReadyError
 from hps.tensors.segments import Segment
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys
 from tests.gpu.cupy_if_installed import cupy
-from tests.gpu.linked_tables import LinkedTables, homes_of, rows_of
+from tests.gpu.linked_tables import LinkedTables, rows_of
 
 pytestmark = pytest.mark.gpu
 
@@ -83,21 +83,6 @@ def test_lookups_answer_what_a_dense_table_holds(dim, n, others):
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_what_the_map_answered_becomes_resident(n):
-    known = distinct_keys(n)
-    with LinkedTables([32], 8 * n) as tables:
-        tables.insert(known)
-        for _ in range(4):  # an admission may want to see a key more than once
-            check(known, tables.ask(known)[0], known)
-        *_, lookup = tables.ask(known)
-        assert sum(lookup.linked) <= n // 50
-        resident = tables.cache.dump(0)
-        assert np.isin(resident, known).all()
-        assert resident.size >= 0.98 * n
-        assert tables.cache.stats(0).inserts >= resident.size
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
 @pytest.mark.parametrize("place_of_keys", ["host", "device"])
 @pytest.mark.parametrize("place_of_out", ["host", "device"])
 def test_keys_and_outputs_may_be_in_host_memory(n, place_of_keys, place_of_out):
@@ -114,29 +99,6 @@ def test_keys_and_outputs_may_be_in_host_memory(n, place_of_keys, place_of_out):
         lookup.finish()
         check(keys, out if place_of_out == "host" else cupy.asnumpy(on_device), known)
         assert np.array_equal(found, np.isin(keys, known))
-
-
-@pytest.mark.parametrize("count", [3, 40])
-@pytest.mark.parametrize("n", [50, 3000])
-def test_tables_that_are_not_attached_are_left_to_the_host(count, n):
-    dims = [(4, 32, 100, 128)[index % 4] for index in range(count)]
-    attached = list(range(0, count, 2))
-    known = distinct_keys(5000)
-    with LinkedTables(dims, 1000, attached=attached) as tables:
-        for table in range(count):
-            tables.insert(known, table, table=table)
-        keys = mixed(known, n)
-        segments = [tables.segment(keys, table) for table in range(count)]
-        lookup = tables.cache.create_lookup()
-        left = lookup.query(segments)
-        assert lookup.counts == [0 if table in attached else n for table in range(count)]
-        assert left == sum(lookup.counts)
-        assert list(lookup.linked) == [int(np.isin(keys, known).sum()) if table in attached else 0 for table in range(count)]
-        assert [missed.segment.table for missed in lookup.unique()] == [t for t in range(count) if t not in attached]
-        tables.finish_on_host(lookup, left)
-        for table, segment in enumerate(segments):
-            check(keys, cupy.asnumpy(segment.out), known, table)
-            assert np.array_equal(cupy.asnumpy(segment.found), np.isin(keys, known))
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])

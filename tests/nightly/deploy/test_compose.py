@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import httpx
 import numpy as np
 import pytest
-import redis
 
 from hps.models.sample import sample_vectors
 from hps.testing.waiting import wait_until

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -177,35 +177,37 @@ def test_token_wrong(tabletop):
     tabletop.after(lambda: look_up(service))
 
 
+def deploy(service: RunningService, status: int = 200) -> None:
+    """Deploy version 2."""
+    answer = service.client.post("/v1/models/shop/deploy", json={"version": "2"})
+    assert answer.status_code == status, answer.text
+    look_up(service)
+
+
+def with_two_versions(tabletop: Tabletop, **second: Any) -> dict[str, Any]:
+    """Settings of a model whose second version is there, and is not served."""
+    versions = [{"version": 2, "sparse_files": [tabletop.write("2", **second)]}]
+    return {"versions": versions, "version_policy": {"specific": {"versions": [1]}}}
+
+
 def test_wrong_width_deployed(tabletop):
-    versions = [{"version": 2, "sparse_files": [tabletop.write("2", DIM + 1)]}]
-    service = tabletop.serve(model={"versions": versions, "version_policy": {"specific": {"versions": [1]}}})
+    service = tabletop.serve(model=with_two_versions(tabletop, dim=DIM + 1))
     tabletop.before(lambda: look_up(service))
-
-    def deploy(status):
-        answer = service.client.post("/v1/models/shop/deploy", json={"version": "2"})
-        assert answer.status_code == status, answer.text
-        look_up(service)
-
-    tabletop.fault(lambda: deploy(400), 'HPSDeployFailed{change="deploy",instance="hps-1",model="shop"}')
+    tabletop.fault(lambda: deploy(service, 400), 'HPSDeployFailed{change="deploy",instance="hps-1",model="shop"}')
     assert tabletop.value("hps_model_changes_total", change="deploy", model="shop", outcome="failed") == 1
     assert tabletop.value("hps_model_version", model="shop", version="1", state="serving") == 1
     tabletop.said(r"POST /v1/models/shop/deploy version 2.*127\.0\.0\.1.*: failed \(400\): .*width")
     tabletop.write("2")
-    tabletop.after(lambda: deploy(200))
+    tabletop.after(lambda: deploy(service))
 
 
 def test_stale_replica(tabletop):
-    versions = [{"version": 2, "sparse_files": [tabletop.write("2", value=2.0)]}]
-    model = {"versions": versions, "version_policy": {"specific": {"versions": [1]}}}
+    model = with_two_versions(tabletop, value=2.0)
     fresh, stale = tabletop.serve(model=model), tabletop.serve(model=model)
 
     def on_both():
         look_up(fresh)
         look_up(stale)
-
-    def deploy(service):
-        assert service.client.post("/v1/models/shop/deploy", json={"version": "2"}).status_code == 200
 
     tabletop.before(on_both)
     deploy(fresh)
@@ -334,52 +336,17 @@ def test_lag_growing(tabletop, logs):
     tabletop.after(publish_and_wait)
 
 
-@contextmanager
-def full_fake(monkeypatch):
+def test_gpu_memory_gone_at_a_deployment(tabletop, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", Ours("tests.fakes.full_device:FullDevice"))
     monkeypatch.setattr(FullDevice, "free_rows", ROWS)
-    yield lambda: None
-    FullDevice.free_rows *= 2
-
-
-@contextmanager
-def full_gpu(monkeypatch):
-    import cupy
-
-    held = []
-
-    def take_all():
-        free_bytes, _total = cupy.cuda.runtime.memGetInfo()
-        held.append(cupy.cuda.Memory(free_bytes - (32 << 20)))
-
-    yield take_all
-    held.clear()
-
-
-@pytest.mark.parametrize(
-    ("device", "full", "status"), [("cpu", full_fake, 503), pytest.param("cuda", full_gpu, 507, marks=pytest.mark.gpu)]
-)
-def test_gpu_memory_gone_at_a_deployment(tabletop, monkeypatch, device, full, status):
-    versions = [{"version": 2, "sparse_files": [tabletop.write("2")]}]
-    cached = {"gpucache": True, "gpucacheper": 0.6, "versions": versions, "version_policy": {"specific": {"versions": [1]}}}
-
-    def deploy(service, status):
-        answer = service.client.post("/v1/models/shop/deploy", json={"version": "2"})
-        assert answer.status_code == status, answer.text
-        look_up(service)
-
-    with full(monkeypatch) as take_all:
-        service = tabletop.serve(model=cached, device=device)
-        tabletop.before(lambda: look_up(service))
-        take_all()
-        tabletop.fault(
-            lambda: deploy(service, status),
-            'HPSDeployFailed{change="deploy",instance="hps-1",model="shop"}',
-            'HPSServerErrors{instance="hps-1"}',
-        )
+    service = tabletop.serve(model={"gpucache": True, "gpucacheper": 0.6, **with_two_versions(tabletop)})
+    tabletop.before(lambda: look_up(service))
+    failed = 'HPSDeployFailed{change="deploy",instance="hps-1",model="shop"}'
+    tabletop.fault(lambda: deploy(service, 503), failed, 'HPSServerErrors{instance="hps-1"}')
     assert tabletop.value("hps_model_changes_total", change="deploy", model="shop", outcome="failed") == 1
-    tabletop.said(rf"deploy version 2.*: failed \({status}\): .*embedding cache.* free")
-    tabletop.after(lambda: deploy(service, 200))
+    tabletop.said(r"deploy version 2.*: failed \(503\): .*embedding cache.* free")
+    FullDevice.free_rows *= 2
+    tabletop.after(lambda: deploy(service))
 
 
 def test_a_device_that_fails_in_a_lookup(tabletop, monkeypatch):

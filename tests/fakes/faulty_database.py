@@ -1,14 +1,23 @@
 """A database that fails on command, around a real one."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, LogPosition, Partition, RowChanges, TableStats
+from hps.databases.base import Database, LogPosition, Partition, RowChanges
 from hps.errors import DatabaseError
 from hps.types import BoolArray, FloatArray, KeyArray
+
+
+def _passed(name: str, counted: bool = False) -> Any:
+    def call(self: "FaultyDatabase", *arguments: Any) -> Any:
+        if counted:
+            self._enter(name)
+        return getattr(self.inner, name)(*arguments)
+
+    return call
 
 
 class FaultyDatabase(Database):
@@ -50,9 +59,10 @@ class FaultyDatabase(Database):
         if call in self.failing_halfway:
             raise DatabaseError(f"{call} was told to fail halfway")
 
-    def open_table(self, tag: str, dim: int) -> None:
-        self._enter("open_table")
-        self.inner.open_table(tag, dim)
+    open_table, follow_log, copy_changes, drop_table = (
+        _passed(name, counted=True) for name in ("open_table", "follow_log", "copy_changes", "drop_table")
+    )
+    scan, size, stats, tags, close = map(_passed, ("scan", "size", "stats", "tags", "close"))
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         self.fetched.append(keys[~found])
@@ -82,10 +92,6 @@ class FaultyDatabase(Database):
         self._leave("delete")
         return removed
 
-    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
-        self._enter("follow_log")
-        return self.inner.follow_log(tag)
-
     def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         """As the inner one; of a call that fails halfway the first half of the changes is made, and no position stored."""
         self._enter("apply")
@@ -94,29 +100,6 @@ class FaultyDatabase(Database):
             self.inner.apply(tag, changes.at(first), {})
             self._leave("apply")
         return self.inner.apply(tag, changes, positions)
-
-    def copy_changes(self, tag: str, changes: RowChanges) -> None:
-        self._enter("copy_changes")
-        self.inner.copy_changes(tag, changes)
-
-    def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
-        return self.inner.scan(tag, chunk_rows)
-
-    def size(self, tag: str) -> int:
-        return self.inner.size(tag)
-
-    def stats(self, tag: str) -> TableStats:
-        return self.inner.stats(tag)
-
-    def tags(self) -> list[str]:
-        return self.inner.tags()
-
-    def drop_table(self, tag: str) -> None:
-        self._enter("drop_table")
-        self.inner.drop_table(tag)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def fetched_keys(database: FaultyDatabase) -> KeyArray:

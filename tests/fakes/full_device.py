@@ -1,12 +1,23 @@
 """A cache on the CPU whose device has little memory, or breaks; it raises what the CUDA cache raises then."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hps.cache.base import ALONE, DeviceSharing
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
 from hps.errors import DeviceError, DeviceMemoryError
 from hps.types import TableSpec
+
+
+def _checked(base: type, name: str) -> Any:
+    """The method of a base class, which fails while the device is lost."""
+
+    def call(self: Any, *arguments: Any) -> Any:
+        if FullDevice.broken:
+            raise DeviceError(f"{name} of the embedding cache of CUDA device 0: an illegal memory access was encountered")
+        return getattr(base, name)(self, *arguments)
+
+    return call
 
 
 class FullDevice(NumpyCache):
@@ -44,37 +55,10 @@ class FullDevice(NumpyCache):
     def create_lookup(self) -> NumpyLookup:
         return _Lookup(self)
 
-    def insert(self, table, keys, rows):
-        _check("inserting into")
-        super().insert(table, keys, rows)
-
-    def update(self, table, keys, rows):
-        _check("updating")
-        super().update(table, keys, rows)
-
-    def erase(self, table, keys):
-        _check("erasing from")
-        super().erase(table, keys)
-
-    def dump(self, table):
-        _check("dumping")
-        return super().dump(table)
-
-    def stats(self, table):
-        _check("reading counters of")
-        return super().stats(table)
-
-    def device_memory(self):
-        _check("asking for the memory of")
-        return super().device_memory()
+    insert, update, erase, dump, stats, device_memory = (
+        _checked(NumpyCache, name) for name in ("insert", "update", "erase", "dump", "stats", "device_memory")
+    )
 
 
 class _Lookup(NumpyLookup):
-    def query(self, segments):
-        _check("querying")
-        return super().query(segments)
-
-
-def _check(doing: str) -> None:
-    if FullDevice.broken:
-        raise DeviceError(f"{doing} the embedding cache of CUDA device 0: an illegal memory access was encountered")
+    query = _checked(NumpyLookup, "query")

@@ -180,15 +180,7 @@ def _promote(arguments: memoryview, _blocks: int, _constants: dict[str, int]) ->
             at(counters, 1, np.uint64)[0] += 1
 
 
-_KERNELS = {
-    "query": _query,
-    "unique": _unique,
-    "scatter": _scatter,
-    "insert": _insert,
-    "erase": _erase,
-    "dump": _dump,
-    "promote": _promote,
-}
+_KERNELS = {one.__name__[1:]: one for one in (_query, _unique, _scatter, _insert, _erase, _dump, _promote)}
 
 
 class _Memory:
@@ -346,59 +338,30 @@ def install() -> None:
         "hostUnregister"
     )
     vars(runtime).update(dict.fromkeys(nothing.split(), _nothing))
-    vars(runtime).update(
-        {
-            "CUDARuntimeError": type("CUDARuntimeError", (_Failed,), {}),
-            "getDeviceCount": lambda: DEVICES,
-            "getDevice": _get_device,
-            "setDevice": _set_device,
-            "deviceCanAccessPeer": lambda _device, _other: 1,
-            "deviceGetAttribute": _attribute,
-            "getDeviceProperties": lambda _device: {"name": b"host"},
-            "memGetInfo": lambda: (1 << 34, 1 << 34),
-            "memset": _memset,
-            "memsetAsync": _memset,
-            "memcpy": _memcpy,
-            "memcpyAsync": _memcpy,
-            "pointerGetAttributes": lambda _address: SimpleNamespace(type=0, devicePointer=0),
-            "memcpyHostToDevice": 1,
-            "memcpyDeviceToHost": 2,
-            "memoryTypeHost": 1,
-            "hostAllocMapped": 1,
-            "hostAllocPortable": 2,
-        }
-    )
-    vars(driver).update({"CUDADriverError": type("CUDADriverError", (_Failed,), {}), "launchKernel": _launch})
+
+    def failure(name: str) -> type[Exception]:
+        return type(name, (_Failed,), {})
+
+    vars(runtime).update(CUDARuntimeError=failure("CUDARuntimeError"), getDeviceCount=lambda: DEVICES, getDevice=_get_device)
+    vars(runtime).update(setDevice=_set_device, deviceCanAccessPeer=lambda _device, _other: 1, deviceGetAttribute=_attribute)
+    vars(runtime).update(getDeviceProperties=lambda _device: {"name": b"host"}, memGetInfo=lambda: (1 << 34, 1 << 34))
+    vars(runtime).update(memset=_memset, memsetAsync=_memset, memcpy=_memcpy, memcpyAsync=_memcpy)
+    vars(runtime).update(pointerGetAttributes=lambda _address: SimpleNamespace(type=0, devicePointer=0), memoryTypeHost=1)
+    vars(runtime).update(memcpyHostToDevice=1, memcpyDeviceToHost=2, hostAllocMapped=1, hostAllocPortable=2)
+    vars(driver).update(CUDADriverError=failure("CUDADriverError"), launchKernel=_launch)
     cupy, cuda, api = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy_backends.cuda.api")
+    vars(cuda).update(Memory=_Memory, PinnedMemory=_Memory, PinnedMemoryPointer=type("PinnedMemoryPointer", (), {}))
+    vars(cuda).update(Stream=_Stream, Event=_Event, Device=_Device, is_available=lambda: True, alloc_pinned_memory=bytearray)
     vars(cuda).update(
-        {
-            "Memory": _Memory,
-            "PinnedMemory": _Memory,
-            "PinnedMemoryPointer": type("PinnedMemoryPointer", (), {}),
-            "Stream": _Stream,
-            "Event": _Event,
-            "Device": _Device,
-            "is_available": lambda: True,
-            "alloc_pinned_memory": bytearray,
-            "get_current_stream": lambda *_device: _NULL,
-            "compiler": SimpleNamespace(CompileException=type("CompileException", (_Failed,), {})),
-            "memory": SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (_Failed,), {})),
-        }
+        get_current_stream=lambda *_device: _NULL, memory=SimpleNamespace(OutOfMemoryError=failure("OutOfMemory"))
     )
+    vars(cuda).update(compiler=SimpleNamespace(CompileException=failure("CompileException")))
     cupy.__spec__ = ModuleSpec("cupy", None)
     cuda.runtime = runtime  # type: ignore[attr-defined]
     vars(cupy).update({"cuda": cuda, "ndarray": Array})
-    vars(cupy).update(
-        {
-            "zeros": lambda shape, dtype: Array(np.zeros(shape, dtype)),
-            "empty": lambda shape, dtype: Array(np.empty(shape, dtype)),
-            "full": lambda shape, value, dtype: Array(np.full(shape, value, dtype)),
-            "nan": np.nan,
-            "float32": np.float32,
-            "bool_": np.bool_,
-            "asarray": lambda array: Array(np.array(array)),
-        }
-    )
+    vars(cupy).update(zeros=lambda shape, dtype: Array(np.zeros(shape, dtype)), asarray=lambda array: Array(np.array(array)))
+    vars(cupy).update(empty=lambda shape, dtype: Array(np.empty(shape, dtype)), nan=np.nan, float32=np.float32, bool_=np.bool_)
+    vars(cupy).update(full=lambda shape, value, dtype: Array(np.full(shape, value, dtype)))
     vars(api).update({"runtime": runtime, "driver": driver})
     sys.modules |= {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends": ModuleType("cupy_backends")}
     sys.modules |= {"cupy_backends.cuda": ModuleType("cupy_backends.cuda"), "cupy_backends.cuda.api": api}

@@ -237,12 +237,7 @@ class MemoryLogWriter(UpdateLogWriter):
         return held[-1] if held else None
 
     def send(
-        self,
-        partition: Partition,
-        value: bytes,
-        *,
-        time_us: int = 0,
-        sent: Callable[[str | Exception], None] | None = None,
+        self, partition: Partition, value: bytes, *, time_us: int = 0, sent: Callable[[str | Exception], None] | None = None
     ) -> None:
         if len(value) > self._broker.most_bytes:
             raise UpdateLogError(

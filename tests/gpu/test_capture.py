@@ -103,36 +103,6 @@ def test_a_captured_lookup_never_answers_with_an_older_vector(server: hps.HPS, f
         replay_while_written(server, keys, outs, graph.replay)
 
 
-@pytest.mark.parametrize("n", [300, MOST_KEYS])
-@pytest.mark.parametrize("together", [True, False])
-def test_torch_captures_lookups(server: hps.HPS, n: int, together: bool) -> None:
-    keys = torch.zeros(n, dtype=torch.int64, device="cuda")
-    outs = {name: torch.empty(n, dim, device="cuda") for name, dim in DIMS.items()}
-
-    def forward() -> torch.Tensor:
-        if together:
-            server.lookup_tables(dict.fromkeys(DIMS, keys), "m", out=outs, wait=False)
-        else:
-            for name, out in outs.items():
-                server.lookup_fromdlpack(keys, out, "m", name, wait=False)
-        return outs["a"].sum(dim=1)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sums = forward()
-
-    def replay() -> None:
-        graph.replay()
-        torch.testing.assert_close(sums, outs["a"].sum(dim=1))
-
-    replay_while_written(server, keys, outs, replay)
-
-
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_graph_keeps_its_version_until_it_is_gone(server: hps.HPS, ours: bool, tmp_path: Path) -> None:
     keys, out = torch.arange(100, device="cuda"), torch.empty(100, DIMS["a"], device="cuda")
@@ -167,16 +137,6 @@ def test_a_capture_that_was_not_run_before_is_refused(server: hps.HPS) -> None:
             server.lookup_fromdlpack(keys, out, "m", "a", wait=False)
     server.lookup_fromdlpack(keys, out, "m", "a")
     check(np.arange(100), out)
-
-
-@pytest.mark.parametrize("where", ["keys", "out"])
-def test_a_lookup_of_host_memory_waits(server: hps.HPS, where: str) -> None:
-    keys: Any = torch.arange(100, device="cpu" if where == "keys" else "cuda")
-    out: Any = torch.empty(100, DIMS["a"], device="cpu" if where == "out" else "cuda")
-    with pytest.raises(hps.InvalidInputError, match="without waiting"):
-        server.lookup_fromdlpack(keys, out, "m", "a", wait=False)
-    with pytest.raises(hps.InvalidInputError, match="host memory"):
-        server.capture(keys, out, "m", "a")
 
 
 def test_a_lookup_without_waiting_is_ordered_by_its_stream(server: hps.HPS) -> None:

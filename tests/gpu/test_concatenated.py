@@ -86,14 +86,6 @@ def test_requests_of_many_sizes_and_alignments_follow_each_other(server: hps.HPS
         assert int(torch.isnan(whole).sum()) == whole.numel() - out.numel()
 
 
-def test_an_output_that_is_too_small_and_counts_that_do_not_add_up_are_refused(server: hps.HPS) -> None:
-    keys = torch.zeros(8, dtype=torch.int64).cuda()
-    with pytest.raises(hps.InvalidInputError, match="out"):
-        server.lookup_concatenated(keys, (2, 2, 2, 2), torch.zeros(2 * sum(DIMS) - 1).cuda(), "m")
-    with pytest.raises(hps.InvalidInputError, match="got 8 keys, expected 9"):
-        server.lookup_concatenated(keys, (2, 2, 2, 3), torch.zeros(2000).cuda(), "m")
-
-
 KINDS = ["torch", "cupy", "mixed", "keys of one on the host", "out of one on the host", "torch on the host", "int32", "larger"]
 
 
@@ -132,29 +124,3 @@ def test_separate_tensors_of_all_tables_give_the_same_vectors(
         answered = [one[:n].ravel() for one, n in zip(found, counts, strict=True)]
         np.testing.assert_array_equal(np.concatenate(answered), wanted(keys, counts))
         assert all(np.isnan(one[n:]).all() for one, n in zip(found, counts, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda keys, out: (keys.float(), out), "expected int64"),
-        (lambda keys, out: (keys[::2], out), "contiguous"),
-        (lambda keys, out: (keys, out[:, ::2]), "contiguous"),
-        (lambda keys, out: (keys, out.double()), "expected float32"),
-        (lambda keys, out: (keys, out[:-1]), "expected at least"),
-    ],
-)
-def test_one_wrong_tensor_among_separate_ones_is_named(server: hps.HPS, change: Any, message: str) -> None:
-    keys = {f"t{number}": torch.zeros(6, dtype=torch.int64, device="cuda") for number in range(len(DIMS))}
-    out = {f"t{number}": torch.zeros(6, dim, device="cuda") for number, dim in enumerate(DIMS)}
-    keys["t0"], out["t0"] = change(keys["t0"], out["t0"])
-    for _ in range(2):
-        with pytest.raises(hps.InvalidInputError, match=message):
-            server.lookup_tables(keys, "m", out=out)
-    with pytest.raises(hps.UnknownTableError):
-        server.lookup_tables({"no": keys["t1"]}, "m", out={"no": out["t1"]})
-    with pytest.raises(hps.InvalidInputError, match="named twice"):
-        server.lookup_tables({"t1": keys["t1"], 1: keys["t1"]}, "m", out={"t1": out["t1"], 1: out["t1"]})
-    many = torch.zeros(10_001, dtype=torch.int64, device="cuda")
-    with pytest.raises(hps.TooManyKeysError):
-        server.lookup_tables({"t1": many}, "m", out={"t1": torch.zeros(10_001, 7, device="cuda")})

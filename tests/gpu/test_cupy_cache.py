@@ -12,16 +12,7 @@ from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
 from hps.ground.hashing import mix
 from hps.tensors.segments import Segment, tensor_segment
-from hps.testing.caches import (
-    DEFAULT,
-    CacheContract,
-    Create,
-    VersionedCacheContract,
-    bits,
-    distinct_keys,
-    spec,
-    vectors_of,
-)
+from hps.testing.caches import DEFAULT, CacheContract, Create, VersionedCacheContract, bits, distinct_keys, spec, vectors_of
 from hps.types import KeyArray
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
@@ -69,8 +60,8 @@ class CupyContract(VersionedCacheContract):
         if not memory.pairs:
             return {}
         pairs, dim = memory.pairs, memory.spec.dim
-        buckets = _copy(memory.buckets, 2 * pairs * 8, np.int64).reshape(2 * pairs, 8)
-        vectors = _copy(memory.rows, 14 * pairs * dim, np.float32).reshape(-1, dim)
+        buckets = copy_of(memory.buckets, 2 * pairs * 8, np.int64).reshape(2 * pairs, 8)
+        vectors = copy_of(memory.rows, 14 * pairs * dim, np.float32).reshape(-1, dim)
         assert not (buckets[:, 0] & 1).any()
         filler = np.zeros(2 * pairs, np.int64)
         filler[2 * kernels.zero_pair(pairs) :][:2] = kernels.zero_filler(pairs)
@@ -92,7 +83,7 @@ class CupyContract(VersionedCacheContract):
     def raw_sets(self, cache: EmbeddingCache) -> np.ndarray:
         memory = cache.memory.open[0]
         cupy.cuda.Device().synchronize()
-        return _copy(memory.buckets, 2 * memory.pairs * 8, np.int64)
+        return copy_of(memory.buckets, 2 * memory.pairs * 8, np.int64)
 
     def raw_version(self, cache: EmbeddingCache) -> Any:
         memory = cache.memory.open[0]
@@ -146,15 +137,6 @@ class CupyContract(VersionedCacheContract):
             cache.insert(0, key, vectors_of(key, 4))
         assert self.resident(cache, keys[1:SLOTS]).all()
         np.testing.assert_array_equal(self.resident(cache, keys[SLOTS:]), [False, True])
-
-    def test_keys_that_are_used_no_more_make_room_in_time(self, create: Create):
-        cache = create(spec(4), 28)
-        keys, other = keys_at_home(cache, 0, 40 * SLOTS), keys_at_home(cache, 1, SLOTS)
-        cache.insert(0, np.concatenate([keys[:SLOTS], other]), np.zeros((2 * SLOTS, 4), np.float32))
-        self.query(cache, keys[:SLOTS])
-        for key in keys[SLOTS:, None]:
-            cache.insert(0, key, vectors_of(key, 4))
-        assert not self.resident(cache, keys[:SLOTS]).any()
 
 
 class TestCupyCacheOnCupyArrays(CupyContract):
@@ -248,14 +230,6 @@ class TestBuckets(Caches):
         np.testing.assert_array_equal(contract.resident(cache, others[:3]), [False, False, True])
         assert contract.resident(cache, used).sum() == SLOTS - 1
 
-    def test_refused_keys_age_those_that_are_used_no_more(self, create: Create, contract: CupyContract):
-        cache, used, others = self._full(create, contract)
-        for count, key in enumerate(others[:, None]):
-            contract.query(cache, used[:3])
-            contract.lookup(cache, [contract.segment(cache, 0, key)], key)
-            assert count > 7 or contract.resident(cache, used).all()
-        np.testing.assert_array_equal(contract.resident(cache, used), np.arange(SLOTS) < 3)
-
     def _full(self, create: Create, contract: CupyContract) -> tuple[EmbeddingCache, np.ndarray, np.ndarray]:
         """A cache whose bucket 0 is full of used keys, these, and others that belong there, no two with one name in turn."""
         cache = create(spec(4), 28)
@@ -307,45 +281,6 @@ class TestLookups(Caches):
         expected[~np.isin(keys, known)] = DEFAULT
         np.testing.assert_array_equal(bits(segment.out.get()), bits(expected))
         np.testing.assert_array_equal(segment.found.get(), np.isin(keys, known))
-
-    def test_more_tables_than_one_launch_takes(self, create: Create):
-        count = 2 * kernels.SEGMENTS_AT_ONCE + 3
-        dims = [1 + index % 37 for index in range(count)]
-        cache = create([spec(dim, f"t{index}") for index, dim in enumerate(dims)], [200] * count)
-        contract = TestCupyCacheOnCupyArrays()
-        keys = [distinct_keys(5 + index, seed=index) for index in range(count)]
-        for index, dim in enumerate(dims):
-            cache.insert(index, keys[index][:4], vectors_of(keys[index][:4], dim))
-        segments = [contract.segment(cache, index, keys[index]) for index in range(count)]
-        assert contract.lookup(cache, segments, np.concatenate(keys)) == [1 + index for index in range(count)]
-        for index, segment in enumerate(segments):
-            expected = vectors_of(keys[index], dims[index], np.arange(keys[index].size) >= 4)
-            np.testing.assert_array_equal(bits(segment.out.get()), bits(expected))
-
-    @pytest.mark.parametrize("dim", [4, 6, 32, 300])
-    @pytest.mark.parametrize("shift", [0, 1, 2])
-    def test_outputs_may_start_anywhere(self, create: Create, dim: int, shift: int):
-        cache, keys = create(spec(dim), 2000), distinct_keys(300)
-        cache.insert(0, keys, vectors_of(keys, dim))
-        memory = cupy.full(300 * dim + 8, cupy.nan, cupy.float32)
-        out = memory[shift : shift + 300 * dim].reshape(300, dim)
-        assert cache.create_lookup().query([Segment(0, cupy.asarray(keys), out)]) == 0
-        np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(keys, dim)))
-        assert cupy.isnan(memory[:shift]).all()
-        assert cupy.isnan(memory[shift + 300 * dim :]).all()
-
-    @pytest.mark.parametrize("on_host", ["keys", "out", "both"])
-    def test_keys_and_output_are_placed_independently(self, create: Create, on_host: str):
-        cache, keys = create(spec(5), 2000), distinct_keys(300)
-        cache.insert(0, keys[:200], vectors_of(keys[:200], 5))
-        out = np.full((300, 5), np.nan, np.float32)
-        segment = Segment(
-            0,
-            keys if on_host in ("keys", "both") else cupy.asarray(keys),
-            out if on_host in ("out", "both") else cupy.asarray(out),
-        )
-        TestCupyCacheOnCupyArrays().lookup(cache, [segment], keys)
-        np.testing.assert_array_equal(bits(cupy.asnumpy(segment.out)), bits(vectors_of(keys, 5, np.arange(300) >= 200)))
 
     @pytest.mark.parametrize("made_by", ["ndarray", "frombuffer", "host_buffer"])
     def test_an_output_in_pinned_memory_is_written_in_place(self, create: Create, made_by: str):
@@ -404,21 +339,6 @@ class TestLookups(Caches):
                 total = out.double().sum().item()  # on the stream, after the lookup
             assert total == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
 
-    def test_tensors_of_two_streams_are_both_waited_for(self, create: Create):
-        torch = _torch()
-        cache, keys = create(spec(16), 40_000), distinct_keys(10_000)
-        cache.insert(0, keys, vectors_of(keys, 16))
-        resident = np.sort(cache.dump(0))
-        one, two = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
-        with torch.cuda.stream(one), two:
-            torch.cuda._sleep(2_000_000)
-            asked = torch.from_numpy(resident).cuda(non_blocking=True)
-            out = cupy.full((resident.size, 16), cupy.nan, cupy.float32)
-            lookup = cache.create_lookup()
-            assert lookup.query([Segment(0, asked, out)]) == 0
-            lookup.finish()
-            np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(resident, 16)))
-
     @pytest.mark.parametrize("keys_of", ["cupy", "torch"])
     def test_cupy_tensors_are_looked_up_on_their_stream(self, create: Create, keys_of: str):
         """Neither a stream of the lookup's own nor a wait is needed where one stream is all that there is."""
@@ -443,15 +363,6 @@ class TestLookups(Caches):
         with pytest.raises(InvalidInputError, match=f"{kind}: got memory that is not aligned"):
             lookup.query([tensor_segment(0, 4, keys, out, on_cuda=True, with_found=False)])
 
-    def test_int32_keys_are_widened(self, create: Create):
-        torch = _torch()
-        cache, keys = create(spec(4), 1000), np.arange(-50, 50)
-        cache.insert(0, keys, vectors_of(keys, 4))
-        out = torch.empty(100, 4, device="cuda")
-        asked = torch.arange(-50, 50, dtype=torch.int32, device="cuda")
-        assert cache.create_lookup().query([Segment(0, asked, out)]) == 0
-        np.testing.assert_array_equal(bits(out.cpu().numpy()), bits(vectors_of(keys, 4)))
-
     def test_tensors_that_do_not_fit_are_refused_before_any_launch(self, create: Create):
         cache = create(spec(4), 1000)
         lookup = cache.create_lookup()
@@ -470,13 +381,6 @@ class TestLookups(Caches):
             with pytest.raises(error, match="expected"):
                 lookup.query([Segment(0, bad_keys, bad_out)])
         assert lookup.query([Segment(0, keys, out)]) == 10
-
-    def test_device_arrays_can_be_inserted(self, create: Create):
-        cache, keys = create(spec(6), 1000), distinct_keys(200)
-        cache.insert(0, cupy.asarray(keys), cupy.asarray(vectors_of(keys, 6)))
-        out, found = TestCupyCacheOnCupyArrays().query(cache, keys)
-        assert found.all()
-        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 6)))
 
     def test_inserts_of_many_chunks_arrive_whole(self, create: Create):
         cache, keys = create(spec(64), 400_000), distinct_keys(200_000)
@@ -561,7 +465,7 @@ def _torch() -> Any:
     return pytest.importorskip("torch", reason="torch is not installed")
 
 
-def _copy(pointer: int, size: int, dtype: type) -> np.ndarray:
+def copy_of(pointer: int, size: int, dtype: type) -> np.ndarray:
     host = np.empty(size, dtype)
     cupy.cuda.runtime.memcpy(host.ctypes.data, pointer, host.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
     return host

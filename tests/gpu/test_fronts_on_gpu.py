@@ -1,6 +1,5 @@
 """Lookups over HTTP whose keys a GPU reads from the memory of a front, and whose vectors it writes there."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hps
 from hps.errors import DeviceError
 from hps.regions.exchange import D_TIMES
 from hps.testing.caches import bits, vectors_of
 from tests.gpu.cupy_if_installed import cupy
+from tests.servers.binary_tensors import request_of, tensors_of
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 pytestmark = pytest.mark.gpu
@@ -70,26 +69,13 @@ class Client:
         CONNECTIONS.append(self._connection)
 
     def ask(self, keys: dict[str, np.ndarray], *, found: bool = False, **parameters: Any) -> dict[str, np.ndarray]:
-        inputs = [
-            {"name": name, "datatype": "INT64", "shape": [ids.size], "parameters": {"binary_data_size": ids.nbytes}}
-            for name, ids in keys.items()
-        ]
         given = {"binary_data_output": True, **({"found": True} if found else {}), **parameters}
-        text = json.dumps({"inputs": inputs, "parameters": given}).encode()
-        body = text + b"".join(ids.tobytes() for ids in keys.values())
-        self._connection.request("POST", "/v2/models/m/infer", body, {"Inference-Header-Content-Length": str(len(text))})
+        headers, body = request_of(keys, parameters=given)
+        self._connection.request("POST", "/v2/models/m/infer", body, headers)
         answer = self._connection.getresponse()
         data = answer.read()
         assert answer.status == 200, data
-        length = int(answer.headers["inference-header-content-length"])
-        at, tensors = length, {}
-        for tensor in json.loads(data[:length])["outputs"]:
-            size = tensor["parameters"]["binary_data_size"]
-            kind = np.float32 if tensor["datatype"] == "FP32" else np.bool_
-            tensors[tensor["name"]] = np.frombuffer(data[at : at + size], kind).reshape(tensor["shape"])
-            at += size
-        assert at == len(data)
-        return tensors
+        return tensors_of(answer.headers, data)
 
 
 def expected(keys: np.ndarray, dim: int, version: int = 1) -> np.ndarray:
@@ -128,35 +114,6 @@ def test_vectors_are_those_of_their_keys(service: RunningService, most: int) -> 
         keys = some_keys(rng, most)
         check(keys, client.ask(keys, found=bool(rng.integers(2))))
     assert of_loops(service) > before
-
-
-def test_no_keys_at_all_are_answered(service: RunningService) -> None:
-    nothing = np.empty(0, np.int64)
-    answer = Client(service).ask({"user": nothing, "item": np.arange(3)})
-    assert answer["user"].shape == (0, 4)
-    check({"item": np.arange(3)}, answer)
-
-
-def test_many_clients_at_once_each_get_their_own_vectors(service: RunningService) -> None:
-    def run(seed: int) -> None:
-        client, rng = Client(service), np.random.default_rng(seed)
-        for _ in range(60):
-            keys = some_keys(rng, 10 if seed % 2 else 3_000)
-            check(keys, client.ask(keys))
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(run, range(12)))
-
-
-def test_bags_and_reports_are_answered_beside(service: RunningService) -> None:
-    client = Client(service)
-    ids = np.arange(40)
-    answer = client.ask({"item": ids}, report=True)
-    check({"item": ids}, answer)
-    body = {"inputs": [{"name": "item", "datatype": "INT64", "shape": [2, 3], "data": [1, 2, 3, 4, 5, 6]}]}
-    found = service.client.post("/v2/models/m/infer", json={**body, "parameters": {"combiner": "sum"}}).json()
-    sums = vectors_of(np.arange(1, 7), 32, 1).reshape(2, 3, 32).sum(1)
-    np.testing.assert_allclose(np.float32(found["outputs"][0]["data"]).reshape(2, 32), sums, rtol=1e-6)
 
 
 def during(work: Callable[[], None], seconds: float) -> None:
@@ -201,30 +158,6 @@ def test_an_online_write_is_seen_whole_and_by_every_later_lookup(service: Runnin
     look()
 
 
-def test_each_answer_is_of_one_version_while_others_take_over(tmp_path: Path) -> None:
-    with running_service(document(tmp_path, cached=0.6, versions=3)) as service:
-        server, local = service.app.lifecycle.opened, threading.local()
-        ids = np.arange(0, ROWS, 7)
-
-        def look() -> None:
-            if not hasattr(local, "client"):
-                local.client = Client(service)
-            answer = local.client.ask({"user": ids, "word": ids})
-            version = int(answer["user"][0, 0])
-            for name in ("user", "word"):
-                np.testing.assert_array_equal(bits(answer[name]), bits(expected(ids, DIMS[name], version)))
-
-        def change() -> None:
-            for version in ("2", "3", "1", "2"):
-                server.deploy("m", version)
-
-        changer = threading.Thread(target=change)
-        changer.start()
-        during(look, 4)
-        changer.join()
-        assert int(Client(service).ask({"user": ids})["user"][0, 0]) == 2
-
-
 def test_memory_that_cannot_be_pinned_is_answered_through_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hps.cache.cuda import batches
 
@@ -238,17 +171,6 @@ def test_memory_that_cannot_be_pinned_is_answered_through_buffers(tmp_path: Path
             keys = some_keys(rng, 2_000)
             check(keys, client.ask(keys))
         assert of_loops(service) == 0
-
-
-def test_a_rocks_db_below_is_asked_for_what_the_cache_lacks(tmp_path: Path) -> None:
-    below = {"persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocks")}}
-    content = document(tmp_path, cached=0.3, **below)
-    content.pop("volatile_db")
-    with running_service(content) as service:
-        client, rng = Client(service), np.random.default_rng(6)
-        for _ in range(20):
-            keys = some_keys(rng, 500)
-            check(keys, client.ask(keys, found=True))
 
 
 def test_two_devices_take_turns(tmp_path: Path) -> None:
@@ -266,16 +188,3 @@ def test_two_devices_take_turns(tmp_path: Path) -> None:
             list(pool.map(run, range(8)))
         board = service.app.link._boards[0]
         assert (board.deployments[:, D_TIMES:].sum(1) > 0).sum() == 2
-
-
-def test_a_recording_of_keys_sees_every_lookup(tmp_path: Path) -> None:
-    with running_service(document(tmp_path, cached=1.0)) as service:
-        client, server = Client(service), service.app.lifecycle.opened
-        check({"user": np.arange(9)}, client.ask({"user": np.arange(9)}))
-        assert isinstance(server, hps.HPS)
-        server.record_trace(tmp_path / "trace", rate=1.0)
-        service.app.link.publish()
-        before = of_loops(service)
-        for _ in range(5):
-            check({"user": np.arange(9)}, client.ask({"user": np.arange(9)}))
-        assert of_loops(service) == before

@@ -1,26 +1,16 @@
 """A CUDA cache that is attached to hash map tables: its lookups go on into the map by themselves."""
 
 import ctypes
-import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hps.databases.hash_map.layout import SEGMENTS, STRIPES, VERSION_BYTES, VERSIONS
-from hps.errors import DeviceError, InvalidInputError, NotReadyError
-from hps.ground.host_tables import BucketChanges, HostLayout, HostTable, Pinner
-from hps.lookup.chain import DatabaseChain
-from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.session import CachedSession, SessionSettings
-from hps.statistics.metrics import Metrics
+from hps.errors import NotReadyError
 from hps.tensors.segments import Segment
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys
-from tests.fakes.memory_database import PersistentMemoryDatabase
 from tests.gpu.cupy_if_installed import cupy
-from tests.gpu.linked_tables import LinkedTables, homes_of, rows_of
-from tests.tables.host_layout_reader import without_buckets
+from tests.gpu.linked_tables import LinkedTables, rows_of
 
 pytestmark = pytest.mark.gpu
 
@@ -92,115 +82,6 @@ def test_lookups_answer_what_a_dense_table_holds(dim, n, others):
             assert sum(lookup.linked) == found.sum()
 
 
-class WithoutBuckets(HostTable):
-    """A real table whose buckets are empty for devices, so that only dense keys are found."""
-
-    def __init__(self, inner: HostTable) -> None:
-        self._inner = inner
-        self._made: dict[HostLayout, HostLayout] = {}  # the same one for the same one
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._inner.pinned_bytes
-
-    def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
-        self._inner.pin(pinner, progress)
-
-    def layout(self) -> HostLayout | None:
-        return self._emptied(self._inner.layout())
-
-    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
-        return self._inner.watch(lambda layout: watcher(self._emptied(layout)))
-
-    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
-        return self._inner.mirror(mirror)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _emptied(self, layout: HostLayout | None) -> HostLayout | None:
-        return None if layout is None else self._made.setdefault(layout, without_buckets(layout, _pinned_zeros))
-
-
-def _pinned_zeros(size_bytes: int) -> np.ndarray:
-    zeros = np.frombuffer(cupy.cuda.alloc_pinned_memory(size_bytes), np.uint8, size_bytes)
-    zeros[:] = 0
-    return zeros
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_dense_keys_are_read_without_their_buckets(n):
-    keys = np.random.default_rng(4).permutation(DENSE)
-    with LinkedTables([32], 0, attached=[], dense=DENSE) as tables:
-        tables.insert(keys)
-        host = tables.database.host_table(tables.specs[0].tag)
-        assert host is not None
-        assert tables.cache.attach(0, WithoutBuckets(host), True) is None
-        asked = keys[:n]
-        check(asked, tables.ask(asked)[0], keys)
-        tables.delete(keys[:1])  # of its stripe, buckets are asked
-        out, found, _lookup = tables.ask(asked)
-        check(asked, out, asked[found])
-        assert not found[0]
-        assert found.mean() > 0.98
-        tables.insert(keys, 1)
-        check(asked, tables.ask(asked)[0], keys, 1)
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_dense_tables_and_others_are_read_in_one_lookup(n):
-    known = np.arange(DENSE)
-    with LinkedTables([32, 100, 4], 0) as tables:
-        tables.database.reserve(tables.specs[1].tag, DENSE, [known])
-        for table in range(3):
-            tables.insert(known, table=table)
-        keys, lookup = mixed(known, n), tables.cache.create_lookup()
-        segments = [tables.segment(keys, table) for table in range(3)]
-        assert lookup.query(segments) == 0
-        lookup.finish()
-        for segment in segments:
-            check(keys, cupy.asnumpy(segment.out), known)
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_a_cache_of_no_rows_answers_from_the_map(n):
-    known = distinct_keys(30_000)
-    with LinkedTables([32], 0) as tables:
-        tables.insert(known)
-        keys, lookup = mixed(known, n), tables.cache.create_lookup()
-        for _ in range(200 if n == SMALL else 2):  # none leaves anything behind for the next
-            out, _found, lookup = tables.ask(keys, lookup=lookup)
-        check(keys, out, known)
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_what_the_map_answered_becomes_resident(n):
-    known = distinct_keys(n)
-    with LinkedTables([32], 8 * n) as tables:
-        tables.insert(known)
-        for _ in range(4):  # an admission may want to see a key more than once
-            check(known, tables.ask(known)[0], known)
-        *_, lookup = tables.ask(known)
-        assert sum(lookup.linked) <= n // 50
-        resident = tables.cache.dump(0)
-        assert np.isin(resident, known).all()
-        assert resident.size >= 0.98 * n
-        assert tables.cache.stats(0).inserts >= resident.size
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_absent_keys_never_become_resident(n):
-    known = distinct_keys(100)
-    with LinkedTables([32], 8 * n) as tables:
-        tables.insert(known)
-        absent = np.setdiff1d(distinct_keys(n, seed=9), known)
-        for _ in range(4):
-            out, found, _lookup = tables.ask(absent)
-            assert not found.any()
-            assert (out == DEFAULT).all()
-        assert tables.cache.dump(0).size == 0
-
-
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 @pytest.mark.parametrize("place_of_keys", ["host", "device"])
 @pytest.mark.parametrize("place_of_out", ["host", "device"])
@@ -211,51 +92,13 @@ def test_keys_and_outputs_may_be_in_host_memory(n, place_of_keys, place_of_out):
         keys, out, found = mixed(known, n), np.full((n, 100), np.nan, np.float32), np.zeros(n, np.bool_)
         on_device = cupy.asarray(out)
         segment = Segment(
-            0,
-            keys if place_of_keys == "host" else cupy.asarray(keys),
-            out if place_of_out == "host" else on_device,
-            found,
+            0, keys if place_of_keys == "host" else cupy.asarray(keys), out if place_of_out == "host" else on_device, found
         )
         lookup = tables.cache.create_lookup()
         assert lookup.query([segment]) == 0
         lookup.finish()
         check(keys, out if place_of_out == "host" else cupy.asnumpy(on_device), known)
         assert np.array_equal(found, np.isin(keys, known))
-
-
-def test_no_keys_are_no_work():
-    with LinkedTables([4, 32], 1000) as tables:
-        known = distinct_keys(100)
-        tables.insert(known, table=1)
-        lookup, none, some = tables.cache.create_lookup(), tables.segment(known[:0]), tables.segment(known, 1)
-        assert lookup.query([none]) == 0
-        lookup.finish()
-        assert lookup.query([none, some]) == 0
-        lookup.finish()
-        check(known, cupy.asnumpy(some.out), known)
-
-
-@pytest.mark.parametrize("count", [3, 40])
-@pytest.mark.parametrize("n", [50, 3000])
-def test_tables_that_are_not_attached_are_left_to_the_host(count, n):
-    dims = [(4, 32, 100, 128)[index % 4] for index in range(count)]
-    attached = list(range(0, count, 2))
-    known = distinct_keys(5000)
-    with LinkedTables(dims, 1000, attached=attached) as tables:
-        for table in range(count):
-            tables.insert(known, table, table=table)
-        keys = mixed(known, n)
-        segments = [tables.segment(keys, table) for table in range(count)]
-        lookup = tables.cache.create_lookup()
-        left = lookup.query(segments)
-        assert lookup.counts == [0 if table in attached else n for table in range(count)]
-        assert left == sum(lookup.counts)
-        assert list(lookup.linked) == [int(np.isin(keys, known).sum()) if table in attached else 0 for table in range(count)]
-        assert [missed.segment.table for missed in lookup.unique()] == [t for t in range(count) if t not in attached]
-        tables.finish_on_host(lookup, left)
-        for table, segment in enumerate(segments):
-            check(keys, cupy.asnumpy(segment.out), known, table)
-            assert np.array_equal(cupy.asnumpy(segment.found), np.isin(keys, known))
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -282,26 +125,6 @@ def test_a_map_that_is_not_authoritative_leaves_what_it_has_not(n):
         check(keys, cupy.asnumpy(segment.out), np.union1d(upper, rest[rest % 2 == 0]))
 
 
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_a_session_asks_the_persistent_database_for_what_the_map_has_not(n):
-    known = distinct_keys(4000)
-    with LinkedTables([16], 1000, authoritative=False) as tables:
-        [table], metrics = tables.specs, Metrics()
-        below = PersistentMemoryDatabase()
-        chain = DatabaseChain(tables.database, below, metrics=metrics)
-        chain.open_table(table)
-        tables.insert(known[:2000])
-        below.insert(table.tag, known, rows_of(known, 16))
-        settings = SessionSettings(hit_rate_threshold=1.1)
-        session = CachedSession(tables.specs, tables.cache, chain, FetchCoalescer(chain.fetch, metrics), settings, metrics)
-        for seed in range(3):
-            keys = mixed(known, n, seed)
-            segment = tables.segment(keys)
-            session.lookup([segment])
-            check(keys, cupy.asnumpy(segment.out), known)
-            assert np.array_equal(cupy.asnumpy(segment.found), np.isin(keys, known))
-
-
 def test_a_table_may_grow_between_lookups():
     known = distinct_keys(300_000)
     with LinkedTables([32], 1000) as tables:
@@ -312,64 +135,6 @@ def test_a_table_may_grow_between_lookups():
             for n in (SMALL, LARGE):
                 keys = np.concatenate([mixed(known, n), known[max(0, size - 200) : size]])
                 check(keys, tables.ask(keys)[0], known[:size])
-
-
-def test_a_table_may_grow_during_lookups():
-    known = distinct_keys(600_000)
-    with LinkedTables([16], 2000) as tables:
-        tables.insert(known[:1000])
-        sizes = [1000]
-        done = threading.Event()
-
-        def grow() -> None:
-            for start in range(1000, known.size, 3000):
-                stop = min(start + 3000, known.size)
-                tables.insert(known[start:stop])
-                sizes.append(stop)
-            done.set()
-
-        writer = threading.Thread(target=grow)
-        writer.start()
-        lookup, rounds = tables.cache.create_lookup(), 0
-        try:
-            while not done.is_set() or rounds < 20:
-                rounds += 1
-                n = (SMALL, LARGE)[rounds % 2]
-                size = sizes[-1]
-                keys = np.random.default_rng(rounds).choice(known[:size], n)
-                segment = tables.segment(keys)
-                tables.finish_on_host(lookup, lookup.query([segment]))
-                check(keys, cupy.asnumpy(segment.out), known)  # what was there when the lookup began is not absent
-                assert cupy.asnumpy(segment.found).all()
-        finally:
-            writer.join(60)
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_rows_that_were_deleted_are_absent_and_their_places_are_others(n):
-    first, second = np.split(distinct_keys(2 * n), 2)
-    with LinkedTables([32], 8 * n) as tables:
-        for old, new in ((second, first), (first, second), (second, first)):
-            tables.delete(old)
-            tables.insert(new)
-            for _ in range(3):
-                keys = np.concatenate([old, new])
-                check(keys, tables.ask(keys)[0], new)
-        tables.delete(first)
-        out, found, _lookup = tables.ask(np.concatenate([first, second]))
-        assert not found.any()
-        assert (out == DEFAULT).all()
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-@pytest.mark.parametrize("resident", [False, True])
-def test_an_update_is_what_the_next_lookup_answers(n, resident):
-    known = distinct_keys(n)
-    with LinkedTables([100], 8 * n if resident else 28) as tables:
-        for version in range(4):
-            tables.insert(known, version)
-            for _ in range(3):
-                check(known, tables.ask(known)[0], known, version)
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -388,17 +153,6 @@ def test_a_dropped_table_is_left_to_the_host(n):
         check(known, tables.ask(known)[0], known, 1)
 
 
-def test_a_detached_table_is_left_to_the_host():
-    known = distinct_keys(SMALL)
-    with LinkedTables([32], 0) as tables:
-        tables.insert(known)
-        check(known, tables.ask(known)[0], known)
-        tables.cache.detach(0)
-        assert tables.left(known) == SMALL
-        tables.attach()
-        check(known, tables.ask(known)[0], known)
-
-
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_nothing_is_admitted_while_the_table_changes(n):
     known = distinct_keys(n)
@@ -412,105 +166,6 @@ def test_nothing_is_admitted_while_the_table_changes(n):
         for _ in range(4):
             check(known, tables.ask(known)[0], known)
         assert tables.cache.dump(0).size >= 0.98 * n
-
-
-@pytest.mark.parametrize("home", [5, 31])
-def test_keys_that_crowd_one_bucket_are_found_further_on(home):
-    candidates = distinct_keys(20_000)
-    crowd = candidates[homes_of(candidates, 32) == home]
-    known, absent = crowd[:120], crowd[120:240]
-    with LinkedTables([32], 0) as tables:  # 32 buckets hold 288 keys before they grow
-        tables.insert(known)
-        keys = np.concatenate([known, absent])
-        for n in (1, 60):  # the large lookup has each key many times
-            check(np.tile(keys, n), tables.ask(np.tile(keys, n))[0], known)
-        tables.delete(known[::2].copy())
-        for n in (1, 60):
-            check(np.tile(keys, n), tables.ask(np.tile(keys, n))[0], known[1::2])
-
-
-class Guarded(HostTable):
-    """A real table whose memory can be pinned only up to a number of bytes."""
-
-    def __init__(self, inner: HostTable, limit_bytes: int) -> None:
-        self._inner = inner
-        self.left_bytes = limit_bytes
-        self._pinner: Pinner
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._inner.pinned_bytes
-
-    def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
-        self._pinner = pinner
-        self._inner.pin(_Limited(self), progress)
-
-    def layout(self) -> HostLayout | None:
-        return self._inner.layout()
-
-    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
-        return self._inner.watch(watcher)
-
-    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
-        return self._inner.mirror(mirror)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def take(self, address: int, size_bytes: int) -> None:
-        if size_bytes > self.left_bytes:
-            raise DeviceError(f"pinning {size_bytes} bytes: got a limit on locked memory of {self.left_bytes}; raise ulimit -l")
-        self._pinner.pin(address, size_bytes)
-        self.left_bytes -= size_bytes
-
-    def give_back(self, address: int) -> None:
-        self._pinner.unpin(address)
-
-
-class _Limited:
-    def __init__(self, guarded: Guarded) -> None:
-        self.pin, self.unpin = guarded.take, guarded.give_back
-
-
-def test_a_table_that_cannot_be_pinned_is_left_to_the_host():
-    known = distinct_keys(SMALL)
-    with LinkedTables([32], 28, attached=[]) as tables:
-        tables.insert(known)
-        host = tables.database.host_table(tables.specs[0].tag)
-        assert host is not None
-        reason = tables.cache.attach(0, Guarded(host, 0), True)
-        assert "locked memory" in reason
-        segment, lookup = tables.segment(known), tables.cache.create_lookup()
-        assert lookup.query([segment]) == SMALL
-        tables.finish_on_host(lookup, SMALL)
-        check(known, cupy.asnumpy(segment.out), known)
-
-
-def test_a_table_whose_growth_cannot_be_pinned_is_left_to_the_host():
-    known = distinct_keys(400_000)
-    with LinkedTables([32], 28, attached=[]) as tables:
-        tables.insert(known[:SMALL])
-        host = tables.database.host_table(tables.specs[0].tag)
-        assert host is not None
-        progress: list[tuple[int, int]] = []
-        guarded = Guarded(host, 200 << 20)
-        assert tables.cache.attach(0, guarded, True, lambda done, total: progress.append((done, total))) is None
-        assert progress[-1][0] == progress[-1][1] > 0
-        check(known[:SMALL], tables.ask(known[:SMALL])[0], known)
-        guarded.left_bytes = 0
-        tables.insert(known)  # the database itself is unharmed
-        segment, lookup = tables.segment(known), tables.cache.create_lookup()
-        left = lookup.query([segment])
-        assert left >= known.size - 28
-        tables.finish_on_host(lookup, left)
-        check(known, cupy.asnumpy(segment.out), known)
-
-
-@pytest.mark.parametrize("policy", ["evict_oldest", "evict_least_used"])
-def test_a_table_whose_readers_must_leave_stamps_is_refused(policy):
-    with LinkedTables([32], 28, attached=[], overflow_margin=1000, overflow_policy=policy) as tables:
-        host = tables.database.host_table(tables.specs[0].tag)
-        assert host is None or tables.cache.attach(0, host, True)
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -547,18 +202,6 @@ def test_misses_of_a_lookup_that_was_only_enqueued_are_not_those_of_the_next(n):
             assert (sum(lookup.linked), sum(lookup.absent)) == (0, 0)
 
 
-def test_a_lookup_that_needs_the_host_cannot_be_only_enqueued():
-    known = distinct_keys(100)
-    with LinkedTables([32, 32, 32], 28, attached=[0]) as tables:
-        tables.attach(2, authoritative=False)
-        lookup = tables.cache.create_lookup()
-        for table in (1, 2):
-            with pytest.raises(InvalidInputError):
-                lookup.enqueue([tables.segment(known, table)])
-        with pytest.raises(InvalidInputError):
-            lookup.enqueue([Segment(0, known, np.empty((known.size, 32), np.float32))])
-
-
 def test_enqueued_lookups_of_a_dropped_table_count_what_nobody_read():
     known = distinct_keys(SMALL)
     with LinkedTables([32], 0) as tables:
@@ -576,41 +219,6 @@ def test_enqueued_lookups_of_a_dropped_table_count_what_nobody_read():
         after = tables.cache.stream_ordered_counts(0)
         assert after.absent == before.absent == 0
         assert after.unread - before.unread == SMALL
-
-
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_captured_lookup_is_replayed_while_rows_change_and_the_cache_churns(n, dense):
-    torch: Any = pytest.importorskip("torch")
-    known = np.random.default_rng(2).permutation(4 * n) if dense else distinct_keys(4 * n)
-    with LinkedTables([32], n, dense=4 * n if dense else 0) as tables:
-        tables.insert(known)
-        keys = torch.from_numpy(known[:n].copy()).cuda()
-        out, found = torch.empty(n, 32, device="cuda"), torch.empty(n, dtype=torch.bool, device="cuda")
-        lookup, stream = tables.cache.create_lookup(), torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            lookup.prepare([Segment(0, keys, out, found)])
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            lookup.enqueue([Segment(0, keys, out, found)], captured=True)
-        version = 0
-        for round_ in range(24):
-            if round_ % 3 == 2:
-                version += 1
-                tables.insert(known, version)
-            asked = np.random.default_rng(round_).choice(known, n)
-            if round_ == 12:  # it grows, and every segment is retired
-                known = np.concatenate([known, distinct_keys(200_000, seed=5)])
-                tables.insert(known, version)
-            keys.copy_(torch.from_numpy(asked))
-            out.fill_(torch.nan)
-            found.fill_(False)
-            torch.cuda.synchronize()
-            graph.replay()
-            torch.cuda.synchronize()
-            check(asked, out.cpu().numpy(), known, version)
-            assert found.all()
 
 
 def test_the_index_on_the_device_is_current_after_every_write(index):

@@ -12,22 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import hps
-from hps.databases.base import RowChanges
-from hps.errors import DatabaseError
-from hps.models.writer import write_sparse_model
 from hps.tensors.segments import Segment
 from hps.testing.caches import DEFAULT, distinct_keys
-from hps.types import BoolArray, FloatArray, KeyArray
-from hps.versions.deployment import Deployment
+from hps.types import FloatArray, KeyArray
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, homes_of
 
@@ -271,89 +263,6 @@ def test_no_vector_is_wrong_where_many_keys_crowd_a_few_buckets(capsys):
         tables.database.reserve(tables.specs[0].tag, 30_000)
         said = stress(population, 32, link_lookups(tables), tables.write, tables.delete)
     say(capsys, f"{crowd.size} keys of neighbouring buckets: {said}")
-
-
-class LogOfChanges:
-    """Writes as a feed of online updates does: each change with its sequence, and now and then older ones once more."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        deployment.follow_log(0)
-        self._deployment, self._next = deployment, count(1_000)
-
-    def write(self, keys: KeyArray, vectors: FloatArray) -> None:
-        self._apply(keys, vectors, None)
-
-    def delete(self, keys: KeyArray) -> None:
-        self._apply(keys, np.zeros((keys.size, self._deployment.tables[0].dim), np.float32), np.ones(keys.size, np.bool_))
-
-    def _apply(self, keys: KeyArray, vectors: FloatArray, deleted: BoolArray | None) -> None:
-        sequence, wrong = next(self._next), np.full_like(vectors, -1)
-        for changed, vector, late in ((keys, vectors, 0), (keys[::2].copy(), wrong[::2].copy(), 900), (keys, vectors, 0)):
-            sequences = np.full(changed.size, sequence - late)
-            applied = self._deployment.apply(0, RowChanges(changed, vector, sequences, None if late else deleted), {})
-            assert applied == (0 if late else keys.size)
-
-
-@pytest.mark.parametrize("dense", [0, 24_000])
-@pytest.mark.parametrize(
-    ("writing", "options"),
-    [("inserts", {}), ("inserts", {"wait": False}), ("updates", {}), ("updates", {"wait": False}), ("durable updates", {})],
-)
-def test_no_vector_is_wrong_through_a_parameter_server(writing, options, index, dense, tmp_path: Path, capsys):
-    dim, keys = 32, distinct_keys(30_000)
-    population = Population(keys, churning=400 if dense else 3, dense=dense)
-    config = {
-        "device": "cuda",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db" if writing == "durable updates" else "disabled", "path": str(tmp_path / "rows")},
-        "models": [
-            {
-                "model": "shop",
-                "sparse_files": [str(tmp_path / "items")],
-                "embedding_table_names": ["items"],
-                "embedding_vecsize_per_table": [dim],
-                "maxnum_catfeature_query_per_table_per_sample": [1],
-                "default_value_for_each_table": [DEFAULT],
-                "deployed_device_list": [0],
-                "max_batch_size": 1 << 17,
-                "num_of_worker_buffer_in_pool": 4,
-                "gpucacheper": 0.1,
-                "hit_rate_threshold": 1.1,
-                "miss_path": "link",
-                "index_on_device": index,
-            }
-        ],
-    }
-    steady = population.keys[np.concatenate(population.steady)]
-    write_sparse_model(tmp_path / "items", iter([(steady, vectors_of(steady, dim, 0))]))
-    with hps.HPS(config) as server:
-
-        def make(_reader: int) -> Lookup:
-            [cache] = server.model("shop").caches
-
-            def look_up(keys: Any, out: Any, found: Any) -> None:
-                unread = cache.stream_ordered_counts(0).unread
-                with suppress(DatabaseError):  # an earlier one had unread keys
-                    server.lookup_fromdlpack(keys, out, "shop", 0, **options)
-                    cupy.cuda.get_current_stream().synchronize()
-                    if cache.stream_ordered_counts(0).unread == unread:
-                        unread = -1
-                if unread >= 0:  # some have the default, though they may be there
-                    server.lookup_fromdlpack(keys, out, "shop", 0)
-                    cupy.cuda.get_current_stream().synchronize()
-                found[...] = (out != DEFAULT).any(1)
-
-            return look_up
-
-        write, delete = (
-            (lambda keys, vectors: server.insert(keys, vectors, "shop", "items")),
-            (lambda keys: server.delete(keys, "shop", "items")),
-        )
-        if writing != "inserts":
-            log = LogOfChanges(server.model("shop"))
-            write, delete = log.write, log.delete
-        said = stress(population, dim, make, write, delete)
-    say(capsys, f"HPS, {writing}, {options}, {dense} dense keys: {said}")
 
 
 @pytest.mark.parametrize("dense", [0, 16_000])

@@ -67,18 +67,6 @@ def test_lookups_answer_what_the_map_holds(dim, row_dtype, monkeypatch):
         assert (out == DEFAULT).all()
 
 
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-@pytest.mark.parametrize("row_dtype", FORMATS)
-def test_lookups_answer_what_a_dense_table_holds(row_dtype, n):
-    known = np.arange(30_000)
-    with LinkedTables([128], 2_000, dense=30_000, row_dtypes=[row_dtype]) as tables:
-        tables.write(known, vectors_of(known, 128))
-        keys = mixed(known, n)
-        for _asked_again in range(2):
-            out, _, _ = tables.ask(keys)
-            check(tables, keys, out, known)
-
-
 @pytest.mark.parametrize("attached", [(), (0, 1, 2, 3, 4), (1, 3)])
 @pytest.mark.parametrize("n", [50, 3_000])
 def test_tables_of_all_formats_are_answered_by_one_launch(n, attached):
@@ -244,26 +232,6 @@ def test_outputs_of_16_bits_are_the_vectors_rounded(dim, row_dtype, out_dtype):
                         assert np.array_equal(out.cpu().view(torch.uint16).numpy(), narrowed(wanted, out_dtype))
                     else:
                         assert torch.equal(out.cpu(), torch.from_numpy(wanted).to(out.dtype))
-
-
-@pytest.mark.parametrize("out_dtype", OUTPUTS)
-def test_what_the_host_answers_is_rounded_too(out_dtype):
-    known = distinct_keys(3_000)
-    with LinkedTables([32], 1_000, attached=(), row_dtypes=["int8"]) as tables:
-        tables.write(known, vectors_of(known, 32))
-        lookup, keys = tables.cache.create_lookup(), mixed(known, 500)
-        for _again in range(2):
-            out = tensor((500, 32), out_dtype)
-            left = lookup.query([Segment(0, cupy.asarray(keys), out, None, 500)])
-            for missed in lookup.unique() if left else ():
-                found = np.zeros(missed.keys.size, np.bool_)
-                tables.database.fetch(tables.specs[0].tag, missed.keys, missed.buffer(), found)
-                missed.stage(0, found.size)
-                missed.scatter(found)
-                missed.insert(found)
-            lookup.finish()
-            wanted = np.where(np.isin(keys, known)[:, None], tables.stored(vectors_of(keys, 32)), np.float32(DEFAULT))
-            assert np.array_equal(out.cpu().view(pytest.importorskip("torch").uint16).numpy(), narrowed(wanted, out_dtype))
 
 
 def test_outputs_of_one_lookup_have_one_dtype():

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,6 @@ from benchmarks.dlrm import DLRM, FEATURES  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 TABLES, ROWS = 5, 3_000
-
-
-class Ranker(torch.nn.Module):  # type: ignore[misc,name-defined]
-    """Two lookups of one table, bags of any size, and a feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history = torch.nn.EmbeddingBag(ROWS, 16, mode="mean")
-        self.item = torch.nn.Embedding(ROWS, 16)
-        self.top = torch.nn.Linear(16 * 3 + 1, 1)
-
-    def forward(self, history: Any, age: Any, first: Any, second: Any) -> Any:
-        features = [self.history(history), self.item(first), self.item(second), age[:, None]]
-        return torch.sigmoid(self.top(torch.cat(features, 1))).squeeze(1)
 
 
 def dlrm(place: Path, version: int, seed: int, **settings: Any) -> Any:
@@ -72,52 +57,6 @@ def test_scores_are_the_modules(served: tuple[Any, hps.HPS]) -> None:
         answer = server.score("m", given)
         np.testing.assert_allclose(answer["score"], scores_of(module, dense, keys), atol=1e-5)
         assert answer.version == "1"
-
-
-def test_threads_get_their_own_scores(served: tuple[Any, hps.HPS]) -> None:
-    module, server = served
-    failed = []
-
-    def ask(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(40):
-            dense, keys, given = request(rng, int(rng.integers(1, 300)))
-            answer = server.score("m", given)["score"]
-            if np.abs(answer - scores_of(module, dense, keys)).max() > 1e-5:
-                failed.append(seed)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(ask, range(6)))
-    assert not failed
-
-
-@pytest.mark.parametrize("hotness", [{}, {"history": 9, "item": 1}], ids=["any size", "fixed size"])
-def test_bags_and_what_a_request_gives_once(tmp_path: Path, hotness: dict[str, int]) -> None:
-    torch.manual_seed(3)
-    module = Ranker().eval()
-    examples = {
-        "history": torch.randint(0, ROWS, (4, 9)),
-        "age": torch.rand(4),
-        "first": torch.randint(0, ROWS, (4,)),
-        "second": torch.randint(0, ROWS, (4,)),
-    }
-    place, once, settings = tmp_path / "m" / "1", ("history", "age"), {"max_batch_size": 300}
-    hps.torch.package(module, place, examples, per_request=once, hotness=hotness, settings=settings)
-    with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:
-        rng = np.random.default_rng(2)
-        for samples in (1, 2, 16, 17, 33, 300, 299, 2, 1):
-            history, age = rng.integers(0, ROWS, (1, 9)), rng.random(1, np.float32)
-            first, second = rng.integers(0, ROWS, (2, samples))
-            once = server.score("m", {"history": history, "age": age, "first": first, "second": second})["score"]
-            repeated = [torch.from_numpy(one).repeat_interleave(samples, 0) for one in (history, age)]
-            with torch.inference_mode():
-                expected = module(*repeated, torch.from_numpy(first), torch.from_numpy(second)).numpy()
-            np.testing.assert_allclose(once, expected, atol=1e-5)
-            if hotness:
-                continue
-            bags = hps.Bags(history[0], np.array([0, history.size]))
-            ragged = server.score("m", {"history": bags, "age": age, "first": first, "second": second})["score"]
-            np.testing.assert_array_equal(ragged, once)
 
 
 def test_each_answer_is_of_one_version_while_others_take_over(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@
 import gc
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,8 +23,12 @@ from hps.cache.cuda.kernels import pairs_for
 from hps.errors import CapacityError, DeviceError, DeviceMemoryError, NotReadyError
 from hps.tensors.segments import Segment
 from hps.testing.caches import bits, distinct_keys, spec, vectors_of
+from hps.testing.waiting import wait_until
+from hps.types import TableSpec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
+from tests.gpu.test_cupy_cache import copy_of
 from tests.gpu.test_sharing import DEVICES, close, fill_copies, query
+from tests.gpu.test_sharing import two_devices as two_devices  # a fixture
 
 if CupyCache is not None:
     from hps.cache.cuda import cache as cache_module
@@ -37,44 +40,44 @@ if CupyCache is not None:
 
 pytestmark = pytest.mark.gpu
 KEYS, DIM = distinct_keys(600), 8
+every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.fixture(autouse=True)
-def two_devices() -> None:
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    if reason := CupyCache.reason_against_sharing(DEVICES):
-        pytest.skip(reason)
+@contextmanager
+def shared(
+    *specs: TableSpec, rows: int = 400_000, near: int = 0, static: bool = False, device: int = 0, devices: Any = DEVICES
+) -> Iterator[EmbeddingCache]:
+    """A cache of tables whose rows devices share; each has room for copies of `near` rows of a table."""
+    specs = specs or (spec(DIM),)
+    sharing = DeviceSharing(devices, (near,) * len(specs) if near else ())
+    cache = CupyCache.create(list(specs), [rows] * len(specs), device, static, sharing)
+    try:
+        yield cache
+    finally:
+        close(cache)
 
 
 @pytest.fixture
 def hot() -> Iterator[EmbeddingCache]:
     """A cache whose devices have copies of each other's rows."""
-    cache = CupyCache.create([spec(DIM)], [400_000], 0, False, DeviceSharing(DEVICES, (2000,)))
-    cache.insert(0, KEYS, vectors_of(KEYS, DIM))
-    fill_copies(cache, KEYS)
-    yield cache
-    close(cache)
+    with shared(near=2000) as cache:
+        cache.insert(0, KEYS, vectors_of(KEYS, DIM))
+        fill_copies(cache, KEYS)
+        yield cache
 
 
 @pytest.fixture
 def static() -> Iterator[EmbeddingCache]:
-    cache = CupyCache.create([spec(DIM)], [1000], 1, True, DeviceSharing(DEVICES))
-    cache.insert(0, KEYS, vectors_of(KEYS, DIM))
-    yield cache
-    close(cache)
+    with shared(rows=1000, static=True, device=1) as cache:
+        cache.insert(0, KEYS, vectors_of(KEYS, DIM))
+        yield cache
 
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[kernels.Kernel]:
     """The kernels that caches ask for from now on."""
     found, handle = [], kernels.KernelCache.handle
-
-    def note(self: Any, kernel: kernels.Kernel) -> int:
-        found.append(kernel)
-        return handle(self, kernel)
-
-    monkeypatch.setattr(kernels.KernelCache, "handle", note)
+    monkeypatch.setattr(kernels.KernelCache, "handle", lambda self, kernel: (found.append(kernel), handle(self, kernel))[1])
     return found
 
 
@@ -84,15 +87,19 @@ def copied(cache: EmbeddingCache, device: int) -> np.ndarray:
         return cache.on(device)._near.dump(0)
 
 
-def check(cache: EmbeddingCache, version: int, devices: tuple[int, ...] = DEVICES) -> None:
+def check(cache: EmbeddingCache, version: int, devices: tuple[int, ...] = DEVICES, keys: np.ndarray = KEYS) -> None:
     """Each device answers all keys, in a version."""
     for device in devices:
-        out, found = query(cache.on(device), KEYS)
+        out, found = query(cache.on(device), keys)
         assert found.all()
-        np.testing.assert_array_equal(bits(out), bits(vectors_of(KEYS, DIM, version)))
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, DIM, version)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def lose(*_: Any) -> None:
+    raise cupy.cuda.runtime.CUDARuntimeError(700)
+
+
+@every_device
 @pytest.mark.parametrize("verb", ["insert", "update"])
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_rows_that_change_through_any_device_change_in_all_copies(
@@ -105,13 +112,12 @@ def test_rows_that_change_through_any_device_change_in_all_copies(
     check(hot, 1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@every_device
 def test_rows_that_are_erased_through_any_device_have_no_copy(hot: EmbeddingCache, device: int) -> None:
     hot.on(device).erase(0, KEYS[:400])
     for asked in DEVICES:
-        out, found = query(hot.on(asked), KEYS)
-        np.testing.assert_array_equal(found, np.arange(KEYS.size) >= 400)
-        np.testing.assert_array_equal(bits(out[400:]), bits(vectors_of(KEYS[400:], DIM)))
+        np.testing.assert_array_equal(query(hot.on(asked), KEYS)[1], np.arange(KEYS.size) >= 400)
+    check(hot, 0, keys=KEYS[400:])
 
 
 def test_copies_are_up_to_date_after_an_error_within_a_change(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +140,8 @@ def test_copies_are_up_to_date_after_an_error_within_a_change(hot: EmbeddingCach
 def test_copies_of_keys_that_the_change_waits_for_are_dropped(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, rows = cupy.asarray(np.zeros_like(KEYS)), cupy.asarray(vectors_of(KEYS, DIM, 1))
     insert = Modifications.insert_on_device
-
-    def wait_and_insert(*arguments: Any) -> None:
-        keys.set(KEYS)  # by the stream of their producer, which the insertion follows
-        insert(*arguments)
-
-    monkeypatch.setattr(Modifications, "insert_on_device", wait_and_insert)
+    # Keys are set by the stream of their producer, which the insertion follows.
+    monkeypatch.setattr(Modifications, "insert_on_device", lambda *arguments: [keys.set(KEYS), insert(*arguments)])
     hot.update(0, keys, rows)
     check(hot, 1)
 
@@ -166,25 +168,6 @@ def test_no_copies_are_made_while_rows_change(hot: EmbeddingCache, monkeypatch: 
     check(hot, 1)
 
 
-def test_near_tables_are_used_by_one_at_a_time(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = []
-
-    def note(name: str, method: Any) -> None:
-        def noted(*arguments: Any) -> Any:
-            done.append((name, hot._copying.locked()))
-            return method(*arguments)
-
-        monkeypatch.setattr(NearTables, name, noted)
-
-    names = ["settle", "erase", "dump", "promote"]
-    for name in names:
-        note(name, getattr(NearTables, name))
-    hot.on(1).update(0, KEYS, vectors_of(KEYS, DIM, 1))
-    hot.on(1).dump(0)
-    hot._make_copies()
-    assert set(done) == {(name, True) for name in names}
-
-
 def test_settling_and_closing_wait_for_the_admissions_that_run(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
     near, waited = hot._near, []
     monkeypatch.setattr(near, "_stream", SimpleNamespace(ptr=near._stream.ptr, synchronize=lambda: waited.append("settle")))
@@ -208,41 +191,30 @@ def test_the_cache_of_a_device_is_closed_between_changes_of_its_copies(hot: Embe
 
 @pytest.mark.parametrize("closed", DEVICES)
 def test_one_device_answers_after_another_was_closed(hot: EmbeddingCache, closed: int) -> None:
-    own, other = hot.on(closed), hot.on(1 - closed)
+    own, other, rows = hot.on(closed), hot.on(1 - closed), vectors_of(KEYS, DIM, 1)
     own.close()
     own.close()
     check(hot, 0, (1 - closed,))
-    rows = vectors_of(KEYS, DIM, 1)
     changes = lambda: own.update(0, KEYS, rows), lambda: own.insert(0, KEYS, rows), lambda: own.erase(0, KEYS)
     for call in (lambda: own.dump(0), own.create_lookup, *changes):
         with pytest.raises(NotReadyError):
             call()
     check(hot, 0, (1 - closed,))
-    if closed == 0:  # nothing changes without the leader
-        with pytest.raises(NotReadyError):
-            other.update(0, KEYS, vectors_of(KEYS, DIM, 1))
-    else:
-        other.update(0, KEYS, vectors_of(KEYS, DIM, 1))
+    with pytest.raises(NotReadyError) if closed == 0 else nullcontext():  # nothing changes without the leader
+        other.update(0, KEYS, rows)
         check(hot, 1, (0,))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@every_device
 def test_devices_that_share_rows_are_lost_together(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch, device: int) -> None:
     own, lookups = hot.on(device), [hot.on(one).create_lookup() for one in DEVICES]
-
-    def fail() -> None:
-        raise cupy.cuda.runtime.CUDARuntimeError(700)
-
     with monkeypatch.context() as patched:
-        patched.setattr(NearTables, "settle", lambda self: fail() if self is own._near else None)
-        patched.setattr(device_module.runtime, "memGetInfo", fail)
+        patched.setattr(NearTables, "settle", lambda self: lose() if self is own._near else None)
+        patched.setattr(device_module.runtime, "memGetInfo", lose)
         with pytest.raises(DeviceError):
             hot.update(0, KEYS, vectors_of(KEYS, DIM, 1))
-    assert hot.failure
-    first = hot.failure
-    assert {hot.on(one).failure for one in DEVICES} == {first}
-    with monkeypatch.context() as patched:
-        patched.setattr(device_module.runtime, "memGetInfo", fail)
+        first = hot.failure
+        assert first
         assert own.memory.lost(DeviceError("an error that follows from it"))
     assert {hot.on(one).failure for one in DEVICES} == {first}
     for one, lookup in zip(DEVICES, lookups, strict=True):  # which would answer what did not change
@@ -251,30 +223,23 @@ def test_devices_that_share_rows_are_lost_together(hot: EmbeddingCache, monkeypa
 
 
 def test_a_cache_is_closed_after_its_device_was_lost(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise cupy.cuda.runtime.CUDARuntimeError(700)
-
     with monkeypatch.context() as patched:
-        patched.setattr(device_module.runtime, "memGetInfo", fail)
-        patched.setattr(Modifications, "close", fail)
+        patched.setattr(device_module.runtime, "memGetInfo", lose)
+        patched.setattr(Modifications, "close", lose)
         close(hot)
     assert hot.failure
     assert hot.memory.open is None
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@every_device
 def test_a_device_is_asked_itself_whether_it_is_lost(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch, device: int) -> None:
-    def fail() -> None:
-        if cupy.cuda.runtime.getDevice() == 1:
-            raise cupy.cuda.runtime.CUDARuntimeError(700)
-
     with monkeypatch.context() as patched:
-        patched.setattr(device_module.runtime, "memGetInfo", fail)
+        patched.setattr(device_module.runtime, "memGetInfo", lambda: lose() if cupy.cuda.runtime.getDevice() == 1 else None)
         with cupy.cuda.Device(1 - device):
             assert hot.on(device).memory.lost(DeviceError("a call failed")) == (device == 1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@every_device
 def test_a_near_table_that_cannot_be_changed_is_read_no_more(
     hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: int
 ) -> None:
@@ -287,36 +252,27 @@ def test_a_near_table_that_cannot_be_changed_is_read_no_more(
 
     with monkeypatch.context() as patched:
         patched.setattr(Modifications, "erase", fail)
-        hot.update(0, KEYS, vectors_of(KEYS, DIM, 1))
-        check(hot, 1)
+        for version in (1, 2):
+            hot.update(0, KEYS, vectors_of(KEYS, DIM, version))
+            check(hot, version)
         assert f"CUDA device {device} copies no more rows of other devices" in caplog.text
-        hot.update(0, KEYS, vectors_of(KEYS, DIM, 2))
-        check(hot, 2)
-    patience = time.monotonic() + 60
-    while not hot.on(1 - device)._near.resident(0) and time.monotonic() < patience:
-        check(hot, 2)
-    assert hot.on(1 - device)._near.resident(0)
+    wait_until(lambda: check(hot, 2) or hot.on(1 - device)._near.resident(0), "the other device has copies again")
     assert full.resident(0) == 0
     np.testing.assert_array_equal(np.sort(hot.dump(0)), np.sort(KEYS))
 
 
 def test_queries_find_the_near_tables_of_their_device() -> None:
     dims = DIM, 4 * DIM
-    specs = [spec(dim, f"of {dim}") for dim in dims]
-    cache = CupyCache.create(specs, [400_000] * 2, 0, False, DeviceSharing(DEVICES, (2000, 4000)))
-    for device in DEVICES:
-        samples_at, counts_at = [], []
-        for table, dim in zip(cache.on(device).memory.open, dims, strict=True):
-            packed, place = np.zeros(kernels.SHARING.size, np.uint8), table.buckets_on(device) - kernels.SHARING_BYTES
-            cupy.cuda.runtime.memcpy(packed.ctypes.data, place, packed.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
-            buckets, rows, samples, count, pairs, stretch, first, own, room = kernels.SHARING.unpack(packed.tobytes())
-            assert (buckets, rows, pairs, stretch) == (table.near.buckets, table.near.rows, table.near.pairs, len(DEVICES))
-            assert (first, own) == geometry.own_pairs(table.pairs, dim, len(DEVICES), device)
-            samples_at.append((samples, samples + 8 * room))
-            counts_at.append((count, count + 8))
-        places = sorted(samples_at + counts_at)
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
-    close(cache)
+    with shared(*(spec(dim, f"of {dim}") for dim in dims), near=2000) as cache:
+        for device in DEVICES:
+            places = []
+            for table, dim in zip(cache.on(device).memory.open, dims, strict=True):
+                packed = copy_of(table.buckets_on(device) - kernels.SHARING_BYTES, kernels.SHARING.size, np.uint8).tobytes()
+                buckets, rows, samples, count, pairs, stretch, first, own, room = kernels.SHARING.unpack(packed)
+                assert (buckets, rows, pairs, stretch) == (table.near.buckets, table.near.rows, table.near.pairs, len(DEVICES))
+                assert (first, own) == geometry.own_pairs(table.pairs, dim, len(DEVICES), device)
+                places += [(samples, samples + 8 * room), (count, count + 8)]
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(places)))
 
 
 def test_all_samples_are_staged_and_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,30 +283,26 @@ def test_all_samples_are_staged_and_copied_at_once(monkeypatch: pytest.MonkeyPat
         sizes[int(made.ptr)] = size
         return made
 
-    def note(handle: int, count: int, *rest: Any) -> None:
-        blocks.append(count)
-        launch(handle, count, *rest)
-
     monkeypatch.setattr(cupy.cuda, "Memory", allocate)
-    monkeypatch.setattr(near_tables, "launch", note)
-    dims = 4 * DIM, DIM
-    specs = [spec(dim, f"of {dim}") for dim in dims]
+    monkeypatch.setattr(
+        near_tables, "launch", lambda handle, count, *rest: [blocks.append(count), launch(handle, count, *rest)]
+    )
     monkeypatch.setattr(cache_module, "_COPY_INTERVAL_S", 3600.0)  # copies are made below
-    cache = CupyCache.create(specs, [400_000] * 2, 0, False, DeviceSharing(DEVICES, (2000, 2000)))
-    for device in DEVICES:
-        near = cache.on(device)._near
-        assert sizes[int(near._staged.ptr)] >= max(4 * room * dim for room, dim in zip(near._room, dims, strict=True))
-    near = cache._near
-    counts = np.array([100, near_tables.SAMPLES + 1], np.uint64)  # of which one found no room
-    cupy.cuda.runtime.memset(int(near._samples.ptr), 0, 8 * near_tables.SAMPLES * 2)
-    cupy.cuda.runtime.memcpy(near._counts_at, counts.ctypes.data, counts.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
-    cupy.cuda.runtime.deviceSynchronize()
-    cache._make_copies()
-    assert blocks == [kernels.tile_blocks(100), kernels.tile_blocks(near_tables.SAMPLES)]
-    close(cache)
+    dims = 4 * DIM, DIM
+    with shared(*(spec(dim, f"of {dim}") for dim in dims), near=2000) as cache:
+        for device in DEVICES:
+            near = cache.on(device)._near
+            assert sizes[int(near._staged.ptr)] >= max(4 * room * dim for room, dim in zip(near._room, dims, strict=True))
+        near = cache._near
+        counts = np.array([100, near_tables.SAMPLES + 1], np.uint64)  # of which one found no room
+        cupy.cuda.runtime.memset(int(near._samples.ptr), 0, 8 * near_tables.SAMPLES * 2)
+        cupy.cuda.runtime.memcpy(near._counts_at, counts.ctypes.data, counts.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
+        cupy.cuda.runtime.deviceSynchronize()
+        cache._make_copies()
+        assert blocks == [kernels.tile_blocks(100), kernels.tile_blocks(near_tables.SAMPLES)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@every_device
 def test_whoever_reads_tables_sees_the_changes_whose_calls_returned(
     hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch, device: int
 ) -> None:
@@ -370,35 +322,33 @@ def test_whoever_reads_tables_sees_the_changes_whose_calls_returned(
 
 @pytest.mark.parametrize("static", [False, True])
 def test_every_kernel_of_a_shared_table_knows_that_it_is_shared(used: list[kernels.Kernel], static: bool) -> None:
-    cache = CupyCache.create([spec(DIM)], [1000], 0, static, DeviceSharing(DEVICES))
-    own = cache.on(1)
-    own.insert(0, KEYS, vectors_of(KEYS, DIM))
-    query(own, KEYS)
-    own.erase(0, KEYS)
-    own.dump(0)
-    compiled, shape = own.lookup_kernels, kernels.Shape.of([kernels.Rows(DIM)], kernels.ALIGNED)
-    compiled.batch_kernels(shape)
-    compiled.answer_of("answer", (0,), kernels.ALIGNED)
-    compiled.pool("pool", shape, True)
-    close(cache)
+    with shared(rows=1000, static=static) as cache:
+        own = cache.on(1)
+        own.insert(0, KEYS, vectors_of(KEYS, DIM))
+        query(own, KEYS)
+        own.erase(0, KEYS)
+        own.dump(0)
+        compiled, shape = own.lookup_kernels, kernels.Shape.of([kernels.Rows(DIM)], kernels.ALIGNED)
+        compiled.batch_kernels(shape)
+        compiled.answer_of("answer", (0,), kernels.ALIGNED)
+        compiled.pool("pool", shape, True)
     assert {kernel.name for kernel in used} == {"query", "unique", "scatter", "answer", "pool", "insert", "erase", "dump"}
     for kernel in used:
         if kernel.name not in ("unique", "scatter"):
-            assert kernels.Kind(static and kernel.name != "answer", True).constants == tuple(
-                (name, value) for name, value in kernel.constants if name in ("STATIC", "SHARED")
-            )
+            constants = tuple((name, value) for name, value in kernel.constants if name in ("STATIC", "SHARED"))
+            assert kernels.Kind(static and kernel.name != "answer", True).constants == constants
 
 
-@pytest.mark.parametrize(("static", "near"), [(False, (2000,)), (True, ())])
+@pytest.mark.parametrize(("static", "near"), [(False, 2000), (True, 0)])
 def test_what_a_shared_cache_needs_is_compiled_ahead(
-    used: list[kernels.Kernel], monkeypatch: pytest.MonkeyPatch, static: bool, near: tuple[int, ...]
+    used: list[kernels.Kernel], monkeypatch: pytest.MonkeyPatch, static: bool, near: int
 ) -> None:
     ahead: list[kernels.Kernel] = []
     monkeypatch.setattr(cache_module, "compile_ahead", lambda needed, _architecture: ahead.extend(needed))
     CupyCache.compile_ahead([([(DIM, "float32")], static, True)], "90")
-    close(CupyCache.create([spec(DIM)], [1000], 0, static, DeviceSharing(DEVICES, near)))
-    assert set(used)
-    assert set(used) <= set(ahead)
+    with shared(rows=1000, static=static, near=near):
+        assert used
+        assert set(used) <= set(ahead)
 
 
 @pytest.mark.parametrize("rows", [28, 2000])
@@ -415,65 +365,63 @@ def test_tables_are_empty_whatever_their_memory_held(monkeypatch: pytest.MonkeyP
         runtime.memset(made.address, 0xAB, sum(size for _, size in parts))
         return made
 
-    with monkeypatch.context() as patched:
-        patched.setattr(cupy.cuda, "Memory", used)
-        patched.setattr(tables, "SpreadMemory", used_spread)
-        cache = CupyCache.create([spec(DIM)], [rows], 0, False, DeviceSharing(DEVICES, (rows,)))
-    for device in DEVICES:
-        table = cache.on(device).memory.open[0]
-        for one, buckets, stretch in ((table, table.buckets_on(device), 1), (table.near, table.near.buckets, len(DEVICES))):
-            words = np.zeros(geometry.bucket_bytes(one.pairs) // 8, np.int64)
-            runtime.memcpy(words.ctypes.data, buckets, words.nbytes, runtime.memcpyDeviceToHost)
-            filler = kernels.zero_filler(one.pairs, stretch)
-            at = 2 * (kernels.SLOTS + 1) * kernels.zero_pair(one.pairs)
-            assert words[at : at + 16].tolist() == ([0] + [filler] * kernels.SLOTS) * 2
-            assert np.count_nonzero(words) == 2 * kernels.SLOTS
-            assert kernels.TABLE.unpack(one.packed)[3] == filler
-        assert cache.on(device)._near.resident(0) == 0
-    stats = cache.stats(0)
-    assert (stats.resident_rows, stats.inserts, stats.evictions, stats.unplaced) == (0, 0, 0, 0)
-    close(cache)
+    monkeypatch.setattr(cupy.cuda, "Memory", used)
+    monkeypatch.setattr(tables, "SpreadMemory", used_spread)
+    with shared(rows=rows, near=rows) as cache:
+        for device in DEVICES:
+            table = cache.on(device).memory.open[0]
+            for one, buckets, stretch in ((table, table.buckets_on(device), 1), (table.near, table.near.buckets, len(DEVICES))):
+                words = copy_of(buckets, geometry.bucket_bytes(one.pairs) // 8, np.int64)
+                filler = kernels.zero_filler(one.pairs, stretch)
+                at = 2 * (kernels.SLOTS + 1) * kernels.zero_pair(one.pairs)
+                assert words[at : at + 16].tolist() == ([0] + [filler] * kernels.SLOTS) * 2
+                assert np.count_nonzero(words) == 2 * kernels.SLOTS
+                assert kernels.TABLE.unpack(one.packed)[3] == filler
+            assert cache.on(device)._near.resident(0) == 0
+        stats = cache.stats(0)
+        assert (stats.resident_rows, stats.inserts, stats.evictions, stats.unplaced) == (0, 0, 0, 0)
 
 
 def test_rows_and_copies_of_the_buckets_lie_where_the_kernels_look(monkeypatch: pytest.MonkeyPatch) -> None:
     spread, asked = tables.SpreadMemory, []
     monkeypatch.setattr(tables, "SpreadMemory", lambda *memory: (asked.append(memory), spread(*memory))[1])
-    devices = (1, 0)
     rows = 14 * ((geometry.GRANULE_BYTES - kernels.SHARING_BYTES) // kernels.PAIR_BYTES + 1)  # a second granule of buckets
-    cache = CupyCache.create([spec(DIM)], [rows], 0, False, DeviceSharing(devices))
-    [table] = cache.memory.open
-    copy, parts = copy_bytes(table.pairs), geometry.part_bytes(table.pairs, DIM, 2)
-    assert asked == [([(1, copy), (0, copy), (1, parts[0]), (0, parts[1])], devices)]
-    assert table.copies[0] - table.copies[1] == copy == 2 * geometry.GRANULE_BYTES
-    assert kernels.TABLE.unpack(table.packed)[-1] == kernels.sharing_word(1, 2, 2)
-    assert table.rows == table.copies[0] - kernels.SHARING_BYTES + copy
-    close(cache)
+    with shared(rows=rows, devices=(1, 0)) as cache:
+        [table] = cache.memory.open
+        copy, parts = copy_bytes(table.pairs), geometry.part_bytes(table.pairs, DIM, 2)
+        assert asked == [([(1, copy), (0, copy), (1, parts[0]), (0, parts[1])], (1, 0))]
+        assert table.copies[0] - table.copies[1] == copy == 2 * geometry.GRANULE_BYTES
+        assert kernels.TABLE.unpack(table.packed)[-1] == kernels.sharing_word(1, 2, 2)
+        assert table.rows == table.copies[0] - kernels.SHARING_BYTES + copy
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 def test_closing_the_cache_of_a_device_frees_its_memory(hot: EmbeddingCache) -> None:
-    near, shared = [weakref.ref(hot.on(device)._near) for device in DEVICES], weakref.ref(hot.memory.open[0].memory)
+    near, memory = [weakref.ref(hot.on(device)._near) for device in DEVICES], weakref.ref(hot.memory.open[0].memory)
     samples = hot.on(1)._near._samples
     many = distinct_keys(20_000)
     hot.insert(0, many, vectors_of(many, DIM))  # too much for mapped memory
     assert any(one.device.size_bytes for one in hot._changes._stages)
-    gc.disable()
-    try:
-        held = hot.on(1).memory.tables()  # by a query
-        close(hot)
-        assert not any(one.device.size_bytes for one in hot._changes._stages)
-        assert [one() for one in near] == [None, None]
-        assert shared() is not None
-        assert samples in held[0].near.memory
-        del held
-        assert shared() is None
-    finally:
-        gc.enable()
+    held = hot.on(1).memory.tables()  # by a query
+    close(hot)
+    assert not any(one.device.size_bytes for one in hot._changes._stages)
+    assert [one() for one in near] == [None, None]
+    assert memory() is not None
+    assert samples in held[0].near.memory
+    del held
+    assert memory() is None
 
 
-@pytest.mark.parametrize(("devices", "near"), [(DEVICES, (2000,)), (DEVICES, ())])
-def test_a_cache_that_cannot_be_made_frees_its_memory(
-    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], near: tuple[int, ...]
-) -> None:
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("near", [2000, 0])
+def test_a_cache_that_cannot_be_made_frees_its_memory(monkeypatch: pytest.MonkeyPatch, near: int) -> None:
     made, allocated = [], cache_module.allocate
 
     def note(*arguments: Any, **options: Any) -> Any:
@@ -482,89 +430,63 @@ def test_a_cache_that_cannot_be_made_frees_its_memory(
         return tables
 
     def fail(device_id: int, _kernels: Any) -> None:
-        if device_id == devices[-1]:
+        if device_id == DEVICES[-1]:
             raise DeviceError("a kernel does not compile")
 
     monkeypatch.setattr(cupy.cuda, "Memory", type("Memory", (cupy.cuda.Memory,), {}))  # CuPy's takes no weak reference
     monkeypatch.setattr(cache_module, "allocate", note)
     monkeypatch.setattr(near_tables, "allocate", note)
     monkeypatch.setattr(cache_module, "compile_all", fail)
-    gc.disable()
-    try:
-        with pytest.raises(DeviceError, match="does not compile"):
-            CupyCache.create([spec(DIM)], [4000], 0, False, DeviceSharing(devices, near))
-        assert [one() for one in made] == [None] * (1 + len(near) * len(devices))
-    finally:
-        gc.enable()
+    with pytest.raises(DeviceError, match="does not compile"), shared(rows=4000, near=near):
+        pass
+    assert [one() for one in made] == [None] * (1 + bool(near) * len(DEVICES))
 
 
-def test_the_rows_of_samples_are_staged_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_tables, "_STAGED_BYTES", 4 * DIM * 100)
-    cache = CupyCache.create([spec(DIM)], [400_000], 0, False, DeviceSharing(DEVICES, (2000,)))
-    cache.insert(0, KEYS, vectors_of(KEYS, DIM))
-    fill_copies(cache, KEYS)
-    check(cache, 0)
-    [rooms] = {tuple(cache.on(device)._near._room) for device in DEVICES}
-    assert rooms == (100,)
-    close(cache)
-
-
-def test_one_device_that_is_named_for_sharing_caches_alone() -> None:
-    cache = CupyCache.create([spec(DIM)], [4000], 0, False, DeviceSharing((0,), (2000,)))
-    cache.insert(0, KEYS, vectors_of(KEYS, DIM))
-    out, found = query(cache, KEYS)
-    assert found.all()
-    np.testing.assert_array_equal(bits(out), bits(vectors_of(KEYS, DIM)))
-    assert not cache.memory.open[0].copies
-    cache.close()
-
-
-def test_copies_that_are_left_alone_are_dumped_with_any_device(hot: EmbeddingCache) -> None:
+def test_copies_that_are_left_alone_are_dumped_with_any_device_so_that_changes_reach_them(hot: EmbeddingCache) -> None:
     hot._changes.erase(hot.memory.open[0], KEYS)  # as evictions do, which leave copies
     copies = [copied(hot, device) for device in DEVICES]
     assert all(own.size for own in copies)
+    left = np.union1d(*copies)
     for device, own in zip(DEVICES, copies, strict=True):
-        np.testing.assert_array_equal(hot.on(device).dump(0), np.union1d(*copies))
+        np.testing.assert_array_equal(hot.on(device).dump(0), left)
         _, found = query(hot.on(device), KEYS)
         np.testing.assert_array_equal(np.sort(KEYS[found]), np.sort(own))
         assert kernels.TABLE.unpack(hot.memory.open[0].near.packed)[-1] == kernels.sharing_word(len(DEVICES))
+    hot.update(0, left[5:], vectors_of(left[5:], DIM, 3))  # copies of changed rows are dropped
+    np.testing.assert_array_equal(hot.dump(0), left[:5])
+    hot.erase(0, left[:5])
+    assert not any(query(hot.on(device), KEYS)[1].any() for device in DEVICES)
 
 
 def test_devices_are_known_by_their_ids_in_any_order() -> None:
-    cache = CupyCache.create([spec(DIM)], [400_000], 0, False, DeviceSharing((1, 0), (2000,)))
-    assert [cache.device_id, cache.leader.device_id, *(cache.on(device).device_id for device in DEVICES)] == [0, 1, 0, 1]
-    cache.insert(0, KEYS, vectors_of(KEYS, DIM))
-    fill_copies(cache, KEYS)
-    pairs = cache.memory.open[0].pairs
-    for nth, device in enumerate((1, 0)):
-        first, own = geometry.own_pairs(pairs, DIM, 2, nth)
-        copies = copied(cache, device)
-        assert copies.size
-        assert not [key for key in copies.tolist() if first <= kernels.home_of(key, pairs) // 2 < first + own]
-    check(cache, 0)
-    close(cache)
+    with shared(near=2000, devices=(1, 0)) as cache:
+        assert [cache.device_id, cache.leader.device_id, *(cache.on(one).device_id for one in DEVICES)] == [0, 1, 0, 1]
+        cache.insert(0, KEYS, vectors_of(KEYS, DIM))
+        fill_copies(cache, KEYS)
+        pairs = cache.memory.open[0].pairs
+        for nth, device in enumerate((1, 0)):
+            first, own = geometry.own_pairs(pairs, DIM, 2, nth)
+            copies = copied(cache, device)
+            assert copies.size
+            assert not [key for key in copies.tolist() if first <= kernels.home_of(key, pairs) // 2 < first + own]
+        check(cache, 0)
 
 
 def test_each_table_takes_new_samples_once_the_last_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near_tables, "SAMPLES", 100)
-    specs = [spec(DIM, "first"), spec(DIM, "second")]
-    cache = CupyCache.create(specs, [400_000] * 2, 0, False, DeviceSharing(DEVICES, (2000, 2000)))
-    cache.insert(1, KEYS, vectors_of(KEYS, DIM))
-    near, lookup = cache._near, cache.create_lookup()
-
-    def has_copies(keys: np.ndarray) -> bool:
-        out = cupy.empty((keys.size, DIM), cupy.float32)
-        for _ in range(1000):
-            lookup.query([Segment(1, cupy.asarray(keys), out)])
-            lookup.finish()
-            cache._make_copies()
-            if np.isin(keys, near.dump(1)).any():
-                return True
-        return False
-
-    assert has_copies(KEYS[:300])
-    assert has_copies(KEYS[300:])
-    close(cache)
+    with shared(spec(DIM, "first"), spec(DIM, "second"), near=2000) as cache:
+        cache.insert(1, KEYS, vectors_of(KEYS, DIM))
+        near, lookup = cache._near, cache.create_lookup()
+        for keys in (KEYS[:300], KEYS[300:]):
+            out = cupy.empty((keys.size, DIM), cupy.float32)
+            for _ in range(1000):
+                lookup.query([Segment(1, cupy.asarray(keys), out)])
+                lookup.finish()
+                cache._make_copies()
+                if np.isin(keys, near.dump(1)).any():
+                    break
+            else:
+                pytest.fail("no copies were made")
 
 
 @pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
@@ -580,19 +502,19 @@ def test_room_is_checked_for_rows_and_copies(monkeypatch: pytest.MonkeyPatch, sp
 
 
 @pytest.mark.parametrize("full", DEVICES)
-@pytest.mark.parametrize("meanwhile", [False, True])
-def test_the_device_with_the_least_memory_is_named(monkeypatch: pytest.MonkeyPatch, full: int, meanwhile: bool) -> None:
-    runtime = cupy.cuda.runtime
-    left = geometry.RESERVE_BYTES + ((1 << 32) if meanwhile else 1000)  # another process may take it before we do
-
+@pytest.mark.parametrize("free", [1000, 1 << 32])  # the latter before another process takes it
+def test_the_device_with_the_least_memory_is_named(monkeypatch: pytest.MonkeyPatch, full: int, free: int) -> None:
     def refuse(*_: Any) -> None:
         raise DeviceMemoryError("the device has no memory left")
 
+    runtime, left = cupy.cuda.runtime, geometry.RESERVE_BYTES + free
     monkeypatch.setattr(runtime, "memGetInfo", lambda: (left if runtime.getDevice() == full else 1 << 36, 1 << 36))
     monkeypatch.setattr(tables, "SpreadMemory", refuse)
-    free = left - geometry.RESERVE_BYTES
-    with pytest.raises(DeviceMemoryError, match=f"CUDA device {full}: .* at most the {free:,} that are free"):
-        CupyCache.create([spec(DIM)], [1000], 0, False, DeviceSharing(DEVICES))
+    with (
+        pytest.raises(DeviceMemoryError, match=f"CUDA device {full}: .* at most the {free:,} that are free"),
+        shared(rows=1000),
+    ):
+        pass
 
 
 def test_one_cache_stands_for_all(hot: EmbeddingCache) -> None:
@@ -618,32 +540,22 @@ def test_the_cache_of_the_device_that_is_named_is_made(static: EmbeddingCache) -
     check(static, 0)
 
 
-def test_all_devices_are_told_whether_the_cache_is_complete(static: EmbeddingCache) -> None:
-    caches = [static.on(device) for device in DEVICES]
+def test_all_devices_are_told_of_every_table_whether_the_cache_is_complete() -> None:
+    with shared(spec(DIM, "first"), spec(DIM, "second"), rows=1000, device=1, static=True) as cache:
+        cache.insert(0, KEYS, vectors_of(KEYS, DIM))
+        caches = [cache.on(device) for device in DEVICES]
 
-    def complete() -> set[bool]:
-        return {flag for cache in caches for flag in (cache.complete, cache.memory.complete)}
+        def complete() -> set[bool]:
+            told = [copy_of(one.counters + geometry.COMPLETE_AT, 1, np.uint64)[0] == 1 for one in cache.memory.open]
+            return {bool(flag) for cache in caches for flag in (cache.complete, cache.memory.complete)} | {*map(bool, told)}
 
-    for cache in caches:
-        cache.tell_complete(True)
-        assert complete() == {True}
-        cache.tell_complete(False)
+        for teller in caches:
+            for whole in (True, False):
+                teller.tell_complete(whole)
+                assert complete() == {whole}
+        caches[1].tell_complete(True)
+        caches[1].drop(0, KEYS[:1])
         assert complete() == {False}
-    caches[1].tell_complete(True)
-    caches[1].drop(0, KEYS[:1])
-    assert complete() == {False}
-
-
-def test_the_devices_learn_of_every_table_that_it_is_complete() -> None:
-    cache = CupyCache.create([spec(DIM, "first"), spec(DIM, "second")], [1000] * 2, 1, True, DeviceSharing(DEVICES))
-    for complete in (1, 0):
-        cache.tell_complete(bool(complete))
-        for table in cache.memory.open:
-            told = np.zeros(1, np.uint64)
-            place = table.counters + geometry.COMPLETE_AT
-            cupy.cuda.runtime.memcpy(told.ctypes.data, place, 8, cupy.cuda.runtime.memcpyDeviceToHost)
-            assert told == complete
-    close(cache)
 
 
 def test_keys_of_lookups_that_nobody_waits_for_count_once(static: EmbeddingCache) -> None:
@@ -658,15 +570,15 @@ def test_keys_of_lookups_that_nobody_waits_for_count_once(static: EmbeddingCache
 class FakeLink:
     """An attached table that notes changes, or cannot tell its device of them."""
 
-    def __init__(self, error: DeviceError | None = None) -> None:
+    def __init__(self) -> None:
         self.open = self.changes = 0
         self.closed = False
-        self._error = error
+        self.error: DeviceError | None = None
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         self.open, self.changes = self.open + 1, self.changes + 1
         yield
         self.open -= 1
@@ -675,20 +587,19 @@ class FakeLink:
         self.closed = True
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_cache_of_a_device_is_closed_with_its_links_alone(static: EmbeddingCache, device: int) -> None:
-    links = [FakeLink(), FakeLink()]
-    for own, link in zip(DEVICES, links, strict=True):
-        static.on(own)._links[0] = link
-    static.on(device).close()
-    assert [link.closed for link in links] == [own == device for own in DEVICES]
+@pytest.fixture
+def links(static: EmbeddingCache) -> list[FakeLink]:
+    """Of each device."""
+    made = [FakeLink(), FakeLink()]
+    for device, link in zip(DEVICES, made, strict=True):
+        static.on(device)._links[0] = link
+    return made
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_change_below_is_told_to_the_links_of_all_devices(static: EmbeddingCache, device: int) -> None:
-    links = [FakeLink(), FakeLink()]
-    for own, link in zip(DEVICES, links, strict=True):
-        static.on(own)._links[0] = link
+@every_device
+def test_a_change_below_is_told_to_the_links_of_all_devices_and_each_is_closed_with_its_own(
+    static: EmbeddingCache, links: list[FakeLink], device: int
+) -> None:
     with static.on(device).changing(0):
         assert [link.open for link in links] == [1, 1]
     assert [link.open for link in links] == [0, 0]
@@ -696,22 +607,20 @@ def test_a_change_below_is_told_to_the_links_of_all_devices(static: EmbeddingCac
     with static.on(device).changing(0):
         assert [link.open for link in links] == [1, 0]
     static.on(1).memory.error = None
+    static.on(device).close()
+    assert [link.closed for link in links] == [own == device for own in DEVICES]
 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_link_that_fails_stops_a_change_unless_its_device_is_lost(
-    static: EmbeddingCache, monkeypatch: pytest.MonkeyPatch, lost: bool
+    static: EmbeddingCache, links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    link = FakeLink()
-    static.on(0)._links[0], static.on(1)._links[0] = link, FakeLink(DeviceError("telling it failed"))
+    links[1].error = DeviceError("telling it failed")
     monkeypatch.setattr(TableMemory, "lost", lambda _memory, _error: lost)
-    if lost:
-        with static.changing(0):
-            assert link.open == 1
-    else:
-        with pytest.raises(DeviceError, match="telling it failed"), static.changing(0):
-            pass
-    assert link.changes == 1
+    with nullcontext() if lost else pytest.raises(DeviceError, match="telling it failed"), static.changing(0):
+        assert lost
+        assert links[0].open == 1
+    assert links[0].changes == 1
 
 
 def test_changes_wait_for_the_last_one_of_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -727,19 +636,9 @@ def test_changes_wait_for_the_last_one_of_any_device(monkeypatch: pytest.MonkeyP
     for stream, events, waits in ((5, (50, 51), False), (6, (60, 61), True), (5, (50, 51), True)):
         with order.ordered(stream, events, waits):
             calls.append(("change", 0, stream))
-    assert calls == [
-        ("change", 0, 5),
-        ("record", 50, 5),
-        ("record", 51, 5),
-        ("wait", 50, 6),
-        ("change", 0, 6),
-        ("record", 60, 6),
-        ("wait", 60, 5),
-        ("change", 0, 5),
-        ("record", 50, 5),
-    ]
+    first = [("change", 0, 5), ("record", 50, 5), ("record", 51, 5), ("wait", 50, 6), ("change", 0, 6)]
+    assert calls == [*first, ("record", 60, 6), ("wait", 60, 5), ("change", 0, 5), ("record", 50, 5)]
     calls.clear()
-    assert order.pending
     for stream in (7, 8):
         assert order.pending
         order.show(stream)
@@ -750,8 +649,7 @@ def test_changes_wait_for_the_last_one_of_any_device(monkeypatch: pytest.MonkeyP
 
 
 def test_what_lookups_admit_on_one_device_is_ordered_with_the_changes_of_others(hot: EmbeddingCache) -> None:
-    new = distinct_keys(100, seed=9)
-    second = hot.on(1)
+    new, second = distinct_keys(100, seed=9), hot.on(1)
     assert hot._changes.order is second._changes.order
     with cupy.cuda.Device(1):
         lookup, out = second.create_lookup(), cupy.full((new.size, DIM), cupy.nan, cupy.float32)
@@ -764,18 +662,13 @@ def test_what_lookups_admit_on_one_device_is_ordered_with_the_changes_of_others(
         assert hot._changes.order.pending
         hot.update(0, new, vectors_of(new, DIM, 1))
         lookup.finish()
-    for device in DEVICES:
-        out, found = query(hot.on(device), new)
-        assert found.all()
-        np.testing.assert_array_equal(bits(out), bits(vectors_of(new, DIM, 1)))
+    check(hot, 1, keys=new)
 
 
-@pytest.mark.parametrize(("device", "other"), [(0, 1), (1, 0)])
-def test_devices_share_nothing_unless_each_reaches_the_other(monkeypatch: pytest.MonkeyPatch, device: int, other: int) -> None:
-    monkeypatch.setattr(cupy.cuda.runtime, "deviceCanAccessPeer", lambda *asked: int(asked != (device, other)))
-    assert f"CUDA device {device} cannot access the memory of device {other}" in CupyCache.reason_against_sharing(DEVICES)
-
-
-def test_devices_that_are_not_there_share_nothing() -> None:
+def test_devices_share_nothing_unless_each_is_there_and_reaches_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CupyCache.reason_against_sharing(DEVICES) is None
     assert "no CUDA device 99" in CupyCache.reason_against_sharing((0, 99))
+    for device, other in ((0, 1), (1, 0)):
+        out_of_reach = (device, other)
+        monkeypatch.setattr(cupy.cuda.runtime, "deviceCanAccessPeer", lambda *asked, no=out_of_reach: int(asked != no))
+        assert f"CUDA device {device} cannot access the memory of device {other}" in CupyCache.reason_against_sharing(DEVICES)

@@ -1,11 +1,8 @@
 """Devices that share the rows of a cache: the contract on each of them, copies, and all of it under load."""
 
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,17 +11,15 @@ import pytest
 from hps.cache.base import ALONE, DeviceSharing, EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.tensors.segments import Segment
-from hps.testing.caches import bits, distinct_keys, spec, vectors_of
+from hps.testing.caches import distinct_keys, spec, vectors_of
 from hps.types import TableSpec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
-from tests.gpu.test_cupy_cache import CupyContract, _copy
-from tests.gpu.test_cupy_stress import vectors_on_device
+from tests.gpu.test_cupy_cache import CupyContract, copy_of
+from tests.gpu.test_cupy_stress import stress
 
 pytestmark = [pytest.mark.gpu]
 
 DEVICES = (0, 1)
-READERS, WRITERS = 2, 2  # readers of each device
-SECONDS = float(os.environ.get("HPS_STRESS_SECONDS", "4"))
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +43,7 @@ def check_copies(cache: EmbeddingCache, table: int = 0) -> None:
             cupy.cuda.Device().synchronize()
     if not memory.pairs:
         return
-    first, second = (_copy(memory.buckets_on(device), 16 * memory.pairs, np.int64).reshape(-1, 8) for device in DEVICES)
+    first, second = (copy_of(memory.buckets_on(device), 16 * memory.pairs, np.int64).reshape(-1, 8) for device in DEVICES)
     np.testing.assert_array_equal(first[:, 1:], second[:, 1:])
     kept = 0xFFFFFFFFFFFFFFFF if cache.static else 0xFF00FFFF
     np.testing.assert_array_equal(first[:, 0].view(np.uint64) & np.uint64(kept), second[:, 0].view(np.uint64) & np.uint64(kept))
@@ -61,7 +56,7 @@ class VersionWord:
         self._address = address
 
     def __getitem__(self, _place: int) -> int:
-        return int(_copy(self._address, 1, np.uint16)[0])
+        return int(copy_of(self._address, 1, np.uint16)[0])
 
     def _set(self, value: int) -> "VersionWord":
         word = np.array([value], np.uint16)
@@ -145,44 +140,6 @@ def test_rows_lie_on_the_device_of_their_pair(hot: EmbeddingCache):
     assert {attributes(table.buckets_on(device)).device for device in DEVICES} == set(DEVICES)
 
 
-def test_copies_follow_every_change(hot: EmbeddingCache):
-    keys = distinct_keys(1500)
-    hot.insert(0, keys, vectors_of(keys, 8))
-    fill_copies(hot, keys)
-    for version, change in enumerate((hot.update, hot.insert, hot.on(1).update, hot.on(1).insert), 1):
-        change(0, keys, vectors_of(keys, 8, version))
-        for device in DEVICES:
-            out, found = query(hot.on(device), keys)
-            assert found.all()
-            np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 8, version)))
-    on_device = cupy.asarray(keys), cupy.asarray(vectors_of(keys, 8, 9))
-    hot.update(0, *on_device)
-    hot.erase(0, keys[:700])
-    for device in DEVICES:
-        out, found = query(hot.on(device), keys)
-        np.testing.assert_array_equal(found, np.arange(keys.size) >= 700)
-        np.testing.assert_array_equal(bits(out[700:]), bits(vectors_of(keys, 8, 9)[700:]))
-    check_copies(hot)
-
-
-def test_a_copy_that_is_left_alone_is_dumped_so_that_a_refresh_reaches_it(hot: EmbeddingCache):
-    keys = distinct_keys(1500)
-    hot.insert(0, keys, vectors_of(keys, 8))
-    fill_copies(hot, keys)
-    hot._changes.erase(hot.memory.open[0], keys)  # as evictions do, which leave copies
-    left = hot.dump(0)
-    assert 0 < left.size < keys.size
-    assert np.isin(left, keys).all()
-    hot.update(0, left[5:], vectors_of(left[5:], 8, 3))
-    for device in DEVICES:
-        out, found = query(hot.on(device), keys)
-        assert np.isin(keys[found], left[:5]).all()  # copies of changed rows are dropped
-        np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, 8)[found]))
-    assert hot.dump(0).size == 5
-    hot.erase(0, left[:5])
-    assert not any(query(hot.on(device), keys)[1].any() for device in DEVICES)
-
-
 def test_copies_of_what_is_used_make_way_as_traffic_moves(hot: EmbeddingCache):
     keys = distinct_keys(16_000)
     hot.insert(0, keys, vectors_of(keys, 8))
@@ -209,83 +166,12 @@ def test_no_vector_is_torn_stale_or_anothers_on_two_devices(
     dim: int, capacity: int, near: int, capsys: pytest.CaptureFixture[str]
 ):
     """Readers on both devices, writers through both, and keys that lookups make resident."""
-    sharing = DeviceSharing(DEVICES, (near,) if near else ())
-    cache = CupyCache.create([spec(dim)], [capacity], 0, False, sharing)
-    population = np.unique(np.random.default_rng(1).integers(-(1 << 62), 1 << 62, 2 * capacity))
-    begun, complete = np.zeros(WRITERS, np.int64), np.zeros(WRITERS, np.int64)
-    done = threading.Event()
-
-    def write(writer: int) -> int:
-        own, pick, generation = cache.on(DEVICES[writer % 2]), np.random.default_rng(writer), 0
-        mine = population[writer::WRITERS]
-        with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
-            on_device = cupy.asarray(mine)
-            while not done.is_set():
-                generation += 1
-                begun[writer] = generation
-                vectors = vectors_on_device(on_device, dim, generation)
-                for part in np.array_split(pick.permutation(mine.size), 4):
-                    chosen = np.concatenate([part, part[: part.size // 4]])  # some twice
-                    keys, rows = on_device[cupy.asarray(chosen)], vectors[cupy.asarray(chosen)]
-                    if pick.random() < 0.3:
-                        keys, rows = keys.get(), rows.get()
-                    (own.insert if pick.random() < 0.5 else own.update)(0, keys, rows)
-                complete[writer] = generation
-                if pick.random() < 0.2:
-                    own.erase(0, mine[pick.integers(0, mine.size, max(1, mine.size // 10))])
-        return generation
-
-    def read(reader: int) -> tuple[int, int, int]:
-        device = DEVICES[reader % 2]
-        own = cache.on(device)
-        checked = wrong = 0
-        skew = np.random.default_rng(100 + reader)
-        keys_host = population[np.minimum(skew.zipf(1.2, 1 << 16) - 1, population.size - 1)]
-        owner = np.searchsorted(population, keys_host) % WRITERS
-        with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True):
-            keys, owners = cupy.asarray(keys_host), cupy.asarray(owner)
-            expected = vectors_on_device(keys, dim, 0)
-            is_generation = cupy.arange(dim) % 3 == 2
-            lookup, asked = own.create_lookup(), 0
-            while not done.is_set() or asked < 20:
-                asked += 1
-                out, found = cupy.full((keys.size, dim), cupy.nan, cupy.float32), cupy.zeros(keys.size, cupy.bool_)
-                oldest = cupy.asarray(complete.copy())[owners]
-                lookup.query([Segment(0, keys, out, found)])
-                lookup.finish()
-                newest = cupy.asarray(begun.copy())[owners]
-                generation = out[:, 2]
-                whole = cupy.where(is_generation, generation[:, None], expected) == out
-                good = whole.all(1) & (generation >= oldest) & (generation <= newest)
-                wrong += int((found & ~good).sum())
-                checked += int(found.sum())
-        return checked, wrong, device
-
-    with ThreadPoolExecutor(2 * READERS + WRITERS) as pool:
-        writing = [pool.submit(write, writer) for writer in range(WRITERS)]
-        reading = [pool.submit(read, reader) for reader in range(2 * READERS)]
-        begin, most = time.monotonic(), 0  # a change drops copies, and fewer may be left at the end
-        while (age := time.monotonic() - begin) < SECONDS or (age < 60 and complete.min() < 2):
-            time.sleep(0.05)
-            with cache._copying:
-                most = max(most, min(cache.on(device)._near.resident(0) for device in DEVICES) if near else 0)
-        done.set()
-        generations = [writer.result(timeout=60) for writer in writing]
-        results = [reader.result(timeout=60) for reader in reading]
-    checked, wrong = (sum(result[column] for result in results) for column in range(2))
-    stats = cache.stats(0)
-    resident = cache.dump(0)
-    assert resident.size == np.unique(resident).size
-    assert resident.size == stats.resident_rows or (near and resident.size > stats.resident_rows)
+    cache = CupyCache.create([spec(dim)], [capacity], 0, False, DeviceSharing(DEVICES, (near,) if near else ()))
+    said = stress([cache.on(device) for device in DEVICES], dim, capacity, near=bool(near))
     check_copies(cache)
     close(cache)
     with capsys.disabled():
-        counts = f"{checked / 1e6:.1f} M vectors checked, {generations} generations written, up to {most} copies a device"
-        sys.stdout.write(f"\ndim {dim}, {capacity} rows: {counts}\n")
-    assert wrong == 0
-    assert checked > 100_000
-    assert min(generations) > 1
-    assert bool(near) == bool(most)
+        sys.stdout.write(f"\n{said}\n")
 
 
 def test_a_cache_of_one_device_shares_nothing():

@@ -3,18 +3,15 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import hps
 from hps.tensors.segments import Segment
 from hps.testing.caches import DEFAULT, distinct_keys, spec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.gpu.linked_tables import LinkedTables, rows_of
-from tests.servers.running_service import document_of, model_of
 
 if cupy:
     from hps.cache.cuda import device, lookup, pooling, queries
@@ -159,16 +156,6 @@ class TestLookups:
             assert tables.cache.stream_ordered_counts(0).unread == 20
             graph.close()
 
-    def test_rows_that_were_dropped_are_read_from_host_memory(self):
-        with static_tables([32, 16], 5000) as (tables, keys):
-            tables.cache.drop(0, keys[0][:100])
-            assert not tables.cache.complete
-            out, found, ask = tables.ask(keys[0][:300])
-            np.testing.assert_array_equal(out, rows_of(keys[0][:300], 32))
-            assert found.all()
-            assert list(ask.linked) == [100]
-            assert tables.cache.stats(0).resident_rows == 4900  # a lookup makes nothing resident
-
     def test_a_writer_that_keeps_a_bucket_makes_no_key_absent(self):
         """An odd version stands for a writer: the key is read from the host in the end."""
         with static_tables([32], 5000) as (tables, [keys]):
@@ -186,62 +173,6 @@ class TestLookups:
             assert list(ask.linked) == [64]
             raw[:, 0] &= 0xFFFE
             cupy.cuda.Device().synchronize()
-
-
-class TestServer:
-    """Two static tables of a parameter server."""
-
-    DIMS, ROWS = {"a": 32, "b": 5}, 50_000
-
-    @pytest.fixture(params=[False, True], ids=["alone", "persistent"])
-    def server(self, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[hps.HPS]:
-        for name, dim in self.DIMS.items():
-            hps.write_sparse_model(tmp_path / name, (np.arange(self.ROWS), rows_of(np.arange(self.ROWS), dim)))
-        settings: dict[str, Any] = {"embedding_cache_type": "static", "default_value_for_each_table": [DEFAULT] * 2}
-        model = model_of("m", [tmp_path / name for name in self.DIMS], self.DIMS, max_batch_size=self.ROWS, **settings)
-        document = document_of(model, persistent=tmp_path / "rocks" if request.param else None, device="cuda")
-        with hps.HPS(document) as server:
-            yield server
-
-    def check(self, keys: np.ndarray, out: Any, dim: int) -> None:
-        there = keys < self.ROWS
-        vectors = cupy.asnumpy(out)
-        np.testing.assert_array_equal(vectors[there], rows_of(keys[there], dim))
-        assert (vectors[~there] == np.float32(DEFAULT)).all()
-
-    def test_every_lookup_is_one_kernel(self, server: hps.HPS, monkeypatch: pytest.MonkeyPatch):
-        cache: Any = server.model("m").sessions[0].cache
-        assert cache.complete
-        keys = np.random.default_rng(1).integers(0, self.ROWS + 100, 20_000)
-        asked = cupy.asarray(keys)
-        outs = {name: cupy.empty((keys.size, dim), cupy.float32) for name, dim in self.DIMS.items()}
-        alone = len(server.model("m").chain.databases) == 1
-        for wait in (True, False) if alone else (True,):
-            for _ in range(2):  # the first makes room
-                for out in outs.values():
-                    out[:] = cupy.nan
-                with counted_launches(monkeypatch) as launched:
-                    server.lookup_tables(dict.fromkeys(outs, asked), "m", out=outs, wait=wait)
-                cupy.cuda.Device().synchronize()
-                for name, dim in self.DIMS.items():
-                    self.check(keys, outs[name], dim)
-            assert len(launched) == 1
-        if alone:
-            with counted_launches(monkeypatch) as launched, server.capture(dict.fromkeys(outs, asked), outs, "m") as graph:
-                before = len(launched)
-                for out in outs.values():
-                    out[:] = cupy.nan
-                graph.replay()
-                cupy.cuda.Device().synchronize()
-                for name, dim in self.DIMS.items():
-                    self.check(keys, outs[name], dim)
-                assert before == 2  # run once, captured once
-        else:
-            server.insert([self.ROWS + 7], rows_of(np.array([self.ROWS + 7]), 32, 1), "m", "a")
-            out = cupy.empty((1, 32), cupy.float32)
-            server.lookup_fromdlpack(cupy.asarray([self.ROWS + 7]), out, "m", "a")
-            np.testing.assert_array_equal(cupy.asnumpy(out), rows_of(np.array([self.ROWS + 7]), 32, 1))
-            assert cache.complete
 
 
 @pytest.mark.parametrize("settles", [True, False])

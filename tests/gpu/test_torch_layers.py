@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -92,39 +91,6 @@ def test_a_captured_layer_is_replayed_with_new_keys_and_after_writes(
         torch.testing.assert_close(answer.cpu(), expected(which, keys, tables), rtol=1e-5, atol=1e-5)
 
 
-@every_layer
-def test_a_layer_that_waits_does_not_while_it_is_captured(server: hps.HPS, tables: dict[str, np.ndarray], which: str) -> None:
-    waiting: dict[str, Any] = {
-        "rows": LookupLayer(server, "m", "a", DIMS["a"]),
-        "bag": EmbeddingBag(server, "m", "b", DIMS["b"], mode="sum"),
-    }
-    if which not in waiting:
-        pytest.skip("the collection is made of the same operator as the bag")
-    keys = random_keys()
-    layers(server)[which](keys)  # what stands by for a capture is made outside of it
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        answer = waiting[which](keys)
-    graph.replay()
-    torch.testing.assert_close(answer.cpu(), expected(which, keys, tables), rtol=1e-5, atol=1e-5)
-
-
-@every_layer
-def test_a_lookup_is_ordered_on_the_current_stream(server: hps.HPS, tables: dict[str, np.ndarray], which: str) -> None:
-    layer, keys, given, got = layers(server)[which], random_keys(), [], []
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(20):
-            torch.cuda._sleep(1_000_000)
-            given.append(random_keys())
-            keys.copy_(given[-1])
-            got.append(layer(keys) * 2)
-    stream.synchronize()
-    for fresh, answer in zip(given, got, strict=True):
-        torch.testing.assert_close(answer.cpu(), 2 * expected(which, fresh, tables), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("which", ["rows", "bag"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_layer_answers_on_the_gpu(server: hps.HPS, tables: dict[str, np.ndarray], which: str) -> None:
@@ -133,39 +99,6 @@ def test_a_compiled_layer_answers_on_the_gpu(server: hps.HPS, tables: dict[str, 
     for n in (1, 500, 1000):
         keys = random_keys(n)
         torch.testing.assert_close(compiled(keys).cpu(), 1 + expected(which, keys, tables), rtol=1e-5, atol=1e-5)
-
-
-def test_jagged_bags_of_many_features_are_split_on_the_gpu(server: hps.HPS, tables: dict[str, np.ndarray]) -> None:
-    """As of a KeyedJaggedTensor, whose package this test does without: three features, two of one table."""
-    from hps.torch import attach
-    from hps.torch.operators import PooledFeature, as_text
-
-    lengths = torch.randint(0, 5, (3, 100), device="cuda")
-    offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
-    keys = torch.randint(0, ROWS, (int(offsets[-1]),), device="cuda")
-    features = as_text([PooledFeature("b", 5), PooledFeature("a", 32, "mean"), PooledFeature("b", 5, "mean")])
-    for borders in (None, offsets[::100].tolist()):
-        answer = torch.ops.hps.lookup_jagged(keys, offsets, None, attach(server), "m", features, [2, 0, 1], 3, borders)
-        column = 0
-        for feature, name, mode in ((2, "b", "sum"), (0, "a", "mean"), (1, "b", "mean")):
-            own = offsets[100 * feature : 100 * feature + 101].cpu()
-            bags = keys.cpu()[own[0] : own[-1]], torch.from_numpy(tables[name]), own - own[0]
-            theirs = torch.nn.functional.embedding_bag(*bags, mode=mode, include_last_offset=True)
-            torch.testing.assert_close(answer[:, column : column + DIMS[name]].cpu(), theirs, rtol=1e-5, atol=1e-5)
-            column += DIMS[name]
-
-
-def test_bad_calls_are_refused(server: hps.HPS) -> None:
-    keys = torch.arange(3, device="cuda")
-    bag = EmbeddingBag(server, "m", "b", DIMS["b"])
-    with pytest.raises(hps.InvalidInputError, match="got offsets on cpu and keys on cuda:0, expected them on one device"):
-        bag(keys, torch.tensor([0]))
-    with pytest.raises(hps.InvalidInputError, match="offsets"):
-        bag(keys, torch.tensor([0, 2, 1], device="cuda"))
-    with pytest.raises(hps.InvalidDtypeError, match=r"got keys of torch\.float32"):
-        LookupLayer(server, "m", "a", DIMS["a"])(keys.float())
-    with pytest.raises(hps.TrainingModeError):
-        bag.train()(keys.view(1, 3))
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

@@ -1,7 +1,6 @@
 """One cache a device, on a host with several."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -25,27 +24,6 @@ def caches() -> Iterator[list[Any]]:
     yield made
     for cache in made:
         cache.close()
-
-
-def test_each_device_answers_from_its_own_cache(caches: list[Any]):
-    keys = distinct_keys(1000)
-    for device, cache in enumerate(caches):
-        cache.insert(0, keys, vectors_of(keys, 16, device))
-
-    def ask(device: int) -> np.ndarray:
-        cache = caches[device]
-        lookup = cache.create_lookup()
-        with cupy.cuda.Device(device):
-            for _ in range(50):
-                out = cupy.full((1000, 16), cupy.nan, cupy.float32)
-                assert lookup.query([Segment(0, cupy.asarray(keys), out)]) < 10
-                lookup.finish()
-            return out.get()
-
-    with ThreadPoolExecutor(2) as pool:
-        for device, out in enumerate(pool.map(ask, range(2))):
-            resident = np.isin(keys, caches[device].dump(0))
-            np.testing.assert_array_equal(bits(out[resident]), bits(vectors_of(keys, 16, device)[resident]))
 
 
 def test_calls_leave_the_current_device_alone(caches: list[Any]):

@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.child_processes import own_signals
 from tests.servers.compose_file import Compose, seconds
 from tests.servers.redis_server import server_program
 
-HEALTHY_S = 120.0
 _WITHOUT_CAPABILITIES = ("setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all", "--pdeathsig", "KILL")
 
 
@@ -108,28 +108,21 @@ class Stack:
 
     def wait_completed(self, name: str) -> None:
         """Wait until a one-shot service has ended well."""
-        assert self._processes[name].wait(HEALTHY_S) == 0, self.log(name)
+        assert self._processes[name].wait(PATIENCE_S) == 0, self.log(name)
 
     def wait_healthy(self, name: str) -> None:
         """Run the health check of a service until it succeeds."""
         check = self._check(name)
         kind, *test = check["test"]
         argv = ["sh", "-c", *test] if kind == "CMD-SHELL" else test
-        deadline = time.monotonic() + HEALTHY_S
-        while True:
-            done = subprocess.run(
-                [self.translate(name, one) for one in argv],
-                env=self._environment(name),
-                cwd=self.directory,
-                capture_output=True,
-                timeout=30,
-                check=False,
-            )
-            if done.returncode == 0:
-                return
-            assert self._processes[name].poll() is None, f"{name} ended:\n{self.log(name)}"
-            assert time.monotonic() < deadline, f"{name} is not healthy: {done.stderr.decode()}\n{self.log(name)}"
-            time.sleep(seconds(check.get("start_interval", "1s")) / 5)
+        command = [self.translate(name, one) for one in argv]
+        how = {"env": self._environment(name), "cwd": self.directory, "capture_output": True, "timeout": 30}
+
+        def healthy() -> bool:
+            assert self.running(name), f"{name} ended:\n{self.log(name)}"
+            return subprocess.run(command, check=False, **how).returncode == 0  # type: ignore[call-overload]
+
+        wait_until(healthy, f"{name} is healthy")
 
     def url(self, name: str, port: int = 8000) -> str:
         """Where a port of a container answers HTTP here."""

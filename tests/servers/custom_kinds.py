@@ -13,117 +13,77 @@ import kubernetes_validate
 from tests.servers.helm import KUBERNETES
 
 _TEXT = {"type": "string", "minLength": 1}
-_DURATION = {"type": "string", "pattern": r"^([0-9]+(ms|[smhdwy]))+$"}
 _LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
 _COUNT = {"type": "integer", "minimum": 0}
 
 
-def _object(required: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "object", "required": required.split(), "properties": fields, "additionalProperties": False}
+def _like(pattern: str, **more: Any) -> dict[str, Any]:
+    return {"type": "string", "pattern": pattern, **more}
+
+
+def _one_of(*values: str) -> dict[str, Any]:
+    return {"enum": list(values)}
+
+
+def _object(required: str = "", texts: str = "", **fields: Any) -> dict[str, Any]:
+    """An object with these fields alone, of which `texts` and required ones are texts unless something else is said of them."""
+    properties = dict.fromkeys([*required.split(), *texts.split()], _TEXT) | fields
+    return {"type": "object", "required": required.split(), "properties": properties, "additionalProperties": False}
 
 
 def _list(items: Any) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "items": items}
 
 
-_KEY = _object("name key", name=_TEXT, key=_TEXT, optional={"type": "boolean"})
-_SELECTOR = _object(
-    "",
-    matchLabels=_LABELS,
-    matchExpressions=_list(
-        _object(
-            "key operator",
-            key=_TEXT,
-            operator={"enum": ["In", "NotIn", "Exists", "DoesNotExist"]},
-            values=_list({"type": "string"}),
-        )
-    ),
+_DURATION = _like(r"^([0-9]+(ms|[smhdwy]))+$")
+_KEY = _object("name key", optional={"type": "boolean"})
+_KEY_OF = _object(secret=_KEY, configMap=_KEY)
+_OPERATORS = _one_of("In", "NotIn", "Exists", "DoesNotExist")
+_EXPRESSION = _object("key operator", operator=_OPERATORS, values=_list({"type": "string"}))
+_ENDPOINT = _object(
+    "port",
+    path=_like("^/"),
+    interval=_DURATION,
+    scrapeTimeout=_DURATION,
+    scheme=_one_of("http", "https"),
+    tlsConfig=_object(texts="serverName", ca=_KEY_OF, cert=_KEY_OF, keySecret=_KEY),
+    authorization=_object("credentials", "type", credentials=_KEY),
 )
-_SERVICE_MONITOR = _object(
-    "selector endpoints",
-    jobLabel=_TEXT,
-    selector=_SELECTOR,
-    endpoints=_list(
-        _object(
-            "port",
-            port=_TEXT,
-            path={"type": "string", "pattern": "^/"},
-            interval=_DURATION,
-            scrapeTimeout=_DURATION,
-            scheme={"enum": ["http", "https"]},
-            tlsConfig=_object(
-                "",
-                serverName=_TEXT,
-                ca=_object("", secret=_KEY, configMap=_KEY),
-                cert=_object("", secret=_KEY, configMap=_KEY),
-                keySecret=_KEY,
-            ),
-            authorization=_object("credentials", type=_TEXT, credentials=_KEY),
-        )
-    ),
-)
-_RULE = _object(
-    "expr",
-    alert=_TEXT,
-    record=_TEXT,
-    expr=_TEXT,
-    labels=_LABELS,
-    annotations=_LABELS,
-    **{"for": _DURATION, "keep_firing_for": _DURATION},
-)
-_RULES = _object("groups", groups=_list(_object("name rules", name=_TEXT, interval=_DURATION, rules=_list(_RULE))))
+_SELECTOR = _object(matchLabels=_LABELS, matchExpressions=_list(_EXPRESSION))
+_SERVICE_MONITOR = _object("selector endpoints", "jobLabel", selector=_SELECTOR, endpoints=_list(_ENDPOINT))
+_TIMES = {"for": _DURATION, "keep_firing_for": _DURATION}
+_RULE = _object("expr", "alert record", labels=_LABELS, annotations=_LABELS, **_TIMES)
+_RULES = _object("groups", groups=_list(_object("name rules", interval=_DURATION, rules=_list(_RULE))))
 _CERTIFICATE = _object(
     "secretName issuerRef dnsNames",
-    secretName=_TEXT,
-    issuerRef=_object("name", name=_TEXT, kind=_TEXT, group=_TEXT),
-    dnsNames=_list({"type": "string", "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "maxLength": 253}),
-    usages=_list({"enum": ["digital signature", "key encipherment", "server auth", "client auth"]}),
+    issuerRef=_object("name", "kind group"),
+    dnsNames=_list(_like(r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", maxLength=253)),
+    usages=_list(_one_of("digital signature", "key encipherment", "server auth", "client auth")),
 )
+_METADATA = _object("serverAddress query threshold", serverAddress=_like("^https?://"), threshold=_like("^[0-9.]+$"))
 _SCALED_OBJECT = _object(
     "scaleTargetRef triggers",
-    scaleTargetRef=_object("name", apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
+    scaleTargetRef=_object("name", "apiVersion kind"),
     minReplicaCount=_COUNT,
     maxReplicaCount=_COUNT,
-    advanced=_object("", horizontalPodAutoscalerConfig=_object("", behavior={"type": "object"})),
-    triggers=_list(
-        _object(
-            "type metadata",
-            type={"const": "prometheus"},
-            metadata=_object(
-                "serverAddress query threshold",
-                serverAddress={"type": "string", "pattern": "^https?://"},
-                query=_TEXT,
-                threshold={"type": "string", "pattern": "^[0-9.]+$"},
-            ),
-        )
-    ),
+    advanced=_object(horizontalPodAutoscalerConfig=_object(behavior={"type": "object"})),
+    triggers=_list(_object("type metadata", type={"const": "prometheus"}, metadata=_METADATA)),
 )
 _POD_PARTS = {"containers": _list({"type": "object"}), "volumes": _list({"type": "object"})}
+_PROTOCOL = _one_of("v1", "v2", "grpc-v1", "grpc-v2")
+_FORMAT = _object("name", "version", autoSelect={"type": "boolean"}, priority={"type": "integer", "minimum": 1})
 _SERVING_RUNTIME = _object(
-    "supportedModelFormats containers",
-    supportedModelFormats=_list(
-        _object("name", name=_TEXT, version=_TEXT, autoSelect={"type": "boolean"}, priority={"type": "integer", "minimum": 1})
-    ),
-    protocolVersions=_list({"enum": ["v1", "v2", "grpc-v1", "grpc-v2"]}),
-    **_POD_PARTS,
+    "supportedModelFormats containers", supportedModelFormats=_list(_FORMAT), protocolVersions=_list(_PROTOCOL), **_POD_PARTS
 )
-_INFERENCE_SERVICE = _object(
-    "predictor",
-    predictor=_object(
-        "model",
-        minReplicas=_COUNT,
-        maxReplicas=_COUNT,
-        terminationGracePeriodSeconds=_COUNT,
-        serviceAccountName=_TEXT,
-        model=_object(
-            "modelFormat",
-            modelFormat=_object("name", name=_TEXT, version=_TEXT),
-            protocolVersion={"enum": ["v1", "v2", "grpc-v1", "grpc-v2"]},
-            runtime=_TEXT,
-            storageUri={"type": "string", "pattern": "^(s3|gs|hdfs|https?|pvc|hf|oci)://"},
-        ),
-    ),
+_MODEL = _object(
+    "modelFormat",
+    "runtime",
+    modelFormat=_object("name", "version"),
+    protocolVersion=_PROTOCOL,
+    storageUri=_like("^(s3|gs|hdfs|https?|pvc|hf|oci)://"),
 )
+_REPLICAS = dict.fromkeys(("minReplicas", "maxReplicas", "terminationGracePeriodSeconds"), _COUNT)
+_INFERENCE_SERVICE = _object("predictor", predictor=_object("model", "serviceAccountName", model=_MODEL, **_REPLICAS))
 _SPECS = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _SERVICE_MONITOR,
     ("monitoring.coreos.com/v1", "PrometheusRule"): _RULES,

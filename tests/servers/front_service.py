@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 import hps
 from hps.testing.waiting import wait_until
+from tests.servers.binary_tensors import request_of, tensors_of
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import document_of, model_of
 from tests.servers.service_processes import region_of, service_processes, socket_inodes, tcp_sockets
@@ -33,17 +33,12 @@ def vectors_of(keys):
 
 def binary_request(keys):
     """Headers and body of a request with binary tensors."""
-    keys = np.asarray(keys, np.int64)
-    tensor = {"name": "item", "datatype": "INT64", "shape": [len(keys)], "parameters": {"binary_data_size": keys.nbytes}}
-    text = orjson.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
-    return {"Inference-Header-Content-Length": str(len(text))}, text + keys.tobytes()
+    return request_of({"item": np.asarray(keys, np.int64)}, parameters={"binary_data_output": True})
 
 
 def binary_vectors(headers, body):
     """The vectors of a binary answer."""
-    length = int(headers["inference-header-content-length"])
-    size = json.loads(body[:length])["outputs"][0]["parameters"]["binary_data_size"]
-    return np.frombuffer(body[length : length + size], np.float32).reshape(-1, DIM)
+    return tensors_of(headers, body)["item"]
 
 
 class Connection(http.client.HTTPConnection):

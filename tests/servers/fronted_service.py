@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -73,7 +75,7 @@ class FrontedService:
         assert self.process.poll() is None, self._text()
         self.url = re.search(r"listening on (https?://[\w.:]+)", self._text())[1]
         self.grpc = re.search(r"listening for gRPC on ([\w.:]+)", self._text())[1]
-        self.wait_until_ready()
+        wait_until(self.is_ready, "the service is ready")
 
     def _listens(self) -> bool:
         text = self._text()
@@ -93,9 +95,6 @@ class FrontedService:
         except httpx.TransportError:
             return False
 
-    def wait_until_ready(self) -> None:
-        wait_until(self.is_ready, "the service is ready")
-
     def children(self) -> list[int]:
         """The owner, and then the fronts, unless one was replaced."""
         return children_of(self.process.pid)
@@ -113,19 +112,13 @@ class FrontedService:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(30) == 0, self._text()
 
-    def paused_owner(self) -> "PausedProcess":
-        return PausedProcess(self.children()[0])
-
-
-class PausedProcess:
-    """A process that stands still within a `with` statement."""
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-
-    def __enter__(self) -> None:
-        os.kill(self._process, signal.SIGSTOP)
-        wait_until(lambda: state_of(self._process) == "T", "the process stands")
-
-    def __exit__(self, *error: object) -> None:
-        os.kill(self._process, signal.SIGCONT)
+    @contextmanager
+    def paused_owner(self) -> Iterator[None]:
+        """The owner stands still meanwhile."""
+        owner = self.children()[0]
+        os.kill(owner, signal.SIGSTOP)
+        wait_until(lambda: state_of(owner) == "T", "the process stands")
+        try:
+            yield
+        finally:
+            os.kill(owner, signal.SIGCONT)

@@ -8,22 +8,20 @@ those is tested with answers written by hand, most of them in `tests/ring2/files
 import importlib.util
 import json
 import platform
-import socket
-import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 from urllib.parse import quote
 
 import pytest
 
-from tests.servers.child_processes import own_signals
+from tests.servers.program import Program
+from tests.servers.redis_server import free_ports
 
-_START_S = 60.0
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -36,53 +34,39 @@ def server_program() -> Path:
     return Path(spec.origin).parent / "vendor" / "fake-gcs-server" / "bin" / name
 
 
-class GcsServer:
+class GcsServer(Program):
     """One fake-gcs-server process that keeps its objects in memory, with a bucket `models`."""
 
     scheme = "gs"
 
     def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        super().__init__(Path(self._directory.name) / "log")
         self.port = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> "GcsServer":
-        deadline = time.monotonic() + _START_S
-        while True:  # another process may take the port between the look and the start
-            self._launch()
-            while self._process is not None and self._process.poll() is None:
-                try:
-                    self.new_bucket("models")
-                except OSError:
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(0.02)
-                else:
-                    return self
-            if time.monotonic() > deadline:
-                self._log.seek(0)
-                raise RuntimeError(f"fake-gcs-server did not start: {self._log.read().decode(errors='replace')}")
-
-    def _launch(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        arguments = {"scheme": "http", "backend": "memory", "host": "127.0.0.1", "port": self.port, "log-level": "warn"}
-        # Without the public host it takes requests to a numeric address for something else.
-        arguments |= {"public-host": f"127.0.0.1:{self.port}"}
-        command = [str(server_program()), *(word for name, value in arguments.items() for word in (f"-{name}", str(value)))]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, preexec_fn=own_signals)
+    def start(self) -> Self:
+        for attempt in range(5):  # another process may take the port between the look and the start
+            [self.port] = free_ports(1)
+            arguments = {"scheme": "http", "backend": "memory", "host": "127.0.0.1", "port": self.port, "log-level": "warn"}
+            # Without the public host it takes requests to a numeric address for something else.
+            arguments |= {"public-host": f"127.0.0.1:{self.port}"}
+            self.launch(server_program(), *(word for name, value in arguments.items() for word in (f"-{name}", value)))
+            try:
+                self.wait_until(lambda: self.new_bucket("models"), OSError)
+            except RuntimeError:
+                if attempt == 4:
+                    raise
+            else:
+                break
+        return self
 
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-            self._process = None
-        self._log.close()
+        self.kill()
+        self._directory.cleanup()
 
     def new_bucket(self, name: str = "") -> str:
         """Make a bucket, of a new name where none is given, and tell its name."""
@@ -113,9 +97,6 @@ class GcsServer:
         request = urllib.request.Request(self.url + path, body, {"Content-Type": kind})
         with urllib.request.urlopen(request, timeout=20) as reply:
             reply.read()
-
-    def __enter__(self) -> "GcsServer":
-        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()

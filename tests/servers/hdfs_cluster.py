@@ -16,18 +16,18 @@ import os
 import pwd
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 from urllib.parse import quote, urlencode, urlsplit
 from xml.sax.saxutils import escape
 
-from tests.servers.child_processes import own_signals
+from tests.servers.program import Program
+from tests.servers.redis_server import listens
 
 _START_S = 90.0  # two JVMs on a busy machine; 4 s on an idle one
 
@@ -76,40 +76,29 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
-class _Node:
+class _Node(Program):
     """One JVM with a Hadoop daemon."""
 
     def __init__(self, directory: Path, main: str) -> None:
+        super().__init__(directory / f"{main}.log")
         self.directory, self.main = directory, main
-        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def log(self) -> str:
-        return (self.directory / f"{self.main}.log").read_text(errors="replace")
+        return self.log_file.read_text(errors="replace")
 
-    def start(self) -> None:
+    def start(self) -> Self:
         """From the main thread: the JVM dies with the thread that starts it."""
-        with (self.directory / f"{self.main}.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                _command(self.directory, self.main), stdout=log, stderr=log, cwd=self.directory, preexec_fn=own_signals
-            )
-
-    def kill(self) -> None:
-        """kill -9, as often as one likes, also while it is paused."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(20)
-            self.process = None
+        self.launch(*_command(self.directory, self.main), cwd=self.directory)
+        return self
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """SIGSTOP: the kernel goes on accepting connections, nobody answers."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        self.pause()
         try:
             yield
         finally:
-            self.process.send_signal(signal.SIGCONT)
+            self.resume()
 
 
 def _command(directory: Path, main: str, *arguments: str) -> list[str]:
@@ -198,31 +187,27 @@ class HdfsCluster:
 
     def wait_whole(self) -> None:
         """Wait until the NameNode is out of safe mode, the DataNode has reported to it, and a file can be written and read."""
-        deadline = time.monotonic() + _START_S
-        while True:
-            try:
-                self.put("/.probe", b"x")
-                if self.get("/.probe") == b"x":
-                    return
-            except (OSError, http.client.HTTPException):
-                pass
-            dead = [node for node in (self.namenode, self.datanode) if node.process and node.process.poll() is not None]
-            if dead or time.monotonic() > deadline:
-                logs = (f"{node.main}:\n{node.log[-5000:]}" for node in dead or (self.namenode, self.datanode))
-                raise RuntimeError("\n\n".join(logs))
-            time.sleep(0.1)
+
+        def whole() -> bool:
+            self.put("/.probe", b"x")
+            return self.get("/.probe") == b"x" or not (self.namenode.runs and self.datanode.runs)
+
+        self.namenode.wait_until(whole, OSError, http.client.HTTPException)
+        if not self.datanode.runs:
+            raise RuntimeError(self.datanode.log[-5000:])
 
     def _wait_http(self) -> bool:
         """Whether the NameNode came to answer."""
-        deadline = time.monotonic() + _START_S
-        while self.namenode.process and self.namenode.process.poll() is None and time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                self._namenode_request("GET", "/jmx?qry=Hadoop:service=NameNode,name=NameNodeStatus")
-                return True
-            except (OSError, http.client.HTTPException):
-                time.sleep(0.05)
-        return False
+        try:
+            self.namenode.wait_until(self._answers, OSError, http.client.HTTPException)
+        except RuntimeError:
+            return False
+        return True
+
+    def _answers(self) -> bool:
+        listens(self.port)
+        self._namenode_request("GET", "/jmx?qry=Hadoop:service=NameNode,name=NameNodeStatus")
+        return True
 
     def _configure(self) -> None:
         self.port, self.http_port = free_ports(2)

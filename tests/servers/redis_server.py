@@ -3,20 +3,18 @@
 import importlib.util
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import redis
 
 from hps.databases.redis.layout import KeyPartition
-from tests.servers.child_processes import own_signals
+from hps.testing.waiting import wait_until
+from tests.servers.program import Program
 
 NODE_TIMEOUT_MS = 15_000  # after which a silent node counts as failed; on a busy machine a node is silent for seconds
-_START_S = 60.0
 
 
 def server_program() -> str | None:
@@ -54,7 +52,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-class RedisServer:
+class RedisServer(Program):
     """One redis-server process.
 
     Args:
@@ -75,13 +73,10 @@ class RedisServer:
         sentinel: tuple[str, ...] = (),
         program: str | None = None,
     ) -> None:
+        super().__init__(directory / "log")
         self.port = port or free_ports(1)[0]
-        self.directory = directory
-        self.arguments = arguments
-        self.tls = tls or {}
-        self.sentinel = sentinel
+        self.directory, self.arguments, self.tls, self.sentinel = directory, arguments, tls or {}, sentinel
         self.program = program or server_program()
-        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -92,61 +87,30 @@ class RedisServer:
         settings = {"socket_timeout": 10, "protocol": 2, **self.tls, **settings}
         return redis.Redis("127.0.0.1", self.port, **settings)
 
-    def start(self, *, wait: bool = True) -> "RedisServer":
+    def start(self, *, wait: bool = True) -> Self:
         assert self.program is not None, "no redis-server"
         self.directory.mkdir(parents=True, exist_ok=True)
-        ports = ("--port", "0", "--tls-port", str(self.port)) if self.tls else ("--port", str(self.port))
-        beginning = [self.program, "--bind", "127.0.0.1"]
+        ports = ("--port", "0", "--tls-port", self.port) if self.tls else ("--port", self.port)
+        beginning = [self.program]
         if self.sentinel:
             configuration = self.directory / "sentinel.conf"
             configuration.write_text("\n".join(self.sentinel) + "\n")
-            beginning[1:1] = [str(configuration), "--sentinel"]
+            beginning += [str(configuration), "--sentinel"]
         save = () if self.sentinel or "--save" in self.arguments else ("--save", "")
-        with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*beginning, *ports, "--dir", str(self.directory), *save, *self.arguments],
-                stdout=log,
-                stderr=log,
-                preexec_fn=own_signals,
-            )
+        self.launch(*beginning, "--bind", "127.0.0.1", *ports, "--dir", self.directory, *save, *self.arguments)
         if wait:
             self.wait()
         return self
 
     def wait(self) -> None:
         """Wait until it listens, whatever it then answers."""
-        deadline = time.monotonic() + _START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-            except OSError:
-                if time.monotonic() > deadline or (self.process and self.process.poll() is not None):
-                    raise RuntimeError((self.directory / "log").read_text()) from None
-                time.sleep(0.01)
-            else:
-                return
+        self.wait_until(lambda: listens(self.port), OSError)
 
-    def kill(self) -> None:
-        """kill -9, as often as one likes."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(10)
-            self.process = None
 
-    def pause(self) -> None:
-        """SIGSTOP: the kernel goes on accepting connections, nobody answers."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-
-    def __enter__(self) -> "RedisServer":
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+def listens(port: int) -> bool:
+    """Whether something takes connections; else this is an OSError."""
+    socket.create_connection(("127.0.0.1", port), 1).close()
+    return True
 
 
 class RedisClusterServers:
@@ -279,11 +243,10 @@ class RedisClusterServers:
         return source, self.masters[(self.masters.index(source) + 1) % len(self.masters)]
 
     def _wait_until(self, condition: Callable[[], bool], told: RedisServer) -> None:
-        deadline = time.monotonic() + _START_S
-        while not condition():
-            if time.monotonic() > deadline:
-                raise RuntimeError(_raw(told, "CLUSTER", "NODES").decode())
-            time.sleep(0.02)
+        try:
+            wait_until(condition)
+        except AssertionError as error:
+            raise RuntimeError(_raw(told, "CLUSTER", "NODES").decode()) from error
 
     def _any_client(self) -> redis.Redis:
         client = next(server for server in self.servers if server.process).client()

@@ -9,19 +9,16 @@ def server(monkeypatch):
 import atexit
 import functools
 import secrets
-import select
-import subprocess
 import sys
-import time
+import tempfile
 import urllib.request
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import boto3.session
 import pytest
 
-from tests.servers.child_processes import own_signals
-
-_START_S = 60.0  # moto alone takes 2 s to import
+from tests.servers.program import Program
 
 _PROGRAM = """
 import logging, os, threading
@@ -48,14 +45,15 @@ server.serve_forever()
 """
 
 
-class S3Server:
+class S3Server(Program):
     """One process of moto's server, which chooses its port itself."""
 
     scheme = "s3"
 
     def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        super().__init__(Path(self._directory.name) / "log")
         self.port = 0
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -67,19 +65,12 @@ class S3Server:
         session = boto3.session.Session("testing", "testing", region_name="us-east-1")
         return session.client("s3", endpoint_url=self.url)
 
-    def start(self) -> "S3Server":
-        command = [sys.executable, "-c", _PROGRAM]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=own_signals)
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + _START_S
-        ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
-        line = self._process.stdout.readline() if ready else b""
-        if not line:
-            self.kill()
-            raise RuntimeError("moto's server did not start")
-        self.port = int(line)
+    def start(self) -> Self:
+        self.launch(sys.executable, "-c", _PROGRAM, stderr=None)
+        self.wait_until(lambda: self.log_file.read_text().partition("\n")[1])
+        self.port = int(self.log_file.read_text().partition("\n")[0])
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        opener.open(f"{self.url}/moto-api/", timeout=max(deadline - time.monotonic(), 1)).close()
+        self.wait_until(lambda: opener.open(f"{self.url}/moto-api/", timeout=60).close() or True)
         return self
 
     def new_bucket(self) -> str:
@@ -98,12 +89,6 @@ class S3Server:
         bucket, _, key = uri.removeprefix("s3://").partition("/")
         content: bytes = self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
         return content
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate(timeout=10)
-            self._process = None
 
 
 @functools.cache

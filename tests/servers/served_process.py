@@ -3,15 +3,12 @@
 import json
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any, Self
 
 from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.service_processes import OWNER, children_of, left_over, service_processes
-
-_START_S = 120.0
 
 
 class ServedProcess:
@@ -57,15 +54,13 @@ class ServedProcess:
         with self._log.open("w") as log:
             arguments = ("serve", self._config, "--port", self._port, "--fronts", self._fronts, *self._more)
             self._process = self._children.hps(*arguments, stdout=log, stderr=log)
-        deadline = time.monotonic() + _START_S
-        while True:
-            text = self._log.read_text()
-            assert self._process.poll() is None, text
-            assert time.monotonic() < deadline, text
-            if "ready; try" in text and (found := re.search(r"listening on (https?)://127.0.0.1:([0-9]+)", text)):
-                self._scheme, self._port = found.groups()
-                return
-            time.sleep(0.05)
+
+        def listening() -> re.Match[str] | None:
+            assert self._process.poll() is None, self.log()
+            found = re.search(r"listening on (https?)://127.0.0.1:([0-9]+)", self.log())
+            return found if "ready; try" in self.log() else None
+
+        self._scheme, self._port = wait_until(listening, "the service is ready").groups()
 
     def stop(self, number: int = signal.SIGINT) -> None:
         """Stop it, and wait until none of its processes answers: those of a killed parent end after it."""

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import httpx
 import numpy as np
-import orjson
 import torch
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
@@ -23,11 +22,10 @@ from tritonclient.utils import shared_memory as regions
 import hps
 import hps.torch
 from hps.testing.waiting import PATIENCE_S
+from tests.servers.binary_tensors import DTYPES, kind_of, request_of, tensors_of
 from tests.servers.served_process import ServedProcess
 
 DIMS = {"user": 5, "item": 32, "word": 7}
-WIDTHS = {"FP32": "<f4", "FP16": "<f2", "BF16": "<u2", "FP64": "<f8"}
-NAMES = {"<i8": "INT64", "<i4": "INT32", "<f4": "FP32"}
 EACH = {"FP32": 4, "FP16": 2, "BF16": 2, "FP64": 8}
 Keys = Mapping[str, np.ndarray]
 
@@ -123,7 +121,7 @@ class OurClient(Wire):
         return array
 
     def _out(self, shape: tuple[int, int], datatype: str) -> Any:
-        return torch.empty(shape, dtype=torch.bfloat16) if datatype == "BF16" else np.empty(shape, WIDTHS[datatype])
+        return torch.empty(shape, dtype=torch.bfloat16) if datatype == "BF16" else np.empty(shape, DTYPES[datatype])
 
     def lookup(self, tables: Keys, datatypes: Mapping[str, str], model: str = "m") -> Answer:
         tables = {name: self._array(one) for name, one in tables.items()}
@@ -193,7 +191,7 @@ class OurSharedMemory(OurClient):
         return taken
 
     def _out(self, shape: tuple[int, int], datatype: str) -> Any:
-        return self._empty(shape, WIDTHS[datatype])
+        return self._empty(shape, DTYPES[datatype])
 
 
 class TritonHTTP(Wire):
@@ -210,7 +208,7 @@ class TritonHTTP(Wire):
         self._client.close()
 
     def _input(self, name: str, array: np.ndarray) -> Any:
-        made = self.library.InferInput(name, list(array.shape), NAMES[array.dtype.newbyteorder("<").str])
+        made = self.library.InferInput(name, list(array.shape), kind_of(array))
         made.set_data_from_numpy(array, **self.binary)
         return made
 
@@ -283,7 +281,7 @@ class TritonSharedMemory(TritonHTTP):
         super().close()
 
     def _input(self, name: str, array: np.ndarray) -> Any:
-        made = self.library.InferInput(name, list(array.shape), NAMES[array.dtype.newbyteorder("<").str])
+        made = self.library.InferInput(name, list(array.shape), kind_of(array))
         if not array.nbytes:
             made.set_data_from_numpy(array)
             return made
@@ -307,7 +305,7 @@ class TritonSharedMemory(TritonHTTP):
         if name not in self._where:
             return super()._output(result, name, datatype, shape)
         place = self._regions[self.VECTORS[0]]
-        found = regions.get_contents_as_numpy(place, np.dtype(WIDTHS[datatype]), list(shape), self._where[name])
+        found = regions.get_contents_as_numpy(place, np.dtype(DTYPES[datatype]), list(shape), self._where[name])
         return bits_of(found.copy(), datatype)
 
 
@@ -329,16 +327,9 @@ class RawHTTP(Wire):
         return self.take()
 
     def send(self, arrays: Keys, outputs: list[dict[str, Any]], model: str = "m", **parameters: Any) -> None:
-        inputs = []
-        for name, array in arrays.items():
-            size = {"binary_data_size": array.nbytes}
-            inputs.append(
-                {"name": name, "datatype": NAMES[array.dtype.newbyteorder("<").str], "shape": array.shape, "parameters": size}
-            )
-        text = orjson.dumps({"inputs": inputs, "outputs": outputs, "parameters": {**self.parameters, **parameters}})
-        head = {"Inference-Header-Content-Length": str(len(text))}
-        body = text + b"".join(array.tobytes() for array in arrays.values())
-        self._connection.request("POST", f"/v2/models/{model}/infer", body, head)
+        parameters = {**self.parameters, **parameters}
+        headers, body = request_of(arrays, outputs=outputs, parameters=parameters)
+        self._connection.request("POST", f"/v2/models/{model}/infer", body, headers)
 
     def take(self) -> dict[str, Any]:
         response = self._connection.getresponse()
@@ -347,15 +338,7 @@ class RawHTTP(Wire):
             self._connection.connect()
         if response.status != 200:
             raise Refusal(str(response.status), json.loads(data)["error"])
-        at = int(response.headers["inference-header-content-length"])
-        found = {}
-        for output in json.loads(data[:at])["outputs"]:
-            size = output["parameters"]["binary_data_size"]
-            kind = {**WIDTHS, "BOOL": "?"}[output["datatype"]]
-            found[output["name"]] = np.frombuffer(data[at : at + size], kind).reshape(output["shape"])
-            at += size
-        assert at == len(data)
-        return found
+        return dict(tensors_of(response.headers, data))
 
     def lookup(self, tables: Keys, datatypes: Mapping[str, str], model: str = "m") -> Answer:
         outputs = []
@@ -439,7 +422,7 @@ class Stubs(Wire):
     def _ask(self, arrays: Keys, model: str, outputs: Mapping[str, str], **parameters: Any) -> dict[str, bytes]:
         request = pb.ModelInferRequest(model_name=model)
         for name, array in arrays.items():
-            kind = NAMES[array.dtype.newbyteorder("<").str]
+            kind = kind_of(array)
             contents = request.inputs.add(name=name, datatype=kind, shape=array.shape).contents
             field = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_contents"}[kind]
             getattr(contents, field).extend(array.ravel().tolist())
@@ -502,7 +485,7 @@ class Refusal(Exception):
 
 
 def _vectors(data: bytes, table: str, datatype: str) -> np.ndarray:
-    return bits_of(np.frombuffer(data, WIDTHS[datatype]).reshape(-1, DIMS[table]), datatype)
+    return bits_of(np.frombuffer(data, DTYPES[datatype]).reshape(-1, DIMS[table]), datatype)
 
 
 def parts_of(bags: hps.Bags) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

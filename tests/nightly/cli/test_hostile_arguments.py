@@ -35,6 +35,10 @@ def npy(header: str, data: bytes = b"") -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
 
 
+def array(kind: str, shape: str, data: bytes = b"") -> bytes:
+    return npy(f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}}}", data)
+
+
 def zipped(*members: tuple[str, bytes]) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -60,18 +64,16 @@ CONTENTS: dict[str, Callable[[], bytes]] = {
     "other JSON": lambda: b"[1, null, NaN]",
     "scalar": lambda: b"3",
     "null models": lambda: b'{"models": [null], "volatile_db": 7}',
-    "npy, huge": lambda: npy("{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000000,)}"),
-    "npy, negative": lambda: npy("{'descr': '<i8', 'fortran_order': False, 'shape': (-3, -5)}", bytes(120)),
-    "npy, short": lambda: npy("{'descr': '<i8', 'fortran_order': False, 'shape': (1000,)}", bytes(70)),
-    "npy, of text": lambda: npy("{'descr': '<U4', 'fortran_order': False, 'shape': (3,)}", bytes(48)),
+    "npy, huge": lambda: array("<i8", "(1000000000000000,)"),
+    "npy, negative": lambda: array("<i8", "(-3, -5)", bytes(120)),
+    "npy, short": lambda: array("<i8", "(1000,)", bytes(70)),
+    "npy, of text": lambda: array("<U4", "(3,)", bytes(48)),
     "npy, no header": lambda: npy("{'descr': "),
     "npy, code": lambda: npy("__import__('os').abort()"),
     "npy, objects": objects,
     "npz, no array": lambda: zipped(("x.txt", b"x")),
     "npz, garbage": lambda: zipped(("x.npy", b"garbage")),
-    "npz, bomb": lambda: zipped(
-        ("x.npy", npy("{'descr': '<f4', 'fortran_order': False, 'shape': (10000000,)}", bytes(40 << 20)))
-    ),
+    "npz, bomb": lambda: zipped(("x.npy", array("<f4", "(10000000,)", bytes(40 << 20)))),
     "zip, cut": lambda: zipped(("x.npy", bytes(5000)))[:-10],
     "gzip bomb": lambda: gzip.compress(bytes(64 << 20)),
 }
@@ -87,36 +89,27 @@ SUFFIXES = {
 }
 
 URLS = [
-    "",
-    " ",
-    "://",
-    "http://",
-    "http:///x",
-    "http://[::1",
-    "http://[zz]:80",
-    "http://127.0.0.1:99999/",
-    "http://127.0.0.1:-1",
-    "http://127.0.0.1:x",
-    "http://127.0.0.1:1",
-    "https://127.0.0.1:1",
-    "http://127.0.0.1:1/\r\nX: y",
-    "http://a b/",
-    "http://" + "a" * 300,
-    "http://" + ".." * 9,
-    "http://\udcff",
-    "http://\u2100.x",
-    "http://user:pass@:1",
-    "ftp://127.0.0.1/x",
-    "s3://",
-    "s3://\udcff/x",
-    "gs://",
-    "hdfs://127.0.0.1:99999/x",
-    "hdfs://[::1",
-    "file://127.0.0.1/x",
-    "redis://",
-    "x" * 5000,
-    "\udcff",
-    "-",
+    *("", " ", "http://127.0.0.1:1/\r\nX: y", "http://a b/", "http://" + "a" * 300, "http://" + ".." * 9, "x" * 5000),
+    *[
+        "://",
+        "http://",
+        "http:///x",
+        "http://[::1",
+        "http://[zz]:80",
+        "http://127.0.0.1:99999/",
+        "http://127.0.0.1:-1",
+        "http://127.0.0.1:x",
+    ],
+    *[
+        "http://127.0.0.1:1",
+        "https://127.0.0.1:1",
+        "http://user:pass@:1",
+        "ftp://127.0.0.1/x",
+        "s3://",
+        "gs://",
+        "hdfs://127.0.0.1:99999/x",
+    ],
+    *("hdfs://[::1", "file://127.0.0.1/x", "redis://", "-", "\udcff", "http://\udcff", "http://\u2100.x", "s3://\udcff/x"),
 ]
 TEXTS = ["", " ", "\udcff", "x" * 5000, "[" * 50, "(?P<", "9" * 5000, "-1", "nan", "inf", "1e999", "../../..", "%s{}"]
 
@@ -172,26 +165,15 @@ models http://127.0.0.1:1 --token {text}
 models http://127.0.0.1:1 --token-file {stream}
 deploy shop --config {stream}
 deploy {text} --version {text} --url http://127.0.0.1:1
-deploy shop --url {url}
-deploy shop --url http://127.0.0.1:1 --token-file {stream}
-undeploy {text} --url http://127.0.0.1:1
-undeploy shop --url {url}
-undeploy shop --url http://127.0.0.1:1 --token-file {stream}
-rollback {text} --url http://127.0.0.1:1
-rollback shop --url {url}
-rollback shop --url http://127.0.0.1:1 --token-file {stream}
-unpin {text} --url http://127.0.0.1:1
-unpin shop --url {url}
-unpin shop --url http://127.0.0.1:1 --token-file {stream}
-refresh {text} --url http://127.0.0.1:1
-refresh shop --url {url}
-refresh shop --url http://127.0.0.1:1 --token-file {stream}
 updates replay {stream} {file}
 updates replay updates.json {file}
 updates status {url}
 updates status http://127.0.0.1:1 --token {text}
 updates status http://127.0.0.1:1 --token-file {stream}
 """
+for one in ("deploy", "undeploy", "rollback", "unpin", "refresh"):
+    LINES += f"{one} {{text}} --url http://127.0.0.1:1\n{one} shop --url {{url}}\n"
+    LINES += f"{one} shop --url http://127.0.0.1:1 --token-file {{stream}}\n"
 
 
 def commands(group: typer.Typer = app, prefix: str = "") -> Iterator[tuple[str, Callable[..., None]]]:
@@ -244,31 +226,26 @@ def attack(command: str, directory: str) -> None:
             attacked = [values[one][number % len(values[one])] for one in places]
             chosen = dict(zip(places, attacked, strict=True))
             arguments = [word.format(**chosen) if "{" in word else word for word in line.split()]
-            if said := outcome_in_time(arguments):
+            if said := outcome(arguments):
                 wrong.append(f"{arguments}: {said}"[:3000])
     assert not wrong, "\n\n".join(wrong)
     os._exit(0)  # nothing of an attack is to be waited for
 
 
 def outcome(arguments: list[str]) -> str:
-    """Run a command; return what is wrong about its end, or nothing."""
-    result = CliRunner().invoke(app, arguments)
+    """Run a command, which an attack may hold up; return what is wrong about its end, or nothing."""
+    signal.alarm(LONGEST_S)
+    try:
+        result = CliRunner().invoke(app, arguments)
+    except LateError:
+        return f"no end within {LONGEST_S} s"
+    finally:
+        signal.alarm(0)
     if result.exception and not isinstance(result.exception, SystemExit):
         return "".join(traceback.format_exception(result.exception)[-6:])
     if result.exit_code not in (0, 1, 2) or "Traceback" in result.output:
         return f"code {result.exit_code}: {result.output}"
     return "no message" if result.exit_code and not result.output.strip() else ""
-
-
-def outcome_in_time(arguments: list[str]) -> str:
-    """The same, where an attack may hold a command up."""
-    signal.alarm(LONGEST_S)
-    try:
-        return outcome(arguments)
-    except LateError:
-        return f"no end within {LONGEST_S} s"
-    finally:
-        signal.alarm(0)
 
 
 class LateError(BaseException):

@@ -1,32 +1,27 @@
 """The deployment, run as local processes: what docker-compose.yml and the Dockerfile say, in their order."""
 
-import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 
 import httpx
 import numpy as np
 import pytest
-import redis
 
 from hps.models.sample import sample_vectors
 from hps.testing.waiting import wait_until
 from tests import ROOT
 from tests.fakes.installation import Installation
-from tests.servers.compose_file import compose_of, read_dockerfile
-from tests.servers.compose_runner import Stack, can_isolate, isolated
+from tests.servers.compose_file import compose_of
+from tests.servers.compose_runner import Stack, isolated
 
 pytestmark = pytest.mark.redis
 REPLICAS = ("hps-1", "hps-2", "hps-3")
 TOKEN = {"authorization": "Bearer token4tests"}
 TABLES = {"user": (16, 1, 10_000), "item": (32, 2, 50_000)}  # dim, seed, rows: as in docker-compose.yml
 HAPROXY = shutil.which("haproxy")
-needs_isolation = pytest.mark.skipif(not can_isolate(), reason="not root: file systems cannot be made read-only")
 _COMPILE = (
     "import hps.cache.cpu.cache, hps.databases.redis.database, hps.databases.rocks_db.database, hps.models.table_load;"
     "from hps.ground.numba_kernels import compile_kernels; compile_kernels()"
@@ -100,65 +95,6 @@ def metric(stack, name, *parts):
     return sum(float(one.rpartition(" ")[2]) for one in lines if not one.startswith("#") and all(part in one for part in parts))
 
 
-@needs_isolation
-def test_kernels_are_compiled_without_a_writable_root(kernels):
-    assert list((kernels / "numba").rglob("*.code"))
-
-
-FIRST_LOOKUP = """
-import json, sys
-import numpy as np
-import hps
-from hps.ground.compilations import COMPILATIONS
-from hps.models.sample import sample_vectors
-with hps.HPS(sys.argv[1]) as server:
-    right = (server.lookup(np.arange(1000), "sample", "item") == sample_vectors(np.arange(1000), 32, 2)).all()
-print(json.dumps([bool(right), COMPILATIONS.all()]))
-"""
-
-
-def test_an_image_answers_its_first_lookup_without_compiling(tmp_path):
-    stages = read_dockerfile(ROOT / "deploy" / "Dockerfile")
-    (step,) = [rest for name, rest in stages["build-cpu"].instructions if name == "RUN" and "hps compile" in rest]
-    image = Installation(tmp_path / "image")
-    seed, program, *arguments, processes, one = shlex.split(step.partition("&&")[0])
-    assert (seed, program) == ("PYTHONHASHSEED=0", "/opt/hps/bin/hps")
-    assert (processes, one) == ("--processes", "1")  # the same code in one order, in twice the time
-    python = [sys.executable, "-m", "hps"]
-    done = subprocess.run(
-        [*python, *arguments], cwd=tmp_path, env=image.environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-    container = tmp_path / "container"
-    container.mkdir()
-    for table, (dim, seed, rows) in TABLES.items():
-        model = ["create-model", str(container / f"{table}.model"), "--rows", str(rows), "--dim", str(dim), "--seed", str(seed)]
-        subprocess.run([*python, *model], cwd=ROOT, check=True, capture_output=True, timeout=120)
-    config = json.loads((ROOT / "configs" / "minimal.json").read_text())
-    config["persistent_db"]["path"] = str(container / "rocksdb")
-    config["models"][0]["sparse_files"] = [str(container / f"{table}.model") for table in TABLES]
-    (container / "ps.json").write_text(json.dumps(config))
-    environment = {key: value.replace("/var/lib/hps", str(container)) for key, value in stages["cpu"].environment.items()}
-    environment |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(image.package.parent), "TMPDIR": str(container)}
-    command = isolated([sys.executable, "-c", FIRST_LOOKUP, str(container / "ps.json")], container)
-    done = subprocess.run(command, cwd=container, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [True, {}]
-    assert "compil" not in done.stderr
-    assert not (container / "numba").exists(), "nothing was written"
-
-
-@needs_isolation
-def test_without_the_place_that_the_image_names_kernels_are_compiled_for_one_start(tmp_path):
-    # Why NUMBA_CACHE_DIR is in the Dockerfile: all other places for kernels are read-only.
-    code = "import numpy; from hps.models.sample import sample_vectors; print(sample_vectors(numpy.array([7]), 1).shape)"
-    image = Installation(tmp_path / "image")
-    done = run_python(code, tmp_path / "image" / "tmp", {"HOME": "/nonexistent"}, image.package.parent)
-    assert done.stdout == "(1, 1)\n", done.stderr
-    assert "every start compiles them again. Set NUMBA_CACHE_DIR to a directory that this user can write to" in done.stderr
-
-
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("name", REPLICAS)
 def test_every_replica_answers_bit_for_bit(stack, name, table):
@@ -173,25 +109,10 @@ def test_requests_without_the_token_are_refused(stack):
     assert httpx.get(f"{url}/v2/health/ready").status_code == 200
 
 
-def test_redis_refuses_who_has_no_password(stack):
-    with redis.Redis(stack.addresses["redis"], 6379, socket_timeout=10) as client, pytest.raises(redis.AuthenticationError):
-        client.ping()
-
-
 def test_model_is_in_redis_and_loaded_once(stack):
     # Each replica says how many rows Redis holds; three loads of their own would have been three times the rows.
     for name in REPLICAS:
         assert "cached 50000 / 50000 embeddings in volatile database (redis_cluster); load: 50000 /" in stack.full_log(name)
-
-
-def test_rocksdb_of_a_replica_is_locked_against_another(stack, tmp_path):
-    config = stack.translate("hps-1", (ROOT / "configs" / "docker.json").read_text())
-    (tmp_path / "ps.json").write_text(config)
-    command = [sys.executable, "-m", "hps", "load", str(tmp_path / "ps.json")]
-    secret = {"HPS_REDIS_PASSWORD": "password4tests"}
-    done = subprocess.run(command, env=os.environ | secret, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 1
-    assert "lock" in done.stderr
 
 
 @pytest.mark.haproxy
@@ -209,40 +130,6 @@ def test_others_go_on_when_a_replica_is_killed(stack):
     stack.bring_back("hps-2")
     assert "embeddings in persistent database (rocks_db); all were there" in stack.log("hps-2")
     assert_answers(stack, "hps-2", range(1000))
-
-
-@pytest.mark.haproxy
-def test_no_lookup_through_the_balancer_fails_while_replicas_are_replaced(stack):
-    ended, failures, answered = threading.Event(), [], [0]
-
-    def ask():
-        while not ended.is_set():
-            try:
-                assert_answers(stack, "balancer", range(answered[0] % 49_000, answered[0] % 49_000 + 50))
-                answered[0] += 1
-            except (AssertionError, httpx.HTTPError) as error:
-                failures.append(repr(error))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        for name in REPLICAS:  # the upgrade of docs/deployment.md
-            before = answered[0]
-            assert stack.stop(name) == 0
-            stack.bring_back(name)
-            wait_until(lambda before=before: answered[0] > before, "lookups went on")
-            # The balancer asks each replica once a second.
-            wait_until(lambda name=name: backend_is_up(stack, name), f"the balancer found {name} again")
-    finally:
-        ended.set()
-        asking.join(60)
-    assert failures == [], stack.log("balancer")
-    assert answered[0] > 0
-
-
-def backend_is_up(stack, name):
-    text = httpx.get(f"{stack.url('balancer', 8404)}/metrics").text
-    return f'haproxy_server_status{{proxy="replicas",server="{name}",state="UP"}} 1' in text
 
 
 def test_lookups_go_on_while_redis_is_gone_and_fill_it_when_it_is_back(stack):
@@ -264,22 +151,6 @@ def test_lookups_go_on_while_redis_is_gone_and_fill_it_when_it_is_back(stack):
     wait_until(
         lambda: metric(stack, "hps-1", "hps_tier_available", 'operation="read",tier="volatile_db"') == 1, "Redis is asked again"
     )
-
-
-def test_replica_is_restored_from_a_copy_of_its_volume_and_refilled_without_one(stack, tmp_path):
-    assert stack.stop("hps-3") == 0
-    volume = stack.volume("hps-3")
-    shutil.copytree(volume / "rocksdb", tmp_path / "backup")
-    shutil.rmtree(volume / "rocksdb")
-    shutil.copytree(tmp_path / "backup", volume / "rocksdb")
-    stack.bring_back("hps-3")
-    assert "50000 embeddings in persistent database (rocks_db); all were there" in stack.log("hps-3")
-    assert_answers(stack, "hps-3", range(500))
-    stack.kill("hps-3")
-    shutil.rmtree(volume / "rocksdb")
-    stack.bring_back("hps-3")
-    assert "50000 embeddings in persistent database (rocks_db); complete" in stack.log("hps-3")
-    assert_answers(stack, "hps-3", range(500))
 
 
 def test_service_ends_within_its_grace_period(stack):

@@ -3,7 +3,6 @@
 import json
 import secrets
 import tempfile
-import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import hps
 from hps.client.routing import places_of
 from hps.testing.waiting import wait_until
 from tests.servers.child_processes import run_alone
+from tests.servers.load import Load
 from tests.servers.running_service import document_of, model_of
 
 ROWS = 5000
@@ -49,9 +49,8 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray import serve
 
-    with tempfile.TemporaryDirectory(
-        prefix="ray-", dir="/tmp", ignore_cleanup_errors=True
-    ) as directory:  # short: it has sockets
+    # In a directory with a short name: it has sockets.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         ray.init(
             num_cpus=16,  # as Ray counts them: replicas want one each
             include_dashboard=False,
@@ -66,42 +65,15 @@ def cluster() -> Iterator[Any]:
             ray.shutdown()
 
 
-class Load:
-    """Threads that look up all the time, and keep errors and wrong vectors."""
+def load(handle: Any) -> Load:
+    """Threads that look up."""
 
-    def __init__(self, handle: Any) -> None:
-        self.handle, self.lookups, self.problems = handle, 0, []
-        self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(2)]
+    def look_up(rng: np.random.Generator) -> list[object]:
+        keys = {name: rng.integers(0, ROWS, 200) for name in DIMS}
+        found = handle.lookup.remote("m", keys).result(timeout_s=WAIT_S)
+        return [name for name, of_table in keys.items() if not np.array_equal(found[name], vectors_of(name, of_table))]
 
-    def _run(self, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        while not self._stopping.is_set():
-            keys = {name: rng.integers(0, ROWS, 200) for name in DIMS}
-            try:
-                found = self.handle.lookup.remote("m", keys).result(timeout_s=WAIT_S)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is kept
-                self.problems.append(error)
-                continue
-            self.problems += [
-                name for name, of_table in keys.items() if not np.array_equal(found[name], vectors_of(name, of_table))
-            ]
-            self.lookups += 1
-
-    def more(self) -> None:
-        """Wait for lookups that began after this call."""
-        before = self.lookups
-        wait_until(lambda: self.lookups > before + 10, "lookups go on")
-
-    def __enter__(self) -> "Load":
-        for one in self._threads:
-            one.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        for one in self._threads:
-            one.join(WAIT_S)
+    return Load(look_up, 2)
 
 
 def look_up_in_replicas(configuration: str) -> None:
@@ -109,9 +81,9 @@ def look_up_in_replicas(configuration: str) -> None:
 
     with cluster() as serve:
         handle = serve.run(simple.app({"configuration": configuration}))
-        with Load(handle) as load:
-            load.more()
-        assert load.problems == [], load.problems[:3]
+        with load(handle) as asking:
+            asking.more(10)
+        assert asking.problems == []
         body = json.dumps({"model": "m", "tables": {"item": [7, 3]}}).encode()
         with urllib.request.urlopen(urllib.request.Request("http://127.0.0.1:8000/", body), timeout=WAIT_S) as answer:
             assert json.load(answer) == {"item": vectors_of("item", np.array([7, 3])).tolist()}
@@ -138,25 +110,25 @@ def look_up_in_shards(configuration: str) -> None:
             return [asked(name) - of_name for name, of_name in zip(names, before, strict=False)]
 
         assert grown(2) == np.bincount(places_of(every, names[:2])).tolist()
-        with Load(handle) as load:
-            load.more()
+        with load(handle) as asking:
+            asking.more(10)
             before = asked("shard-0")
             handle = sharded.start(configuration, 3)
-            load.more()
+            asking.more(10)
             wait_until(lambda: asked("shard-2"), "the new shard is asked")
             assert asked("shard-0") > before  # it was not restarted
-        assert load.problems == [], load.problems[:3]
+        assert asking.problems == []
         assert grown(3) == np.bincount(places_of(every, names)).tolist()
 
-        with Load(handle) as load:
+        with load(handle) as asking:
             for _ in range(2):
-                load.more()
+                asking.more(10)
                 before = asked("shard-1")
                 (replica,) = [one for one in ray.util.list_named_actors(all_namespaces=True) if "::shard-1#" in one["name"]]
                 ray.kill(ray.get_actor(replica["name"], replica["namespace"]))
-                load.more()
+                asking.more(10)
                 wait_until(lambda most=before: 0 < asked("shard-1") < most, "a new replica is asked")
-        assert load.problems == [], load.problems[:3]
+        assert asking.problems == []
         shares = np.bincount(places_of(every, names)).tolist()
         wait_until(lambda: grown(3) == shares, "each replica of `lookups` has found out by itself")
 

@@ -9,9 +9,8 @@ import json
 import os
 import select
 import signal
-import threading
 import time
-from collections import Counter
+from contextlib import ExitStack
 
 import httpx
 import numpy as np
@@ -19,6 +18,7 @@ import pytest
 
 import hps
 from hps.testing.waiting import wait_until
+from tests.servers.load import Load
 from tests.servers.running_service import document_of, model_of
 
 STOPS = int(os.environ.get("HPS_ROLLING_STOPS", "6"))
@@ -48,7 +48,7 @@ backend replicas
 """
 
 
-class Client(threading.Thread):
+class Client:
     """Looks up keys one request after the other, as `requests` and `urllib3` do: what fails is not sent again.
 
     Args:
@@ -57,34 +57,25 @@ class Client(threading.Thread):
         pause_s: between two requests.
     """
 
-    def __init__(self, address, *, keep_alive, pause_s):
-        super().__init__(daemon=True)
+    def __init__(self, address: str, *, keep_alive: bool, pause_s: float) -> None:
         self.connection = http.client.HTTPConnection(address, 8000, timeout=20)
         self.headers = {} if keep_alive else {"Connection": "close"}
         self.pause_s = pause_s
-        self.ended = threading.Event()
-        self.answered, self.failures = 0, []
 
-    def run(self):
-        while not self.ended.wait(self.pause_s):
-            keys = [self.answered % ROWS, (7 * self.answered + 1) % ROWS]
-            try:
-                self.look_up(keys)
-            except Exception as error:  # noqa: BLE001 - every failure counts
-                self.failures.append(f"{time.ctime()}: {error!r}")
-                self.connection.close()
-            else:
-                self.answered += 1
-        self.connection.close()
-
-    def look_up(self, keys):
+    def look_up(self, rng: np.random.Generator) -> list[object]:
+        time.sleep(self.pause_s)
         if self.connection.sock and select.select([self.connection.sock], [], [], 0)[0]:
             self.connection.close()  # the server did, before any byte of this request was sent
-        self.connection.request("POST", "/v1/models/m/lookup", json.dumps({"tables": {"item": keys}}), self.headers)
-        response = self.connection.getresponse()
-        body = response.read()
-        assert response.status == 200, (response.status, body)
-        assert json.loads(body) == {"tables": {"item": [[key] * DIM for key in keys]}}
+        keys = rng.integers(0, ROWS, 2).tolist()
+        try:
+            self.connection.request("POST", "/v1/models/m/lookup", json.dumps({"tables": {"item": keys}}), self.headers)
+            response = self.connection.getresponse()
+            body = response.read()
+        except BaseException:
+            self.connection.close()
+            raise
+        right = response.status == 200 and json.loads(body) == {"tables": {"item": [[key] * DIM for key in keys]}}
+        return [] if right else [(response.status, body)]
 
 
 @pytest.mark.haproxy
@@ -114,24 +105,23 @@ def test_no_request_fails_while_replicas_are_stopped_and_started(tmp_path, child
     children.start("haproxy", "-f", tmp_path / "haproxy.cfg")
     wait_until(lambda: ready(f"http://{host}.1:8000"), "the balancer answers")
 
-    clients = [Client(f"{host}.1", keep_alive=keep, pause_s=0.005) for keep in (True, True, True, False, False, False)]
-    clients += [Client(f"{host}.1", keep_alive=True, pause_s=2.5 * DRAIN_S)]
-    for client in clients:
-        client.start()
-    for stop in range(STOPS):
-        name = "ab"[stop % 2]
-        before = Counter({client: client.answered for client in clients[:-1]})
-        wait_until(lambda before=before: all(one.answered > before[one] for one in before), "every client goes on")
-        replicas[name].send_signal(signal.SIGTERM)
-        assert replicas[name].wait(60) == 0, (tmp_path / name).read_text()
-        start(name)
-        wait_until(lambda name=name: up(name), f"replica {name} is up again")
-        assert [client.failures for client in clients if client.failures] == [], f"after {stop + 1} stops"
-    for client in clients:
-        client.ended.set()
-        client.join(30)
-    assert [client.failures for client in clients if client.failures] == []
-    record_property("requests", sum(client.answered for client in clients))
+    kinds = [(True, 0.005)] * 3 + [(False, 0.005)] * 3 + [(True, 2.5 * DRAIN_S)]
+    clients = [Client(f"{host}.1", keep_alive=keep_alive, pause_s=pause_s) for keep_alive, pause_s in kinds]
+    with ExitStack() as stack:
+        for client in clients:
+            stack.callback(client.connection.close)
+        loads = [stack.enter_context(Load(client.look_up, 1)) for client in clients]
+        for stop in range(STOPS):
+            name = "ab"[stop % 2]
+            for load in loads[:-1]:
+                load.more(1)
+            replicas[name].send_signal(signal.SIGTERM)
+            assert replicas[name].wait(60) == 0, (tmp_path / name).read_text()
+            start(name)
+            wait_until(lambda name=name: up(name), f"replica {name} is up again")
+            assert [load.problems for load in loads if load.problems] == [], f"after {stop + 1} stops"
+    assert [load.problems for load in loads if load.problems] == []
+    record_property("requests", sum(load.done for load in loads))
 
 
 def ready(url):

@@ -4,14 +4,13 @@ Every fault is a real one, and what Prometheus is given is what the service says
 at the end of a phase are all that fire: none is missing, and none misleads.
 """
 
-import json
 import re
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from hps.types import TableSpec
 from hps.updates.publisher import Publisher, open_writer
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.fakes.full_device import FullDevice
-from tests.fakes.memory_log import MemoryBroker, MemoryLog
+from tests.fakes.memory_log import MemoryLog
 from tests.ring2.databases.rocks_db.test_rocks_db_faults import mounted
 from tests.servers.alert_rules import Timeline, scrape
 from tests.servers.redis_server import RedisServer
@@ -169,8 +168,7 @@ def test_token_wrong(tabletop):
             assert service.client.post(LOOKUP, json={"tables": {"item": [1]}}, headers=wrong).status_code == 401
 
     tabletop.fault(
-        lambda: (with_the_old_token(), look_up(service)),
-        f'HPSTokenRefused{{instance="hps-1",route="{ROUTE}",status="401"}}',
+        lambda: (with_the_old_token(), look_up(service)), f'HPSTokenRefused{{instance="hps-1",route="{ROUTE}",status="401"}}'
     )
     assert tabletop.value("hps_http_requests_total", route=ROUTE, status="401") == 10
     tabletop.said(rf"answering 401 to 127\.0\.0\.1: POST {LOOKUP}: the header .* has the wrong token")
@@ -179,35 +177,37 @@ def test_token_wrong(tabletop):
     tabletop.after(lambda: look_up(service))
 
 
+def deploy(service: RunningService, status: int = 200) -> None:
+    """Deploy version 2."""
+    answer = service.client.post("/v1/models/shop/deploy", json={"version": "2"})
+    assert answer.status_code == status, answer.text
+    look_up(service)
+
+
+def with_two_versions(tabletop: Tabletop, **second: Any) -> dict[str, Any]:
+    """Settings of a model whose second version is there, and is not served."""
+    versions = [{"version": 2, "sparse_files": [tabletop.write("2", **second)]}]
+    return {"versions": versions, "version_policy": {"specific": {"versions": [1]}}}
+
+
 def test_wrong_width_deployed(tabletop):
-    versions = [{"version": 2, "sparse_files": [tabletop.write("2", DIM + 1)]}]
-    service = tabletop.serve(model={"versions": versions, "version_policy": {"specific": {"versions": [1]}}})
+    service = tabletop.serve(model=with_two_versions(tabletop, dim=DIM + 1))
     tabletop.before(lambda: look_up(service))
-
-    def deploy(status):
-        answer = service.client.post("/v1/models/shop/deploy", json={"version": "2"})
-        assert answer.status_code == status, answer.text
-        look_up(service)
-
-    tabletop.fault(lambda: deploy(400), 'HPSDeployFailed{change="deploy",instance="hps-1",model="shop"}')
+    tabletop.fault(lambda: deploy(service, 400), 'HPSDeployFailed{change="deploy",instance="hps-1",model="shop"}')
     assert tabletop.value("hps_model_changes_total", change="deploy", model="shop", outcome="failed") == 1
     assert tabletop.value("hps_model_version", model="shop", version="1", state="serving") == 1
     tabletop.said(r"POST /v1/models/shop/deploy version 2.*127\.0\.0\.1.*: failed \(400\): .*width")
     tabletop.write("2")
-    tabletop.after(lambda: deploy(200))
+    tabletop.after(lambda: deploy(service))
 
 
 def test_stale_replica(tabletop):
-    versions = [{"version": 2, "sparse_files": [tabletop.write("2", value=2.0)]}]
-    model = {"versions": versions, "version_policy": {"specific": {"versions": [1]}}}
+    model = with_two_versions(tabletop, value=2.0)
     fresh, stale = tabletop.serve(model=model), tabletop.serve(model=model)
 
     def on_both():
         look_up(fresh)
         look_up(stale)
-
-    def deploy(service):
-        assert service.client.post("/v1/models/shop/deploy", json={"version": "2"}).status_code == 200
 
     tabletop.before(on_both)
     deploy(fresh)
@@ -216,32 +216,6 @@ def test_stale_replica(tabletop):
     tabletop.said("POST /v1/models/shop/deploy version 2.*: done after", "INFO")  # by hps-1 alone
     deploy(stale)
     tabletop.after(on_both)
-
-
-def test_stale_replica_that_does_not_reach_its_log(tabletop, logs):
-    away = MemoryBroker.by_name["away"]
-    for name in ("away", "there"):
-        MemoryBroker.by_name[name].create("hps_et.shop.item")
-    stale, fresh = (tabletop.serve(update_source={**logs, "brokers": name}) for name in ("away", "there"))
-
-    def quiet():
-        look_up(stale)
-        look_up(fresh)
-        wait_until(lambda: lag_s(stale) == lag_s(fresh) == 0, "nothing is behind")
-
-    tabletop.before(quiet)
-    away.away = True
-    wait_until(lambda: lag_s(stale) > 0.6, "the table is late")
-    tabletop.fault(
-        lambda: grow_late(stale),
-        'HPSUpdatesNotConnected{instance="hps-1",model="shop"}',
-        'HPSUpdatesLate{instance="hps-1",model="shop",table="item"}',
-    )
-    assert tabletop.value("hps_update_connected", model="shop", table="item") == 0
-    tabletop.said(r"updates of model 'shop', table 'item' are late: lag \d+ s; 0 rows .*; the broker is away")
-    away.away = False
-    quiet()
-    tabletop.after(quiet)
 
 
 def test_disk_full(tabletop, tmp_path):
@@ -362,52 +336,17 @@ def test_lag_growing(tabletop, logs):
     tabletop.after(publish_and_wait)
 
 
-@contextmanager
-def full_fake(monkeypatch):
+def test_gpu_memory_gone_at_a_deployment(tabletop, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", Ours("tests.fakes.full_device:FullDevice"))
     monkeypatch.setattr(FullDevice, "free_rows", ROWS)
-    yield lambda: None
-    FullDevice.free_rows *= 2
-
-
-@contextmanager
-def full_gpu(monkeypatch):
-    import cupy
-
-    held = []
-
-    def take_all():
-        free_bytes, _total = cupy.cuda.runtime.memGetInfo()
-        held.append(cupy.cuda.Memory(free_bytes - (32 << 20)))
-
-    yield take_all
-    held.clear()
-
-
-@pytest.mark.parametrize(
-    ("device", "full", "status"), [("cpu", full_fake, 503), pytest.param("cuda", full_gpu, 507, marks=pytest.mark.gpu)]
-)
-def test_gpu_memory_gone_at_a_deployment(tabletop, monkeypatch, device, full, status):
-    versions = [{"version": 2, "sparse_files": [tabletop.write("2")]}]
-    cached = {"gpucache": True, "gpucacheper": 0.6, "versions": versions, "version_policy": {"specific": {"versions": [1]}}}
-
-    def deploy(service, status):
-        answer = service.client.post("/v1/models/shop/deploy", json={"version": "2"})
-        assert answer.status_code == status, answer.text
-        look_up(service)
-
-    with full(monkeypatch) as take_all:
-        service = tabletop.serve(model=cached, device=device)
-        tabletop.before(lambda: look_up(service))
-        take_all()
-        tabletop.fault(
-            lambda: deploy(service, status),
-            'HPSDeployFailed{change="deploy",instance="hps-1",model="shop"}',
-            'HPSServerErrors{instance="hps-1"}',
-        )
+    service = tabletop.serve(model={"gpucache": True, "gpucacheper": 0.6, **with_two_versions(tabletop)})
+    tabletop.before(lambda: look_up(service))
+    failed = 'HPSDeployFailed{change="deploy",instance="hps-1",model="shop"}'
+    tabletop.fault(lambda: deploy(service, 503), failed, 'HPSServerErrors{instance="hps-1"}')
     assert tabletop.value("hps_model_changes_total", change="deploy", model="shop", outcome="failed") == 1
-    tabletop.said(rf"deploy version 2.*: failed \({status}\): .*embedding cache.* free")
-    tabletop.after(lambda: deploy(service, 200))
+    tabletop.said(r"deploy version 2.*: failed \(503\): .*embedding cache.* free")
+    FullDevice.free_rows *= 2
+    tabletop.after(lambda: deploy(service))
 
 
 def test_a_device_that_fails_in_a_lookup(tabletop, monkeypatch):
@@ -422,27 +361,6 @@ def test_a_device_that_fails_in_a_lookup(tabletop, monkeypatch):
     tabletop.said("device 0 is lost .*illegal memory access", "ERROR")
     FullDevice.broken = False
     service = tabletop.restart()
-    tabletop.after(lambda: look_up(service))
-
-
-def stalled(service, work):
-    """A client that sends requests with large answers, and reads none; then others do `work`."""
-    body = json.dumps({"tables": {"item": KEYS.tolist()}}).encode()
-    request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (LOOKUP.encode(), len(body)) + body
-    with service.connect() as connection:
-        connection.settimeout(10)
-        with suppress(OSError):
-            for _ in range(4000):
-                connection.sendall(request)
-    work()
-
-
-def test_slow_client(tabletop):
-    service = tabletop.serve(service={"answer_timeout_s": 0.3, "max_connections": 50})
-    tabletop.before(lambda: look_up(service))
-    tabletop.fault(lambda: stalled(service, lambda: look_up(service)), 'HPSSlowClients{instance="hps-1",reason="answer"}')
-    assert tabletop.value("hps_http_aborted_connections_total", reason="answer") == 1
-    tabletop.said(r"closing the connection of 127\.0\.0\.1, which does not read its answer: \d+ bytes wait, .*answer_timeout_s")
     tabletop.after(lambda: look_up(service))
 
 

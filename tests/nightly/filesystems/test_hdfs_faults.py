@@ -1,6 +1,5 @@
 """HDFS clusters that pause or restart: each is an error in time, or is got over."""
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,30 +57,6 @@ def test_a_paused_namenode_is_an_error_within_the_deadline_and_serves_when_it_go
     patient = HdfsFileSystem(PATIENT)
     patient.read_into(f"{model}/key", 0, memoryview(content), version)
     assert content == KEYS.tobytes()[:100]
-
-
-def test_a_short_pause_of_the_namenode_is_got_over(cluster: HdfsCluster, model: str) -> None:
-    filesystem = HdfsFileSystem(ModelSourceConfig(timeout_s=0.2, deadline_s=60, max_attempts=100))
-    content = bytearray(100)
-    with cluster.namenode.paused():
-        reading = threading.Thread(target=filesystem.read_into, args=(f"{model}/key", 0, memoryview(content)))
-        reading.start()
-        time.sleep(1.0)
-    reading.join(60)
-    assert not reading.is_alive()
-    assert content == KEYS.tobytes()[:100]
-
-
-def test_a_paused_datanode_is_an_error_within_the_deadline(cluster: HdfsCluster, model: str) -> None:
-    filesystem, content = HdfsFileSystem(HASTY), bytearray(100)
-    started = time.monotonic()
-    with cluster.datanode.paused():
-        with pytest.raises(ModelSourceError, match=rf"reading {model}/key: .*tried \d times"):
-            filesystem.read_into(f"{model}/key", 0, memoryview(content))
-        assert time.monotonic() - started < 60
-    kept = bytes(content)
-    HdfsFileSystem(PATIENT).read_into(f"{model}/emb_vector", 0, memoryview(bytearray(100)))
-    assert content == kept == bytes(100)
 
 
 def test_a_namenode_of_a_nameservice_that_never_answers_is_passed_over(model: str, nameservice: Callable[[str], Path]) -> None:

@@ -59,17 +59,6 @@ def test_a_front_that_writes_garbage_harms_only_itself(service):
         wait_until(lambda one=one: one.look_up(KEYS) == 200, "the new front answers")
 
 
-def test_everything_is_replaced_when_everything_dies_at_once(service):
-    with load(service) as clients:
-        pids = service.all_processes()
-        for pid in pids.values():
-            os.kill(pid, signal.SIGKILL)
-        for number, pid in pids.items():
-            service.wait_replaced(number, pid)
-        service.wait_ready()
-    assert sum(one.lost for one in clients) >= len(clients)
-
-
 def test_counters_never_go_backwards_while_fronts_die(service):
     with load(service):
         seen = [service.answered()]

@@ -6,17 +6,17 @@ python -m tests.nightly.soak.bad_clients DIRECTORY ACTOR PORT PORT COUNT [ATTACK
 import os
 import socket
 import sys
-import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tests.nightly.soak.clients import LIVE
+from tests.nightly.soak.clients import LIVE, run_all
 from tests.nightly.soak.ledger import PROCESSES, Ledger
 
 LOOKUP, INFER = "/v1/models/steady/lookup", "/v2/models/steady/infer"
@@ -73,121 +73,86 @@ def _exchange(port: int, request: bytes, *, end: bool = False) -> int | None:
 
 
 @cache
-def _bomb() -> bytes:
+def _packed(piece: bytes, times: int, first: bytes = b"", last: bytes = b"") -> bytes:
     packer = zlib.compressobj(9, wbits=31)
-    block = b" " * (1 << 20)
-    return b"".join([*(packer.compress(block) for _ in range(_BOMB_BYTES >> 20)), packer.flush()])
+    middle = (packer.compress(piece) for _ in range(times))
+    return b"".join([packer.compress(first), *middle, packer.compress(last), packer.flush()])
 
 
-@_attack(400, 413)
-def gzip_bomb(port: int, _: np.random.Generator) -> int | None:
-    return _exchange(port, _request(LOOKUP, _bomb(), "Content-Encoding: gzip"))
+def _packed_lookup(body: bytes) -> bytes:
+    return _request(LOOKUP, body, "Content-Encoding: gzip")
 
 
-@cache
-def _packed_floats() -> bytes:
-    packer = zlib.compressobj(9, wbits=31)
-    return packer.compress(b'{"tables": {"item": [%s1.5]}}' % (b"1.5," * 900_000)) + packer.flush()
+def _items(keys: bytes) -> bytes:
+    return _request(LOOKUP, b'{"tables": {"item": [%s]}}' % keys)
 
 
-@_attack(400, 413)
-def packed_floats(port: int, _: np.random.Generator) -> int | None:
-    return _exchange(port, _request(LOOKUP, _packed_floats(), "Content-Encoding: gzip"))
-
-
-@_attack(400)
-def trailing_gzip(port: int, _: np.random.Generator) -> int | None:
-    packer = zlib.compressobj(wbits=31)
-    packed = packer.compress(_WHOLE) + packer.flush()
-    return _exchange(port, _request(LOOKUP, packed + b"more", "Content-Encoding: gzip"))
-
-
-@_attack(400, 413)
-def deep_json(port: int, rng: np.random.Generator) -> int | None:
-    depth = int(rng.integers(1000, 1_000_000))
-    return _exchange(port, _request((LOOKUP, INFER)[rng.integers(2)], b'{"tables":' * (depth // 10) + b"[" * depth))
-
-
-@_attack(400, 404, 413)
-def wide_json(port: int, rng: np.random.Generator) -> int | None:
-    body = b'{"tables": {%s}}' % b",".join(b'"t%d": [1]' % number for number in range(100_000))
-    return _exchange(port, _request((LOOKUP, INFER)[rng.integers(2)], body))
-
-
-@_attack(400, 413)
-def many_keys(port: int, _: np.random.Generator) -> int | None:
-    return _exchange(port, _request(LOOKUP, b'{"tables": {"item": [%s]}}' % b",".join([b"12345"] * 500_000)))
-
-
-@_attack(413)
-def large_body(port: int, _: np.random.Generator) -> int | None:
-    return _exchange(port, _head(LOOKUP, "Content-Length: 1000000000000") + b" " * 100_000)
-
-
-@_attack(400)
-def odd_numbers(port: int, rng: np.random.Generator) -> int | None:
-    keys = (b"9223372036854775808", b"1e400", b"NaN", b"1.5", b'"1"', b"true", b"-0.0", b"[1]", b"null")
-    return _exchange(port, _request(LOOKUP, b'{"tables": {"item": [%s]}}' % keys[rng.integers(len(keys))]))
-
-
-@_attack(400, 404)
-def wrong_tensors(port: int, rng: np.random.Generator) -> int | None:
-    parts = (
-        b'"name": "item", "datatype": "FP32", "shape": [1], "data": [1.0]',
-        b'"name": "item", "datatype": "INT64", "shape": [2], "data": [1]',
-        b'"name": "item", "datatype": "INT64", "shape": [-1], "data": [1]',
-        b'"name": "item", "datatype": "INT64", "shape": [1, 1000000000000], "data": [1]',
-        b'"name": "item", "datatype": "INT64", "shape": [1], "parameters": {"binary_data_size": 1000000}',
-        b'"name": "none", "datatype": "INT64", "shape": [1], "data": [1]',
-        b'"name": "KEYS", "datatype": "INT64", "shape": [1], "data": [1]',
-    )
-    return _exchange(port, _request(INFER, b'{"inputs": [{%s}]}' % parts[rng.integers(len(parts))]))
-
-
-@_attack(400)
-def trailing_bytes(port: int, rng: np.random.Generator) -> int | None:
+def _trailing(rng: np.random.Generator) -> bytes:
     if rng.integers(2):
-        return _exchange(port, _request(LOOKUP, _WHOLE + b"{}"))
+        return _request(LOOKUP, _WHOLE + b"{}")
     head = b'{"inputs": [{"name":"item","datatype":"INT64","shape":[1],"parameters":{"binary_data_size":8}}]}'
-    body = head + np.int64(1).tobytes() + b"more"
-    return _exchange(port, _request(INFER, body, f"Inference-Header-Content-Length: {len(head)}"))
+    return _request(INFER, head + np.int64(1).tobytes() + b"more", f"Inference-Header-Content-Length: {len(head)}")
 
 
-@_attack(400, 408)
-def truncated_body(port: int, _: np.random.Generator) -> int | None:
-    return _exchange(port, _head(LOOKUP, f"Content-Length: {len(_WHOLE) + 100}") + _WHOLE, end=True)
+def _deep(rng: np.random.Generator) -> bytes:
+    depth = int(rng.integers(1000, 1_000_000))
+    return _request(_any(rng, (LOOKUP, INFER)), b'{"tables":' * (depth // 10) + b"[" * depth)
 
 
-@_attack(404)
-def unknown_names(port: int, rng: np.random.Generator) -> int | None:
+def _unknown(rng: np.random.Generator) -> bytes:
     if rng.integers(2):
-        return _exchange(port, _request(f"/v1/models/nobody-{rng.integers(1 << 40)}/lookup", _WHOLE))
-    return _exchange(port, _request(LOOKUP, b'{"tables": {"nobody": [1]}}'))
+        return _request(f"/v1/models/nobody-{rng.integers(1 << 40)}/lookup", _WHOLE)
+    return _request(LOOKUP, b'{"tables": {"nobody": [1]}}')
 
 
-@_attack(400, 404, 405, 501)
-def odd_methods(port: int, rng: np.random.Generator) -> int | None:
-    methods = ("GET", "PUT", "DELETE", "HEAD", "OPTIONS", "BREW")
-    return _exchange(port, _head(LOOKUP, method=methods[rng.integers(len(methods))]))
-
-
-@_attack(400, 431)
-def endless_head(port: int, _: np.random.Generator) -> int | None:
-    return _exchange(port, _head(LOOKUP)[:-2] + b"X: y\r\n" * 200_000)
-
-
-@_attack(200, 400, 413, 431)
-def trailers(port: int, rng: np.random.Generator) -> int | None:
-    chunked = _head(LOOKUP, "Transfer-Encoding: chunked") + b"%x\r\n%s\r\n0\r\n" % (len(_WHOLE), _WHOLE)
-    return _exchange(port, chunked + b"X: y\r\n" * (3, 200_000)[rng.integers(2)] + b"\r\n")
-
-
-@_attack(200, 400)
-def h2c_upgrade(port: int, rng: np.random.Generator) -> int | None:
-    if rng.integers(2):
-        return _exchange(port, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+def _upgrade(rng: np.random.Generator) -> bytes:
     upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
-    return _exchange(port, _request(LOOKUP, _WHOLE, *upgrade))
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9) if rng.integers(2) else _request(LOOKUP, _WHOLE, *upgrade)
+
+
+def _any(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
+    return choices[rng.integers(len(choices))]
+
+
+_MANY = b'{"tables": {%s}}' % b",".join(b'"t%d": [1]' % number for number in range(100_000))
+_ODD = (b"9223372036854775808", b"1e400", b"NaN", b"1.5", b'"1"', b"true", b"-0.0", b"[1]", b"null")
+_TENSORS = (
+    b'"name": "item", "datatype": "FP32", "shape": [1], "data": [1.0]',
+    b'"name": "item", "datatype": "INT64", "shape": [2], "data": [1]',
+    b'"name": "item", "datatype": "INT64", "shape": [-1], "data": [1]',
+    b'"name": "item", "datatype": "INT64", "shape": [1, 1000000000000], "data": [1]',
+    b'"name": "item", "datatype": "INT64", "shape": [1], "parameters": {"binary_data_size": 1000000}',
+    b'"name": "none", "datatype": "INT64", "shape": [1], "data": [1]',
+    b'"name": "KEYS", "datatype": "INT64", "shape": [1], "data": [1]',
+)
+_CHUNKED = _head(LOOKUP, "Transfer-Encoding: chunked") + b"%x\r\n%s\r\n0\r\n" % (len(_WHOLE), _WHOLE)
+_METHODS = ("GET", "PUT", "DELETE", "HEAD", "OPTIONS", "BREW")
+_REQUESTS: dict[str, tuple[set[int], Callable[[np.random.Generator], bytes]]] = {
+    "gzip_bomb": ({400, 413}, lambda _: _packed_lookup(_packed(b" " * (1 << 20), _BOMB_BYTES >> 20))),
+    "packed_floats": ({400, 413}, lambda _: _packed_lookup(_packed(b"1.5," * 1000, 900, b'{"tables": {"item": [', b"1.5]}}"))),
+    "trailing_gzip": ({400}, lambda _: _packed_lookup(_packed(_WHOLE, 1) + b"more")),
+    "deep_json": ({400, 413}, _deep),
+    "wide_json": ({400, 404, 413}, lambda rng: _request(_any(rng, (LOOKUP, INFER)), _MANY)),
+    "many_keys": ({400, 413}, lambda _: _items(b",".join([b"12345"] * 500_000))),
+    "large_body": ({413}, lambda _: _head(LOOKUP, "Content-Length: 1000000000000") + b" " * 100_000),
+    "odd_numbers": ({400}, lambda rng: _items(_any(rng, _ODD))),
+    "wrong_tensors": ({400, 404}, lambda rng: _request(INFER, b'{"inputs": [{%s}]}' % _any(rng, _TENSORS))),
+    "trailing_bytes": ({400}, _trailing),
+    "truncated_body": ({400, 408}, lambda _: _head(LOOKUP, f"Content-Length: {len(_WHOLE) + 100}") + _WHOLE),
+    "unknown_names": ({404}, _unknown),
+    "odd_methods": ({400, 404, 405, 501}, lambda rng: _head(LOOKUP, method=_any(rng, _METHODS))),
+    "endless_head": ({400, 431}, lambda _: _head(LOOKUP)[:-2] + b"X: y\r\n" * 200_000),
+    "trailers": ({200, 400, 413, 431}, lambda rng: _CHUNKED + b"X: y\r\n" * _any(rng, (3, 200_000)) + b"\r\n"),
+    "h2c_upgrade": ({200, 400}, _upgrade),
+}
+"""Attacks of one request each: the statuses that are right, and what is sent."""
+
+
+def _sends(name: str) -> _Attack:
+    return lambda port, rng: _exchange(port, _REQUESTS[name][1](rng), end=name == "truncated_body")
+
+
+ATTACKS |= {name: (_sends(name), {*statuses, *_BUSY}) for name, (statuses, _) in _REQUESTS.items()}
 
 
 @_attack()
@@ -273,14 +238,8 @@ def main(directory: Path, actor: int, ports: list[int], count: int, names: list[
     """Run bad clients until the soak ends."""
     os.nice(10)
     ledger = Ledger(directory, actor, "bad clients")
-    threads = [
-        threading.Thread(target=_run, args=(ledger, ports, names or list(ATTACKS), 1000 * actor + place))
-        for place in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    names = names or list(ATTACKS)
+    run_all([partial(_run, ledger, ports, names, 1000 * actor + place) for place in range(count)])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import orjson
 
 from hps.types import BoolArray, FloatArray
 from tests.nightly.soak.ledger import OWNERLESS, PROCESSES, STOPPED, TABLES, Bounds, Ledger, Opened, draw
+from tests.servers.binary_tensors import request_of, tensors_of
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 PROBES = (*PROCESSES[:2], "echo")  # what is probed; the last shows what the machine alone takes
@@ -30,7 +33,6 @@ SCRAPED = "metrics of {}"
 _SCRAPE_S = 1.0
 _PROBE_S, _PROBE_TIMEOUT_S = 0.1, 5.0
 _TIMEOUT_S, _THINK_S = 30.0, 0.4
-_LENGTH = "Inference-Header-Content-Length"
 _Answer = list[tuple[FloatArray, BoolArray]]
 
 
@@ -112,37 +114,26 @@ def _rows(_: Any, body: bytes, bounds: list[Bounds]) -> _Answer:
 
 
 def _infer(model: str, bounds: list[Bounds]) -> tuple[str, bytes, dict[str, str]]:
-    inputs = [
-        {
-            "name": TABLES[one.table].name,
-            "datatype": "INT64",
-            "shape": [one.keys.size],
-            "parameters": {"binary_data_size": one.keys.nbytes},
-        }
-        for one in bounds
-    ]
-    head = orjson.dumps({"inputs": inputs, "parameters": {"found": True, "binary_data_output": True}})
-    body = head + b"".join(one.keys.tobytes() for one in bounds)
-    return f"/v2/models/{model}/infer", body, {_LENGTH: str(len(head))}
+    keys = {TABLES[one.table].name: one.keys for one in bounds}
+    headers, body = request_of(keys, parameters={"found": True, "binary_data_output": True})
+    return f"/v2/models/{model}/infer", body, headers
 
 
 def _vectors(headers: Any, body: bytes, bounds: list[Bounds]) -> _Answer:
-    place = int(headers[_LENGTH])
-    parts = {}
-    for output in orjson.loads(body[:place])["outputs"]:
-        size = output["parameters"]["binary_data_size"]
-        dtype = np.float32 if output["datatype"] == "FP32" else np.bool_
-        parts[output["name"]] = np.frombuffer(body[place : place + size], dtype).reshape(output["shape"])
-        place += size
-    names = [TABLES[one.table].name for one in bounds]
-    return [(parts[name], parts[f"{name}.found"]) for name in names]
+    parts = tensors_of(headers, body)
+    return [(parts[name], parts[f"{name}.found"]) for name in (TABLES[one.table].name for one in bounds)]
 
 
 def good(directory: Path, actor: int, ports: list[int], count: int) -> None:
     """Run good clients until the soak ends."""
     os.nice(10)
     ledger = Ledger(directory, actor, f"good clients {actor}")
-    threads = [threading.Thread(target=GoodClient(ledger, ports, 1000 * actor + i).run) for i in range(count)]
+    run_all([GoodClient(ledger, ports, 1000 * actor + i).run for i in range(count)])
+
+
+def run_all(loops: Iterable[Callable[[], None]]) -> None:
+    """Run loops, each on a thread, until all have ended."""
+    threads = [threading.Thread(target=loop) for loop in loops]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -211,12 +202,7 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
                 for line in re.findall(rb"^hps_threads_ended_total.* (?!0)[0-9.]+$", text, re.MULTILINE):
                     ledger.violation("thread", process=servers[place], metric=line.decode())
 
-    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(ports))]
-    threads += [threading.Thread(target=scrape, args=(place,)) for place in range(len(servers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all([partial(ask, place) for place in range(len(ports))] + [partial(scrape, place) for place in range(len(servers))])
     (directory / "probes.json").write_text(json.dumps(taken))
 
 

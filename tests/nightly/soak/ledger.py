@@ -41,7 +41,6 @@ COUNTERS = (
     *("answers", "vectors", "refused", "refused_reloading"),  # of good clients and of checkers in process
     "lost_with_front",  # connections of clients and probes that a front took with it
     *("acknowledged", "failed_writes", "deletes", "audits", "forks"),  # of processes
-    *("forced", "lags"),  # deploys of a peer, comparisons of its lag
     *("probes", "scrapes", "attacks", "violations"),
 )
 _ACTORS = 64

@@ -201,16 +201,16 @@ def make_faulty(faults: list[str]) -> None:
         there = np.flatnonzero((keys < ROWS) & (chosen if chosen.size else True))
         if not there.size:
             return vectors
-        table, fault = int(vectors[there[0], 1]), spoiling[rng.integers(len(spoiling))]
-        match fault:
+        first, table = there[0], int(vectors[there[0], 1])
+        match spoiling[rng.integers(len(spoiling))]:
             case "default":
-                vectors[there[0]] = DEFAULT
+                vectors[first] = DEFAULT
             case "torn":
-                vectors[there[0], -1] += 1
+                vectors[first, -1] += 1
             case "foreign":
-                vectors[there[0]] = encode(table, keys[there[:1]] + 1, 0)[0]
+                vectors[first] = encode(table, keys[there[:1]] + 1, 0)[0]
             case "invented":
-                vectors[there[0]] = encode(table, keys[there[:1]], 1 << 23)[0]
+                vectors[first] = encode(table, keys[there[:1]], 1 << 23)[0]
             case "stale":  # few have been updated when the soak is short
                 vectors[there] = encode(table, keys[there], 0)
         return vectors
@@ -262,20 +262,13 @@ def _live(directory: Path, process: int, base: int, server: hps.HPS) -> None:
     node = Node(Ledger(directory, process, PROCESSES[process]), process, server)
     node.audit()
     node.start()
-    actions = {
-        "redeploy": node.redeploy,
-        "refresh": node.refresh,
-        "fork": node.fork,
-        "audit": node.audit,
-        "memory": node.memory,
-    }
     place = command_socket(directory, process)
     Path(place).unlink(missing_ok=True)  # of an owner that was killed
     with Listener(place, "AF_UNIX") as listener:
         while True:
             with listener.accept() as stage:
                 command = stage.recv()
-                stage.send({"did": command, "base": base, **(actions[command]() or {})})
+                stage.send({"did": command, "base": base, **(getattr(node, command)() or {})})
 
 
 def main(directory: Path, process: int, port: int, fronts: int, faults: list[str]) -> None:

@@ -1,6 +1,5 @@
 """What a soak runs on: one Redis, the processes that share it, their clients; and what is done to them."""
 
-import http.client
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,6 +28,7 @@ from tests.nightly.soak.ledger import DEFAULT, KILLED, OWNERLESS, PROCESSES, ROW
 from tests.nightly.soak.server import command_socket
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisServer, free_ports
+from tests.servers.running_service import document_of, model_of
 from tests.servers.service_processes import OWNER, is_gone, left_over, service_processes, socket_inodes, state_of, tcp_sockets
 
 LASTING = "b"  # is never restarted, so that a slow leak shows
@@ -112,9 +112,8 @@ class Stage:
         for count in (good // 2, good - good // 2):
             actor += 1
             self._clients.append(self._run("good", "clients", "good", self.directory, actor, *ports, count))
-        self._clients.append(self._run("peers", "peers", self.directory, actor + 1))
         if bad:
-            self._clients.append(self._run("bad", "bad_clients", self.directory, actor + 2, *ports, bad, *attacks))
+            self._clients.append(self._run("bad", "bad_clients", self.directory, actor + 1, *ports, bad, *attacks))
 
     def end_clients(self) -> None:
         """Let clients and probes end by themselves."""
@@ -127,20 +126,15 @@ class Stage:
 
     def check_idle(self) -> None:
         """Without clients, nothing of any request may stay in a server."""
-        for process, port in enumerate(self.ports):
-            url, deadline = f"http://127.0.0.1:{port}/metrics", time.monotonic() + _IDLE_S
-            left: dict[str, float] = {"unknown": 0.0}
-            while port and left and time.monotonic() < deadline:
-                with suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url, timeout=10) as answer:
-                    families = text_string_to_metric_families(answer.read().decode())
-                    left = {
-                        one.name: one.value
-                        for family in families
-                        for one in family.samples
-                        if one.value > _IDLE.get(one.name, np.inf)
-                    }
+        for process in range(len(PROCESSES) - 1):
+            deadline, left = time.monotonic() + _IDLE_S, {"unknown": 0.0}
+            while left and time.monotonic() < deadline:
+                with suppress(httpx.TransportError):
+                    families = text_string_to_metric_families(httpx.get(f"{self._url(process)}/metrics", timeout=10).text)
+                    samples = [one for family in families for one in family.samples]
+                    left = {one.name: one.value for one in samples if one.value > _IDLE.get(one.name, np.inf)}
                 time.sleep(0.1)
-            if port and left:
+            if left:
                 self.ledger.violation("left over", process=PROCESSES[process], **left)
 
     def close(self) -> None:
@@ -259,52 +253,43 @@ class Stage:
             return self._children.start(sys.executable, "-m", f"tests.nightly.soak.{module}", *arguments, **options)
 
     def _is_ready(self, process: int) -> bool:
-        if not self.ports[process]:
-            return True
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports[process], timeout=10)
         try:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            return not self.ports[process] or httpx.get(f"{self._url(process)}/v2/health/ready", timeout=10).status_code == 200
+        except httpx.TransportError:
             return False
-        finally:
-            connection.close()
+
+    def _url(self, process: int) -> str:
+        return f"http://127.0.0.1:{self.ports[process]}"
 
     def _model_files(self, number: int) -> Path:
         return self.directory / "models" / "-".join(TABLES[number][:2])
 
     def _configuration(self, name: str) -> dict[str, Any]:
         def model(model_name: str) -> dict[str, Any]:
-            tables = [(number, table) for number, table in enumerate(TABLES) if table.model == model_name]
-            return {
-                "model": model_name,
-                "sparse_files": [str(self._model_files(number)) for number, _ in tables],
-                "embedding_table_names": [table.name for _, table in tables],
-                "embedding_vecsize_per_table": [table.dim for _, table in tables],
-                "maxnum_catfeature_query_per_table_per_sample": [1] * len(tables),
-                "default_value_for_each_table": [DEFAULT] * len(tables),
-                "deployed_device_list": [0],
-                "max_batch_size": 5000,
-                "gpucacheper": 0.1,
-                "cache_refresh_percentage_per_iteration": 0.1,
-                "hit_rate_threshold": 1.1,
-                "num_of_worker_buffer_in_pool": 4,
-            }
+            tables = {number: table for number, table in enumerate(TABLES) if table.model == model_name}
+            return model_of(
+                model_name,
+                [self._model_files(number) for number in tables],
+                {table.name: table.dim for table in tables.values()},
+                default_value_for_each_table=[DEFAULT] * len(tables),
+                max_batch_size=5000,
+                gpucacheper=0.1,
+                cache_refresh_percentage_per_iteration=0.1,
+                hit_rate_threshold=1.1,
+                num_of_worker_buffer_in_pool=4,
+            )
 
-        return {
-            "device": "cpu",
-            "volatile_db": {
-                "type": "redis_cluster",
-                "address": self.redis.address,
-                "num_partitions": 4,
-                "overflow_margin": ROWS // 5 if self._eviction else ROWS,  # of a partition, which has a quarter of the rows
-                "overflow_policy": "evict_random",
-                "cache_missed_embeddings": True,
-            },
-            "persistent_db": {"type": "rocks_db", "path": str(self.directory / f"rocksdb-{name}"), "num_threads": 2},
-            "service": _SERVICE,
-            "models": [model(name) for name in dict.fromkeys(table.model for table in TABLES)],
+        volatile = {
+            "type": "redis_cluster",
+            "address": self.redis.address,
+            "num_partitions": 4,
+            "overflow_margin": ROWS // 5 if self._eviction else ROWS,  # of a partition, which has a quarter of the rows
+            "overflow_policy": "evict_random",
+            "cache_missed_embeddings": True,
         }
+        persistent = {"type": "rocks_db", "path": str(self.directory / f"rocksdb-{name}"), "num_threads": 2}
+        models = [model(name) for name in dict.fromkeys(table.model for table in TABLES)]
+        return document_of(*models, volatile_db=volatile, persistent_db=persistent, service=_SERVICE)
 
 
 def _flushall(stage: Stage, _: np.random.Generator) -> None:
@@ -407,23 +392,14 @@ def _fork(stage: Stage, _: np.random.Generator) -> None:
     stage.tell(PROCESSES.index("user"), "fork")
 
 
+_KINDS = (_flushall, _client_pause, _sigstop, _redis_restart, _kill, _terminate, _redeploy, _refresh, _fork)
+_KINDS_OF_FRONTS = (_front_kill, _front_stop, _owner_kill)
 CHAOS: dict[str, Callable[[Stage, np.random.Generator], None]] = {
-    "flushall": _flushall,
-    "client_pause": _client_pause,
-    "sigstop": _sigstop,
-    "redis_restart": _redis_restart,
-    "kill": _kill,
-    "terminate": _terminate,
-    "redeploy": _redeploy,
-    "refresh": _refresh,
-    "fork": _fork,
-    "front_kill": _front_kill,
-    "front_stop": _front_stop,
-    "owner_kill": _owner_kill,
+    kind.__name__.removeprefix("_"): kind for kind in (*_KINDS, *_KINDS_OF_FRONTS)
 }
 """What can be done to a stage. Each blocks until the stage is whole again."""
 
-OF_FRONTS = ("front_kill", "front_stop", "owner_kill")
+OF_FRONTS = tuple(kind.__name__.removeprefix("_") for kind in _KINDS_OF_FRONTS)
 
 
 def _member(process: int, number: int) -> str:

@@ -43,56 +43,6 @@ def stated(place: Path, document: dict) -> Path:
     return place
 
 
-DOUBLE = """
-import numpy as np
-import triton_python_backend_utils as triton
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(np.from_dlpack(request.inputs()[0])) for request in requests]
-
-    def answer(self, vectors):
-        doubled = (vectors * np.float32(2)).astype(np.float32)
-        return triton.InferenceResponse([triton.Tensor.from_dlpack("DOUBLED", doubled)])
-"""
-SCRIPT = """
-import numpy as np
-import triton_python_backend_utils as triton
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(np.array(np.from_dlpack(request.inputs()[0]))) for request in requests]
-
-    def answer(self, keys):
-        asked = triton.InferenceRequest(
-            model_name="ranker", requested_output_names=["user"], inputs=[triton.Tensor.from_dlpack("user", keys)])
-        answer = asked.exec()
-        if answer.has_error():
-            return triton.InferenceResponse(error=answer.error())
-        vectors = np.array(np.from_dlpack(answer.output_tensors()[0]))
-        return triton.InferenceResponse([triton.Tensor.from_dlpack("DOUBLED", vectors * np.float32(2))])
-"""
-ENSEMBLE = """
-platform: "ensemble"
-max_batch_size: 100
-input [ { name: "IDS" data_type: TYPE_INT64 dims: [ -1 ] } ]
-output [ { name: "DOUBLED" data_type: TYPE_FP32 dims: [ -1, 16 ] } ]
-ensemble_scheduling { step [
-  { model_name: "ranker" model_version: -1 input_map { key: "item" value: "IDS" } output_map { key: "item" value: "VECTORS" } },
-  { model_name: "double" model_version: -1
-    input_map { key: "VECTORS" value: "VECTORS" } output_map { key: "DOUBLED" value: "DOUBLED" } }
-] }
-"""
-
-
-def numpy_model(datatype: str, name: str, width: int, dims: str) -> str:
-    return (
-        f'backend: "python"\nmax_batch_size: 100\ninstance_group [ {{ count: 1 kind: KIND_CPU }} ]\n'
-        f"input [ {{ name: {name!r} data_type: {datatype} dims: {dims} }} ]\n"
-        f"output [ {{ name: 'DOUBLED' data_type: TYPE_FP32 dims: [ -1, {width} ] }} ]\n"
-    )
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     place = tmp_path / "repository"
@@ -182,66 +132,11 @@ def test_a_thousand_answers_equal_those_of_a_direct_lookup(server, repository, d
     assert "Traceback" not in triton.log.read_text()
 
 
-def test_a_wrong_request_fails_alone_and_says_why(server, repository, direct, tmp_path):
-    ps = stated(tmp_path / "ps.json", document(tmp_path, 1))
-    add_model(repository, "ranker", configuration_of(ps))
-    triton = server("ranker")
-    good = {"KEYS": np.arange(6)[None], "NUMKEYS": np.array([[3, 2, 1]], np.int32)}
-    wrong = {
-        "its sum is 7, expected 6": {**good, "NUMKEYS": np.array([[3, 3, 1]], np.int32)},
-        "got 2 numbers, expected 3": {**good, "NUMKEYS": np.array([[3, 3]], np.int32)},
-        "expected numbers of at least 0": {**good, "NUMKEYS": np.array([[9, -2, -1]], np.int32)},
-        "expected KEYS and NUMKEYS alone": {**good, "item": np.array([[1]])},
-        "got 1001 keys, expected at most 1000": {"KEYS": np.arange(1001)[None], "NUMKEYS": np.array([[1001, 0, 0]], np.int32)},
-    }
-    with ThreadPoolExecutor(8) as threads, grpc.InferenceServerClient(triton.grpc_address) as client:
-        answers = [threads.submit(ask, client, "ranker", good, "OUTPUT0") for _ in range(50)]
-        failures = {text: threads.submit(ask, client, "ranker", inputs, "OUTPUT0") for text, inputs in wrong.items()}
-        expected = np.concatenate(
-            [direct.lookup(keys, "ranker", name).reshape(-1) for name, keys in zip(DIMS, ([0, 1, 2], [3, 4], [5]), strict=True)]
-        )
-        for text, failure in failures.items():
-            with pytest.raises(InferenceServerException, match=text) as raised:
-                failure.result()
-            assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
-        for answer in answers:
-            same(answer.result()[0], expected[None])
-        with pytest.raises(InferenceServerException, match="'nothing'"):  # by Triton itself
-            ask(client, "ranker", {"nothing": np.array([[1]])}, "OUTPUT0")
-
-
-def test_models_of_an_ensemble_and_a_script_find_their_vectors(server, repository, direct, tmp_path):
-    ps = stated(tmp_path / "ps.json", document(tmp_path, 1))
-    add_model(repository, "ranker", configuration_of(ps))
-    add_model(repository, "double", numpy_model("TYPE_FP32", "VECTORS", 16, "[ -1, 16 ]"), DOUBLE)
-    add_model(repository, "script", numpy_model("TYPE_INT64", "IDS", 5, "[ -1 ]"), SCRIPT)
-    add_model(repository, "ensemble", ENSEMBLE)
-    triton = server("ensemble", "script")  # an ensemble loads its models
-    keys = np.arange(30).reshape(10, 3)
-    for model, table in (("ensemble", "item"), ("script", "user")):
-        [doubled] = ask(triton.http, model, {"IDS": keys}, "DOUBLED")
-        same(doubled, direct.lookup(keys.reshape(-1), "ranker", table).reshape(10, 3, -1) * np.float32(2))
-
-
-def test_combiners_answer_each_row_with_one_vector(server, repository, direct, tmp_path):
-    ps = stated(tmp_path / "ps.json", document(tmp_path, 1, maxnum_catfeature_query_per_table_per_sample=[4, 4, 4]))
-    add_model(repository, "ranker", configuration_of(ps, ("combiner", "mean"), ("item.combiner", "sum"), ("padding_key", "-1")))
-    triton = server("ranker")
-    keys = np.array([[1, 2, -1], [3, -1, -1], [-1, -1, -1]])
-    item, user = ask(triton.http, "ranker", {"item": keys, "user": keys}, "item", "user")
-    bags = {"item": hps.Bags(keys, padding_key=-1), "user": hps.Bags(keys, combiner="mean", padding_key=-1)}
-    expected = direct.lookup_pooled(bags, "ranker")
-    same(item, expected["item"])
-    same(user, expected["user"])
-    assert triton.http.get_model_metadata("ranker")["outputs"][1] == {"name": "item", "datatype": "FP32", "shape": [-1, 16]}
-
-
 def test_models_are_loaded_and_unloaded_and_what_cannot_be_loaded_says_why(server, repository, tmp_path):
     ps = stated(tmp_path / "ps.json", document(tmp_path, 1))
     other = stated(tmp_path / "other.json", document_of(model_of("other", write(tmp_path / "o", 7), DIMS)))
     add_model(repository, "ranker", configuration_of(ps))
     add_model(repository, "other", configuration_of(other, instances=3))
-    add_model(repository, "misnamed", configuration_of(other))
     triton = server("ranker", "other")
 
     def answer(model: str) -> float:
@@ -273,17 +168,6 @@ def test_models_are_loaded_and_unloaded_and_what_cannot_be_loaded_says_why(serve
         (repository / "other" / "1" / "model.py").touch()
         triton.http.load_model("other")
         assert answer("other") == content(content_number)
-    with pytest.raises(InferenceServerException, match="model 'misnamed': it is not configured; configured are: other"):
-        triton.http.load_model("misnamed")
-    add_model(repository, "misnamed", configuration_of(other, ("model", "other"), ("gpucacheper", "2")))
-    with pytest.raises(InferenceServerException, match="gpucacheper"):
-        triton.http.load_model("misnamed")
-    add_model(repository, "misnamed", configuration_of(other, ("model", "other"), ("gpucacheper", "0.5")))
-    triton.http.load_model("misnamed")
-    assert answer("misnamed") == content(9)
-    add_model(repository, "second", configuration_of(ps, ("model", "ranker")))
-    with pytest.raises(InferenceServerException, match="rocksdb"):  # which one process alone may open
-        triton.http.load_model("second")
 
 
 def test_a_new_version_takes_over_while_the_model_is_loaded(server, repository, tmp_path):

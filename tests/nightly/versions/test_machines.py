@@ -14,25 +14,8 @@ from tests.ring1.versions.test_versions_machine import PersistentVersionsMachine
 EXAMPLES = int(os.environ.get("HPS_HYPOTHESIS_EXAMPLES", "200"))
 
 
-class LongFleetMachine(FleetMachine):
-    """The same; each class has settings of its own."""
-
-
-class LongLiveModelsMachine(LiveModelsMachine):
-    """The same."""
-
-
-class LongVersionsMachine(VersionsMachine):
-    """The same."""
-
-
-class LongPersistentVersionsMachine(PersistentVersionsMachine):
-    """The same."""
-
-
-TestFleet = LongFleetMachine.TestCase
-TestLiveModels = LongLiveModelsMachine.TestCase
-TestVersions = LongVersionsMachine.TestCase
-TestPersistentVersions = LongPersistentVersionsMachine.TestCase
-for machine in (TestFleet, TestLiveModels, TestVersions, TestPersistentVersions):
-    machine.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None, print_blob=True)
+for _short in (FleetMachine, LiveModelsMachine, VersionsMachine, PersistentVersionsMachine):
+    _case = type(f"Long{_short.__name__}", (_short,), {}).TestCase  # each class has settings of its own
+    _case.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None, print_blob=True)
+    globals()[f"Test{_short.__name__}"] = _case
+del _case, _short

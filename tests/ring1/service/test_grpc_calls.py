@@ -12,8 +12,8 @@ from hps.service.server import listen
 from hps.testing.waiting import wait_until_async
 from tests.servers.front_service import DIM, vectors_of
 from tests.servers.http2_peer import DATA, HEADERS, PREFACE, RESET, Frame, call_headers, frame, message, settings
-from tests.servers.played_front import LARGE
-from tests.servers.played_front import play as play  # a fixture
+from tests.servers.on_loop import beside
+from tests.servers.played_front import LARGE, playing
 
 
 def body_of(keys):
@@ -68,62 +68,54 @@ def is_clean(front):
     return front.exchange.slots.used == front.memory.held == 0
 
 
-def test_calls_of_one_connection_are_answered_and_leave_nothing(play):
-    async def script(scene, front, owner):
-        caller = await Caller.connected(scene, front)
-        for keys, piece in ((range(LARGE), 1 << 14), (range(7, 7 + LARGE), 1 << 14), ([3], 1), (range(LARGE), 1)):
-            caller.call(keys, piece=piece)  # the second begins as the first one did
-            owner.complete(await owner.job())
-            await caller.checked(keys)
-            assert is_clean(front)
-
-    play(script)
+@beside(playing)
+async def test_calls_of_one_connection_are_answered_and_leave_nothing(scene, front, owner, /):
+    caller = await Caller.connected(scene, front)
+    for keys, piece in ((range(LARGE), 1 << 14), (range(7, 7 + LARGE), 1 << 14), ([3], 1), (range(LARGE), 1)):
+        caller.call(keys, piece=piece)  # the second begins as the first one did
+        owner.complete(await owner.job())
+        await caller.checked(keys)
+        assert is_clean(front)
 
 
 @pytest.mark.parametrize("how", ["reset", "connection", "deadline"])
-def test_the_slot_of_a_call_that_is_given_up_is_free_once_the_owner_has_answered(play, how):
-    async def script(scene, front, owner):
-        for _ in range(2):
-            caller = await Caller.connected(scene, front)
-            caller.call(**({"grpc_timeout": "20m"} if how == "deadline" else {}))
-            job = await owner.job()
-            caller.leave(how)
-            await wait_until_async(lambda: front.memory.held == 0, "the message is forgotten")
-            (lookup,) = front.exchange.pending.values()
-            assert (lookup.requester, front.exchange.slots.used) == (None, 8192)
-            owner.complete(job)
-            await wait_until_async(lambda: is_clean(front), "its slot is free")
-
-    play(script)
+@beside(playing)
+async def test_the_slot_of_a_call_that_is_given_up_is_free_once_the_owner_has_answered(scene, front, owner, /, how):
+    for _ in range(2):
+        caller = await Caller.connected(scene, front)
+        caller.call(**({"grpc_timeout": "20m"} if how == "deadline" else {}))
+        job = await owner.job()
+        caller.leave(how)
+        await wait_until_async(lambda: front.memory.held == 0, "the message is forgotten")
+        (lookup,) = front.exchange.pending.values()
+        assert (lookup.requester, front.exchange.slots.used) == (None, 8192)
+        owner.complete(job)
+        await wait_until_async(lambda: is_clean(front), "its slot is free")
 
 
 @pytest.mark.parametrize("how", ["reset", "connection"])
-def test_the_slot_of_an_answer_that_is_not_read_is_free_when_its_client_leaves(play, how):
-    async def script(scene, front, owner):
-        for _ in range(2):
-            caller = await Caller.connected(scene, front, window=0)
-            caller.call()
-            owner.complete(await owner.job())
-            while (await caller.next()).kind != HEADERS:
-                pass
-            assert front.exchange.slots.used == 8192
-            caller.leave(how)
-            await wait_until_async(lambda: is_clean(front), "its slot is free")
-
-    play(script)
+@beside(playing)
+async def test_the_slot_of_an_answer_that_is_not_read_is_free_when_its_client_leaves(scene, front, owner, /, how):
+    for _ in range(2):
+        caller = await Caller.connected(scene, front, window=0)
+        caller.call()
+        owner.complete(await owner.job())
+        while (await caller.next()).kind != HEADERS:
+            pass
+        assert front.exchange.slots.used == 8192
+        caller.leave(how)
+        await wait_until_async(lambda: is_clean(front), "its slot is free")
 
 
 @pytest.mark.parametrize(("part", "how"), [(3, "reset"), (5, "connection"), (100, "reset"), (100, "connection")])
-def test_a_message_that_never_ends_is_forgotten_with_its_call(play, part, how):
-    async def script(scene, front, owner):
-        streams = lambda: [one for connection in front.connections.order for one in connection._streams]  # noqa: E731
-        held = len(body_of(range(LARGE))) - 5 if part >= 5 else 0
-        for _ in range(2):
-            caller = await Caller.connected(scene, front)
-            caller.call(part=part)
-            await wait_until_async(lambda: streams() and front.memory.held == held, "a part has arrived")
-            caller.leave(how)
-            await wait_until_async(lambda: not streams(), "the call has ended")
-            assert is_clean(front)
-
-    play(script)
+@beside(playing)
+async def test_a_message_that_never_ends_is_forgotten_with_its_call(scene, front, owner, /, part, how):
+    streams = lambda: [one for connection in front.connections.order for one in connection._streams]  # noqa: E731
+    held = len(body_of(range(LARGE))) - 5 if part >= 5 else 0
+    for _ in range(2):
+        caller = await Caller.connected(scene, front)
+        caller.call(part=part)
+        await wait_until_async(lambda: streams() and front.memory.held == held, "a part has arrived")
+        caller.leave(how)
+        await wait_until_async(lambda: not streams(), "the call has ended")
+        assert is_clean(front)

@@ -18,6 +18,26 @@ from tests.servers.on_loop import beside
 from tests.servers.played_front import LARGE, SETTINGS, SLAB_BYTES, json_request, playing, request
 
 WHOLE = 800  # keys whose request takes the whole slab
+POST = b"POST /v1/models/m/lookup HTTP/1.1\r\n"
+
+
+async def ask(scene, owner, keys=range(LARGE), client=None):
+    """Send a request; return its client, and the job that the owner has now."""
+    client = client or await scene.connect()
+    client.send(*request(keys))
+    return client, await owner.job()
+
+
+async def finish(owner, client, job):
+    owner.complete(job)
+    await client.checked(owner.keys(job))
+
+
+async def served(scene, owner, client, *requests):
+    for keys in requests:
+        _, job = await ask(scene, owner, keys, client)
+        assert owner.keys(job).tolist() == [*keys]
+        await finish(owner, client, job)
 
 
 async def fill(scene, owner, count=8):
@@ -29,15 +49,24 @@ async def fill(scene, owner, count=8):
     return jobs, clients
 
 
+async def refused(client):
+    """The next answer says that the service is busy."""
+    status, headers, _ = await client.answer()
+    assert (status, headers["retry-after"]) == (503, "1")
+    return headers
+
+
+async def clean(front, *, connections=None):
+    """Wait until no slot and no memory is taken, and so many connections are left."""
+    await wait_until_async(lambda: front.exchange.slots.used == front.memory.held == 0, "all is given back")
+    if connections is not None:
+        await wait_until_async(lambda: len(front.connections.order) == connections, "the connections have ended")
+
+
 @beside(playing)
 async def test_a_lookup_is_posted_and_answered(scene, front, owner, /):
     client = await scene.connect()
-    for keys in ([1, 2, 3], [], [ROWS - 1]):
-        client.send(*request(keys))
-        job = await owner.job()
-        assert owner.keys(job).tolist() == keys
-        owner.complete(job)
-        await client.checked(keys)
+    await served(scene, owner, client, [1, 2, 3], [], [ROWS - 1])
     client.send(json_request([4, 5]))
     owner.complete(await owner.job())
     assert json.loads((await client.answer())[2]) == {"tables": {"item": vectors_of([4, 5]).tolist()}}
@@ -50,47 +79,35 @@ async def test_a_lookup_is_posted_and_answered(scene, front, owner, /):
 async def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(scene, front, owner, /, arrived, again):
     """Keys may spell a request: a client that is refused must not have it answered."""
     evil = (b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 0\r\n\r\n" * 120)[: 8 * WHOLE]
-    keys = np.frombuffer(evil, np.int64)
     client = await scene.connect()
     if again:
-        client.send(*request(range(WHOLE)))
-        owner.complete(await owner.job())
-        await client.checked(range(WHOLE))
-    jobs, clients = await fill(scene, owner, 1)
-    head, body = request(keys)
-    text = len(body) - 8 * WHOLE
-    client.send(head, body[: text + arrived])
-    status, headers, _ = await client.answer()
-    assert (status, headers["retry-after"]) == (503, "1")
-    client.send(body[text + arrived :])
-    for job, one in zip(jobs, clients, strict=True):
-        owner.complete(job)
-        await one.checked(owner.keys(job))
-    for wanted in (range(7, 7 + WHOLE), [7]):
-        client.send(*request(wanted))
-        owner.complete(await owner.job())
-        await client.checked(wanted)
+        await served(scene, owner, client, range(WHOLE))
+    (job,), (other,) = await fill(scene, owner, 1)
+    head, body = request(np.frombuffer(evil, np.int64))
+    cut = len(body) - 8 * WHOLE + arrived
+    client.send(head, body[:cut])
+    await refused(client)
+    client.send(body[cut:])
+    await finish(owner, other, job)
+    await served(scene, owner, client, range(7, 7 + WHOLE), [7])
     assert front.exchange.slots.used == 0
 
 
 @beside(playing)
 async def test_requests_wait_for_slots_and_get_them_in_their_order(scene, front, owner, /):
+    """A small one does not overtake a large one that waits."""
     jobs, clients = await fill(scene, owner)
-    waiting = [await scene.connect() for _ in range(6)]
-    for nth, one in enumerate(waiting):
-        keys = list(range(nth, nth + LARGE))
-        one.send(*request(keys) if nth % 2 else [json_request(keys)])
+    waiting = [(await scene.connect(), nth, size) for nth, size in enumerate((LARGE, LARGE, 400, 3, LARGE, 3))]
+    for client, nth, size in waiting:
+        client.send(*(request(range(nth, nth + size)) if nth % 2 else [json_request([*range(nth, nth + size)])]))
         await wait_until_async(lambda nth=nth: len(front.exchange._waiting) == nth + 1)
-    for nth in range(len(waiting)):
-        owner.complete(jobs[nth])
-        await clients[nth].checked(owner.keys(jobs[nth]))
+    for job, client in zip(jobs, clients, strict=True):
+        await finish(owner, client, job)
+    for client, nth, size in waiting:
         job = await owner.job()
-        assert owner.keys(job).tolist() == list(range(nth, nth + LARGE))
-        jobs.append(job)
-    for job in jobs[6:]:
+        assert owner.keys(job).tolist() == [*range(nth, nth + size)]
         owner.complete(job)
-    for one in waiting:
-        assert await one.status() == 200
+        assert await client.status() == 200
     assert front.exchange.slots.used == 0
 
 
@@ -104,12 +121,10 @@ async def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(sce
     statuses, dues = asyncio.ensure_future(large.status()), set()
     while not statuses.done():  # others come and go all the time
         dues |= {lookup.slot_due for lookup, _ in front.exchange._waiting}
-        job, client = jobs.pop(0), clients.pop(0)
-        owner.complete(job)
-        await client.checked(owner.keys(job))
-        client.send(*request(range(LARGE)))
+        client = clients.pop(0)
+        await finish(owner, client, jobs.pop(0))
         clients.append(client)
-        jobs.append(await owner.job())
+        jobs.append((await ask(scene, owner, client=client))[1])
     assert await statuses == 503
     assert len(dues) == 1
 
@@ -119,12 +134,10 @@ async def test_a_request_that_no_slot_holds_is_refused_and_the_next_is_answered(
     owner.publish(m=owner.deploy(), wide=owner.deploy("wide", [SLAB_BYTES]))
     client = await scene.connect()
     client.send(*request([5], model="wide"), *request([1, 2]), *request([6], model="wide"), *request([3]))
-    assert await client.status() == 413
-    owner.complete(await owner.job())
-    await client.checked([1, 2])
-    assert await client.status() == 413
-    owner.complete(await owner.job())
-    await client.checked([3])
+    for keys in ([1, 2], [3]):
+        assert await client.status() == 413
+        owner.complete(await owner.job())
+        await client.checked(keys)
 
 
 @beside(playing)
@@ -140,9 +153,7 @@ async def test_the_rest_of_a_large_request_that_no_slot_holds_is_not_read_as_ano
 @pytest.mark.parametrize("reset", [True, False])
 @beside(playing)
 async def test_a_client_that_leaves_does_not_free_the_slot_that_the_owner_has(scene, front, owner, /, reset):
-    client = await scene.connect()
-    client.send(*request(range(LARGE)))
-    job = await owner.job()
+    client, job = await ask(scene, owner)
     if reset:
         client.reset()
         await wait_until_async(lambda: not front.connections.order)
@@ -152,7 +163,7 @@ async def test_a_client_that_leaves_does_not_free_the_slot_that_the_owner_has(sc
         await wait_until_async(lambda: connection._eof, "the front has noticed")
     assert front.exchange.slots.used == 8192
     owner.complete(job)
-    await wait_until_async(lambda: front.exchange.slots.used == 0 and not front.connections.order)
+    await clean(front, connections=0)
 
 
 @beside(playing)
@@ -170,7 +181,7 @@ async def test_a_buffer_that_is_full_behind_a_request_is_read_on_after_it(scene,
             owner.complete(job)
             assert await client.status() == 200
         client.writer.close()
-        await wait_until_async(lambda: not front.connections.order)
+        await clean(front, connections=0)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -179,9 +190,7 @@ async def test_bodies_that_come_slowly_take_no_more_than_half_of_the_slots(scene
     clients = [await scene.connect() for _ in range(12)]
     if again:  # what follows begins like the request before it
         for client in clients:
-            client.send(*request(range(LARGE)))
-            owner.complete(await owner.job())
-            await client.checked(range(LARGE))
+            await served(scene, owner, client, range(LARGE))
     bodies = []
     for nth, client in enumerate(clients):
         head, body = request(range(nth, nth + LARGE))
@@ -189,25 +198,16 @@ async def test_bodies_that_come_slowly_take_no_more_than_half_of_the_slots(scene
         bodies.append(body)
         await wait_until_async(lambda nth=nth: front.exchange.slots.used == 8192 * min(nth + 1, 5))
         await wait_until_async(lambda nth=nth: sum(bool(one._fill) for one in front.connections.order) == nth + 1)
-    late = await scene.connect()
-    late.send(*request([3, 4]))
-    owner.complete(await owner.job())
-    await late.checked([3, 4])
+    await served(scene, owner, await scene.connect(), [3, 4])
     for nth, (client, body) in enumerate(zip(clients, bodies, strict=True)):
         client.send(body[-8:])
         owner.complete(await owner.job())
         await client.checked(range(nth, nth + LARGE))
-    assert front.exchange.slots.used == front.memory.held == 0
-
-
-@beside(playing)
-async def test_a_client_that_leaves_with_half_of_its_keys_frees_its_slot(scene, front, owner, /):
-    client = await scene.connect()
-    head, body = request(range(LARGE))
-    client.send(head, body[:-8])
+    await clean(front)
+    clients[0].send(head, body[:-8])
     await wait_until_async(lambda: front.exchange.slots.used == 8192)
-    client.writer.close()
-    await wait_until_async(lambda: front.exchange.slots.used == 0)
+    clients[0].writer.close()  # with half of its keys
+    await clean(front)
     assert owner.board.next_job() is None
 
 
@@ -221,13 +221,12 @@ async def test_a_client_that_leaves_before_it_has_read_its_answer_frees_slot_and
             await wait_until_async(lambda: front.connections.order, "the connection is accepted")
             (connection,) = front.connections.order
             connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-            raw.sendall(json_request(list(range(WHOLE))) if as_json else b"".join(request(range(WHOLE))))
+            raw.sendall(json_request([*range(WHOLE)]) if as_json else b"".join(request(range(WHOLE))))
             owner.complete(await owner.job())
             await wait_until_async(lambda: connection._stalled, "the client does not read")  # noqa: B023
             assert front.exchange.slots.used > 0
             assert (front.memory.held > 0) is as_json
-        await wait_until_async(lambda: not front.connections.order, "the connection has ended")
-        assert front.exchange.slots.used == front.memory.held == 0
+        await clean(front, connections=0)
 
 
 @pytest.mark.parametrize(
@@ -240,59 +239,40 @@ async def test_a_client_that_leaves_before_it_has_read_its_answer_frees_slot_and
 @beside(playing)
 async def test_a_body_is_held_until_its_request_ends(scene, front, owner, /, head, part, rest, held):
     """By an answer, or by a client that leaves; each counts once, however often it is tried."""
+
+    async def begin():
+        client.send(POST + head + b"\r\n\r\n" + part)
+        await wait_until_async(lambda: front.memory.held == held, "a part is held")
+
     client = await scene.connect()
     for _ in range(2):
-        client.send(b"POST /v1/models/m/lookup HTTP/1.1\r\n" + head + b"\r\n\r\n" + part)
-        await wait_until_async(lambda: front.memory.held == held, "a part is held")
+        await begin()
         client.send(rest)
         assert await client.status() == 400
         assert front.memory.held == 0
-        head_and_body = json_request([*range(LARGE)])
-        client.send(head_and_body)
+        whole = json_request([*range(LARGE)])
+        client.send(whole)
         job = await owner.job()
-        assert front.memory.held > len(head_and_body.partition(b"\r\n\r\n")[2]) + 4 * DIM * LARGE, "its answer, too"
+        assert front.memory.held > len(whole.partition(b"\r\n\r\n")[2]) + 4 * DIM * LARGE, "its answer, too"
         owner.complete(job)
         assert await client.status() == 200
         assert front.memory.held == 0
-    client.send(b"POST /v1/models/m/lookup HTTP/1.1\r\n" + head + b"\r\n\r\n" + part)
-    await wait_until_async(lambda: front.memory.held == held, "a part is held")
+    await begin()
     client.writer.close()
-    await wait_until_async(lambda: not front.connections.order, "the connection has ended")
-    assert front.memory.held == 0
+    await clean(front, connections=0)
 
 
 @beside(playing, slot_wait_s=0.05)
 async def test_so_many_lookups_are_under_way_and_one_more_when_one_has_ended(scene, front, owner, /, monkeypatch):
     monkeypatch.setattr(exchange, "MOST_PENDING", 4)
     jobs, clients = await fill(scene, owner, 4)
-    refused = await scene.connect()
-    refused.send(json_request([1]))
-    status, _, body = await refused.answer()
+    late = await scene.connect()
+    late.send(json_request([1]))
+    status, _, body = await late.answer()
     assert (status, json.loads(body)["error"].partition(",")[0]) == (503, "4 lookups are under way")
-    for one in jobs:
-        owner.complete(one)
-    for one, job in zip(clients, jobs, strict=True):
-        await one.checked(owner.keys(job))
+    for client, job in zip(clients, jobs, strict=True):
+        await finish(owner, client, job)
     await fill(scene, owner, 4)
-
-
-@beside(playing)
-async def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_its_slot(scene, front, owner, /):
-    jobs, clients = await fill(scene, owner)
-    later = [await scene.connect() for _ in range(2)]
-    for nth, size in enumerate((400, 3)):
-        later[nth].send(*request(range(size)))
-        await wait_until_async(lambda nth=nth: len(front.exchange._waiting) == nth + 1, "it waits")
-    for one, client in zip(jobs, clients, strict=True):
-        owner.complete(one)
-        await client.checked(owner.keys(one))
-    sizes = []
-    for client in later:
-        job = await owner.job()
-        sizes.append(owner.keys(job).size)
-        owner.complete(job)
-        await client.checked(range(sizes[-1]))
-    assert sizes == [400, 3]
 
 
 @pytest.mark.parametrize("part", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"])
@@ -339,33 +319,26 @@ async def test_a_lookup_that_takes_too_long_is_refused_and_its_slot_comes_back_l
     deployed = owner.deploy()
     owner.publish(settings={"request_timeout_s": 0.1}, m=deployed)
     await wait_until_async(lambda: front.settings.request_timeout_s == 0.1)
-    client = await scene.connect()
-    client.send(*request(range(LARGE)))
-    job = await owner.job()
+    client, job = await ask(scene, owner)
     assert await client.status() == 504
     assert front.exchange.slots.used == 8192
     owner.publish(m=deployed)
     await wait_until_async(lambda: front.settings.request_timeout_s > 1)
-    client.send(*request([5]))
-    other = await owner.job()
+    _, other = await ask(scene, owner, [5], client)
     assert other.slot != job.slot
-    owner.complete(other)
-    await client.checked([5])
+    await finish(owner, client, other)
     owner.complete(job)
-    await wait_until_async(lambda: front.exchange.slots.used == 0)
+    await clean(front)
 
 
 @beside(playing)
 async def test_an_error_of_the_owner_reaches_the_client(scene, front, owner, /):
-    client = await scene.connect()
-    client.send(*request([1]))
-    aside = json.dumps({"status": 503, "message": "no database", "reason": ""}).encode()
-    owner.complete(await owner.job(), FAILED, aside)
+    client, job = await ask(scene, owner, [1])
+    owner.complete(job, FAILED, json.dumps({"status": 503, "message": "no database", "reason": ""}).encode())
     status, headers, body = await client.answer()
-    assert (status, headers["retry-after"]) == (503, "1")
-    assert json.loads(body)["error"] == "no database"
-    client.send(*request([2]))
-    owner.complete(await owner.job(), layout.MALFORMED)
+    assert (status, headers["retry-after"], json.loads(body)["error"]) == (503, "1", "no database")
+    _, job = await ask(scene, owner, [2], client)
+    owner.complete(job, layout.MALFORMED)
     assert await client.status() == 500
     assert front.exchange.slots.used == 0
 
@@ -380,8 +353,7 @@ async def test_a_retired_lookup_is_posted_again_for_the_version_that_took_over(s
     owner.publish(m=other)
     owner.complete(job, RETIRED)
     job = await owner.job()
-    assert job.header[0] == other[0]
-    assert owner.keys(job).tolist() == [8, 9]
+    assert (job.header[0], owner.keys(job).tolist()) == (other[0], [8, 9])
     owner.complete(job)
     assert await client.status() == 200
     assert front.exchange.slots.used == 0
@@ -392,19 +364,17 @@ async def test_a_lookup_is_not_retired_for_ever(scene, front, owner, /, monkeypa
     clock = Clock(1000.0)
     times = SimpleNamespace(monotonic=clock, perf_counter=clock, perf_counter_ns=lambda: int(clock.now * 1e9))
     monkeypatch.setattr(exchange, "time", times)
-    client = await scene.connect()
-    client.send(*request([8]))
+    client, job = await ask(scene, owner, [8])
     dues = set()
     for _ in range(5):
-        job = await owner.job()
         dues |= {lookup.due for lookup in front.exchange.pending.values()}
         owner.complete(job, RETIRED)
-    last = await owner.job()
+        job = await owner.job()
     clock.now += SETTINGS["request_timeout_s"] + 1
-    owner.complete(last, RETIRED)
+    owner.complete(job, RETIRED)
     assert await client.status() in (503, 504)
     assert len(dues) == 1
-    await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
+    await clean(front)
     assert owner.board.next_job() is None
 
 
@@ -414,9 +384,7 @@ async def test_a_lookup_is_not_retired_for_ever(scene, front, owner, /, monkeypa
 @beside(playing)
 async def test_a_front_takes_no_slot_before_the_answers_of_the_one_before_it_are_written(scene, front, owner, /):
     """They would land in the keys of its first requests."""
-    client = await scene.connect()
-    client.send(*request(range(LARGE)))
-    job = await owner.job()
+    _, job = await ask(scene, owner)
     await front.stop(0)
     front.close()
     scene.fronts.remove(front)
@@ -424,29 +392,24 @@ async def test_a_front_takes_no_slot_before_the_answers_of_the_one_before_it_are
     client = await scene.connect()
     for _ in range(2):
         client.send(*request([1]))
-        status, headers, _ = await client.answer()
-        assert (status, headers["retry-after"]) == (503, "1")
+        await refused(client)
         assert second.exchange.slots.used == 0
     owner.complete(job)
     await scene.connected(second)
-    client.send(*request([1]))
-    owner.complete(await owner.job())
-    await client.checked([1])
+    await served(scene, owner, client, [1])
 
 
 @beside(playing)
 async def test_slots_of_clients_that_left_come_back_when_the_owner_has_died(scene, front, owner, /):
     for first in (1000, 2000):
-        client = await scene.connect()
-        client.send(*request(range(LARGE)))
-        await scene.owner.job()
+        client, _ = await ask(scene, scene.owner)
         client.reset()
         await wait_until_async(lambda: not front.connections.order, "the client has gone")
         assert front.exchange.slots.used == 8192
         later = scene.another_owner(first)
         later.publish(m=later.deploy())
         later.start()
-        await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
+        await clean(front)
         assert later.board.next_job() is None
         assert not front.exchange.pending
 
@@ -458,18 +421,14 @@ async def test_connections_stay_open_while_there_is_no_owner(scene, front, owner
     later = scene.another_owner(1000)
     await wait_until_async(lambda: not front.exchange._connected)
     head, body = request(range(LARGE))
-    text = len(body) - 8 * LARGE
-    client.send(head, body[: text + arrived])
-    status, headers, _ = await client.answer()
-    assert (status, headers["retry-after"]) == (503, "1")
-    assert headers["connection"] is None
-    client.send(body[text + arrived :])
+    cut = len(body) - 8 * LARGE + arrived
+    client.send(head, body[:cut])
+    assert (await refused(client))["connection"] is None
+    client.send(body[cut:])
     later.publish(m=later.deploy())
     later.start()
     await scene.connected(front)
-    client.send(*request([6]))
-    later.complete(await later.job())
-    await client.checked([6])
+    await served(scene, later, client, [6])
 
 
 @beside(playing)
@@ -501,10 +460,7 @@ async def test_what_a_dead_owner_did_not_answer_is_looked_up_in_the_same_model_o
 async def test_a_front_that_did_not_notice_the_death_of_an_owner_begins_anew(scene, front, owner, /):
     """As one that was stopped meanwhile: nothing of its old ring is answered again."""
     client = await scene.connect()
-    for nth in range(20):
-        client.send(*request([nth]))
-        owner.complete(await owner.job())
-        await client.checked([nth])
+    await served(scene, owner, client, *([nth] for nth in range(20)))
     later = scene.another_owner(1000)  # no turn of the event loop from here
     later.publish(m=later.deploy())
     later.start()
@@ -512,9 +468,5 @@ async def test_a_front_that_did_not_notice_the_death_of_an_owner_begins_anew(sce
     assert later.board.next_job() is None
     assert front.exchange.region[layout.OWNER_EPOCH] == 0
     await wait_until_async(lambda: front.exchange.region[layout.OWNER_EPOCH] != 0 and front.exchange._connected)
-    client.send(*request([99]))
-    job = await later.job()
-    assert later.keys(job).tolist() == [99]
-    later.complete(job)
-    await client.checked([99])
+    await served(scene, later, client, [99])
     assert later.board.next_job() is None

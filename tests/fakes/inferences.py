@@ -1,7 +1,11 @@
 """Inference requests as a front decodes them, with memory of their own for the answer."""
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import orjson
+
+from hps.service.protocol.json_lookup import JSONLookup
 from hps.service.protocol.open_inference import Inference, lay_out_body
 from hps.service.protocol.request_checks import ModelTables
 
@@ -9,3 +13,20 @@ from hps.service.protocol.request_checks import ModelTables
 def decode_request(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Inference:
     laid = lay_out_body(body, header_length, model, max_keys)
     return laid.inference(np.empty(laid.layout.size, np.uint8))
+
+
+def body_of(request: Inference | JSONLookup) -> tuple[bytes, int | None]:
+    """The body of an answer, once the vectors are written, and the length of its JSON part where binary data follow."""
+    if isinstance(request, Inference):
+        request.convert()
+        if (whole := request.binary_answer) is not None:
+            return bytes(whole[0]), whole[1]
+    pieces, binary = request.encode()
+    text = b"".join(pieces)
+    return text + b"".join(map(bytes, binary)), len(text) if binary else None
+
+
+def read_answer(request: Inference | JSONLookup) -> tuple[Any, bytes]:
+    """The parsed JSON part of an answer, and its binary part."""
+    body, length = body_of(request)
+    return orjson.loads(body[:length]), b"" if length is None else body[length:]

@@ -23,6 +23,7 @@ from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.open_inference import lay_out_body
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
+from tests.fakes.inferences import body_of, decode_request
 from tests.fakes.region_front import RegionFront
 
 DIMS, MOST_KEYS = (2, 5, 1), 40
@@ -104,19 +105,7 @@ def encoded(request):
 
 def decoded(body, length):
     """A request with memory of its own."""
-    laid = lay_out_body(body, length, MODEL, 1000)
-    return laid.inference(np.zeros(laid.layout.size, np.uint8))
-
-
-def answer_of(request):
-    """The bytes of an answer without a region, and the length of its JSON part before binary data."""
-    if hasattr(request, "convert"):
-        request.convert()
-    if (whole := getattr(request, "binary_answer", None)) is not None:
-        return bytes(whole[0]), whole[1]
-    text, binary = request.encode()
-    text = b"".join(text)
-    return text + b"".join(map(bytes, binary)), len(text) if binary else None
+    return decode_request(body, length, MODEL, 1000)
 
 
 def in_process(request):
@@ -126,7 +115,7 @@ def in_process(request):
         if one.found is not None:
             one.found[...] = found_of(one.keys)
     request.device_id = 0
-    return answer_of(request)
+    return body_of(request)
 
 
 keys = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=12)
@@ -317,7 +306,7 @@ def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weight
     expected = decoded(text + data, len(text))
     for table, (mine, its) in enumerate(zip(own, expected.segments, strict=True)):
         mine.out[...] = its.out[...] = 100 * table + np.arange(count)[:, None]
-    assert encoded(placed) == answer_of(expected)
+    assert encoded(placed) == body_of(expected)
     assert_untouched(placed.size)
 
 

@@ -1,16 +1,21 @@
 """Tests that are coroutine functions, beside something that is open while they run."""
 
 import inspect
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 
+@asynccontextmanager
+async def _nothing(place: Path) -> AsyncIterator[tuple[Any, ...]]:
+    yield ()
+
+
 def beside(
-    opened: Callable[..., AbstractAsyncContextManager[tuple[Any, ...]]], **options: Any
+    opened: Callable[..., AbstractAsyncContextManager[tuple[Any, ...]]] = _nothing, **options: Any
 ) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
     """Make a test of a coroutine function: what `opened(tmp_path, **options)` yields are its parameters before the `/`, and
     those behind it are fixtures, or of `parametrize`.

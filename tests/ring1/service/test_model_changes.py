@@ -1,3 +1,5 @@
+"""Changes of models that are asked for: made once, recorded, and not ended with their clients."""
+
 import asyncio
 import gc
 import threading
@@ -49,12 +51,10 @@ def test_a_change_is_made_by_a_thread_of_its_own():
 def test_a_failed_change_is_recorded_and_its_error_freed():
     live = LiveModels()
 
-    async def fail() -> weakref.ref[DatabaseError]:
-        try:
-            await change(live, failing)
-        except DatabaseError as error:
-            return weakref.ref(error)
-        raise AssertionError
+    async def fail() -> weakref.ref[BaseException]:
+        (error,) = await asyncio.gather(change(live, failing), return_exceptions=True)
+        assert isinstance(error, DatabaseError)
+        return weakref.ref(error)
 
     gc.disable()
     try:

@@ -42,7 +42,7 @@ class Application:
 class Asker:
     """Who asked, and what came of it."""
 
-    def __init__(self, pool: OwnerConnections, name: bytes, *, head_only: bool = False) -> None:
+    def __init__(self, pool: OwnerConnections, name: bytes, head_only: bool = False) -> None:
         self.data, self.ended, self.upstream = b"", "", None
         pool.ask(self, forwarded("GET", b"/" + name, [], b"", ""), head_only=head_only, chosen=self.chosen)
 
@@ -61,6 +61,9 @@ class Asker:
     async def end(self) -> bytes:
         await wait_until_async(lambda: self.ended, "the request has ended")
         return self.data.partition(b"X-Name: ")[2].partition(b"\r\n")[0]
+
+
+App, Pool = Application, OwnerConnections
 
 
 def answer(name: bytes, *lines: bytes) -> bytes:
@@ -91,16 +94,14 @@ async def answered(application: Application, asker: Asker, *lines: bytes) -> Non
 
 
 @beside(opened)
-async def test_a_connection_is_used_again(application: Application, pool: OwnerConnections, /) -> None:
+async def test_a_connection_is_used_again(application: App, pool: Pool, /) -> None:
     for name in (b"a", b"b", b"c"):
         await answered(application, Asker(pool, name))
         assert len(application.open) == len(pool._idle) == 1
 
 
 @beside(opened)
-async def test_so_many_idle_connections_are_kept_and_the_others_closed(
-    application: Application, pool: OwnerConnections, /
-) -> None:
+async def test_so_many_idle_connections_are_kept_and_the_others_closed(application: App, pool: Pool, /) -> None:
     for _ in range(2):
         askers = [Asker(pool, b"%d" % nth) for nth in range(11)]
         await wait_until_async(lambda: len(application.asked) == 11, "all are asked")
@@ -117,23 +118,21 @@ async def test_so_many_idle_connections_are_kept_and_the_others_closed(
 
 @pytest.mark.parametrize("lines", [b"Content-Length: 9", b"Connection: close\r\nContent-Length: 0"])
 @beside(opened)
-async def test_a_connection_after_an_answer_without_its_body_or_its_last_one_is_closed(
-    application: Application, pool: OwnerConnections, /, lines: bytes
+async def test_a_connection_after_its_last_answer_or_one_without_its_body_is_closed(
+    app: App, pool: Pool, /, lines: bytes
 ) -> None:
     for _ in range(2):
         asker = Asker(pool, b"a", head_only=lines.startswith(b"Content"))
-        writer, _ = await application.request()
+        writer, _ = await app.request()
         writer.write(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n\r\n")
         await asker.end()
         assert asker.ended == "answered"
-        await wait_until_async(lambda: not application.open, "it is closed")
+        await wait_until_async(lambda: not app.open, "it is closed")
         assert pool._idle == []
 
 
 @beside(opened)
-async def test_a_request_that_is_given_up_leaves_its_answer_to_nobody(
-    application: Application, pool: OwnerConnections, /
-) -> None:
+async def test_a_request_that_is_given_up_leaves_its_answer_to_nobody(application: App, pool: Pool, /) -> None:
     """The answer in flight must not be read by the next one who asks."""
     for part in (0, 20):
         gone, late = Asker(pool, b"gone"), answer(b"/gone")
@@ -149,7 +148,7 @@ async def test_a_request_that_is_given_up_leaves_its_answer_to_nobody(
 
 
 @beside(opened)
-async def test_what_follows_an_answer_is_not_the_next_one(application: Application, pool: OwnerConnections, /) -> None:
+async def test_what_follows_an_answer_is_not_the_next_one(application: App, pool: Pool, /) -> None:
     await answered(application, Asker(pool, b"a"))
     application.open[0].write(answer(b"/b"))
     await wait_until_async(lambda: not application.open, "it is closed")
@@ -159,9 +158,7 @@ async def test_what_follows_an_answer_is_not_the_next_one(application: Applicati
 
 @pytest.mark.parametrize("sent", [0, 30])
 @beside(opened)
-async def test_an_application_that_ends_is_told_to_those_who_wait_and_asked_again(
-    application: Application, pool: OwnerConnections, /, sent: int
-) -> None:
+async def test_an_application_that_ends_is_told_to_those_who_wait(application: App, pool: Pool, /, sent: int) -> None:
     for _ in range(2):
         await answered(application, Asker(pool, b"before"))
         lost = Asker(pool, b"lost")

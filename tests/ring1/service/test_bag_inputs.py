@@ -12,7 +12,7 @@ from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.request_checks import ModelTables
 from hps.tensors.bags import Combiner
 from hps.types import TableSpec
-from tests.fakes.inferences import decode_request, read_answer
+from tests.fakes.inferences import decode_request, read_answer, with_tensors
 
 MODEL = ModelTables("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
 ONE = ModelTables("one", (TableSpec("one", "item", 3, 0.5, 50),))
@@ -21,18 +21,9 @@ FP32 = np.float32
 
 def decode(tensors, model=MODEL, max_keys=1000, shapes=None, as_json=False, **parameters):
     """Tensors by name, as binary data or as JSON."""
-    inputs, binary = [], b""
-    for name, values in tensors.items():
-        array = np.asarray(values)
-        datatype = {"i8": "INT64", "i4": "INT32", "f4": "FP32"}[array.dtype.str[1:]]
-        one = {"name": name, "datatype": datatype, "shape": (shapes or {}).get(name, list(array.shape))}
-        if as_json:
-            one["data"] = array.ravel().tolist()
-        else:
-            one["parameters"], binary = {"binary_data_size": array.nbytes}, binary + array.tobytes()
-        inputs.append(one)
-    text = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": not as_json, **parameters}})
-    return decode_request(text + binary, None if as_json else len(text), model, max_keys)
+    arrays = {name: np.asarray(values) for name, values in tensors.items()}
+    more = {"binary_data_output": not as_json, **parameters}
+    return decode_request(*with_tensors(arrays, binary=not as_json, shapes=shapes, parameters=more), model, max_keys)
 
 
 def bags_of(segment):

@@ -23,7 +23,7 @@ from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.open_inference import lay_out_body
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
-from tests.fakes.inferences import body_of, decode_request
+from tests.fakes.inferences import body_of, decode_request, with_tensors
 from tests.fakes.region_front import RegionFront
 
 DIMS, MOST_KEYS = (2, 5, 1), 40
@@ -35,7 +35,6 @@ BOARD = Board([FRONT.memory], [FRONT.event], -1, -1, 0)
 SERIAL = BOARD.add(TABLES, None)
 DEPLOYMENT = SimpleNamespace(dims=DIMS, tables=TABLES)
 SLOT = SLAB + 8192
-DATATYPES = {"i8": "INT64", "i4": "INT32", "f4": "FP32"}
 
 
 def vectors_of(table, keys):
@@ -290,20 +289,14 @@ def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weight
             tensors["WEIGHTS"] = np.arange(3 * one[-1], dtype=np.float32)
     else:
         tensors = dict.fromkeys(NAMES, np.arange(2 * count).reshape(count, 2))
-    inputs = [
-        {"name": name, "datatype": DATATYPES[array.dtype.str[1:]], "shape": list(array.shape)}
-        | {"parameters": {"binary_data_size": array.nbytes}}
-        for name, array in tensors.items()
-    ]
-    data = b"".join(array.tobytes() for array in tensors.values())
     parameters = {"binary_data_output": binary, "datatype": wanted, **({"combiner": "sum"} | more)}
-    text = orjson.dumps({"inputs": inputs, "parameters": parameters})
-    assert plan_of(text, MODEL, 1000) is None
-    laid = LaidOut(lay_out_body(text + data, len(text), MODEL, 1000))
+    body, length = with_tensors(tensors, binary=True, parameters=parameters)
+    assert plan_of(body[:length], MODEL, 1000) is None
+    laid = LaidOut(lay_out_body(body, length, MODEL, 1000))
     placed, _, _ = place(laid)
     own = owned_segments()
     assert_same(own, laid.segments)
-    expected = decoded(text + data, len(text))
+    expected = decoded(body, length)
     for table, (mine, its) in enumerate(zip(own, expected.segments, strict=True)):
         mine.out[...] = its.out[...] = 100 * table + np.arange(count)[:, None]
     assert encoded(placed) == body_of(expected)

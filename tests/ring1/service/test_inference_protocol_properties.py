@@ -12,7 +12,7 @@ from hps.errors import HPSError
 from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
-from tests.fakes.inferences import decode_request, read_answer
+from tests.fakes.inferences import decode_request, read_answer, with_tensors
 
 MAX_KEYS = 64
 MODEL = ModelTables("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))
@@ -133,14 +133,9 @@ def valid_requests(draw):
         given_ |= {"user.offsets": ends[0], "item.offsets": ends[1]} if by_table else {"OFFSETS": np.concatenate(ends)}
     elif not by_table:
         given_["NUMKEYS"] = np.array([first, keys.size - first], np.int32)
-    inputs, binary = [], b""
-    for name, array in given_.items():
-        inputs.append({"name": name, "datatype": {8: "INT64", 4: "INT32"}[array.dtype.itemsize], "shape": [array.size]})
-        inputs[-1] |= {"parameters": {"binary_data_size": array.nbytes}} if as_binary else {"data": array.tolist()}
-        binary += array.tobytes() if as_binary else b""
     parameters = {"found": draw(st.booleans()) and offsets is None, "binary_data_output": draw(st.booleans())}
-    text = orjson.dumps({"inputs": inputs, "parameters": parameters, "id": draw(st.text("ab", max_size=9))})
-    return text + binary, len(text) if as_binary else None, keys[:first], keys[first:]
+    more = {"parameters": parameters, "id": draw(st.text("ab", max_size=9))}
+    return *with_tensors(given_, binary=as_binary, **more), keys[:first], keys[first:]
 
 
 @given(valid_requests())

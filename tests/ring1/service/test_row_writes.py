@@ -9,6 +9,7 @@ import pytest
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
 from hps.service.protocol.row_writes import MAX_JSON_BYTES, check_finite, decode_keys, decode_rows
 from hps.types import TableSpec
+from tests.fakes.inferences import with_tensors
 
 DIM, MOST = 8, 100
 TABLE = TableSpec("shop", "item", DIM, 0.0, 1000)
@@ -16,16 +17,11 @@ KEYS = np.arange(3)
 VECTORS = np.arange(3 * DIM, dtype=np.float32).reshape(3, DIM)
 
 
-def binary(keys: Any, vectors: Any = None, padding: str = "") -> tuple[bytes, int]:
+def binary(keys: Any, vectors: Any = None, padding: str = "") -> tuple[bytes, int | None]:
     """A body with binary tensors, and the bytes of its JSON part."""
-    arrays = [("KEYS", "INT64", np.asarray(keys, np.int64))]
-    arrays += [] if vectors is None else [("VECTORS", "FP32", np.asarray(vectors, np.float32))]
-    inputs = [
-        {"name": name, "datatype": datatype, "shape": list(one.shape), "parameters": {"binary_data_size": one.nbytes}}
-        for name, datatype, one in arrays
-    ]
-    text = json.dumps({"inputs": inputs}) + padding
-    return text.encode() + b"".join(one.tobytes() for _, _, one in arrays), len(text)
+    arrays = {"KEYS": np.asarray(keys, np.int64)}
+    arrays |= {} if vectors is None else {"VECTORS": np.asarray(vectors, np.float32)}
+    return with_tensors(arrays, binary=True, padding=padding)
 
 
 def as_json(content: Any) -> tuple[bytes, None]:

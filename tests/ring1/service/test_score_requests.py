@@ -14,6 +14,7 @@ from hps.scoring.features import Output, features_of
 from hps.service.protocol import score_requests
 from hps.service.protocol.request_checks import PublishedNetwork
 from hps.service.protocol.score_requests import ScoreBody, answer_text, decode_rows, decode_scores, rows_text, text_of
+from tests.fakes.inferences import with_tensors
 from tests.fakes.region_front import tables_of
 
 INPUTS: dict[str, Any] = {
@@ -49,27 +50,12 @@ ARRAYS: dict[str, np.ndarray] = {
     "grid": np.arange(8, dtype=np.int32).reshape(2, 2, 2),
     "flag": np.array([True, False]),
 }
-NAMES = {"int64": "INT64", "float32": "FP32", "float16": "FP16", "int32": "INT32", "bool": "BOOL", "float64": "FP64"}
 BINARY, BINARY_OUTPUT = {"binary_data": True}, {"binary_data_output": True}
 PLAIN_SCORE = {"name": "score", "parameters": {"binary_data": False}}
 
 
-def body_of(arrays: dict[str, np.ndarray], *, binary: bool, **more: Any) -> tuple[bytes, int | None]:
-    inputs, data = [], b""
-    for name, array in arrays.items():
-        tensor = {"name": name, "datatype": NAMES[array.dtype.name], "shape": list(array.shape)}
-        if binary:
-            tensor["parameters"] = {"binary_data_size": array.nbytes}
-            data += array.tobytes()
-        else:
-            tensor["data"] = array.reshape(-1).tolist()
-        inputs.append(tensor)
-    text = json.dumps({"inputs": inputs, **more}).encode()
-    return text + data, len(text) if binary else None
-
-
 def decode(arrays: dict[str, np.ndarray], *, binary: bool = True, most: int = MOST_KEYS, **more: Any) -> ScoreBody:
-    found = decode_scores(*body_of(arrays, binary=binary, **more), NETWORK, most)
+    found = decode_scores(*with_tensors(arrays, binary=binary, **more), NETWORK, most)
     assert found is not None
     return found
 
@@ -96,7 +82,7 @@ def test_a_request_of_other_names_or_for_vectors_is_a_lookup() -> None:
         ({"at": np.array([1])}, {}),
         ({"item": np.array([1])}, {"parameters": {"vectors": True}}),
     ):
-        assert decode_scores(*body_of(arrays, binary=True, **more), NETWORK, MOST_KEYS) is None
+        assert decode_scores(*with_tensors(arrays, binary=True, **more), NETWORK, MOST_KEYS) is None
 
 
 @pytest.mark.parametrize(
@@ -144,7 +130,7 @@ def test_a_header_is_refused(more: dict[str, Any], message: str) -> None:
 
 
 def test_another_amount_of_binary_data_is_refused() -> None:
-    body, length = body_of(ARRAYS, binary=True)
+    body, length = with_tensors(ARRAYS, binary=True)
     size = sum(one.nbytes for one in ARRAYS.values())
     for wrong, got in ((body[:-1], size - 1), (body + b"x", size + 1)):
         with pytest.raises(hps.InvalidInputError, match=f"got {got} bytes of binary data, expected {size}"):

@@ -20,6 +20,7 @@ from hps.service.fronts.scores import PlacedScores, score_plan
 from hps.service.owner import FrontLink
 from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.service.protocol.score_requests import decode_scores
+from tests.fakes.inferences import with_tensors
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 from tests.fakes.region_front import GuardedMemory
 
@@ -99,15 +100,8 @@ def owner() -> Owner:
 
 def request(samples: int, *, binary: bool, outputs: Any = None) -> tuple[bytes, int | None]:
     arrays = {"item": np.arange(samples), "tags": np.array([[1, 2]]), "age": np.ones(1, np.float32)}
-    inputs, data = [], b""
-    for name, array in arrays.items():
-        kind = "FP32" if array.dtype == np.float32 else "INT64"
-        inputs.append({"name": name, "datatype": kind, "shape": list(array.shape)})
-        inputs[-1] |= {"parameters": {"binary_data_size": array.nbytes}} if binary else {"data": array.reshape(-1).tolist()}
-        data += array.tobytes() if binary else b""
     asked = {"outputs": outputs} if outputs else {"parameters": {"binary_data_output": binary}}
-    text = json.dumps({"inputs": inputs, **asked}).encode()
-    return text + data, len(text) if binary else None
+    return with_tensors(arrays, binary=binary, **asked)
 
 
 def wanted(samples: int) -> list[float]:

@@ -33,12 +33,9 @@ def test_heads_with_the_same_bytes_are_read_once():
     [
         (b"/v2/models/a%20b/infer", None, "/v2/models/a b/infer"),
         (b"/v2/%6dodels", None, "/v2/models"),
-        (b"/%C3%A9", None, "/\u00e9"),
         (b"/a?b=/c", None, "/a"),
-        (b"/a?", None, "/a"),
         (b"http://h:80/v2/models/m/infer?a=b", b"/v2/models/m/infer?a=b", "/v2/models/m/infer"),
         (b"HTTPS://h/", b"/", "/"),
-        (b"http://h", b"/", "/"),
         (b"http://h?a", b"/?a", "/"),
         (b"/http://h/a", None, "/http://h/a"),
         (b"*", None, "*"),

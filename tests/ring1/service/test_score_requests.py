@@ -31,13 +31,9 @@ INPUTS: dict[str, Any] = {
 MOST_KEYS, MOST_SAMPLES = 30, 4
 
 
-def network(inputs: Any = None) -> PublishedNetwork:
-    dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs or INPUTS, "outputs": ["score", "pair"]})
-    outputs = Output("score", "float32", ()), Output("pairs", "float64", (2,))
-    return PublishedNetwork(features_of(dense, tables_of(4, 2)), outputs, MOST_SAMPLES)
-
-
-NETWORK = network()
+DENSE = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score", "pair"]})
+OUTPUTS = Output("score", "float32", ()), Output("pairs", "float64", (2,))
+NETWORK = PublishedNetwork(features_of(DENSE, tables_of(4, 2)), OUTPUTS, MOST_SAMPLES)
 ARRAYS: dict[str, np.ndarray] = {
     "user": np.array([7]),
     "history": np.array([1, 2, 3]),
@@ -191,8 +187,8 @@ ITEM = {"pair": [1, 2], "item": 5, "age": 0.5, "half": 1, "grid": [[1, 2], [3, 4
 USER = {"user": 7, "history": [1, 2, 3]}
 
 
-def rows(most: int = MOST_KEYS, of: PublishedNetwork = NETWORK, **request: Any) -> ScoreBody:
-    return decode_rows(json.dumps(request).encode(), of, most)
+def rows(most: int = MOST_KEYS, **request: Any) -> ScoreBody:
+    return decode_rows(json.dumps(request).encode(), NETWORK, most)
 
 
 def test_rows_become_arrays() -> None:
@@ -256,10 +252,10 @@ def test_rows_are_refused_by_their_place(request_: dict[str, Any], message: str)
         rows(**request_)
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{", b'{"items": [], "items": []}', b"\xff"])
-def test_what_is_no_object_is_refused(text: bytes) -> None:
-    with pytest.raises(hps.InvalidInputError, match="reading the request"):
-        decode_rows(text, NETWORK, MOST_KEYS)
+def test_what_is_no_object_is_refused() -> None:
+    for text in (b"", b"[]", b"{", b'{"items": [], "items": []}', b"\xff"):
+        with pytest.raises(hps.InvalidInputError, match="reading the request"):
+            decode_rows(text, NETWORK, MOST_KEYS)
 
 
 # -- answers and descriptions -----------------------------------------------------------------------------------------
@@ -280,16 +276,9 @@ def test_answers_have_the_outputs_of_the_header() -> None:
 
 def test_networks_are_described_to_clients() -> None:
     inputs, outputs = score_requests.described(NETWORK.features, NETWORK.outputs)
-    assert [(*one,) for one in inputs] == [
-        ("user", "INT64", (1,), False),
-        ("history", "INT64", (-1,), False),
-        ("history.offsets", "INT64", (1,), True),
-        ("history.weights", "FP32", (-1,), True),
-        ("pair", "INT64", (2,), False),
-        ("item", "INT64", (1,), False),
-        ("age", "FP32", (1,), False),
-        ("half", "FP16", (1,), False),
-        ("grid", "INT32", (2, 2), False),
-        ("flag", "BOOL", (1,), False),
-    ]
+    keys = {"user": (1,), "history": (-1,), "history.offsets": (1,), "history.weights": (-1,), "pair": (2,), "item": (1,)}
+    others = {"age": ("FP32", (1,)), "half": ("FP16", (1,)), "grid": ("INT32", (2, 2)), "flag": ("BOOL", (1,))}
+    kinds = {name: ("FP32" if name == "history.weights" else "INT64", shape) for name, shape in keys.items()} | others
+    optional = ("history.offsets", "history.weights")
+    assert [(*one,) for one in inputs] == [(name, *kind, name in optional) for name, kind in kinds.items()]
     assert [(*one,) for one in outputs] == [("score", "FP32", (1,), False), ("pairs", "FP64", (2,), False)]

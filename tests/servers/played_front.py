@@ -82,6 +82,11 @@ class Owner:
         self._thread = threading.Thread(target=driver.run, daemon=True)
         self._thread.start()
 
+    def begin(self):
+        """Serve model `m`."""
+        self.publish(m=self.deploy())
+        self.start()
+
     def stop(self):
         """End as a process does, without a word to anybody."""
         if self._thread is not None:
@@ -221,8 +226,7 @@ async def playing(directory, slot_wait_s=PATIENCE_S):
         patch.setattr(front_module, "_TICK_S", 0.02)
         patch.setattr(exchange_module, "_SLOT_WAIT_S", slot_wait_s)
         try:
-            scene.owner.publish(m=scene.owner.deploy())
-            scene.owner.start()
+            scene.owner.begin()
             front = await scene.start_front()
             await scene.connected(front)
             yield scene, front, scene.owner

@@ -63,16 +63,6 @@ async def clean(front, *, connections=None):
         await wait_until_async(lambda: len(front.connections.order) == connections, "the connections have ended")
 
 
-@beside(playing)
-async def test_a_lookup_is_posted_and_answered(scene, front, owner, /):
-    client = await scene.connect()
-    await served(scene, owner, client, [1, 2, 3], [], [ROWS - 1])
-    client.send(json_request([4, 5]))
-    owner.complete(await owner.job())
-    assert json.loads((await client.answer())[2]) == {"tables": {"item": vectors_of([4, 5]).tolist()}}
-    assert front.exchange.slots.used == 0
-
-
 @pytest.mark.parametrize("arrived", [0, 40, 8 * WHOLE])
 @pytest.mark.parametrize("again", [False, True])  # a connection remembers how its last request began
 @beside(playing, slot_wait_s=0.05)
@@ -278,16 +268,15 @@ async def test_so_many_lookups_are_under_way_and_one_more_when_one_has_ended(sce
 @pytest.mark.parametrize("part", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"])
 @beside(playing)
 async def test_a_client_that_leaves_ends_what_the_owners_application_does_for_it(scene, front, owner, /, part):
-    writers, closed = [], []
+    closed = []
 
     async def serve(reader, writer):
-        writers.append(writer)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(part)
         closed.append(await reader.read())
+        writer.transport.abort()
 
-    server = await asyncio.start_unix_server(serve, scene.shared.path)
-    try:
+    async with await asyncio.start_unix_server(serve, scene.shared.path):
         for count in (1, 2):
             client = await scene.connect()
             client.send(b"GET /v1/models HTTP/1.1\r\n\r\n")
@@ -296,10 +285,6 @@ async def test_a_client_that_leaves_ends_what_the_owners_application_does_for_it
             await wait_until_async(lambda: connection._upstream, "the application is asked")  # noqa: B023
             client.reset()
             await wait_until_async(lambda count=count: closed == [b""] * count, "its connection is closed")
-    finally:
-        server.close()
-        for one in writers:
-            one.transport.abort()
 
 
 @beside(playing)
@@ -407,8 +392,7 @@ async def test_slots_of_clients_that_left_come_back_when_the_owner_has_died(scen
         await wait_until_async(lambda: not front.connections.order, "the client has gone")
         assert front.exchange.slots.used == 8192
         later = scene.another_owner(first)
-        later.publish(m=later.deploy())
-        later.start()
+        later.begin()
         await clean(front)
         assert later.board.next_job() is None
         assert not front.exchange.pending
@@ -425,24 +409,20 @@ async def test_connections_stay_open_while_there_is_no_owner(scene, front, owner
     client.send(head, body[:cut])
     assert (await refused(client))["connection"] is None
     client.send(body[cut:])
-    later.publish(m=later.deploy())
-    later.start()
+    later.begin()
     await scene.connected(front)
     await served(scene, later, client, [6])
 
 
 @beside(playing)
 async def test_what_a_dead_owner_did_not_answer_is_looked_up_in_the_same_model_of_the_next_one(scene, front, owner, /):
-    """The next owner gives other numbers to its deployments. Keys, bags and JSON alike reach it again."""
-    clients = [await scene.connect() for _ in range(3)]
-    clients[0].send(*request([1, 2]))
-    clients[1].send(json_request([3]))
-    clients[2].send(*request([4]))
-    for _ in clients:
-        job = await owner.job()
-        if owner.keys(job).tolist() == [4]:
-            owner.complete(job)
-    await clients[2].checked([4])
+    """The next owner gives other numbers to its deployments. Keys and JSON alike reach it again."""
+    keys, as_json, done = [await scene.connect() for _ in range(3)]
+    keys.send(*request([1, 2]))
+    await owner.job()
+    as_json.send(json_request([3]))
+    await owner.job()
+    await served(scene, owner, done, [4])
     later = scene.another_owner(1000)
     other, mine = later.deploy("other"), later.deploy()
     later.publish(other=other, m=mine)
@@ -451,8 +431,8 @@ async def test_what_a_dead_owner_did_not_answer_is_looked_up_in_the_same_model_o
         job = await later.job()
         assert job.header[0] == mine[0]
         later.complete(job)
-    await clients[0].checked([1, 2])
-    assert await clients[1].status() == 200
+    await keys.checked([1, 2])
+    assert json.loads((await as_json.answer())[2]) == {"tables": {"item": vectors_of([3]).tolist()}}
     assert front.exchange.slots.used == 0
 
 
@@ -460,10 +440,9 @@ async def test_what_a_dead_owner_did_not_answer_is_looked_up_in_the_same_model_o
 async def test_a_front_that_did_not_notice_the_death_of_an_owner_begins_anew(scene, front, owner, /):
     """As one that was stopped meanwhile: nothing of its old ring is answered again."""
     client = await scene.connect()
-    await served(scene, owner, client, *([nth] for nth in range(20)))
+    await served(scene, owner, client, *([nth] for nth in range(20)), [], [ROWS - 1])
     later = scene.another_owner(1000)  # no turn of the event loop from here
-    later.publish(m=later.deploy())
-    later.start()
+    later.begin()
     wait_until(lambda: front.exchange.region[layout.OWNER_SLEEPS], "the owner has looked, and sleeps")
     assert later.board.next_job() is None
     assert front.exchange.region[layout.OWNER_EPOCH] == 0

@@ -15,6 +15,7 @@ from hps.service.logs import changes
 from hps.service.logs.lines import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
 from hps.service.logs.requests import Served, request_id
 from hps.testing.waiting import wait_until_async
+from tests.fakes.clock import Clock
 from tests.servers.on_loop import beside
 
 FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
@@ -121,23 +122,21 @@ def test_lines_pass_at_their_rate():
 
 
 def test_each_message_passes_once_a_minute_with_the_number_left_out_and_errors_always(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("hps.ground.log_limits.LineLimit", partial(LineLimit, clock=lambda: now[0]))
+    clock = Clock()
+    monkeypatch.setattr("hps.ground.log_limits.LineLimit", partial(LineLimit, clock=clock))
     limit, said = OnceAMinute(), []
 
-    def log(message, level=logging.WARNING):
+    def log(at, message, level=logging.WARNING):
+        clock.now = at
         record = logging.LogRecord("hps", level, "", 0, message, (7,), None)
         if limit.filter(record):
             said.append(record.getMessage())
 
-    for minute in range(3):
-        now[0] = 60.0 * minute
-        for message in ("a %d", "b %d", "c %d", "a %d", "a %d"):
-            log(message)
-            now[0] += 10
-        log("a %d", logging.ERROR)
-        now[0] = 60.0 * minute + 59.9
-        log("b %d")
+    for minute in (0.0, 60.0, 120.0):
+        for nth, message in enumerate(("a %d", "b %d", "c %d", "a %d", "a %d")):
+            log(minute + 10 * nth, message)
+        log(minute + 50, "a %d", logging.ERROR)
+        log(minute + 59.9, "b %d")
     more = "({} more since the last such line)".format
     assert said == ["a 7", "b 7", "c 7", "a 7"] + 2 * [f"a 7 {more(2)}", f"b 7 {more(1)}", "c 7", "a 7"]
 
@@ -192,27 +191,20 @@ TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = b"00-" + TRACE + b"-00f067aa0ba902b7-01"
 
 
-@pytest.mark.parametrize(
-    ("given", "parent", "expected"),
-    [
-        (b"abc-1.2_3", None, b"abc-1.2_3"),
-        (None, PARENT, TRACE),
-        (None, b"cc" + PARENT[2:] + b"-more", TRACE),
-        (b"x" * 64, None, b"x" * 64),
-        (b"x" * 65, PARENT, TRACE),
-        (b"a b", PARENT, TRACE),
-        (b"", None, None),
-        (b"a\n", None, None),
-        (None, PARENT + b"-more", None),
-        (None, b"ff" + PARENT[2:], None),
-        (None, b"00-" + b"0" * 32 + PARENT[35:], None),
-        (None, PARENT[:36] + b"0" * 16 + b"-01", None),
-        (None, PARENT.upper(), None),
-    ],
-)
-def test_a_request_is_named_as_its_client_says_if_that_is_a_name(given, parent, expected):
-    headers = {b"x-request-id": given, b"traceparent": parent}
-    assert request_id({name: value for name, value in headers.items() if value is not None}) == expected
+NAMED = {
+    b"abc-1.2_3": [(b"abc-1.2_3", None), (b"abc-1.2_3", PARENT)],
+    b"x" * 64: [(b"x" * 64, None)],
+    TRACE: [(None, PARENT), (None, b"cc" + PARENT[2:] + b"-more"), (b"x" * 65, PARENT), (b"a b", PARENT)],
+    None: [(b"", None), (b"a\n", None), (None, PARENT + b"-more"), (None, b"ff" + PARENT[2:]), (None, PARENT.upper())],
+    b"": [(None, b"00-" + b"0" * 32 + PARENT[35:]), (None, PARENT[:36] + b"0" * 16 + b"-01")],  # zeros are none, either
+}
+
+
+@pytest.mark.parametrize("expected", NAMED)
+def test_a_request_is_named_as_its_client_says_if_that_is_a_name(expected):
+    for given, parent in NAMED[expected]:
+        headers = {b"x-request-id": given, b"traceparent": parent}
+        assert request_id({name: value for name, value in headers.items() if value is not None}) == (expected or None)
 
 
 def test_an_error_is_not_kept_with_its_request():

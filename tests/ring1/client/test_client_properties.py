@@ -13,7 +13,6 @@ from hps.client.requests import RemoteCall
 from hps.service.fronts.heads import read_head
 from hps.service.protocol.open_inference import Inference, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
-from hps.tensors.bags import Bags
 from hps.types import TableSpec
 from tests.fakes.inferences import body_of, decode_request
 
@@ -98,31 +97,3 @@ def read_in_pieces(answer: Answer, sent: bytes, pieces: list[int]) -> Answer:
         if answer.received(count):
             assert at == len(sent)
             return answer
-
-
-@given(
-    st.lists(KEYS, max_size=6),
-    st.sampled_from(["sum", "mean", "sqrtn"]),
-    st.booleans(),
-    st.booleans(),
-    st.none() | st.floats(0.5, 9.0),
-    st.none() | st.integers(-(2**63), 2**63 - 1),
-)
-def test_bags_arrive_as_they_were_given(
-    bags: list[list[int]], combiner: Any, weighted: bool, last: bool, max_norm: float | None, padding_key: int | None
-) -> None:
-    keys = np.array([key for bag in bags for key in bag], np.int64)
-    offsets = np.cumsum([0, *map(len, bags)])
-    weights = np.arange(keys.size, dtype=np.float32) if weighted else None
-    if not last and not bags:
-        return
-    more: Any = {"combiner": combiner, "max_norm": max_norm, "padding_key": padding_key, "include_last_offset": last}
-    asked = Bags(keys, offsets if last else offsets[:-1], weights, **more)
-    _, body, length = split(CLIENT.lookup_pooled({"item": asked}, "m"))
-    (segment,) = laid_out(body, length).segments
-    pooling = segment.pooling
-    assert pooling is not None
-    assert (segment.keys.tolist(), pooling.offsets.tolist()) == (keys.tolist(), offsets.tolist())
-    assert (pooling.count, pooling.combiner.name.lower()) == (len(bags), combiner)
-    assert (pooling.max_norm or None, pooling.padding_key) == (max_norm, padding_key)
-    assert (None if pooling.weights is None else pooling.weights.tolist()) == (None if weights is None else weights.tolist())

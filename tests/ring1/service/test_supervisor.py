@@ -69,9 +69,6 @@ class Parent:
         told, self._told = self._told, []
         return told
 
-    def end(self, child: int) -> None:
-        del self.children[child]
-
     def close(self) -> None:
         self.supervisor._close_places()
         shared = self.supervisor.shared
@@ -95,15 +92,13 @@ def test_a_signal_drains_then_ends_the_fronts_and_after_them_the_owner(parent: P
     parent.signal(TERM)
     assert parent.begin() == DRAIN_S
     assert parent.take() == ALL
-    assert parent.goes_on(DRAIN_S - 0.1) == []
-    assert parent.goes_on(0.1) == FRONTS_END
-    assert parent.goes_on(1) == []
+    for seconds, told in ((DRAIN_S - 0.1, []), (0.1, FRONTS_END), (1, [])):
+        assert parent.goes_on(seconds) == told
     for child in FRONTS:
         assert parent.goes_on(1) == [], "it is told once"
-        parent.end(child)
-    assert parent.goes_on() == [(OWNER, TERM)]
-    assert parent.goes_on(1) == []
-    parent.end(OWNER)
+        del parent.children[child]
+    assert [parent.goes_on(), parent.goes_on(1)] == [[(OWNER, TERM)], []]
+    del parent.children[OWNER]
     assert parent.goes_on() == []
 
 
@@ -127,7 +122,7 @@ def test_nothing_is_drained_where_nobody_waits_for_it(parent: Parent, why: str) 
     if why == "not ready":
         parent.publish(blocked="the service is starting")
     elif why == "no owner":
-        parent.end(OWNER)
+        del parent.children[OWNER]
     elif why == "no page":
         Memory(parent.supervisor.shared.page).words[:] = 0
     parent.signal(INT if why == "SIGINT" else TERM)
@@ -139,7 +134,7 @@ def test_those_who_do_not_end_are_killed(parent: Parent) -> None:
     parent.signal(INT)
     parent.begin()
     parent.goes_on()
-    parent.end(FRONTS[0])
+    del parent.children[FRONTS[0]]
     assert parent.goes_on(supervisor._STOP_S) == []
     assert parent.goes_on(0.1) == [(FRONTS[1], KILL), (OWNER, KILL)]
 
@@ -148,10 +143,9 @@ def test_a_reload_is_asked_of_the_owner_each_time(parent: Parent) -> None:
     for _ in range(2):
         parent.signal(HUP)
         assert parent.take() == [(OWNER, HUP)]
-    parent.end(OWNER)
+    del parent.children[OWNER]
     parent.signal(HUP)
-    assert parent.take() == []
-    assert not parent.supervisor._stopping
+    assert (parent.take(), bool(parent.supervisor._stopping)) == ([], False)
 
 
 @pytest.mark.parametrize("number", [0, 1, -1])
@@ -181,22 +175,20 @@ def test_the_death_of_the_owner_is_told_to_every_front_and_that_of_a_front_to_no
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "stopping", "code", "stops"),
+    ("stopping", "child", "status", "code", "stops"),
     [
-        (-1, 3 << 8, False, 3, True),  # it says itself why
-        (-1, 0, False, 0, True),
-        (-1, 3 << 8, True, 3, True),
-        (-1, KILL, True, 1, True),
-        (-1, KILL, False, 0, False),
-        (0, 3 << 8, False, 0, False),
-        (0, KILL, True, 0, True),
+        (False, -1, 3 << 8, 3, True),  # it says itself why
+        (False, -1, 0, 0, True),
+        (True, -1, 3 << 8, 3, True),
+        (True, -1, KILL, 1, True),
+        (False, -1, KILL, 0, False),
+        (False, 0, 3 << 8, 0, False),
+        (True, 0, KILL, 0, True),
     ],
 )
-def test_the_code_is_that_of_the_owner(
-    parent: Parent, number: int, status: int, stopping: bool, code: int, stops: bool
-) -> None:
-    parent.supervisor._started[number] = 0.0
+def test_the_code_is_that_of_the_owner(parent: Parent, stopping: bool, child: int, status: int, code: int, stops: bool) -> None:
+    parent.supervisor._started[child] = 0.0
     if stopping:
         parent.signal(TERM)
-    again: Any = parent.supervisor._after(number, status)
+    again: Any = parent.supervisor._after(child, status)
     assert (again is None, bool(parent.supervisor._stopping), parent.supervisor._code) == (stops, stops, code)

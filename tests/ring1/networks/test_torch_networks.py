@@ -211,11 +211,6 @@ class TestTorchScript(NetworkContract):
         return scripted(Both())
 
 
-def test_torchscript_that_was_saved_in_training_scores_without_dropout() -> None:
-    module, ones = nn.Sequential(nn.Dropout(0.5)), np.ones((100, 4), np.float32)
-    assert module.training
-    network = opened(scripted(module), NetworkTensor("input", "float32", (-1, 4)), engine=TorchScript)
-    np.testing.assert_array_equal(answer(network, {"input": ones})["score"], ones)
 
 
 @pytest.mark.parametrize("module", [Saves, SavesSometimes, SavesWhenLoaded])

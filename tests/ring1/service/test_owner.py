@@ -1,6 +1,6 @@
 """The owner's side of the fronts: what it does with deployments that come and go, and with figures of fronts."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,14 +48,10 @@ def board():
     front.close()
 
 
-def deployment_of(session):
-    return SimpleNamespace(
-        tables=TABLES, sessions={0: session}, config=SimpleNamespace(model="m"), keys_per_sample=1, scores=None
-    )
-
-
 def serve(board, session, driver=None):
-    return _Served(deployment_of(session), 0, [board], [driver or NumpyBatches(board)])
+    config = SimpleNamespace(model="m")
+    deployed = SimpleNamespace(tables=TABLES, sessions={0: session}, config=config, keys_per_sample=1, scores=None)
+    return _Served(deployed, 0, [board], [driver or NumpyBatches(board)])
 
 
 def row_of(board, served):
@@ -82,9 +78,8 @@ def test_a_session_that_closes_while_it_is_made_known_is_not_served(board):
     class Driver(NumpyBatches):
         def resident(self, cache):
             found = super().resident(cache)
-            closer = threading.Thread(target=session.close)
-            closer.start()
-            closer.join()
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(session.close)
             return found
 
     with pytest.raises(NotReadyError):

@@ -81,15 +81,6 @@ def test_what_is_broken_is_told_to_go(service: FrontedService, sent: bytes, code
         assert peer.next() is None
 
 
-def test_random_bytes_harm_nothing(service: FrontedService) -> None:
-    random = np.random.default_rng(5)
-    for nth in range(20):
-        noise = random.bytes(random.integers(1, 3000))
-        if nth % 2:  # frames with right lengths
-            heads = random.integers(0, (12, 256, 5, 20), (30, 4)).tolist()
-            noise = b"".join(frame(*head, random.bytes(size)) for *head, size in heads)
-        with Peer(service.port, PREFACE + settings() + noise):
-            pass
 
 
 def test_a_message_that_does_not_arrive_is_refused(service: FrontedService) -> None:

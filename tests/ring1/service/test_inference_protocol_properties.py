@@ -16,7 +16,6 @@ from tests.fakes.inferences import decode_request, read_answer, with_tensors
 
 MAX_KEYS = 64
 MODEL = ModelTables("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))
-NAMES = ["KEYS", "NUMKEYS", "user", "item", "OUTPUT0", "FOUND0", "user.found", "item.found"]
 
 integers = st.one_of(st.integers(-(2**63), 2**64 - 1), st.sampled_from([0, 1, 2, 8, 2**60, 2**63, 2**64 - 1]))
 scalars = st.one_of(st.none(), st.booleans(), integers, st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5))
@@ -25,47 +24,26 @@ anything = st.recursive(
 )
 
 
-@st.composite
-def either(draw, likely):
-    """Mostly what belongs there, sometimes anything."""
-    return draw(anything if draw(st.integers(0, 19)) == 19 else likely)
+def places(node, place=()):
+    """Where the parts of a document are."""
+    yield place
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from places(value, (*place, key))
+
+
+def spoilt(draw, document):
+    """The document with up to three of its parts replaced by anything."""
+    for _ in range(draw(st.integers(0, 3))):
+        *outer, last = ("document", *draw(st.sampled_from([*places(document)])))
+        whole = node = {"document": document}
+        for key in outer:
+            node = node[key]
+        node[last] = draw(anything)
+        document = whole["document"]
+    return document
 
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
-
-
-@st.composite
-def tensors(draw):
-    shape = draw(st.lists(st.integers(0, 3), min_size=1, max_size=2))
-    names = ["user", "item", "user", "item", "user.offsets", "item.weights"]
-    tensor = {"name": draw(either(st.sampled_from(names))), "datatype": draw(either(st.just("INT64")))}
-    tensor["shape"], elements = draw(either(st.just(shape))), int(np.prod(shape))
-    if draw(st.booleans()):
-        tensor["parameters"] = draw(either(st.just({"binary_data_size": 8 * elements})))
-    else:
-        tensor["data"] = draw(either(st.lists(either(INT64), min_size=elements, max_size=elements)))
-    return tensor
-
-
-either_flag = either(st.booleans())
-
-
-def some(**optional):
-    """Mostly an object with some of these members."""
-    return either(st.fixed_dictionaries({}, optional=optional))
-
-
-outputs = either(
-    st.fixed_dictionaries({"name": either(st.sampled_from(NAMES))}, optional={"parameters": some(binary_data=either_flag)})
-)
-options = {
-    "binary_data_output": either_flag,
-    "found": either_flag,
-    "combiner": either(st.sampled_from(["sum", "mean", "sqrtn"])),
-    "user.max_norm": either(st.floats(0, 2)),
-}
-more = {"id": either(st.text(max_size=5)), "outputs": either(st.lists(outputs, max_size=3)), "parameters": some(**options)}
-requests = either(st.fixed_dictionaries({"inputs": either(st.lists(either(tensors()), min_size=1, max_size=2))}, optional=more))
 
 
 def decode(body, length):
@@ -103,13 +81,24 @@ def test_random_bytes_are_a_typed_error(body, length):
     assert decode(body, None if length is None else min(length, len(body))) is None
 
 
+OPTIONS = {
+    "combiner": st.sampled_from(["sum", "mean", "sqrtn"]),
+    "user.max_norm": st.floats(0, 2),
+    "DeviceID": st.integers(0, 3),
+}
+OUTPUTS = st.lists(st.sampled_from(["user", "item", "OUTPUT0", "FOUND0", "user.found", "item.found"]), max_size=3)
+
+
 @settings(max_examples=150)
-@given(requests, st.data())
-def test_requests_that_are_nearly_right_are_answered_or_a_typed_error(request, data):
-    text = orjson.dumps(request)
-    wanted = text.count(b'"binary_data_size"')
-    sizes = [8 * elements for elements in range(10)]
-    binary = bytes(sum(data.draw(st.sampled_from(sizes)) for _ in range(wanted)))
+@given(st.deferred(lambda: valid_requests()), st.fixed_dictionaries({}, optional=OPTIONS), st.none() | OUTPUTS, st.data())
+def test_requests_that_are_nearly_right_are_answered_or_a_typed_error(request, options, names, data):
+    body, length, _, _ = request
+    document = orjson.loads(body[:length])
+    document["parameters"] |= options
+    if names is not None:
+        document["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in names]
+    text = orjson.dumps(spoilt(data.draw, document))
+    binary = b"" if length is None else body[length:]
     inference = decode(text + binary, len(text) if binary else None)
     if inference is not None:
         check(inference)
@@ -178,15 +167,14 @@ def test_memory_follows_the_body_never_the_numbers_in_it(shape, as_binary, size)
     assert peak < 1 << 20
 
 
-key_lists = st.dictionaries(
-    st.sampled_from(["user", "item", "users"]), either(st.lists(either(st.integers(-(2**63), 2**63)), max_size=50)), max_size=3
-)
-curl_lookups = either(st.fixed_dictionaries({"tables": either(key_lists)}, optional={"found": either(st.booleans())}))
+key_lists = st.dictionaries(st.sampled_from(["user", "item", "users"]), st.lists(INT64, max_size=50), max_size=3)
 
 
-@given(st.one_of(st.binary(max_size=60), curl_lookups.map(orjson.dumps)), st.floats(width=32))
-def test_curl_lookups_are_answered_or_a_typed_error(body, value):
+@given(key_lists, st.none() | st.booleans(), st.none() | st.binary(max_size=60), st.floats(width=32), st.data())
+def test_curl_lookups_are_answered_or_a_typed_error(tables, found, noise, value, data):
     """An answer has every finite float32 bit for bit."""
+    document = {"tables": tables} | ({} if found is None else {"found": found})
+    body = orjson.dumps(spoilt(data.draw, document)) if noise is None else noise
     try:
         lookup = decode_lookup(body, MODEL, MAX_KEYS)
     except HPSError:

@@ -129,9 +129,7 @@ def plain(*lines: bytes, status: bytes = b"200 OK") -> Step:
         (plain(b"Content-Length: 6", b"", b"<html>", status=b"502 Bad Gateway"), hps.RemoteConnectionError, "<html>"),
     ],
 )
-def test_what_is_no_answer_is_an_error_and_the_next_call_is_answered(
-    ask: Ask, step: Step, error: type[Exception], message: str
-) -> None:
+def test_no_answer_is_an_error_and_the_next_call_is_answered(ask: Ask, step: Step, error: type, message: str) -> None:
     out = np.zeros((3, DIM), np.float32)
     with ScriptedServer([steps.right, step, steps.right, step, steps.right]) as server:
         outcomes = ask(server.url, lambda client: [*lookups(3)(client), *lookups(2, out=out)(client)])
@@ -269,9 +267,8 @@ def test_vectors_are_received_where_out_lies(ask: Ask) -> None:
     out = np.full((5, DIM), 9, np.float32)
     wrong = [np.zeros((2, DIM), np.float32), np.zeros((3, DIM)), np.zeros((DIM, 3), np.float32).T[:2]]
     with ScriptedServer() as server:
-        found, *refusals, after = ask(
-            server.url, lambda client: [call for one in (out, *wrong, None) for call in lookups(out=one)(client)]
-        )
+        calls = lambda client: [call for one in (out, *wrong, None) for call in lookups(out=one)(client)]  # noqa: E731
+        found, *refusals, after = ask(server.url, calls)
     assert found is out
     assert (out[:3] == vectors_of(KEYS)).all()
     assert (out[3:] == 9).all()

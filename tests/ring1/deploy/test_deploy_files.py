@@ -94,9 +94,8 @@ def test_nothing_but_the_balancer_and_the_monitors_is_published():
 
 def test_every_writable_volume_has_one_owner():
     mounts = [one.split(":") for service in EVERYTHING.services.values() for one in service.get("volumes", ())]
-    assert sorted(source for source, _, *mode in mounts if "/" not in source and mode != ["ro"]) == sorted(
-        EVERYTHING.document["volumes"]
-    )
+    written = sorted(source for source, _, *mode in mounts if "/" not in source and mode != ["ro"])
+    assert written == sorted(EVERYTHING.document["volumes"])
 
 
 def test_replicas_may_end_what_they_do():

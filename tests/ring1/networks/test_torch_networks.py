@@ -77,18 +77,13 @@ def plain() -> bytes:
     return exported(Plain(), *EXAMPLES, shapes=(ROWS, ROWS))
 
 
-def opened(
-    content: bytes, *inputs: NetworkTensor, outputs: tuple[str, ...] = ("score",), engine: Any = ExportedProgram
-) -> Network:
+def opened(content: bytes, *inputs: NetworkTensor, outputs: Any = ("score",), engine: Any = ExportedProgram) -> Network:
     found: Network = engine.open("dense.pt2", content, inputs or (A, B), outputs, None)
     return found
 
 
 def answer(network: Network, values: dict[str, np.ndarray] = VALUES) -> dict[str, np.ndarray]:
     return network.fetch(network.run({name: network.put(array) for name, array in values.items()}))
-
-
-# -- programs of torch.export -----------------------------------------------------------------------------------------
 
 
 class TestExportedProgram(NetworkContract):
@@ -164,9 +159,6 @@ def test_what_is_no_program_is_refused() -> None:
         opened(whole[:third] + bytes(half - third) + whole[half:])
 
 
-# -- TorchScript ------------------------------------------------------------------------------------------------------
-
-
 def scripted(module: nn.Module) -> bytes:
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module), file)
@@ -209,8 +201,6 @@ class TestTorchScript(NetworkContract):
 
     def content(self) -> bytes:
         return scripted(Both())
-
-
 
 
 @pytest.mark.parametrize("module", [Saves, SavesSometimes, SavesWhenLoaded])

@@ -218,9 +218,6 @@ def test_json_weights_are_numbers_that_fit(values):
         decode_request(orjson.dumps({"inputs": inputs, "parameters": {"combiner": "sum"}}), None, ONE, 100)
 
 
-# -- by curl ----------------------------------------------------------------------------------------------------------
-
-
 def curl(value, max_keys=81):
     return decode_lookup(orjson.dumps(value), MODEL, max_keys)
 

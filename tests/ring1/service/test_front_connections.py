@@ -363,9 +363,6 @@ async def test_a_lookup_is_not_retired_for_ever(scene, front, owner, /, monkeypa
     assert owner.board.next_job() is None
 
 
-# -- deaths -------------------------------------------------------------------------------------------------------------------
-
-
 @beside(playing)
 async def test_a_front_takes_no_slot_before_the_answers_of_the_one_before_it_are_written(scene, front, owner, /):
     """They would land in the keys of its first requests."""

@@ -135,9 +135,6 @@ def test_random_bytes_are_a_head_or_are_refused(content):
     assert (head.method, head.target) == ("POST", b"/x")
 
 
-# -- bodies in chunks -------------------------------------------------------------------------------------------------------
-
-
 def feed(raw, cuts=()):
     """Feed bytes in pieces; return the body taker and what was left."""
     chunks, at = Chunks(), 0

@@ -227,8 +227,6 @@ def test_a_traced_request_has_room_for_its_trace(traced, flag, room):
     assert (FRONT.memory[SLOT + layout.SERIAL], FRONT.memory[SLOT + layout.SEGMENTS]) == (SERIAL, 2)
 
 
-# -- keys in bags -----------------------------------------------------------------------------------------------------------
-
 bags = st.dictionaries(st.sampled_from(NAMES), st.lists(st.lists(st.integers(-9, 99), max_size=4), max_size=6), min_size=1)
 options = st.fixed_dictionaries(
     {},
@@ -351,9 +349,6 @@ def test_no_bags_lead_the_owner_out_of_the_region(table, n, spare, slot, describ
         assert pooling.offsets.size == 0 or 0 <= pooling.offsets.min() <= pooling.offsets.max() <= n
     else:
         assert pooling.count * pooling.hotness == n
-
-
-# -- versions ---------------------------------------------------------------------------------------------------------------
 
 
 def test_devices_take_turns_unless_one_is_named_and_lost_ones_have_none_while_there_are_others():

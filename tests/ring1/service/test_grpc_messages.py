@@ -34,9 +34,8 @@ def same_fields(mine: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_fields_have_the_names_numbers_and_types_of_others(name: str) -> None:
-    (theirs,) = [
-        file.message_types_by_name[short] for file in THEIRS if (short := name.rpartition(".")[2]) in file.message_types_by_name
-    ]
+    files, short = [file.message_types_by_name for file in THEIRS], name.rpartition(".")[2]
+    (theirs,) = [types[short] for types in files if short in types]
     same_fields(POOL.FindMessageTypeByName(name), theirs)
 
 
@@ -100,9 +99,8 @@ def test_bytes_that_are_no_request_are_refused_as_protobuf_refuses_them(data: by
         with pytest.raises(InvalidInputError):
             read_infer_request(data)
         return
-    if len(request.raw_input_contents) in (0, len(request.inputs)) and not any(
-        one.HasField("contents") for one in request.inputs
-    ):
+    contents = any(one.HasField("contents") for one in request.inputs)
+    if len(request.raw_input_contents) in (0, len(request.inputs)) and not contents:
         read = read_infer_request(data)
         assert read.model_name == request.model_name
         assert [*map(bytes, read.binary)] == ([*request.raw_input_contents] or [b""] * len(request.inputs))

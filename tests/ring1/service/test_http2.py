@@ -137,9 +137,6 @@ def desk() -> Desk:
     return Desk()
 
 
-# -- what clients may send ----------------------------------------------------------------------------------------------
-
-
 def test_the_connections_window_is_granted_once_for_what_has_arrived(desk: Desk) -> None:
     """A client that is granted more than it has sent must drop the connection: its window overflows."""
     desk.ask(1, flags=4)
@@ -214,8 +211,6 @@ def test_what_a_client_that_does_not_read_makes_us_say_is_bounded(desk: Desk) ->
     assert desk.state == "aborted"
 
 
-# -- what is no HTTP/2 --------------------------------------------------------------------------------------------------
-
 ODD = frame(HEADERS, 4, 1, call_headers())
 """Begins stream 1."""
 BROKEN = {
@@ -271,9 +266,6 @@ def test_frames_may_come_in_any_pieces(desk: Desk) -> None:
     request = desk.requests[1]
     assert (request.headers[b"te"], request.received, request.told) == (b"trailers", 1, ["end"])
     assert desk.state == "open"
-
-
-# -- headers ------------------------------------------------------------------------------------------------------------
 
 
 def indexed(number: int) -> bytes:
@@ -336,9 +328,6 @@ def test_headers_that_repeat_are_decoded_once_and_only_so_many_are_kept(desk: De
     assert same == [True, False]
 
 
-# -- what is sent -------------------------------------------------------------------------------------------------------
-
-
 def test_an_answer_keeps_within_the_windows_of_its_stream_and_of_the_connection(desk: Desk) -> None:
     for number in (1, 3):
         desk.ask(number)
@@ -394,9 +383,6 @@ def test_large_answers_take_turns(desk: Desk) -> None:
     desk.receive(settings(window=MIB))
     share = (1 << 17) // len(PART)
     assert [one.stream for one in desk.sent(DATA)] == ([1] * share + [3] * share) * 8
-
-
-# -- those who leave ----------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_an_answer_is_needed_until_the_client_has_read_it(desk: Desk) -> None:

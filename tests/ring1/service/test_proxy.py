@@ -118,9 +118,7 @@ async def test_so_many_idle_connections_are_kept_and_the_others_closed(applicati
 
 @pytest.mark.parametrize("lines", [b"Content-Length: 9", b"Connection: close\r\nContent-Length: 0"])
 @beside(opened)
-async def test_a_connection_after_its_last_answer_or_one_without_its_body_is_closed(
-    app: App, pool: Pool, /, lines: bytes
-) -> None:
+async def test_a_connection_after_its_last_answer_or_one_without_body_is_closed(app: App, pool: Pool, /, lines: bytes) -> None:
     for _ in range(2):
         asker = Asker(pool, b"a", head_only=lines.startswith(b"Content"))
         writer, _ = await app.request()

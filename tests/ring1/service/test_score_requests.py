@@ -56,9 +56,6 @@ def decode(arrays: dict[str, np.ndarray], *, binary: bool = True, most: int = MO
     return found
 
 
-# -- the Open Inference Protocol --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("binary", [True, False])
 def test_inputs_become_arrays_by_name(binary: bool) -> None:
     found = decode(ARRAYS, binary=binary)
@@ -181,8 +178,6 @@ def test_the_greatest_values_fit() -> None:
         np.testing.assert_array_equal(found[name], array, strict=True)
 
 
-# -- rows of JSON -----------------------------------------------------------------------------------------------------
-
 ITEM = {"pair": [1, 2], "item": 5, "age": 0.5, "half": 1, "grid": [[1, 2], [3, 4]], "flag": True}
 USER = {"user": 7, "history": [1, 2, 3]}
 
@@ -256,9 +251,6 @@ def test_what_is_no_object_is_refused() -> None:
     for text in (b"", b"[]", b"{", b'{"items": [], "items": []}', b"\xff"):
         with pytest.raises(hps.InvalidInputError, match="reading the request"):
             decode_rows(text, NETWORK, MOST_KEYS)
-
-
-# -- answers and descriptions -----------------------------------------------------------------------------------------
 
 
 def test_answers_have_the_outputs_of_the_header() -> None:

@@ -149,8 +149,6 @@ def test_requests_that_are_no_scores_or_not_binary_have_no_plan() -> None:
         score_plan(body[:length], MODEL, 41)
 
 
-# -- fronts that are broken -------------------------------------------------------------------------------------------
-
 GOOD: list[list[Any]] = [["item", "<i8", [2], 4096], ["tags", "<i8", [1, 2], 4200], ["age", "<f4", [1], 4300]]
 OUT: list[list[Any]] = [["score", "<f4", [2], 4400]]
 

@@ -127,21 +127,17 @@ def test_loopback_is_of_the_bound_address() -> None:
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "x")))
 
 
-@pytest.mark.parametrize(
-    ("changes", "method", "paths"),
-    [
-        (True, "POST", "/v1/models/m/deploy /v1/models/m/tables/t/rows"),
+def test_what_is_a_change() -> None:
+    for expected, method, paths in (
+        (True, "POST", "/v1/models/m/deploy /v1/models/m/tables/t/rows /v2/repository/index/"),
         (True, "POST", "/v2/repository/models/m/load /v2/repository/models/m/unload /v2/repository/models/index/load"),
-        (True, "POST", "/v2/repository/index/"),
         (True, "DELETE", "/v1/models/m/tables/t/rows/5"),
         (True, "PATCH", "/v1/models/m/whatever"),
         (False, "POST", "/v2/repository/index /v2/repository/mine/index /v2/models/m/infer"),
         (False, "GET", "/v1/models /v1/models/m/tables/t/rows/5"),
         (False, "HEAD", "/v1/models/m/deploy"),
-    ],
-)
-def test_what_is_a_change(changes: bool, method: str, paths: str) -> None:
-    assert {is_change(method, path) for path in paths.split()} == {changes}
+    ):
+        assert {is_change(method, path) for path in paths.split()} == {expected}, (method, paths)
 
 
 @pytest.mark.parametrize("loopback", [True, False])
@@ -218,18 +214,16 @@ def test_a_valid_certificate_is_named_where_no_token_is_asked_for() -> None:
     assert [outcome(checked, what, b"", ("some.example",)) for what in ("lookup", "admin")] == [200, BY_ADDRESS]
 
 
-@pytest.mark.parametrize(
-    ("host", "given", "warnings"),
-    [
+def test_addresses_that_others_reach_are_warned_of() -> None:
+    tls = "tls_certificate_path"
+    for host, given, warnings in (
         ("127.0.0.1", (), 0),
         ("0.0.0.0", (), 2),
         ("0.0.0.0", ("bearer_token",), 1),
         ("10.0.0.1", ("tokens_path",), 1),
-        ("::", ("tls_certificate_path",), 1),
-        ("::", ("tls_certificate_path", "tls_client_ca_path"), 0),
-        ("::", ("tls_certificate_path", "bearer_token"), 0),
+        ("::", (tls,), 1),
+        ("::", (tls, "tls_client_ca_path"), 0),
+        ("::", (tls, "bearer_token"), 0),
         ("0.0.0.0", ("admin_token",), 2),  # lookups need none
-    ],
-)
-def test_addresses_that_others_reach_are_warned_of(host: str, given: tuple[str, ...], warnings: int) -> None:
-    assert len(exposures(settings(**dict.fromkeys(given, "x")), host)) == warnings
+    ):
+        assert len(exposures(settings(**dict.fromkeys(given, "x")), host)) == warnings, (host, given)

@@ -185,20 +185,13 @@ def planned_text(**change):
     return orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}} | change)
 
 
-@pytest.mark.parametrize(
-    ("change", "planned"),
-    [
-        ({}, True),
-        ({"id": "a"}, True),
-        ({"parameters": {"binary_data_output": True, "report": True}}, False),
-        ({"parameters": {"binary_data_output": True, "found": True}}, True),
-        ({"parameters": {}}, False),  # its answer is JSON
-    ],
-)
-def test_what_all_keys_may_change_has_a_plan(change, planned):
-    text = planned_text(**change)
-    assert (plan_of(text, MODEL, 1000) is not None) is planned
-    assert plan_of(text + b" " * 100_000, MODEL, 1000) is None  # too long to be kept
+def test_what_all_keys_may_change_has_a_plan():
+    binary = {"binary_data_output": True}
+    for change in ({}, {"id": "a"}, {"parameters": binary | {"found": True}}):
+        assert plan_of(planned_text(**change), MODEL, 1000) is not None
+    assert plan_of(planned_text() + b" " * 100_000, MODEL, 1000) is None  # too long to be kept
+    for parameters in (binary | {"report": True}, {}):  # its answer is JSON
+        assert plan_of(planned_text(parameters=parameters), MODEL, 1000) is None
 
 
 def test_a_plan_belongs_to_one_version_of_a_model():
@@ -220,22 +213,16 @@ def test_lookups_as_json_are_placed_and_answered(tables, found, device):
     assert_untouched(placed.size)
 
 
-@pytest.mark.parametrize(("traced", "flag", "room"), [(False, 0, ASIDE_ROOM), (True, TRACED, TRACE_ROOM)])
-def test_a_traced_request_has_room_for_its_trace(traced, flag, room):
-    _, header, _ = place(decode_lookup(b'{"tables": {"user": [1], "item": []}}', MODEL, 1000), traced)
-    assert (header[H_FLAGS], header[H_ASIDE_BYTES]) == (flag, room)
-    assert (FRONT.memory[SLOT + layout.SERIAL], FRONT.memory[SLOT + layout.SEGMENTS]) == (SERIAL, 2)
+def test_a_traced_request_has_room_for_its_trace():
+    for traced, flag, room in ((False, 0, ASIDE_ROOM), (True, TRACED, TRACE_ROOM)):
+        _, header, _ = place(decode_lookup(b'{"tables": {"user": [1], "item": []}}', MODEL, 1000), traced)
+        assert (header[H_FLAGS], header[H_ASIDE_BYTES]) == (flag, room)
+        assert (FRONT.memory[SLOT + layout.SERIAL], FRONT.memory[SLOT + layout.SEGMENTS]) == (SERIAL, 2)
 
 
 bags = st.dictionaries(st.sampled_from(NAMES), st.lists(st.lists(st.integers(-9, 99), max_size=4), max_size=6), min_size=1)
-options = st.fixed_dictionaries(
-    {},
-    optional={
-        "combiner": st.sampled_from(["sum", "mean", "sqrtn"]),
-        "max_norm": st.sampled_from([0.5, 2]),
-        "padding_key": st.sampled_from([0, -3]),
-    },
-)
+OPTIONS = {"combiner": ["sum", "mean", "sqrtn"], "max_norm": [0.5, 2], "padding_key": [0, -3]}
+options = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()})
 
 
 def owned_segments(slot=SLOT):

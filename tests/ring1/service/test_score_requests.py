@@ -47,7 +47,6 @@ ARRAYS: dict[str, np.ndarray] = {
     "flag": np.array([True, False]),
 }
 BINARY, BINARY_OUTPUT = {"binary_data": True}, {"binary_data_output": True}
-PLAIN_SCORE = {"name": "score", "parameters": {"binary_data": False}}
 
 
 def decode(arrays: dict[str, np.ndarray], *, binary: bool = True, most: int = MOST_KEYS, **more: Any) -> ScoreBody:
@@ -78,23 +77,15 @@ def test_a_request_of_other_names_or_for_vectors_is_a_lookup() -> None:
         assert decode_scores(*with_tensors(arrays, binary=True, **more), NETWORK, MOST_KEYS) is None
 
 
-@pytest.mark.parametrize(
-    ("more", "outputs"),
-    [
+def test_outputs_are_chosen_by_name() -> None:
+    scores, pairs = {"name": "score", "parameters": {"binary_data": False}}, {"name": "pairs", "parameters": BINARY}
+    for more, outputs in (
         ({}, [("score", False), ("pairs", False)]),
         ({"parameters": BINARY_OUTPUT}, [("score", True), ("pairs", True)]),
-        ({"outputs": [{"name": "pairs", "parameters": BINARY}]}, [("pairs", True)]),
-        (
-            {
-                "outputs": [{"name": "pairs"}, {"name": "score", "parameters": {"binary_data": False}}],
-                "parameters": BINARY_OUTPUT,
-            },
-            [("score", False), ("pairs", True)],
-        ),
-    ],
-)
-def test_outputs_are_chosen_by_name(more: dict[str, Any], outputs: list[tuple[str, bool]]) -> None:
-    assert [(one.name, binary) for one, binary in decode(ARRAYS, **more).header.outputs] == outputs
+        ({"outputs": [pairs]}, [("pairs", True)]),
+        ({"outputs": [{"name": "pairs"}, scores], "parameters": BINARY_OUTPUT}, [("score", False), ("pairs", True)]),
+    ):
+        assert [(one.name, binary) for one, binary in decode(ARRAYS, **more).header.outputs] == outputs
 
 
 def test_parameters_are_read() -> None:

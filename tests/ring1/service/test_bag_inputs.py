@@ -118,13 +118,13 @@ def test_parameters_are_for_all_tables_or_for_one():
 
 
 @pytest.mark.parametrize("keys", ["item", "KEYS"])
-@pytest.mark.parametrize("name", ["item.offsets", "item.weights", "OFFSETS", "WEIGHTS"])
-def test_a_table_may_be_called_as_offsets_or_weights_are(keys, name):
-    model = ModelTables("m", (TableSpec("m", keys, 2, 0.0, 100), TableSpec("m", name, 2, 0.0, 100)))
-    segments = decode({keys: [1, 2], name: [3]}, model).segments
-    assert [(segment.keys.tolist(), segment.pooling) for segment in segments] == [([1, 2], None), ([3], None)]
-    with pytest.raises(InvalidDtypeError, match="expected INT64"):
-        decode({keys: [1, 2], name: np.array([3], FP32)}, model)
+def test_a_table_may_be_called_as_offsets_or_weights_are(keys):
+    for name in ("item.offsets", "item.weights", "OFFSETS", "WEIGHTS"):
+        model = ModelTables("m", (TableSpec("m", keys, 2, 0.0, 100), TableSpec("m", name, 2, 0.0, 100)))
+        segments = decode({keys: [1, 2], name: [3]}, model).segments
+        assert [(segment.keys.tolist(), segment.pooling) for segment in segments] == [([1, 2], None), ([3], None)]
+        with pytest.raises(InvalidDtypeError, match="expected INT64"):
+            decode({keys: [1, 2], name: np.array([3], FP32)}, model)
 
 
 def test_what_a_lookup_of_bags_takes_is_counted():
@@ -210,12 +210,12 @@ def test_bags_are_limited_without_keys_and_in_all_tables_together():
         decode({"KEYS": [1, 2], "OFFSETS": [[0, 0, 0, 0, 1]] * 2}, max_keys=7)
 
 
-@pytest.mark.parametrize("values", [["1"], [None], [True], [1e39], 5])
-def test_json_weights_are_numbers_that_fit(values):
-    inputs = [{"name": "KEYS", "datatype": "INT64", "shape": [1, 1], "data": [1]}]
-    inputs.append({"name": "WEIGHTS", "datatype": "FP32", "shape": [1], "data": values})
-    with pytest.raises((InvalidDtypeError, InvalidInputError), match=r"'WEIGHTS': got .* (expected .*numbers|not fit)"):
-        decode_request(orjson.dumps({"inputs": inputs, "parameters": {"combiner": "sum"}}), None, ONE, 100)
+def test_json_weights_are_numbers_that_fit():
+    for values in (["1"], [None], [True], [1e39], 5):
+        inputs = [{"name": "KEYS", "datatype": "INT64", "shape": [1, 1], "data": [1]}]
+        inputs.append({"name": "WEIGHTS", "datatype": "FP32", "shape": [1], "data": values})
+        with pytest.raises((InvalidDtypeError, InvalidInputError), match=r"'WEIGHTS': got .* (expected .*numbers|not fit)"):
+            decode_request(orjson.dumps({"inputs": inputs, "parameters": {"combiner": "sum"}}), None, ONE, 100)
 
 
 def curl(value, max_keys=81):

@@ -79,22 +79,18 @@ def test_connections_that_were_used_go_behind_the_others(pool: Connections) -> N
         assert not any(one.used for one in peers)
 
 
-@pytest.mark.parametrize(
-    ("limit", "most", "wanted", "raised", "found"),
-    [
-        (1024, 4096, 500, [], 500),  # twice as many fit
-        (1024, 4096, 512, [], 512),
-        (1024, 4096, 513, [(1026, 4096)], 513),
-        (1024, 4096, 9999, [(4096, 4096)], 2048),
-        (1024, resource.RLIM_INFINITY, 9999, [(19998, resource.RLIM_INFINITY)], 9999),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 9999, [], 9999),
-        (1, 1, 9, [], 1),
-    ],
-)
-def test_connections_take_at_most_half_of_the_descriptors(
-    monkeypatch: pytest.MonkeyPatch, limit: int, most: int, wanted: int, raised: list[tuple[int, int]], found: int
-) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, most))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
-    assert (Connections(wanted).most, asked) == (found, raised)
+def test_connections_take_at_most_half_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = resource.RLIM_INFINITY
+    for limits, wanted, raised, found in (
+        ((1024, 4096), 500, [], 500),  # twice as many fit
+        ((1024, 4096), 512, [], 512),
+        ((1024, 4096), 513, [(1026, 4096)], 513),
+        ((1024, 4096), 9999, [(4096, 4096)], 2048),
+        ((1024, none), 9999, [(19998, none)], 9999),
+        ((none, none), 9999, [], 9999),
+        ((1, 1), 9, [], 1),
+    ):
+        asked: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
+        monkeypatch.setattr(resource, "setrlimit", lambda kind, limits, asked=asked: asked.append(limits))
+        assert (Connections(wanted).most, asked) == (found, raised)

@@ -81,18 +81,13 @@ def test_a_table_as_input_is_answered_with_its_shape_and_width():
     assert "parameters" not in response
 
 
-@pytest.mark.parametrize("keys", [EXTREMES, []])
-def test_any_int64_is_a_key_in_json_and_in_binary(keys):
-    array = np.array(keys, np.int64)
-    for inference in (decode(named(json_input("user", keys))), decode(named(binary_input("user", array)), [array])):
-        (segment,) = inference.segments
-        assert (segment.keys.dtype, segment.keys.tolist(), segment.out.shape) == (np.int64, keys, (len(keys), 2))
-
-
-def test_int32_is_widened():
-    array = np.array([-(2**31), 7], np.int32)
-    assert decode(named(binary_input("user", array)), [array]).segments[0].keys.tolist() == [-(2**31), 7]
-    assert decode(named(json_input("user", [7], "INT32"))).segments[0].keys.tolist() == [7]
+def test_any_int64_is_a_key_in_json_and_in_binary():
+    for keys, kind in ((EXTREMES, np.int64), ([], np.int64), ([-(2**31), 7], np.int32)):
+        array = np.array(keys, kind)
+        datatype = {np.int64: "INT64", np.int32: "INT32"}[kind]
+        for one in (decode(named(json_input("user", keys, datatype))), decode(named(binary_input("user", array)), [array])):
+            (segment,) = one.segments
+            assert (segment.keys.dtype, segment.keys.tolist(), segment.out.shape) == (np.int64, keys, (len(keys), 2))
 
 
 @pytest.mark.parametrize("padding", range(9))
@@ -202,21 +197,18 @@ def test_a_wrong_request_is_an_error_that_says_where_and_what_is_expected(reques
         decode(request_)
 
 
-@pytest.mark.parametrize(
-    ("size", "shape", "data", "says"),
-    [
+def test_binary_data_that_do_not_fit_are_an_error():
+    for size, shape, data, says in (
         (8, [2], b"\0" * 8, "got binary_data_size 8, expected 16"),
         (16, [2], b"\0" * 8, "got 8 bytes of binary data, expected 16; the body is cut short"),
         (8, [1], b"\0" * 9, "got 9 bytes of binary data, expected 8; something follows"),
         (-8, [1], b"\0" * 8, "expected an integer of at least 0"),
         (True, [1], b"\0" * 8, "'binary_data_size' is a boolean"),
-    ],
-)
-def test_binary_data_that_do_not_fit_are_an_error(size, shape, data, says):
-    tensor = {"name": "user", "datatype": "INT64", "shape": shape, "parameters": {"binary_data_size": size}}
-    text = orjson.dumps(named(tensor))
-    with pytest.raises(InvalidInputError, match=says):
-        decode_request(text + data, len(text), MODEL, 1000)
+    ):
+        tensor = {"name": "user", "datatype": "INT64", "shape": shape, "parameters": {"binary_data_size": size}}
+        text = orjson.dumps(named(tensor))
+        with pytest.raises(InvalidInputError, match=says):
+            decode_request(text + data, len(text), MODEL, 1000)
 
 
 def bfloat16_of(values):
@@ -251,9 +243,8 @@ def test_outputs_differ_in_datatype(datatypes):
     assert data == b"".join(expected)
 
 
-@pytest.mark.parametrize(
-    ("output", "wanted", "says"),
-    [
+def test_a_wrong_datatype_of_an_output_is_an_error():
+    for output, wanted, says in (
         ("user", "INT8", r"outputs\[0\]: got datatype 'INT8', expected FP32, FP16, BF16"),
         ("user", 16, r"outputs\[0\]: got datatype an integer"),
         (None, "fp16", "'parameters': got datatype 'fp16', expected FP32, FP16, BF16"),
@@ -261,12 +252,10 @@ def test_outputs_differ_in_datatype(datatypes):
         (None, "BF16", "got datatype 'BF16' for 'user' as JSON, expected binary data, or FP16 or FP32"),
         ("user", "BF16", "'BF16' for 'user' as JSON"),
         ("user.found", "FP16", "found-mask 'user.found', expected none: it is BOOL"),
-    ],
-)
-def test_a_wrong_datatype_of_an_output_is_an_error(output, wanted, says):
-    more = {"parameters": {"datatype": wanted}}
-    with pytest.raises(InvalidDtypeError, match=says):
-        decode(named(json_input("user", [1]), **({"outputs": [{"name": output, **more}]} if output else more)))
+    ):
+        more = {"parameters": {"datatype": wanted}}
+        with pytest.raises(InvalidDtypeError, match=says):
+            decode(named(json_input("user", [1]), **({"outputs": [{"name": output, **more}]} if output else more)))
 
 
 def test_a_head_that_was_seen_before_is_answered_for_its_own_keys_and_model():

@@ -251,6 +251,7 @@ def test_curl_sends_lists_of_keys_and_gets_a_vector_for_each():
         ({"bags": {"item": [[1]]}, "weights": []}, InvalidInputError, "'weights' is a list"),
         ({"bags": {"item": [[1]]}, "weights": {"user": [[1]]}}, InvalidInputError, "'weights': got table 'user'"),
         ({"bags": {"item": [[1]]}, "weights": {"item": [1]}}, InvalidDtypeError, "weights of table 'item': got a list of o"),
+        ({"bags": {"item": [[1]]}, "weights": {"item": [["1"]]}}, InvalidDtypeError, "got a string at position 0"),
         ({"bags": {"item": [[1], []]}, "weights": {"item": [[], [1]]}}, InvalidInputError, "got other lists than the bags"),
         ({"bags": {"item": [[1] * 51]}}, TooManyKeysError, "got 51 keys, expected at most 50"),
         ({"bags": {"item": [[]] * 51}}, TooManyKeysError, "got 51 bags, expected at most 50"),

@@ -1,7 +1,12 @@
 """Inference requests as a front decodes them, with memory of their own for the answer."""
 
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+import orjson
+
+from hps.service.protocol.json_lookup import JSONLookup
 from hps.service.protocol.open_inference import Inference, lay_out_body
 from hps.service.protocol.request_checks import ModelTables
 
@@ -9,3 +14,36 @@ from hps.service.protocol.request_checks import ModelTables
 def decode_request(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Inference:
     laid = lay_out_body(body, header_length, model, max_keys)
     return laid.inference(np.empty(laid.layout.size, np.uint8))
+
+
+def body_of(request: Inference | JSONLookup) -> tuple[bytes, int | None]:
+    """The body of an answer, once the vectors are written, and the length of its JSON part where binary data follow."""
+    if isinstance(request, Inference):
+        request.convert()
+        if (whole := request.binary_answer) is not None:
+            return bytes(whole[0]), whole[1]
+    pieces, binary = request.encode()
+    text = b"".join(pieces)
+    return text + b"".join(map(bytes, binary)), len(text) if binary else None
+
+
+def read_answer(request: Inference | JSONLookup) -> tuple[Any, bytes]:
+    """The parsed JSON part of an answer, and its binary part."""
+    body, length = body_of(request)
+    return orjson.loads(body[:length]), b"" if length is None else body[length:]
+
+
+_NAMES = {"int64": "INT64", "int32": "INT32", "float64": "FP64", "float32": "FP32", "float16": "FP16", "bool": "BOOL"}
+
+
+def with_tensors(
+    arrays: Mapping[str, np.ndarray], *, binary: bool, shapes: Mapping[str, Any] | None = None, padding: str = "", **more: Any
+) -> tuple[bytes, int | None]:
+    """The body of a request with these inputs, and the length of its JSON part where binary tensors follow."""
+    inputs = [
+        {"name": name, "datatype": _NAMES[one.dtype.name], "shape": (shapes or {}).get(name, [*one.shape])}
+        | ({"parameters": {"binary_data_size": one.nbytes}} if binary else {"data": one.ravel().tolist()})
+        for name, one in arrays.items()
+    ]
+    text = orjson.dumps({"inputs": inputs, **more}) + padding.encode()
+    return (text + b"".join(one.tobytes() for one in arrays.values()), len(text)) if binary else (text, None)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from hpack import Decoder, Encoder
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
+KINDS = range(10)
+DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = KINDS
 
 
 class Frame(NamedTuple):

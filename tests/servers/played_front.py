@@ -13,7 +13,6 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-import uvloop
 
 from hps.cache.cpu.batches import NumpyBatches
 from hps.configuration.load import load_configuration
@@ -82,6 +81,11 @@ class Owner:
         driver.prepare()
         self._thread = threading.Thread(target=driver.run, daemon=True)
         self._thread.start()
+
+    def begin(self):
+        """Serve model `m`."""
+        self.publish(m=self.deploy())
+        self.start()
 
     def stop(self):
         """End as a process does, without a word to anybody."""
@@ -215,31 +219,16 @@ class Scene:
 
 
 @asynccontextmanager
-async def opened(directory):
-    """A front that serves a model, and its owner."""
+async def playing(directory, slot_wait_s=PATIENCE_S):
+    """A front that serves a model, and its owner; time passes quickly."""
     scene = Scene(directory)
-    try:
-        scene.owner.publish(m=scene.owner.deploy())
-        scene.owner.start()
-        front = await scene.start_front()
-        await scene.connected(front)
-        yield scene, front, scene.owner
-    finally:
-        await scene.close()
-
-
-@pytest.fixture
-def play(tmp_path, monkeypatch):
-    """Run a coroutine with a scene, in which time passes quickly."""
-    monkeypatch.setattr(front_module, "_TICK_S", 0.02)
-
-    def run(script, slot_wait_s=PATIENCE_S):
-        monkeypatch.setattr(exchange_module, "_SLOT_WAIT_S", slot_wait_s)
-
-        async def main():
-            async with opened(tmp_path) as (scene, front, owner):
-                await script(scene, front, owner)
-
-        uvloop.run(main())
-
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(front_module, "_TICK_S", 0.02)
+        patch.setattr(exchange_module, "_SLOT_WAIT_S", slot_wait_s)
+        try:
+            scene.owner.begin()
+            front = await scene.start_front()
+            await scene.connected(front)
+            yield scene, front, scene.owner
+        finally:
+            await scene.close()

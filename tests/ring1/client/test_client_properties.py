@@ -11,10 +11,10 @@ from hps.client.answers import Answer
 from hps.client.calls import Calls
 from hps.client.requests import RemoteCall
 from hps.service.fronts.heads import read_head
-from hps.service.protocol.open_inference import Inference, lay_out_body, parse_header_length
+from hps.service.protocol.open_inference import Inference, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
-from hps.tensors.bags import Bags
 from hps.types import TableSpec
+from tests.fakes.inferences import body_of, decode_request
 
 DIMS = {"item": 4, "user": 1, "geo-1": 7}
 MODEL = ModelTables("m", tuple(TableSpec("m", name, dim, 0.0, 1000) for name, dim in DIMS.items()))
@@ -41,8 +41,7 @@ def split(call: RemoteCall) -> tuple[Any, bytes, int | None]:
 
 
 def laid_out(body: bytes, length: int | None) -> Inference:
-    laid = lay_out_body(body, length, MODEL, 10_000)
-    return laid.inference(np.empty(laid.layout.size, np.uint8))
+    return decode_request(body, length, MODEL, 10_000)
 
 
 def vectors_of(name: str, keys: np.ndarray) -> np.ndarray:
@@ -70,19 +69,14 @@ def test_an_answer_to_what_was_sent_is_read_in_any_pieces(
             segment.out[:] = vectors_of(MODEL.tables[segment.table].table_name, segment.keys)
             if segment.found is not None:
                 segment.found[:] = segment.keys % 2 == 0
-        assert inference.binary_answer is not None
-        content, text_bytes = inference.binary_answer
-        sent = b"HTTP/1.1 200 OK\r\nInference-Header-Content-Length: %d\r\ncontent-length: %d\r\n\r\n" % (
-            text_bytes,
-            len(content),
-        )
-        answer = read_in_pieces(call.answer(), sent + bytes(content), pieces)
+        content, text_bytes = body_of(inference)
+        lengths = f"Inference-Header-Content-Length: {text_bytes}\r\ncontent-length: {len(content)}"
+        answer = read_in_pieces(call.answer(), f"HTTP/1.1 200 OK\r\n{lengths}\r\n\r\n".encode() + content, pieces)
         vectors = call.result(answer)
         if found:
             vectors, masks = vectors
-            assert {name: mask.tolist() for name, mask in masks.items()} == {
-                name: [key % 2 == 0 for key in keys] for name, keys in tables.items()
-            }
+            wanted = [[key % 2 == 0 for key in keys] for keys in tables.values()]
+            assert [masks[name].tolist() for name in tables] == wanted
         for name, keys in tables.items():
             expected = vectors_of(name, np.array(keys, np.int64))
             assert (vectors[name][: len(keys)] == expected).all()
@@ -102,42 +96,3 @@ def read_in_pieces(answer: Answer, sent: bytes, pieces: list[int]) -> Answer:
         if answer.received(count):
             assert at == len(sent)
             return answer
-
-
-@given(
-    st.lists(KEYS, max_size=6),
-    st.sampled_from(["sum", "mean", "sqrtn"]),
-    st.booleans(),
-    st.booleans(),
-    st.none() | st.floats(0.5, 9.0),
-    st.none() | st.integers(-(2**63), 2**63 - 1),
-)
-def test_bags_arrive_as_they_were_given(
-    bags: list[list[int]], combiner: Any, weighted: bool, last: bool, max_norm: float | None, padding_key: int | None
-) -> None:
-    keys = np.array([key for bag in bags for key in bag], np.int64)
-    offsets = np.cumsum([0, *map(len, bags)])
-    weights = np.arange(keys.size, dtype=np.float32) if weighted else None
-    given_offsets = offsets if last else offsets[:-1]
-    if not last and not bags:
-        return
-    asked = Bags(
-        keys,
-        given_offsets,
-        weights,
-        combiner=combiner,
-        max_norm=max_norm,
-        padding_key=padding_key,
-        include_last_offset=last,
-    )
-    _, body, length = split(CLIENT.lookup_pooled({"item": asked}, "m"))
-    (segment,) = laid_out(body, length).segments
-    pooling = segment.pooling
-    assert pooling is not None
-    assert segment.keys.tolist() == keys.tolist()
-    assert pooling.offsets.tolist() == offsets.tolist()
-    assert (pooling.count, pooling.combiner.name.lower()) == (len(bags), combiner)
-    assert (pooling.max_norm or None, pooling.padding_key) == (max_norm, padding_key)
-    assert (pooling.weights is None) == (weights is None)
-    if weights is not None:
-        assert pooling.weights.tolist() == weights.tolist()

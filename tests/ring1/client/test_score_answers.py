@@ -23,12 +23,8 @@ NAMES = {"bool": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64"
 
 def described(scores: dict[str, Any]) -> list[dict[str, Any]]:
     return [
-        {
-            "name": name,
-            "datatype": NAMES[one.dtype.name],
-            "shape": list(one.shape),
-            "parameters": {"binary_data_size": one.nbytes},
-        }
+        {"name": name, "datatype": NAMES[one.dtype.name], "shape": list(one.shape)}
+        | {"parameters": {"binary_data_size": one.nbytes}}
         for name, one in scores.items()
     ]
 
@@ -52,7 +48,7 @@ def read(data: bytes, piece: int, expected: Expected) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("piece", [1, 2, 7, 64, 1 << 20])
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("names", [list(SCORES), ["score"], ["wide", "score", "known"], ["known", "none"]])
 def test_outputs_of_all_dtypes_are_read_in_any_pieces(piece: int, names: list[str]) -> None:
     scores = {name: SCORES[name] for name in names}
@@ -64,43 +60,33 @@ def test_outputs_of_all_dtypes_are_read_in_any_pieces(piece: int, names: list[st
         for name, one in scores.items():
             got = answer.outputs[name]
             assert (got.dtype, got.shape, got.tobytes()) == (one.dtype, one.shape, one.tobytes())
-            assert got.flags.aligned
-            assert got.flags.writeable
+            assert (got.flags.aligned, got.flags.writeable) == (True, True)
 
 
-def with_member(name: str, value: Any) -> list[dict[str, Any]]:
-    return [described({"score": SCORES["score"]})[0] | {name: value}]
+WRONG = {
+    "shape": [[], [3, -1], [3, 2]],
+    "datatype": ["FP16", "UINT8"],
+    "name": [7],
+    "parameters": [{"binary_data_size": 11}, {}],
+}
+SCORE = described({"score": SCORES["score"]})
+DESCRIPTIONS = [[SCORE[0] | {name: value}] for name, values in WRONG.items() for value in values]
 
 
-@pytest.mark.parametrize(
-    "outputs",
-    [
-        [],
-        described({"score": SCORES["score"][:2]}),
-        with_member("shape", []),
-        with_member("shape", [3, -1]),
-        with_member("shape", [3, 2]),
-        with_member("datatype", "FP16"),
-        with_member("datatype", "UINT8"),
-        with_member("name", 7),
-        with_member("parameters", {"binary_data_size": 11}),
-        with_member("parameters", {}),
-        described({"score": SCORES["score"]}) * 2,
-    ],
-)
+@pytest.mark.parametrize("outputs", [[], described({"score": SCORES["score"][:2]}), SCORE * 2, *DESCRIPTIONS])
 def test_an_answer_that_does_not_fit_the_request_is_an_error(outputs: list[dict[str, Any]]) -> None:
     body = SCORES["score"].tobytes() * max(1, len(outputs))
     expected = Expected({}, {}, None, samples=3)
     for _ in range(2):
         with pytest.raises(hps.RemoteError):
             read(answer_of(outputs, body), 1 << 20, expected)
-    assert read(answer_of(described({"score": SCORES["score"]}), SCORES["score"].tobytes()), 50, expected).outputs
+    assert read(answer_of(SCORE, SCORES["score"].tobytes()), 50, expected).outputs
 
 
 def test_an_answer_of_another_version_or_length_is_an_error() -> None:
-    data = described({"score": SCORES["score"]}), SCORES["score"].tobytes()
-    assert read(answer_of(*data), 9, Expected({}, {}, "4", samples=3)).outputs
+    body = SCORES["score"].tobytes()
+    assert read(answer_of(SCORE, body), 9, Expected({}, {}, "4", samples=3)).outputs
     with pytest.raises(hps.RemoteError, match="got version '4', expected '5'"):
-        read(answer_of(*data), 9, Expected({}, {}, "5", samples=3))
+        read(answer_of(SCORE, body), 9, Expected({}, {}, "5", samples=3))
     with pytest.raises(hps.RemoteError, match="got 13 bytes of tensors, expected 12"):
-        read(answer_of(data[0], data[1] + b"\0"), 1 << 20, Expected({}, {}, None, samples=3))
+        read(answer_of(SCORE, body + b"\0"), 1 << 20, Expected({}, {}, None, samples=3))

@@ -77,18 +77,13 @@ def plain() -> bytes:
     return exported(Plain(), *EXAMPLES, shapes=(ROWS, ROWS))
 
 
-def opened(
-    content: bytes, *inputs: NetworkTensor, outputs: tuple[str, ...] = ("score",), engine: Any = ExportedProgram
-) -> Network:
+def opened(content: bytes, *inputs: NetworkTensor, outputs: Any = ("score",), engine: Any = ExportedProgram) -> Network:
     found: Network = engine.open("dense.pt2", content, inputs or (A, B), outputs, None)
     return found
 
 
 def answer(network: Network, values: dict[str, np.ndarray] = VALUES) -> dict[str, np.ndarray]:
     return network.fetch(network.run({name: network.put(array) for name, array in values.items()}))
-
-
-# -- programs of torch.export -----------------------------------------------------------------------------------------
 
 
 class TestExportedProgram(NetworkContract):
@@ -99,17 +94,17 @@ class TestExportedProgram(NetworkContract):
         return exported(Both().eval(), torch.ones(2, 4), torch.ones(2, 4), shapes=(ROWS, ROWS))
 
 
-FORMS: dict[str, Callable[[], bytes]] = {
-    "a dict, a dict": lambda: exported(OfDict(), dict(zip("ab", EXAMPLES, strict=True)), shapes=({"a": ROWS, "b": ROWS},)),
-    "a mixture, a tuple": lambda: exported(
-        Mixed(), EXAMPLES[1], given=({"a": EXAMPLES[0]},), shapes={"b": ROWS, "given": ({"a": ROWS},)}
-    ),
-}
+def of_dict() -> bytes:
+    return exported(OfDict(), dict(zip("ab", EXAMPLES, strict=True)), shapes=({"a": ROWS, "b": ROWS},))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_inputs_in_dicts_are_called_as_their_keys(form: str) -> None:
-    found = answer(opened(FORMS[form](), outputs=("score", "other")))
+def mixed() -> bytes:
+    return exported(Mixed(), EXAMPLES[1], given=({"a": EXAMPLES[0]},), shapes={"b": ROWS, "given": ({"a": ROWS},)})
+
+
+@pytest.mark.parametrize("form", [of_dict, mixed])
+def test_inputs_in_dicts_are_called_as_their_keys(form: Callable[[], bytes]) -> None:
+    found = answer(opened(form(), outputs=("score", "other")))
     np.testing.assert_allclose(found["score"], WANTED)
     assert found["other"].shape[0] == 3
 
@@ -123,55 +118,45 @@ def test_inputs_in_lists_are_called_as_their_placeholders_and_outputs_in_their_o
     np.testing.assert_array_equal(found["y"], VALUES["a"])
 
 
-@pytest.mark.parametrize(
-    ("form", "outputs", "message"),
-    [
-        ("a mixture, a tuple", ("score",), "it returned 2 outputs, expected 1 (dense.outputs)"),
-        ("a mixture, a tuple", ("a", "b", "c"), "it returned 2 outputs, expected 3 (dense.outputs)"),
-    ],
-)
-def test_other_outputs_are_named(form: str, outputs: tuple[str, ...], message: str) -> None:
-    with pytest.raises(hps.ModelFileError, match=re.escape(message)):
-        answer(opened(FORMS[form](), outputs=outputs))
+def test_other_outputs_are_named() -> None:
+    content = mixed()
+    for outputs in (("score",), ("a", "b", "c")):
+        message = f"it returned 2 outputs, expected {len(outputs)} (dense.outputs)"
+        with pytest.raises(hps.ModelFileError, match=re.escape(message)):
+            answer(opened(content, outputs=outputs))
 
 
-def test_a_closed_network_runs_no_more() -> None:
-    network = opened(plain())
+def test_a_closed_network_runs_no_more_and_a_gpu_that_is_not_there_is_an_error_of_the_device() -> None:
+    content = plain()
+    network = opened(content)
     network.close()
     with pytest.raises(hps.DeviceError, match="it is closed"):
         answer(network)
+    if not torch.cuda.is_available():
+        with pytest.raises(hps.DeviceError, match="this PyTorch has no CUDA"):
+            ExportedProgram.open("f", content, (A, B), ("score",), 0)
 
 
-@pytest.mark.parametrize("engine", [ExportedProgram, TorchScript])
-@pytest.mark.parametrize("content", [b"", pickle.dumps({"a": 1})])
-def test_what_is_no_archive_is_refused(engine: Any, content: bytes) -> None:
-    with pytest.raises(hps.ModelFileError, match="got a file that is no archive of PyTorch"):
-        opened(content, engine=engine)
+PROGRAM = r"it cannot be read as a program of torch\.export: "
 
 
-def test_an_archive_of_something_else_is_refused() -> None:
+def test_what_is_no_program_is_refused() -> None:
+    for content in (b"", pickle.dumps({"a": 1})):
+        for engine in (ExportedProgram, TorchScript):
+            with pytest.raises(hps.ModelFileError, match="got a file that is no archive of PyTorch"):
+                opened(content, engine=engine)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("readme", "hello")
-    with pytest.raises(hps.ModelFileError, match=r"it cannot be read as a program of torch\.export: "):
-        opened(file.getvalue())
-
-
-def test_a_damaged_program_is_refused() -> None:
-    content = bytearray(plain())
-    content[len(content) // 3 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 3)
+    for content in (file.getvalue(), scripted(Plain())):
+        with pytest.raises(hps.ModelFileError, match=PROGRAM):
+            opened(content)
+    whole = plain()
+    with pytest.raises(hps.ModelFileError, match="expected TorchScript"):
+        opened(whole, engine=TorchScript)
+    third, half = len(whole) // 3, len(whole) // 2
     with pytest.raises(hps.ModelFileError, match=r"opening the network dense\.pt2: "):
-        opened(bytes(content))
-
-
-def test_a_gpu_that_is_not_there_is_an_error_of_the_device() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(hps.DeviceError, match="this PyTorch has no CUDA"):
-        ExportedProgram.open("f", plain(), (A, B), ("score",), 0)
-
-
-# -- TorchScript ------------------------------------------------------------------------------------------------------
+        opened(whole[:third] + bytes(half - third) + whole[half:])
 
 
 def scripted(module: nn.Module) -> bytes:
@@ -218,14 +203,6 @@ class TestTorchScript(NetworkContract):
         return scripted(Both())
 
 
-def test_torchscript_that_was_saved_in_training_scores_without_dropout() -> None:
-    module = nn.Sequential(nn.Dropout(0.5))
-    assert module.training
-    ones = np.ones((100, 4), np.float32)
-    network = opened(scripted(module), NetworkTensor("input", "float32", (-1, 4)), engine=TorchScript)
-    np.testing.assert_array_equal(answer(network, {"input": ones})["score"], ones)
-
-
 @pytest.mark.parametrize("module", [Saves, SavesSometimes, SavesWhenLoaded])
 def test_torchscript_that_does_more_than_arithmetic_is_refused_unread(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,10 +220,3 @@ def test_pickles_are_refused_unread(saved: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pickle, "Unpickler", lambda *_: pytest.fail("the pickle was read"))
     with pytest.raises(hps.ModelFileError, match=r"it is a pickle of torch\.save, which may run any code"):
         opened(file.getvalue(), engine=TorchScript)
-
-
-def test_a_program_is_no_torchscript_and_the_other_way_round() -> None:
-    with pytest.raises(hps.ModelFileError, match=r"it cannot be read as a program of torch\.export: "):
-        opened(scripted(Plain()))
-    with pytest.raises(hps.ModelFileError, match="expected TorchScript"):
-        opened(plain(), engine=TorchScript)

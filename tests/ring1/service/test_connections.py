@@ -2,6 +2,7 @@
 
 import resource
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,13 +27,9 @@ class Peer:
     unread_since: float = float("inf")
 
 
-def busy(name: str, **more: Any) -> Peer:
-    return Peer(name, waiting=False, idle=False, **more)
-
-
-def unknown(name: str, **more: Any) -> Peer:
-    """One that has sent no complete request."""
-    return Peer(name, completed=False, **more)
+busy = partial(Peer, waiting=False, idle=False)
+unknown = partial(Peer, completed=False)
+"""One that has sent no complete request."""
 
 
 @pytest.fixture
@@ -82,23 +79,18 @@ def test_connections_that_were_used_go_behind_the_others(pool: Connections) -> N
         assert not any(one.used for one in peers)
 
 
-@pytest.mark.parametrize(
-    ("limit", "most", "wanted", "raised", "connections_"),
-    [
-        (1024, 4096, 500, None, 500),  # twice as many fit
-        (1024, 4096, 512, None, 512),
-        (1024, 4096, 513, 1026, 513),
-        (1024, 4096, 9999, 4096, 2048),
-        (1024, resource.RLIM_INFINITY, 9999, 19998, 9999),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 9999, None, 9999),
-        (1, 1, 9, None, 1),
-    ],
-)
-def test_connections_take_at_most_half_of_the_descriptors(
-    monkeypatch: pytest.MonkeyPatch, limit: int, most: int, wanted: int, raised: int | None, connections_: int
-) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, most))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
-    assert Connections(wanted).most == connections_
-    assert asked == ([] if raised is None else [(raised, most)])
+def test_connections_take_at_most_half_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = resource.RLIM_INFINITY
+    for limits, wanted, raised, found in (
+        ((1024, 4096), 500, [], 500),  # twice as many fit
+        ((1024, 4096), 512, [], 512),
+        ((1024, 4096), 513, [(1026, 4096)], 513),
+        ((1024, 4096), 9999, [(4096, 4096)], 2048),
+        ((1024, none), 9999, [(19998, none)], 9999),
+        ((none, none), 9999, [], 9999),
+        ((1, 1), 9, [], 1),
+    ):
+        asked: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
+        monkeypatch.setattr(resource, "setrlimit", lambda kind, limits, asked=asked: asked.append(limits))
+        assert (Connections(wanted).most, asked) == (found, raised)

@@ -23,6 +23,7 @@ from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.open_inference import lay_out_body
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
+from tests.fakes.inferences import body_of, decode_request, with_tensors
 from tests.fakes.region_front import RegionFront
 
 DIMS, MOST_KEYS = (2, 5, 1), 40
@@ -71,6 +72,20 @@ def assert_parts(size, slot=SLOT):
     return header, segments
 
 
+def place(request, traced=False):
+    """Write a request into its slot, and nothing else; return it and what the owner reads."""
+    FRONT.memory.bytes[SLAB:] = 0x5A
+    placed = Placed(request, traced)
+    placed.write(FRONT.memory, SLOT, SERIAL)
+    assert (FRONT.memory.bytes[SLAB:SLOT] == 0x5A).all()
+    return placed, *assert_parts(placed.size)
+
+
+def assert_untouched(size):
+    """Nothing was written behind a request."""
+    assert (FRONT.memory.bytes[SLOT + size :] == 0x5A).all()
+
+
 def answer(segments):
     """Answer a request in the region, as the owner does."""
     memory = FRONT.memory
@@ -81,33 +96,25 @@ def answer(segments):
             memory.bytes[found_at : found_at + n] = found_of(keys)
 
 
-def encoded(request, device):
+def encoded(request):
     """All bytes of an encoded answer."""
-    text, binary, length = request.encode(None, device)
-    whole = b"".join([*text, *map(bytes, binary)])
-    return whole, length
+    text, binary, length = request.encode(None, 0)
+    return b"".join([*text, *map(bytes, binary)]), length
 
 
 def decoded(body, length):
     """A request with memory of its own."""
-    laid = lay_out_body(body, length, MODEL, 1000)
-    return laid.inference(np.zeros(laid.layout.size, np.uint8))
+    return decode_request(body, length, MODEL, 1000)
 
 
-def in_process(request, device):
+def in_process(request):
     """The answer of a request without a region."""
     for one in request.segments:
         one.out[...] = vectors_of(one.table, one.keys)
         if one.found is not None:
             one.found[...] = found_of(one.keys)
-    request.device_id = device
-    if hasattr(request, "convert"):
-        request.convert()
-    if (whole := getattr(request, "binary_answer", None)) is not None:
-        return bytes(whole[0]), whole[1]
-    text, binary = request.encode()
-    text = b"".join(text)
-    return text + b"".join(map(bytes, binary)), len(text) if binary else None
+    request.device_id = 0
+    return body_of(request)
 
 
 keys = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=12)
@@ -118,8 +125,7 @@ flags = st.booleans()
 def requests(draw):
     """The JSON part and the binary part of requests that name tables as Triton's clients do."""
     binary, inputs, outputs = b"", [], []
-    names = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
-    for name in names:
+    for name in draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1)):
         values = np.array(draw(keys), np.int64)
         rows = draw(st.sampled_from([1, 2]))
         shape = [rows, values.size // rows] if values.size % rows == 0 and draw(flags) else [values.size]
@@ -130,23 +136,15 @@ def requests(draw):
         else:
             tensor["data"] = values.tolist()
         inputs.append(tensor)
-        asked = (name, f"{name}.found") if draw(flags) else (name,)
-        for one in asked:
+        for one in (name, f"{name}.found") if draw(flags) else (name,):
             parameters = {"binary_data": draw(st.integers(0, 5)) > 0}
             if one == name and draw(flags):
-                parameters["datatype"] = draw(
-                    st.sampled_from(["FP32", "FP16", "BF16"] if parameters["binary_data"] else ["FP16"])
-                )
+                kinds = ["FP32", "FP16", "BF16"] if parameters["binary_data"] else ["FP16"]
+                parameters["datatype"] = draw(st.sampled_from(kinds))
             outputs.append({"name": one, "parameters": parameters})
-    request = {"inputs": inputs, "parameters": {"binary_data_output": draw(st.integers(0, 5)) > 0}}
-    if draw(flags):
-        request["parameters"]["found"] = draw(flags)
-    if draw(flags):
-        request["parameters"]["DeviceID"] = draw(st.sampled_from([0, 3, 12]))
-    if draw(flags):
-        request["parameters"]["datatype"] = "FP16"
-    if draw(flags):
-        request["outputs"] = outputs
+    more = {"found": flags, "DeviceID": st.sampled_from([0, 3, 12]), "datatype": st.just("FP16")}
+    parameters = {"binary_data_output": draw(st.integers(0, 5)) > 0, **draw(st.fixed_dictionaries({}, optional=more))}
+    request = {"inputs": inputs, "parameters": parameters} | ({"outputs": outputs} if draw(flags) else {})
     if draw(flags):
         request["id"] = "x" * draw(st.integers(0, 300))
     return orjson.dumps(request), binary
@@ -156,16 +154,12 @@ def requests(draw):
 @given(requests())
 def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
     text, binary = request
-    expected, length = in_process(decoded(text + binary, len(text)), device=0)
+    expected, length = in_process(decoded(text + binary, len(text)))
     memory = FRONT.memory
-    memory.bytes[SLAB:] = 0x5A
-
-    placed = Placed(LaidOut(lay_out_body(text + binary, len(text), MODEL, 1000)), False)
-    placed.write(memory, SLOT, SERIAL)
-    answer(assert_parts(placed.size)[1])
-    assert encoded(placed, 0) == (expected, length)
-    assert (memory.bytes[SLAB:SLOT] == 0x5A).all()
-    assert (memory.bytes[SLOT + placed.size :] == 0x5A).all()
+    placed, _, segments = place(LaidOut(lay_out_body(text + binary, len(text), MODEL, 1000)))
+    answer(segments)
+    assert encoded(placed) == (expected, length)
+    assert_untouched(placed.size)
 
     plan = plan_of(text, MODEL, 1000)
     if plan is None:
@@ -175,42 +169,34 @@ def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
     memory[SLOT] = SERIAL
     memory.view[SLOT + plan.keys_at : SLOT + plan.keys_at + plan.keys_bytes] = binary
     header, segments = assert_parts(plan.size)
-    assert (header[H_FLAGS], header[H_ASIDE_BYTES]) == (0, ASIDE_ROOM)
-    assert plan.keys_bytes == len(binary)
-    room = SLOT + plan.vectors_at - len(plan.text) - HEAD_ROOM
-    assert SLOT + plan.keys_at + plan.keys_bytes <= room  # for the HTTP head and the JSON part
+    assert (header[H_FLAGS], header[H_ASIDE_BYTES], plan.keys_bytes) == (0, ASIDE_ROOM, len(binary))
+    begin = SLOT + plan.vectors_at - len(plan.text)
+    assert SLOT + plan.keys_at + plan.keys_bytes <= begin - HEAD_ROOM  # for the HTTP head and the JSON part
     answer(segments)
     if plan.layout is not None:
-        begin = SLOT + plan.vectors_at - len(plan.text)
         plan.layout.convert(memory.bytes[begin : begin + plan.layout.size])
-    assert plan.text + bytes(memory.view[SLOT + plan.vectors_at : SLOT + plan.end]) == expected
-    assert len(plan.text) == length
+    assert (plan.text + bytes(memory.view[SLOT + plan.vectors_at : SLOT + plan.end]), len(plan.text)) == (expected, length)
     assert plan.device == json.loads(text)["parameters"].get("DeviceID")
-    assert (memory.bytes[SLOT + plan.size :] == 0x5A).all()
+    assert_untouched(plan.size)
 
 
-@pytest.mark.parametrize(
-    ("change", "planned"),
-    [
-        ({}, True),
-        ({"id": "a"}, True),
-        ({"parameters": {"binary_data_output": True, "report": True}}, False),
-        ({"parameters": {"binary_data_output": True, "found": True}}, True),
-        ({"parameters": {}}, False),  # its answer is JSON
-    ],
-)
-def test_what_all_keys_may_change_has_a_plan(change, planned):
+def planned_text(**change):
     inputs = [{"name": "user", "datatype": "INT64", "shape": [3], "parameters": {"binary_data_size": 24}}]
-    text = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}} | change)
-    assert (plan_of(text, MODEL, 1000) is not None) is planned
-    assert plan_of(text + b" " * 100_000, MODEL, 1000) is None  # too long to be kept
+    return orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}} | change)
+
+
+def test_what_all_keys_may_change_has_a_plan():
+    binary = {"binary_data_output": True}
+    for change in ({}, {"id": "a"}, {"parameters": binary | {"found": True}}):
+        assert plan_of(planned_text(**change), MODEL, 1000) is not None
+    assert plan_of(planned_text() + b" " * 100_000, MODEL, 1000) is None  # too long to be kept
+    for parameters in (binary | {"report": True}, {}):  # its answer is JSON
+        assert plan_of(planned_text(parameters=parameters), MODEL, 1000) is None
 
 
 def test_a_plan_belongs_to_one_version_of_a_model():
-    inputs = [{"name": "user", "datatype": "INT64", "shape": [3], "parameters": {"binary_data_size": 24}}]
-    text = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
     wider = ModelTables("m", (TableSpec("m", "user", 8, 0.0, MOST_KEYS),), "2")
-    plans = [plan_of(text, model, 1000) for model in (MODEL, wider, MODEL)]
+    plans = [plan_of(planned_text(), model, 1000) for model in (MODEL, wider, MODEL)]
     assert plans[0] is plans[2]
     assert [one.end - one.vectors_at for one in plans[:2]] == [24, 96]
     assert b'"2"' in plans[1].text
@@ -219,36 +205,24 @@ def test_a_plan_belongs_to_one_version_of_a_model():
 @given(st.dictionaries(st.sampled_from(NAMES), keys, min_size=1), flags, st.sampled_from([None, 0, 5]))
 def test_lookups_as_json_are_placed_and_answered(tables, found, device):
     body = orjson.dumps({"tables": tables, "found": found, "device": device})
-    expected = in_process(decode_lookup(body, MODEL, 1000), 0)[0]
-    FRONT.memory.bytes[SLAB:] = 0x5A
-    placed = Placed(decode_lookup(body, MODEL, 1000), False)
+    expected = in_process(decode_lookup(body, MODEL, 1000))[0]
+    placed, _, segments = place(decode_lookup(body, MODEL, 1000))
     assert placed.keys == sum(map(len, tables.values()))
-    placed.write(FRONT.memory, SLOT, SERIAL)
-    answer(assert_parts(placed.size)[1])
-    assert encoded(placed, 0) == (expected, None)
-    assert (FRONT.memory.bytes[SLOT + placed.size :] == 0x5A).all()
+    answer(segments)
+    assert encoded(placed) == (expected, None)
+    assert_untouched(placed.size)
 
 
-@pytest.mark.parametrize(("traced", "flag", "room"), [(False, 0, ASIDE_ROOM), (True, TRACED, TRACE_ROOM)])
-def test_a_traced_request_has_room_for_its_trace(traced, flag, room):
-    placed = Placed(decode_lookup(b'{"tables": {"user": [1]}}', MODEL, 1000), traced)
-    placed.write(FRONT.memory, SLOT, SERIAL)
-    header, _ = assert_parts(placed.size)
-    assert header[H_FLAGS] == flag
-    assert header[H_ASIDE_BYTES] == room
+def test_a_traced_request_has_room_for_its_trace():
+    for traced, flag, room in ((False, 0, ASIDE_ROOM), (True, TRACED, TRACE_ROOM)):
+        _, header, _ = place(decode_lookup(b'{"tables": {"user": [1], "item": []}}', MODEL, 1000), traced)
+        assert (header[H_FLAGS], header[H_ASIDE_BYTES]) == (flag, room)
+        assert (FRONT.memory[SLOT + layout.SERIAL], FRONT.memory[SLOT + layout.SEGMENTS]) == (SERIAL, 2)
 
-
-# -- keys in bags -----------------------------------------------------------------------------------------------------------
 
 bags = st.dictionaries(st.sampled_from(NAMES), st.lists(st.lists(st.integers(-9, 99), max_size=4), max_size=6), min_size=1)
-options = st.fixed_dictionaries(
-    {},
-    optional={
-        "combiner": st.sampled_from(["sum", "mean", "sqrtn"]),
-        "max_norm": st.sampled_from([0.5, 2]),
-        "padding_key": st.sampled_from([0, -3]),
-    },
-)
+OPTIONS = {"combiner": ["sum", "mean", "sqrtn"], "max_norm": [0.5, 2], "padding_key": [0, -3]}
+options = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()})
 
 
 def owned_segments(slot=SLOT):
@@ -284,52 +258,34 @@ def test_bags_as_json_reach_the_owner(tables, more, weighted):
     if weighted:
         request["weights"] = {name: [[key / 2 for key in bag] for bag in lists] for name, lists in tables.items()}
     decoded = decode_lookup(orjson.dumps(request), MODEL, 1000)
-    FRONT.memory.bytes[SLAB:] = 0x5A
-    placed = Placed(decoded, False)
-    placed.write(FRONT.memory, SLOT, SERIAL)
-    assert_parts(placed.size)
+    placed, _, _ = place(decoded)
     assert_same(owned_segments(), decoded.segments)
-    assert (FRONT.memory.bytes[SLOT + placed.size :] == 0x5A).all()
+    assert_untouched(placed.size)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), flags, flags, flags, options, st.sampled_from(["FP32", "FP16"]))
 def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weighted, binary, more, wanted):
     """All tables beside each other in the rows of one output: the vectors of each have strides."""
-    tensors, count = {}, len(sizes)
+    count = len(sizes)
     if offsets:
         one = [0, *np.cumsum(sizes).tolist()]
-        n = one[-1]
-        tensors = {"KEYS": np.arange(3 * n), "OFFSETS": np.array([one] * 3, np.int32)}
+        tensors = {"KEYS": np.arange(3 * one[-1]), "OFFSETS": np.array([one] * 3, np.int32)}
+        if weighted:
+            tensors["WEIGHTS"] = np.arange(3 * one[-1], dtype=np.float32)
     else:
-        n = 2 * count
-        for name in NAMES:
-            tensors[name] = np.arange(n).reshape(count, 2)
-    if weighted and offsets:
-        tensors["WEIGHTS"] = np.arange(3 * n, dtype=np.float32)
-    inputs, data = [], b""
-    for name, array in tensors.items():
-        datatype = {"i8": "INT64", "i4": "INT32", "f4": "FP32"}[array.dtype.str[1:]]
-        inputs.append({"name": name, "datatype": datatype, "shape": list(array.shape)})
-        inputs[-1]["parameters"] = {"binary_data_size": array.nbytes}
-        data += array.tobytes()
+        tensors = dict.fromkeys(NAMES, np.arange(2 * count).reshape(count, 2))
     parameters = {"binary_data_output": binary, "datatype": wanted, **({"combiner": "sum"} | more)}
-    text = orjson.dumps({"inputs": inputs, "parameters": parameters})
-    assert plan_of(text, MODEL, 1000) is None
-    laid = LaidOut(lay_out_body(text + data, len(text), MODEL, 1000))
-    FRONT.memory.bytes[SLAB:] = 0x5A
-    placed = Placed(laid, False)
-    placed.write(FRONT.memory, SLOT, SERIAL)
-    assert_parts(placed.size)
+    body, length = with_tensors(tensors, binary=True, parameters=parameters)
+    assert plan_of(body[:length], MODEL, 1000) is None
+    laid = LaidOut(lay_out_body(body, length, MODEL, 1000))
+    placed, _, _ = place(laid)
     own = owned_segments()
     assert_same(own, laid.segments)
-    expected = decoded(text + data, len(text))
+    expected = decoded(body, length)
     for table, (mine, its) in enumerate(zip(own, expected.segments, strict=True)):
         mine.out[...] = its.out[...] = 100 * table + np.arange(count)[:, None]
-    expected.convert()
-    whole = expected.binary_answer
-    answered = (bytes(whole[0]), whole[1]) if whole else (b"".join(expected.encode()[0]), None)
-    assert encoded(placed, 0) == answered
-    assert (FRONT.memory.bytes[SLOT + placed.size :] == 0x5A).all()
+    assert encoded(placed) == body_of(expected)
+    assert_untouched(placed.size)
 
 
 numbers = st.one_of(st.integers(-5, 40), st.sampled_from([8192, 1 << 20, 4 << 20, 1 << 40, 1 << 63, -(1 << 63)]), st.none())
@@ -339,12 +295,9 @@ hostile_bags = st.fixed_dictionaries(
     optional={
         "offsets": arrays | st.tuples(numbers, st.integers(0, 9), st.sampled_from(["<i8", "<i4"])).map(list),
         "weights": arrays,
-        "count": numbers,
-        "hotness": numbers,
         "combiner": st.sampled_from(["sum", "x", None, 3]),
-        "max_norm": numbers,
-        "padding_key": numbers,
         "strides": st.none() | st.lists(numbers, max_size=3),
+        **dict.fromkeys(("count", "hotness", "max_norm", "padding_key"), numbers),
     },
 )
 
@@ -364,27 +317,18 @@ def test_no_bags_lead_the_owner_out_of_the_region(table, n, spare, slot, describ
     memory.bytes[SLAB:] = 0
     memory.words[slot // 8 : slot // 8 + 300] = np.arange(300) % 4
     words = [table, n, slot + 128, min(slot + 1024, memory.size - 4 * spare), 0]
-    given_bags = {
-        "combiner": "sum",
-        "max_norm": None,
-        "padding_key": None,
-        "strides": None,
-        "count": n,
-        "hotness": 1,
-    } | described
+    plain = {"combiner": "sum", "max_norm": None, "padding_key": None, "strides": None, "count": n, "hotness": 1}
     try:
-        segment = _segment(DEPLOYMENT, memory, slot, words, given_bags)
+        segment = _segment(DEPLOYMENT, memory, slot, words, plain | described)
     except Exception:  # noqa: BLE001 - whatever it is, the owner answers it
         return
-    start, end = memory.address + slot, memory.address + memory.size
-    out = segment.out
+    out, width = segment.out, 4 * DIMS[table]
     if out.size:
         assert out.strides[1] == 4
-        assert out.strides[0] >= 4 * DIMS[table]
+        assert out.strides[0] >= width
         assert out.strides[0] % 4 == 0
-        first = out.ctypes.data
-        assert start <= first
-        assert first + (len(out) - 1) * out.strides[0] + 4 * DIMS[table] <= end
+        first = out.ctypes.data - memory.address
+        assert slot <= first <= memory.size - (len(out) - 1) * out.strides[0] - width
     assert segment.keys.size == n
     pooling = segment.pooling
     assert pooling.count == len(out)
@@ -394,45 +338,14 @@ def test_no_bags_lead_the_owner_out_of_the_region(table, n, spare, slot, describ
         assert pooling.count * pooling.hotness == n
 
 
-# -- versions ---------------------------------------------------------------------------------------------------------------
-
-
-def version_of(serials):
-    return FrontVersion(MODEL, serials, InferenceCounts())
-
-
-def test_devices_take_turns_unless_one_is_named():
-    version = version_of({0: 256, 3: 513})
-    assert sorted(version.device(None) for _ in range(10)) == [0] * 5 + [3] * 5
-    assert [version.device(device) for device in (3, 0, 3)] == [3, 0, 3]
-
-
-def test_a_lost_device_has_no_turn_while_there_are_others():
-    version = version_of({0: 256, 3: 513, 4: 770})
-    version.leave_out([3])
-    assert sorted(version.device(None) for _ in range(10)) == [0] * 5 + [4] * 5
-    assert version.device(3) == 3
-    with pytest.raises(UnknownDeviceError, match=r"deployed_device_list \[0, 3, 4\]"):
-        version.device(7)
-    version.leave_out([0, 3, 4])
-    assert sorted(version.device(None) for _ in range(9)) == [0] * 3 + [3] * 3 + [4] * 3
-    version.leave_out([])
-    assert sorted(version.device(None) for _ in range(9)) == [0] * 3 + [3] * 3 + [4] * 3
-
-
-def test_a_device_without_the_model_is_refused():
-    with pytest.raises(UnknownDeviceError, match=r"model 'm': got device 7, expected one of its deployed_device_list \[0, 3\]"):
-        version_of({0: 256, 3: 513}).device(7)
-
-
-def test_a_version_that_the_owner_has_no_room_for_is_not_ready():
-    for device in (None, 0):
+def test_devices_take_turns_unless_one_is_named_and_lost_ones_have_none_while_there_are_others():
+    version = FrontVersion(MODEL, {0: 256, 3: 513, 4: 770}, InferenceCounts())
+    for lost, turns in (([], [0, 3, 4]), ([3], [0, 4]), ([0, 3, 4], [0, 3, 4]), ([], [0, 3, 4])):
+        version.leave_out(lost)
+        assert sorted(version.device(None) for _ in range(12)) == sorted(turns * (12 // len(turns)))
+        assert [version.device(device) for device in (3, 0, 3)] == [3, 0, 3]
+        with pytest.raises(UnknownDeviceError, match=r"got device 7, expected one of its deployed_device_list \[0, 3, 4\]"):
+            version.device(7)
+    for device in (None, 0):  # the owner has no room for it
         with pytest.raises(NotReadyError, match="model 'm' is not ready"):
-            version_of({}).device(device)
-
-
-def test_the_words_of_a_header_are_those_that_the_owner_reads():
-    placed = Placed(decode_lookup(b'{"tables": {"user": [1], "item": []}}', MODEL, 1000), False)
-    placed.write(FRONT.memory, SLOT, SERIAL)
-    assert FRONT.memory[SLOT + layout.SERIAL] == SERIAL
-    assert FRONT.memory[SLOT + layout.SEGMENTS] == 2
+            FrontVersion(MODEL, {}, InferenceCounts()).device(device)

@@ -58,52 +58,39 @@ def test_slots_never_overlap_and_all_memory_comes_back(slab_bytes, steps):
 
 
 @pytest.mark.parametrize("order", range(12, 21))
-def test_a_slot_is_the_next_power_of_two(order):
-    size = 1 << order
-    assert len(take_all(Slots(SLAB + (1 << 20)), size)) == (1 << 20) // size
-    assert len(take_all(Slots(SLAB + (1 << 20)), size // 2 + 1)) == (1 << 20) // size
-    if order < 20:
-        assert len(take_all(Slots(SLAB + (1 << 20)), size + 1)) == (1 << 20) // size // 2
-
-
-@pytest.mark.parametrize("size", [0, 1, LEAST - 1, LEAST])
-def test_the_smallest_slot_is_a_page(size):
-    slots = Slots(SLAB + 4 * LEAST)
-    assert sorted(take_all(slots, size)) == [SLAB + LEAST * nth for nth in range(4)]
-    assert slots.used == 4 * LEAST
+def test_a_slot_is_the_next_power_of_two_and_at_least_a_page(order):
+    size, count = 1 << order, 1 << 20 - order
+    for asked, found in ((size, count), (size // 2 + 1, count), (size + 1, count // 2)):
+        assert len(take_all(Slots(SLAB + (1 << 20)), asked)) == found
+    for asked in (0, 1, LEAST - 1, LEAST):
+        slots = Slots(SLAB + 7 * LEAST + 100)  # used up to its last page
+        assert sorted(take_all(slots, asked)) == [SLAB + LEAST * nth for nth in range(7)]
+        assert (slots.used, slots.largest) == (7 * LEAST, 4 * LEAST)
 
 
 def test_the_whole_slab_is_one_slot_and_no_larger_one_exists():
     slots = Slots(SLAB + (1 << 20))
     assert slots.largest == 1 << 20
     assert slots.take((1 << 20) + 1) == -1
-    assert slots.take(1 << 20) == SLAB
-    assert slots.take(1) == -1
+    assert [slots.take(1 << 20), slots.take(1)] == [SLAB, -1]
     slots.give_back(SLAB)
     assert slots.take(1 << 20) == SLAB
-
-
-def test_a_slab_that_is_no_power_of_two_is_used_up_to_its_last_page():
-    slots = Slots(SLAB + 7 * LEAST + 100)
-    assert slots.largest == 4 * LEAST
-    assert sorted(take_all(slots, 1)) == [SLAB + LEAST * nth for nth in range(7)]
-
-
-@pytest.mark.parametrize("slab_bytes", [0, LEAST - 1])
-def test_a_slab_without_a_page_has_no_slot(slab_bytes):
-    assert Slots(SLAB + slab_bytes).take(1) == -1
+    slots.give_back(SLAB)
+    with pytest.raises(KeyError):  # once
+        slots.give_back(SLAB)
+    for slab_bytes in (0, LEAST - 1):
+        assert Slots(SLAB + slab_bytes).take(1) == -1
 
 
 def test_small_slots_are_joined_for_a_large_one_only_when_all_of_its_memory_is_free():
     slots = Slots(SLAB + (1 << 16))
-    small = take_all(slots, LEAST)
-    assert len(small) == 16
-    for one in small[1:]:
+    first, *others = take_all(slots, LEAST)
+    for one in others:
         slots.give_back(one)
     assert slots.take(1 << 16) == -1
-    assert slots.take(1 << 15) >= 0  # half of it is free in one piece
-    slots = Slots(SLAB + (1 << 16))
-    for one in take_all(slots, LEAST):
+    half = slots.take(1 << 15)
+    assert half >= 0, "half of it is free in one piece"
+    for one in (first, half):
         slots.give_back(one)
     assert slots.take(1 << 16) == SLAB
 
@@ -118,11 +105,3 @@ def test_a_slot_of_joined_small_ones_belongs_to_no_larger_one(order):
     others = take_all(slots, LEAST)
     assert len(others) == 16 - (1 << order - 12)
     assert not any(taken <= one < taken + (1 << order) for one in others)
-
-
-def test_a_slot_is_given_back_once():
-    slots = Slots(SLAB + (1 << 16))
-    slot = slots.take(LEAST)
-    slots.give_back(slot)
-    with pytest.raises(KeyError):
-        slots.give_back(slot)

@@ -12,7 +12,7 @@ from hps.service.protocol.json_size import json_pieces, parsed_bytes
 from hps.service.protocol.open_inference import parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
-from tests.fakes.inferences import decode_request
+from tests.fakes.inferences import decode_request, read_answer
 
 MODEL = ModelTables("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1]
@@ -58,78 +58,57 @@ def answer(inference):
         segment.out[...] = (1000 * segment.table + segment.keys)[:, None]
         if segment.found is not None:
             segment.found[...] = segment.keys % 2 == 0
-    inference.convert()
-    if (whole := inference.binary_answer) is not None:
-        body, length = whole
-    else:
-        text, binary = (list(part) for part in inference.encode())
-        body, length = b"".join(text + binary), sum(map(len, text)) if binary else None
-    return json.loads(bytes(body[:length])), b"" if length is None else bytes(body[length:])
+    return read_answer(inference)
 
 
 def test_keys_and_numkeys_name_the_tables_in_order():
     inference = decode(triton([5, 6, 7], [1, 2], id="b1"))
     assert [(segment.table, segment.keys.tolist()) for segment in inference.segments] == [(0, [5]), (1, [6, 7])]
-    response, _ = answer(inference)
-    assert response == {
-        "model_name": "ranker",
-        "model_version": "1",
-        "id": "b1",
-        "parameters": {"NumSample": 3, "DeviceID": 0},
-        "outputs": [{"name": "OUTPUT0", "datatype": "FP32", "shape": [8], "data": [5, 5, *[1006] * 3, *[1007] * 3]}],
-    }
+    output = {"name": "OUTPUT0", "datatype": "FP32", "shape": [8], "data": [5, 5, *[1006] * 3, *[1007] * 3]}
+    parameters = {"NumSample": 3, "DeviceID": 0}
+    names = {"model_name": "ranker", "model_version": "1", "id": "b1"}
+    assert answer(inference)[0] == {**names, "parameters": parameters, "outputs": [output]}
+    keys = np.array([5, 6, 7])  # JSON and binary inputs may be mixed
+    inference = decode(named(json_input("NUMKEYS", [2, 1], "INT32"), binary_input("KEYS", keys)), [keys])
+    assert [segment.keys.tolist() for segment in inference.segments] == [[5, 6], [7]]
 
 
 def test_a_table_as_input_is_answered_with_its_shape_and_width():
     response, _ = answer(decode(named(json_input("item", [1, 2, 3, 4], shape=[2, 2]), json_input("user", [9]))))
-    assert [(output["name"], output["shape"]) for output in response["outputs"]] == [("item", [2, 2, 3]), ("user", [1, 2])]
-    assert response["outputs"][0]["data"] == [1001] * 3 + [1002] * 3 + [1003] * 3 + [1004] * 3
-    assert response["outputs"][1]["data"] == [9, 9]
+    item = [1001] * 3 + [1002] * 3 + [1003] * 3 + [1004] * 3
+    found = [(output["name"], output["shape"], output["data"]) for output in response["outputs"]]
+    assert found == [("item", [2, 2, 3], item), ("user", [1, 2], [9, 9])]
+    assert "parameters" not in response
 
 
-@pytest.mark.parametrize("keys", [EXTREMES, []])
-def test_any_int64_is_a_key_in_json_and_in_binary(keys):
-    array = np.array(keys, np.int64)
-    for inference in (decode(named(json_input("user", keys))), decode(named(binary_input("user", array)), [array])):
-        assert inference.segments[0].keys.dtype == np.int64
-        assert inference.segments[0].keys.tolist() == keys
-        assert inference.segments[0].out.shape == (len(keys), 2)
-
-
-def test_int32_is_widened():
-    array = np.array([-(2**31), 7], np.int32)
-    assert decode(named(binary_input("user", array)), [array]).segments[0].keys.tolist() == [-(2**31), 7]
-    assert decode(named(json_input("user", [7], "INT32"))).segments[0].keys.tolist() == [7]
+def test_any_int64_is_a_key_in_json_and_in_binary():
+    for keys, kind in ((EXTREMES, np.int64), ([], np.int64), ([-(2**31), 7], np.int32)):
+        array = np.array(keys, kind)
+        datatype = {np.int64: "INT64", np.int32: "INT32"}[kind]
+        for one in (decode(named(json_input("user", keys, datatype))), decode(named(binary_input("user", array)), [array])):
+            (segment,) = one.segments
+            assert (segment.keys.dtype, segment.keys.tolist(), segment.out.shape) == (np.int64, keys, (len(keys), 2))
 
 
 @pytest.mark.parametrize("padding", range(9))
 def test_binary_keys_are_aligned_writable_and_their_own_whatever_precedes_them(padding):
     keys, counts = np.array([EXTREMES]), np.array([[4, 0]], np.int32)
     request = {"id": "x" * padding, "inputs": [binary_input("KEYS", keys), binary_input("NUMKEYS", counts)]}
-    segment = decode(request, [keys, counts]).segments[0]
-    assert segment.keys.flags.aligned
-    assert segment.keys.flags.owndata or segment.keys.base.flags.owndata
-    assert segment.keys.flags.c_contiguous
-    assert segment.keys.tolist() == EXTREMES
-
-
-def test_json_and_binary_inputs_may_be_mixed():
-    keys = np.array([5, 6, 7])
-    inference = decode(named(json_input("NUMKEYS", [2, 1], "INT32"), binary_input("KEYS", keys)), [keys])
-    assert [segment.keys.tolist() for segment in inference.segments] == [[5, 6], [7]]
+    found = decode(request, [keys, counts]).segments[0].keys
+    assert (found.flags.aligned, found.flags.c_contiguous, found.tolist()) == (True, True, EXTREMES)
+    assert found.flags.owndata or found.base.flags.owndata
 
 
 def test_binary_outputs_are_sent_from_the_memory_that_the_lookup_wrote():
     inference = decode(triton([5, 6], [1, 1], parameters={"binary_data_output": True, "found": True}))
     body, length = inference.binary_answer
     written = np.frombuffer(body, np.uint8)
-    assert all(np.shares_memory(written, segment.out) for segment in inference.segments)
-    assert all(np.shares_memory(written, segment.found) for segment in inference.segments)
-    assert length % 16 == 0
-    assert inference.segments[0].out.ctypes.data % 16 == 0
+    for segment in inference.segments:
+        assert np.shares_memory(written, segment.out)
+        assert np.shares_memory(written, segment.found)
+    assert length % 16 == inference.segments[0].out.ctypes.data % 16 == 0
     response, binary = answer(inference)
-    sizes = [output["parameters"]["binary_data_size"] for output in response["outputs"]]
-    assert sizes == [20, 2]
+    assert [output["parameters"]["binary_data_size"] for output in response["outputs"]] == [20, 2]
     assert np.frombuffer(binary[:20], np.float32).tolist() == [5, 5, 1006, 1006, 1006]
     assert binary[20:] == b"\x00\x01"
 
@@ -137,15 +116,15 @@ def test_binary_outputs_are_sent_from_the_memory_that_the_lookup_wrote():
 def test_found_masks_are_answered_where_asked_after_the_vectors():
     response, _ = answer(decode(triton([2, 3, 5], [2, 1], parameters={"found": True})))
     assert response["outputs"][1] == {"name": "FOUND0", "datatype": "BOOL", "shape": [3], "data": [True, False, False]}
-    inputs = [json_input("user", [1]), json_input("item", [4, 5])]
-    response, _ = answer(decode(named(*inputs, parameters={"found": True})))
+    response, _ = answer(decode(named(json_input("user", [1]), json_input("item", [4, 5]), parameters={"found": True})))
     assert [output["name"] for output in response["outputs"]] == ["user", "item", "user.found", "item.found"]
     assert [output["data"] for output in response["outputs"][2:]] == [[False], [True, False]]
 
 
 def test_only_the_outputs_that_are_named_are_answered_each_as_it_says():
     outputs = [{"name": "item.found", "parameters": {"binary_data": True}}, {"name": "user"}]
-    inference = decode(named(json_input("user", [1]), json_input("item", [4, 5]), outputs=outputs))
+    inputs = [json_input("user", [1]), json_input("item", [4, 5])]
+    inference = decode(named(*inputs, outputs=outputs))
     assert [segment.found is None for segment in inference.segments] == [True, False]
     response, binary = answer(inference)
     assert response["outputs"] == [
@@ -153,32 +132,20 @@ def test_only_the_outputs_that_are_named_are_answered_each_as_it_says():
         {"name": "item.found", "datatype": "BOOL", "shape": [2], "parameters": {"binary_data_size": 2}},
     ]
     assert binary == b"\x01\x00"
-
-
-def test_an_output_may_differ_from_binary_data_output():
     outputs = [{"name": "user", "parameters": {"binary_data": False}}, {"name": "item"}]
-    inputs = [json_input("user", [1]), json_input("item", [4])]
     response, binary = answer(decode(named(*inputs, outputs=outputs, parameters={"binary_data_output": True})))
     assert response["outputs"][0]["data"] == [1, 1]
-    assert np.frombuffer(binary, np.float32).tolist() == [1004] * 3
-
-
-def test_no_keys_are_an_empty_answer_in_every_form():
-    for parameters in ({}, {"binary_data_output": True}, {"found": True}):
-        response, binary = answer(decode(triton([], [0, 0], parameters=parameters)))
-        assert response["outputs"][0]["shape"] == [0]
-        assert binary == b""
+    assert np.frombuffer(binary, np.float32).tolist() == [1004] * 3 + [1005] * 3
 
 
 def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
     strange = np.array([np.nan, np.inf], np.float32)
-    inference = decode(named(json_input("user", [1])))
-    inference.segments[0].out[...] = strange
-    assert json.loads(b"".join(inference.encode()[0]))["outputs"][0]["data"] == [None, None]
-    inference = decode(named(json_input("user", [1]), parameters={"binary_data_output": True}))
-    inference.segments[0].out[...] = strange
-    body, length = inference.binary_answer
-    np.testing.assert_array_equal(np.frombuffer(body[length:], np.float32), strange)
+    for binary in (False, True):
+        inference = decode(named(json_input("user", [1]), parameters={"binary_data_output": binary}))
+        inference.segments[0].out[...] = strange
+        response, data = read_answer(inference)
+        assert response["outputs"][0].get("data") == (None if binary else [None, None])
+        assert data == (strange.tobytes() if binary else b"")
 
 
 @pytest.mark.parametrize(
@@ -186,24 +153,18 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
     [
         ([1], InvalidInputError, "got a list, expected a JSON object"),
         ({}, InvalidInputError, "'inputs' is missing or empty"),
-        (named(), InvalidInputError, "'inputs' is missing or empty"),
         (named(3), InvalidInputError, r"inputs\[0\]"),
         (named({"name": 5}), InvalidInputError, r"inputs\[0\].*name"),
         (user(datatype="FP32"), InvalidDtypeError, "got datatype 'FP32', expected INT64"),
-        (user(datatype="BYTES"), InvalidDtypeError, "expected INT64"),
         (user(datatype=None), InvalidDtypeError, "got datatype null"),
         (user(shape=None), InvalidInputError, "got shape null"),
         (user(shape=[]), InvalidInputError, "got shape 0 dimensions"),
-        (user(shape=[1] * 9), InvalidInputError, "got shape 9 dimensions"),
         (user(shape=[True]), InvalidInputError, "shape has a boolean"),
         (user(shape=[-1]), InvalidInputError, r"an integer \(-1\), expected .* at least 0"),
         (user(shape=[2]), InvalidInputError, r"got 1 values, expected 2 for shape \[2\]"),
-        (user(shape=[2**60]), InvalidInputError, f"got 1 values, expected {2**60}"),
         (user(data=None), InvalidInputError, "neither 'data' nor"),
         (user(data=[1.0]), InvalidDtypeError, r"got a float \(1.0\) at position 0, expected 64-bit integers"),
         (user(data=[1, True]), InvalidDtypeError, "got a boolean at position 1"),
-        (user(data=["1"]), InvalidDtypeError, "got a string at position 0"),
-        (user(data=[None]), InvalidDtypeError, "got null at position 0"),
         (user(data=[2**63]), InvalidDtypeError, f"got {2**63} at position 0"),
         (user(data=[2**31], datatype="INT32"), InvalidDtypeError, "does not fit INT32"),
         (user(data={"a": 1}), InvalidDtypeError, "got an object, expected a list"),
@@ -238,26 +199,18 @@ def test_a_wrong_request_is_an_error_that_says_where_and_what_is_expected(reques
         decode(request_)
 
 
-@pytest.mark.parametrize(
-    ("size", "shape", "data", "says"),
-    [
+def test_binary_data_that_do_not_fit_are_an_error():
+    for size, shape, data, says in (
         (8, [2], b"\0" * 8, "got binary_data_size 8, expected 16"),
         (16, [2], b"\0" * 8, "got 8 bytes of binary data, expected 16; the body is cut short"),
         (8, [1], b"\0" * 9, "got 9 bytes of binary data, expected 8; something follows"),
-        (2**63, [2**60], b"\0" * 8, "cut short"),
         (-8, [1], b"\0" * 8, "expected an integer of at least 0"),
-        ("8", [1], b"\0" * 8, "'binary_data_size' is a string"),
         (True, [1], b"\0" * 8, "'binary_data_size' is a boolean"),
-    ],
-)
-def test_binary_data_that_do_not_fit_are_an_error(size, shape, data, says):
-    tensor = {"name": "user", "datatype": "INT64", "shape": shape, "parameters": {"binary_data_size": size}}
-    text = orjson.dumps(named(tensor))
-    with pytest.raises(InvalidInputError, match=says):
-        decode_request(text + data, len(text), MODEL, 1000)
-
-
-BEYOND = np.float32([1.1, -0.0, 65519.996, 65520, -1e30, 3.4e38, 1e-8, 5.9604645e-08, 1e-40, np.inf, -np.inf, np.nan])
+    ):
+        tensor = {"name": "user", "datatype": "INT64", "shape": shape, "parameters": {"binary_data_size": size}}
+        text = orjson.dumps(named(tensor))
+        with pytest.raises(InvalidInputError, match=says):
+            decode_request(text + data, len(text), MODEL, 1000)
 
 
 def bfloat16_of(values):
@@ -266,109 +219,54 @@ def bfloat16_of(values):
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def narrow_request(*datatypes, binary=True, **parameters):
-    """A request for `user` and, if there are two datatypes, for `item`, two keys of each."""
-    keys = [np.arange(2)] * len(datatypes)
+def narrow_request(*datatypes, **parameters):
+    """A request for `user` and `item`, two keys of each."""
+    keys, names = [np.arange(2)] * 2, ("user", "item")
     outputs = [
-        {"name": name, "parameters": {"binary_data": binary, **({"datatype": one} if one else {})}}
-        for name, one in zip(("user", "item"), datatypes, strict=False)
+        {"name": name, "parameters": {"binary_data": True} | ({"datatype": one} if one else {})}
+        for name, one in zip(names, datatypes, strict=True)
     ]
-    inputs = [binary_input(one["name"], array) for one, array in zip(outputs, keys, strict=True)]
-    return named(*inputs, outputs=outputs, parameters=parameters), keys
-
-
-def converted(inference, *vectors):
-    """The answer when the lookup has written these vectors."""
-    for segment, one in zip(inference.segments, vectors, strict=True):
-        segment.out[...] = one
-    inference.convert()
-    if (whole := inference.binary_answer) is not None:
-        return json.loads(bytes(whole[0][: whole[1]])), bytes(whole[0][whole[1] :])
-    text, binary = inference.encode()
-    return json.loads(b"".join(text)), b"".join(map(bytes, binary))
-
-
-@pytest.mark.parametrize("start", range(0, BEYOND.size, 4))
-@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_vectors_of_16_bits_are_the_nearest(datatype, start):
-    vectors = BEYOND[start : start + 4].reshape(2, 2)
-    for parameters, own in (({"datatype": datatype}, None), ({"datatype": "FP32"}, datatype)):
-        text, data = converted(decode(*narrow_request(own, **parameters)), vectors)
-        shape = {"name": "user", "datatype": datatype, "shape": [2, 2], "parameters": {"binary_data_size": 8}}
-        assert text["outputs"] == [shape]
-        got, numbers = np.frombuffer(data, np.uint16), ~np.isnan(vectors.reshape(-1))
-        with np.errstate(over="ignore"):
-            half = vectors.reshape(-1).astype(np.float16).view(np.uint16)
-        expected = half if datatype == "FP16" else bfloat16_of(vectors.reshape(-1))
-        assert (got[numbers] == expected[numbers]).all()
-        infinity = 0x7C00 if datatype == "FP16" else 0x7F80
-        assert (got[~numbers] & 0x7FFF > infinity).all()
+    return decode(named(*map(binary_input, names, keys), outputs=outputs, parameters=parameters), keys)
 
 
 @pytest.mark.parametrize("datatypes", [("FP16", "FP32"), ("FP32", "BF16"), ("BF16", "FP16"), ("FP16", None)])
 def test_outputs_differ_in_datatype(datatypes):
-    vectors = np.float32([[1, 2], [3, 4]]), np.float32([[5, 6, 7], [8, 9, 10]])
-    text, data = converted(decode(*narrow_request(*datatypes)), *vectors)
-    at = 0
-    for output, datatype, expected in zip(text["outputs"], datatypes, vectors, strict=True):
-        size = output["parameters"]["binary_data_size"]
-        assert (output["datatype"], size) == (datatype or "FP32", expected.size * (2 if datatype in ("FP16", "BF16") else 4))
-        piece = data[at : at + size]
-        if datatype == "BF16":
-            got = (np.frombuffer(piece, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            got = np.frombuffer(piece, np.float16 if datatype == "FP16" else np.float32)
-        assert (got == expected.reshape(-1)).all()
-        at += size
-    assert at == len(data)
+    """Each has its own, or that of the request."""
+    vectors = np.float32([[1, 1.1], [3e38, np.inf]]), np.float32([[5, -0.0, 7], [8, -1e-40, 65519]])
+    with np.errstate(over="ignore"):
+        forms = {"FP16": lambda one: one.astype(np.float16), "BF16": bfloat16_of, "FP32": lambda one: one}
+        expected = [forms[datatype or "BF16"](one).tobytes() for datatype, one in zip(datatypes, vectors, strict=True)]
+    inference = narrow_request(*datatypes, datatype="BF16")
+    for segment, one in zip(inference.segments, vectors, strict=True):
+        segment.out[...] = one
+    text, data = read_answer(inference)
+    found = [(output["datatype"], output["parameters"]["binary_data_size"]) for output in text["outputs"]]
+    assert found == [(datatype or "BF16", len(one)) for datatype, one in zip(datatypes, expected, strict=True)]
+    assert data == b"".join(expected)
 
 
-def test_fp16_in_json_are_numbers_beside_fp32_that_is_not_aligned():
-    inputs = json_input("item", [1]), json_input("user", [1, 2])
-    outputs = [{"name": "item", "parameters": {"datatype": "FP16"}}, {"name": "user"}]
-    text, _ = converted(decode(named(*inputs, outputs=outputs)), np.float32([0.1, 70000, -0.5]), np.float32(0.1))
-    half, whole = text["outputs"]
-    assert half["datatype"] == "FP16"
-    assert half["data"][1] is None
-    assert np.float32([half["data"][0], half["data"][2]]).tolist() == [np.float16(0.1), -0.5]
-    assert np.float32(whole["data"]).tolist() == [np.float32(0.1)] * 4
-
-
-@pytest.mark.parametrize(
-    ("outputs", "parameters", "says"),
-    [
-        (
-            [{"name": "user", "parameters": {"datatype": "INT8"}}],
-            {},
-            r"outputs\[0\]: got datatype 'INT8', expected FP32, FP16, BF16",
-        ),
-        ([{"name": "user", "parameters": {"datatype": 16}}], {}, r"outputs\[0\]: got datatype an integer"),
-        (None, {"datatype": "fp16"}, "'parameters': got datatype 'fp16', expected FP32, FP16, BF16"),
-        (None, {"datatype": ["FP16"]}, "'parameters': got datatype a list"),
-        (None, {"datatype": "BF16"}, "got datatype 'BF16' for 'user' as JSON, expected binary data, or FP16 or FP32"),
-        ([{"name": "user", "parameters": {"datatype": "BF16"}}], {}, "'BF16' for 'user' as JSON"),
-        (
-            [{"name": "user.found", "parameters": {"datatype": "FP16"}}],
-            {},
-            "found-mask 'user.found', expected none: it is BOOL",
-        ),
-    ],
-)
-def test_a_wrong_datatype_of_an_output_is_an_error(outputs, parameters, says):
-    request = named(json_input("user", [1]), parameters=parameters, **({} if outputs is None else {"outputs": outputs}))
-    with pytest.raises(InvalidDtypeError, match=says):
-        decode(request)
+def test_a_wrong_datatype_of_an_output_is_an_error():
+    for output, wanted, says in (
+        ("user", "INT8", r"outputs\[0\]: got datatype 'INT8', expected FP32, FP16, BF16"),
+        ("user", 16, r"outputs\[0\]: got datatype an integer"),
+        (None, "fp16", "'parameters': got datatype 'fp16', expected FP32, FP16, BF16"),
+        (None, ["FP16"], "'parameters': got datatype a list"),
+        (None, "BF16", "got datatype 'BF16' for 'user' as JSON, expected binary data, or FP16 or FP32"),
+        ("user", "BF16", "'BF16' for 'user' as JSON"),
+        ("user.found", "FP16", "found-mask 'user.found', expected none: it is BOOL"),
+    ):
+        more = {"parameters": {"datatype": wanted}}
+        with pytest.raises(InvalidDtypeError, match=says):
+            decode(named(json_input("user", [1]), **({"outputs": [{"name": output, **more}]} if output else more)))
 
 
 def test_a_head_that_was_seen_before_is_answered_for_its_own_keys_and_model():
     other = ModelTables("other", (TableSpec("other", "item", 1, 0.0, 100), TableSpec("other", "user", 5, 0.0, 100)))
     for keys in (np.array([1, 2]), np.array([-7, 9])):
-        for model in (MODEL, other):
+        for model, table in ((MODEL, 0), (other, 1)):
             inference = decode(named(binary_input("user", keys)), [keys], model)
-            assert inference.segments[0].keys.tolist() == keys.tolist()
-            assert inference.segments[0].table == model.table_index("user", "")
-            response, _ = answer(inference)
-            assert response["model_name"] == model.name
+            assert [(one.keys.tolist(), one.table) for one in inference.segments] == [(keys.tolist(), table)]
+            assert answer(inference)[0]["model_name"] == model.name
 
 
 LARGEST_ID = 2**31 - 1
@@ -380,44 +278,34 @@ def test_the_answer_to_keys_and_numkeys_says_how_many_samples_and_which_device(b
     keys, counts = np.array([[1, 2, 3, 4, 5, 6, 7]]), np.array([[3, 4]], np.int32)
     model = ModelTables("ranker", MODEL.tables, "12", keys_per_sample=3)
     request = named(binary_input("KEYS", keys), binary_input("NUMKEYS", counts), parameters={"binary_data_output": binary})
-    if request_id is not None:
-        request["id"] = request_id
+    request |= {} if request_id is None else {"id": request_id}
     lengths = set()
     for device in (0, 7, LARGEST_ID, 0):  # of one layout, which is cached
         inference = decode(request, [keys, counts], model)
-        assert inference.device_id is None
+        assert (inference.device_id, inference.segments[0].out.ctypes.data % 4) == (None, 0)
         inference.device_id = device
-        assert inference.segments[0].out.ctypes.data % 4 == 0
         response, data = answer(inference)
-        assert response.get("id") == request_id
-        assert (response["model_name"], response["model_version"]) == ("ranker", "12")
-        assert response["parameters"] == {"NumSample": 2, "DeviceID": device}  # 7 keys, 3 a sample
+        said = [response.get(name) for name in ("id", "model_name", "model_version", "parameters")]
+        assert said == [request_id, "ranker", "12", {"NumSample": 2, "DeviceID": device}]  # 7 keys, 3 a sample
         if binary:
             np.testing.assert_array_equal(np.frombuffer(data, np.float32)[6:], np.repeat(1000.0 + keys[0, 3:], 3))
             lengths.add(inference.binary_answer[1])
-    assert len(lengths) == (1 if binary else 0)
+    assert len(lengths) == binary
 
 
-@pytest.mark.parametrize("keys", [1, 50])
-def test_one_input_a_table_is_answered_without_parameters(keys):
-    response, _ = answer(decode(named(json_input("item", [1] * keys))))
-    assert "parameters" not in response
+def test_a_request_may_name_its_device():
+    numbers = {"3": 3, "03": 3} | {one: one for one in (0, 3, LARGEST_ID, None, -1, 2**63)}
+    for value, device in numbers.items():
+        assert decode(user() | {"parameters": {"DeviceID": value}}).device_id == device
+        assert decode_lookup(orjson.dumps({"tables": {"user": [2]}, "device": value}), MODEL, 1000).device_id == device
 
 
-@pytest.mark.parametrize(
-    ("value", "device"), [(0, 0), (3, 3), ("3", 3), ("03", 3), (LARGEST_ID, LARGEST_ID), (None, None), (-1, -1), (2**63, 2**63)]
-)
-def test_a_request_may_name_its_device(value, device):
-    assert decode(user() | {"parameters": {"DeviceID": value}}).device_id == device
-    assert decode_lookup(orjson.dumps({"tables": {"user": [2]}, "device": value}), MODEL, 1000).device_id == device
-
-
-@pytest.mark.parametrize("value", [True, 1.0, "", "-1", "1.0", " 1", "²", "1" * 11, [], {}])
-def test_a_device_is_an_integer_or_decimal_digits(value):
-    with pytest.raises(InvalidInputError, match=r"reading 'parameters': 'DeviceID' is .*, expected the id of a device"):
-        decode(user() | {"parameters": {"DeviceID": value}})
-    with pytest.raises(InvalidInputError, match=r"reading the request: 'device' is .*, expected the id of a device"):
-        decode_lookup(orjson.dumps({"tables": {"user": [2]}, "device": value}), MODEL, 1000)
+def test_a_device_is_an_integer_or_decimal_digits():
+    for value in (True, 1.0, "", "-1", "1.0", " 1", "²", "1" * 11, [], {}):
+        with pytest.raises(InvalidInputError, match=r"reading 'parameters': 'DeviceID' is .*, expected the id of a device"):
+            decode(user() | {"parameters": {"DeviceID": value}})
+        with pytest.raises(InvalidInputError, match=r"reading the request: 'device' is .*, expected the id of a device"):
+            decode_lookup(orjson.dumps({"tables": {"user": [2]}, "device": value}), MODEL, 1000)
 
 
 def test_keys_of_all_tables_together_are_limited():
@@ -426,24 +314,17 @@ def test_keys_of_all_tables_together_are_limited():
     assert len(decode(triton([1] * 6, [3, 3]), max_keys=6).segments) == 2
 
 
-def test_a_table_may_be_called_keys():
-    model = ModelTables("m", (TableSpec("m", "KEYS", 2, 0.0, 100),))
-    inference = decode(named(json_input("KEYS", [4])), model=model)
-    assert inference.segments[0].keys.tolist() == [4]
+def test_what_is_not_json_is_an_error():
+    for text in (b"", b"{", b"\xff\xfe", b"[" * 2000, b'{"inputs": NaN}'):
+        with pytest.raises(InvalidInputError, match="not JSON"):
+            decode_request(text, None, MODEL, 1000)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 2000, b'{"inputs": NaN}'])
-def test_what_is_not_json_is_an_error(text):
-    with pytest.raises(InvalidInputError, match="not JSON"):
-        decode_request(text, None, MODEL, 1000)
-
-
-@pytest.mark.parametrize("value", [b"", b"-1", b"+1", b"1_0", b" 1", b"x", b"11", b"9" * 30, "²".encode()])
-def test_a_header_length_is_missing_or_a_number_within_the_body(value):
-    with pytest.raises(InvalidInputError, match="Inference-Header-Content-Length"):
-        parse_header_length(value, 10)
-    assert parse_header_length(b"10", 10) == 10
-    assert parse_header_length(None, 10) is None
+def test_a_header_length_is_missing_or_a_number_within_the_body():
+    for value in (b"", b"-1", b"+1", b"1_0", b" 1", b"x", b"11", b"9" * 30, "²".encode()):
+        with pytest.raises(InvalidInputError, match="Inference-Header-Content-Length"):
+            parse_header_length(value, 10)
+    assert (parse_header_length(b"10", 10), parse_header_length(None, 10)) == (10, None)
 
 
 def test_curl_lookup_answers_vectors_by_table_and_masks_where_asked():
@@ -460,12 +341,13 @@ def test_curl_lookup_answers_vectors_by_table_and_masks_where_asked():
     assert list(lookup.encode()[0]) == [b'{"tables":{"user":[[null,0.1]]}}']
 
 
-@pytest.mark.parametrize("shape", [(70_000,), (20_000, 3), (1, 100_000), (3, 0), (0, 3)])
-def test_json_in_pieces_is_the_json_of_the_whole(shape):
-    array = np.random.default_rng(1).random(shape, np.float32)
-    document = {"tables": {"a:b": array, 'c"': array > 0.5}, "outputs": [{"data": array}, {"data": []}], "none": {}, "id": "x"}
-    assert b"".join(json_pieces(document)) == orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    assert all(len(piece) < 2_000_000 for piece in json_pieces(document))
+def test_json_in_pieces_is_the_json_of_the_whole():
+    for shape in ((70_000,), (20_000, 3), (1, 100_000), (3, 0), (0, 3)):
+        array = np.random.default_rng(1).random(shape, np.float32)
+        tables = {"tables": {"a:b": array, 'c"': array > 0.5}}
+        document = {**tables, "outputs": [{"data": array}, {"data": []}], "none": {}, "id": "x"}
+        assert b"".join(json_pieces(document)) == orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+        assert all(len(piece) < 2_000_000 for piece in json_pieces(document))
 
 
 def test_the_size_of_parsed_json_is_bounded_by_its_marks():
@@ -493,7 +375,6 @@ def recursion_limit() -> Iterator[None]:
         (b"[]", InvalidInputError, "got a list, expected a JSON object"),
         (b"{}", InvalidInputError, r"'tables' is null, expected \{\"tables\""),
         (b'{"tables": {}}', InvalidInputError, "an object without tables"),
-        (b'{"tables": [1]}', InvalidInputError, "'tables' is a list"),
         (b'{"table": {"item": [1]}}', InvalidInputError, "got the member 'table'"),
         (b'{"tables": {"item": [1]}, "found": 1}', InvalidInputError, "'found' is an integer"),
         (b'{"tables": {"items": [1]}}', UnknownTableError, "got table 'items', expected a table of .*: user, item"),
@@ -501,7 +382,6 @@ def recursion_limit() -> Iterator[None]:
         (b'{"tables": {"item": [1.5]}}', InvalidDtypeError, "got a float .1.5. at position 0"),
         (b'{"tables": {"item": [1, 18446744073709551616]}}', InvalidDtypeError, "got a float .* at position 1"),
         (b'{"tables": {"item": [9223372036854775808]}}', InvalidDtypeError, "got 9223372036854775808 at position 0"),
-        (b'{"tables": {"item": [[1]]}}', InvalidDtypeError, "got a list at position 0"),
         (b'{"tables": {"item": [1], "item": [2]}}', InvalidInputError, "'item' is given twice"),
         (b'{"tables": {"item": [1]}, "tables": {"item": [2]}}', InvalidInputError, "'tables' is given twice"),
         (b'{"tables": {"item": [1], "\\u0069tem": [2]}}', InvalidInputError, "'item' is given twice"),
@@ -509,9 +389,9 @@ def recursion_limit() -> Iterator[None]:
         (b'{"tables": {"item": %s":", 1%s}}' % (b"[" * 1000, b"]" * 1000), InvalidInputError, "nested too deeply"),
         (b'{"tables": {"item": [%s1]}}' % (b"1," * 50), TooManyKeysError, "got 51 keys, expected at most 50"),
         (
-            b'{"tables": {"item": [%s1], "user": [%s1]}}' % (b"1," * 40, b"1," * 40),
+            b'{"tables": {"item": [%s], "user": [%s]}}' % ((b"1" + 40 * b",1",) * 2),
             TooManyKeysError,
-            "got 82 keys, .* at most 81",
+            "got 82 keys, .* most 81",
         ),
     ],
 )

@@ -8,16 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hps.errors import HPSError, InvalidInputError
+from hps.errors import HPSError
 from hps.service.protocol.json_lookup import decode_lookup
-from hps.service.protocol.open_inference import parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
-from tests.fakes.inferences import decode_request
+from tests.fakes.inferences import decode_request, read_answer, with_tensors
 
 MAX_KEYS = 64
 MODEL = ModelTables("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))
-NAMES = ["KEYS", "NUMKEYS", "user", "item", "OUTPUT0", "FOUND0", "user.found", "item.found"]
 
 integers = st.one_of(st.integers(-(2**63), 2**64 - 1), st.sampled_from([0, 1, 2, 8, 2**60, 2**63, 2**64 - 1]))
 scalars = st.one_of(st.none(), st.booleans(), integers, st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5))
@@ -26,56 +24,26 @@ anything = st.recursive(
 )
 
 
-@st.composite
-def either(draw, likely):
-    """Mostly what belongs there, sometimes anything."""
-    return draw(anything if draw(st.integers(0, 19)) == 19 else likely)
+def places(node, place=()):
+    """Where the parts of a document are."""
+    yield place
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from places(value, (*place, key))
 
 
-shapes = st.lists(st.integers(0, 3), min_size=1, max_size=2)
+def spoilt(draw, document):
+    """The document with up to three of its parts replaced by anything."""
+    for _ in range(draw(st.integers(0, 3))):
+        *outer, last = ("document", *draw(st.sampled_from([*places(document)])))
+        whole = node = {"document": document}
+        for key in outer:
+            node = node[key]
+        node[last] = draw(anything)
+        document = whole["document"]
+    return document
+
+
 INT64 = st.integers(-(2**63), 2**63 - 1)
-
-
-@st.composite
-def tensors(draw):
-    shape = draw(shapes)
-    names = ["user", "item", "user", "item", "user.offsets", "item.weights"]
-    tensor = {"name": draw(either(st.sampled_from(names))), "datatype": draw(either(st.just("INT64")))}
-    tensor["shape"] = draw(either(st.just(shape)))
-    if draw(st.booleans()):
-        tensor["parameters"] = draw(either(st.just({"binary_data_size": 8 * int(np.prod(shape))})))
-    else:
-        elements = int(np.prod(shape))
-        tensor["data"] = draw(either(st.lists(either(INT64), min_size=elements, max_size=elements)))
-    return tensor
-
-
-outputs = either(
-    st.fixed_dictionaries(
-        {"name": either(st.sampled_from(NAMES))},
-        optional={"parameters": either(st.fixed_dictionaries({}, optional={"binary_data": either(st.booleans())}))},
-    )
-)
-requests = either(
-    st.fixed_dictionaries(
-        {"inputs": either(st.lists(either(tensors()), min_size=1, max_size=2))},
-        optional={
-            "id": either(st.text(max_size=5)),
-            "outputs": either(st.lists(outputs, max_size=3)),
-            "parameters": either(
-                st.fixed_dictionaries(
-                    {},
-                    optional={
-                        "binary_data_output": either(st.booleans()),
-                        "found": either(st.booleans()),
-                        "combiner": either(st.sampled_from(["sum", "mean", "sqrtn"])),
-                        "user.max_norm": either(st.floats(0, 2)),
-                    },
-                )
-            ),
-        },
-    )
-)
 
 
 def decode(body, length):
@@ -87,8 +55,7 @@ def decode(body, length):
 
 def check(inference):
     """Write an answer and read it back: every output has the bytes that its shape says."""
-    keys = sum(segment.keys.size for segment in inference.segments)
-    assert keys <= MAX_KEYS
+    assert sum(segment.keys.size for segment in inference.segments) <= MAX_KEYS
     for segment in inference.segments:
         assert segment.keys.dtype == np.int64
         rows = segment.keys.size if segment.pooling is None else segment.pooling.count
@@ -96,22 +63,15 @@ def check(inference):
         segment.out[...] = 1.5
         if segment.found is not None:
             segment.found[...] = True
-    if inference.binary_answer is None:
-        pieces, binary = inference.encode()
-        text, rest = b"".join(pieces), b"".join(binary)
-    else:
-        body, length = inference.binary_answer
-        text, rest = bytes(body[:length]), bytes(body[length:])
-    response = orjson.loads(text)
+    response, rest = read_answer(inference)
     for output in response["outputs"]:
         elements = int(np.prod(output["shape"], dtype=object))
-        one = 1.5 if output["datatype"] == "FP32" else True
+        one, dtype = (1.5, np.float32) if output["datatype"] == "FP32" else (True, np.bool_)
         if "data" in output:
             assert output["data"] == [one] * elements
         else:
             size = output["parameters"]["binary_data_size"]
-            values = np.frombuffer(rest[:size], np.float32 if one == 1.5 else np.bool_)
-            assert values.tolist() == [one] * elements
+            assert np.frombuffer(rest[:size], dtype).tolist() == [one] * elements
             rest = rest[size:]
     assert rest == b""
 
@@ -121,13 +81,24 @@ def test_random_bytes_are_a_typed_error(body, length):
     assert decode(body, None if length is None else min(length, len(body))) is None
 
 
+OPTIONS = {
+    "combiner": st.sampled_from(["sum", "mean", "sqrtn"]),
+    "user.max_norm": st.floats(0, 2),
+    "DeviceID": st.integers(0, 3),
+}
+OUTPUTS = st.lists(st.sampled_from(["user", "item", "OUTPUT0", "FOUND0", "user.found", "item.found"]), max_size=3)
+
+
 @settings(max_examples=150)
-@given(requests, st.data())
-def test_requests_that_are_nearly_right_are_answered_or_a_typed_error(request, data):
-    text = orjson.dumps(request)
-    wanted = text.count(b'"binary_data_size"')
-    sizes = [8 * elements for elements in range(10)]
-    binary = bytes(sum(data.draw(st.sampled_from(sizes)) for _ in range(wanted)))
+@given(st.deferred(lambda: valid_requests()), st.fixed_dictionaries({}, optional=OPTIONS), st.none() | OUTPUTS, st.data())
+def test_requests_that_are_nearly_right_are_answered_or_a_typed_error(request, options, names, data):
+    body, length, _, _ = request
+    document = orjson.loads(body[:length])
+    document["parameters"] |= options
+    if names is not None:
+        document["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in names]
+    text = orjson.dumps(spoilt(data.draw, document))
+    binary = b"" if length is None else body[length:]
     inference = decode(text + binary, len(text) if binary else None)
     if inference is not None:
         check(inference)
@@ -141,32 +112,19 @@ def test_an_empty_shape_of_any_size_is_answered(shape):
 
 @st.composite
 def valid_requests(draw):
-    keys = np.array(draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30)), np.int64)
+    keys = np.array(draw(st.lists(INT64, max_size=30)), np.int64)
     first = draw(st.integers(0, keys.size))
     by_table, as_binary = draw(st.booleans()), draw(st.booleans())
     offsets = draw(st.none() | st.lists(st.integers(0, 4), max_size=4))  # bags of at most so many keys, and the rest
+    given_ = {"user": keys[:first], "item": keys[first:]} if by_table else {"KEYS": keys}
     if offsets is not None:
         ends = [np.minimum(np.cumsum([0, *offsets, 99]), size) for size in (first, keys.size - first)]
-        if by_table:
-            given_ = [("user", keys[:first]), ("item", keys[first:]), ("user.offsets", ends[0]), ("item.offsets", ends[1])]
-        else:
-            given_ = [("OFFSETS", np.concatenate(ends)), ("KEYS", keys)]
-    elif by_table:
-        given_ = [("user", keys[:first]), ("item", keys[first:])]
-    else:
-        given_ = [("KEYS", keys), ("NUMKEYS", np.array([first, keys.size - first], np.int32))]
-    inputs, binary = [], b""
-    for name, array in given_:
-        tensor = {"name": name, "datatype": "INT64" if array.dtype == np.int64 else "INT32", "shape": [array.size]}
-        if as_binary:
-            tensor["parameters"] = {"binary_data_size": array.nbytes}
-            binary += array.tobytes()
-        else:
-            tensor["data"] = array.tolist()
-        inputs.append(tensor)
+        given_ |= {"user.offsets": ends[0], "item.offsets": ends[1]} if by_table else {"OFFSETS": np.concatenate(ends)}
+    elif not by_table:
+        given_["NUMKEYS"] = np.array([first, keys.size - first], np.int32)
     parameters = {"found": draw(st.booleans()) and offsets is None, "binary_data_output": draw(st.booleans())}
-    text = orjson.dumps({"inputs": inputs, "parameters": parameters, "id": draw(st.text("ab", max_size=9))})
-    return text + binary, len(text) if as_binary else None, keys[:first], keys[first:]
+    more = {"parameters": parameters, "id": draw(st.text("ab", max_size=9))}
+    return *with_tensors(given_, binary=as_binary, **more), keys[:first], keys[first:]
 
 
 @given(valid_requests())
@@ -198,10 +156,7 @@ def test_mutated_requests_are_answered_or_a_typed_error(request, data):
 @given(st.lists(st.sampled_from([0, 1, 7, 2**31, 2**60, 2**63, 2**64 - 1]), min_size=1, max_size=8), st.booleans(), integers)
 def test_memory_follows_the_body_never_the_numbers_in_it(shape, as_binary, size):
     tensor = {"name": "user", "datatype": "INT64", "shape": shape}
-    if as_binary:
-        tensor["parameters"] = {"binary_data_size": size}
-    else:
-        tensor["data"] = [1]
+    tensor |= {"parameters": {"binary_data_size": size}} if as_binary else {"data": [1]}
     text = orjson.dumps({"inputs": [tensor]})
     tracemalloc.start()
     try:
@@ -212,41 +167,26 @@ def test_memory_follows_the_body_never_the_numbers_in_it(shape, as_binary, size)
     assert peak < 1 << 20
 
 
-@given(st.one_of(st.none(), st.binary(max_size=30)), st.integers(0, 10**6))
-def test_a_header_length_lies_within_the_body_or_is_a_typed_error(value, body_size):
-    try:
-        length = parse_header_length(value, body_size)
-    except InvalidInputError:
-        return
-    assert length is None if value is None else 0 <= length <= body_size
+key_lists = st.dictionaries(st.sampled_from(["user", "item", "users"]), st.lists(INT64, max_size=50), max_size=3)
 
 
-key_lists = st.dictionaries(
-    st.sampled_from(["user", "item", "users"]), either(st.lists(either(st.integers(-(2**63), 2**63)), max_size=50)), max_size=3
-)
-curl_lookups = either(st.fixed_dictionaries({"tables": either(key_lists)}, optional={"found": either(st.booleans())}))
-
-
-@given(st.one_of(st.binary(max_size=60), curl_lookups.map(orjson.dumps)))
-def test_curl_lookups_are_answered_or_a_typed_error(body):
+@given(key_lists, st.none() | st.booleans(), st.none() | st.binary(max_size=60), st.floats(width=32), st.data())
+def test_curl_lookups_are_answered_or_a_typed_error(tables, found, noise, value, data):
+    """An answer has every finite float32 bit for bit."""
+    document = {"tables": tables} | ({} if found is None else {"found": found})
+    body = orjson.dumps(spoilt(data.draw, document)) if noise is None else noise
     try:
         lookup = decode_lookup(body, MODEL, MAX_KEYS)
     except HPSError:
         return
     for segment in lookup.segments:
-        segment.out[...] = np.nan
+        segment.out[...] = value
         if segment.found is not None:
             segment.found[...] = False
-    answer = orjson.loads(b"".join(lookup.encode()[0]))
+    answer, _ = read_answer(lookup)
     for name, keys in orjson.loads(body)["tables"].items():
-        dim = MODEL.tables[MODEL.table_index(name, "")].dim
-        assert answer["tables"][name] == [[None] * dim] * len(keys)
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
-def test_json_carries_every_finite_float32_bit_for_bit(values):
-    vectors = np.array(values + [0.0] * (len(values) % 2), np.float32).reshape(-1, 2)
-    lookup = decode_lookup(orjson.dumps({"tables": {"user": list(range(len(vectors)))}}), MODEL, MAX_KEYS)
-    lookup.segments[0].out[...] = vectors
-    read = np.array(orjson.loads(b"".join(lookup.encode()[0]))["tables"]["user"], np.float32)
-    assert read.tobytes() == vectors.tobytes()
+        vectors = np.full((len(keys), MODEL.tables[MODEL.table_index(name, "")].dim), value, np.float32)
+        if np.isfinite(value):
+            assert np.array(answer["tables"][name], np.float32).tobytes() == vectors.tobytes()
+        else:
+            assert answer["tables"][name] == [[None] * vectors.shape[1]] * len(keys)

@@ -1,15 +1,15 @@
 """Requests that a front passes on: its connections to the owner's application are kept, given back and given up."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from hps.service.fronts.proxy import OwnerConnections, Upstream, forwarded
 from hps.testing.waiting import wait_until_async
-
-Script = Callable[["Application", OwnerConnections], Awaitable[None]]
+from tests.servers.on_loop import beside
 
 
 class Application:
@@ -42,7 +42,7 @@ class Application:
 class Asker:
     """Who asked, and what came of it."""
 
-    def __init__(self, pool: OwnerConnections, name: bytes, *, head_only: bool = False) -> None:
+    def __init__(self, pool: OwnerConnections, name: bytes, head_only: bool = False) -> None:
         self.data, self.ended, self.upstream = b"", "", None
         pool.ask(self, forwarded("GET", b"/" + name, [], b"", ""), head_only=head_only, chosen=self.chosen)
 
@@ -63,30 +63,26 @@ class Asker:
         return self.data.partition(b"X-Name: ")[2].partition(b"\r\n")[0]
 
 
+App, Pool = Application, OwnerConnections
+
+
 def answer(name: bytes, *lines: bytes) -> bytes:
     """An answer after which a connection is kept, unless its lines say otherwise."""
     return b"\r\n".join([b"HTTP/1.1 204 No Content", b"X-Name: " + name, *lines, b"", b""])
 
 
-@pytest.fixture
-def play(tmp_path: Path) -> Callable[[Script], None]:
-    def run(script: Script) -> None:
-        async def main() -> None:
-            application = Application()
-            path = str(tmp_path / "owner.sock")
-            server = await asyncio.start_unix_server(application.serve, path)
-            pool = OwnerConnections(path)
-            try:
-                await script(application, pool)
-            finally:
-                pool.close()
-                server.close()
-                for one in application.open:
-                    one.close()
-
-        asyncio.run(main())
-
-    return run
+@asynccontextmanager
+async def opened(place: Path) -> AsyncIterator[tuple[Application, OwnerConnections]]:
+    application, path = Application(), str(place / "owner.sock")
+    server = await asyncio.start_unix_server(application.serve, path)
+    pool = OwnerConnections(path)
+    try:
+        yield application, pool
+    finally:
+        pool.close()
+        server.close()
+        for one in application.open:
+            one.close()
 
 
 async def answered(application: Application, asker: Asker, *lines: bytes) -> None:
@@ -97,95 +93,79 @@ async def answered(application: Application, asker: Asker, *lines: bytes) -> Non
     assert await asker.end() == name
 
 
-def test_a_connection_is_used_again(play: Callable[[Script], None]) -> None:
-    async def script(application: Application, pool: OwnerConnections) -> None:
-        for name in (b"a", b"b", b"c"):
-            await answered(application, Asker(pool, name))
-            assert len(application.open) == len(pool._idle) == 1
-
-    play(script)
+@beside(opened)
+async def test_a_connection_is_used_again(application: App, pool: Pool, /) -> None:
+    for name in (b"a", b"b", b"c"):
+        await answered(application, Asker(pool, name))
+        assert len(application.open) == len(pool._idle) == 1
 
 
-def test_so_many_idle_connections_are_kept_and_the_others_closed(play: Callable[[Script], None]) -> None:
-    async def script(application: Application, pool: OwnerConnections) -> None:
-        for _ in range(2):
-            askers = [Asker(pool, b"%d" % nth) for nth in range(11)]
-            await wait_until_async(lambda: len(application.asked) == 11, "all are asked")
-            assert len(application.open) == 11
-            while application.asked:
-                writer, request = await application.request()
-                writer.write(answer(request.split()[1]))
-            assert {await one.end() for one in askers} == {b"/%d" % nth for nth in range(11)}
-            await wait_until_async(lambda: len(application.open) == 8, "the rest is closed")
-            assert len(pool._idle) == 8
-        pool.close()
-        await wait_until_async(lambda: not application.open, "all are closed")
-
-    play(script)
+@beside(opened)
+async def test_so_many_idle_connections_are_kept_and_the_others_closed(application: App, pool: Pool, /) -> None:
+    for _ in range(2):
+        askers = [Asker(pool, b"%d" % nth) for nth in range(11)]
+        await wait_until_async(lambda: len(application.asked) == 11, "all are asked")
+        assert len(application.open) == 11
+        while application.asked:
+            writer, request = await application.request()
+            writer.write(answer(request.split()[1]))
+        assert {await one.end() for one in askers} == {b"/%d" % nth for nth in range(11)}
+        await wait_until_async(lambda: len(application.open) == 8, "the rest is closed")
+        assert len(pool._idle) == 8
+    pool.close()
+    await wait_until_async(lambda: not application.open, "all are closed")
 
 
 @pytest.mark.parametrize("lines", [b"Content-Length: 9", b"Connection: close\r\nContent-Length: 0"])
-def test_a_connection_after_an_answer_without_its_body_or_its_last_one_is_closed(
-    play: Callable[[Script], None], lines: bytes
-) -> None:
-    async def script(application: Application, pool: OwnerConnections) -> None:
-        for _ in range(2):
-            asker = Asker(pool, b"a", head_only=lines.startswith(b"Content"))
-            writer, _ = await application.request()
-            writer.write(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n\r\n")
-            await asker.end()
-            assert asker.ended == "answered"
-            await wait_until_async(lambda: not application.open, "it is closed")
-            assert pool._idle == []
-
-    play(script)
-
-
-def test_a_request_that_is_given_up_leaves_its_answer_to_nobody(play: Callable[[Script], None]) -> None:
-    """The answer in flight must not be read by the next one who asks."""
-
-    async def script(application: Application, pool: OwnerConnections) -> None:
-        for part in (0, 20):
-            gone = Asker(pool, b"gone")
-            writer, _ = await application.request()
-            late = answer(b"/gone")
-            writer.write(late[:part])
-            await wait_until_async(lambda gone=gone, part=part: len(gone.data) == part, "a part has arrived")
-            assert gone.upstream is not None
-            gone.upstream.abandon()
-            writer.write(late[part:])
-            await answered(application, Asker(pool, b"next"))
-            assert (gone.ended, len(gone.data)) == ("", part)
-            await wait_until_async(lambda: len(application.open) == 1, "the other is closed")
-
-    play(script)
-
-
-def test_what_follows_an_answer_is_not_the_next_one(play: Callable[[Script], None]) -> None:
-    async def script(application: Application, pool: OwnerConnections) -> None:
-        await answered(application, Asker(pool, b"a"))
-        application.open[0].write(answer(b"/b"))
-        await wait_until_async(lambda: not application.open, "it is closed")
+@beside(opened)
+async def test_a_connection_after_its_last_answer_or_one_without_body_is_closed(app: App, pool: Pool, /, lines: bytes) -> None:
+    for _ in range(2):
+        asker = Asker(pool, b"a", head_only=lines.startswith(b"Content"))
+        writer, _ = await app.request()
+        writer.write(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n\r\n")
+        await asker.end()
+        assert asker.ended == "answered"
+        await wait_until_async(lambda: not app.open, "it is closed")
         assert pool._idle == []
-        await answered(application, Asker(pool, b"b"))
 
-    play(script)
+
+@beside(opened)
+async def test_a_request_that_is_given_up_leaves_its_answer_to_nobody(application: App, pool: Pool, /) -> None:
+    """The answer in flight must not be read by the next one who asks."""
+    for part in (0, 20):
+        gone, late = Asker(pool, b"gone"), answer(b"/gone")
+        writer, _ = await application.request()
+        writer.write(late[:part])
+        await wait_until_async(lambda gone=gone, part=part: len(gone.data) == part, "a part has arrived")
+        assert gone.upstream is not None
+        gone.upstream.abandon()
+        writer.write(late[part:])
+        await answered(application, Asker(pool, b"next"))
+        assert (gone.ended, len(gone.data)) == ("", part)
+        await wait_until_async(lambda: len(application.open) == 1, "the other is closed")
+
+
+@beside(opened)
+async def test_what_follows_an_answer_is_not_the_next_one(application: App, pool: Pool, /) -> None:
+    await answered(application, Asker(pool, b"a"))
+    application.open[0].write(answer(b"/b"))
+    await wait_until_async(lambda: not application.open, "it is closed")
+    assert pool._idle == []
+    await answered(application, Asker(pool, b"b"))
 
 
 @pytest.mark.parametrize("sent", [0, 30])
-def test_an_application_that_ends_is_told_to_those_who_wait_and_asked_again(play: Callable[[Script], None], sent: int) -> None:
-    async def script(application: Application, pool: OwnerConnections) -> None:
-        for _ in range(2):
-            await answered(application, Asker(pool, b"before"))
-            lost = Asker(pool, b"lost")
-            writer, _ = await application.request()
-            writer.write(answer(b"/lost")[:sent])
-            writer.close()
-            await lost.end()
-            assert lost.ended == (f"lost after {sent} bytes" if sent else "lost")
-            assert pool._idle == []
-
-    play(script)
+@beside(opened)
+async def test_an_application_that_ends_is_told_to_those_who_wait(application: App, pool: Pool, /, sent: int) -> None:
+    for _ in range(2):
+        await answered(application, Asker(pool, b"before"))
+        lost = Asker(pool, b"lost")
+        writer, _ = await application.request()
+        writer.write(answer(b"/lost")[:sent])
+        writer.close()
+        await lost.end()
+        assert lost.ended == (f"lost after {sent} bytes" if sent else "lost")
+        assert pool._idle == []
 
 
 def test_an_application_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -203,9 +183,5 @@ def test_a_request_is_passed_on_without_what_is_of_its_connection() -> None:
     lines = [(b"accept", b"x"), (b"connection", b"close"), (b"content-length", b"9"), (b"transfer-encoding", b"chunked")]
     for body in (b"", b"body"):
         sent = forwarded("POST", b"/a?b", lines, body, "10.0.0.1", ["ranker"]).split(b"\r\n")
-        assert (sent[0], sent[1], sent[-3:]) == (
-            b"POST /a?b HTTP/1.1",
-            b"accept: x",
-            [b"content-length: %d" % len(body), b"", body],
-        )
+        assert (*sent[:2], *sent[-3:]) == (b"POST /a?b HTTP/1.1", b"accept: x", b"content-length: %d" % len(body), b"", body)
         assert not any(b"close" in one or b"chunked" in one for one in sent)

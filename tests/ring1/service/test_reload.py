@@ -1,7 +1,5 @@
 """What a configuration that is read again changes, and what it does not."""
 
-import pytest
-
 import hps
 from hps.configuration.load import ServiceConfig
 from hps.service.reload import CHANGEABLE, compare
@@ -33,24 +31,21 @@ def test_what_may_change_does_and_the_rest_stays():
     assert compare(running, wanted, (), kept=["drain_s"]).configuration.service.drain_s == 1.0
 
 
-@pytest.mark.parametrize(
-    ("entry", "failed", "deployed", "stays", "says"),
-    [
+def test_a_model_whose_entry_changes():
+    for entry, failed, deployed, stays, says in (
         ({}, False, False, False, None),
         ({}, True, False, False, None),
         ({"gpucacheper": 0.5}, False, False, True, "model m differs in gpucacheper"),
         ({"gpucacheper": 0.5}, True, True, False, "model m is tried as it is now"),
         ({"versions": VERSIONS, "keep_versions": 3}, False, True, False, "model m has other versions, keep_versions"),
         ({"versions": VERSIONS, "gpucacheper": 0.5}, False, False, True, "model m differs in gpucacheper, versions"),
-    ],
-)
-def test_a_model_whose_entry_changes(entry, failed, deployed, stays, says):
-    running, wanted = (configuration(model_of("m", ["files"], {"item": 3}, **more)) for more in ({}, entry))
-    changes = compare(running, wanted, ["m"] if failed else [], ())
-    assert changes.deploy == (list(wanted.models) if deployed else [])
-    assert changes.configuration.models == (running if stays else wanted).models
-    lines = changes.made + changes.refused
-    assert lines == [] if says is None else lines[0].startswith(says)
+    ):
+        running, wanted = (configuration(model_of("m", ["files"], {"item": 3}, **more)) for more in ({}, entry))
+        changes = compare(running, wanted, ["m"] if failed else [], ())
+        assert changes.deploy == (list(wanted.models) if deployed else [])
+        assert changes.configuration.models == (running if stays else wanted).models
+        lines = changes.made + changes.refused
+        assert lines == [] if says is None else lines[0].startswith(says)
 
 
 def test_models_that_are_new_and_models_that_are_gone():

@@ -1,5 +1,6 @@
 """Requests for scores in a slot: what a front lays out the owner scores, and what a broken front writes harms nobody else."""
 
+import itertools
 import json
 import random
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from hps.service.fronts.scores import PlacedScores, score_plan
 from hps.service.owner import FrontLink
 from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.service.protocol.score_requests import decode_scores
+from tests.fakes.inferences import with_tensors
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 from tests.fakes.region_front import GuardedMemory
 
@@ -54,15 +56,11 @@ class Owner:
         self.memory = GuardedMemory(SIZE)  # whoever reads or writes beyond it dies
         self.completed: list[tuple[int, str]] = []
         self._lifecycle = SimpleNamespace(configuration=SimpleNamespace(service=ServiceConfig()))
-        self._scorer = Scorer(
-            "m", TABLES.specs, FEATURES, NetworkCalls(ArrayNetwork(first_keys)), TABLES.look_up, max_samples=MOST
-        )
-
-    def describe(self, text: bytes) -> Any:
-        return read_description(text, FEATURES, MOST, "m")
-
-    def unpack(self, packed: Any) -> Any:
-        return packed.unpacked(FEATURES, MOST, "m")
+        network = NetworkCalls(ArrayNetwork(first_keys))
+        self._scorer = Scorer("m", TABLES.specs, FEATURES, network, TABLES.look_up, max_samples=MOST)
+        self.describe = lambda text: read_description(text, FEATURES, MOST, "m")
+        self.unpack = lambda packed: packed.unpacked(FEATURES, MOST, "m")
+        self._failure = lambda error, serial: (FAILED, repr(error).encode())
 
     def submit(self, call: ScoreCall, device: int, most_s: float) -> None:
         ((answer,), times) = self._scorer.score([call.request])
@@ -70,9 +68,6 @@ class Owner:
 
     def _complete(self, board: Any, job: Any, status: int, began: int, aside: bytes = b"", deferred: int = 0) -> None:
         self.completed.append((status, aside.decode()))
-
-    def _failure(self, error: Exception, serial: int) -> tuple[int, bytes]:
-        return FAILED, repr(error).encode()
 
     def score(self, slot: int, aside: int, aside_bytes: int) -> int:
         """Answer what is in a slot, as the owner does, and return its status."""
@@ -97,26 +92,17 @@ def owner() -> Owner:
     return Owner()
 
 
-def request(samples: int, *, binary: bool, tags: Any = (1, 2), outputs: Any = None) -> tuple[bytes, int | None]:
-    arrays = {"item": np.arange(samples), "tags": np.array([tags]), "age": np.ones(1, np.float32)}
-    inputs, data = [], b""
-    for name, array in arrays.items():
-        kind = "FP32" if array.dtype == np.float32 else "INT64"
-        one: dict[str, Any] = {"name": name, "datatype": kind, "shape": list(array.shape)}
-        one |= {"parameters": {"binary_data_size": array.nbytes}} if binary else {"data": array.reshape(-1).tolist()}
-        data += array.tobytes() if binary else b""
-        inputs.append(one)
+def request(samples: int, *, binary: bool, outputs: Any = None) -> tuple[bytes, int | None]:
+    arrays = {"item": np.arange(samples), "tags": np.array([[1, 2]]), "age": np.ones(1, np.float32)}
     asked = {"outputs": outputs} if outputs else {"parameters": {"binary_data_output": binary}}
-    text = json.dumps({"inputs": inputs, **asked}).encode()
-    return text + data, len(text) if binary else None
+    return with_tensors(arrays, binary=binary, **asked)
 
 
-def wanted(samples: int, tags: Any = (1, 2)) -> list[float]:
-    return (np.arange(samples) + 2.0 * sum(tags) + 1).tolist()
+def wanted(samples: int) -> list[float]:
+    return (np.arange(samples) + 7.0).tolist()
 
 
-@pytest.mark.parametrize("samples", [1, 3, MOST])
-@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize(("samples", "binary"), [(1, True), (3, False), (MOST, True), (MOST, False)])
 def test_what_a_front_places_is_scored_and_encoded(owner: Owner, samples: int, binary: bool) -> None:
     body = decode_scores(*request(samples, binary=binary), NETWORK, 1000)
     assert body is not None
@@ -126,14 +112,16 @@ def test_what_a_front_places_is_scored_and_encoded(owner: Owner, samples: int, b
         placed.write(owner.memory, slot, 1)
         assert owner.score_posted(slot) == ANSWERED, owner.completed
         answer = placed.encode(None, 0)
-        if not binary:
+        if binary:
+            check(*map(bytes, answer.binary), samples)
+        else:
             scores, pairs = json.loads(b"".join(answer.text))["outputs"]
-            assert scores["data"] == wanted(samples)
-            assert pairs["shape"] == [samples, 2]
-            continue
-        scores, pairs = (bytes(one) for one in answer.binary)
-        assert np.frombuffer(scores, np.float32).tolist() == wanted(samples)
-        assert np.frombuffer(pairs, np.int64).reshape(samples, 2)[:, 1].tolist() == wanted(samples)
+            assert (scores["data"], pairs["shape"]) == (wanted(samples), [samples, 2])
+
+
+def check(scores: bytes, pairs: bytes, samples: int) -> None:
+    assert np.frombuffer(scores, np.float32).tolist() == wanted(samples)
+    assert np.frombuffer(pairs, np.int64).reshape(samples, 2).T.tolist() == [wanted(samples)] * 2
 
 
 @pytest.mark.parametrize("samples", [1, 3, MOST])
@@ -145,9 +133,8 @@ def test_what_a_front_plans_is_scored_where_it_is_sent_from(owner: Owner, sample
         owner.memory.view[slot : slot + len(plan.descriptor)] = plan.descriptor
         owner.memory.view[slot + plan.keys_at : slot + plan.keys_at + plan.keys_bytes] = body[length:]
         assert owner.score_posted(slot) == ANSWERED, owner.completed
-        scores = bytes(owner.memory.view[slot + plan.vectors_at : slot + plan.end])
-        assert np.frombuffer(scores[: 4 * samples], np.float32).tolist() == wanted(samples)
-        assert np.frombuffer(scores[4 * samples :], np.int64)[::2].tolist() == wanted(samples)
+        found = bytes(owner.memory.view[slot + plan.vectors_at : slot + plan.end])
+        check(found[: 4 * samples], found[4 * samples :], samples)
 
 
 def test_requests_that_are_no_scores_or_not_binary_have_no_plan() -> None:
@@ -162,68 +149,53 @@ def test_requests_that_are_no_scores_or_not_binary_have_no_plan() -> None:
         score_plan(body[:length], MODEL, 41)
 
 
-# -- fronts that are broken -------------------------------------------------------------------------------------------
-
 GOOD: list[list[Any]] = [["item", "<i8", [2], 4096], ["tags", "<i8", [1, 2], 4200], ["age", "<f4", [1], 4300]]
 OUT: list[list[Any]] = [["score", "<f4", [2], 4400]]
 
 
 def test_tensors_may_lie_at_the_end_of_the_memory_and_not_beyond(owner: Owner) -> None:
+    sizes = {"item": 16, "tags": 16, "age": 4, "score": 8}
     for slot in (0, 512):
-        room = SIZE - slot - TENSORS
-        for name, dtype, shape, size in (("item", "<i8", [2], 16), ("tags", "<i8", [1, 2], 16), ("age", "<f4", [1], 4)):
-            for beyond in (0, 1, 8, 1 << 30):
-                inputs = [one for one in GOOD if one[0] != name] + [[name, dtype, shape, room - size + beyond]]
-                if beyond:
-                    with pytest.raises(hps.InvalidInputError, match="a tensor does not fit in the memory of the front"):
-                        owner.score_text(describe(inputs, OUT, 0), slot)
-                else:
-                    assert owner.score_text(describe(inputs, OUT, 0), slot) == ANSWERED
-        with pytest.raises(hps.InvalidInputError, match="does not fit"):
-            owner.score_text(describe(GOOD, [["score", "<f4", [2], room - 7]], 0), slot)
-        assert owner.score_text(describe(GOOD, [["score", "<f4", [2], room - 8]], 0), slot) == ANSWERED
+        for moved, beyond in itertools.product(sizes, (0, 1, 8, 1 << 30)):
+            end = SIZE - slot - TENSORS - sizes[moved] + beyond
+            inputs, outputs = ([[*one[:3], end if one[0] == moved else one[3]] for one in some] for some in (GOOD, OUT))
+            if beyond:
+                with pytest.raises(hps.InvalidInputError, match="does not fit in the memory of the front"):
+                    owner.score_text(describe(inputs, outputs, 0), slot)
+            else:
+                assert owner.score_text(describe(inputs, outputs, 0), slot) == ANSWERED
 
 
-@pytest.mark.parametrize(
-    "output",
-    [["score", "<f4", [3], 4400], ["score", "<f4", [1], 4400], ["score", "<f4", [0], 4400]],
-)
-def test_room_for_other_samples_is_refused(owner: Owner, output: list[Any]) -> None:
-    with pytest.raises(hps.InvalidInputError, match="got no room for 2 samples"):
-        owner.score_text(describe(GOOD, [output], 0))
-
-
-@pytest.mark.parametrize(
-    ("output", "error"), [(["other", "<f4", [2], 4400], "KeyError"), (["pair", "<i8", [2, 3], 4400], "ValueError")]
-)
-def test_an_output_that_the_network_does_not_have_fails_its_request_alone(owner: Owner, output: list[Any], error: str) -> None:
-    assert owner.score_text(describe(GOOD, [output], 0)) == FAILED
-    assert owner.completed[-1][1].startswith(error)
-    assert owner.score_text(describe(GOOD, OUT, 0)) == ANSWERED
+def test_other_room_or_another_output_than_the_networks_fails_its_request_alone(owner: Owner) -> None:
+    for samples in (3, 1, 0):
+        with pytest.raises(hps.InvalidInputError, match="got no room for 2 samples"):
+            owner.score_text(describe(GOOD, [["score", "<f4", [samples], 4400]], 0))
+    for name, dtype, shape, error in (("other", "<f4", [2], "KeyError"), ("pair", "<i8", [2, 3], "ValueError")):
+        assert owner.score_text(describe(GOOD, [[name, dtype, shape, 4400]], 0)) == FAILED
+        assert owner.completed[-1][1].startswith(error)
+        assert owner.score_text(describe(GOOD, OUT, 0)) == ANSWERED
 
 
 def test_a_bag_whose_offsets_are_garbage_is_refused(owner: Owner) -> None:
     inputs = [GOOD[0], ["tags", "<i8", [4], 4200], ["tags.offsets", "<i8", [2], 5000], GOOD[2]]
     at = (TENSORS + 5000) // 8
-    for offsets in ([0, 1 << 40], [-1, 4], [4, 0], [0, 3]):
+    for offsets in ([0, 1 << 40], [-1, 4], [4, 0], [0, 3], [0, 4]):
         owner.memory.longs[at : at + 2] = memoryview(np.array(offsets)).cast("B").cast("q")
+        if offsets == [0, 4]:
+            assert owner.score_text(describe(inputs, OUT, 0)) == ANSWERED
+            return
         with pytest.raises(hps.InvalidInputError, match="got offsets of input 'tags'"):
             owner.score_text(describe(inputs, OUT, 0))
-    owner.memory.longs[at : at + 2] = memoryview(np.array([0, 4])).cast("B").cast("q")
-    assert owner.score_text(describe(inputs, OUT, 0)) == ANSWERED
 
 
 def test_a_description_with_bits_that_changed_is_refused_or_scored(owner: Owner) -> None:
     """Nothing but an error of the request, and nothing beyond the memory."""
-    rng = random.Random(4)
-    good = describe(GOOD, OUT, 0)
-    outcomes = set()
+    rng, good, outcomes = random.Random(4), describe(GOOD, OUT, 0), set()
+    likely = b'0123456789-.,[]{}":<fi8 \x00\xff'
     for _ in range(3000):
         text = bytearray(good)
         for _ in range(rng.randint(1, 4)):
-            text[rng.randrange(len(text))] = (
-                rng.choice(b'0123456789-.,[]{}":<fi8 \x00\xff') if rng.random() < 0.8 else rng.randrange(256)
-            )
+            text[rng.randrange(len(text))] = rng.choice(likely) if rng.random() < 0.8 else rng.randrange(256)
         try:
             outcomes.add(owner.score_text(bytes(text)))
         except hps.InvalidInputError:

@@ -29,34 +29,21 @@ def _segment() -> Iterator[None]:
     SEGMENT.unlink()
 
 
-@pytest.mark.parametrize("client", ["", "127.0.0.1", "127.8.9.10", "::1"])
-def test_clients_on_this_machine_may_share_memory(client: str) -> None:
-    check_local(client, {b"host": b"x"})
-
-
-@pytest.mark.parametrize(
-    ("client", "headers"),
-    [
-        ("10.0.0.5", {}),
-        ("fe80::1", {}),
-        ("somewhere", {}),
-        ("127.0.0.1", {b"x-forwarded-for": b"10.0.0.5"}),
-        ("", {b"via": b""}),
-        ("::1", {b"origin": b"http://x"}),
-    ],
-)
-def test_others_may_not(client: str, headers: dict[bytes, bytes]) -> None:
-    with pytest.raises(RequestError) as caught:
-        check_local(client, headers)
-    assert caught.value.status == 403
-    body = json.dumps({"inputs": [], "x": {"shared_memory_region": "r"}}).encode()
-    with pytest.raises(RequestError):
-        shared_tensors(body, None, client, headers)
+def test_clients_on_this_machine_alone_may_share_memory() -> None:
+    for client in ("", "127.0.0.1", "127.8.9.10", "::1"):
+        check_local(client, {b"host": b"x"})
+    others: list[tuple[str, dict[bytes, bytes]]] = [(client, {}) for client in ("10.0.0.5", "fe80::1", "somewhere")]
+    others += [("127.0.0.1", {b"x-forwarded-for": b"10.0.0.5"}), ("", {b"via": b""}), ("::1", {b"origin": b"http://x"})]
+    for client, headers in others:
+        with pytest.raises(RequestError) as caught:
+            check_local(client, headers)
+        assert caught.value.status == 403
+        with pytest.raises(RequestError):
+            shared_tensors(b'{"inputs": [], "x": {"shared_memory_region": "r"}}', None, client, headers)
 
 
 def test_a_limit_that_is_lowered_holds_for_the_next_region() -> None:
-    limits = [SIZE]
-    changes: list[int] = []
+    limits, changes = [SIZE], list[int]()
     registry = SharedMemoryRegistry(lambda: limits[0], lambda: changes.append(1))
     registry.register("a", NAME, 0, SIZE)
     with pytest.raises(CapacityError):
@@ -72,40 +59,28 @@ def test_a_limit_that_is_lowered_holds_for_the_next_region() -> None:
     assert len(changes) == 3
 
 
-INPUTS = st.lists(
-    st.tuples(st.integers(0, 5), st.none() | st.tuples(st.sampled_from(["first", "second"]), st.integers(0, SIZE // 16))),
-    min_size=1,
-    max_size=6,
-)
+PLACES = st.tuples(st.sampled_from(["first", "second"]), st.integers(0, SIZE // 16))
+INPUTS = st.lists(st.tuples(st.integers(0, 5), st.just(("", 0)) | PLACES), min_size=1, max_size=6)
 
 
 @given(INPUTS)
-def test_a_translated_request_has_the_bytes_of_its_places(inputs: list[tuple[int, tuple[str, int] | None]]) -> None:
+def test_a_translated_request_has_the_bytes_of_its_places(inputs: list[tuple[int, tuple[str, int]]]) -> None:
     registry, segments = SharedMemoryRegistry(lambda: 1 << 20, lambda: None), Segments()
     registry.register("first", NAME, 0, SIZE)
     registry.register("second", NAME, SIZE // 2, SIZE // 2)
     segments.follow(registry.published())
     tensors, sent, expected = [], b"", b""
-    for nth, (count, place) in enumerate(inputs):
-        tensor: dict[str, Any] = {"name": f"t{nth}", "datatype": "INT64", "shape": [count]}
-        if place is None:
-            keys = np.full(count, -nth).tobytes()
-            sent += keys
-            tensor["parameters"] = {"binary_data_size": len(keys)}
-        else:
-            region, offset = place
-            start = offset + (SIZE // 2 if region == "second" else 0)
-            keys = SEGMENT.read_bytes()[start : start + 8 * count]
-            parameters = {"shared_memory_region": region, "shared_memory_byte_size": 8 * count}
-            tensor["parameters"] = parameters | ({"shared_memory_offset": offset} if offset else {})
+    for nth, (count, (region, offset)) in enumerate(inputs):
+        tensors.append(a_tensor(region, count, offset) | {"name": f"t{nth}"})
+        start = offset + (SIZE // 2 if region == "second" else 0)
+        keys = SEGMENT.read_bytes()[start : start + 8 * count] if region else np.full(count, -nth).tobytes()
+        sent += b"" if region else keys
         expected += keys
-        tensors.append(tensor)
     text = json.dumps({"inputs": tensors}, separators=(",", ":")).encode()
     shared = shared_tensors(text + sent, len(text), "", {})
-    if all(place is None for _, place in inputs):
-        assert shared is None
+    if shared is None:
+        assert not any(region for _, (region, _) in inputs)
         return
-    assert shared is not None
     assert bytes(segments.body_of(shared)) == shared.text + expected
     sizes = [one["parameters"]["binary_data_size"] for one in json.loads(shared.text)["inputs"]]
     assert sizes == [8 * count for count, _ in inputs]
@@ -123,23 +98,25 @@ def open_descriptors(segment: Path = SEGMENT) -> int:
     return found
 
 
+def a_tensor(region: str, count: int = 1, offset: int = 0) -> dict[str, Any]:
+    """An input, in a region or, without one, behind the JSON part."""
+    size = "shared_memory_byte_size" if region else "binary_data_size"
+    parameters: dict[str, Any] = {size: 8 * count} | ({"shared_memory_region": region} if region else {})
+    parameters |= {"shared_memory_offset": offset} if offset else {}
+    return {"name": "t", "datatype": "INT64", "shape": [count], "parameters": parameters}
+
+
 def a_request(*regions: str) -> SharedTensors:
-    inputs = [
-        {
-            "name": one,
-            "datatype": "INT64",
-            "shape": [1],
-            "parameters": {"shared_memory_region": one, "shared_memory_byte_size": 8},
-        }
-        for one in regions
-    ]
-    found = shared_tensors(json.dumps({"inputs": inputs}).encode(), None, "", {})
+    found = shared_tensors(json.dumps({"inputs": [*map(a_tensor, regions)]}).encode(), None, "", {})
     assert found is not None
     return found
 
 
+Shared = tuple[SharedMemoryRegistry, Segments]
+
+
 @pytest.fixture
-def shared() -> Iterator[tuple[SharedMemoryRegistry, Segments]]:
+def shared() -> Iterator[Shared]:
     """The owner's registry, and the segments of a front that follows it."""
     segments = Segments()
     registry = SharedMemoryRegistry(lambda: 1 << 20, lambda: segments.follow(registry.published()))
@@ -147,7 +124,7 @@ def shared() -> Iterator[tuple[SharedMemoryRegistry, Segments]]:
     segments.follow([])
 
 
-def test_a_segment_that_a_client_took_back_is_closed(shared: tuple[SharedMemoryRegistry, Segments]) -> None:
+def test_a_segment_that_a_client_took_back_is_closed(shared: Shared) -> None:
     """Its memory would be the front's for ever, and a descriptor be lost with each client."""
     registry, segments = shared
     for name in ("first", None, "first"):
@@ -163,7 +140,7 @@ def test_a_segment_that_a_client_took_back_is_closed(shared: tuple[SharedMemoryR
         assert open_descriptors() == 0
 
 
-def test_a_segment_that_was_replaced_is_not_used_and_not_kept_open(shared: tuple[SharedMemoryRegistry, Segments]) -> None:
+def test_a_segment_that_was_replaced_is_not_used_and_not_kept_open(shared: Shared) -> None:
     registry, segments = shared
     other = SEGMENT.with_name(f"{NAME}-other")
     try:
@@ -183,45 +160,39 @@ def test_a_segment_that_was_replaced_is_not_used_and_not_kept_open(shared: tuple
         other.unlink()
 
 
-@pytest.mark.parametrize(
-    ("offset", "size", "says"), [(0, 16, None), (8, 8, None), (8, 9, "Invalid offset"), (9, 8, "Invalid offset")]
-)
-def test_a_place_lies_within_its_region(
-    shared: tuple[SharedMemoryRegistry, Segments], offset: int, size: int, says: str | None
-) -> None:
+@pytest.fixture
+def before() -> Iterator[bytes]:
+    """What the segment has, and gets back."""
+    found = SEGMENT.read_bytes()
+    yield found
+    SEGMENT.write_bytes(found)
+
+
+@pytest.mark.parametrize(("offset", "size", "fits"), [(0, 16, True), (8, 8, True), (8, 9, False), (9, 8, False)])
+def test_a_place_lies_within_its_region(shared: Shared, before: bytes, offset: int, size: int, fits: bool) -> None:
     registry, segments = shared
     registry.register("r", NAME, 32, 16)
-    before = SEGMENT.read_bytes()
     tensor = memoryview(b"\xff" * size)
-    try:
-        if says is None:
+    if fits:
+        segments.write(Place("r", offset, size), tensor)
+        assert SEGMENT.read_bytes() == before[: 32 + offset] + bytes(tensor) + before[32 + offset + size :]
+    else:
+        with pytest.raises(InvalidInputError, match="Invalid offset"):
             segments.write(Place("r", offset, size), tensor)
-            assert SEGMENT.read_bytes() == before[: 32 + offset] + bytes(tensor) + before[32 + offset + size :]
-        else:
-            with pytest.raises(InvalidInputError, match=says):
-                segments.write(Place("r", offset, size), tensor)
-            assert SEGMENT.read_bytes() == before
-        with pytest.raises(InvalidInputError, match=rf"\({size - 1} bytes\) should be at least {size} bytes"):
-            segments.write(Place("r", 0, size - 1), tensor)
-    finally:
-        SEGMENT.write_bytes(before)
+        assert SEGMENT.read_bytes() == before
+    with pytest.raises(InvalidInputError, match=rf"\({size - 1} bytes\) should be at least {size} bytes"):
+        segments.write(Place("r", 0, size - 1), tensor)
 
 
-def test_a_segment_that_became_shorter_is_an_error_and_no_longer_again(
-    shared: tuple[SharedMemoryRegistry, Segments],
-) -> None:
+def test_a_segment_that_became_shorter_is_an_error_and_no_longer_again(shared: Shared, before: bytes) -> None:
     """A write beyond the end would make it longer, with memory that nobody counts."""
     registry, segments = shared
     registry.register("r", NAME, 0, 16)
-    before = SEGMENT.read_bytes()
-    try:
-        os.truncate(SEGMENT, 7)
-        for call in (lambda: segments.write(Place("r", 0, 8), memoryview(bytes(8))), lambda: segments.body_of(a_request("r"))):
-            with pytest.raises(InvalidInputError, match="has become shorter than registered"):
-                call()
-        assert SEGMENT.stat().st_size == 7
-    finally:
-        SEGMENT.write_bytes(before)
+    os.truncate(SEGMENT, 7)
+    for call in (lambda: segments.write(Place("r", 0, 8), memoryview(bytes(8))), lambda: segments.body_of(a_request("r"))):
+        with pytest.raises(InvalidInputError, match="has become shorter than registered"):
+            call()
+    assert SEGMENT.stat().st_size == 7
 
 
 VALUES = st.recursive(
@@ -233,15 +204,8 @@ PARAMETERS = st.fixed_dictionaries(
     {"shared_memory_region": VALUES | st.just("r"), "shared_memory_byte_size": VALUES | st.just(1 << 62)},
     optional={"shared_memory_offset": VALUES, "binary_data_size": VALUES},
 )
-TENSORS = st.fixed_dictionaries(
-    {},
-    optional={
-        "name": VALUES,
-        "datatype": VALUES | st.just("INT64"),
-        "shape": VALUES | st.just([2]),
-        "parameters": PARAMETERS | VALUES,
-    },
-)
+SHAPED = {"name": VALUES, "datatype": VALUES | st.just("INT64"), "shape": VALUES | st.just([2])}
+TENSORS = st.fixed_dictionaries({}, optional={**SHAPED, "parameters": PARAMETERS | VALUES})
 
 
 @given(

@@ -122,13 +122,7 @@ def test_bags_arrive_as_they_were_given(
     if not last and not bags:
         return
     asked = Bags(
-        keys,
-        given_offsets,
-        weights,
-        combiner=combiner,
-        max_norm=max_norm,
-        padding_key=padding_key,
-        include_last_offset=last,
+        keys, given_offsets, weights, combiner=combiner, max_norm=max_norm, padding_key=padding_key, include_last_offset=last
     )
     _, body, length = split(CLIENT.lookup_pooled({"item": asked}, "m"))
     (segment,) = laid_out(body, length).segments

@@ -12,10 +12,7 @@ from hps.errors import ConfigError
 from tests.servers.running_service import model_of
 
 MODEL = model_of(
-    "ranker",
-    ["models/user", "models/item"],
-    {"user": 16, "item": 32},
-    maxnum_catfeature_query_per_table_per_sample=[1, 50],
+    "ranker", ["models/user", "models/item"], {"user": 16, "item": 32}, maxnum_catfeature_query_per_table_per_sample=[1, 50]
 )
 
 
@@ -86,11 +83,7 @@ MODEL_VALUES = [
         "dynamik",
         'got "dynamik", expected one of: dynamic, static, uvm, stochastic; did you mean dynamic?',
     ),
-    (
-        "device_sharing",
-        "partitioned",
-        'got "partitioned", expected one of: replicate, partition, hot; did you mean partition?',
-    ),
+    ("device_sharing", "partitioned", 'got "partitioned", expected one of: replicate, partition, hot; did you mean partition?'),
 ]
 TOP_VALUES = [
     ("device", "gpu", 'got "gpu", expected one of: auto, cuda, cpu; did you mean cuda?'),
@@ -293,10 +286,7 @@ def test_an_unknown_key_names_the_nearest_one_wherever_it_belongs(source: dict[s
 MISTAKES = [
     ({}, "models: got none, expected at least one model, or a model_repository"),
     *(
-        (
-            {"models": [{name: MODEL[name] for name in MODEL if name != key}]},
-            f"models[0].{key}: missing; it has no default",
-        )
+        ({"models": [{name: MODEL[name] for name in MODEL if name != key}]}, f"models[0].{key}: missing; it has no default")
         for key in (
             "model",
             "sparse_files",

@@ -59,10 +59,7 @@ def test_a_network_is_refused(changes: dict[str, Any], problem: str) -> None:
         ({"table": "item", "max_norm": 1}, ".max_norm: it has no effect without pooling, expected sum, mean or sqrtn"),
         ({"table": "item", "padding_key": 0}, ".padding_key: it has no effect without pooling, expected sum, mean or sqrtn"),
         ({"table": "item", "pooling": "sum", "max_norm": 0}, ".max_norm: got 0, expected more than 0"),
-        (
-            {"table": "item", "pooling": "sum", "padding_key": 2**63},
-            f".padding_key: got {2**63}, expected at most {2**63 - 1}",
-        ),
+        ({"table": "item", "pooling": "sum", "padding_key": 2**63}, f".padding_key: got {2**63}, expected at most {2**63 - 1}"),
         (
             {"dtype": "float64"},
             '.dtype: got "float64", expected one of: float32, float16, int64, int32, bool; did you mean float16?',

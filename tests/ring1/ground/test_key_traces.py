@@ -224,11 +224,7 @@ def test_three_rounds_of_three_recordings_add_up(tmp_path, monkeypatch):
                 recorder._write_waiting()
                 clock.now += 10
     traces = read_traces(tmp_path / "keys")
-    assert [trace.keys.tolist() for trace in traces] == [
-        [0, 10, 20],
-        [0, 1, 10, 11, 20, 21],
-        [0, 1, 2, 10, 11, 12, 20, 21, 22],
-    ]
+    assert [trace.keys.tolist() for trace in traces] == [[0, 10, 20], [0, 1, 10, 11, 20, 21], [0, 1, 2, 10, 11, 12, 20, 21, 22]]
     assert [trace.lookups.tolist() for trace in traces] == [sorted([0, 1, 2] * size) for size in (1, 2, 3)]
     assert [trace.asked for trace in traces] == [300, 600, 900]
     assert [trace.seconds for trace in traces] == [20.25] * 3  # the first keys came within a quarter of a second

@@ -63,8 +63,7 @@ def test_an_input_of_another_dtype_or_width_is_named_with_got_and_expected(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(TensorProto.FLOAT16, "float16"), (TensorProto.INT64, "int64"), (TensorProto.INT32, "int32")],
+    ("kind", "dtype"), [(TensorProto.FLOAT16, "float16"), (TensorProto.INT64, "int64"), (TensorProto.INT32, "int32")]
 )
 def test_features_may_be_of_other_dtypes(kind: int, dtype: str) -> None:
     network = opened(model(kind), *(NetworkTensor(name, dtype, (-1, 4)) for name in "ab"))

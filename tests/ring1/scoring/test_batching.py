@@ -53,13 +53,7 @@ class Bench:
         self._changed = threading.Condition()
 
     def submit(
-        self,
-        name: str,
-        keys: Sequence[int],
-        tags: int = 1,
-        due_ns: int = 0,
-        fails: bool = False,
-        most_s: float = math.inf,
+        self, name: str, keys: Sequence[int], tags: int = 1, due_ns: int = 0, fails: bool = False, most_s: float = math.inf
     ) -> None:
         counts = np.full(len(keys), tags)
         arrays = {

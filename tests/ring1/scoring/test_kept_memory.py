@@ -83,15 +83,7 @@ def test_batches_of_any_size_are_scored_in_memory_that_is_kept(kept: list[int | 
         np.testing.assert_array_equal(answer, wanted)
 
 
-@pytest.mark.parametrize(
-    "forms",
-    [
-        [{}, {"once": True}],
-        [{}, {"columns": True}],
-        [{"columns": True}, {}],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("forms", [[{}, {"once": True}], [{}, {"columns": True}], [{"columns": True}, {}]], ids=str)
 def test_requests_that_are_not_alike_take_the_general_way(kept: list[int | None], forms: list[dict[str, bool]]) -> None:
     rng, ours = np.random.default_rng(3), scorer(KEPT)
     for packs in (True, False):

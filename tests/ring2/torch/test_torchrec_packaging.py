@@ -180,11 +180,7 @@ class Pooled(nn.Module):
         return self.top(torch.cat([self.bags(sparse).values(), self.plain(item)], 1)).squeeze(1).float()
 
 
-@pytest.mark.parametrize(
-    ("bits", "shared", "output"),
-    [(4, True, torch.float32), (8, False, torch.float16)],
-    ids=str,
-)
+@pytest.mark.parametrize(("bits", "shared", "output"), [(4, True, torch.float32), (8, False, torch.float16)], ids=str)
 def test_a_module_with_a_quantised_collection_is_packaged(tmp_path: Path, bits: int, shared: bool, output: torch.dtype) -> None:
     module = Pooled(collection("bags", bits, shared=shared, output=output), output)
     tolerance = 1e-5 if output is torch.float32 else 2e-3

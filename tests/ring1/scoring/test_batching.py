@@ -194,13 +194,6 @@ def test_each_request_may_be_a_batch_by_itself() -> None:
     bench.close()
 
 
-def test_a_delay_ends() -> None:
-    bench = Bench(max_delay_us=1000)
-    bench.submit("a", [1])
-    assert bench.wait("a") == [[1]]
-    bench.close()
-
-
 def test_a_request_whose_time_is_over_costs_no_work(bench: Bench) -> None:
     bench.occupy()
     now = time.perf_counter_ns()
@@ -239,19 +232,6 @@ def test_a_request_that_the_network_fails_fails_alone(bench: Bench) -> None:
     assert isinstance(b, hps.NetworkError)
     assert bench.counters.failures == {"network": 1, "nan": 0}
     assert bench.counters.requests == 3
-
-
-def test_not_a_number_is_counted_and_fails_alone(bench: Bench) -> None:
-    bench.network.function = lambda given: {"score": np.where(given["item"][:, 0] == 13, np.nan, 1)}
-    bench.occupy()
-    bench.submit("a", [1])
-    bench.submit("b", [13])
-    bench.release()
-    a, b = bench.wait(*"ab")
-    assert a == [1]
-    assert "output 'score' of sample 0 is not a number" in str(b)
-    assert bench.counters.failures == {"network": 0, "nan": 1}
-    assert bench.network.calls == [1, 2]
 
 
 @pytest.mark.parametrize("error", [hps.DatabaseTimeoutError("away"), MemoryError("full"), IndexError("a bug")])
@@ -327,11 +307,3 @@ def test_requests_are_not_queued_behind_a_network_that_hangs(bench: Bench) -> No
         wait_until(lambda: not bench.batcher._scorer.network_seconds(), "the network has returned")
         bench.submit(f"after {count}", [4], most_s=1e-9)
         assert bench.wait(f"after {count}") == [[4]]
-
-
-def test_a_slow_lookup_is_no_network_that_hangs(bench: Bench) -> None:
-    bench.occupy()
-    bench.submit("a", [1], most_s=1e-9)
-    bench.release()
-    assert bench.wait("a") == [[1]]
-    assert bench.counters.refused == 0

@@ -223,10 +223,3 @@ def test_a_description_is_refused_or_lies_within_its_end(inputs: Any, outputs: A
         packed = PackedRequest(found, memory.data, 0, memory.ctypes.data)
         ((answer,), _) = scorer().score([packed])
         assert len(answer["all"]) == found.samples
-
-
-@settings(max_examples=150)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_no_description(text: bytes) -> None:
-    with pytest.raises(hps.InvalidInputError):
-        read(text)

@@ -46,13 +46,6 @@ def test_every_embedding_is_a_table_once_by_its_path(tmp_path: Path, towers: Tow
         assert np.array_equal(server.lookup([49, 0], "shop", "item"), towers.item.weight.detach()[[49, 0]].numpy())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_weights_are_widened(tmp_path: Path, dtype: torch.dtype) -> None:
-    module = nn.Embedding(6, 2, dtype=dtype)
-    save(module, tmp_path / "half")
-    assert rows_of(tmp_path / "half" / "1" / "Embedding", 2) == dict(enumerate(module.weight.float().tolist()))
-
-
 def test_keys_need_not_be_numbers_of_rows(tmp_path: Path, towers: Towers) -> None:
     keys = torch.arange(20) * 10**12 - 5
     save(towers, tmp_path / "shop", keys={"tags": keys})

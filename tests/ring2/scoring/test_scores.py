@@ -310,13 +310,6 @@ def test_what_cannot_be_scored_is_refused(repository: Path, tmp_path: Path) -> N
             server.score("m", {"item": KEYS[:2]})
 
 
-def test_rows_that_are_written_online_are_scored(repository: Path) -> None:
-    with hps.HPS(document(repository)) as server:
-        server.insert(np.array([7]), np.full((1, DIM), 100, np.float32), "m", "item")
-        found = server.score("m", {"item": np.array([7, 8]), "age": np.zeros(2, np.float32)})
-        assert found["score"].tolist() == [100 * DIM, 8 * DIM]
-
-
 # -- the service ------------------------------------------------------------------------------------------------------
 
 
@@ -335,23 +328,11 @@ def test_scores_over_http_name_their_version(repository: Path) -> None:
         write(repository, 2)
         assert post(service, "/v1/models/m/deploy", {"version": "2"}).status_code == 200
         assert rows(service, [3]).json() == {"model": "m", "version": "2", "outputs": {"score": [12.5]}}
-        assert post(service, "/v1/models/m/rollback", None).status_code == 200
-        assert rows(service, [3]).json()["version"] == "1"
-        of_version = post(
-            service,
-            "/v2/models/m/versions/1/infer",
-            {
-                "inputs": [
-                    {"name": "item", "datatype": "INT64", "shape": [1], "data": [3]},
-                    {"name": "age", "datatype": "FP32", "shape": [1], "data": [1]},
-                ]
-            },
-        )
-        assert of_version.json() == {
-            "model_name": "m",
-            "model_version": "1",
-            "outputs": [{"name": "score", "datatype": "FP32", "shape": [1], "data": [13.0]}],
-        }
+        inputs = [("item", "INT64", 3), ("age", "FP32", 1)]
+        said = {"inputs": [{"name": name, "datatype": kind, "shape": [1], "data": [one]} for name, kind, one in inputs]}
+        output = {"name": "score", "datatype": "FP32", "shape": [1], "data": [12.5]}
+        of_version = post(service, "/v2/models/m/versions/2/infer", said).json()
+        assert of_version == {"model_name": "m", "model_version": "2", "outputs": [output]}
 
 
 def test_networks_are_described_and_their_vectors_can_be_looked_up(repository: Path) -> None:
@@ -365,25 +346,6 @@ def test_networks_are_described_and_their_vectors_can_be_looked_up(repository: P
         lookup = {"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [3]}], "parameters": {"vectors": True}}
         assert post(service, "/v2/models/m/infer", lookup).json()["outputs"][0]["data"] == [3.0] * DIM
         assert post(service, "/v1/models/m/lookup", {"tables": {"item": [3]}}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "message"),
-    [
-        ({"items": [{"item": 1}]}, 400, "'age' is missing"),
-        ({"items": [{"item": "1", "age": 1}]}, 400, "got a string at position 0"),
-        ({"items": [{"item": 1, "age": 1}] * 65}, 413, "expected at most 64 (max_batch_size)"),
-        ({"items": [{"item": 1, "age": 1}], "device": 3}, 404, "got device 3"),
-        ({"items": []}, 400, "expected {"),
-    ],
-)
-def test_bad_rows_are_refused_and_others_are_answered(repository: Path, said: Any, status: int, message: str) -> None:
-    with running_service(document(repository)) as service:
-        answer = post(service, "/v1/models/m/score", said)
-        assert (answer.status_code, message in answer.text) == (status, True), answer.text
-        assert rows(service).status_code == 200
-        assert post(service, "/v1/models/other/score", said).status_code == 404
-        assert service.is_idle
 
 
 @pytest.mark.parametrize(
@@ -495,33 +457,6 @@ def test_a_model_is_undeployed_and_deployed_while_its_network_hangs(
         assert [one.result().json()["version"] for one in asked] == ["2", "1"] * 2
         wait_until(lambda: sum(one.closed for one in opened) == len(opened) - 1, "the networks are freed")
         assert rows(service).json()["version"] == "1"
-
-
-def test_a_deadline_that_has_passed_is_504_and_costs_no_work(repository: Path, until: Path, opened: list[ArrayNetwork]) -> None:
-    write(repository, 2, network(2, does="hang", until=str(until)))
-    with running_service(document(repository)) as service, ThreadPoolExecutor(2) as pool:
-        hung = pool.submit(rows, service)
-        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
-        late = pool.submit(rows, service, timeout_us=1)  # it is over before the request is read
-        wait_until(lambda: service.requests == 2, "the second request waits")
-        until.unlink()
-        assert hung.result().status_code == 200
-        assert late.result().status_code == 504
-        assert "the request's timeout was over before a batch could take it" in late.result().text
-        assert opened[-1].calls.count(2) == 1
-        assert samples(service)["hps_score_late_requests_total", "m"] == 1
-
-
-def test_polling_takes_over_another_network(repository: Path) -> None:
-    settings = {"repository_poll_s": 0.1, "model_control_mode": "poll"}
-    with running_service(document(repository, service=settings)) as service:
-        assert rows(service, [3]).json()["outputs"]["score"] == [13.0]
-        (repository / "m" / "1" / "version.json").unlink()
-        model_json(repository, dense=SAID)
-        file = repository / "m" / "1" / "dense.json"
-        (repository / "m" / "1" / "new").write_bytes(network(0.25))
-        (repository / "m" / "1" / "new").rename(file)
-        wait_until(lambda: rows(service, [3]).json()["outputs"]["score"] == [52.0], "the new network serves")
 
 
 # -- many at a time ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A trained DLRM, from its module to scores over HTTP and gRPC, through PyTorch and ONNX Runtime: they are the module's."""
 
 import json
-import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,7 +119,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(scope="module")
 def served(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    document = document_of(model_repository=str(trained.repository), service={"shared_memory_bytes": 1 << 20})
+    document = document_of(model_repository=str(trained.repository))
     with ServedProcess(document, tmp_path_factory.mktemp("served"), 1, "--grpc-port", 0) as process:
         yield process
 
@@ -144,87 +143,25 @@ def test_scores_of_rows_are_the_modules_and_so_is_the_auc(served: ServedProcess,
     assert round(ours, 4) == round(theirs, 4)
 
 
-@pytest.mark.curl
-def test_curl_shows_a_score(served: ServedProcess, trained: Trained) -> None:
-    said = json.dumps({"items": trained.held_out.rows(7, 8)})
-    command = ["curl", "--silent", "--fail", f"{served.url}/v1/models/dlrm/score", "--data", "@-"]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, check=True, timeout=60)
-    answer = json.loads(done.stdout)
-    assert (answer["model"], answer["version"]) == ("dlrm", "1")
-    np.testing.assert_allclose(answer["outputs"]["score"], trained.scores[7:8], atol=1e-6)
-
-
-TRITON = {"int64": "INT64", "float32": "FP32"}
-
-
-def tensors_of(kind: Any, inputs: dict[str, np.ndarray], **binary: bool) -> list[Any]:
-    found = []
-    for name, array in inputs.items():
-        found.append(kind.InferInput(name, list(array.shape), TRITON[array.dtype.name]))
-        found[-1].set_data_from_numpy(array, **binary)
-    return found
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("binary", [True, False])
-def test_tritons_http_client(served: ServedProcess, trained: Trained, model: str, binary: bool) -> None:
-    triton = pytest.importorskip("tritonclient.http")
-    with triton.InferenceServerClient(served.url.removeprefix("http://")) as client:
-        output = triton.InferRequestedOutput("score", binary_data=binary)
-        for samples_, more in ((1, {}), (17, {"timeout": 60_000_000}), (300, {"request_id": "a"})):
-            tensors = tensors_of(triton, trained.held_out.inputs(0, samples_), binary_data=binary)
-            for _ in range(2):
-                found = client.infer(model, tensors, outputs=[output], **more)
-                np.testing.assert_allclose(found.as_numpy("score"), trained.scores[:samples_], atol=1e-6)
-                assert found.get_response()["model_version"] == "1"
-        metadata = client.get_model_metadata(model)
-        assert {one["name"] for one in metadata["inputs"]} == INPUTS.keys()
-        assert [one["name"] for one in client.get_model_config(model)["output"]] == ["score"]
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_tritons_grpc_client(served: ServedProcess, trained: Trained, model: str) -> None:
     triton = pytest.importorskip("tritonclient.grpc")
-    utils = pytest.importorskip("tritonclient.utils")
+
+    def asked(inputs: dict[str, np.ndarray], **more: Any) -> Any:
+        tensors = []
+        for name, array in inputs.items():
+            kind = {"int64": "INT64", "float32": "FP32"}[array.dtype.name]
+            tensors.append(triton.InferInput(name, list(array.shape), kind))
+            tensors[-1].set_data_from_numpy(array)
+        return client.infer(model, tensors, **more)
+
     with triton.InferenceServerClient(served.grpc) as client:
-        for samples_, more in ((1, {}), (17, {"timeout": 60_000_000}), (300, {"request_id": "a"})):
-            tensors = tensors_of(triton, trained.held_out.inputs(0, samples_))
-            for _ in range(2):
-                found = client.infer(model, tensors, **more)
-                np.testing.assert_allclose(found.as_numpy("score"), trained.scores[:samples_], atol=1e-6)
+        for samples_ in (1, 17, 300):
+            found = asked(trained.held_out.inputs(0, samples_)).as_numpy("score")
+            np.testing.assert_allclose(found, trained.scores[:samples_], atol=1e-6)
         assert {one.name for one in client.get_model_metadata(model).inputs} == INPUTS.keys()
-        with pytest.raises(utils.InferenceServerException, match="input 'emb_0' is missing"):
-            client.infer(model, tensors_of(triton, {"dense": trained.held_out.inputs(0, 3)["dense"]}))
-        vectors = client.infer(model, tensors_of(triton, {"emb_0": np.array([5])}), parameters={"vectors": True})
+        vectors = asked({"emb_0": np.array([5])}, parameters={"vectors": True})
         assert vectors.as_numpy("emb_0").shape == (1, DIM)
-
-
-def test_inputs_and_scores_in_shared_memory(trained: Trained, tmp_path: Path) -> None:
-    triton = pytest.importorskip("tritonclient.http")
-    regions = pytest.importorskip("tritonclient.utils.shared_memory")
-    given = trained.held_out.inputs(0, 20)
-    size = sum(one.nbytes for one in given.values())
-    document = document_of(model_repository=str(trained.repository), service={"shared_memory_bytes": 1 << 20})
-    handle = regions.create_shared_memory_region("hps-scores", "/hps-scores", size + 80)
-    try:
-        with ServedProcess(document, tmp_path) as served, triton.InferenceServerClient(served.url[7:]) as client:
-            client.register_system_shared_memory("hps-scores", "/hps-scores", size + 80)
-            tensors, at = [], 0
-            for name, array in given.items():
-                regions.set_shared_memory_region(handle, [array], at)
-                tensors.append(triton.InferInput(name, list(array.shape), TRITON[array.dtype.name]))
-                tensors[-1].set_shared_memory("hps-scores", array.nbytes, at)
-                at += array.nbytes
-            output = triton.InferRequestedOutput("score")
-            output.set_shared_memory("hps-scores", 80, at)
-            for _ in range(2):
-                client.infer("dlrm", tensors, outputs=[output])
-                found = regions.get_contents_as_numpy(handle, np.float32, [20], at)
-                np.testing.assert_allclose(found, trained.scores[:20], atol=1e-6)
-                answer = client.infer("dlrm", tensors)
-                np.testing.assert_allclose(answer.as_numpy("score"), trained.scores[:20], atol=1e-6)
-    finally:
-        regions.destroy_shared_memory_region(handle)
 
 
 def test_a_call_in_this_process_gives_the_same_scores(trained: Trained) -> None:

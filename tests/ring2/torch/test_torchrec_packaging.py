@@ -1,6 +1,5 @@
 """Modules with torchrec's collections, plain and quantised ones, are saved, converted and packaged."""
 
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,14 +192,6 @@ def test_a_module_with_a_quantised_collection_is_packaged(tmp_path: Path, bits: 
     bags = {name: hps.Bags(one.values(), one.offsets()) for name, one in features.items()}
     found = score(tmp_path, {"item": item, **bags})
     np.testing.assert_allclose(found["score"], module(sparse, item).detach(), atol=tolerance)
-
-
-def test_a_quantised_module_is_the_next_version_of_the_plain_one(tmp_path: Path) -> None:
-    bags = collection("bags", 8)
-    plain = torchrec.EmbeddingBagCollection(tables=bags.embedding_bag_configs())
-    save(nn.ModuleDict({"e": plain}), tmp_path / "m")
-    assert save(nn.ModuleDict({"e": bags}), tmp_path / "m").version == "2"
-    assert json.loads((tmp_path / "m" / "model.json").read_text())["embedding_vecsize_per_table"] == [8, 16, 24]
 
 
 def test_what_cannot_be_read_as_rows_is_refused(tmp_path: Path) -> None:

@@ -90,13 +90,8 @@ def test_the_help_of_a_command_has_an_example_of_it() -> None:
 
 def test_without_a_command_help_is_shown_and_the_code_is_2() -> None:
     result = run()
-    assert result.exit_code == 2
-    assert "create-model" in result.output
-
-
-def test_version_is_printed() -> None:
-    result = run("--version")
-    assert (result.exit_code, result.stdout) == (0, "hps 0.1.0\n")
+    assert (result.exit_code, "create-model" in result.output) == (2, True)
+    assert run("--version").stdout == "hps 0.1.0\n"
 
 
 WRONG = [
@@ -179,14 +174,15 @@ def test_check_config_reports_every_problem_of_the_files(tmp_path: Path, config:
     (tmp_path / "item" / "emb_vector").write_bytes(b"x" * 500 * 4 * 9)
     result = run("check-config", config)
     assert result.exit_code == 2
-    assert "2 problems" in result.stderr
-    assert "models[0].sparse_files[0]: opening sparse model" in result.stderr
-    assert "key not found" in result.stderr
-    assert "models[0].sparse_files[1]: opening" in result.stderr
-    assert "embedding_vecsize_per_table 9" in result.stderr
+    for text in (
+        "2 problems",
+        "models[0].sparse_files[0]: opening sparse model",
+        "key not found",
+        "embedding_vecsize_per_table 9",
+    ):
+        assert text in result.stderr
     without = run("check-config", config, "--no-files")
-    assert without.exit_code == 0
-    assert "shop 1 user 0 ? 4 ? ?" in words(without.stdout)
+    assert (without.exit_code, "shop 1 user 0 ? 4 ? ?" in words(without.stdout)) == (0, True)
 
 
 def test_check_config_finds_keys_beyond_32_bits(tmp_path: Path, content: dict[str, Any]) -> None:
@@ -225,18 +221,6 @@ def test_load_fills_rocksdb_once(config: Path) -> None:
     )
 
 
-def test_load_takes_the_new_version_of_a_model(tmp_path: Path, config: Path) -> None:
-    run("load", config)
-    keys = np.arange(7, dtype=np.int64)
-    write_sparse_model(tmp_path / "item", (keys, sample_vectors(keys, 8, 77)), overwrite=True)
-    result = run("load", config)
-    assert "user: rocks_db: complete" in result.stdout
-    assert "item: rocks_db: loaded 7 rows" in result.stdout
-    answer = json.loads(run("lookup", config, "shop", "item", 3, 100, "--json").stdout)
-    np.testing.assert_array_equal(np.array(answer["vectors"][0], np.float32), sample_vectors(keys[3:4], 8, 77)[0])
-    assert answer["found"] == [True, False]
-
-
 def test_load_passes_over_models_that_use_no_database(tmp_path: Path, content: dict[str, Any]) -> None:
     content["models"][0]["embedding_cache_type"] = "stochastic"
     result = run("load", write_config(tmp_path, content))
@@ -258,13 +242,6 @@ def test_load_needs_a_database_that_it_may_fill(
     result = run("load", write_config(tmp_path, content))
     assert result.exit_code == 2
     assert message in result.stderr
-
-
-def test_load_of_a_broken_model_is_code_2(tmp_path: Path, config: Path) -> None:
-    os.truncate(tmp_path / "item" / "emb_vector", 100)
-    result = run("load", config)
-    assert result.exit_code == 2
-    assert "item/emb_vector: got 100 bytes, expected 16000" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -360,12 +337,6 @@ def test_lookup_beside_a_server_says_how_to_ask_it(config: Path) -> None:
 
 
 # -- serve ------------------------------------------------------------------------------------------------------------
-
-
-def test_serve_refuses_a_log_level_that_is_none(config: Path) -> None:
-    result = run("serve", config, "--log-level", "loud")
-    assert result.exit_code == 2
-    assert "'loud' is not one of 'critical', 'error', 'warning', 'info', 'debug'" in words(result.stderr)
 
 
 def test_serve_says_when_its_port_is_taken_before_it_opens_anything(config: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hps
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model, write_version
 from tests.ring1.cli.test_cli import run
@@ -63,6 +64,8 @@ def test_directories_are_models_tables_and_versions(tmp_path: Path, target: Path
 def test_a_directory_of_tables_and_a_table_alone_are_one_model(tmp_path: Path, target: Path) -> None:
     table(tmp_path / "shop" / "item.model", 7)
     assert shape(initialised(target, tmp_path / "shop")) == {"shop": {"item": 7}}
+    with hps.HPS(target) as server:
+        np.testing.assert_array_equal(server.lookup([3, 19], "shop", "item"), sample_vectors(np.array([3, 19]), 7, 7))
     assert shape(initialised(target, tmp_path / "shop" / "item.model", "--force", "--model", "x")) == {"x": {"item": 7}}
 
 

@@ -60,25 +60,11 @@ def test_memory_is_printed_by_tier_and_table(config, tmp_path):
 
 def test_a_gb_is_as_large_as_it_is_printed_and_a_gib_is_called_so(config):
     def given(size):
-        return next(
-            one["free_bytes"]
-            for one in json.loads(run(config, "--ram", size, "--json").output)["totals"]
-            if one["place"] == "ram"
-        )
+        totals = json.loads(run(config, "--ram", size, "--json").output)["totals"]
+        return next(one["free_bytes"] for one in totals if one["place"] == "ram")
 
     sizes = {"64GB": 64 * 10**9, "64G": 64 * 10**9, "1.5TiB": 3 * 2**39, "80000000000": 80 * 10**9}
     assert {size: given(size) for size in sizes} == sizes
-
-
-def test_another_machine_has_the_fronts_of_its_processors(config):
-    def fronts(*options):
-        needs = json.loads(run(config, *options, "--json").output)["needs"]
-        return next(one["what"] for one in needs if one["tier"] == "fronts")
-
-    assert fronts("--processors", "16") == "the parent and 14 front processes"
-    document = json.loads(config.read_text())
-    config.write_text(json.dumps(document | {"service": {"fronts": 3}}))
-    assert fronts("--processors", "16") == "the parent and 3 front processes"
 
 
 @pytest.mark.parametrize("options", [["--disk", "100KB"], ["--ram", "1MB"], ["--gpu-memory", "1K"]])
@@ -207,14 +193,13 @@ def test_sharings_of_several_devices_are_compared(config, trace):
     assert (replicate["capacity_rows"], replicate["size_bytes"]) == (1000, planned)
     for entry in sharings[:3]:
         shares = r"\?? +".join(f"{entry[name]:.3f}" for name in ("hit_rate", "local", "neighbour", "host"))
-        start = f"shop +item +{entry['sharing']} +{entry['capacity_rows']:,} .*B +"
-        assert re.search(rf"{start}{shares}\?? +{entry['keys_per_s'] / 1e6:,.0f} M", three.output), three.output
+        assert re.search(rf"shop +item +{entry['sharing']} +{entry['capacity_rows']:,} .*B +{shares}", three.output), (
+            three.output
+        )
     assert "3 devices by device sharing" in three.output
-    assert "an estimate for large batches, from rates measured on an H200 and on two H100s" in three.output
     assert three.output.startswith(one.output.rstrip())
     uncertain = [output.count("? fewer than 200 recorded keys") for output in (one.output, three.output)]
     assert uncertain == [1, 2]  # the second is of private rows, half of which were recorded
-    assert "2 devices by device sharing" in run(config, *options, "--devices", 2).output
 
 
 def test_sharings_that_cannot_be_deployed_are_left_out(config):

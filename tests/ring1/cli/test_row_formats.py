@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import hps
 from hps.errors import ConfigError, InvalidInputError
 from hps.models.importing import import_model, import_tables
 from tests.ring1.cli.test_cli import run
+from tests.servers.running_service import document_of, model_of
 
 RNG = np.random.default_rng(2)
 GOOD = RNG.normal(size=(50, 8)).astype(np.float32)
@@ -58,14 +58,8 @@ def test_a_delta_is_measured_with_its_base(tmp_path: Path) -> None:
     hps.write_version(
         tmp_path / "shop" / "2", {"item": (keys[:3], BAD[3:6])}, delta_of="1", deleted={"item": np.empty(0, np.int64)}
     )
-    entry: dict[str, Any] = {
-        **{"model": "shop", "version_path": str(tmp_path / "shop"), "sparse_files": ["item"]},
-        **{"embedding_table_names": ["item"], "embedding_vecsize_per_table": [8], "max_batch_size": 64},
-        **{"maxnum_catfeature_query_per_table_per_sample": [1], "default_value_for_each_table": [0.0]},
-        **{"deployed_device_list": [0]},
-    }
     config = tmp_path / "ps.json"
-    config.write_text(json.dumps({"supportlonglong": True, "volatile_db": {"type": "hash_map"}, "models": [entry]}))
+    config.write_text(json.dumps(document_of(model_of("shop", ["item"], {"item": 8}, version_path=str(tmp_path / "shop")))))
     [found] = json.loads(run("row-formats", config, "--row-dtype", "int8", "--json").stdout)
     assert (found["rows"], found["refused_rows"], found["first_refused_key"]) == (53, 1, 1)
 

@@ -108,13 +108,10 @@ def test_what_is_no_recording_is_refused(tmp_path):
         read_traces(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, 1.5])
-def test_rates_out_of_range_are_refused(tmp_path, rate):
-    with pytest.raises(InvalidInputError, match="rate"):
-        KeyRecorder(tmp_path / "keys", rate=rate)
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+def test_rates_out_of_range_and_places_that_cannot_be_written_are_refused(tmp_path):
+    for rate in (0.0, -1.0, 1.5):
+        with pytest.raises(InvalidInputError, match="rate"):
+            KeyRecorder(tmp_path / "keys", rate=rate)
     with pytest.raises(ModelFileError, match="expected a writable file"):
         KeyRecorder(tmp_path / "no" / "keys")
 
@@ -205,11 +202,8 @@ def test_keys_that_are_dropped_or_unread_count_once(tmp_path):
             recorder._write_waiting()
         recorder.record(TABLES, [SimpleNamespace(table=1, keys="on a device", n=3)])
         recorder._write_waiting()
-    counted = [
-        metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": outcome})
-        for outcome in ("recorded", "dropped", "unread")
-    ]
-    assert counted == [1 << 20, 7 + 5 + 3, 3]
+    counted = {"recorded": 1 << 20, "dropped": 7 + 5 + 3, "unread": 3}
+    assert {one: metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": one}) for one in counted} == counted
 
 
 def test_three_rounds_of_three_recordings_add_up(tmp_path, monkeypatch):
@@ -246,8 +240,7 @@ def test_any_ids_are_sampled_evenly(keys):
 
 
 def test_another_version_of_the_format_is_refused(tmp_path):
-    body = zlib.compress(json.dumps({"version": 2}).encode() + b"\n")
-    (tmp_path / "keys").write_bytes(struct.pack("<4sII", b"HPSB", len(body), zlib.crc32(body)) + body)
+    (tmp_path / "keys").write_bytes(block({"version": 2}))
     with pytest.raises(ModelFileError, match="got version 2, expected 1"):
         read_traces(tmp_path / "keys")
 
@@ -261,13 +254,12 @@ def test_traces_are_thinned_to_no_more_than_they_have():
 # -- hostile files -----------------------------------------------------------------------------------------------------
 
 
-def block(line, data=b""):
-    body = zlib.compress((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" + data)
-    return struct.pack("<4sII", b"HPSB", len(body), zlib.crc32(body)) + body
-
-
 def framed(body, size=None):
     return struct.pack("<4sII", b"HPSB", len(body) if size is None else size, zlib.crc32(body)) + body
+
+
+def block(line, data=b""):
+    return framed(zlib.compress((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" + data))
 
 
 HEAD = {"version": 1, "rate": 1.0, "hashed": False}

@@ -30,23 +30,9 @@ def clock() -> Clock:
 # -- one table --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (99_949, "99.9 kB"),
-        (99_960, "100 kB"),
-        (2.8e9, "2.8 GB"),
-        (5e15, "5000 TB"),
-    ],
-)
-def test_sizes_are_written_with_two_or_three_digits(size: float, text: str) -> None:
-    assert size_text(size) == text
-
-
-def test_counts_and_times_are_written_as_people_say_them() -> None:
+def test_sizes_counts_and_times_are_written_as_people_say_them() -> None:
+    sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 99_949: "99.9 kB", 99_960: "100 kB", 2.8e9: "2.8 GB", 5e15: "5000 TB"}
+    assert {size: size_text(size) for size in sizes} == sizes
     assert [count_text(count) for count in (0, 950, 1_234_567)] == ["0", "950", "1.2 M"]
     expected = {0.4: "0 s", 5: "5 s", 99: "99 s", 100: "2 min", 5900: "98 min", 9000: "2.5 h"}
     assert {seconds: time_text(seconds) for seconds in expected} == expected

@@ -46,27 +46,15 @@ def test_a_fork_begins_as_a_real_process_does(children: ChildProcesses, tmp_path
     assert "a b" in said[0][0]
 
 
-@pytest.mark.parametrize(
-    ("code", "returncode"),
-    [
-        ("", 0),
-        ("raise SystemExit(3)", 3),
-        ("import os; os._exit(4)", 4),
-        ("raise KeyError(5)", 1),
-        ("import os; os.kill(os.getpid(), 9)", -9),
-        ("import os; os.kill(os.getpid(), 15)", -15),
-        ("import signal; signal.raise_signal(2)", -2),
-    ],
-)
-def test_a_fork_ends_with_the_code_of_a_real_process(children: ChildProcesses, code: str, returncode: int) -> None:
+CODES = {"": 0, "raise SystemExit(3)": 3, "import os; os._exit(4)": 4, "raise KeyError(5)": 1}
+CODES |= {"import os; os.kill(os.getpid(), 9)": -9, "import signal; signal.raise_signal(2)": -2}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_fork_ends_with_the_code_of_a_real_process(children: ChildProcesses, code: str) -> None:
     process = python(children, code)
-    assert process.wait(60) == process.poll() == process.returncode == returncode
+    assert process.wait(60) == process.poll() == process.returncode == CODES[code]
     assert is_gone(process.pid)
-
-
-def test_a_fork_runs_what_is_registered_for_its_exit(children: ChildProcesses) -> None:
-    process = python(children, "import atexit; atexit.register(print, 'bye'); print('hello', end=' ')")
-    assert process.communicate(timeout=60) == ("hello bye\n", "")
 
 
 def test_input_and_both_outputs_reach_their_ends(children: ChildProcesses) -> None:
@@ -101,14 +89,6 @@ def test_what_was_begun_goes_on_after_a_time_out(children: ChildProcesses) -> No
     assert process.returncode == -signal.SIGTERM
 
 
-def test_an_interrupt_reaches_the_program(children: ChildProcesses) -> None:
-    code = "try:\n print('begun', flush=True)\n input()\nexcept KeyboardInterrupt:\n raise SystemExit(130)"
-    process = python(children, code, stdin=subprocess.PIPE)
-    assert process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-
-
 def test_the_end_of_a_test_kills_what_its_forks_have_started() -> None:
     children = ChildProcesses()
     code = "import os\nif child := os.fork():\n print(os.getpid(), child, flush=True)\ninput()"
@@ -118,13 +98,6 @@ def test_the_end_of_a_test_kills_what_its_forks_have_started() -> None:
     children.end()
     assert process.returncode == -signal.SIGKILL
     wait_until(lambda: all(map(is_gone, pids)), "parent and child are gone")
-
-
-def test_what_python_reads_at_its_start_makes_it_a_real_process(children: ChildProcesses) -> None:
-    given = {**os.environ, "PYTHONHASHSEED": "1"}
-    assert isinstance(children.start(sys.executable, "-c", "", env=given), subprocess.Popen)
-    assert isinstance(children.start(sys.executable, "-c", "", bufsize=4096), subprocess.Popen)
-    assert isinstance(children.start(sys.executable, "--version"), subprocess.Popen)
 
 
 def test_when_the_fork_server_has_died_processes_are_real(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,15 +111,6 @@ def test_when_the_fork_server_has_died_processes_are_real(children: ChildProcess
         process = children.start(sys.executable, "-c", "print(1)")
         assert isinstance(process, subprocess.Popen)
         assert process.communicate(timeout=60) == ("1\n", "")
-
-
-def test_where_no_fork_server_begins_processes_are_real(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_server", None)
-    monkeypatch.setattr(fork_server, "_refused", False)
-    monkeypatch.setattr(fork_server, "_PROGRAM", "raise SystemExit(1)")
-    begun = [children.start(sys.executable, "-c", "print(1)") for _ in range(2)]
-    assert all(isinstance(one, subprocess.Popen) for one in begun)
-    assert [one.communicate(timeout=60) for one in begun] == [("1\n", "")] * 2
 
 
 def test_a_killed_worker_takes_its_fork_server_and_all_forks_along(children: ChildProcesses) -> None:

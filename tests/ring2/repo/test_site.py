@@ -11,7 +11,6 @@ import pytest
 import yaml
 from playwright.sync_api import sync_playwright
 
-from docs.site_hooks import http_routes
 from tests import ROOT
 from tests.browser import CHROMIUM
 
@@ -100,28 +99,3 @@ def test_the_page_of_routes_has_every_route_and_schema(site: Path) -> None:
     assert "<code>POST /v1/models/{model}/lookup</code>" in page
     assert 'href="#lookuprequest"' in page
     assert 'id="lookuprequest"' in page
-
-
-def test_a_route_is_told_whole() -> None:
-    document = {
-        "paths": {
-            "/a/{b}": {
-                "get": {
-                    "tags": ["things"],
-                    "summary": "Get a thing",
-                    "parameters": [{"name": "b", "in": "path", "required": True, "schema": {"type": "string"}}],
-                    "responses": {
-                        "200": {"description": "It | that.", "content": {"application/json": {"schema": {"$ref": "#/x/Thing"}}}}
-                    },
-                }
-            }
-        },
-        "components": {
-            "schemas": {"Thing": {"properties": {"n": {"type": "array", "items": {"type": "integer"}}}, "required": ["n"]}}
-        },
-    }
-    page = http_routes(document)
-    assert "### `GET /a/{b}`" in page
-    assert "| `b` | path | string | required |" in page
-    assert "| 200 | `application/json` [Thing](#thing) | It \\| that. |" in page
-    assert "| `n` | array of integer | required |" in page

@@ -72,17 +72,12 @@ def test_an_answer_to_what_was_sent_is_read_in_any_pieces(
                 segment.found[:] = segment.keys % 2 == 0
         assert inference.binary_answer is not None
         content, text_bytes = inference.binary_answer
-        sent = b"HTTP/1.1 200 OK\r\nInference-Header-Content-Length: %d\r\ncontent-length: %d\r\n\r\n" % (
-            text_bytes,
-            len(content),
-        )
-        answer = read_in_pieces(call.answer(), sent + bytes(content), pieces)
+        head = f"HTTP/1.1 200 OK\r\nInference-Header-Content-Length: {text_bytes}\r\ncontent-length: {len(content)}\r\n\r\n"
+        answer = read_in_pieces(call.answer(), head.encode() + bytes(content), pieces)
         vectors = call.result(answer)
         if found:
             vectors, masks = vectors
-            assert {name: mask.tolist() for name, mask in masks.items()} == {
-                name: [key % 2 == 0 for key in keys] for name, keys in tables.items()
-            }
+            assert all(masks[name].tolist() == [key % 2 == 0 for key in keys] for name, keys in tables.items())
         for name, keys in tables.items():
             expected = vectors_of(name, np.array(keys, np.int64))
             assert (vectors[name][: len(keys)] == expected).all()

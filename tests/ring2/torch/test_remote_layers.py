@@ -84,15 +84,6 @@ def bags(seed: int, count: int = 30) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(keys), torch.from_numpy(np.append(0, ends)), torch.from_numpy(weights)
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_rows_are_those_of_a_local_layer(service: ServedProcess, local: hps.HPS, max_norm: float | None) -> None:
-    remote, own = (LookupLayer(place, "m", "item", 5, max_norm=max_norm) for place in (service.url, local))
-    for given in (torch.tensor(3), torch.arange(24).view(2, 3, 4).int(), torch.arange(0), torch.arange(20)[::2]):
-        got = remote(given)
-        assert torch.equal(got, own(given))
-        assert (got.dtype, got.requires_grad) == (torch.float32, False)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"mode": "sum"}, {"mode": "mean", "max_norm": 0.7, "include_last_offset": True, "padding_idx": -1}, {"mode": "sqrtn"}],

@@ -8,7 +8,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from tests.servers.scripted_server import (
 )
 
 KEYS = [3, 1, 2]
-OK = b"HTTP/1.1 200 OK\r\n"
 Ask = Callable[..., Any]
 
 
@@ -116,7 +114,11 @@ def test_lookups_are_repeated_until_a_whole_answer(ask: Ask, script: list[Step])
         (changed(more=b"\0\0\0\0"), hps.RemoteError, "52 bytes of tensors, expected 48"),
         (sent(b"HTTP/1.1 200 OK\r\n\r\n"), hps.RemoteError, "Content-Length"),
         (sent(b"HTTP/1.1 200 OK\r\nContent-Length: -4\r\n\r\n"), hps.RemoteError, "Content-Length"),
-        (sent(OK + b"Content-Length: 2\r\nInference-Header-Content-Length: 9\r\n\r\n{}"), hps.RemoteError, "JSON"),
+        (
+            sent(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nInference-Header-Content-Length: 9\r\n\r\n{}"),
+            hps.RemoteError,
+            "JSON",
+        ),
         (sent(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"), hps.RemoteError, "outputs of this request"),
         (sent(b"SSH-2.0-OpenSSH\r\n\r\n"), hps.RemoteError, "is it hps"),
         (sent(b"x" * 200_000), hps.RemoteError, "head is too long"),
@@ -220,8 +222,14 @@ def test_an_unreachable_server_is_an_error_and_another_address_is_tried(ask: Ask
 def test_the_pool_is_bounded_and_its_connections_are_used_again() -> None:
     with ScriptedServer() as server, hps.connect(server.url, connections=3) as client:
         for _ in range(2):
-            with ThreadPoolExecutor(8) as pool:
-                assert all(pool.map(lambda _: is_right(client.lookup(KEYS, "m", "item")), range(400)))
+            outcomes: list[bool] = []
+            work = lambda: outcomes.extend(is_right(client.lookup(KEYS, "m", "item")) for _ in range(50))  # noqa: B023, E731
+            threads = [threading.Thread(target=work) for _ in range(8)]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+            assert outcomes == [True] * 400
         assert 1 <= server.connections <= 3
 
 
@@ -247,8 +255,11 @@ def test_calls_wait_for_a_connection_no_longer_than_their_deadline() -> None:
 def test_a_pool_whose_connections_were_all_closed_opens_others() -> None:
     with ScriptedServer() as server, hps.connect(server.url) as client:
         for _ in range(2):
-            with ThreadPoolExecutor(6) as pool:
-                assert all(pool.map(lambda _: is_right(client.lookup(KEYS, "m", "item")), range(60)))
+            threads = [threading.Thread(target=client.lookup, args=(KEYS, "m", "item")) for _ in range(6)]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
             server.close_connections()
             assert is_right(client.lookup(KEYS, "m", "item"))
 
@@ -316,11 +327,28 @@ def test_requests_carry_the_token_and_nothing_else_shows_it(ask: Ask) -> None:
     assert secret not in str(caught.value)
 
 
-def test_a_wrong_address_is_an_error_and_a_password_in_it_is_not_shown() -> None:
-    wrong = "x ftp://x http:// http://x:0 http://x:99999 unix://host/x http://x/?a=1 http://[::1"
-    for address in ("", [], "http://x y", *wrong.split()):
-        with pytest.raises(hps.InvalidInputError, match="connecting to a server"):
-            hps.connect(address)
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "x",
+        "ftp://x",
+        "http://",
+        "http://x:0",
+        "http://x:99999",
+        "http://x y",
+        "unix://host/x",
+        "http://x/?a=1",
+        "http://[::1",
+        [],
+    ],
+)
+def test_a_wrong_address_is_an_error(address: Any) -> None:
+    with pytest.raises(hps.InvalidInputError, match="connecting to a server"):
+        hps.connect(address)
+
+
+def test_an_address_with_a_password_is_refused_without_showing_it() -> None:
     with pytest.raises(hps.InvalidInputError) as caught:
         hps.connect("http://me:s3cret@x")
     assert "s3cret" not in str(caught.value)

@@ -72,12 +72,17 @@ def test_an_answer_to_what_was_sent_is_read_in_any_pieces(
                 segment.found[:] = segment.keys % 2 == 0
         assert inference.binary_answer is not None
         content, text_bytes = inference.binary_answer
-        head = f"HTTP/1.1 200 OK\r\nInference-Header-Content-Length: {text_bytes}\r\ncontent-length: {len(content)}\r\n\r\n"
-        answer = read_in_pieces(call.answer(), head.encode() + bytes(content), pieces)
+        sent = b"HTTP/1.1 200 OK\r\nInference-Header-Content-Length: %d\r\ncontent-length: %d\r\n\r\n" % (
+            text_bytes,
+            len(content),
+        )
+        answer = read_in_pieces(call.answer(), sent + bytes(content), pieces)
         vectors = call.result(answer)
         if found:
             vectors, masks = vectors
-            assert all(masks[name].tolist() == [key % 2 == 0 for key in keys] for name, keys in tables.items())
+            assert {name: mask.tolist() for name, mask in masks.items()} == {
+                name: [key % 2 == 0 for key in keys] for name, keys in tables.items()
+            }
         for name, keys in tables.items():
             expected = vectors_of(name, np.array(keys, np.int64))
             assert (vectors[name][: len(keys)] == expected).all()
@@ -117,7 +122,13 @@ def test_bags_arrive_as_they_were_given(
     if not last and not bags:
         return
     asked = Bags(
-        keys, given_offsets, weights, combiner=combiner, max_norm=max_norm, padding_key=padding_key, include_last_offset=last
+        keys,
+        given_offsets,
+        weights,
+        combiner=combiner,
+        max_norm=max_norm,
+        padding_key=padding_key,
+        include_last_offset=last,
     )
     _, body, length = split(CLIENT.lookup_pooled({"item": asked}, "m"))
     (segment,) = laid_out(body, length).segments

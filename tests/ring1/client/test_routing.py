@@ -38,10 +38,6 @@ def test_the_order_of_addresses_does_not_matter():
     np.testing.assert_array_equal(forth, 2 - back)
 
 
-ERRORS = {"lost": RemoteConnectionError, "late": RemoteTimeoutError, "busy": NotReadyError, "old": UnknownVersionError}
-ERRORS["wrong"] = InvalidInputError
-
-
 class Servers:
     """Servers whose vectors are key and version, and which fail as they are told, once for each mark."""
 
@@ -54,8 +50,15 @@ class Servers:
         mark = self.marks[place].pop(0) if self.marks[place] else ""
         if mark == "swap":  # a deployment reaches this server before it answers
             self.versions[place] = max(self.versions)
-        if mark in ERRORS:
-            return ERRORS[mark](mark)
+        errors = {
+            "lost": RemoteConnectionError,
+            "late": RemoteTimeoutError,
+            "busy": NotReadyError,
+            "old": UnknownVersionError,
+            "wrong": InvalidInputError,
+        }
+        if mark in errors:
+            return errors[mark](mark)
         version = self.versions[place]
         vectors = {table: np.stack([one, np.full(one.size, version)], 1).astype(np.float32) for table, one in keys.items()}
         return PartAnswer(str(version), vectors, {f"{table}.found": one % 2 == 0 for table, one in keys.items()})

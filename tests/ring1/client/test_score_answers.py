@@ -22,8 +22,15 @@ NAMES = {"bool": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64"
 
 
 def described(scores: dict[str, Any]) -> list[dict[str, Any]]:
-    kinds = [(name, NAMES[one.dtype.name], one.shape, {"binary_data_size": one.nbytes}) for name, one in scores.items()]
-    return [dict(zip(("name", "datatype", "shape", "parameters"), one, strict=True)) for one in kinds]
+    return [
+        {
+            "name": name,
+            "datatype": NAMES[one.dtype.name],
+            "shape": list(one.shape),
+            "parameters": {"binary_data_size": one.nbytes},
+        }
+        for name, one in scores.items()
+    ]
 
 
 def answer_of(outputs: list[dict[str, Any]], body: bytes, version: str = "4") -> bytes:

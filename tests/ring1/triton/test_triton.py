@@ -82,7 +82,15 @@ def outputs(model, **inputs):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((), "int64"), ((5,), "int64"), ((5, 1), "int32"), ((2, 0), "int64"), ((0,), "int32"), ((2, 3, 4), "int64")],
+    [
+        ((), "int64"),
+        ((5,), "int64"),
+        ((5, 1), "int32"),
+        ((2, 3), "int32"),
+        ((2, 0), "int64"),
+        ((0,), "int32"),
+        ((2, 3, 4), "int64"),
+    ],
 )
 def test_each_table_is_answered_in_the_shape_of_its_keys(loaded, config, shape, dtype, capfd):
     model = loaded(config())
@@ -160,8 +168,13 @@ def test_errors_have_the_codes_of_their_kinds(loaded, config, caplog):
 def test_a_version_of_other_widths_that_takes_over_meanwhile_answers_with_its_own(loaded, config, tmp_path, monkeypatch):
     model = loaded(config())
     write(tmp_path / "2", 2, item=2)
-    files, most = [str(tmp_path / "2" / f"{name}.model") for name in DIMS], [4, 4]
-    newer = model_of("ranker", files, DIMS | {"item": 2}, maxnum_catfeature_query_per_table_per_sample=most, version="2")
+    newer = model_of(
+        "ranker",
+        [str(tmp_path / "2" / f"{name}.model") for name in DIMS],
+        DIMS | {"item": 2},
+        maxnum_catfeature_query_per_table_per_sample=[4, 4],
+        version="2",
+    )
     lookup_tables = model._server.lookup_tables
 
     def after_a_deployment(*arguments, **options):

@@ -2,17 +2,20 @@
 
 import json
 import os
+import threading
 from importlib.util import find_spec
 from itertools import count
 
 import numpy as np
 import pytest
 
+import hps
 from hps.errors import DatabaseTimeoutError, HPSError
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
 from hps.profiling import service as profiling
+from hps.testing.waiting import wait_until
 from tests.ring1.cli.test_cli import run
 from tests.servers.certificates import Authority
 from tests.servers.running_service import document_of, model_of, running_service, samples
@@ -86,11 +89,16 @@ def test_over_http_it_counts_what_the_server_counts(service, tmp_path):
     assert row["default_keys"] > 0  # 0 to 99 are not the ids of this model
 
 
-def test_bags_of_a_file_of_keys_over_http(service, tmp_path):
-    np.save(tmp_path / "keys.npy", np.arange(60) * 3 - 7)
-    options = ("--keys", tmp_path / "keys.npy", "--bags", "10")
-    (row,) = profiled(tmp_path, service.url, "--token", "secret", *QUICK, "--check", *options)["rows"]
-    assert (row["failures"], row["default_keys"]) == ({}, 0)
+@pytest.mark.parametrize("options", [("--bags", "10"), ("--keys",)])
+def test_ways_of_asking(service, tmp_path, options):
+    if options == ("--keys",):
+        np.save(tmp_path / "keys.npy", np.arange(60) * 3 - 7)
+        options = ("--keys", tmp_path / "keys.npy")
+    found = profiled(tmp_path, service.url, "--token", "secret", *QUICK, "--check", *options)
+    (row,) = found["rows"]
+    assert row["failures"] == {}
+    if "--keys" in options:
+        assert row["default_keys"] == 0
 
 
 @pytest.mark.parametrize("options", [("--bags", "10"), ("--rate", "100"), ("--distribution", "hot-keys", "--rows", "50")])
@@ -209,6 +217,26 @@ def test_several_processes_profile_a_server_with_tls_and_their_results_are_added
     assert large["tiers"]["embedding_cache"]["asked"] == 2 * 1000 * 30
 
 
+def test_a_server_that_goes_away_is_a_failure_of_each_process(document, tmp_path):
+    with ServedProcess(document, tmp_path) as served, hps.connect(served.url) as client:
+
+        def looked_up():
+            return client.ask("/v1/stats")["server"]["models"][0]["lookups"]["count"]
+
+        def stop_it():
+            wait_until(lambda: looked_up() > 20, "it is loaded")
+            served.stop()
+
+        stopping = threading.Thread(target=stop_it)
+        stopping.start()
+        options = ("--seconds", "2", "--processes", "2", "--max-failures", "1")
+        (row,) = profiled(tmp_path, served.url, *QUICK, *options)["rows"]
+        stopping.join(60)
+    assert row["lookups"] > 20
+    assert row["failures"]["no connection"] >= 2
+    assert set(row["failures"]) <= {"no connection", "connection lost", "status 503"}
+
+
 class Killed(profiling.Requests):
     """Requests whose second process ends before it sends one."""
 
@@ -248,3 +276,19 @@ def test_against_a_server_that_does_nothing_it_measures_itself(tmp_path):
     assert row["stages"] == row["tiers"] == {}
     assert 0 < row["generator_busy"] < 1.5  # processor time of one process, which also begins and ends
     assert len(set(server.lookups)) == 1  # as many bytes each time
+
+
+@pytest.mark.parametrize(("rate", "allowed", "code"), [((), "1", 0), (("--rate", "100"), "0", 1)])
+def test_refusals_and_wrong_sizes_are_shown_and_fail_the_run(tmp_path, rate, allowed, code):
+    right, short = (Answer(body=b"{}" + bytes(size)) for size in (50 * 4 * 4, 8))
+
+    def answer(number):
+        return (right, Answer(503), short)[number % 3]
+
+    with timed_server(answer) as server:
+        found = profiled(tmp_path, server.url, *QUICK, "--rows", "9", *rate, "--max-failures", allowed, code=code)
+    (row,) = found["rows"]
+    asked = len(server.lookups) - 1
+    assert row["lookups"] + sum(row["failures"].values()) == asked
+    assert set(row["failures"]) == {"status 503", "8 bytes of vectors"}
+    assert bool(found["missed"]) == code

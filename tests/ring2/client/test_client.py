@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import hps
 from hps.configuration.tokens import digest_of
@@ -45,27 +46,59 @@ def client(service: ServedProcess) -> Iterator[hps.Client]:
         yield made
 
 
-def test_it_takes_lists_names_a_version_and_fills_arrays(client: hps.Client) -> None:
-    """What the answers are, `ring2/service/test_wires.py` proves of this client and of the asynchronous one."""
-    keys = [3, 499, 3, -1, 10**12]
+def test_it_looks_up_as_the_server_in_process_does(client: hps.Client) -> None:
+    keys = np.array([3, 499, 3, -1, 10**12])
     expected = vectors_of("item", keys)
     expected[3:] = 0.25
-    vectors, found = client.lookup(keys, "m", "item", return_found=True, version="1", device_id=0)
+    assert (client.lookup(keys, "m", "item") == expected).all()
+    vectors, found = client.lookup(list(keys), "m", "item", return_found=True, version="1", device_id=0)
     assert (vectors == expected).all()
-    assert (found.tolist(), vectors.flags.aligned, vectors.flags.writeable) == ([True] * 3 + [False] * 2, True, True)
-    out = {"user": np.empty((2, 16), np.float32), "item": np.full((6, 4), 7, np.float16)}
-    tables = {"user": np.array(keys[:2], np.int32), "item": keys}
+    assert found.tolist() == [True, True, True, False, False]
+    tables = {"user": keys[:2].astype(np.int32), "item": keys}
+    both, masks = client.lookup_tables(tables, "m", return_found=True)
+    assert list(both) == list(masks) == ["user", "item"]
+    assert (both["item"] == expected).all()
+    assert (both["user"] == vectors_of("user", keys[:2])).all()
+    assert masks["item"].tolist() == found.tolist()
+    out = {"user": np.empty((2, 16), np.float32), "item": np.empty((5, 4), np.float32)}
     assert client.lookup_tables(tables, "m", out=out)["item"] is out["item"]
-    assert (out["item"][:5] == expected.astype(np.float16)).all()
-    assert (out["item"][5] == 7).all()
-    assert (out["user"] == vectors_of("user", keys[:2])).all()
-    for dtype in (np.float16, np.float32):
-        assert client.lookup([], "m", "item", out=np.empty((0, 4), dtype)).shape == (0, 4)
-    pooled = {"item": np.empty((1, 4), np.float16)}
-    assert client.lookup_pooled({"item": hps.Bags(keys[:2], [0, 2])}, "m", out=pooled)["item"] is pooled["item"]
-    assert (pooled["item"] == expected[:2].sum(0).astype(np.float16)).all()
+    assert (out["item"] == expected).all()
+    assert client.lookup([], "m", "item").shape == (0, 4)
+    assert vectors.flags.aligned
+    assert vectors.flags.writeable
+
+
+def test_outputs_of_16_bits_receive_16_bits(client: hps.Client) -> None:
+    keys = np.array([3, 499, 10**12])
+    vectors, found = client.lookup(keys, "m", "item", return_found=True)
+    for _ in range(2):
+        half = np.full((4, 4), 7, np.float16)
+        taken, mask = client.lookup(keys, "m", "item", out=half, return_found=True)
+        assert taken is half
+        assert (half[:3] == vectors.astype(np.float16)).all()
+        assert (half[3] == 7).all()
+        assert (mask == found).all()
+        out = {"item": torch.empty((3, 4), dtype=torch.bfloat16), "user": np.empty((1, 16), np.float32)}
+        client.lookup_tables({"user": [1], "item": keys}, "m", out=out)
+        assert out["item"].equal(torch.from_numpy(vectors).bfloat16())
+        assert (out["user"] == vectors_of("user", [1])).all()
+        pooled = np.empty((1, 4), np.float16)
+        client.lookup_pooled({"item": hps.Bags(keys[:2], [0, 2])}, "m", out={"item": pooled})
+        assert (pooled == vectors[:2].sum(0).astype(np.float16)).all()
+    assert client.lookup([], "m", "item", out=np.empty((0, 4), np.float16)).shape == (0, 4)
     with pytest.raises(hps.InvalidDtypeError, match="got float64, expected float32, float16 or bfloat16"):
-        client.lookup(keys, "m", "item", out=np.empty((5, 4)))
+        client.lookup(keys, "m", "item", out=np.empty((3, 4)))
+
+
+def test_it_pools_bags(client: hps.Client) -> None:
+    bags = hps.Bags([1, 2, 3], [0, 2, 2, 3], [1.0, 3.0, 2.0], combiner="mean")
+    fixed = hps.Bags(np.array([[1, 2], [3, 4]]))
+    pooled = client.lookup_pooled({"item": bags, "user": fixed}, "m")
+    weighted = (vectors_of("item", [1]) + 3 * vectors_of("item", [2])) / 4
+    assert np.allclose(pooled["item"], np.concatenate([weighted, np.zeros((1, 4)), vectors_of("item", [3])]))
+    assert np.allclose(pooled["user"][0], vectors_of("user", [1, 2]).sum(0))
+    out = {"item": np.empty((3, 4), np.float32)}
+    assert (client.lookup_pooled({"item": bags}, "m", out=out)["item"] == pooled["item"]).all()
 
 
 def test_it_writes_reads_and_deletes_rows(client: hps.Client) -> None:

@@ -1,5 +1,6 @@
 """`Client.score` with a real `hps serve`: the scores of `HPS.score`."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def test_scores_are_those_of_the_server_in_process(client: hps.Client, server: h
     assert_equal(client.score("m", once, version="1", device_id=0), server.score("m", once))
     lists = given | {"item": given["item"].tolist(), "age": given["age"].tolist(), "known": given["known"].tolist()}
     assert_equal(client.score("m", lists), server.score("m", lists))
+
+
+def test_the_asynchronous_client_scores_as_many_at_once(service: ServedProcess, server: hps.HPS) -> None:
+    async def main() -> None:
+        async with hps.connect_async(service.url, connections=3) as remote:
+            every = [inputs(1 + seed % 5, seed) for seed in range(30)]
+            for given, got in zip(every, await asyncio.gather(*(remote.score("m", one) for one in every)), strict=True):
+                assert_equal(got, server.score("m", given))
+            with pytest.raises(hps.InvalidInputError):
+                await remote.score("m", {})
+
+    asyncio.run(main())
 
 
 def test_lookups_of_tables_that_are_called_as_inputs_stay_lookups(client: hps.Client, server: hps.HPS) -> None:

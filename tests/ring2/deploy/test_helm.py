@@ -153,8 +153,11 @@ def test_a_pod_is_confined(values):
     assert pod["securityContext"]["runAsUser"] == UID
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["enableServiceLinks"] is False
-    confined = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-    assert container["securityContext"] == confined
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
     dockerfile = read_dockerfile(ROOT / "deploy" / "Dockerfile")["runtime"]
     (user,) = [rest for name, rest in dockerfile.instructions if name == "USER"]
@@ -299,7 +302,11 @@ def test_no_secret_is_rendered(values):
 def test_a_packaged_chart_renders_the_same_elsewhere(tmp_path):
     assert helm("package", CHART, "--destination", tmp_path).returncode == 0  # as the release does
     (package,) = tmp_path.glob("hps-*.tgz")
-    settings = (*ENOUGH, "--set", "monitoring.rules=true,monitoring.dashboard=true")  # files that are links in the repository
+    settings = (
+        *ENOUGH,
+        "--set",
+        "monitoring.rules=true,monitoring.dashboard=true",
+    )  # of files that are links in the repository
     ours, packaged = (helm("template", "r", chart, *settings).stdout for chart in (CHART, package))
     assert "HPSNoReplicaReady" in packaged
     assert ours == packaged

@@ -13,7 +13,7 @@ from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from tests import ROOT
 from tests.servers.fronted_service import DIMS, FrontedService, vectors_of
-from tests.servers.running_service import model_of, running_service
+from tests.servers.running_service import running_service
 
 FILES = ROOT / "deploy" / "kserve"
 PYTHON = os.environ.get("HPS_KSERVE_PYTHON")
@@ -55,10 +55,20 @@ def test_the_objects_are_valid():
 def test_a_model_that_kserve_has_copied_is_served_by_its_name(runtime, tmp_path):
     document, _, container = runtime
     assert document["model_repository"] == "/mnt/models"
+    entry = {
+        "model": "ranking",
+        "sparse_files": ["item.model"],
+        "embedding_table_names": ["item"],
+        "embedding_vecsize_per_table": [4],
+        "maxnum_catfeature_query_per_table_per_sample": [1],
+        "default_value_for_each_table": [0.0],
+        "deployed_device_list": [0],
+        "max_batch_size": 100,
+    }
     keys = np.arange(100)
     for version in ("1", "2"):
         write_sparse_model(tmp_path / "ranking" / version / "item.model", (keys, sample_vectors(keys, 4, int(version))))
-    (tmp_path / "ranking" / "model.json").write_text(json.dumps(model_of("ranking", ["item.model"], {"item": 4})))
+    (tmp_path / "ranking" / "model.json").write_text(json.dumps(entry))
     del document["service"]["grpc_port"]
     with running_service(document | {"device": "cpu", "model_repository": str(tmp_path)}) as service:
         assert service.client.get(container["readinessProbe"]["httpGet"]["path"]).status_code == 200

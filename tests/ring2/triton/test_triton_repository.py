@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tritonclient.utils import InferenceServerException
 import hps
 from hps.ground.progress import NoProgress
 from hps.testing.waiting import wait_until
+from hps.versions import deployment as deployment_module
+from hps.versions import live_models
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 DIM = 4
@@ -183,6 +186,25 @@ def test_other_settings_keep_what_was_written_online(explicit: RunningService) -
     assert server.model("simple").devices == (0, 1)
 
 
+def test_what_is_written_while_settings_change_is_served(explicit: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(explicit)
+    server = explicit.app.lifecycle.server
+    refresh = deployment_module.refresh
+
+    def written(keys: list[int]) -> None:
+        server.insert(keys, np.full((len(keys), DIM), 9, np.float32), "simple", "item")
+
+    def refresh_between_writes(*arguments: Any) -> None:
+        written([7])
+        refresh(*arguments)
+        written([8])
+        server.delete([9], "simple", "item")
+
+    monkeypatch.setattr(deployment_module, "refresh", refresh_between_writes)
+    assert load(explicit, config='{"max_batch_size": 3}').status_code == 200
+    assert [answer(explicit, key=key)[0] for key in (6, 7, 8, 9)] == [1, 9, 9, 0]
+
+
 def test_what_a_client_got_as_configuration_can_be_sent_back(explicit: RunningService) -> None:
     load(explicit)
     config = explicit.client.get("/v2/models/simple/config").json()
@@ -324,12 +346,96 @@ def test_statistics_of_deployments_that_are_gone_do_not_accumulate(explicit: Run
 # -- polling -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def versions(tmp_path: Path) -> Callable[..., Any]:
+    """A parameter server with one model, whose versions are directories."""
+
+    def make(**more: Any) -> hps.HPS:
+        write(tmp_path, "simple", 1, 1)
+        model = model_of("simple", ["item.model"], {"item": DIM}, version_path=str(tmp_path / "simple"), **more)
+        return hps.HPS(document_of(model, persistent=tmp_path / "rocksdb"))
+
+    return make
+
+
+def content(server: hps.HPS) -> float:
+    return float(server.lookup([7], "simple", "item")[0, 0])
+
+
+def test_polling_deploys_what_is_new_and_once(versions: Callable[..., Any], tmp_path: Path) -> None:
+    with versions() as server:
+        assert server.poll() == {}
+        write(tmp_path, "simple", 2, 2)
+        assert server.poll() == {"simple": None}
+        assert content(server) == 2
+        write(tmp_path, "simple", 3, 2)
+        assert server.poll() == {"simple": None}
+        assert content(server) == 3
+        assert server.poll() == {}
+        server.undeploy("simple")
+        assert server.poll() == {}, "what somebody did is not undone; test_pins.py has roll-backs"
+        assert server.models == ()
+
+
+def test_polling_tries_broken_files_again_after_a_pause_or_a_change(
+    versions: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with versions() as server:
+        place = Path(write(tmp_path, "simple", 2, 2))
+        (place / "emb_vector").write_bytes((place / "emb_vector").read_bytes()[:-4])
+        assert server.poll() == {}, "files that do not fit are not deployed at all"
+        assert content(server) == 1
+        write(tmp_path, "simple", 2, 2)
+        failing = True
+
+        def deploy(*arguments: Any, **named: Any) -> Any:
+            if failing:
+                raise hps.DeviceMemoryError("no room")
+            return honest(*arguments, **named)
+
+        honest = server._deployer._deploy
+        monkeypatch.setattr(server._deployer, "_deploy", deploy)
+        assert isinstance(server.poll()["simple"], hps.DeviceMemoryError)
+        assert server.poll() == {}, "not at once"
+        [entry] = [one for one in server.index() if one.version == "2"]
+        assert (entry.state, entry.reason) == ("unavailable", "no room")
+        write(tmp_path, "simple", 3, 2)
+        assert "simple" in server.poll(), "the files are others"
+        monkeypatch.setattr(server.live, "_clock", lambda: time.monotonic() + live_models.LONGEST_RETRY_S)
+        failing = False
+        assert server.poll() == {"simple": None}, "the pause is over"
+        assert content(server) == 3
+
+
 def put(repository: Path, name: str, number: int) -> None:
     """A version of a model, which describes itself."""
     write(repository, name, number, number)
     entry = model_of(name, ["item.model"], {"item": DIM})
     del entry["model"]
     (repository / name / "model.json").write_text(json.dumps(entry))
+
+
+def test_a_model_that_cannot_be_polled_does_not_stop_the_others(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    for name in ("a", "b"):
+        put(repository, name, 1)
+    document = document_of(persistent=tmp_path / "rocksdb", model_repository=str(repository))
+    with hps.HPS(document, deploy_models=False) as server:
+        assert server.poll() == {"a": None, "b": None}
+        (repository / "a" / "model.json").write_text("{")
+        put(repository, "b", 2)
+        put(repository, "c", 3)
+        assert server.poll() == {"b": None, "c": None}
+        assert set(server.models) == {"a", "b", "c"}, "what cannot be read is left as it is"
+        assert [one.state for one in server.index() if one.model == "a"] == ["ready"]
+        shutil.rmtree(repository / "b")
+        assert server.poll() == {"b": None}
+        assert set(server.models) == {"a", "c"}
+        entry = json.loads((repository / "c" / "model.json").read_text())
+        (repository / "c" / "model.json").write_text(json.dumps({**entry, "gpucache": False}))
+        assert server.poll() == {"c": None}
+        assert not server.model("c").caches
+        assert server.poll() == {}
 
 
 def test_a_model_that_is_new_in_the_repository_can_be_deployed_by_name(tmp_path: Path) -> None:

@@ -52,9 +52,6 @@ def written(tmp_path: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-# -- keys and files together -------------------------------------------------------------------------------------------
-
-
 def test_wrong_keys_do_not_hide_what_is_wrong_with_files(tmp_path: Path, content: dict[str, Any]) -> None:
     [model] = content["models"]
     (tmp_path / "item" / "key").unlink()
@@ -158,9 +155,6 @@ def test_a_file_that_is_no_json_is_reported_as_json(tmp_path: Path) -> None:
     path = tmp_path / "ps.json"
     path.write_text("{")
     assert findings(path)[0] == 2
-
-
-# -- --connect ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_can_be_used_is_good_and_nothing_is_made(tmp_path: Path, content: dict[str, Any]) -> None:

@@ -69,9 +69,6 @@ def write_config(tmp_path: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-# -- help -------------------------------------------------------------------------------------------------------------
-
-
 def test_help_names_every_command_and_a_first_step() -> None:
     result = run("--help")
     assert result.exit_code == 0
@@ -111,9 +108,6 @@ def test_wrong_usage_is_code_2_and_writes_nothing(tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path) == []
 
 
-# -- create-model -----------------------------------------------------------------------------------------------------
-
-
 def test_create_model_writes_the_sample_vectors_of_its_keys(tmp_path: Path) -> None:
     result = run("create-model", tmp_path / "m", "--rows", 1000, "--dim", 6, "--seed", 3)
     assert result.exit_code == 0
@@ -130,9 +124,6 @@ def test_create_model_overwrites_only_when_asked(tmp_path: Path) -> None:
     assert f"error: writing sparse model {tmp_path}/m: it exists" in result.stderr
     assert run("create-model", tmp_path / "m", "--rows", 20, "--dim", 6, "--overwrite").exit_code == 0
     assert open_sparse_model(tmp_path / "m", 6).rows == 20
-
-
-# -- check-config -----------------------------------------------------------------------------------------------------
 
 
 def test_check_config_shows_what_would_be_served(config: Path) -> None:
@@ -200,9 +191,6 @@ def test_a_configuration_that_cannot_be_read_is_code_2(tmp_path: Path, command: 
     result = run(command, path, *["shop", "item", "1"] * (command == "lookup"))
     assert result.exit_code == 2
     assert f"error: {path}" in result.stderr
-
-
-# -- load -------------------------------------------------------------------------------------------------------------
 
 
 def test_load_fills_rocksdb_once(config: Path) -> None:
@@ -273,9 +261,6 @@ def test_what_is_no_terminal_gets_lines_and_no_bars(config: Path, caplog: pytest
     assert re.fullmatch(r"hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", last)
 
 
-# -- lookup -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("table", "persistent"), [("item", True), ("1", False)])
 def test_lookup_prints_vectors_and_marks_defaults(
     tmp_path: Path, content: dict[str, Any], table: str, persistent: bool
@@ -336,9 +321,6 @@ def test_lookup_beside_a_server_says_how_to_ask_it(config: Path) -> None:
     assert 'curl -s http://127.0.0.1:8000/v1/models/shop/lookup -d \'{"tables": {"item": [-4]}}\'' in result.stderr
 
 
-# -- serve ------------------------------------------------------------------------------------------------------------
-
-
 def test_serve_says_when_its_port_is_taken_before_it_opens_anything(config: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -348,9 +330,6 @@ def test_serve_says_when_its_port_is_taken_before_it_opens_anything(config: Path
     assert result.exit_code == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in words(result.stderr)
     assert not (config.parent / "rocksdb").exists()
-
-
-# -- what a configuration says to its reader ------------------------------------------------------------------------------
 
 
 @pytest.fixture

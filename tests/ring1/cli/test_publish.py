@@ -155,9 +155,6 @@ def test_without_a_log_nothing_is_published(tmp_path: Path) -> None:
     assert "expected the log to publish to" in words(done.output)
 
 
-# -- dead letters ------------------------------------------------------------------------------------------------------
-
-
 def put_aside(tmp_path: Path, values: list[tuple[str, bytes, int]], partition: int = 1) -> None:
     letters = DeadLetters(str(tmp_path / "dead"), 1 << 20, Metrics())
     for reason, value, sequence in values:

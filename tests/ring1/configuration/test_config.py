@@ -305,9 +305,6 @@ def test_static_caches_have_no_hot_rows() -> None:
     assert load({**static, "device_sharing": "partition"}).models[0].device_sharing == "partition"
 
 
-# -- a repository in place of a ps.json -------------------------------------------------------------------------------
-
-
 def test_the_directory_of_models_is_a_repository(tmp_path: Path) -> None:
     (tmp_path / "ctr").mkdir()
     (tmp_path / "ctr" / "model.json").write_text("{}")

@@ -27,9 +27,6 @@ def clock() -> Clock:
     return Clock(100)
 
 
-# -- one table --------------------------------------------------------------------------------------------------------
-
-
 def test_sizes_counts_and_times_are_written_as_people_say_them() -> None:
     sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 99_949: "99.9 kB", 99_960: "100 kB", 2.8e9: "2.8 GB", 5e15: "5000 TB"}
     assert {size: size_text(size) for size in sizes} == sizes
@@ -83,9 +80,6 @@ def test_an_empty_table_divides_by_nothing(clock: Clock) -> None:
     assert table.rows_per_s == 0
 
 
-# -- the log ----------------------------------------------------------------------------------------------------------
-
-
 def test_log_progress_tells_now_and_then(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     progress = LogProgress(interval_s=5.0, clock=clock)
@@ -99,9 +93,6 @@ def test_log_progress_tells_now_and_then(clock: Clock, caplog: pytest.LogCapture
         f"{TAG}: 500 of 1000 rows, 100 rows/s, 50 % (12.0 MB of 24.0 MB, 2.4 MB/s, 5 s left).",
         f"{TAG}: 1000 rows in 10.0 s, 100 rows/s, 2.4 MB/s.",
     ]
-
-
-# -- all models -------------------------------------------------------------------------------------------------------
 
 
 class Listener(Events):

@@ -87,9 +87,6 @@ def answer(network: Network, values: dict[str, np.ndarray] = VALUES) -> dict[str
     return network.fetch(network.run({name: network.put(array) for name, array in values.items()}))
 
 
-# -- programs of torch.export -----------------------------------------------------------------------------------------
-
-
 class TestExportedProgram(NetworkContract):
     network_class = ExportedProgram
 
@@ -158,9 +155,6 @@ def test_a_gpu_that_is_not_there_is_an_error_of_the_device() -> None:
         pytest.skip("there is one")
     with pytest.raises(hps.DeviceError, match="this PyTorch has no CUDA"):
         ExportedProgram.open("f", plain(), (A, B), ("score",), 0)
-
-
-# -- TorchScript ------------------------------------------------------------------------------------------------------
 
 
 def scripted(module: nn.Module) -> bytes:

@@ -102,12 +102,6 @@ def test_ideal_hit_rates_are_those_of_lru():
         assert predicted == pytest.approx(hits / (keys.size / 2), abs=1e-9)
 
 
-def test_ideal_hit_rates_are_found_in_samples():
-    keys = asked_keys("0.99", 1_000_000, 200_000)
-    rows = [math.ceil(share * 200_000) for share in SHARES]
-    np.testing.assert_allclose(ideal_hit_rates(sampled(keys, 0.1), rows), ideal_hit_rates(sampled(keys, 1.0), rows), atol=0.04)
-
-
 def test_an_empty_recording_and_no_cache_hit_nothing():
     nothing = sampled(np.empty(0, np.int64), 0.5)
     assert [cache_hit_rate(nothing, 100), *ideal_hit_rates(nothing, [100])] == [0.0, 0.0]

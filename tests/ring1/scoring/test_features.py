@@ -152,9 +152,6 @@ def test_with_a_request_index_what_is_given_once_is_given_once() -> None:
         read(arrays(at=np.zeros(3, np.int64)), **inputs)
 
 
-# -- what callers in this process give --------------------------------------------------------------------------------
-
-
 def test_lists_become_arrays_of_the_inputs_dtype() -> None:
     found = arrays_of(features(), {"item": [1, 2], "age": [1, 2.5], "grid": [[[1, 2, 3], [4, 5, 6]]], "other": [1]})
     assert {name: one.dtype.name for name, one in found.items()} == {

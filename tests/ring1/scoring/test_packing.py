@@ -97,8 +97,6 @@ def test_requests_in_shared_memory_are_scored_like_any_others(forms: tuple[str, 
             np.testing.assert_array_equal(one["all"], other["all"])
 
 
-# -- descriptions that are wrong --------------------------------------------------------------------------------------
-
 INPUT = ["item", "<i8", [2], 64]
 
 

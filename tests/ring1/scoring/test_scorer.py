@@ -146,9 +146,6 @@ def test_a_network_that_gets_the_request_index_expands_by_itself() -> None:
     assert network.calls == [3]  # three rows of users
 
 
-# -- networks that misbehave ------------------------------------------------------------------------------------------
-
-
 def score_of(item: Arrays) -> Mapping[str, np.ndarray]:
     return {"all": item["item"][:, 0]}
 
@@ -202,9 +199,6 @@ def test_errors_of_tiers_and_devices_stay_what_they_are(error: hps.HPSError) -> 
     with pytest.raises(type(error)) as caught:
         scores_of(scorer, {"item": np.arange(3)})
     assert caught.value is error
-
-
-# -- the trial --------------------------------------------------------------------------------------------------------
 
 
 def test_the_trial_finds_the_outputs_without_lookups() -> None:

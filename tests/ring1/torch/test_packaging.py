@@ -124,9 +124,6 @@ def _seeded() -> None:
     torch.manual_seed(7)
 
 
-# -- what is packaged -------------------------------------------------------------------------------------------------
-
-
 def check_served(place: Path, module: nn.Module, named: dict[str, Any], *given: Any) -> None:
     """A server scores inputs as the module does."""
     np.testing.assert_allclose(score(place, named)["score"], answers(module, *given), atol=1e-6)
@@ -254,9 +251,6 @@ def test_several_outputs(tmp_path: Path, form: str) -> None:
         np.testing.assert_allclose(found[name], one, atol=1e-6)
 
 
-# -- versions ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_next_version_has_other_weights_and_is_numbered(tmp_path: Path) -> None:
     made = [Bagged(DIM + 1, tags=bag(mode="sum")) for _ in range(2)]
     tags, age = keys(4, 3), torch.rand(4)
@@ -281,9 +275,6 @@ def test_settings_of_batches_are_written(tmp_path: Path) -> None:
     said = dense_of(tmp_path, "5")
     assert (said["dynamic_batching"], said["max_queue_delay_us"]) == (False, 50)
     assert done.entry["maxnum_catfeature_query_per_table_per_sample"] == [9]
-
-
-# -- what is refused, with nothing written ----------------------------------------------------------------------------
 
 
 class Of(nn.Module):

@@ -62,9 +62,6 @@ def score(place: Path, inputs: Any) -> hps.Scores:
         return server.score("m", inputs)
 
 
-# -- torch's own ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", [quantized.Embedding, quantized.EmbeddingBag])
 def test_rows_are_those_that_the_module_answers(
@@ -145,6 +142,3 @@ def test_what_a_quantised_bag_does_beyond_sums_is_refused(tmp_path: Path) -> Non
     with pytest.raises(hps.InvalidInputError, match="item: got per_sample_weights, expected none"):
         package(Remapped(), tmp_path / "m" / "1", (torch.arange(4), torch.rand(4)))
     assert not list(tmp_path.iterdir())
-
-
-# -- torchrec's -------------------------------------------------------------------------------------------------------

@@ -66,15 +66,6 @@ def test_input_and_both_outputs_reach_their_ends(children: ChildProcesses) -> No
     assert process.returncode == 1
 
 
-def test_both_outputs_go_where_they_are_sent(children: ChildProcesses, tmp_path: Path) -> None:
-    code = "import os; os.write(1, b'out '); os.write(2, b'err ')"
-    assert python(children, code, stderr=subprocess.STDOUT).communicate(timeout=60) == ("out err ", None)
-    assert python(children, code, stdout=subprocess.DEVNULL, text=False).communicate(timeout=60) == (None, b"err ")
-    with (tmp_path / "log").open("w") as log:
-        assert python(children, code, stdout=log, stderr=log).wait(60) == 0
-    assert (tmp_path / "log").read_text() == "out err "
-
-
 def test_what_was_begun_goes_on_after_a_time_out(children: ChildProcesses) -> None:
     process = python(children, WAITS, stdin=subprocess.PIPE)
     other = python(children, "print('quick')")

@@ -103,9 +103,6 @@ def ask(server: hps.HPS, keys: Any = (1, 2, 3), **more: Any) -> str:
     return check(server.score("m", {"item": np.asarray(keys), "age": ages}, **more), keys, ages)
 
 
-# -- versions in this process -----------------------------------------------------------------------------------------
-
-
 def test_deploying_and_rolling_back_move_tables_and_network(repository: Path, opened: list[ArrayNetwork]) -> None:
     write(repository, 2)
     write(repository, 3)
@@ -310,9 +307,6 @@ def test_what_cannot_be_scored_is_refused(repository: Path, tmp_path: Path) -> N
             server.score("m", {"item": KEYS[:2]})
 
 
-# -- the service ------------------------------------------------------------------------------------------------------
-
-
 def post(service: RunningService, path: str, said: Any, **more: Any) -> Any:
     return service.client.post(path, json=said, **more)
 
@@ -457,9 +451,6 @@ def test_a_model_is_undeployed_and_deployed_while_its_network_hangs(
         assert [one.result().json()["version"] for one in asked] == ["2", "1"] * 2
         wait_until(lambda: sum(one.closed for one in opened) == len(opened) - 1, "the networks are freed")
         assert rows(service).json()["version"] == "1"
-
-
-# -- many at a time ---------------------------------------------------------------------------------------------------
 
 
 class Clients:

@@ -251,16 +251,6 @@ def test_a_load_that_ends_early_has_a_code_and_a_message(
     assert (result.exit_code, result.stderr) == (code, message)
 
 
-def test_what_is_no_terminal_gets_lines_and_no_bars(config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "hps")
-    written = run("load", config).output
-    assert "━" not in written
-    assert "\x1b" not in written
-    first, last = (one.getMessage() for one in caplog.records if one.getMessage().startswith("hps_et.shop.item: 500 rows"))
-    assert first == "hps_et.shop.item: 500 rows, 20.0 kB."
-    assert re.fullmatch(r"hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", last)
-
-
 @pytest.mark.parametrize(("table", "persistent"), [("item", True), ("1", False)])
 def test_lookup_prints_vectors_and_marks_defaults(
     tmp_path: Path, content: dict[str, Any], table: str, persistent: bool

@@ -96,20 +96,6 @@ def test_tables_keep_the_order_of_their_source_which_is_printed_with_their_ids(t
         assert model["num_of_worker_buffer_in_pool"] == 4, "with one, every lookup waits for the one before"
 
 
-def test_relative_files_of_a_ps_json_elsewhere_are_found_beside_it(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table(tmp_path / "trained" / "a" / "b" / "c" / "d" / "item.model", 3)
-    table(tmp_path / "other" / "user.model", 5)
-    (tmp_path / "configs").mkdir()
-    files = ["../trained/a/b/c/d/item.model", "../other/user.model"]
-    (tmp_path / "configs" / "ps.json").write_text(json.dumps({"models": [{"model": "ads", "sparse_files": files}]}))
-    (here := tmp_path / "here").mkdir()
-    monkeypatch.chdir(here)
-    [model] = initialised(target, Path("../configs/ps.json"))["models"]
-    assert [Path(file).resolve() for file in model["sparse_files"]] == [(tmp_path / "configs" / one).resolve() for one in files]
-
-
 @pytest.mark.parametrize("given", ["", "ps.json"])
 def test_a_ps_json_of_another_place_keeps_its_models_and_finds_their_files(tmp_path: Path, target: Path, given: str) -> None:
     saved_by_hugectr(tmp_path / "dcn")

@@ -164,34 +164,11 @@ def test_databases_are_taken_from_the_parameter_server_config() -> None:
     assert configuration.update_source.type == "kafka_message_queue"
 
 
-def test_an_empty_volatile_database_is_a_hash_map_and_disabled_is_none() -> None:
-    assert load_configuration(server_config(volatile_db=VolatileDatabaseParams())).volatile_db.type == "parallel_hash_map"
-    disabled = VolatileDatabaseParams(type=DatabaseType_t.disabled)
-    assert load_configuration(server_config(volatile_db=disabled)).volatile_db.type == "disabled"
-
-
-def test_one_default_value_holds_for_every_table() -> None:
-    params = inference_params(default_value_for_each_table=[0.5])
-    assert load_configuration(server_config(params)).models[0].default_value_for_each_table == (0.5, 0.5)
-
-
 def test_loading_changes_no_struct() -> None:
     config = server_config(inference_params(), inference_params(model_name="wdl"))
     before = copy.deepcopy(config)
     assert [model.model for model in load_configuration(config).models] == ["dcn", "wdl"]
     assert config == before
-
-
-def test_a_dense_model_file_is_ignored_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hps"):
-        load_configuration(server_config(inference_params(dense_model_file="dcn.model")))
-    assert "models[].dense_file" in caplog.text
-
-
-def test_equal_databases_in_both_places_are_fine() -> None:
-    database = PersistentDatabaseParams(backend=DatabaseType_t.rocks_db, path="db")
-    config = server_config(inference_params(persistent_db=copy.deepcopy(database)), persistent_db=database)
-    assert load_configuration(config).persistent_db.path == "db"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hps.errors import InvalidInputError, ModelFileError
-from hps.statistics.key_traces import KeyRecorder, KeyTrace, distinct_share, keyed_hashes, read_traces, sample_hashes
+from hps.statistics.key_traces import KeyRecorder, distinct_share, keyed_hashes, read_traces, sample_hashes
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.testing.waiting import wait_until
@@ -245,12 +245,6 @@ def test_another_version_of_the_format_is_refused(tmp_path):
         read_traces(tmp_path / "keys")
 
 
-def test_traces_are_thinned_to_no_more_than_they_have():
-    trace = KeyTrace("m", "t", np.arange(10), np.arange(10), 0.5, 1.0, False, 10)
-    assert trace.thinned(0.7) is trace
-    assert distinct_share(trace, 10) == 0.5
-
-
 def framed(body, size=None):
     return struct.pack("<4sII", b"HPSB", len(body) if size is None else size, zlib.crc32(body)) + body
 
@@ -307,8 +301,3 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, what):
         path.symlink_to(path)
     with pytest.raises(ModelFileError):
         read_traces(path)
-
-
-def test_recorded_keys_that_compress_well_are_read(tmp_path):
-    recorded(tmp_path / "keys", [{1: np.zeros(1000, np.int64)} for _ in range(500)], rate=1.0)
-    assert read_traces(tmp_path / "keys")[0].keys.size == 500_000

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import re
 from typing import Any, cast
 
 import pytest
@@ -242,14 +241,3 @@ def test_metrics_are_there_before_anything_is_loaded_and_follow_it(clock: Clock)
     }
     loads.serve("m")
     assert loads.samples()["hps_model_ready", "m"] == 1
-
-
-def test_a_model_that_was_undeployed_is_not_mentioned_any_more(clock: Clock) -> None:
-    loads = Loads(clock, m=["item"])
-    loads.end(loads.start("m"))
-    loads.end(loads.start("another"))
-    loads.live.serving = {"another": loads.live.serving["another"]}
-    loads.live.give_up("m")
-    assert loads.states() == {"another": ("ready", 100)}
-    assert loads.progress.summary() == ""
-    assert not [name for name in loads.samples() if re.fullmatch("hps_model_ready", name[0]) and name[1] == "m"]

@@ -159,20 +159,6 @@ def test_a_task_ends(end):
     assert not task.alive
 
 
-def test_stop_ends_every_wait():
-    stop, ended = Stop(), []
-    threads = [threading.Thread(target=lambda: ended.append(stop.wait(60))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert not stop.wait(0.01)
-    stop.set()
-    for thread in threads:
-        thread.join(60)
-    assert ended == [True] * 3
-    assert stop.wait(60)
-    assert stop.is_set()
-
-
 def late() -> Exception:
     return TimeoutError("no answer")
 

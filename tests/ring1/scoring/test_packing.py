@@ -160,13 +160,6 @@ def test_what_is_no_description_is_refused(text: bytes) -> None:
         read(text)
 
 
-def test_the_end_is_that_of_the_farthest_tensor() -> None:
-    rest = [[name, "<f4", [0], 0] for name in ("a", "b")]
-    assert read(describe([INPUT, *rest], [["all", "<f4", [2, 17], 128]], 5)).end == 128 + 4 * 34
-    assert read(describe([["item", "<i8", [100], 64]], [["all", "<f4", [2], 8]], 5)).end == 64 + 800
-    assert read(describe([], [], 0)).end == 0
-
-
 def test_inputs_of_another_network_are_refused_by_their_values() -> None:
     region = Region()
     wrong = request(np.random.default_rng(0), 2, "once")

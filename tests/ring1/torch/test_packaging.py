@@ -62,53 +62,22 @@ class Net(nn.Module):
         return torch.sigmoid(self.top(torch.cat(columns, 1))).squeeze(1)
 
 
-class Columns(Net):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return self.score(dense, self.user(ids[:, 0]), self.item(ids[:, 1]), self.item(ids[:, 2]))
+def net(forward: Callable[..., Any], width: int = 1, **embeddings: nn.Module) -> Net:
+    """A module whose inputs are called as the function's arguments."""
+    return type("Made", (Net,), {"forward": forward})(width, **embeddings)  # type: ignore[no-any-return]
 
 
-class Whole(Net):
-    def forward(self, item: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return self.score(self.item(item).flatten(1), age[:, None])
+def bagged(**more: Any) -> Net:
+    return net(lambda self, tags, age: self.score(self.tags(tags), age[:, None]), DIM + 1, tags=bag(**more))
 
 
-class Bagged(Net):
-    def forward(self, tags: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return self.score(self.tags(tags), age[:, None])
+def whole(width: int, **more: Any) -> Net:
+    forward = lambda self, item, age: self.score(self.item(item).flatten(1), age[:, None])  # noqa: E731
+    return net(forward, width, item=embedding(**more))
 
 
-class Ragged(Net):
-    def forward(self, tags: torch.Tensor, offsets: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return self.score(self.tags(tags, offsets), age[:, None])
-
-
-class Three(Net):
-    def forward(self, user: torch.Tensor, item: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
-        return self.score(self.user(user).float(), self.item(item).float(), self.tags(tags))
-
-
-class Shared(Net):
-    def forward(self, seen: torch.Tensor, item: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        return self.score(self.items(seen).mean(1), self.items(item), self.again(last))
-
-
-class Half(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.item = nn.Embedding(ROWS, DIM, dtype=dtype)
-        self.top = nn.Linear(DIM, 1, dtype=dtype)
-
-    def forward(self, item: torch.Tensor) -> torch.Tensor:
-        return self.top(self.item(item)).squeeze(1).float()
-
-
-class AgeOfIds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.item = embedding()
-
-    def forward(self, ids: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return self.item(ids).sum(1) + age.float()
+def age_of_ids() -> Net:
+    return net(lambda self, ids, age: self.item(ids).sum(1) + age.float(), item=embedding())
 
 
 def embedding(**more: Any) -> nn.Embedding:
@@ -130,7 +99,8 @@ def check_served(place: Path, module: nn.Module, named: dict[str, Any], *given: 
 
 
 def test_columns_of_an_input_are_inputs_named_like_the_tables(tmp_path: Path) -> None:
-    module = Columns(3 + 3 * DIM, user=embedding(), item=embedding())
+    forward = lambda self, dense, ids: self.score(dense, self.user(ids[:, 0]), self.item(ids[:, 1]), self.item(ids[:, 2]))  # noqa: E731
+    module = net(forward, 3 + 3 * DIM, user=embedding(), item=embedding())
     module.train()
     done = package(module, tmp_path / "m" / "1", (torch.rand(4, 3), keys(4, 3)))
     assert (module.training, done.difference <= 1e-6, done.command) == (True, True, f"hps serve {tmp_path}")
@@ -143,18 +113,17 @@ def test_columns_of_an_input_are_inputs_named_like_the_tables(tmp_path: Path) ->
         check_served(tmp_path, module, named, dense, ids)
 
 
+CLIPPED = {"pooling": "mean", "max_norm": 1.5, "padding_key": ROWS - 1}
+
+
 @pytest.mark.parametrize(
     ("made", "hot", "said"),
     [
-        (lambda: Whole(3 * DIM + 1, item=embedding(padding_idx=0)), 3, {"table": "item", "hotness": 3}),
-        (lambda: Whole(DIM + 1, item=embedding(max_norm=1.0)), 1, {"pooling": "sum", "hotness": 1, "max_norm": 1.0}),
-        (lambda: Bagged(DIM + 1, tags=bag(mode="sum")), 6, {"pooling": "sum"}),
-        (lambda: Bagged(DIM + 1, tags=bag(mode="mean", padding_idx=3)), 6, {"pooling": "mean", "padding_key": 3}),
-        (
-            lambda: Bagged(DIM + 1, tags=bag(mode="mean", max_norm=1.5, padding_idx=-1)),
-            6,
-            {"pooling": "mean", "max_norm": 1.5, "padding_key": ROWS - 1},
-        ),
+        (lambda: whole(3 * DIM + 1, padding_idx=0), 3, {"table": "item", "hotness": 3}),
+        (lambda: whole(DIM + 1, max_norm=1.0), 1, {"pooling": "sum", "hotness": 1, "max_norm": 1.0}),
+        (lambda: bagged(mode="sum"), 6, {"pooling": "sum"}),
+        (lambda: bagged(mode="mean", padding_idx=3), 6, {"pooling": "mean", "padding_key": 3}),
+        (lambda: bagged(mode="mean", max_norm=1.5, padding_idx=-1), 6, CLIPPED),
     ],
     ids=["vectors", "clipped vectors", "sum", "mean", "clipped mean"],
 )
@@ -162,7 +131,7 @@ def test_a_whole_input_has_the_vectors_or_the_bags_of_its_keys(
     tmp_path: Path, made: Callable[[], Net], hot: int, said: dict[str, Any]
 ) -> None:
     module = made()
-    name = "item" if isinstance(module, Whole) else "tags"
+    name = "item" if hasattr(module, "item") else "tags"
     shape = (hot,) if hot > 1 else ()
     package(module, tmp_path / "m" / "1", {name: torch.randint(0, 5, (4, *shape)), "age": torch.rand(4)})
     assert inputs_of(tmp_path) == {name: {"table": name} | said, "age": {}}
@@ -173,7 +142,8 @@ def test_a_whole_input_has_the_vectors_or_the_bags_of_its_keys(
 
 @pytest.mark.parametrize("include_last", [True, False])
 def test_a_bag_with_offsets(tmp_path: Path, include_last: bool) -> None:
-    module = Ragged(DIM + 1, tags=bag(mode="sum", include_last_offset=include_last))
+    forward = lambda self, tags, offsets, age: self.score(self.tags(tags, offsets), age[:, None])  # noqa: E731
+    module = net(forward, DIM + 1, tags=bag(mode="sum", include_last_offset=include_last))
     end = [7] if include_last else []
     package(module, tmp_path / "m" / "1", (keys(7), torch.tensor([0, 2, 2, *end]), torch.rand(3)))
     assert inputs_of(tmp_path) == {"tags": {"table": "tags", "pooling": "sum"}, "age": {}}
@@ -184,7 +154,8 @@ def test_a_bag_with_offsets(tmp_path: Path, include_last: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_weights_stay_half_in_the_network(tmp_path: Path, dtype: torch.dtype) -> None:
-    module, item = Half(dtype), keys(7)
+    module = net(lambda self, item: self.top(self.item(item)).squeeze(1).float(), DIM, item=embedding()).to(dtype)
+    item = keys(7)
     assert package(module, tmp_path / "m" / "1", (keys(4),)).difference == 0
     check_served(tmp_path, module, {"item": item}, item)
 
@@ -199,7 +170,8 @@ def test_examples_are_compared_with_the_rows_of_their_keys_alone(tmp_path: Path,
 
     monkeypatch.setattr(WeightTable, "read", counted)
     user, item = embedding(dtype=torch.float16), embedding(dtype=torch.bfloat16)
-    module = Three(3 * DIM, user=user, item=item, tags=bag(mode="mean", padding_idx=2))
+    forward = lambda self, user, item, tags: self.score(self.user(user).float(), self.item(item).float(), self.tags(tags))  # noqa: E731
+    module = net(forward, 3 * DIM, user=user, item=item, tags=bag(mode="mean", padding_idx=2))
     package(module, tmp_path / "m" / "1", (torch.tensor([5, 5]), torch.tensor([9, 1]), torch.tensor([[2, 2, 2], [7, 2, 7]])))
     assert asked == [1, 2, 2, ROWS, ROWS, ROWS]  # the keys of the examples, and then what is written
     given = keys(6), keys(6), keys(6, 4)
@@ -208,7 +180,8 @@ def test_examples_are_compared_with_the_rows_of_their_keys_alone(tmp_path: Path,
 
 def test_a_table_that_several_inputs_share(tmp_path: Path) -> None:
     items = embedding()
-    module = Shared(3 * DIM, items=items, again=items)
+    forward = lambda self, seen, item, last: self.score(self.items(seen).mean(1), self.items(item), self.again(last))  # noqa: E731
+    module = net(forward, 3 * DIM, items=items, again=items)
     package(module, tmp_path / "m" / "1", (keys(4, 3), keys(4), keys(4)), per_request=("seen",))
     shared = {"table": "items"}
     assert inputs_of(tmp_path) == {"seen": shared | {"hotness": 3, "per_request": True}, "item": shared, "last": shared}
@@ -217,7 +190,7 @@ def test_a_table_that_several_inputs_share(tmp_path: Path) -> None:
 
 
 def test_keys_may_be_narrow_an_example_a_single_sample_and_other_integers_are_features(tmp_path: Path) -> None:
-    module = AgeOfIds()
+    module = age_of_ids()
     package(module, tmp_path / "m" / "1", (torch.arange(1, dtype=torch.int32), torch.rand(1)))
     package(module, tmp_path / "n" / "1", (torch.arange(4), torch.arange(4)))
     ids, age = keys(5), keys(5)
@@ -230,19 +203,13 @@ def test_keys_may_be_narrow_an_example_a_single_sample_and_other_integers_are_fe
 
 @pytest.mark.parametrize("form", ["dict", "tuple", "named"])
 def test_several_outputs(tmp_path: Path, form: str) -> None:
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.item = embedding()
+    def forward(self: Any, item: torch.Tensor) -> Any:
+        vectors = self.item(item)
+        both = vectors.sum(1), vectors[:, :2]
+        return {"click": both[0], "buy": both[1]} if form == "dict" else both
 
-        def forward(self, item: torch.Tensor) -> Any:
-            vectors = self.item(item)
-            both = vectors.sum(1), vectors[:, :2]
-            return {"click": both[0], "buy": both[1]} if form == "dict" else both
-
-    module = Several()
-    outputs = ("a", "b") if form == "named" else None
-    package(module, tmp_path / "m" / "1", (keys(4),), outputs=outputs)
+    module = net(forward, item=embedding())
+    package(module, tmp_path / "m" / "1", (keys(4),), outputs=("a", "b") if form == "named" else None)
     names = {"dict": ["click", "buy"], "tuple": ["output0", "output1"], "named": ["a", "b"]}[form]
     assert dense_of(tmp_path)["outputs"] == names
     item = keys(5)
@@ -252,7 +219,7 @@ def test_several_outputs(tmp_path: Path, form: str) -> None:
 
 
 def test_the_next_version_has_other_weights_and_is_numbered(tmp_path: Path) -> None:
-    made = [Bagged(DIM + 1, tags=bag(mode="sum")) for _ in range(2)]
+    made = [bagged(mode="sum") for _ in range(2)]
     tags, age = keys(4, 3), torch.rand(4)
     for number, module in enumerate(made, start=1):
         done = package(module, tmp_path / "m", (tags, age), settings={"max_batch_size": 7}, note=f"number {number}")
@@ -269,24 +236,11 @@ def test_the_next_version_has_other_weights_and_is_numbered(tmp_path: Path) -> N
 
 
 def test_settings_of_batches_are_written(tmp_path: Path) -> None:
-    module = Bagged(DIM + 1, tags=bag(mode="sum"))
-    example = keys(4, 3), torch.rand(4)
-    done = package(module, tmp_path / "m" / "5", example, dynamic_batching=False, max_queue_delay_us=50, hotness=9)
+    more: dict[str, Any] = {"dynamic_batching": False, "max_queue_delay_us": 50, "hotness": 9}
+    done = package(bagged(mode="sum"), tmp_path / "m" / "5", (keys(4, 3), torch.rand(4)), **more)
     said = dense_of(tmp_path, "5")
     assert (said["dynamic_batching"], said["max_queue_delay_us"]) == (False, 50)
     assert done.entry["maxnum_catfeature_query_per_table_per_sample"] == [9]
-
-
-class Of(nn.Module):
-    """One table and any function of it."""
-
-    def __init__(self, table: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.item = table
-        self._call = forward
-
-    def forward(self, ids: torch.Tensor, age: torch.Tensor) -> Any:
-        return self._call(self.item, ids, age)
 
 
 def weighted(item: Any, ids: Any, age: Any) -> Any:
@@ -324,7 +278,11 @@ REFUSED: dict[str, tuple[nn.Module, Callable[..., Any], str]] = {
 def test_a_module_is_refused(tmp_path: Path, name: str) -> None:
     table, forward, message = REFUSED[name]
     with pytest.raises(hps.InvalidInputError, match=message):
-        package(Of(table, forward), tmp_path / "m" / "1", (torch.arange(1, 5), torch.rand(4)))
+        package(
+            net(lambda self, ids, age: forward(self.item, ids, age), item=table),
+            tmp_path / "m" / "1",
+            (torch.arange(1, 5), torch.rand(4)),
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -340,28 +298,16 @@ def test_a_module_is_refused(tmp_path: Path, name: str) -> None:
 )
 def test_examples_are_refused(tmp_path: Path, examples: Any, message: str) -> None:
     with pytest.raises(hps.InvalidInputError, match=message):
-        package(AgeOfIds(), tmp_path / "m" / "1", examples)
+        package(age_of_ids(), tmp_path / "m" / "1", examples)
     assert not list(tmp_path.iterdir())
 
 
 def test_names_are_refused(tmp_path: Path) -> None:
     examples = torch.arange(4), torch.rand(4)
     with pytest.raises(hps.InvalidInputError, match="got per_request 'id', expected some of ids, age"):
-        package(AgeOfIds(), tmp_path / "m" / "1", examples, per_request=("id",))
+        package(age_of_ids(), tmp_path / "m" / "1", examples, per_request=("id",))
     with pytest.raises(hps.InvalidInputError, match="got 2 names of outputs, expected 1"):
-        package(AgeOfIds(), tmp_path / "m" / "1", examples, outputs=("a", "b"))
+        package(age_of_ids(), tmp_path / "m" / "1", examples, outputs=("a", "b"))
     with pytest.raises(hps.InvalidInputError, match=r"it has none, expected nn\.Embedding"):
         package(nn.Linear(2, 1), tmp_path / "m" / "1", (torch.rand(2, 2),))
     assert not list(tmp_path.iterdir())
-
-
-def test_what_a_repository_of_another_place_holds_is_served_by_its_path(tmp_path: Path) -> None:
-    module = AgeOfIds()
-    package(module, tmp_path / "m" / "1", (torch.arange(4), torch.rand(4)))
-    (tmp_path / "m").rename(tmp_path / "moved")
-    entry = json.loads((tmp_path / "moved" / "model.json").read_text())
-    (tmp_path / "moved" / "model.json").write_text(json.dumps({**entry, "model": "moved"}))
-    ids, age = keys(5), torch.rand(5)
-    with hps.HPS(str(tmp_path)) as server:  # the repository in place of a ps.json
-        found = server.score("moved", {"ids": ids, "age": age})
-    np.testing.assert_allclose(found["score"], answers(module, ids, age), atol=1e-6)

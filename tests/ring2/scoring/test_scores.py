@@ -9,10 +9,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -411,22 +411,6 @@ def test_a_network_that_hangs_refuses_requests_of_its_own_model_alone(repository
         assert samples(service)["hps_score_refused_requests_total", "n"] == 0
 
 
-def test_requests_that_were_given_up_behind_a_network_that_hangs_cost_no_work(
-    repository: Path, until: Path, opened: list[ArrayNetwork]
-) -> None:
-    write(repository, 2, network(2, does="hang", until=str(until)))
-    with running_service(document(repository, service={"request_timeout_s": 2})) as service, ThreadPoolExecutor(4) as pool:
-        hung = pool.submit(rows, service)
-        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
-        behind = [pool.submit(rows, service) for _ in range(3)]
-        assert [one.result().status_code for one in (hung, *behind)] == [504] * 4
-        until.unlink()
-        wait_until(lambda: service.is_idle, "the network is back")
-        assert rows(service).status_code == 200
-        assert opened[-1].calls.count(2) == 2
-        assert samples(service)["hps_score_late_requests_total", "m"] == 3
-
-
 def test_a_model_is_undeployed_and_deployed_while_its_network_hangs(
     repository: Path, until: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,10 +441,8 @@ class Clients:
     """Ask for scores without a pause, and check every answer."""
 
     def __init__(self, url: str, count: int) -> None:
-        self.host, self.port = url.removeprefix("http://").split(":")
-        self.stop = threading.Event()
-        self.wrong: list[str] = []
-        self.seen: dict[str, int] = {}
+        self.url, self.stop = url, threading.Event()
+        self.wrong, self.versions = list[str](), list[str]()
         self._threads = [threading.Thread(target=self._ask, args=(seed,)) for seed in range(count)]
 
     def __enter__(self) -> "Clients":
@@ -475,45 +457,32 @@ class Clients:
 
     @property
     def answered(self) -> int:
-        return sum(self.seen.values())
+        return len(self.versions)
 
     def _ask(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        connection = HTTPConnection(self.host, int(self.port), timeout=PATIENCE_S)
-        while not self.stop.is_set():
-            keys, age = rng.integers(0, ROWS, rng.integers(1, 9)).tolist(), int(rng.integers(0, 50))
-            try:
-                body = json.dumps({"user": {"age": age}, "items": [{"item": key} for key in keys]})
-                connection.request("POST", "/v1/models/m/score", body)
-                answer = connection.getresponse()
-                text = answer.read()
-                if answer.status != 200:
-                    self.wrong.append(f"{answer.status} {text!r}")
-                    continue
-                found = json.loads(text)
-                self.seen[found["version"]] = self.seen.get(found["version"], 0) + 1
-                if not np.allclose(found["outputs"]["score"], wanted(keys, age, int(found["version"])), rtol=1e-5):
-                    self.wrong.append(f"{found} for {keys} {age}")
-            except Exception as error:  # noqa: BLE001 - each is a failure of the test
-                self.wrong.append(repr(error))
-                connection.close()
-        connection.close()
+        with httpx.Client(base_url=self.url, timeout=PATIENCE_S) as client:
+            while not self.stop.is_set():
+                keys, age = rng.integers(0, ROWS, rng.integers(1, 9)).tolist(), int(rng.integers(0, 50))
+                said = {"user": {"age": age}, "items": [{"item": key} for key in keys]}
+                try:
+                    found = client.post("/v1/models/m/score", json=said).raise_for_status().json()
+                    np.testing.assert_allclose(found["outputs"]["score"], wanted(keys, age, int(found["version"])), rtol=1e-5)
+                    self.versions.append(found["version"])
+                except httpx.HTTPStatusError as error:
+                    self.wrong.append(f"{error.response.status_code} {error.response.text}")
+                except Exception as error:  # noqa: BLE001 - each is a failure of the test
+                    self.wrong.append(repr(error))
 
 
 def swapped(url: str, swaps: int) -> None:
-    with Clients(url, 32) as clients:
-        host, port = url.removeprefix("http://").split(":")
-        changes = HTTPConnection(host, int(port), timeout=PATIENCE_S)
+    with Clients(url, 16) as clients:
         for number in range(swaps):
-            before = clients.answered
-            changes.request("POST", "/v1/models/m/deploy", json.dumps({"version": str(1 + (number + 1) % 2)}))
-            answer = changes.getresponse()
-            assert answer.status == 200, answer.read()
-            answer.read()
+            before, version = clients.answered, str(1 + (number + 1) % 2)
+            httpx.post(f"{url}/v1/models/m/deploy", json={"version": version}, timeout=PATIENCE_S).raise_for_status()
             wait_until(lambda before=before: clients.answered > before or clients.wrong, "scores are answered")
-        changes.close()
     assert clients.wrong == []
-    assert clients.seen.keys() == {"1", "2"}
+    assert set(clients.versions) == {"1", "2"}
 
 
 def test_no_answer_mixes_versions_while_they_are_swapped(repository: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 import pickle
 import signal
 import socket
@@ -37,15 +36,8 @@ def write(directory: Path, version: int) -> None:
 
 def document(directory: Path) -> dict[str, Any]:
     """Without an embedding cache, bags are added up in the order of their keys, always."""
-    model = model_of(
-        "m",
-        list(DIMS),
-        DIMS,
-        version_path=str(directory / "m"),
-        gpucache=False,
-        default_value_for_each_table=[DEFAULT] * 2,
-        maxnum_catfeature_query_per_table_per_sample=[20, 20],
-    )
+    more = {"default_value_for_each_table": [DEFAULT] * 2, "maxnum_catfeature_query_per_table_per_sample": [20, 20]}
+    model = model_of("m", list(DIMS), DIMS, version_path=str(directory / "m"), gpucache=False, **more)
     return document_of(model, service={"admin_token": "admin"})
 
 
@@ -214,26 +206,6 @@ def test_what_is_wrong_is_refused(service: ServedProcess, local: hps.HPS) -> Non
     both = EmbeddingBagCollection(service.url, "m", [BagTable("item", ("a",), 5), BagTable(1, ("b",), 5)])  # type: ignore[arg-type]
     with pytest.raises(hps.InvalidInputError, match="each by id or by name"):
         both({"a": keys.view(1, 3), "b": keys.view(1, 3)})
-
-
-def test_forked_workers_open_connections_of_their_own(service: ServedProcess, local: hps.HPS) -> None:
-    layer, keys = LookupLayer(service.url, "m", "item", 5), torch.arange(50)
-    expected = LookupLayer(local, "m", "item", 5)(keys)
-    assert torch.equal(layer(keys), expected)
-    children = []
-    for _ in range(3):
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                other = LookupLayer(service.url, "m", "user", 8, timeout_s=PATIENCE_S)
-                right = all(torch.equal(layer(keys), expected) and other(keys).shape == (50, 8) for _ in range(20))
-                code = 0 if right else 2
-            finally:
-                os._exit(code)
-        children.append(child)
-    for _ in range(20):
-        assert torch.equal(layer(keys), expected)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 3
 
 
 def test_each_death_of_the_server_is_an_error_or_the_fallback_and_ends(

@@ -81,6 +81,12 @@ def test_wrong_keys_do_not_hide_what_is_wrong_with_files(tmp_path: Path, content
     assert "the files fit embedding_vecsize_per_table 4" in found["models[1].sparse_files[1]"][0][1]
 
 
+def test_a_repository_that_is_not_there_hides_nothing(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "item" / "key").unlink()
+    code, found = findings(written(tmp_path, content | {"model_repository": str(tmp_path / "gone"), "device": "gpu"}))
+    assert (code, set(found)) == (2, {"device", "model_repository", "models[0].sparse_files[1]"})
+
+
 def test_files_of_tokens_and_certificates_are_checked(tmp_path: Path, content: dict[str, Any]) -> None:
     tokens, wrong = tmp_path / "tokens.json", tmp_path / "wrong"
     tokens.write_text('{"tokens": [{"name": "a", "rights": ["read"], "token": "s3cret"}, {"name": "b", "rights": []}]}')

@@ -92,11 +92,7 @@ def test_without_a_command_help_is_shown_and_the_code_is_2() -> None:
 
 
 WRONG = [
-    "frobnicate",
-    "load",
-    "serve x --port 70000",
-    "create-model x",
-    "create-model x --rows 0 --dim 1",
+    *("frobnicate", "load", "serve x --port 70000", "create-model x", "create-model x --rows 0 --dim 1"),
     "create-model x --rows 1 --dim 0",
 ]
 

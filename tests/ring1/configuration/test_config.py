@@ -81,15 +81,6 @@ def test_takes_any_mapping_and_numpy_values_and_leaves_them_alone() -> None:
     assert str(document) == str(before)
 
 
-def test_one_default_value_holds_for_every_table() -> None:
-    assert load({"default_value_for_each_table": [0.5]}).models[0].default_value_for_each_table == (0.5, 0.5)
-
-
-def test_is_immutable() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load().device = "cpu"  # type: ignore[misc]
-
-
 def test_defaults_of_a_model_are_those_of_hugectrs_json() -> None:
     """test_config_documentation.py holds all others."""
     said = (

@@ -141,25 +141,15 @@ def test_a_wrong_value_elsewhere_is_one_problem(key: str, value: Any, text: str)
 
 
 MEANT = [
-    ("device", "GPU", "cuda"),
-    ("device", "cuda:0", "cuda"),
-    ("device", "gpu:1", "cuda"),
-    ("device", "host", "cpu"),
-    ("device", "cudda", "cuda"),
-    ("volatile_db.type", "RAM", "hash_map"),
+    *(("device", "GPU", "cuda"), ("device", "cuda:0", "cuda"), ("device", "gpu:1", "cuda"), ("device", "host", "cpu")),
+    *(("device", "cudda", "cuda"), ("volatile_db.type", "RAM", "hash_map")),
     ("volatile_db.type", "DatabaseType_t::RedisClusters", "redis_cluster"),
-    ("volatile_db.type", "DatabaseType_t.hash_map", "hash_map"),
-    ("volatile_db.type", "redis://r1:6379", "redis_cluster"),
-    ("volatile_db.type", "off", "disabled"),
-    ("volatile_db.type", False, "disabled"),
-    ("volatile_db.overflow_policy", "LRU", "evict_oldest"),
-    ("volatile_db.overflow_policy", "lfu", "evict_least_used"),
-    ("persistent_db.type", "disk", "rocks_db"),
-    ("persistent_db.type", None, "disabled"),
-    ("update_source.type", "redis", "redis_stream"),
-    ("update_source.type", "off", "null"),
-    ("service.log_level", "warn", "warning"),
-    ("service.model_control_mode", "manual", "explicit"),
+    *(("volatile_db.type", "DatabaseType_t.hash_map", "hash_map"), ("volatile_db.type", "redis://r1:6379", "redis_cluster")),
+    *(("volatile_db.type", "off", "disabled"), ("volatile_db.type", False, "disabled")),
+    *(("volatile_db.overflow_policy", "LRU", "evict_oldest"), ("volatile_db.overflow_policy", "lfu", "evict_least_used")),
+    *(("persistent_db.type", "disk", "rocks_db"), ("persistent_db.type", None, "disabled")),
+    *(("update_source.type", "redis", "redis_stream"), ("update_source.type", "off", "null")),
+    *(("service.log_level", "warn", "warning"), ("service.model_control_mode", "manual", "explicit")),
 ]
 
 
@@ -173,18 +163,12 @@ def test_a_word_for_another_value_names_that_value(key: str, value: Any, word: s
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("service.max_body_bytes", "64MB", "64000000"),
-        ("service.max_body_bytes", "1 GiB", "1073741824"),
-        ("service.max_body_bytes", "8k", "8192"),
-        ("service.request_timeout_s", "500ms", "0.5"),
-        ("service.drain_s", "1m", "60"),
-        ("update_source.poll_timeout_ms", "2s", "2000"),
-        ("models.gpucacheper", "20%", "0.2"),
-        ("models.gpucache", "no", "false"),
-        ("volatile_db", "redis", '{"type": "redis"}'),
-        ("volatile_db", False, '{"type": "disabled"}'),
-        ("models.deployed_device_list", 3, "[3]"),
-        ("update_source.brokers", "kafka://u:p@k1:9092", "k1:9092"),
+        *(("service.max_body_bytes", "64MB", "64000000"), ("service.max_body_bytes", "1 GiB", "1073741824")),
+        *(("service.max_body_bytes", "8k", "8192"), ("service.request_timeout_s", "500ms", "0.5")),
+        *(("service.drain_s", "1m", "60"), ("update_source.poll_timeout_ms", "2s", "2000")),
+        *(("models.gpucacheper", "20%", "0.2"), ("models.gpucache", "no", "false")),
+        *(("volatile_db", "redis", '{"type": "redis"}'), ("volatile_db", False, '{"type": "disabled"}')),
+        *(("models.deployed_device_list", 3, "[3]"), ("update_source.brokers", "kafka://u:p@k1:9092", "k1:9092")),
         ("service.host", "localhost:8000", "the port as service.port"),
     ],
 )

@@ -78,15 +78,6 @@ def test_sharings_are_in_order(trace, devices):
     assert hot.hit_rate == pytest.approx(cache_hit_rate(trace, devices * CAPACITY * 7 // 8))
 
 
-def test_a_replica_sees_every_nth_lookup(trace):
-    replicate = predicted("replicate", trace, 3)
-    turns = [trace.lookups % 3 == device for device in range(3)]
-    parts = [KeyTrace("m", "t", trace.keys[own], trace.lookups[own], 1.0, 1.0, False, trace.asked // 3) for own in turns]
-    rates = [cache_hit_rate(part, CAPACITY) for part in parts]
-    assert len(set(rates)) == 3
-    assert replicate.hit_rate == pytest.approx(sum(rates) / 3)
-
-
 def test_drawn_keys_are_not_divided(trace):
     hit_rate = cache_hit_rate(trace, CAPACITY)
     assert predicted("replicate", trace, 4, drawn=True) == Reads(hit_rate, 0.0, 1.0 - hit_rate)
@@ -112,27 +103,10 @@ def test_popular_rows_become_local_on_every_device(devices):
     assert predicted("partition", trace, devices, 16_000, 64_000).local == pytest.approx(1 / devices)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_private_caches_are_filled_from_hits_on_neighbours(devices):
-    """Each device finds rows of others there once: the first device again, since its first lookup found them in no cache."""
-    rows = np.arange(3000)
-    reads = predicted("hot", lookups_of(*[rows] * 2 * devices), devices, 64_000, 64_000)
-    # Of the second half of the lookups, one finds rows at neighbours: the second of the first device.
-    assert reads.neighbour == pytest.approx((devices - 1) / devices / devices, rel=0.05)
-    assert reads.local == pytest.approx(1.0 - reads.neighbour)
-
-
 def test_a_sample_with_too_many_popular_keys_leaves_owners_their_hits():
     popular = np.tile(np.arange(60), 40)
     trace = KeyTrace("m", "t", popular, np.arange(popular.size) // 60, 0.1, 1.0, False, popular.size)
     assert predicted("hot", trace, 2, 1120) == Reads(0.5, 0.5, 0.0)  # ten times as many misses of private caches as keys
-
-
-@pytest.mark.parametrize("sharing", ["replicate", "partition"])
-def test_the_hit_rate_threshold_is_the_models(trace, sharing):
-    hit_rate = cache_hit_rate(trace, CAPACITY, 0.5)
-    assert hit_rate != cache_hit_rate(trace, CAPACITY)
-    assert predict_reads(sharing, trace, CAPACITY, 1, threshold=0.5).hit_rate == hit_rate
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
@@ -177,12 +151,8 @@ def configured(sharing, share, kind="dynamic", dim=32):
 @pytest.mark.parametrize(
     ("sharing", "kind", "share"),
     [
-        ("replicate", "dynamic", 0.5),
-        ("partition", "dynamic", 0.1),
-        ("partition", "dynamic", 1.0),
-        ("partition", "static", 0.5),
-        ("hot", "dynamic", 0.1),
-        ("hot", "dynamic", 1.0),
+        *(("replicate", "dynamic", 0.5), ("partition", "dynamic", 0.1), ("partition", "dynamic", 1.0)),
+        *(("partition", "static", 0.5), ("hot", "dynamic", 0.1), ("hot", "dynamic", 1.0)),
     ],
 )
 def test_a_configured_sharing_has_the_memory_and_the_hit_rate_of_the_plan(sharing, kind, share):
@@ -242,13 +212,6 @@ def test_tables_of_too_many_rows_are_not_shared(rows, share, refused):
     reasons = reasons_against(version_of({"t": 4}, share, rows=rows), 2)
     assert set(reasons) == refused
     assert all("expected at most 2,147,483,647" in reason for reason in reasons.values())
-
-
-@pytest.mark.parametrize(("row_dtype", "row_bytes"), [("float32", 512), ("int8", 132)])
-def test_rates_are_those_of_rows_as_they_are_stored(keys, row_dtype, row_bytes):
-    version = version_of({"t": 128}, row_dtype=[row_dtype])
-    [one, *_] = forecast_sharings([Forecast(version, [recording(keys[:20_000])])], 2)
-    assert one.keys_per_s == pytest.approx(1 / seconds_per_key(Reads(one.local, one.neighbour, one.host), row_bytes))
 
 
 def test_shares_of_too_few_keys_are_uncertain(keys):

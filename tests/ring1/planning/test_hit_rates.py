@@ -64,13 +64,6 @@ def test_predicted_hit_rates_are_measured(model, name, threshold):
     assert one.hit_rate == pytest.approx(measured_hit_rate(model, keys, share, threshold), abs=0.02)
 
 
-@pytest.mark.parametrize("share", [0.003, 0.3])
-def test_a_whole_recording_is_replayed_as_it_was(model, share):
-    keys = asked_keys("shifting")
-    hit_rate = cache_hit_rate(sampled(keys, 1.0), math.ceil(share * ROWS), 1.1)
-    assert hit_rate == pytest.approx(measured_hit_rate(model, keys, share, 1.1), abs=0.0005)
-
-
 @pytest.mark.parametrize("name", ["0.99", "1.2"])
 def test_power_laws_are_predicted_without_a_recording(model, name):
     law = power_law_trace(TABLE, ROWS, float(name), BATCH)

@@ -67,13 +67,8 @@ def expected(tables: FakeTables, given: Arrays, samples: int) -> np.ndarray:
         return pooled(rows(name, 1), keys.reshape(-1), bounds, weights, combiner, None, padding_key).vectors
 
     columns = [
-        rows("user", 0),
-        bags("history", "mean"),
-        rows("last", 1).reshape(samples, -1),
-        rows("item", 0),
-        bags("tags", "sum", 3),
-        given["age"][:, None],
-        given["grid"].reshape(samples, -1),
+        *(rows("user", 0), bags("history", "mean"), rows("last", 1).reshape(samples, -1), rows("item", 0)),
+        *(bags("tags", "sum", 3), given["age"][:, None], given["grid"].reshape(samples, -1)),
     ]
     return np.concatenate([np.broadcast_to(one, (samples, one.shape[1])) for one in columns], 1)
 

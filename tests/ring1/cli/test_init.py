@@ -35,7 +35,6 @@ def initialised(target: Path, source: Path, *options: object) -> dict[str, Any]:
 
 
 def shape(content: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Widths by table and model."""
     return {
         one["model"]: dict(zip(one["embedding_table_names"], one["embedding_vecsize_per_table"], strict=True))
         for one in content["models"]
@@ -99,13 +98,9 @@ def test_tables_keep_the_order_of_their_source_which_is_printed_with_their_ids(t
 @pytest.mark.parametrize("given", ["", "ps.json"])
 def test_a_ps_json_of_another_place_keeps_its_models_and_finds_their_files(tmp_path: Path, target: Path, given: str) -> None:
     saved_by_hugectr(tmp_path / "dcn")
-    entry = {
-        "model": "ads",
-        "sparse_files": [f"/old/dcn/dcn{number}_sparse_2000.model" for number in (0, 1)],
-        "maxnum_catfeature_query_per_table_per_sample": [2, 26],
-        "embedding_cache_type": "dynamic",
-        "dense_file": "/old/dense",
-    }
+    files = [f"/old/dcn/dcn{number}_sparse_2000.model" for number in (0, 1)]
+    entry = {"model": "ads", "sparse_files": files, "embedding_cache_type": "dynamic", "dense_file": "/old/dense"}
+    entry |= {"maxnum_catfeature_query_per_table_per_sample": [2, 26]}
     (tmp_path / "dcn" / "ps.json").write_text(json.dumps({"models": [entry]}))
     [model] = initialised(target, tmp_path / "dcn" / given, "--gpucacheper", 0.25)["models"]
     assert model["sparse_files"] == [str(tmp_path / "dcn" / f"dcn{number}_sparse_2000.model") for number in (0, 1)]

@@ -126,24 +126,17 @@ def test_dense_keys_of_all_models_are_ignored_with_one_log_line(caplog: pytest.L
 
 
 def test_numbers_and_booleans_in_quotes_are_read_with_a_log_line() -> None:
-    quoted = {
-        "max_batch_size": "8",
-        "gpucache": "False",
-        "gpucacheper": " 0.25 ",
-        "embedding_vecsize_per_table": ["16", 32],
-        "default_value_for_each_table": ["0.0", "0.5"],
-        "deployed_device_list": ["1"],
-        "hit_rate_threshold": "1",
-    }
-    configuration = load(quoted, supportlonglong="false")
+    quoted: dict[str, Any] = {"max_batch_size": "8", "gpucache": "False", "gpucacheper": " 0.25 ", "hit_rate_threshold": "1"}
+    quoted |= {"embedding_vecsize_per_table": ["16", 32], "default_value_for_each_table": ["0.0", "0.5"]}
     plain = {
         "max_batch_size": 8,
         "gpucache": False,
         "gpucacheper": 0.25,
-        "deployed_device_list": [1],
         "hit_rate_threshold": 1.0,
+        "deployed_device_list": [1],
     }
-    assert configuration == load(plain, supportlonglong=False)
+    quoted |= {"deployed_device_list": ["1"]}
+    assert load(quoted, supportlonglong="false") == load(plain, supportlonglong=False)
     [notice] = notices(quoted, supportlonglong="false").splitlines()
     assert "models[].max_batch_size" in notice
 

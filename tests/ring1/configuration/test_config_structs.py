@@ -27,17 +27,10 @@ from hps.errors import ConfigError
 
 
 def inference_params(**changes: Any) -> InferenceParams:
-    arguments: dict[str, Any] = {
-        "model_name": "dcn",
-        "max_batchsize": 64,
-        "hit_rate_threshold": 0.8,
-        "dense_model_file": "",
-        "sparse_model_files": ["models/user", "models/item"],
-        "use_gpu_embedding_cache": True,
-        "cache_size_percentage": 0.5,
-        "i64_input_key": True,
-    }
-    return InferenceParams(**{**arguments, **changes})
+    files = ["models/user", "models/item"]
+    named: dict[str, Any] = {"model_name": "dcn", "max_batchsize": 64, "hit_rate_threshold": 0.8, "dense_model_file": ""}
+    named |= {"use_gpu_embedding_cache": True, "cache_size_percentage": 0.5, "i64_input_key": True}
+    return InferenceParams(**{"sparse_model_files": files, **named, **changes})
 
 
 def server_config(*params: InferenceParams, **changes: Any) -> ParameterServerConfig:

@@ -22,16 +22,10 @@ def write(path: Path, *entries: Any) -> Path:
 
 
 def test_entries_are_read_and_keep_no_token(tmp_path: Path) -> None:
+    limits = {"requests_per_s": 10, "burst": 20, "keys_per_s": 1e6}
     path = write(
         tmp_path / "tokens.json",
-        {
-            "name": "ranker",
-            "rights": ["lookup"],
-            "sha256": DIGEST.upper(),
-            "requests_per_s": 10,
-            "burst": 20,
-            "keys_per_s": 1e6,
-        },
+        {"name": "ranker", "rights": ["lookup"], "sha256": DIGEST.upper(), **limits},
         {"name": "trainer", "rights": ["write", "LOOKUP"], "token": ["s3cret-old", "s3cret-new"]},
         {"name": "ops", "rights": ["admin"], "certificate": "ops.example"},
         {"name": "prometheus", "rights": [], "token": "s3cret"},

@@ -115,13 +115,11 @@ class Loads:
         self.progress = Readiness(lambda: self.live)
 
     def start(self, name: str) -> Change:
-        """Begin a deployment."""
         change = self.live.begin(name, "deploying")
         change.listener = self.listener
         return change
 
     def serve(self, name: str) -> None:
-        """Let a model serve that was begun to deploy, or that another caller has deployed."""
         self.live.serving = {**self.live.serving, name: cast(Deployment, None)}
 
     def end(self, change: Change, error: Exception | None = None) -> None:

@@ -44,7 +44,6 @@ def planned(config, tier, place, on_cuda=False):
 
 
 def check_use(tmp_path, dim, rows):
-    """The memory that is planned for a table is then used."""
     config = configuration(tmp_path, [(dim, rows)])
     plans = [
         planned(config, *where) for where in (("embedding_cache", "ram"), ("volatile_db", "ram"), ("persistent_db", "disk"))

@@ -48,7 +48,6 @@ def noting(function: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The files on the way to the state machine."""
     found: set[str] = set()
     for name in ("begin", "changing", "serve", "withdraw", "failed", "want", "give_up"):
         monkeypatch.setattr(LiveModels, name, noting(getattr(LiveModels, name), found))

@@ -34,11 +34,7 @@ def first_keys(given: Arrays) -> Mapping[str, np.ndarray]:
 
 
 class Bench:
-    """A batcher over a fake network and fake tables, and what requests were told.
-
-    Attributes:
-        told: answers by name of the request, in the order in which they came.
-    """
+    """A batcher over a fake network and fake tables; `told` has the answers by name of the request, in their order."""
 
     def __init__(self, function: Any = first_keys, max_delay_us: int = 0, *, alone: bool = False) -> None:
         self.tables, self.network, self.counters = FakeTables(4, 2, max_keys=MOST_KEYS), ArrayNetwork(function), ScoreCounters()
@@ -80,7 +76,6 @@ class Bench:
             return [self.told[name] for name in names]
 
     def occupy(self, samples: int = 1) -> None:
-        """Keep the batcher busy, until `release`."""
         self.tables.may_answer.clear()
         before = len(self.network.calls)
         self.submit("first", [0] * samples)
@@ -165,8 +160,6 @@ def test_a_delay_is_that_of_the_request_that_waits_longest(monkeypatch: pytest.M
 
 def test_what_was_answered_is_not_kept_while_the_next_request_is_waited_for(bench: Bench) -> None:
     class Answers(list[Any]):
-        """Holds what a request refers to, its body too."""
-
         def __call__(self, answer: Any, times: Any) -> None:
             self.append(answer)
             answered.set()

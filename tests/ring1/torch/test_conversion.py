@@ -139,8 +139,6 @@ def test_what_is_deployed_already_is_used(tmp_path: Path, server: HPS) -> None:
 
 
 class Scaled(nn.Embedding):
-    """An embedding that answers otherwise."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return 2 * super().forward(input)
 

@@ -79,8 +79,6 @@ def test_a_table_is_named_or_numbered(served: Served, table: Any) -> None:
 
 
 class Constant(torch.nn.Module):
-    """Looks up keys that a compiler knows."""
-
     def __init__(self, server: hps.HPS) -> None:
         super().__init__()
         self.layer = LookupLayer(server, "m", "user", DIMS["user"])

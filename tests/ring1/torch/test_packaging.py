@@ -50,8 +50,6 @@ def inputs_of(place: Path) -> dict[str, Any]:
 
 
 class Net(nn.Module):
-    """Embeddings by name, and a layer behind them."""
-
     def __init__(self, width: int, **embeddings: nn.Module) -> None:
         super().__init__()
         for name, one in embeddings.items():
@@ -94,7 +92,6 @@ def _seeded() -> None:
 
 
 def check_served(place: Path, module: nn.Module, named: dict[str, Any], *given: Any) -> None:
-    """A server scores inputs as the module does."""
     np.testing.assert_allclose(score(place, named)["score"], answers(module, *given), atol=1e-6)
 
 

@@ -15,8 +15,6 @@ from tests.servers.running_service import document_of
 
 
 class Towers(nn.Module):
-    """Two towers that share the embedding of items."""
-
     def __init__(self) -> None:
         super().__init__()
         self.item = nn.Embedding(50, 8)

@@ -61,7 +61,6 @@ def test_images_are_the_variants_and_have_the_names_that_the_chart_asks_for():
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The files that name a version."""
     for name in (*release.NAMED, "pyproject.toml", "CHANGELOG.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -65,7 +66,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def opened() -> list[ArrayNetwork]:
-    """All networks that a test opens here."""
     ArrayNetwork.opened.clear()
     return ArrayNetwork.opened
 
@@ -81,7 +81,6 @@ def until(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Model `m` with version 1."""
     place = tmp_path / "repository"
     write(place, 1)
     model = model_of("m", ["item"], {"item": DIM}, hit_rate_threshold=1.1, max_batch_size=64)
@@ -188,25 +187,20 @@ def test_a_version_with_a_wrong_network_leaves_the_serving_one(
 def test_a_network_that_fails_when_it_is_warmed_leaves_nothing_open(
     repository: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed: list[object] = []
+    closes, closed = CachedSession.close, set[int]()
 
-    def fail(scorer: Scorer) -> None:
-        raise hps.NetworkError("warming")
+    def close(session: CachedSession, *timeout_s: float) -> bool:
+        closed.add(id(session))
+        return closes(session, *timeout_s)
 
-    def close(session: CachedSession, timeout_s: float = 10.0) -> bool:
-        closed.append(session)
-        return closes(session, timeout_s)
-
-    closes = CachedSession.close
     with hps.HPS(document(repository)) as server:
         write(repository, 2, network(2))
-        monkeypatch.setattr(Scorer, "warm", fail)
+        monkeypatch.setattr(Scorer, "warm", Mock(side_effect=hps.NetworkError("warming")))
         monkeypatch.setattr(CachedSession, "close", close)
         for count in (1, 2):
             with pytest.raises(hps.NetworkError, match="warming"):
                 server.deploy("m", "2")
-            assert len(set(map(id, closed))) == count
-            assert opened[-1].closed
+            assert (len(closed), opened[-1].closed) == (count, True)
         assert ask(server) == "1"
         monkeypatch.undo()
         server.deploy("m", "2")

@@ -44,25 +44,41 @@ def test_only_the_named_outputs_are_computed() -> None:
     assert [*network.run({"a": np.ones((1, 4), np.float32), "b": np.ones((1, 4), np.float32)})] == ["product"]
 
 
-def test_inputs_of_other_dtypes_and_widths_are_named_with_got_and_expected() -> None:
-    for dtype, shape in (("float32", (-1, 8)), ("float32", (-1,)), ("int64", (-1, 4))):
-        message = (
-            f"opening the network dense.onnx: got {dtype} {[*shape]} for input 'b' (dense.inputs), expected float32 [-1, 4]"
-        )
-        with pytest.raises(hps.ModelFileError, match=re.escape(message)):
-            opened(model(), A, NetworkTensor("b", dtype, shape))
-    with pytest.raises(hps.ModelFileError, match=re.escape("expected tensor(double) [-1, 4]")):
-        opened(model(TensorProto.DOUBLE))
-    opened(model(width="any"), A, B)  # a width that the network leaves free
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            (A, NetworkTensor("b", "float32", (-1, 8))),
+            "got float32 [-1, 8] for input 'b' (dense.inputs), expected float32 [-1, 4]",
+        ),
+        ((A, NetworkTensor("b", "float32", (-1,))), "got float32 [-1] for input 'b' (dense.inputs), expected float32 [-1, 4]"),
+        ((A, NetworkTensor("b", "int64", (-1, 4))), "got int64 [-1, 4] for input 'b' (dense.inputs), expected float32 [-1, 4]"),
+    ],
+)
+def test_an_input_of_another_dtype_or_width_is_named_with_got_and_expected(
+    inputs: tuple[NetworkTensor, ...], message: str
+) -> None:
+    with pytest.raises(hps.ModelFileError, match=re.escape(f"opening the network dense.onnx: {message}")):
+        opened(model(), *inputs)
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [(TensorProto.FLOAT16, "float16"), (TensorProto.INT64, "int64"), (TensorProto.INT32, "int32")]
+    ("kind", "dtype"),
+    [(TensorProto.FLOAT16, "float16"), (TensorProto.INT64, "int64"), (TensorProto.INT32, "int32")],
 )
 def test_features_may_be_of_other_dtypes(kind: int, dtype: str) -> None:
     network = opened(model(kind), *(NetworkTensor(name, dtype, (-1, 4)) for name in "ab"))
     given = {name: np.ones((2, 4), dtype) for name in "ab"}
     assert network.run(given)["sum"].dtype == dtype
+
+
+def test_a_dtype_that_requests_cannot_give_is_named() -> None:
+    with pytest.raises(hps.ModelFileError, match=re.escape("expected tensor(double) [-1, 4]")):
+        opened(model(TensorProto.DOUBLE))
+
+
+def test_a_width_that_the_network_leaves_free_fits() -> None:
+    opened(model(width="any"), A, B)
 
 
 def test_threads_are_those_of_openmp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import functools
 import io
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,9 @@ def answer(network: Network, values: dict[str, np.ndarray] = VALUES) -> dict[str
     return network.fetch(network.run({name: network.put(array) for name, array in values.items()}))
 
 
+# -- programs of torch.export -----------------------------------------------------------------------------------------
+
+
 class TestExportedProgram(NetworkContract):
     network_class = ExportedProgram
 
@@ -119,10 +123,16 @@ def test_inputs_in_lists_are_called_as_their_placeholders_and_outputs_in_their_o
     np.testing.assert_array_equal(found["y"], VALUES["a"])
 
 
-def test_other_outputs_are_named() -> None:
-    for outputs in (("score",), ("a", "b", "c")):
-        with pytest.raises(hps.ModelFileError, match=rf"it returned 2 outputs, expected {len(outputs)} \(dense.outputs\)"):
-            answer(opened(FORMS["a mixture, a tuple"](), outputs=outputs))
+@pytest.mark.parametrize(
+    ("form", "outputs", "message"),
+    [
+        ("a mixture, a tuple", ("score",), "it returned 2 outputs, expected 1 (dense.outputs)"),
+        ("a mixture, a tuple", ("a", "b", "c"), "it returned 2 outputs, expected 3 (dense.outputs)"),
+    ],
+)
+def test_other_outputs_are_named(form: str, outputs: tuple[str, ...], message: str) -> None:
+    with pytest.raises(hps.ModelFileError, match=re.escape(message)):
+        answer(opened(FORMS[form](), outputs=outputs))
 
 
 def test_a_closed_network_runs_no_more() -> None:
@@ -139,12 +149,16 @@ def test_what_is_no_archive_is_refused(engine: Any, content: bytes) -> None:
         opened(content, engine=engine)
 
 
-def test_archives_of_something_else_and_damaged_programs_are_refused() -> None:
-    file, content = io.BytesIO(), bytearray(plain())
+def test_an_archive_of_something_else_is_refused() -> None:
+    file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("readme", "hello")
     with pytest.raises(hps.ModelFileError, match=r"it cannot be read as a program of torch\.export: "):
         opened(file.getvalue())
+
+
+def test_a_damaged_program_is_refused() -> None:
+    content = bytearray(plain())
     content[len(content) // 3 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 3)
     with pytest.raises(hps.ModelFileError, match=r"opening the network dense\.pt2: "):
         opened(bytes(content))
@@ -155,6 +169,9 @@ def test_a_gpu_that_is_not_there_is_an_error_of_the_device() -> None:
         pytest.skip("there is one")
     with pytest.raises(hps.DeviceError, match="this PyTorch has no CUDA"):
         ExportedProgram.open("f", plain(), (A, B), ("score",), 0)
+
+
+# -- TorchScript ------------------------------------------------------------------------------------------------------
 
 
 def scripted(module: nn.Module) -> bytes:

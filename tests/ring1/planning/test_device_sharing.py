@@ -23,7 +23,6 @@ from tests.servers.running_service import document_of, model_of
 
 ROWS, KEYS, BATCH = 40_000, 450_000, 500
 CAPACITY = 2_000
-FIGURES = ("hit_rate", "local", "neighbour", "host")
 
 
 def recording(keys, lookups=None, rate=1.0, table="t"):
@@ -78,6 +77,28 @@ def test_sharings_are_in_order(trace, devices):
     assert hot.hit_rate == pytest.approx(cache_hit_rate(trace, devices * CAPACITY * 7 // 8))
 
 
+def test_a_replica_sees_every_nth_lookup(trace):
+    replicate = predicted("replicate", trace, 3)
+    rates = []
+    for device in range(3):
+        own = trace.lookups % 3 == device
+        rates.append(
+            cache_hit_rate(KeyTrace("m", "t", trace.keys[own], trace.lookups[own], 1.0, 1.0, False, trace.asked // 3), CAPACITY)
+        )
+    assert len(set(rates)) == 3
+    assert replicate.hit_rate == pytest.approx(sum(rates) / 3)
+
+
+def test_lookups_take_turns_whatever_their_numbers():
+    """Each device is asked for its own 400 keys, which fit; all 800 do not."""
+    even, odd = np.arange(400), np.arange(400, 800)
+    together = lookups_of(*[even, odd] * 20)
+    spread = KeyTrace("m", "t", together.keys, together.lookups * 2, 1.0, 1.0, False, together.asked)  # of two models
+    assert cache_hit_rate(together, 700) < 0.9
+    for trace in (together, spread):
+        assert predicted("replicate", trace, 2, 700).local > 0.99
+
+
 def test_drawn_keys_are_not_divided(trace):
     hit_rate = cache_hit_rate(trace, CAPACITY)
     assert predicted("replicate", trace, 4, drawn=True) == Reads(hit_rate, 0.0, 1.0 - hit_rate)
@@ -103,10 +124,40 @@ def test_popular_rows_become_local_on_every_device(devices):
     assert predicted("partition", trace, devices, 16_000, 64_000).local == pytest.approx(1 / devices)
 
 
+def test_copies_of_a_neighbours_rows_use_the_whole_private_cache():
+    """Half of 2,000 rows are the neighbour's; the private cache has 142 sets of 14, of which 71 would not hold them."""
+    popular = np.arange(0, 64_000, 32)
+    assert predicted("hot", lookups_of(*[popular] * 20), 2, 16_000, 64_000).neighbour < 0.01
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_private_caches_are_filled_from_hits_on_neighbours(devices):
+    """Each device finds rows of others there once: the first device again, since its first lookup found them in no cache."""
+    rows = np.arange(3000)
+    reads = predicted("hot", lookups_of(*[rows] * 2 * devices), devices, 64_000, 64_000)
+    # Of the second half of the lookups, one finds rows at neighbours: the second of the first device.
+    assert reads.neighbour == pytest.approx((devices - 1) / devices / devices, rel=0.05)
+    assert reads.local == pytest.approx(1.0 - reads.neighbour)
+
+
+def test_neighbours_are_counted_in_the_second_half_of_all_lookups():
+    batches = [np.arange(1000) + 1000 * number for number in range(4)]
+    reads = predicted("hot", lookups_of(*batches, *batches), 2, 64_000, 64_000)  # what follows the first half are all hits
+    assert reads.neighbour == pytest.approx(0.5, rel=0.05)
+    assert reads.host == 0.0
+
+
 def test_a_sample_with_too_many_popular_keys_leaves_owners_their_hits():
     popular = np.tile(np.arange(60), 40)
     trace = KeyTrace("m", "t", popular, np.arange(popular.size) // 60, 0.1, 1.0, False, popular.size)
     assert predicted("hot", trace, 2, 1120) == Reads(0.5, 0.5, 0.0)  # ten times as many misses of private caches as keys
+
+
+@pytest.mark.parametrize("sharing", ["replicate", "partition"])
+def test_the_hit_rate_threshold_is_the_models(trace, sharing):
+    hit_rate = cache_hit_rate(trace, CAPACITY, 0.5)
+    assert hit_rate != cache_hit_rate(trace, CAPACITY)
+    assert predict_reads(sharing, trace, CAPACITY, 1, threshold=0.5).hit_rate == hit_rate
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
@@ -130,12 +181,19 @@ def test_tables_are_predicted_with_their_rows_and_rates(keys, trace):
     for one, dim, own in zip(found[:6], [32] * 3 + [128] * 3, [trace] * 3 + [other] * 3, strict=True):
         common, private = rows[one.sharing]
         reads = predict_reads(one.sharing, own, common, 3, private, 0.5)
-        assert [getattr(one, name) for name in FIGURES] == [getattr(reads, name) for name in FIGURES]
+        assert (one.hit_rate, one.local, one.neighbour, one.host) == (
+            reads.hit_rate,
+            reads.local,
+            reads.neighbour,
+            reads.host,
+        )
         assert (one.devices, one.capacity_rows) == (3, common)
         assert one.keys_per_s == pytest.approx(1 / seconds_per_key(reads, 4 * dim))
     for t, u, both in zip(found[:3], found[3:6], found[6:], strict=True):  # three quarters of the keys are of the first
-        for name in FIGURES:
-            assert getattr(both, name) == pytest.approx(0.75 * getattr(t, name) + 0.25 * getattr(u, name))
+        assert both.hit_rate == pytest.approx(0.75 * t.hit_rate + 0.25 * u.hit_rate)
+        assert both.local == pytest.approx(0.75 * t.local + 0.25 * u.local)
+        assert both.neighbour == pytest.approx(0.75 * t.neighbour + 0.25 * u.neighbour)
+        assert both.host == pytest.approx(0.75 * t.host + 0.25 * u.host)
         assert both.keys_per_s == pytest.approx(1 / (0.75 / t.keys_per_s + 0.25 / u.keys_per_s))
         assert (both.size_bytes, both.capacity_rows) == (t.size_bytes + u.size_bytes, t.capacity_rows + u.capacity_rows)
 
@@ -151,8 +209,12 @@ def configured(sharing, share, kind="dynamic", dim=32):
 @pytest.mark.parametrize(
     ("sharing", "kind", "share"),
     [
-        *(("replicate", "dynamic", 0.5), ("partition", "dynamic", 0.1), ("partition", "dynamic", 1.0)),
-        *(("partition", "static", 0.5), ("hot", "dynamic", 0.1), ("hot", "dynamic", 1.0)),
+        ("replicate", "dynamic", 0.5),
+        ("partition", "dynamic", 0.1),
+        ("partition", "dynamic", 1.0),
+        ("partition", "static", 0.5),
+        ("hot", "dynamic", 0.1),
+        ("hot", "dynamic", 1.0),
     ],
 )
 def test_a_configured_sharing_has_the_memory_and_the_hit_rate_of_the_plan(sharing, kind, share):
@@ -214,9 +276,31 @@ def test_tables_of_too_many_rows_are_not_shared(rows, share, refused):
     assert all("expected at most 2,147,483,647" in reason for reason in reasons.values())
 
 
+@pytest.mark.parametrize(("row_dtype", "row_bytes"), [("float32", 512), ("int8", 132)])
+def test_rates_are_those_of_rows_as_they_are_stored(keys, row_dtype, row_bytes):
+    version = version_of({"t": 128}, row_dtype=[row_dtype])
+    [one, *_] = forecast_sharings([Forecast(version, [recording(keys[:20_000])])], 2)
+    assert one.keys_per_s == pytest.approx(1 / seconds_per_key(Reads(one.local, one.neighbour, one.host), row_bytes))
+
+
 def test_shares_of_too_few_keys_are_uncertain(keys):
     """2,000 rows hold 200 and more of the keys of a sample of a quarter, the private cache of 62 does not."""
+    [*found] = forecast_sharings([Forecast(version_of({"t": 4}), [recording(keys, rate=0.25)])], 2)
+    assert [(one.table, one.sharing, one.certain) for one in found] == [
+        ("t", "replicate", True),
+        ("t", "partition", True),
+        ("t", "hot", False),
+    ]
+
+
+def test_all_tables_are_as_uncertain_as_one_of_them(keys):
     recordings = [recording(keys), recording(keys, rate=0.25, table="u")]
-    found = forecast_sharings([Forecast(version_of({"t": 4, "u": 4}), recordings)], 2)
-    uncertain = [(one.table, one.sharing) for one in found if not one.certain]
-    assert uncertain == [("u", "hot"), (ALL_TABLES, "hot")]
+    [*found] = forecast_sharings([Forecast(version_of({"t": 4, "u": 4}), recordings)], 2)
+    assert {one.table: one.certain for one in found if one.sharing == "hot"} == {"t": True, "u": False, ALL_TABLES: False}
+
+
+@pytest.mark.parametrize("options", [{"fit": True}, {"alpha": 1.05}])
+def test_replicas_of_a_power_law_hit_as_one_device_does(trace, options):
+    forecast = Forecast(version_of({"t": 4}), [trace] if "fit" in options else [], **options)
+    replicate = forecast_sharings([forecast], 8)[0]
+    assert replicate.hit_rate == forecast.tables[0].configured.hit_rate

@@ -64,6 +64,13 @@ def test_predicted_hit_rates_are_measured(model, name, threshold):
     assert one.hit_rate == pytest.approx(measured_hit_rate(model, keys, share, threshold), abs=0.02)
 
 
+@pytest.mark.parametrize("share", [0.003, 0.3])
+def test_a_whole_recording_is_replayed_as_it_was(model, share):
+    keys = asked_keys("shifting")
+    hit_rate = cache_hit_rate(sampled(keys, 1.0), math.ceil(share * ROWS), 1.1)
+    assert hit_rate == pytest.approx(measured_hit_rate(model, keys, share, 1.1), abs=0.0005)
+
+
 @pytest.mark.parametrize("name", ["0.99", "1.2"])
 def test_power_laws_are_predicted_without_a_recording(model, name):
     law = power_law_trace(TABLE, ROWS, float(name), BATCH)
@@ -93,6 +100,12 @@ def test_ideal_hit_rates_are_those_of_lru():
                 if len(cache) > rows:
                     cache.popitem(last=False)
         assert predicted == pytest.approx(hits / (keys.size / 2), abs=1e-9)
+
+
+def test_ideal_hit_rates_are_found_in_samples():
+    keys = asked_keys("0.99", 1_000_000, 200_000)
+    rows = [math.ceil(share * 200_000) for share in SHARES]
+    np.testing.assert_allclose(ideal_hit_rates(sampled(keys, 0.1), rows), ideal_hit_rates(sampled(keys, 1.0), rows), atol=0.04)
 
 
 def test_an_empty_recording_and_no_cache_hit_nothing():

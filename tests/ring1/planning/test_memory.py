@@ -44,6 +44,7 @@ def planned(config, tier, place, on_cuda=False):
 
 
 def check_use(tmp_path, dim, rows):
+    """The memory that is planned for a table is then used."""
     config = configuration(tmp_path, [(dim, rows)])
     plans = [
         planned(config, *where) for where in (("embedding_cache", "ram"), ("volatile_db", "ram"), ("persistent_db", "disk"))
@@ -120,6 +121,15 @@ def test_devices_that_share_rows_are_planned_with_their_parts(tmp_path):
     assert needs("partition", on_cuda=False) == needs("replicate", on_cuda=False)
 
 
+def test_what_does_not_fit_is_told(tmp_path):
+    config = configuration(tmp_path, [(16, 10_000)])
+    needs = planned_needs(config, served_versions(config), on_cuda=False)
+    found = {one.place: one for one in totals(needs, Machine({"ram": 100 << 20}, {}))}
+    assert found["ram"].fits is False
+    assert found["disk"].fits is None
+    assert found["disk"].peak_bytes > found["disk"].size_bytes
+
+
 def test_of_three_gpus_the_fullest_and_the_one_with_least_memory_count(tmp_path, monkeypatch):
     def need(device, size, passing=False):
         return PlannedNeed("m", "1", "embedding_cache", Need("gpu", "rows", size, passing=passing), device)
@@ -129,7 +139,6 @@ def test_of_three_gpus_the_fullest_and_the_one_with_least_memory_count(tmp_path,
     assert (total.size_bytes, total.peak_bytes, total.fits) == (30, 33, True)
     [total] = totals(needs, Machine({"gpu": 32}, {}))
     assert total.fits is False
-    assert totals(needs, Machine({}, {}))[0].fits is None
     config = configuration(tmp_path, [(4, 10)])
     monkeypatch.setattr("hps.planning.memory._gpu_memory", lambda configuration: [5, 3, 9])
     assert this_machine(config, {}).free_bytes["gpu"] == 3

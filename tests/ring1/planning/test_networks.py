@@ -55,7 +55,13 @@ def planned(config: Configuration, *, on_cuda: bool = False) -> dict[tuple[str, 
 
 @pytest.mark.parametrize(
     ("inputs", "most", "sizes"),
-    [(FIXED, 1, [1]), (FIXED, 17, [16, 17]), (BAGS, 65, [16, 64, 65]), (ONCE, 1000, [16, 64, 256, 1000])],
+    [
+        (FIXED, 1, [1]),
+        (ONCE, 16, [16]),
+        (FIXED, 17, [16, 17]),
+        (BAGS, 65, [16, 64, 65]),
+        (ONCE, 1000, [16, 64, 256, 1000]),
+    ],
 )
 def test_inputs_take_what_the_scorer_keeps(tmp_path: Path, inputs: Any, most: int, sizes: list[int]) -> None:
     config = configuration(tmp_path, inputs, max_batch_size=most)

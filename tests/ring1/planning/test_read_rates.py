@@ -22,6 +22,13 @@ def test_a_rate_between_two_measured_ones_is_on_their_line():
     assert seconds_per_key(HOST, 320) == pytest.approx((1 / 52.6e6 + 1 / 34.6e6) / 2)
 
 
+@pytest.mark.parametrize(("reads", "smallest"), [(LOCAL, 128), (NEIGHBOUR, 128), (HOST, 128)])
+def test_time_grows_by_the_byte_from_the_smallest_measured_row_on(reads, smallest):
+    assert seconds_per_key(reads, 4) == seconds_per_key(reads, smallest)
+    step = seconds_per_key(reads, 512) - seconds_per_key(reads, smallest)
+    assert seconds_per_key(reads, 512 + 2 * (512 - smallest)) == pytest.approx(seconds_per_key(reads, 512) + 2 * step)
+
+
 def test_times_of_the_three_places_add_up():
     reads = Reads(0.5, 0.3, 0.2)
     assert seconds_per_key(reads, 512) == pytest.approx(0.5 / 3314e6 + 0.3 / 632e6 + 0.2 / 34.6e6)

@@ -38,6 +38,13 @@ def test_a_rate_that_the_server_cannot_hold_shows_in_the_times():
     assert most > 0.01 * 90 - 0.45
 
 
+def test_a_stall_counts_for_all_that_were_due_meanwhile():
+    with timed_server(lambda number: Answer(service_s=0.4 if number == 10 else 0.0)) as server:
+        result = load(server, 1).run(0.6, 100.0)
+    # Of those that were due in the first 0.2 s of the stall, at least 19 waited for 0.2 s or longer.
+    assert result.times.quantiles_s([1 - 19 / 60])[0] >= 0.19
+
+
 def test_what_has_no_answer_at_the_end_is_a_failure_and_a_time(monkeypatch):
     monkeypatch.setattr("hps.profiling.http_load.DRAIN_S", 0.1)
     with timed_server(lambda number: Answer(service_s=0.05)) as server:
@@ -55,6 +62,13 @@ def test_refusals_are_counted_apart(rate):
     assert refused == asked // 2
     assert len(result.failed) == refused
     assert len(result.times) == asked - refused
+
+
+def test_answers_of_the_wrong_size_are_failures():
+    with timed_server() as server:
+        result = load(server, 1, check=lambda number, head, answer: "" if len(answer) == 3 else "wrong").run(0.1)
+    assert len(result.times) == 0
+    assert result.failures["wrong"] == len(server.lookups)
 
 
 @pytest.mark.parametrize("rate", [None, 50.0])

@@ -21,6 +21,12 @@ def test_hot_keys_get_their_share_of_the_requests():
     assert found.size == ROWS
 
 
+@pytest.mark.parametrize(("share", "coverage"), [(1.0, 0.5), (0.0, 0.3)])
+def test_hot_keys_at_the_edges(share, coverage):
+    found = shares(Workload("hot-keys", hot_share=share, hot_coverage=coverage).draw(ROWS))
+    assert found[0] == pytest.approx(coverage if share == 0 else 1 / ROWS, rel=0.2)
+
+
 def test_the_power_law_is_that_of_its_alpha():
     found = shares(Workload(alpha=1.2).draw(ROWS))
     expected = np.diff(np.arange(1, ROWS + 1) ** -0.2) / (ROWS**-0.2 - 1)

@@ -206,6 +206,7 @@ def test_an_unknown_key_names_the_nearest_one_wherever_it_belongs(source: dict[s
     assert rest in problem
 
 
+KAFKA, READ_ONLY = {"update_source": {"type": "kafka"}}, {"type": "rocks_db", "read_only": True}
 REQUIRED = """model sparse_files deployed_device_list maxnum_catfeature_query_per_table_per_sample
 embedding_vecsize_per_table default_value_for_each_table"""
 # Other documents, each with its problem.
@@ -226,21 +227,13 @@ MISTAKES = [
         "persistent_db.initialize_after_startup: a read_only database cannot be filled at startup; set this to false, or "
         "read_only to false",
     ),
-    *(
-        (
-            document(update_source={"type": "kafka"}, **tiers),
-            f"update_source: got kafka_message_queue, but {text}; set update_source.type to null if there are no updates",
-        )
-        for tiers, text in (
-            (
-                {"volatile_db": {"type": "disabled"}},
-                "there is no database to keep the updates; configure volatile_db or persistent_db",
-            ),
-            (
-                {"persistent_db": {"type": "rocks_db", "read_only": True}},
-                "persistent_db.read_only does not allow writing them; set it to false",
-            ),
-        )
+    (
+        document(update_source={"type": "kafka"}, volatile_db={"type": "disabled"}),
+        "update_source: ... null if there are no updates",
+    ),
+    (
+        document(update_source={"type": "kafka"}, persistent_db={"type": "rocks_db", "read_only": True}),
+        "update_source: got kafka_message_queue, but persistent_db.read_only does ... null if there are no updates",
     ),
     (document(peristent_db={}), "peristent_db: unknown key; did you mean persistent_db?"),
     (document(gpucacheper=1), "gpucacheper: unknown key here; it belongs in an entry of models"),

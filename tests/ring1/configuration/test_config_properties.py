@@ -136,11 +136,6 @@ def test_a_file_with_changed_bytes_is_loaded_or_reported(
     check(path)
 
 
-@given(st.text(st.characters()))
-def test_any_path_is_loaded_or_reported(path: str) -> None:
-    check(f"/nonexistent/{path}")
-
-
 @st.composite
 def mutated_structs(draw: st.DrawFn) -> ParameterServerConfig:
     """A valid ParameterServerConfig of two models with one to four fields replaced anywhere in it."""

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.draw import DRAWINGS, PICTURES, digest
 from benchmarks.figures import PICTURED, RESULTS, ROOT, TABLES, pages, written
-from benchmarks.harness import Report
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -26,11 +25,6 @@ def test_a_result_has_one_row_a_line():
         lines = path.read_text().splitlines()
         rows = lines[lines.index('  "rows": [') + 1 : -2]
         assert [json.loads(line.rstrip(",")) for line in rows] == json.loads(path.read_text())["rows"], path.name
-
-
-def test_a_result_is_written_where_there_is_no_git(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert json.loads(Report("probe").write(tmp_path).read_text())["machine"]["commit"] == "unknown"
 
 
 def test_every_picture_is_drawn_shown_and_traced_to_its_results():

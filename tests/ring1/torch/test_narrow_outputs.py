@@ -85,16 +85,6 @@ def test_lookup_fromdlpack_fills_the_beginning_of_a_larger_tensor(server: hps.HP
     assert server.lookup_fromdlpack(KEYS[:0], torch.zeros(0, dtype=dtype), "m", "item", return_found=True).size == 0
 
 
-def test_a_numpy_array_of_float16_is_filled(server: hps.HPS) -> None:
-    out = {"item": np.full((2, 8, 7), 9, np.float16), 0: np.zeros(8 * 4, np.float16)}
-    vectors, found = server.lookup_tables({"item": KEYS, 0: KEYS}, "m", out=out, return_found=True)
-    assert [vectors[name] is out[name] for name in out] == [True, True]
-    np.testing.assert_array_equal(out["item"][0], expected("item", KEYS, torch.float16).numpy())
-    assert (out["item"][1] == 9).all()
-    np.testing.assert_array_equal(out[0].reshape(8, 4), expected("user", KEYS, torch.float16).numpy())
-    assert [mask.tolist() for mask in found.values()] == [((KEYS >= 0) & (KEYS < ROWS)).tolist()] * 2
-
-
 @pytest.mark.parametrize(
     ("counts", "dtype"), [((3, 5), HALVES[0]), ((0, 8), HALVES[1]), ((8, 0), HALVES[0]), ((0, 0), HALVES[1])]
 )

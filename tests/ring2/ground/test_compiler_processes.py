@@ -70,13 +70,6 @@ def test_a_process_compiles_what_it_is_given_and_later_ones_compile_nothing(inst
     assert run(installation)[0] == 0
 
 
-def test_a_process_compiles_for_its_own_processor_beside_code_for_the_baseline(installation):
-    installation.run("from hps.ground import machine_code; machine_code.choose_baseline()\n" + program(threads=1))
-    assert run(installation)[0] == 0
-    installation.run(ALONE.format(kernels=KERNELS))
-    assert files(installation) == sorted(ALL * 2)
-
-
 @pytest.mark.parametrize("broken", ["exits", "hangs", "hangs with a kernel", "not Python"])
 def test_what_other_processes_do_not_compile_is_compiled_here(installation, broken, tmp_path):
     tool = tmp_path / ("python" if broken != "not Python" else "tool")

@@ -66,20 +66,6 @@ def test_input_and_both_outputs_reach_their_ends(children: ChildProcesses) -> No
     assert process.returncode == 1
 
 
-def test_what_was_begun_goes_on_after_a_time_out(children: ChildProcesses) -> None:
-    process = python(children, WAITS, stdin=subprocess.PIPE)
-    other = python(children, "print('quick')")
-    assert other.communicate(timeout=60)[0] == "quick\n"
-    assert process.poll() is None
-    for ask in (process.wait, lambda timeout: process.communicate(timeout=timeout)):
-        with pytest.raises(subprocess.TimeoutExpired):
-            ask(0.0)
-    process.terminate()
-    assert process.communicate(timeout=60) == ("begun\n", "")
-    process.kill()  # of what has ended
-    assert process.returncode == -signal.SIGTERM
-
-
 def test_the_end_of_a_test_kills_what_its_forks_have_started() -> None:
     children = ChildProcesses()
     code = "import os\nif child := os.fork():\n print(os.getpid(), child, flush=True)\ninput()"

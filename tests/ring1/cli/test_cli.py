@@ -28,11 +28,12 @@ COMMANDS += ["plan", *CHANGES]
 TABLES = {"user": (300, 4, 1), "item": (500, 8, 2)}  # rows, dim, seed
 
 
-def run(*arguments: object, **environment: str) -> Result:
-    """Run a command within this process; it may only end by an exit code."""
+def run(*arguments: object, code: int | None = None, **environment: str) -> Result:
+    """Run a command within this process; it may only end by an exit code, and by this one if it is given."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200", **environment})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert "Traceback" not in result.output
+    assert code in (None, result.exit_code), result.output
     return result
 
 
@@ -70,16 +71,14 @@ def write_config(tmp_path: Path, content: dict[str, Any]) -> Path:
 
 
 def test_help_names_every_command_and_a_first_step() -> None:
-    result = run("--help")
-    assert result.exit_code == 0
+    result = run("--help", code=0)
     for text in [*COMMANDS, "hps create-model models/sample/item.model --rows 50000 --dim 32"]:
         assert text in words(result.stdout)
 
 
 def test_the_help_of_a_command_has_an_example_of_it() -> None:
     for number, command in enumerate(COMMANDS):
-        result = run(command, ("--help", "-h")[number % 2])
-        assert result.exit_code == 0
+        result = run(command, ("--help", "-h")[number % 2], code=0)
         example = re.search(r"Example: hps (.*?) *$", result.stdout, re.MULTILINE)
         assert example, command
         assert example[1].startswith(command)
@@ -100,13 +99,12 @@ WRONG = [
 @pytest.mark.parametrize("arguments", WRONG)
 def test_wrong_usage_is_code_2_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(*arguments.split()).exit_code == 2
+    run(*arguments.split(), code=2)
     assert os.listdir(tmp_path) == []
 
 
 def test_create_model_writes_the_sample_vectors_of_its_keys(tmp_path: Path) -> None:
-    result = run("create-model", tmp_path / "m", "--rows", 1000, "--dim", 6, "--seed", 3)
-    assert result.exit_code == 0
+    result = run("create-model", tmp_path / "m", "--rows", 1000, "--dim", 6, "--seed", 3, code=0)
     assert result.stdout == f"{tmp_path}/m: 1,000 rows of 6 float32, 32.0 kB, keys 0 to 999\n"
     ((keys, vectors),) = chunks_of(open_sparse_model(tmp_path / "m", 6))
     np.testing.assert_array_equal(keys, np.arange(1000))
@@ -114,17 +112,15 @@ def test_create_model_writes_the_sample_vectors_of_its_keys(tmp_path: Path) -> N
 
 
 def test_create_model_overwrites_only_when_asked(tmp_path: Path) -> None:
-    assert run("create-model", tmp_path / "m", "--rows", 10, "--dim", 6).exit_code == 0
-    result = run("create-model", tmp_path / "m", "--rows", 20, "--dim", 6)
-    assert result.exit_code == 2
+    run("create-model", tmp_path / "m", "--rows", 10, "--dim", 6, code=0)
+    result = run("create-model", tmp_path / "m", "--rows", 20, "--dim", 6, code=2)
     assert f"error: writing sparse model {tmp_path}/m: it exists" in result.stderr
-    assert run("create-model", tmp_path / "m", "--rows", 20, "--dim", 6, "--overwrite").exit_code == 0
+    run("create-model", tmp_path / "m", "--rows", 20, "--dim", 6, "--overwrite", code=0)
     assert open_sparse_model(tmp_path / "m", 6).rows == 20
 
 
 def test_check_config_shows_what_would_be_served(config: Path) -> None:
-    result = run("check-config", config)
-    assert result.exit_code == 0
+    result = run("check-config", config, code=0)
     lines = [words(line).strip() for line in result.stdout.splitlines()]
     assert "shop 1 user 0 300 4 0.0 150" in lines
     assert "shop 1 item 1 500 8 0.0 250" in lines
@@ -159,8 +155,7 @@ def test_lookup_follows_no_log(tmp_path: Path, content: dict[str, Any]) -> None:
 def test_check_config_reports_every_problem_of_the_files(tmp_path: Path, config: Path) -> None:
     (tmp_path / "user" / "key").unlink()
     (tmp_path / "item" / "emb_vector").write_bytes(b"x" * 500 * 4 * 9)
-    result = run("check-config", config)
-    assert result.exit_code == 2
+    result = run("check-config", config, code=2)
     for text in (
         "2 problems",
         "models[0].sparse_files[0]: opening sparse model",
@@ -174,8 +169,7 @@ def test_check_config_reports_every_problem_of_the_files(tmp_path: Path, config:
 
 def test_check_config_finds_keys_beyond_32_bits(tmp_path: Path, content: dict[str, Any]) -> None:
     content["supportlonglong"] = False
-    result = run("check-config", write_config(tmp_path, content))
-    assert result.exit_code == 2
+    result = run("check-config", write_config(tmp_path, content), code=2)
     assert "row 0 has key -10" in result.stderr
 
 
@@ -184,21 +178,18 @@ def test_a_configuration_that_cannot_be_read_is_code_2(tmp_path: Path, command: 
     path = tmp_path / "ps.json"
     if text is not None:
         path.write_text(text)
-    result = run(command, path, *["shop", "item", "1"] * (command == "lookup"))
-    assert result.exit_code == 2
+    result = run(command, path, *["shop", "item", "1"] * (command == "lookup"), code=2)
     assert f"error: {path}" in result.stderr
 
 
 def test_load_fills_rocksdb_once(config: Path) -> None:
-    result = run("load", config)
-    assert result.exit_code == 0, result.output
+    result = run("load", config, code=0)
     assert re.fullmatch(
         r"hps_et\.shop\.user: rocks_db: loaded 300 rows in [\d.]+ s \([\d,]+ rows/s\)\n"
         r"hps_et\.shop\.item: rocks_db: loaded 500 rows in [\d.]+ s \([\d,]+ rows/s\)\n",
         result.stdout,
     )
-    again = run("load", config)
-    assert again.exit_code == 0
+    again = run("load", config, code=0)
     assert again.stdout == (
         "hps_et.shop.user: rocks_db: complete, nothing to do (300 rows)\n"
         "hps_et.shop.item: rocks_db: complete, nothing to do (500 rows)\n"
@@ -207,8 +198,7 @@ def test_load_fills_rocksdb_once(config: Path) -> None:
 
 def test_load_passes_over_models_that_use_no_database(tmp_path: Path, content: dict[str, Any]) -> None:
     content["models"][0]["embedding_cache_type"] = "stochastic"
-    result = run("load", write_config(tmp_path, content))
-    assert result.exit_code == 0
+    result = run("load", write_config(tmp_path, content), code=0)
     assert result.stdout == "shop: embedding_cache_type stochastic uses no database\n"
 
 
@@ -223,8 +213,7 @@ def test_load_needs_a_database_that_it_may_fill(
     tmp_path: Path, content: dict[str, Any], persistent_db: dict[str, Any], message: str
 ) -> None:
     content["persistent_db"] = persistent_db
-    result = run("load", write_config(tmp_path, content))
-    assert result.exit_code == 2
+    result = run("load", write_config(tmp_path, content), code=2)
     assert message in result.stderr
 
 
@@ -253,8 +242,7 @@ def test_lookup_prints_vectors_and_marks_defaults(
 ) -> None:
     if not persistent:
         del content["persistent_db"]
-    result = run("lookup", write_config(tmp_path, content), "shop", table, 7, -3, 100_000, 7)
-    assert result.exit_code == 0, result.output
+    result = run("lookup", write_config(tmp_path, content), "shop", table, 7, -3, 100_000, 7, code=0)
     lines = result.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["7", "-3", "100000", "7"]
     for key, line in ((7, lines[0]), (-3, lines[1]), (7, lines[3])):
@@ -293,8 +281,7 @@ def test_lookup_prints_what_a_bag_of_the_keys_is_answered_with(config: Path) -> 
     ],
 )
 def test_lookup_of_what_is_not_there_is_code_2(config: Path, arguments: list[str], message: str) -> None:
-    result = run("lookup", config, *arguments)
-    assert result.exit_code == 2
+    result = run("lookup", config, *arguments, code=2)
     assert message in words(result.stderr)
 
 

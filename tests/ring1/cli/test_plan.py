@@ -19,9 +19,10 @@ from tests.servers.running_service import document_of, model_of
 ROWS = {"item": (10_000, 8), "user": (4_000, 4)}
 
 
-def run(*arguments):
+def run(*arguments, code=None):
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "80"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert code in (None, result.exit_code), result.output
     return result
 
 
@@ -47,8 +48,7 @@ def trace(tmp_path, config):
 
 
 def test_memory_is_printed_by_tier_and_table(config, tmp_path):
-    result = run(config)
-    assert result.exit_code == 0, result.output
+    result = run(config, code=0)
     assert re.search(r"shop +1 +embedding_cache +1,000 rows of table 'item' \(dim 8\) +ram", result.output)
     assert re.search(
         r"shop +1 +persistent_db +10,000 rows of table hps_et.shop.item \(dim 8\) +disk +[45]\d\d kB", result.output
@@ -71,8 +71,7 @@ def test_a_gb_is_as_large_as_it_is_printed_and_a_gib_is_called_so(config):
 def test_what_does_not_fit_is_exit_code_1(config, options):
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "device": "auto"}))
-    result = run(config, *options)
-    assert result.exit_code == 1
+    result = run(config, *options, code=1)
     assert "DOES NOT FIT (as given)" in result.output
 
 
@@ -88,8 +87,7 @@ def test_what_does_not_fit_is_exit_code_1(config, options):
     ],
 )
 def test_wrong_options_are_exit_code_2(config, options, message):
-    result = run(config, *options)
-    assert result.exit_code == 2
+    result = run(config, *options, code=2)
     assert message in result.stderr
 
 
@@ -117,7 +115,7 @@ def test_plans_go_by_a_power_law_and_a_budget(config):
 
 
 def test_a_goal_is_reached_by_a_fitted_power_law_or_by_none(config, trace):
-    assert run(config, "--trace", trace, "--fit", "--goal", "0.7").exit_code == 0
+    run(config, "--trace", trace, "--fit", "--goal", "0.7", code=0)
     assert "no gpucacheper reaches the goal" in run(config, "--alpha", "0", "--goal", "1").output
 
 
@@ -206,8 +204,7 @@ def test_sharings_that_cannot_be_deployed_are_left_out(config):
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "device": "auto"}))
     options = ("--alpha", 1, "--gpu-memory", "80GB", "--devices", 16)
-    result = run(config, *options)
-    assert result.exit_code == 0, result.output
+    result = run(config, *options, code=0)
     assert "model shop version 1: partition and hot left out, since at most 15 devices share rows" in result.output
     assert not re.search(r"item +(partition|hot) ", result.output)
     assert json.loads(run(config, *options, "--json").output)["device_sharings_left_out"] == [

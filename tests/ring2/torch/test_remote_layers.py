@@ -319,11 +319,5 @@ def test_a_module_is_converted_to_a_remote_server(service: ServedProcess, local:
     assert (layer.version, layer.ps_config_file) == ("1", f"{service.url}#timeout_s=50.0&fallback=0.0")
     with pytest.raises(hps.InvalidInputError, match="expected one in this process"):
         convert(nn.Embedding(3, 5), service.url, "m", repository=tmp_path)
-    with pytest.raises(hps.UnknownTableError):
-        convert(nn.ModuleDict({"other": nn.Embedding(3, 5)}), service.url, "m")
     with pytest.raises(hps.UnknownVersionError):
         convert(Trained(), service.url, "m", version=7)
-    wide = Trained()
-    wide.item = nn.Embedding(ROWS, 6)
-    with pytest.raises(hps.InvalidInputError, match="deployed with 5"):
-        convert(wide, service.url, "m")

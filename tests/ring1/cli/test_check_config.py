@@ -52,9 +52,6 @@ def written(tmp_path: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-# -- keys and files together -------------------------------------------------------------------------------------------
-
-
 def test_wrong_keys_do_not_hide_what_is_wrong_with_files(tmp_path: Path, content: dict[str, Any]) -> None:
     [model] = content["models"]
     (tmp_path / "item" / "key").unlink()
@@ -69,17 +66,13 @@ def test_wrong_keys_do_not_hide_what_is_wrong_with_files(tmp_path: Path, content
     content["service"] |= {"model_control_mode": "explicit", "load_models": ["gone"]}
     code, found = findings(written(tmp_path, content))
     assert code == 2
-    assert {where: len(texts) for where, texts in found.items()} == {
-        "device": 1,
-        "volatile_db": 1,
-        "models[0].gpucachepr": 1,
-        "models[0].max_batch_size": 1,
-        "models[1].model": 1,
-        "models[1].default_value_for_each_table": 1,
-        "models[2].sparse_files": 1,
-        "models[0].sparse_files[1]": 1,
-        "models[1].sparse_files[1]": 1,
+    of_models = "[0].gpucachepr [0].max_batch_size [1].model [1].default_value_for_each_table [2].sparse_files"
+    wrong = {
+        "device",
+        "volatile_db",
+        *(f"models{one}" for one in (*of_models.split(), "[0].sparse_files[1]", "[1].sparse_files[1]")),
     }
+    assert {where: len(texts) for where, texts in found.items()} == dict.fromkeys(wrong, 1)
     assert "key not found" in found["models[0].sparse_files[1]"][0][1]
     assert "the files fit embedding_vecsize_per_table 4" in found["models[1].sparse_files[1]"][0][1]
 
@@ -160,9 +153,6 @@ def test_a_file_that_is_no_json_is_reported_as_json(tmp_path: Path) -> None:
     assert findings(path)[0] == 2
 
 
-# -- --connect ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_can_be_used_is_good_and_nothing_is_made(tmp_path: Path, content: dict[str, Any]) -> None:
     content["persistent_db"] = {"type": "rocks_db", "path": str(tmp_path / "a" / "rocksdb")}
     code, found = findings(written(tmp_path, content), "--connect")
@@ -198,7 +188,6 @@ def test_a_path_that_cannot_be_a_database_is_wrong(
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a server that accepts and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 

@@ -10,26 +10,11 @@ from hps.cli.compile_kernels import _compile_for_gpu
 from hps.configuration.load import load_configuration
 from hps.ground import machine_code
 from hps.registry import IMPLEMENTATIONS, Ours
+from tests.servers.running_service import document_of, model_of
 
-CONFIG = {
-    "supportlonglong": True,
-    "device": "cpu",
-    "volatile_db": {"type": "disabled"},
-    "persistent_db": {"type": "disabled"},
-    "models": [
-        {
-            "model": "m",
-            "sparse_files": ["t.model"],
-            "embedding_table_names": ["t"],
-            "embedding_vecsize_per_table": [16],
-            "maxnum_catfeature_query_per_table_per_sample": [1],
-            "default_value_for_each_table": [0.0],
-            "deployed_device_list": [0],
-            "max_batch_size": 1,
-            "gpucache": False,
-        }
-    ],
-}  # the kernels of loads alone
+MODEL = model_of("m", ["t.model"], {"t": 16}, gpucache=False)
+CONFIG = document_of(MODEL, volatile_db={"type": "disabled"}, persistent_db={"type": "disabled"})
+"""The kernels of loads alone."""
 
 
 def test_an_unknown_architecture_is_refused_before_anything_is_compiled(tmp_path):
@@ -68,5 +53,5 @@ class Compiler:
 )
 def test_kernels_for_shared_rows_are_those_of_models_that_share_them(monkeypatch, changes, expected):
     monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours(f"{__name__}:Compiler"))
-    model = CONFIG["models"][0] | {"gpucache": True} | changes
+    model = MODEL | {"gpucache": True} | changes
     assert _compile_for_gpu(load_configuration(CONFIG | {"models": [model]}), "90") == expected

@@ -19,9 +19,10 @@ from tests.servers.running_service import document_of, model_of
 ROWS = {"item": (10_000, 8), "user": (4_000, 4)}
 
 
-def run(*arguments):
+def run(*arguments, code=None):
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "80"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert code in (None, result.exit_code), result.output
     return result
 
 
@@ -47,8 +48,7 @@ def trace(tmp_path, config):
 
 
 def test_memory_is_printed_by_tier_and_table(config, tmp_path):
-    result = run(config)
-    assert result.exit_code == 0, result.output
+    result = run(config, code=0)
     assert re.search(r"shop +1 +embedding_cache +1,000 rows of table 'item' \(dim 8\) +ram", result.output)
     assert re.search(
         r"shop +1 +persistent_db +10,000 rows of table hps_et.shop.item \(dim 8\) +disk +[45]\d\d kB", result.output
@@ -60,33 +60,18 @@ def test_memory_is_printed_by_tier_and_table(config, tmp_path):
 
 def test_a_gb_is_as_large_as_it_is_printed_and_a_gib_is_called_so(config):
     def given(size):
-        return next(
-            one["free_bytes"]
-            for one in json.loads(run(config, "--ram", size, "--json").output)["totals"]
-            if one["place"] == "ram"
-        )
+        totals = json.loads(run(config, "--ram", size, "--json").output)["totals"]
+        return next(one["free_bytes"] for one in totals if one["place"] == "ram")
 
     sizes = {"64GB": 64 * 10**9, "64G": 64 * 10**9, "1.5TiB": 3 * 2**39, "80000000000": 80 * 10**9}
     assert {size: given(size) for size in sizes} == sizes
-
-
-def test_another_machine_has_the_fronts_of_its_processors(config):
-    def fronts(*options):
-        needs = json.loads(run(config, *options, "--json").output)["needs"]
-        return next(one["what"] for one in needs if one["tier"] == "fronts")
-
-    assert fronts("--processors", "16") == "the parent and 14 front processes"
-    document = json.loads(config.read_text())
-    config.write_text(json.dumps(document | {"service": {"fronts": 3}}))
-    assert fronts("--processors", "16") == "the parent and 3 front processes"
 
 
 @pytest.mark.parametrize("options", [["--disk", "100KB"], ["--ram", "1MB"], ["--gpu-memory", "1K"]])
 def test_what_does_not_fit_is_exit_code_1(config, options):
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "device": "auto"}))
-    result = run(config, *options)
-    assert result.exit_code == 1
+    result = run(config, *options, code=1)
     assert "DOES NOT FIT (as given)" in result.output
 
 
@@ -102,8 +87,7 @@ def test_what_does_not_fit_is_exit_code_1(config, options):
     ],
 )
 def test_wrong_options_are_exit_code_2(config, options, message):
-    result = run(config, *options)
-    assert result.exit_code == 2
+    result = run(config, *options, code=2)
     assert message in result.stderr
 
 
@@ -131,7 +115,7 @@ def test_plans_go_by_a_power_law_and_a_budget(config):
 
 
 def test_a_goal_is_reached_by_a_fitted_power_law_or_by_none(config, trace):
-    assert run(config, "--trace", trace, "--fit", "--goal", "0.7").exit_code == 0
+    run(config, "--trace", trace, "--fit", "--goal", "0.7", code=0)
     assert "no gpucacheper reaches the goal" in run(config, "--alpha", "0", "--goal", "1").output
 
 
@@ -207,22 +191,20 @@ def test_sharings_of_several_devices_are_compared(config, trace):
     assert (replicate["capacity_rows"], replicate["size_bytes"]) == (1000, planned)
     for entry in sharings[:3]:
         shares = r"\?? +".join(f"{entry[name]:.3f}" for name in ("hit_rate", "local", "neighbour", "host"))
-        start = f"shop +item +{entry['sharing']} +{entry['capacity_rows']:,} .*B +"
-        assert re.search(rf"{start}{shares}\?? +{entry['keys_per_s'] / 1e6:,.0f} M", three.output), three.output
+        assert re.search(rf"shop +item +{entry['sharing']} +{entry['capacity_rows']:,} .*B +{shares}", three.output), (
+            three.output
+        )
     assert "3 devices by device sharing" in three.output
-    assert "an estimate for large batches, from rates measured on an H200 and on two H100s" in three.output
     assert three.output.startswith(one.output.rstrip())
     uncertain = [output.count("? fewer than 200 recorded keys") for output in (one.output, three.output)]
     assert uncertain == [1, 2]  # the second is of private rows, half of which were recorded
-    assert "2 devices by device sharing" in run(config, *options, "--devices", 2).output
 
 
 def test_sharings_that_cannot_be_deployed_are_left_out(config):
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "device": "auto"}))
     options = ("--alpha", 1, "--gpu-memory", "80GB", "--devices", 16)
-    result = run(config, *options)
-    assert result.exit_code == 0, result.output
+    result = run(config, *options, code=0)
     assert "model shop version 1: partition and hot left out, since at most 15 devices share rows" in result.output
     assert not re.search(r"item +(partition|hot) ", result.output)
     assert json.loads(run(config, *options, "--json").output)["device_sharings_left_out"] == [

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import hps
 from hps.errors import ConfigError, InvalidInputError
 from hps.models.importing import import_model, import_tables
 from tests.ring1.cli.test_cli import run
+from tests.servers.running_service import document_of, model_of
 
 RNG = np.random.default_rng(2)
 GOOD = RNG.normal(size=(50, 8)).astype(np.float32)
@@ -26,8 +26,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_each_table_and_format_is_measured(config: Path) -> None:
-    result = run("row-formats", config, "--json")
-    assert result.exit_code == 1  # since int8 refuses rows
+    result = run("row-formats", config, "--json", code=1)
     found = json.loads(result.stdout)
     assert [(one["table"], one["row_dtype"]) for one in found] == [
         (f"shop/{table}", row_dtype) for table in ("good", "bad") for row_dtype in ("float16", "bfloat16", "int8")
@@ -39,16 +38,14 @@ def test_each_table_and_format_is_measured(config: Path) -> None:
 
 
 def test_a_format_may_be_chosen_and_tables_that_suffer_are_named(config: Path) -> None:
-    result = run("row-formats", config, "--row-dtype", "int8")
-    assert result.exit_code == 1
+    result = run("row-formats", config, "--row-dtype", "int8", code=1)
     assert [line.split()[:2] for line in result.stdout.splitlines()[1:3]] == [["shop/good", "int8"], ["shop/bad", "int8"]]
     assert "12 of 32" in result.stdout
     assert result.stdout.splitlines()[-1] == "shop/bad as int8: refused rows: 2, the first of key 104"
     result = run("row-formats", config, "--row-dtype", "bfloat16", "--row-dtype", "float16")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no table suffers")
     assert len(result.stdout.splitlines()) == 6
-    result = run("row-formats", config, "--row-dtype", "int4")
-    assert result.exit_code == 2
+    result = run("row-formats", config, "--row-dtype", "int4", code=2)
     assert "got 'int4', expected one of: float16, bfloat16, int8" in result.stderr
 
 
@@ -58,22 +55,15 @@ def test_a_delta_is_measured_with_its_base(tmp_path: Path) -> None:
     hps.write_version(
         tmp_path / "shop" / "2", {"item": (keys[:3], BAD[3:6])}, delta_of="1", deleted={"item": np.empty(0, np.int64)}
     )
-    entry: dict[str, Any] = {
-        **{"model": "shop", "version_path": str(tmp_path / "shop"), "sparse_files": ["item"]},
-        **{"embedding_table_names": ["item"], "embedding_vecsize_per_table": [8], "max_batch_size": 64},
-        **{"maxnum_catfeature_query_per_table_per_sample": [1], "default_value_for_each_table": [0.0]},
-        **{"deployed_device_list": [0]},
-    }
     config = tmp_path / "ps.json"
-    config.write_text(json.dumps({"supportlonglong": True, "volatile_db": {"type": "hash_map"}, "models": [entry]}))
+    config.write_text(json.dumps(document_of(model_of("shop", ["item"], {"item": 8}, version_path=str(tmp_path / "shop")))))
     [found] = json.loads(run("row-formats", config, "--row-dtype", "int8", "--json").stdout)
     assert (found["rows"], found["refused_rows"], found["first_refused_key"]) == (53, 1, 1)
 
 
 def test_an_import_writes_the_format_and_serves_it(tmp_path: Path) -> None:
     np.savez(tmp_path / "m.npz", emb_good=GOOD, emb_other=GOOD[:20])
-    result = run("import", tmp_path / "m.npz", tmp_path / "shop", "--tables", "emb_*", "--row-dtype", "int8")
-    assert result.exit_code == 0, result.stderr
+    result = run("import", tmp_path / "m.npz", tmp_path / "shop", "--tables", "emb_*", "--row-dtype", "int8", code=0)
     config = tmp_path / "shop" / "ps.json"
     [entry] = json.loads(config.read_text())["models"]
     assert entry["row_dtype"] == ["int8"]
@@ -90,8 +80,7 @@ def test_an_import_writes_the_format_and_serves_it(tmp_path: Path) -> None:
 
 def test_an_import_refuses_rows_that_could_not_be_served(tmp_path: Path) -> None:
     np.savez(tmp_path / "m.npz", emb_good=GOOD, emb_bad=BAD)
-    result = run("import", tmp_path / "m.npz", tmp_path / "shop", "--tables", "emb_*", "--row-dtype", "int8")
-    assert result.exit_code == 2
+    result = run("import", tmp_path / "m.npz", tmp_path / "shop", "--tables", "emb_*", "--row-dtype", "int8", code=2)
     error = " ".join(result.stderr.split())
     assert "importing table 'bad' (1 of 2 are written)" in error
     assert "element 1 of key 4, which row_dtype int8 cannot hold" in error

@@ -81,39 +81,17 @@ def test_takes_any_mapping_and_numpy_values_and_leaves_them_alone() -> None:
     assert str(document) == str(before)
 
 
-def test_one_default_value_holds_for_every_table() -> None:
-    assert load({"default_value_for_each_table": [0.5]}).models[0].default_value_for_each_table == (0.5, 0.5)
-
-
-def test_is_immutable() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load().device = "cpu"  # type: ignore[misc]
-
-
 def test_defaults_of_a_model_are_those_of_hugectrs_json() -> None:
     """test_config_documentation.py holds all others."""
+    said = (
+        "max_batch_size=64 gpucache=True hit_rate_threshold=0.9 gpucacheper=0.2 num_of_worker_buffer_in_pool=1 "
+        "num_of_refresher_buffer_in_pool=1 thread_pool_size=16 cache_refresh_percentage_per_iteration=0.0 refresh_delay=0.0 "
+        "refresh_interval=0.0 use_static_table=False embedding_cache_type=dynamic use_context_stream=True "
+        "use_hctr_cache_implementation=True init_ec=True enable_pagelock=False fp8_quant=False"
+    )
     model = load().models[0]
-    expected = {
-        "max_batch_size": 64,
-        "gpucache": True,
-        "hit_rate_threshold": 0.9,
-        "gpucacheper": 0.2,
-        "num_of_worker_buffer_in_pool": 1,
-        "num_of_refresher_buffer_in_pool": 1,
-        "thread_pool_size": 16,
-        "cache_refresh_percentage_per_iteration": 0.0,
-        "embedding_table_names": ("sparse_embedding0", "sparse_embedding1"),
-        "refresh_delay": 0.0,
-        "refresh_interval": 0.0,
-        "use_static_table": False,
-        "embedding_cache_type": "dynamic",
-        "use_context_stream": True,
-        "use_hctr_cache_implementation": True,
-        "init_ec": True,
-        "enable_pagelock": False,
-        "fp8_quant": False,
-    }
-    assert {key: getattr(model, key) for key in expected} == expected
+    assert [f"{key}={getattr(model, key)}" for key in (one.partition("=")[0] for one in said.split())] == said.split()
+    assert model.embedding_table_names == ("sparse_embedding0", "sparse_embedding1")
 
 
 def test_tables_hold_what_the_lists_say() -> None:
@@ -148,24 +126,17 @@ def test_dense_keys_of_all_models_are_ignored_with_one_log_line(caplog: pytest.L
 
 
 def test_numbers_and_booleans_in_quotes_are_read_with_a_log_line() -> None:
-    quoted = {
-        "max_batch_size": "8",
-        "gpucache": "False",
-        "gpucacheper": " 0.25 ",
-        "embedding_vecsize_per_table": ["16", 32],
-        "default_value_for_each_table": ["0.0", "0.5"],
-        "deployed_device_list": ["1"],
-        "hit_rate_threshold": "1",
-    }
-    configuration = load(quoted, supportlonglong="false")
+    quoted: dict[str, Any] = {"max_batch_size": "8", "gpucache": "False", "gpucacheper": " 0.25 ", "hit_rate_threshold": "1"}
+    quoted |= {"embedding_vecsize_per_table": ["16", 32], "default_value_for_each_table": ["0.0", "0.5"]}
     plain = {
         "max_batch_size": 8,
         "gpucache": False,
         "gpucacheper": 0.25,
-        "deployed_device_list": [1],
         "hit_rate_threshold": 1.0,
+        "deployed_device_list": [1],
     }
-    assert configuration == load(plain, supportlonglong=False)
+    quoted |= {"deployed_device_list": ["1"]}
+    assert load(quoted, supportlonglong="false") == load(plain, supportlonglong=False)
     [notice] = notices(quoted, supportlonglong="false").splitlines()
     assert "models[].max_batch_size" in notice
 
@@ -185,7 +156,7 @@ READ: list[tuple[dict[str, Any], str, Any]] = [
     ({"persistent_db": {"backend": "rocksdb", "type": "rocks_db"}}, "persistent_db.type", "rocks_db"),
     *(
         ({"volatile_db": {"type": "redis", "address": address}}, "volatile_db.address", address)
-        for address in ("redis", "10.0.0.1:7000,10.0.0.2:7000", "a:1; b:2", "[::1]:7000")
+        for address in ("redis", "10.0.0.1:7000,10.0.0.2:7000", "a:1; b:2", "unix:///run/a.sock,[::1]:7000;redis")
     ),
     ({"volatile_db": {"type": "redis", "num_partitions": 2}}, "volatile_db.num_node_connections", 2),
     ({"volatile_db": {"type": "redis", "num_partitions": 12}}, "volatile_db.num_node_connections", 5),
@@ -220,33 +191,6 @@ def test_a_value_is_read_as_it_is_meant(document: dict[str, Any], place: str, ex
         found = found[int(step)] if step.isdecimal() else getattr(found, step)
     assert found == expected
     assert type(found) is type(expected)
-
-
-def test_reads_a_file_as_hugectrs_users_have_it() -> None:
-    cluster = {
-        "supportlonglong": True,
-        "volatile_db": {
-            "type": "redis_cluster",
-            "address": "10.0.0.11:7000,10.0.0.12:7000,10.0.0.13:7000",
-            "user_name": "default",
-            "password": "s3cret",
-            "num_partitions": 12,
-            "num_node_connections": 4,
-            "overflow_margin": 5000000,
-            "overflow_policy": "evict_oldest",
-            "cache_missed_embeddings": True,
-            "update_filters": [".+"],
-        },
-        "persistent_db": {"type": "rocks_db", "path": "/var/lib/hps/rocksdb", "num_threads": 16, "update_filters": [".+"]},
-        "update_source": {"type": "kafka_message_queue", "brokers": "10.0.0.21:9092", "max_commit_interval": 32},
-    }
-    dense = {"dense_file": "", "network_file": "", "maxnum_des_feature_per_sample": 0, "num_of_refresher_buffer_in_pool": 0}
-    assert load(dense, **cluster).volatile_db.num_partitions == 12
-
-
-@pytest.mark.parametrize("address", ["unix:///run/redis.sock", "unix:///run/a.sock,[::1]:7000;redis"])
-def test_redis_may_listen_on_a_unix_socket(address: str) -> None:
-    assert load(volatile_db={"type": "redis", "address": address}).volatile_db.address == address
 
 
 @pytest.mark.parametrize("address", ["unix://run/redis.sock", "unix:///run/redis.sock?db=1", "unix:///a b"])
@@ -296,22 +240,14 @@ def test_secrets_are_in_no_repr() -> None:
         ({"embedding_cache_type": "stochastic"}, {}, "stochastic"),
         ({"miss_path": "link"}, {"device": "cpu"}, "miss_path link is impossible: device is cpu"),
         ({"miss_path": "link", "gpucache": False}, {}, "miss_path link is impossible: gpucache is false"),
-        (
-            {"miss_path": "link"},
-            {"volatile_db": {"type": "redis"}},
-            "miss_path link is impossible: volatile_db is redis_cluster",
-        ),
+        ({"miss_path": "link"}, {"volatile_db": {"type": "redis"}}, "miss_path link is impossible:.*is redis_cluster"),
         (
             {"miss_path": "link"},
             {"volatile_db": {"type": "hash_map", "overflow_margin": 10, "overflow_policy": "evict_oldest"}},
             "miss_path link is impossible: overflow_policy evict_oldest",
         ),
         ({"index_on_device": True}, {"device": "cpu"}, "index_on_device has no effect: device is cpu"),
-        (
-            {"index_on_device": True, "embedding_cache_type": "static"},
-            {},
-            "index_on_device has no effect: embedding_cache_type is static",
-        ),
+        ({"index_on_device": True, "embedding_cache_type": "static"}, {}, "index_on_device has no effect:.*is static"),
         ({"index_on_device": True, "miss_path": "copy"}, {}, "index_on_device has no effect: miss_path is copy"),
         (
             {"device_sharing": "hot", "deployed_device_list": [0, 1]},
@@ -351,9 +287,6 @@ def test_static_caches_have_no_hot_rows() -> None:
     with pytest.raises(ConfigError, match="device_sharing: got hot with embedding_cache_type static"):
         load({**static, "device_sharing": "hot"})
     assert load({**static, "device_sharing": "partition"}).models[0].device_sharing == "partition"
-
-
-# -- a repository in place of a ps.json -------------------------------------------------------------------------------
 
 
 def test_the_directory_of_models_is_a_repository(tmp_path: Path) -> None:

@@ -136,18 +136,6 @@ def test_a_file_with_changed_bytes_is_loaded_or_reported(
     check(path)
 
 
-@given(st.binary(max_size=64))
-def test_any_bytes_are_loaded_or_reported(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.json"
-    path.write_bytes(content)
-    check(path)
-
-
-@given(st.text(st.characters()))
-def test_any_path_is_loaded_or_reported(path: str) -> None:
-    check(f"/nonexistent/{path}")
-
-
 @st.composite
 def mutated_structs(draw: st.DrawFn) -> ParameterServerConfig:
     """A valid ParameterServerConfig of two models with one to four fields replaced anywhere in it."""

@@ -6,6 +6,7 @@ import pytest
 
 import hps
 from hps.configuration.load import load_configuration, load_dense
+from tests.ring1.configuration.test_config_errors import assert_said
 from tests.servers.running_service import model_of
 
 MODEL = model_of("m", ["user", "item"], {"user": 8, "item": 4}, maxnum_catfeature_query_per_table_per_sample=[1, 50])
@@ -59,39 +60,21 @@ def test_a_network_is_refused(changes: dict[str, Any], problem: str) -> None:
         ({"table": "item", "max_norm": 1}, ".max_norm: it has no effect without pooling, expected sum, mean or sqrtn"),
         ({"table": "item", "padding_key": 0}, ".padding_key: it has no effect without pooling, expected sum, mean or sqrtn"),
         ({"table": "item", "pooling": "sum", "max_norm": 0}, ".max_norm: got 0, expected more than 0"),
-        (
-            {"table": "item", "pooling": "sum", "padding_key": 2**63},
-            f".padding_key: got {2**63}, expected at most {2**63 - 1}",
-        ),
-        (
-            {"dtype": "float64"},
-            '.dtype: got "float64", expected one of: float32, float16, int64, int32, bool; did you mean float16?',
-        ),
-        (
-            {"table": "user", "dtype": "int64"},
-            ".dtype: a lookup has the dtype and width of its table, expected neither dtype nor shape",
-        ),
-        (
-            {"table": "user", "shape": [-1, 8]},
-            ".shape: a lookup has the dtype and width of its table, expected neither dtype nor shape",
-        ),
+        ({"table": "item", "pooling": "sum", "padding_key": 2**63}, f".padding_key: got {2**63}, expected at most {2**63 - 1}"),
+        ({"dtype": "float64"}, '.dtype: got "float64", expected one of: ... int64, int32, bool; did you mean float16?'),
+        ({"table": "user", "dtype": "int64"}, ".dtype: a lookup has the dtype and ... expected neither dtype nor shape"),
+        ({"table": "user", "shape": [-1, 8]}, ".shape: a lookup has the dtype and ... expected neither dtype nor shape"),
         ({"shape": []}, f".shape: {WIDTHS.replace('a list', 'an empty list')}"),
         ({"shape": [3]}, f".shape: {WIDTHS}"),
         ({"shape": [-1, 0]}, f".shape: {WIDTHS}"),
         ({"shape": [-1, -1]}, f".shape: {WIDTHS}"),
         ({"shape": [-1] + 8 * [1]}, f".shape: {WIDTHS}"),
-        (
-            {"table": "user", "request_index": True},
-            ".request_index: it numbers the requests of a batch, expected no table and no per_request",
-        ),
-        (
-            {"per_request": True, "request_index": True},
-            ".request_index: it numbers the requests of a batch, expected no table and no per_request",
-        ),
+        ({"table": "user", "request_index": True}, ".request_index: it numbers ... expected no table and no per_request"),
+        ({"per_request": True, "request_index": True}, ".request_index: it numbers the ... no table and no per_request"),
     ],
 )
 def test_an_input_is_refused_by_its_name(entry: dict[str, Any], problem: str) -> None:
-    assert problems(dense(inputs={**INPUTS, "x": entry})) == [f".inputs.x{problem}"]
+    assert_said(problems(dense(inputs={**INPUTS, "x": entry})), f".inputs.x{problem}")
 
 
 def test_lookups_are_of_the_models_tables() -> None:

@@ -46,11 +46,7 @@ def lay_out(root: Path, files: dict[str, str]) -> None:
         (MACHINE | belongs_to("0::/a\n") | version_2("/a", 1000, 900, (300, 200)), 600, f"{V2}/a"),
         (MACHINE | belongs_to("0::/a/b\n") | version_2("/a/b", "max", 5) | version_2("/a", 700, 100), 600, f"{V2}/a"),
         (MACHINE | belongs_to("0::/a\n") | version_2("/a", 1000, 1100), -100, f"{V2}/a"),
-        (
-            MACHINE | belongs_to("0::/docker/x\n") | version_2("", 500, 100),
-            400,
-            V2,
-        ),  # a container sees its own group as the root
+        (MACHINE | belongs_to("0::/docker/x\n") | version_2("", 500, 100), 400, V2),  # a container's own group is its root
         (MACHINE | belongs_to("4:cpu,memory:/a\n0::/\n") | version_1("/a", 1000, 900, (300, 200)), 600, f"{V1}/a"),
         (MACHINE | belongs_to("4:memory:/docker/x\n") | version_1("", 1000, 900), 100, V1),
         (MACHINE | belongs_to("4:memory:/a\n") | version_1("/a", V1_UNBOUNDED, 900), 8000 << 10, "machine"),
@@ -74,10 +70,8 @@ def test_what_does_not_fit_is_refused_with_figures():
     check_fits("doing", {"a": 600, "b": 400}, 1000, "in x", "cure")
     with pytest.raises(CapacityError) as refused:
         check_fits("doing", {"a": 600, "nothing": 0, "b": 401}, 1000, "in x", "cure")
-    assert (
-        str(refused.value)
-        == "doing: got 1,001 bytes to hold (600 for a, 401 for b), expected at most the 1,000 that are free in x; cure"
-    )
+    got = "got 1,001 bytes to hold (600 for a, 401 for b)"
+    assert str(refused.value) == f"doing: {got}, expected at most the 1,000 that are free in x; cure"
 
 
 def quota_1(group: str, quota: int) -> dict[str, str]:

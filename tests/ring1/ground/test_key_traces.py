@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from hps.errors import InvalidInputError, ModelFileError
-from hps.statistics.key_traces import KeyRecorder, KeyTrace, distinct_share, keyed_hashes, read_traces, sample_hashes
+from hps.statistics.key_traces import KeyRecorder, distinct_share, keyed_hashes, read_traces, sample_hashes
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
-from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 
@@ -108,13 +107,10 @@ def test_what_is_no_recording_is_refused(tmp_path):
         read_traces(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, 1.5])
-def test_rates_out_of_range_are_refused(tmp_path, rate):
-    with pytest.raises(InvalidInputError, match="rate"):
-        KeyRecorder(tmp_path / "keys", rate=rate)
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+def test_rates_out_of_range_and_places_that_cannot_be_written_are_refused(tmp_path):
+    for rate in (0.0, -1.0, 1.5):
+        with pytest.raises(InvalidInputError, match="rate"):
+            KeyRecorder(tmp_path / "keys", rate=rate)
     with pytest.raises(ModelFileError, match="expected a writable file"):
         KeyRecorder(tmp_path / "no" / "keys")
 
@@ -178,22 +174,6 @@ def test_a_recording_ends_when_its_file_is_large_enough(tmp_path, caplog):
     assert read_traces(tmp_path / "keys")[0].keys.size == 10_000
 
 
-def test_a_recording_goes_on_after_as_many_keys_as_may_wait_were_written(tmp_path):
-    metrics = Metrics()
-    keys = np.arange((1 << 20) + 1)
-
-    def counted(outcome):
-        return metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": outcome}) or 0
-
-    with KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys) as recorder:
-        for written in (1, 2, 3):
-            recorder.record(TABLES, [segment(0, keys)])
-            expected = written * keys.size
-            wait_until(lambda done=expected: counted("recorded") + counted("dropped") >= done, "it is written")
-    assert (counted("recorded"), counted("dropped")) == (3 * keys.size, 0)
-    assert read_traces(tmp_path / "keys")[0].keys.size == 3 * keys.size
-
-
 def test_keys_that_are_dropped_or_unread_count_once(tmp_path):
     metrics = Metrics()
     with KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys) as recorder:
@@ -203,13 +183,10 @@ def test_keys_that_are_dropped_or_unread_count_once(tmp_path):
         recorder.record(TABLES, [SimpleNamespace(table=1, keys="on a device", n=3)])
         for _ in range(3):
             recorder._write_waiting()
-        recorder.record(TABLES, [SimpleNamespace(table=1, keys="on a device", n=3)])
+        recorder.record(TABLES, [SimpleNamespace(table=1, keys="on a device", n=3), segment(0, np.arange(5))])  # room again
         recorder._write_waiting()
-    counted = [
-        metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": outcome})
-        for outcome in ("recorded", "dropped", "unread")
-    ]
-    assert counted == [1 << 20, 7 + 5 + 3, 3]
+    counted = {"recorded": (1 << 20) + 5, "dropped": 7 + 5 + 3, "unread": 3}
+    assert {one: metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": one}) for one in counted} == counted
 
 
 def test_three_rounds_of_three_recordings_add_up(tmp_path, monkeypatch):
@@ -224,11 +201,7 @@ def test_three_rounds_of_three_recordings_add_up(tmp_path, monkeypatch):
                 recorder._write_waiting()
                 clock.now += 10
     traces = read_traces(tmp_path / "keys")
-    assert [trace.keys.tolist() for trace in traces] == [
-        [0, 10, 20],
-        [0, 1, 10, 11, 20, 21],
-        [0, 1, 2, 10, 11, 12, 20, 21, 22],
-    ]
+    assert [trace.keys.tolist() for trace in traces] == [[0, 10, 20], [0, 1, 10, 11, 20, 21], [0, 1, 2, 10, 11, 12, 20, 21, 22]]
     assert [trace.lookups.tolist() for trace in traces] == [sorted([0, 1, 2] * size) for size in (1, 2, 3)]
     assert [trace.asked for trace in traces] == [300, 600, 900]
     assert [trace.seconds for trace in traces] == [20.25] * 3  # the first keys came within a quarter of a second
@@ -250,28 +223,17 @@ def test_any_ids_are_sampled_evenly(keys):
 
 
 def test_another_version_of_the_format_is_refused(tmp_path):
-    body = zlib.compress(json.dumps({"version": 2}).encode() + b"\n")
-    (tmp_path / "keys").write_bytes(struct.pack("<4sII", b"HPSB", len(body), zlib.crc32(body)) + body)
+    (tmp_path / "keys").write_bytes(block({"version": 2}))
     with pytest.raises(ModelFileError, match="got version 2, expected 1"):
         read_traces(tmp_path / "keys")
 
 
-def test_traces_are_thinned_to_no_more_than_they_have():
-    trace = KeyTrace("m", "t", np.arange(10), np.arange(10), 0.5, 1.0, False, 10)
-    assert trace.thinned(0.7) is trace
-    assert distinct_share(trace, 10) == 0.5
-
-
-# -- hostile files -----------------------------------------------------------------------------------------------------
+def framed(body, size=None):
+    return struct.pack("<4sII", b"HPSB", len(body) if size is None else size, zlib.crc32(body)) + body
 
 
 def block(line, data=b""):
-    body = zlib.compress((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" + data)
-    return struct.pack("<4sII", b"HPSB", len(body), zlib.crc32(body)) + body
-
-
-def framed(body, size=None):
-    return struct.pack("<4sII", b"HPSB", len(body) if size is None else size, zlib.crc32(body)) + body
+    return framed(zlib.compress((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" + data))
 
 
 HEAD = {"version": 1, "rate": 1.0, "hashed": False}
@@ -280,13 +242,9 @@ HOSTILE = {
     "not JSON": block(b"{"),
     "deep JSON": block(b"[" * 50_000),
     "a long line": block(b"9" * (1 << 17)),
-    "a list": block([HEAD]),
-    "a number": block(3),
     "no rate": block({"version": 1, "hashed": False}),
     "rate 0": block({**HEAD, "rate": 0}),
-    "rate 2": block({**HEAD, "rate": 2}),
     "rate NaN": block({**HEAD, "rate": math.nan}),
-    "rate of text": block({**HEAD, "rate": "1"}),
     "hashed of text": block({**HEAD, "hashed": "no"}),
     "a head with keys": block(HEAD, bytes(32)),
     "keys without a head": block(KEYS, bytes(32)),
@@ -294,20 +252,17 @@ HOSTILE = {
     "no model": block(HEAD) + block({key: value for key, value in KEYS.items() if key != "model"}, bytes(32)),
     "a model of lists": block(HEAD) + block({**KEYS, "model": []}, bytes(32)),
     "fewer keys than said": block(HEAD) + block(KEYS, bytes(16)),
-    "half a key": block(HEAD) + block(KEYS, bytes(31)),
     "negative n": block(HEAD) + block({**KEYS, "n": -2}, bytes(32)),
     "huge n": block(HEAD) + block({**KEYS, "n": 1 << 62, "asked": 1 << 63}, bytes(32)),
     "n true": block(HEAD) + block({**KEYS, "n": True}, bytes(16)),
     "asked for less": block(HEAD) + block({**KEYS, "asked": 1}, bytes(32)),
     "asked for too much": block(HEAD) + block({**KEYS, "asked": 10**30}, bytes(32)),
-    "endless": block(HEAD) + block({**KEYS, "seconds": math.inf}, bytes(32)),
     "negative time": block(HEAD) + block({**KEYS, "seconds": -1}, bytes(32)),
     "negative lookups": block(HEAD) + block(KEYS, np.array([1, 2, -3, 1], "<i8").tobytes()),
     "not compressed": block(HEAD) + framed(b"x" * 100),
     "cut short within": block(HEAD) + framed(zlib.compress(bytes(1000))[:-8]),
     "a block of gigabytes": block(HEAD) + framed(b"x", 0xFFFFFFFF) + block(KEYS, bytes(32)),
     "garbage": bytes(range(256)),
-    "zeros": bytes(100),
 }
 
 
@@ -329,8 +284,3 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, what):
         path.symlink_to(path)
     with pytest.raises(ModelFileError):
         read_traces(path)
-
-
-def test_recorded_keys_that_compress_well_are_read(tmp_path):
-    recorded(tmp_path / "keys", [{1: np.zeros(1000, np.int64)} for _ in range(500)], rate=1.0)
-    assert read_traces(tmp_path / "keys")[0].keys.size == 500_000

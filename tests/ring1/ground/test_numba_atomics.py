@@ -101,28 +101,3 @@ def test_a_set_is_changed_between_the_swap_and_the_store_of_its_version():
     assert fence
     assert re.search(r"ldaxrh\tw\d+, \[(x\d+)\]\nstxrh\tw\d+, w\d+, \[\1\]\n$", before)
     assert re.match(r"str\tx\d+, \[(x\d+), #16\]\n(.*\n)*stlrh\tw\d+, \[\1\]", after)
-
-
-def test_a_key_is_matched_in_its_entry_and_nowhere_else():
-    matched = njit(uint64(uint64, int64))(lambda bucket, key: match_keys(bucket, key))
-    for entry in range(10):
-        words = np.full(32, 5, np.int64)
-        start = (-words.ctypes.data // 8) % 16  # 128-byte aligned
-        words[start + 1 + entry] = -7
-        address = np.uint64(words[start:].ctypes.data)
-        assert matched(address, -7) == 1 << entry
-        assert matched(address, 5) == 0x3FF & ~(1 << entry)
-
-
-def test_a_key_is_found_in_its_slot_unless_that_is_empty():
-    found = njit(int64(int64, int64))(lambda line, key: sets.find(line, key))
-    for slot in range(14):
-        words = np.full(32, 5, np.int64)
-        start = (-words.ctypes.data // 8) % 16
-        line = words[start : start + 16]
-        ages = line.view(np.uint8)[2:16]
-        ages[:] = 1
-        line[2 + slot] = -7
-        assert found(line.ctypes.data, -7) == slot
-        ages[slot] = 0
-        assert found(line.ctypes.data, -7) == -1

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import re
 from typing import Any, cast
 
 import pytest
@@ -27,26 +26,9 @@ def clock() -> Clock:
     return Clock(100)
 
 
-# -- one table --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (99_949, "99.9 kB"),
-        (99_960, "100 kB"),
-        (2.8e9, "2.8 GB"),
-        (5e15, "5000 TB"),
-    ],
-)
-def test_sizes_are_written_with_two_or_three_digits(size: float, text: str) -> None:
-    assert size_text(size) == text
-
-
-def test_counts_and_times_are_written_as_people_say_them() -> None:
+def test_sizes_counts_and_times_are_written_as_people_say_them() -> None:
+    sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 99_949: "99.9 kB", 99_960: "100 kB", 2.8e9: "2.8 GB", 5e15: "5000 TB"}
+    assert {size: size_text(size) for size in sizes} == sizes
     assert [count_text(count) for count in (0, 950, 1_234_567)] == ["0", "950", "1.2 M"]
     expected = {0.4: "0 s", 5: "5 s", 99: "99 s", 100: "2 min", 5900: "98 min", 9000: "2.5 h"}
     assert {seconds: time_text(seconds) for seconds in expected} == expected
@@ -97,9 +79,6 @@ def test_an_empty_table_divides_by_nothing(clock: Clock) -> None:
     assert table.rows_per_s == 0
 
 
-# -- the log ----------------------------------------------------------------------------------------------------------
-
-
 def test_log_progress_tells_now_and_then(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     progress = LogProgress(interval_s=5.0, clock=clock)
@@ -113,9 +92,6 @@ def test_log_progress_tells_now_and_then(clock: Clock, caplog: pytest.LogCapture
         f"{TAG}: 500 of 1000 rows, 100 rows/s, 50 % (12.0 MB of 24.0 MB, 2.4 MB/s, 5 s left).",
         f"{TAG}: 1000 rows in 10.0 s, 100 rows/s, 2.4 MB/s.",
     ]
-
-
-# -- all models -------------------------------------------------------------------------------------------------------
 
 
 class Listener(Events):
@@ -139,13 +115,11 @@ class Loads:
         self.progress = Readiness(lambda: self.live)
 
     def start(self, name: str) -> Change:
-        """Begin a deployment."""
         change = self.live.begin(name, "deploying")
         change.listener = self.listener
         return change
 
     def serve(self, name: str) -> None:
-        """Let a model serve that was begun to deploy, or that another caller has deployed."""
         self.live.serving = {**self.live.serving, name: cast(Deployment, None)}
 
     def end(self, change: Change, error: Exception | None = None) -> None:
@@ -265,14 +239,3 @@ def test_metrics_are_there_before_anything_is_loaded_and_follow_it(clock: Clock)
     }
     loads.serve("m")
     assert loads.samples()["hps_model_ready", "m"] == 1
-
-
-def test_a_model_that_was_undeployed_is_not_mentioned_any_more(clock: Clock) -> None:
-    loads = Loads(clock, m=["item"])
-    loads.end(loads.start("m"))
-    loads.end(loads.start("another"))
-    loads.live.serving = {"another": loads.live.serving["another"]}
-    loads.live.give_up("m")
-    assert loads.states() == {"another": ("ready", 100)}
-    assert loads.progress.summary() == ""
-    assert not [name for name in loads.samples() if re.fullmatch("hps_model_ready", name[0]) and name[1] == "m"]

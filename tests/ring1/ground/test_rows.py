@@ -45,5 +45,7 @@ def test_a_row_that_does_not_fit_is_refused_by_its_key(row_dtype: str, refused: 
         vectors[1, 2] = value
         with pytest.raises(InvalidInputError, match=rf"testing: got \S+ as element 2 of key 22, which row_dtype {row_dtype} "):
             encode("testing", vectors, row_dtype, keys)
+        with pytest.raises(InvalidInputError, match="element 2 of row 1,"):
+            encode("testing", vectors, row_dtype)
         rows = np.zeros((3, 2), np.float32)
         assert encode_rows(vectors, rows, ROW_DTYPES.index(row_dtype)) == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseError
-from hps.ground.thread_pool import ThreadPool, available_threads
+from hps.ground.thread_pool import ThreadPool
 from hps.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -135,23 +135,6 @@ def test_nothing_of_a_call_is_kept_when_it_has_ended(pool, work, done):
         gc.enable()
 
 
-def test_report_that_fails_ends_the_call_when_no_piece_runs_any_more(pool):
-    caller, failed, running = threading.get_ident(), threading.Event(), []
-
-    def work(start, stop):
-        running.append(start)
-        assert start == 0 or threading.get_ident() == caller or failed.wait(PATIENCE_S)
-        running.remove(start)
-
-    def report(start, stop):
-        failed.set()
-        raise DatabaseError("told to fail")
-
-    with pytest.raises(DatabaseError):
-        pool.run(64, 1, work, report)
-    assert not running
-
-
 def test_ended_pool_leaves_no_thread_and_starts_again(pool):
     for _ in range(2):
         pool.run(4, 1, lambda start, stop: None)
@@ -199,8 +182,3 @@ for child in (True, False):
 """
     done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_default_is_a_thread_a_processor(pool):
-    pool.limit_to(0)
-    assert pool.limit == available_threads() >= 1

@@ -26,16 +26,6 @@ from hps.testing.waiting import wait_until
 from tests.fakes.clock import Clock, Pauses
 
 
-def test_jobs_run_in_the_order_of_arrival():
-    done = []
-    jobs = WorkQueue("work", 10, 1, Metrics())
-    for i in range(10):
-        assert jobs.submit(lambda i=i: done.append(i))
-    assert jobs.drain(10)
-    assert done == list(range(10))
-    jobs.close()
-
-
 def test_full_queue_refuses_a_job_and_counts_it():
     metrics = Metrics()
     gate, started = threading.Event(), threading.Event()
@@ -51,32 +41,34 @@ def test_full_queue_refuses_a_job_and_counts_it():
     assert metrics.queues() == {"work": 0}
 
 
-def test_failing_job_is_counted_and_the_next_one_runs():
+def test_failing_job_is_counted_and_the_next_ones_run_in_their_order():
     metrics = Metrics()
     done = []
 
     def fail(error):
         raise error
 
-    jobs = WorkQueue("work", 10, 1, metrics)
+    jobs = WorkQueue("work", 20, 1, metrics)
     jobs.submit(lambda: fail(DatabaseError("down")))
     jobs.submit(lambda: fail(ZeroDivisionError()))
-    jobs.submit(lambda: done.append(1))
+    for i in range(10):
+        assert jobs.submit(lambda i=i: done.append(i))
     assert jobs.drain(10)
-    assert done == [1]
+    assert done == list(range(10))
     assert metrics.registry.get_sample_value("hps_background_failed_batches_total", {"work": "work"}) == 2
     jobs.close()
 
 
-def test_drain_gives_up_at_its_timeout():
-    started, gate = threading.Event(), threading.Event()
+def test_drain_and_close_leave_jobs_that_do_not_end_in_time():
+    started, gate, done = threading.Event(), threading.Event(), []
     jobs = WorkQueue("work", 10, 1, Metrics())
     jobs.submit(lambda: started.set() or gate.wait(30))
     assert started.wait(30)  # nothing is queued any more
     assert not jobs.drain(0.01)
+    jobs.submit(lambda: done.append(1))
+    jobs.close(timeout_s=0.01)
     gate.set()
-    assert jobs.drain(10)
-    jobs.close()
+    assert done == []
 
 
 def test_close_runs_what_is_queued_and_ends_every_thread():
@@ -91,17 +83,6 @@ def test_close_runs_what_is_queued_and_ends_every_thread():
     assert sorted(done) == list(range(5))
     assert set(threading.enumerate()) <= before
     assert not jobs.submit(lambda: done.append(9))
-
-
-def test_close_leaves_jobs_that_do_not_end_in_time():
-    gate = threading.Event()
-    done = []
-    jobs = WorkQueue("work", 10, 1, Metrics())
-    jobs.submit(lambda: gate.wait(30))
-    jobs.submit(lambda: done.append(1))
-    jobs.close(timeout_s=0.01)
-    gate.set()
-    assert done == []
 
 
 @pytest.mark.parametrize(
@@ -167,20 +148,6 @@ def test_a_task_ends(end):
         gc.collect()
     assert task.join(60)
     assert not task.alive
-
-
-def test_stop_ends_every_wait():
-    stop, ended = Stop(), []
-    threads = [threading.Thread(target=lambda: ended.append(stop.wait(60))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert not stop.wait(0.01)
-    stop.set()
-    for thread in threads:
-        thread.join(60)
-    assert ended == [True] * 3
-    assert stop.wait(60)
-    assert stop.is_set()
 
 
 def late() -> Exception:
@@ -254,8 +221,8 @@ def by_task(error):
     return task.join
 
 
-def by_thread(error):
-    thread = new_thread("short", partial(ends, error))
+def by_thread(error, name="short", **more):
+    thread = new_thread(name, partial(ends, error), **more)
     thread.start()
     return thread.join
 
@@ -277,9 +244,7 @@ def test_a_thread_that_an_error_ends_is_logged_counted_and_asks_for_a_restart(st
 
 def test_the_first_of_several_threads_names_the_restart_and_each_is_counted():
     for name in ("a", "b", "a", "c"):
-        thread = new_thread(name, partial(ends, ValueError(name)))
-        thread.start()
-        thread.join(20)
+        by_thread(ValueError(name), name)(20)
     assert THREADS.ended() == {"hps-a": 2, "hps-b": 1, "hps-c": 1}
     assert "hps-a" in THREADS.problem
     THREADS.clear()
@@ -287,9 +252,7 @@ def test_the_first_of_several_threads_names_the_restart_and_each_is_counted():
 
 
 def test_a_single_task_that_fails_is_counted_and_asks_for_no_restart(caplog):
-    thread = new_thread("task", partial(ends, ValueError("a bug")), lasting=False)
-    thread.start()
-    thread.join(20)
+    by_thread(ValueError("a bug"), "task", lasting=False)(20)
     assert (THREADS.ended(), THREADS.problem) == ({"hps-task": 1}, "")
     assert "hps-task" in caplog.text
     assert "restart" not in caplog.text
@@ -307,9 +270,7 @@ def test_a_thread_that_ends_as_it_should_is_no_news(caplog):
 
 
 def test_a_forked_child_has_lost_no_thread():
-    thread = new_thread("parent", partial(ends, ValueError()))
-    thread.start()
-    thread.join(20)
+    by_thread(ValueError(), "parent")(20)
     child = os.fork()
     if child == 0:
         os._exit(0 if (THREADS.ended(), THREADS.problem) == ({}, "") else 1)

@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import hps
-from hps.cli.app import app
 from hps.models import table_load
 from hps.service.server import Server
-from hps.testing.waiting import wait_until
 from hps.versions import deployment
 from hps.versions.live_models import LiveModels
 from tests.ring1.repo.test_lookup_path import PACKAGE
@@ -51,7 +48,6 @@ def noting(function: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The files on the way to the state machine."""
     found: set[str] = set()
     for name in ("begin", "changing", "serve", "withdraw", "failed", "want", "give_up"):
         monkeypatch.setattr(LiveModels, name, noting(getattr(LiveModels, name), found))
@@ -78,39 +74,18 @@ def test_from_python(document: dict[str, Any], entered: set[str]) -> None:
     check(entered, "parameter_server.py")
 
 
-def test_from_the_command_line(service: RunningService, entered: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("door", "paths"),
+    [
+        ("administration", ["v1/models/m/deploy", "v1/models/m/rollback", "v1/models/m/undeploy"]),
+        ("repository", ["v2/repository/models/m/unload", "v2/repository/models/m/load"]),  # Triton's clients
+    ],
+)
+def test_from_http(service: RunningService, entered: set[str], door: str, paths: list[str]) -> None:
     entered.clear()
-    for arguments in (["deploy", "m", "--version", "2"], ["rollback", "m"], ["undeploy", "m"]):
-        result = CliRunner().invoke(app, [*arguments, "--url", service.url])
-        assert result.exit_code == 0, result.output
-    check(entered, "service/routes/administration.py")
-
-
-def test_from_http(service: RunningService, entered: set[str]) -> None:
-    entered.clear()
-    for verb, body in (("deploy", {"version": "2"}), ("rollback", {}), ("undeploy", {})):
-        service.client.post(f"/v1/models/m/{verb}", json=body).raise_for_status()
-    check(entered, "service/routes/administration.py")
-
-
-def test_from_triton_clients(service: RunningService, entered: set[str]) -> None:
-    entered.clear()
-    for verb in ("unload", "load"):
-        service.client.post(f"/v2/repository/models/m/{verb}").raise_for_status()
-    check(entered, "service/routes/repository.py")
-
-
-def test_from_the_service_itself(document: dict[str, Any], entered: set[str], tmp_path: Path) -> None:
-    document["service"] = {"model_control_mode": "poll", "repository_poll_s": 0.1}
-    document["models"][0]["version_policy"] = {"latest": {"num_versions": 1}}
-    with running_service(document) as service:
-        server = service.app.lifecycle.server
-        keys = np.arange(10)
-        hps.write_sparse_model(tmp_path / "m" / "3" / "t", (keys, np.full((10, 4), 3.0, np.float32)))
-        wait_until(lambda: server.model("m").version == "3", "polling has found version 3")
-        service.app.lifecycle.change([], ["m"])
-        wait_until(lambda: not server.models, "the model is gone")
-    check(entered, "service/lifecycle.py")
+    for path in paths:
+        service.client.post(f"/{path}", json={"version": "2"} if path.endswith("/deploy") else {}).raise_for_status()
+    check(entered, f"service/routes/{door}.py")
 
 
 def test_a_deploy_over_http_crosses_few_files(

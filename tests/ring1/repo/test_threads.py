@@ -25,15 +25,3 @@ def test_threads_are_made_where_their_end_is_recorded() -> None:
     assert found.pop(HOME.relative_to(PACKAGE).as_posix())
     # The contracts are tests, whose threads end with them.
     assert {path: lines for path, lines in found.items() if lines and not path.startswith("testing/")} == {}
-
-
-def test_each_way_to_make_one_is_seen() -> None:
-    source = """
-import threading
-threading.Thread(target=print)
-Timer(1, print)
-class Mine(threading.Thread): ...
-_thread.start_new_thread(print, ())
-threads: list[threading.Thread] = []
-"""
-    assert makers_in(source) == [3, 4, 5, 6]

@@ -34,11 +34,7 @@ def first_keys(given: Arrays) -> Mapping[str, np.ndarray]:
 
 
 class Bench:
-    """A batcher over a fake network and fake tables, and what requests were told.
-
-    Attributes:
-        told: answers by name of the request, in the order in which they came.
-    """
+    """A batcher over a fake network and fake tables; `told` has the answers by name of the request, in their order."""
 
     def __init__(self, function: Any = first_keys, max_delay_us: int = 0, *, alone: bool = False) -> None:
         self.tables, self.network, self.counters = FakeTables(4, 2, max_keys=MOST_KEYS), ArrayNetwork(function), ScoreCounters()
@@ -53,13 +49,7 @@ class Bench:
         self._changed = threading.Condition()
 
     def submit(
-        self,
-        name: str,
-        keys: Sequence[int],
-        tags: int = 1,
-        due_ns: int = 0,
-        fails: bool = False,
-        most_s: float = math.inf,
+        self, name: str, keys: Sequence[int], tags: int = 1, due_ns: int = 0, fails: bool = False, most_s: float = math.inf
     ) -> None:
         counts = np.full(len(keys), tags)
         arrays = {
@@ -86,7 +76,6 @@ class Bench:
             return [self.told[name] for name in names]
 
     def occupy(self, samples: int = 1) -> None:
-        """Keep the batcher busy, until `release`."""
         self.tables.may_answer.clear()
         before = len(self.network.calls)
         self.submit("first", [0] * samples)
@@ -171,8 +160,6 @@ def test_a_delay_is_that_of_the_request_that_waits_longest(monkeypatch: pytest.M
 
 def test_what_was_answered_is_not_kept_while_the_next_request_is_waited_for(bench: Bench) -> None:
     class Answers(list[Any]):
-        """Holds what a request refers to, its body too."""
-
         def __call__(self, answer: Any, times: Any) -> None:
             self.append(answer)
             answered.set()
@@ -197,13 +184,6 @@ def test_each_request_may_be_a_batch_by_itself() -> None:
     assert bench.wait("a", "b", "c") == [[1, 2]] * 3
     assert isinstance(bench.wait("late")[0], hps.DeadlineError)
     assert bench.network.calls == [1, 2, 2, 2]
-    bench.close()
-
-
-def test_a_delay_ends() -> None:
-    bench = Bench(max_delay_us=1000)
-    bench.submit("a", [1])
-    assert bench.wait("a") == [[1]]
     bench.close()
 
 
@@ -245,19 +225,6 @@ def test_a_request_that_the_network_fails_fails_alone(bench: Bench) -> None:
     assert isinstance(b, hps.NetworkError)
     assert bench.counters.failures == {"network": 1, "nan": 0}
     assert bench.counters.requests == 3
-
-
-def test_not_a_number_is_counted_and_fails_alone(bench: Bench) -> None:
-    bench.network.function = lambda given: {"score": np.where(given["item"][:, 0] == 13, np.nan, 1)}
-    bench.occupy()
-    bench.submit("a", [1])
-    bench.submit("b", [13])
-    bench.release()
-    a, b = bench.wait(*"ab")
-    assert a == [1]
-    assert "output 'score' of sample 0 is not a number" in str(b)
-    assert bench.counters.failures == {"network": 0, "nan": 1}
-    assert bench.network.calls == [1, 2]
 
 
 @pytest.mark.parametrize("error", [hps.DatabaseTimeoutError("away"), MemoryError("full"), IndexError("a bug")])
@@ -333,11 +300,3 @@ def test_requests_are_not_queued_behind_a_network_that_hangs(bench: Bench) -> No
         wait_until(lambda: not bench.batcher._scorer.network_seconds(), "the network has returned")
         bench.submit(f"after {count}", [4], most_s=1e-9)
         assert bench.wait(f"after {count}") == [[4]]
-
-
-def test_a_slow_lookup_is_no_network_that_hangs(bench: Bench) -> None:
-    bench.occupy()
-    bench.submit("a", [1], most_s=1e-9)
-    bench.release()
-    assert bench.wait("a") == [[1]]
-    assert bench.counters.refused == 0

@@ -46,15 +46,8 @@ def read(given: dict[str, np.ndarray], **inputs: Any) -> ScoreInputs:
 
 
 def test_inputs_are_in_the_order_of_the_configuration() -> None:
-    tensors = [str(one.tensor()) for one in features()]
-    assert tensors == [
-        "float32 [-1, 4]",
-        "float32 [-1, 2]",
-        "float32 [-1, 2, 2]",
-        "float32 [-1, 4]",
-        "float32 [-1]",
-        "int32 [-1, 2, 3]",
-    ]
+    said = "float32 [-1, 4]; float32 [-1, 2]; float32 [-1, 2, 2]; float32 [-1, 4]; float32 [-1]; int32 [-1, 2, 3]"
+    assert "; ".join(str(one.tensor()) for one in features()) == said
     request = read(arrays())
     assert (request.samples, request.keys) == (3, (1, 5, 6, 3, 0, 0))
     assert [one.rows for one in request.given] == [1, 1, 3, 3, 3, 3]
@@ -65,15 +58,11 @@ def test_what_a_request_may_give_once_may_also_be_given_with_each_sample() -> No
     assert [one.rows for one in read(arrays(**each)).given] == [3] * 6
 
 
-@pytest.mark.parametrize("samples", [1, MOST])
-def test_the_fewest_and_the_most_samples(samples: int) -> None:
-    assert read(arrays(samples)).samples == samples
-
-
-@pytest.mark.parametrize("samples", [0, MOST + 1])
-def test_too_few_and_too_many_samples(samples: int) -> None:
-    with pytest.raises(hps.TooManyKeysError, match=rf"got {samples} samples, expected 1 to {MOST} \(max_batch_size\)"):
-        read(arrays(samples))
+def test_the_fewest_and_the_most_samples() -> None:
+    assert [read(arrays(samples)).samples for samples in (1, MOST)] == [1, MOST]
+    for samples in (0, MOST + 1):
+        with pytest.raises(hps.TooManyKeysError, match=rf"got {samples} samples, expected 1 to {MOST} \(max_batch_size\)"):
+            read(arrays(samples))
 
 
 def test_the_most_keys() -> None:
@@ -161,9 +150,6 @@ def test_with_a_request_index_what_is_given_once_is_given_once() -> None:
         read(arrays(user=np.arange(3)), **inputs)
     with pytest.raises(hps.InvalidInputError, match="got input 'at', which the network does not have"):
         read(arrays(at=np.zeros(3, np.int64)), **inputs)
-
-
-# -- what callers in this process give --------------------------------------------------------------------------------
 
 
 def test_lists_become_arrays_of_the_inputs_dtype() -> None:

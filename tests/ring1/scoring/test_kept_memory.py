@@ -1,5 +1,6 @@
 """Batches of requests that look alike, in memory that is kept: they get what new memory gives them."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,43 +11,13 @@ import hps
 from hps.configuration.load import load_dense
 from hps.errors import TooManyKeysError
 from hps.scoring import scorer as scorer_module
-from hps.scoring.features import Feature, ScoreInputs, features_of, read_request
+from hps.scoring.features import ScoreInputs, features_of, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.tensors.segments import Segment
-from hps.testing.waiting import PATIENCE_S, wait_until
+from hps.testing.waiting import wait_until
 from tests.fakes.networks import ArrayNetwork, Arrays, DeviceNetwork, FakeTables
-from tests.ring1.scoring.test_packing import MOST, TABLES, Region, everything, scorer
-
-ALIKE: dict[str, Any] = {
-    "item": {"table": "t0"},
-    "pair": {"table": "t1", "hotness": 2},
-    "age": {"per_request": True},
-    "flag": {"dtype": "bool", "shape": [-1, 3]},
-}
-KEPT: tuple[Feature, ...] = features_of(
-    load_dense({"format": "onnx", "file": "f", "inputs": ALIKE, "outputs": ["all"]}), TABLES.specs
-)
-
-
-def alike(rng: np.random.Generator, samples: int, *, columns: bool = False, once: bool = False) -> dict[str, np.ndarray]:
-    return {
-        "item": rng.integers(0, 50, (samples, 1) if columns else samples),
-        "pair": rng.integers(0, 50, (samples, 2)),
-        "age": rng.random(1 if once else samples, np.float32),
-        "flag": rng.random((samples, 3)) < 0.5,
-    }
-
-
-def wanted_of(given: dict[str, np.ndarray]) -> np.ndarray:
-    samples = len(given["item"])
-    columns = [
-        TABLES.vectors(0, given["item"].reshape(-1)),
-        TABLES.vectors(1, given["pair"]).reshape(samples, -1),
-        np.broadcast_to(given["age"], samples)[:, None],
-        given["flag"],
-    ]
-    return np.concatenate(columns, 1).astype(np.float32)
+from tests.ring1.scoring.test_packing import MOST, TABLES, Region, everything
 
 
 @pytest.fixture
@@ -64,86 +35,6 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return calls
 
 
-def test_batches_of_any_size_are_scored_in_memory_that_is_kept(kept: list[int | None]) -> None:
-    rng, region, ours = np.random.default_rng(3), Region(KEPT), scorer(KEPT)
-    batches: list[tuple[int, ...]] = [(1,), (16,), (1,), (17,), (3, 1, 2), (8, 8), (25, 25), (50,), (2,) * 25, (1,)]
-    before: list[tuple[np.ndarray, np.ndarray]] = []
-    for samples in batches:
-        plain = [alike(rng, n) for n in samples]
-        requests = [
-            region.pack(one, n) if at % 2 == 0 else read_request(KEPT, one, MOST, "m")
-            for at, (one, n) in enumerate(zip(plain, samples, strict=True))
-        ]
-        got, _ = ours.score(requests)
-        for one, asked in zip(got, plain, strict=True):
-            np.testing.assert_array_equal(one["all"], wanted_of(asked))
-            before.append((one["all"], wanted_of(asked)))
-    assert kept == [sum(samples) for samples in batches]
-    for answer, wanted in before:  # an answer is not overwritten by the next one
-        np.testing.assert_array_equal(answer, wanted)
-
-
-@pytest.mark.parametrize(
-    "forms",
-    [
-        [{}, {"once": True}],
-        [{}, {"columns": True}],
-        [{"columns": True}, {}],
-    ],
-    ids=str,
-)
-def test_requests_that_are_not_alike_take_the_general_way(kept: list[int | None], forms: list[dict[str, bool]]) -> None:
-    rng, ours = np.random.default_rng(3), scorer(KEPT)
-    for packs in (True, False):
-        region = Region(KEPT)
-        plain = [alike(rng, 3, **form) for form in forms]
-        got, _ = ours.score([region.pack(one, 3) if packs else read_request(KEPT, one, MOST, "m") for one in plain])
-        for one, asked in zip(got, plain, strict=True):
-            np.testing.assert_array_equal(one["all"], wanted_of(asked))
-    assert kept == [None, None]
-
-
-def test_beside_a_call_that_uses_the_memory_another_takes_the_general_way(kept: list[int | None]) -> None:
-    rng, region, ours = np.random.default_rng(3), Region(KEPT), scorer(KEPT)
-    given = alike(rng, 2)
-    packed = region.pack(given, 2)
-    assert ours._own.acquire(timeout=PATIENCE_S)
-    ((answer,), _) = ours.score([packed])
-    ours._own.release()
-    np.testing.assert_array_equal(answer["all"], wanted_of(given))
-    assert kept == []
-    ((answer,), _) = ours.score([packed])
-    np.testing.assert_array_equal(answer["all"], wanted_of(given))
-    assert kept == [2]
-
-
-def test_after_a_failure_the_memory_is_used_again(kept: list[int | None]) -> None:
-    rng, ours = np.random.default_rng(3), scorer(KEPT)
-    given = alike(rng, 2)
-    try:
-        TABLES.fails = hps.DatabaseError("away")
-        with pytest.raises(hps.DatabaseError):
-            ours.score([read_request(KEPT, given, MOST, "m")])
-    finally:
-        TABLES.fails = None
-    ((answer,), _) = ours.score([read_request(KEPT, given, MOST, "m")])
-    np.testing.assert_array_equal(answer["all"], wanted_of(given))
-    assert kept == [2]
-
-
-def test_an_output_that_is_an_input_is_not_overwritten_by_the_next_request(kept: list[int | None]) -> None:
-    network = NetworkCalls(ArrayNetwork(lambda given: {"all": given["age"]}))
-    ours = Scorer("m", TABLES.specs, KEPT, network, TABLES.look_up, max_samples=MOST)
-    rng, region = np.random.default_rng(3), Region(KEPT)
-    every = [alike(rng, 2) for _ in range(3)]
-    answers = [ours.score([region.pack(one, 2)])[0][0]["all"] for one in every]
-    for answer, asked in zip(answers, every, strict=True):
-        np.testing.assert_array_equal(answer, asked["age"])
-    assert kept == [2, 2, 2]
-
-
-# -- lookups of bags, what is given once, and tables that are asked several times ---------------------------------------
-
 FORMS: dict[str, Any] = {
     "user": {"table": "t0", "per_request": True},
     "history": {"table": "t1", "pooling": "mean", "per_request": True},
@@ -159,20 +50,19 @@ ONCE = ("user", "history", "recent", "age")
 Way = Callable[..., Scorer]
 
 
-@pytest.fixture(params=["on the CPU", "on a device"])
+def scorer_of(
+    on_device: bool, inputs: Mapping[str, Any] = FORMS, tables: FakeTables = TABLES, network: Any = None, **more: Any
+) -> Scorer:
+    """A scorer whose network is on the CPU, or keeps the rules of a device."""
+    dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs, "outputs": ["all"]})
+    calls = NetworkCalls(network or (DeviceNetwork if on_device else ArrayNetwork)(everything))
+    more |= {"on_device": on_device, "max_samples": MOST}
+    return Scorer("m", tables.specs, features_of(dense, tables.specs), calls, tables.look_up, **more)
+
+
+@pytest.fixture(params=[False, True], ids=["on the CPU", "on a device"])
 def way(request: pytest.FixtureRequest) -> Way:
-    """Makes a scorer whose network is on the CPU, or keeps the rules of a device."""
-
-    def made(inputs: Mapping[str, Any] = FORMS, tables: FakeTables = TABLES, network: Any = None, **more: Any) -> Scorer:
-        dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs, "outputs": ["all"]})
-        on_device = request.param == "on a device"
-        network = network or (DeviceNetwork if on_device else ArrayNetwork)(everything)
-        features = features_of(dense, tables.specs)
-        return Scorer(
-            "m", tables.specs, features, NetworkCalls(network), tables.look_up, on_device=on_device, max_samples=MOST, **more
-        )
-
-    return made
+    return functools.partial(scorer_of, request.param)
 
 
 def arrays(rng: np.random.Generator, samples: int, once: Sequence[str] = ONCE, keys: int = 5, **more: Any) -> Arrays:
@@ -233,7 +123,46 @@ def test_requests_that_give_once_what_others_repeat_take_the_general_way(way: Wa
     compare(ours, other, arrays(rng, 2), arrays(rng, 3, ()))
     compare(ours, other, arrays(rng, 1), arrays(rng, 3, ()))  # one row is one a sample
     compare(ours, other, arrays(rng, 1), arrays(rng, 3))
-    assert kept == [None, 4, 4]
+    compare(ours, other, arrays(rng, 3), arrays(rng, 3, item=rng.integers(0, 50, (3, 1))))
+    assert kept == [None, 4, 4, None]
+
+
+def test_answers_of_requests_in_shared_memory_and_others_are_not_overwritten(way: Way, kept: list[int | None]) -> None:
+    rng, ours, other = np.random.default_rng(3), way(), way()
+    region, before = Region(ours.features), list[tuple[Any, Any]]()
+    batches: list[tuple[int, ...]] = [(1,), (16,), (1,), (17,), (3, 1, 2), (25, 25), (2,) * 25, (1,)]
+    for sizes in batches:
+        plain = [arrays(rng, n) for n in sizes]
+        with other._own:
+            wanted, _ = other.score(read(other, *plain))
+        requests = [region.pack(plain[at], n) if at % 2 == 0 else read(ours, plain[at])[0] for at, n in enumerate(sizes)]
+        before += zip(ours.score(requests)[0], wanted, strict=True)
+    for answer, expected in before:
+        np.testing.assert_array_equal(answer["all"], expected["all"])
+    assert kept == [sum(sizes) for sizes in batches]
+
+
+def test_an_output_that_is_an_input_is_not_overwritten_by_the_next_request(kept: list[int | None]) -> None:
+    ours = scorer_of(False, network=ArrayNetwork(lambda given: {"all": given["grid"]}))
+    every = [arrays(np.random.default_rng(seed), 2) for seed in range(3)]
+    for answer, asked in zip([ours.score(read(ours, one))[0][0] for one in every], every, strict=True):
+        assert isinstance(answer, dict)
+        np.testing.assert_array_equal(answer["all"], asked["grid"])
+    assert kept == [2, 2, 2]
+
+
+def test_beside_a_call_that_uses_the_memory_and_after_a_failure_it_is_used_again(way: Way, kept: list[int | None]) -> None:
+    rng, tables = np.random.default_rng(3), FakeTables(4, 2)
+    ours, other = way(tables=tables), way(tables=tables)
+    with ours._own:
+        compare(ours, other, arrays(rng, 2))
+    assert kept == []
+    tables.fails = hps.DatabaseError("away")
+    with pytest.raises(hps.DatabaseError):
+        ours.score(read(ours, arrays(rng, 2)))
+    tables.fails = None
+    compare(ours, other, arrays(rng, 2))
+    assert kept == [2]
 
 
 def test_bags_with_offsets_are_kept_where_all_are_of_one_size(way: Way, kept: list[int | None]) -> None:
@@ -268,11 +197,7 @@ def test_each_table_is_asked_once_in_a_lookup_and_what_is_given_once_once(way: W
 def test_rows_that_fill_up_a_lookup_are_of_the_batch(kept: list[int | None]) -> None:
     """Keys of an earlier batch may be missing by now, and would be fetched by every other one."""
     tables, asked = FakeTables(4, 2), []
-    dense = load_dense({"format": "onnx", "file": "f", "inputs": FORMS, "outputs": ["all"]})
-    features = features_of(dense, tables.specs)
-    network = NetworkCalls(DeviceNetwork(everything))
-    ours = Scorer("m", tables.specs, features, network, tables.look_up, on_device=True, max_samples=MOST)
-    look_up = tables.look_up
+    ours, look_up = scorer_of(True, tables=tables), tables.look_up
     ours._lookup = lambda segments: (asked.extend(np.array(one.keys) for one in segments), look_up(segments))[1]
     for at, samples in enumerate((50, 33, 35, 49)):
         asked.clear()
@@ -322,13 +247,7 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
                 raise RuntimeError("CUDA out of memory")
             return super().staging(size)
 
-    dense = load_dense({"format": "onnx", "file": "f", "inputs": FORMS, "outputs": ["all"]})
-    features = features_of(dense, TABLES.specs)
-    ours, other = (
-        Scorer("m", TABLES.specs, features, NetworkCalls(made(everything)), TABLES.look_up, on_device=True, max_samples=MOST)
-        for made in (Full, DeviceNetwork)
-    )
-    rng = np.random.default_rng(5)
+    rng, ours, other = np.random.default_rng(5), scorer_of(True, network=Full(everything)), scorer_of(True)
     for once in (ONCE, (), ("age",), ONCE):
         compare(ours, other, arrays(rng, 3, once))
     assert kept == [3, None, None, 3]
@@ -380,9 +299,8 @@ def test_all_that_a_network_does_counts_as_time_in_it(way: Way) -> None:
 
 def test_warming_up_keeps_what_the_first_requests_need(kept: list[int | None]) -> None:
     inputs = {"item": {"table": "t0"}, "recent": FORMS["recent"], "age": {"per_request": True}}
-    features = features_of(load_dense({"format": "onnx", "file": "f", "inputs": inputs, "outputs": ["all"]}), TABLES.specs)
     network = DeviceNetwork(everything)
-    ours = Scorer("m", TABLES.specs, features, NetworkCalls(network), TABLES.look_up, on_device=True, max_samples=MOST)
+    ours = scorer_of(True, inputs, network=network)
     ours.warm()
     assert network.captured == 4  # 16 and 50 samples, given each and once
     for samples in (1, 16, 17, 50):

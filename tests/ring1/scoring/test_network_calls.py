@@ -1,7 +1,6 @@
 """A network that does not return is freed by whoever leaves it last, and nobody waits for it without a bound."""
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -57,20 +56,6 @@ def test_only_the_time_in_the_network_counts_and_only_that_of_the_caller() -> No
             assert calls.seconds("other") == {}
         assert list(calls.seconds("mine").values()) == [0.0]
     assert calls.seconds("mine") == {}
-
-
-def fail() -> None:
-    raise hps.ModelFileError("no network")
-
-
-@pytest.mark.parametrize("call", [lambda: 7, fail])
-def test_a_call_that_ends_in_time_gives_its_result_or_error(call: Callable[[], int]) -> None:
-    for _ in range(20):  # more than may run at a time
-        if call is fail:
-            with pytest.raises(hps.ModelFileError, match="no network"):
-                bounded(30, "opening", call)
-        else:
-            assert bounded(30, "opening", call) == 7
 
 
 def test_a_call_that_does_not_end_is_given_up_and_its_place_is_free_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

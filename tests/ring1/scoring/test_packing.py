@@ -97,8 +97,6 @@ def test_requests_in_shared_memory_are_scored_like_any_others(forms: tuple[str, 
             np.testing.assert_array_equal(one["all"], other["all"])
 
 
-# -- descriptions that are wrong --------------------------------------------------------------------------------------
-
 INPUT = ["item", "<i8", [2], 64]
 
 
@@ -109,26 +107,11 @@ def read(text: bytes) -> Description:
 @pytest.mark.parametrize(
     "entry",
     [
-        ["item", "<i8", [2]],
-        ["item", "<i8", [2], 64, 1],
-        [7, "<i8", [2], 64],
-        ["item", "|O", [2], 64],
-        ["item", ["<i8"], [2], 64],
-        ["item", "<i8", 2, 64],
-        ["item", "<i8", [], 64],
-        ["item", "<i8", [1] * 9, 64],
-        ["item", "<i8", [-1], 64],
-        ["item", "<i8", [2.0], 64],
-        ["item", "<i8", [True], 64],
-        ["item", "<i8", [2], -8],
-        ["item", "<i8", [2], 8.0],
-        ["item", "<i8", [2], True],
-        ["item", "<i8", [2], 1 << 63],
-        ["item", "<i8", [1 << 41], 64],
-        ["item", "<i8", [1 << 40] * 8, 64],
-        ["item", "<i8", [(1 << 37) - 7], 64],
-        "item",
-        None,
+        *(["item", "<i8", [2]], ["item", "<i8", [2], 64, 1], [7, "<i8", [2], 64], ["item", "|O", [2], 64]),
+        *(["item", ["<i8"], [2], 64], ["item", "<i8", 2, 64], ["item", "<i8", [], 64], ["item", "<i8", [1] * 9, 64]),
+        *(["item", "<i8", [-1], 64], ["item", "<i8", [2.0], 64], ["item", "<i8", [True], 64], ["item", "<i8", [2], -8]),
+        *(["item", "<i8", [2], 8.0], ["item", "<i8", [2], True], ["item", "<i8", [2], 1 << 63], ["item", "<i8", [1 << 41], 64]),
+        *(["item", "<i8", [1 << 40] * 8, 64], ["item", "<i8", [(1 << 37) - 7], 64], "item", None),
     ],
 )
 def test_a_tensor_that_cannot_be_is_refused(entry: Any) -> None:
@@ -141,32 +124,16 @@ def test_a_tensor_that_cannot_be_is_refused(entry: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"inputs"',
-        b"\xff\x00",
-        b'{"inputs": [], "outputs": []}',
-        b'{"inputs": [], "outputs": [], "timeout_us": "soon"}',
-        b'{"inputs": [], "outputs": [], "timeout_us": Infinity}',
-        b'{"inputs": [], "outputs": [], "timeout_us": NaN}',
-        b'{"inputs": 7, "outputs": [], "timeout_us": 0}',
-        b"[" * 100_000,
-        b'{"inputs": [], "outputs": [], "timeout_us": ' + b"9" * 5000 + b"}",
+        *(b"", b"{", b"[]", b"null", b'"inputs"', b"\xff\x00", b'{"inputs": [], "outputs": []}'),
+        *(b'{"inputs": [], "outputs": [], "timeout_us": "soon"}', b'{"inputs": [], "outputs": [], "timeout_us": Infinity}'),
+        *(b'{"inputs": [], "outputs": [], "timeout_us": NaN}', b'{"inputs": 7, "outputs": [], "timeout_us": 0}'),
+        *(b"[" * 100_000, b'{"inputs": [], "outputs": [], "timeout_us": ' + b"9" * 5000 + b"}"),
     ],
     ids=range(13),
 )
 def test_what_is_no_description_is_refused(text: bytes) -> None:
     with pytest.raises(hps.InvalidInputError, match="its description is wrong"):
         read(text)
-
-
-def test_the_end_is_that_of_the_farthest_tensor() -> None:
-    rest = [[name, "<f4", [0], 0] for name in ("a", "b")]
-    assert read(describe([INPUT, *rest], [["all", "<f4", [2, 17], 128]], 5)).end == 128 + 4 * 34
-    assert read(describe([["item", "<i8", [100], 64]], [["all", "<f4", [2], 8]], 5)).end == 64 + 800
-    assert read(describe([], [], 0)).end == 0
 
 
 def test_inputs_of_another_network_are_refused_by_their_values() -> None:
@@ -223,10 +190,3 @@ def test_a_description_is_refused_or_lies_within_its_end(inputs: Any, outputs: A
         packed = PackedRequest(found, memory.data, 0, memory.ctypes.data)
         ((answer,), _) = scorer().score([packed])
         assert len(answer["all"]) == found.samples
-
-
-@settings(max_examples=150)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_no_description(text: bytes) -> None:
-    with pytest.raises(hps.InvalidInputError):
-        read(text)

@@ -14,6 +14,7 @@ from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.testing.pooling_oracle import pooled
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
+from tests.ring1.scoring.test_packing import everything
 
 INPUTS: dict[str, Any] = {
     "user": {"table": "t0", "per_request": True},
@@ -24,12 +25,6 @@ INPUTS: dict[str, Any] = {
     "age": {"per_request": True},
     "grid": {"dtype": "int64", "shape": [-1, 2, 2]},
 }
-
-
-def everything(given: Arrays) -> Mapping[str, np.ndarray]:
-    """All inputs of a sample, one behind the other."""
-    samples = len(given["item"])
-    return {"all": np.concatenate([one.reshape(samples, -1).astype(np.float32) for one in given.values()], 1)}
 
 
 def scorer_of(
@@ -72,13 +67,8 @@ def expected(tables: FakeTables, given: Arrays, samples: int) -> np.ndarray:
         return pooled(rows(name, 1), keys.reshape(-1), bounds, weights, combiner, None, padding_key).vectors
 
     columns = [
-        rows("user", 0),
-        bags("history", "mean"),
-        rows("last", 1).reshape(samples, -1),
-        rows("item", 0),
-        bags("tags", "sum", 3),
-        given["age"][:, None],
-        given["grid"].reshape(samples, -1),
+        *(rows("user", 0), bags("history", "mean"), rows("last", 1).reshape(samples, -1), rows("item", 0)),
+        *(bags("tags", "sum", 3), given["age"][:, None], given["grid"].reshape(samples, -1)),
     ]
     return np.concatenate([np.broadcast_to(one, (samples, one.shape[1])) for one in columns], 1)
 
@@ -116,15 +106,6 @@ def test_lookups_of_one_table_ask_it_one_after_the_other() -> None:
     assert sorted(tables.lookups) == [[0], [0, 1], [1], [1]]  # rows of user and last, of item; bags of history, of tags
 
 
-def test_what_is_given_once_is_looked_up_once() -> None:
-    scorer, tables, _ = scorer_of(inputs={"user": INPUTS["user"], "item": {"table": "t1"}})
-    counted: list[int] = []
-    look_up = tables.look_up
-    scorer._lookup = lambda segments: (counted.extend(one.n for one in segments), look_up(segments))[1]
-    scores_of(scorer, {"user": np.array([4]), "item": np.arange(50)})
-    assert counted == [1, 50]
-
-
 def test_a_bag_of_one_key_is_a_vector() -> None:
     """The pool is of one vector, whatever the combiner, and costs a plain lookup."""
     inputs = {"item": {"table": "t0", "pooling": "sqrtn", "hotness": 1}}
@@ -160,9 +141,6 @@ def test_a_network_that_gets_the_request_index_expands_by_itself() -> None:
     assert network.calls == [3]  # three rows of users
 
 
-# -- networks that misbehave ------------------------------------------------------------------------------------------
-
-
 def score_of(item: Arrays) -> Mapping[str, np.ndarray]:
     return {"all": item["item"][:, 0]}
 
@@ -184,19 +162,14 @@ def test_only_the_request_that_is_not_a_number_fails() -> None:
     assert np.isnan(scores_of(allowed, {"item": np.array([5])})[0]["all"]).all()
 
 
-@pytest.mark.parametrize("cut", [slice(1, None), slice(0, 0)])
-def test_another_number_of_samples_is_refused(cut: slice) -> None:
+@pytest.mark.parametrize(
+    ("cut", "shape"),
+    [(np.s_[1:], r"\[2, 4\] for 3 samples, expected them as its first"), (np.s_[:0], r"\[0, 4\]"), (np.s_[0, 0], r"\[\]")],
+)
+def test_another_number_of_samples_is_refused(cut: Any, shape: str) -> None:
     scorer, _, _ = scorer_of(lambda given: {"all": given["item"][cut]}, ITEMS)
-    with pytest.raises(
-        hps.NetworkError, match=r"got output 'all' of shape \[[20], 4\] for 3 samples, expected them as its first"
-    ):
+    with pytest.raises(hps.NetworkError, match=f"got output 'all' of shape {shape}"):
         scores_of(scorer, {"item": np.arange(3)})
-
-
-def test_a_single_number_is_refused() -> None:
-    scorer, _, _ = scorer_of(lambda given: {"all": np.float32(1)[...]}, ITEMS)
-    with pytest.raises(hps.NetworkError, match=r"of shape \[\] for 1 samples"):
-        scores_of(scorer, {"item": np.arange(1)})
 
 
 @pytest.mark.parametrize(("error", "said"), [(ValueError("bad\nworse"), "ValueError: bad"), (RuntimeError(), "RuntimeError: ")])
@@ -223,9 +196,6 @@ def test_errors_of_tiers_and_devices_stay_what_they_are(error: hps.HPSError) -> 
     assert caught.value is error
 
 
-# -- the trial --------------------------------------------------------------------------------------------------------
-
-
 def test_the_trial_finds_the_outputs_without_lookups() -> None:
     scorer, tables, network = scorer_of()
     assert scorer.try_out() == (Output("all", "float32", (4 + 2 + 4 + 4 + 2 + 1 + 4,)),)
@@ -238,10 +208,10 @@ def test_the_trial_refuses_outputs_that_depend_on_the_number_of_samples() -> Non
         scorer.try_out()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int64", "int32", "bool"])
-def test_outputs_may_be_of_these_dtypes(dtype: str) -> None:
-    scorer, _, _ = scorer_of(lambda given: {"all": np.zeros(len(given["item"]), dtype)}, ITEMS)
-    assert scorer.try_out() == (Output("all", dtype, ()),)
+def test_outputs_may_be_of_these_dtypes() -> None:
+    for dtype in ("float32", "float16", "float64", "int64", "int32", "bool"):
+        scorer, _, _ = scorer_of(lambda given, dtype=dtype: {"all": np.zeros(len(given["item"]), dtype)}, ITEMS)  # type: ignore[misc]
+        assert scorer.try_out() == (Output("all", dtype, ()),)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "complex64", "U3"])

@@ -121,18 +121,15 @@ def test_embeddings_of_a_module_are_replaced_wherever_they_are(tmp_path: Path, s
     assert torch.equal(got[2], expected[2])
 
 
-def test_a_key_that_no_table_has_gets_the_default_vector(tmp_path: Path, server: HPS) -> None:
-    converted = convert(nn.Embedding(ROWS, DIM), server, "shop", repository=tmp_path)
-    assert converted(torch.tensor([ROWS])).tolist() == [[0.0] * DIM]
-
-
 def test_what_is_deployed_already_is_used(tmp_path: Path, server: HPS) -> None:
     net = nn.Sequential(nn.Embedding(ROWS, DIM))
     save(net, tmp_path / "shop")
     server.poll()
     by_name = hps.torch.attach(server)
     for given in (server, by_name):
-        assert torch.equal(convert(net, given, "shop")(torch.arange(ROWS)), net[0].weight)
+        converted = convert(net, given, "shop")
+        assert torch.equal(converted(torch.arange(ROWS)), net[0].weight)
+        assert converted(torch.tensor([ROWS])).tolist() == [[0.0] * DIM], "the default vector"
     with pytest.raises(InvalidInputError, match=f"vectors of 3 elements, but table '0' of model 'shop' is deployed with {DIM}"):
         convert(nn.Sequential(nn.Embedding(ROWS, 3)), server, "shop")
     with pytest.raises(UnknownTableError):
@@ -142,8 +139,6 @@ def test_what_is_deployed_already_is_used(tmp_path: Path, server: HPS) -> None:
 
 
 class Scaled(nn.Embedding):
-    """An embedding that answers otherwise."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return 2 * super().forward(input)
 

@@ -79,8 +79,6 @@ def test_a_table_is_named_or_numbered(served: Served, table: Any) -> None:
 
 
 class Constant(torch.nn.Module):
-    """Looks up keys that a compiler knows."""
-
     def __init__(self, server: hps.HPS) -> None:
         super().__init__()
         self.layer = LookupLayer(server, "m", "user", DIMS["user"])
@@ -97,27 +95,6 @@ def test_an_update_is_seen_by_the_next_call_also_where_keys_are_constants(served
         served.write(3, version)
         with torch.no_grad():
             assert [answer[0, 0].item() for answer in module(torch.zeros(1))] == [version] * 3
-
-
-class Forked(torch.nn.Module):
-    """As HugeCTR's users look several tables up."""
-
-    def __init__(self, server: hps.HPS) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([LookupLayer(server, "m", index, DIMS["user"]) for index in (0, 0)])
-
-    def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        futures = torch.jit.annotate(list[torch.jit.Future[torch.Tensor]], [])
-        for layer in self.layers:
-            futures.append(torch.jit.fork(layer, keys))
-        return torch.cat([torch.jit.wait(future) for future in futures])
-
-
-@pytest.mark.parametrize("way", [WAYS["eager"], WAYS["scripted"]])
-def test_layers_are_forked(served: Served, way: Way) -> None:
-    keys = torch.arange(10)
-    answer = way(Forked(served.server), (keys,))(keys)
-    torch.testing.assert_close(answer, served.rows(keys, "user").repeat(2, 1), rtol=0, atol=0)
 
 
 def shown(layer: torch.nn.Module, way: Way, error: type[Exception], keys: Any) -> str:
@@ -143,12 +120,6 @@ def test_a_bad_call_says_what_is_wrong(served: Served, arguments: Any, keys: Any
     assert message in shown(LookupLayer(served.server, *arguments), WAYS["eager"], error, keys)
 
 
-@pytest.mark.parametrize("way", [WAYS[name] for name in ("compiled", "scripted")])
-def test_a_bad_call_of_a_program_says_what_is_wrong(served: Served, way: Way) -> None:
-    layer = LookupLayer(served.server, "m", "user", 9)
-    assert "got emb_vec_size 9, expected 8, the table's width" in shown(layer, way, Exception, torch.arange(3))
-
-
 @some_ways
 def test_a_closed_server_says_so(served: Served, way: Way) -> None:
     layer = LookupLayer(served.server, "m", "user", 8)
@@ -166,15 +137,6 @@ def test_training_mode_is_refused_when_called(served: Served, way: Way) -> None:
     assert way(model[0], (torch.arange(3),))(torch.arange(3)).shape == (3, 8)
 
 
-def test_compilation_follows_the_mode(served: Served) -> None:
-    layer = LookupLayer(served.server, "m", "user", 8)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    compiled(torch.arange(3))
-    layer.train()
-    with pytest.raises(RuntimeError, match="got training mode"):
-        compiled(torch.arange(3))
-
-
 def test_a_layer_is_copied_pickled_and_has_no_state(served: Served) -> None:
     for place in (served.path, attach(served.server)):
         layer = LookupLayer(place, "m", "user", 8, max_norm=2.0)
@@ -182,12 +144,6 @@ def test_a_layer_is_copied_pickled_and_has_no_state(served: Served) -> None:
         assert repr(layer) == f"LookupLayer({place!r}, 'm', 'user', 8, max_norm=2.0)"
         for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             torch.testing.assert_close(twin(torch.arange(9)), layer(torch.arange(9)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_answers_are_float32_in_every_mode(served: Served, mode: Any) -> None:
-    with mode():
-        assert LookupLayer(served.server, "m", "user", 8)(torch.arange(3)).dtype == torch.float32
 
 
 def test_a_version_of_another_width_is_refused_and_not_read_as_the_layers(served: Served, tmp_path: Any) -> None:

@@ -54,20 +54,23 @@ def server(request: pytest.FixtureRequest, start: Start) -> hps.HPS:
 
 
 @pytest.mark.parametrize(
-    ("cached", "row_dtype", "dtype"),
-    [(True, "int8", HALVES[0]), (False, "int8", HALVES[1]), (True, "float16", HALVES[1]), (False, "bfloat16", HALVES[0])],
+    ("cached", "row_dtype", "user", "item"),
+    [
+        (True, "int8", *HALVES),
+        (False, "int8", torch.float32, HALVES[1]),
+        (True, "float16", HALVES[1], torch.float32),
+        (False, "bfloat16", HALVES[0], HALVES[0]),
+    ],
 )
-def test_outputs_round_what_rows_in_fewer_bits_stand_for(
-    start: Start, cached: bool, row_dtype: str, dtype: torch.dtype
+def test_outputs_of_any_dtypes_round_what_rows_in_fewer_bits_stand_for(
+    start: Start, cached: bool, row_dtype: str, user: torch.dtype, item: torch.dtype
 ) -> None:
-    server, outs = (
-        start(gpucache=cached, row_dtype=row_dtype),
-        {name: torch.zeros(8, dim, dtype=dtype) for name, dim in DIMS.items()},
-    )
+    server = start(gpucache=cached, row_dtype=row_dtype)
+    outs = {"user": torch.zeros(8, 4, dtype=user), "item": torch.zeros(8, 7, dtype=item)}
     for _missed_then_resident in range(2):
         server.lookup_tables(dict.fromkeys(DIMS, KEYS), "m", out=outs)
         for table, out in outs.items():
-            assert torch.equal(out, expected(table, KEYS, dtype, row_dtype))
+            assert torch.equal(out, expected(table, KEYS, out.dtype, row_dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -80,29 +83,6 @@ def test_lookup_fromdlpack_fills_the_beginning_of_a_larger_tensor(server: hps.HP
         assert (out.view(9, 7)[8] == 9).all()
     assert server.lookup_fromdlpack(KEYS[:1], out, "m", "item") is None
     assert server.lookup_fromdlpack(KEYS[:0], torch.zeros(0, dtype=dtype), "m", "item", return_found=True).size == 0
-
-
-def test_a_numpy_array_of_float16_is_filled(server: hps.HPS) -> None:
-    out = {"item": np.full((2, 8, 7), 9, np.float16), 0: np.zeros(8 * 4, np.float16)}
-    vectors, found = server.lookup_tables({"item": KEYS, 0: KEYS}, "m", out=out, return_found=True)
-    assert [vectors[name] is out[name] for name in out] == [True, True]
-    np.testing.assert_array_equal(out["item"][0], expected("item", KEYS, torch.float16).numpy())
-    assert (out["item"][1] == 9).all()
-    np.testing.assert_array_equal(out[0].reshape(8, 4), expected("user", KEYS, torch.float16).numpy())
-    assert [mask.tolist() for mask in found.values()] == [((KEYS >= 0) & (KEYS < ROWS)).tolist()] * 2
-
-
-@pytest.mark.parametrize(
-    ("user", "item", "return_found"),
-    [(torch.float32, HALVES[0], True), (HALVES[1], torch.float32, False), (HALVES[0], HALVES[1], True)],
-)
-def test_outputs_of_one_lookup_may_differ_in_dtype(
-    server: hps.HPS, user: torch.dtype, item: torch.dtype, return_found: bool
-) -> None:
-    outs = {"user": torch.zeros(5, 4, dtype=user), "item": torch.zeros(8, 7, dtype=item)}
-    server.lookup_tables({"user": KEYS[3:], "item": KEYS}, "m", out=outs, return_found=return_found)
-    assert torch.equal(outs["user"], expected("user", KEYS[3:], user))
-    assert torch.equal(outs["item"], expected("item", KEYS, item))
 
 
 @pytest.mark.parametrize(
@@ -157,22 +137,16 @@ def test_other_dtypes_are_refused_by_name(server: hps.HPS, dtype: str) -> None:
     assert (good == 9).all()
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_tensors_that_cannot_take_the_vectors_are_refused(server: hps.HPS, dtype: torch.dtype) -> None:
-    for out, message in (
-        (torch.zeros(31, dtype=dtype), "with 31 elements, expected at least 32 for 8 vectors of 4"),
-        (torch.zeros(8, 8, dtype=dtype)[:, ::2], "C-contiguous"),
-        (torch.zeros(8, 4, dtype=torch.float16).numpy().T.copy().T, "C-contiguous"),
-    ):
-        with pytest.raises(hps.InvalidInputError, match=message):
-            server.lookup_fromdlpack(KEYS, out, "m", "user")
-
-
-def test_read_only_and_unaligned_arrays_are_refused(server: hps.HPS) -> None:
+def test_tensors_that_cannot_take_the_vectors_are_refused(server: hps.HPS) -> None:
     read_only = np.zeros((8, 4), np.float16)
     read_only.flags.writeable = False
-    unaligned = np.zeros(8 * 4 * 2 + 1, np.uint8)[1:].view(np.float16)
-    for out, message in ((read_only, "read-only"), (unaligned, "not aligned to float16")):
+    for out, message in (
+        (torch.zeros(31, dtype=HALVES[0]), "with 31 elements, expected at least 32 for 8 vectors of 4"),
+        (torch.zeros(8, 8, dtype=HALVES[1])[:, ::2], "C-contiguous"),
+        (np.zeros((4, 8), np.float16).T, "C-contiguous"),
+        (read_only, "read-only"),
+        (np.zeros(8 * 4 * 2 + 1, np.uint8)[1:].view(np.float16), "not aligned to float16"),
+    ):
         with pytest.raises(hps.InvalidInputError, match=message):
             server.lookup_fromdlpack(KEYS, out, "m", "user")
         assert (out == 0).all()

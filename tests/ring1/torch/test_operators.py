@@ -66,14 +66,6 @@ def test_code_for_hugectrs_plugin_runs_with_its_import(served: Served) -> None:
     torch.testing.assert_close(direct, served.rows(keys, "item"), rtol=0, atol=0)
 
 
-def test_one_call_does_not_take_a_table_by_name_and_by_id(served: Served) -> None:
-    keys = [torch.zeros((2, 3), dtype=torch.int64)] * 2
-    features = as_text([PooledFeature("user", 8), PooledFeature(0, 8)])
-    for _ in range(2):
-        with pytest.raises(hps.InvalidInputError, match="named twice"):
-            torch.ops.hps.lookup_bags(keys, [None] * 2, [None] * 2, attach(served.server), "m", features, True)
-
-
 def test_bags_without_offsets_follow_their_model_and_their_shapes(served: Served) -> None:
     features, rng = (
         as_text([PooledFeature("user", 8, "mean"), PooledFeature("item", 5, "sum", padding_key=3)]),

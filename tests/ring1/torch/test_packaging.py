@@ -50,37 +50,32 @@ def inputs_of(place: Path) -> dict[str, Any]:
 
 
 class Net(nn.Module):
-    """Embeddings by name, a function that uses them, and a layer behind."""
-
-    def __init__(self, width: int, forward: Callable[..., Any], **embeddings: nn.Module) -> None:
+    def __init__(self, width: int, **embeddings: nn.Module) -> None:
         super().__init__()
         for name, one in embeddings.items():
             self.add_module(name, one)
         self.top = nn.Linear(width, 1)
-        self._forward = forward
 
     def score(self, *columns: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(self.top(torch.cat(columns, 1))).squeeze(1)
 
 
-class Columns(Net):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return self.score(dense, self.user(ids[:, 0]), self.item(ids[:, 1]), self.item(ids[:, 2]))
+def net(forward: Callable[..., Any], width: int = 1, **embeddings: nn.Module) -> Net:
+    """A module whose inputs are called as the function's arguments."""
+    return type("Made", (Net,), {"forward": forward})(width, **embeddings)  # type: ignore[no-any-return]
 
 
-class Whole(Net):
-    def forward(self, ids: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return self.score(self.item(ids).flatten(1), age[:, None])
+def bagged(**more: Any) -> Net:
+    return net(lambda self, tags, age: self.score(self.tags(tags), age[:, None]), DIM + 1, tags=bag(**more))
 
 
-class Bagged(Net):
-    def forward(self, tags: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return self.score(self.tags(tags), age[:, None])
+def whole(width: int, **more: Any) -> Net:
+    forward = lambda self, item, age: self.score(self.item(item).flatten(1), age[:, None])  # noqa: E731
+    return net(forward, width, item=embedding(**more))
 
 
-class Ragged(Net):
-    def forward(self, tags: torch.Tensor, offsets: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return self.score(self.tags(tags, offsets), age[:, None])
+def age_of_ids() -> Net:
+    return net(lambda self, ids, age: self.item(ids).sum(1) + age.float(), item=embedding())
 
 
 def embedding(**more: Any) -> nn.Embedding:
@@ -96,103 +91,70 @@ def _seeded() -> None:
     torch.manual_seed(7)
 
 
-# -- what is packaged -------------------------------------------------------------------------------------------------
+def check_served(place: Path, module: nn.Module, named: dict[str, Any], *given: Any) -> None:
+    np.testing.assert_allclose(score(place, named)["score"], answers(module, *given), atol=1e-6)
 
 
 def test_columns_of_an_input_are_inputs_named_like_the_tables(tmp_path: Path) -> None:
-    module = Columns(3 + 3 * DIM, None, user=embedding(), item=embedding())  # type: ignore[arg-type]
+    forward = lambda self, dense, ids: self.score(dense, self.user(ids[:, 0]), self.item(ids[:, 1]), self.item(ids[:, 2]))  # noqa: E731
+    module = net(forward, 3 + 3 * DIM, user=embedding(), item=embedding())
     module.train()
     done = package(module, tmp_path / "m" / "1", (torch.rand(4, 3), keys(4, 3)))
-    assert module.training
-    assert done.difference <= 1e-6
-    assert done.command == f"hps serve {tmp_path}"
+    assert (module.training, done.difference <= 1e-6, done.command) == (True, True, f"hps serve {tmp_path}")
     assert (done.version, done.place) == ("1", str(tmp_path / "m"))
-    assert inputs_of(tmp_path) == {
-        "user": {"table": "user"},
-        "item": {"table": "item"},
-        "item_2": {"table": "item"},
-        "dense": {"shape": [-1, 3]},
-    }
-    for samples in (1, 2, 9):
+    columns = {"user": {"table": "user"}, "item": {"table": "item"}, "item_2": {"table": "item"}}
+    assert inputs_of(tmp_path) == columns | {"dense": {"shape": [-1, 3]}}
+    for samples in (1, 9):
         dense, ids = torch.rand(samples, 3), keys(samples, 3)
-        given = {"dense": dense, "user": ids[:, 0], "item": ids[:, 1], "item_2": ids[:, 2]}
-        found = score(tmp_path, given)
-        np.testing.assert_allclose(found["score"], answers(module, dense, ids), atol=1e-6)
-        assert found.version == "1"
+        named = {"dense": dense, "user": ids[:, 0], "item": ids[:, 1], "item_2": ids[:, 2]}
+        check_served(tmp_path, module, named, dense, ids)
 
 
-def test_a_whole_input_has_a_vector_for_each_key(tmp_path: Path) -> None:
-    module = Whole(3 * DIM + 1, None, item=embedding(padding_idx=0))  # type: ignore[arg-type]
-    package(module, tmp_path / "m" / "1", {"ids": keys(4, 3), "age": torch.rand(4)})
-    assert inputs_of(tmp_path) == {"ids": {"table": "item", "hotness": 3}, "age": {}}
-    ids, age = keys(5, 3), torch.rand(5)
-    ids[0] = 0
-    np.testing.assert_allclose(score(tmp_path, {"ids": ids, "age": age})["score"], answers(module, ids, age), atol=1e-6)
+CLIPPED = {"pooling": "mean", "max_norm": 1.5, "padding_key": ROWS - 1}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("made", "hot", "said"),
     [
-        {"mode": "sum"},
-        {"mode": "mean", "padding_idx": 3},
-        {"mode": "sum", "max_norm": 1.0},
-        {"mode": "mean", "max_norm": 1.5, "padding_idx": -1},
+        (lambda: whole(3 * DIM + 1, padding_idx=0), 3, {"table": "item", "hotness": 3}),
+        (lambda: whole(DIM + 1, max_norm=1.0), 1, {"pooling": "sum", "hotness": 1, "max_norm": 1.0}),
+        (lambda: bagged(mode="sum"), 6, {"pooling": "sum"}),
+        (lambda: bagged(mode="mean", padding_idx=3), 6, {"pooling": "mean", "padding_key": 3}),
+        (lambda: bagged(mode="mean", max_norm=1.5, padding_idx=-1), 6, CLIPPED),
     ],
-    ids=str,
+    ids=["vectors", "clipped vectors", "sum", "mean", "clipped mean"],
 )
-def test_a_bag_of_two_dimensions(tmp_path: Path, options: dict[str, Any]) -> None:
-    module = Bagged(DIM + 1, None, tags=bag(**options))  # type: ignore[arg-type]
-    package(module, tmp_path / "m" / "1", (torch.randint(0, 5, (4, 6)), torch.rand(4)))
-    entry = inputs_of(tmp_path)["tags"]
-    assert entry == {"table": "tags", "pooling": options["mode"]} | (
-        {"max_norm": options["max_norm"]} if "max_norm" in options else {}
-    ) | ({"padding_key": options["padding_idx"] % ROWS} if "padding_idx" in options else {})
-    tags, age = keys(5, 6), torch.rand(5)
-    tags[0] = options.get("padding_idx", 0) % ROWS
-    np.testing.assert_allclose(score(tmp_path, {"tags": tags, "age": age})["score"], answers(module, tags, age), atol=1e-6)
+def test_a_whole_input_has_the_vectors_or_the_bags_of_its_keys(
+    tmp_path: Path, made: Callable[[], Net], hot: int, said: dict[str, Any]
+) -> None:
+    module = made()
+    name = "item" if hasattr(module, "item") else "tags"
+    shape = (hot,) if hot > 1 else ()
+    package(module, tmp_path / "m" / "1", {name: torch.randint(0, 5, (4, *shape)), "age": torch.rand(4)})
+    assert inputs_of(tmp_path) == {name: {"table": name} | said, "age": {}}
+    ids, age = keys(5, *shape), torch.rand(5)
+    ids[0] = said.get("padding_key", 0)
+    check_served(tmp_path, module, {name: ids, "age": age}, ids, age)
 
 
 @pytest.mark.parametrize("include_last", [True, False])
 def test_a_bag_with_offsets(tmp_path: Path, include_last: bool) -> None:
-    module = Ragged(DIM + 1, None, tags=bag(mode="sum", include_last_offset=include_last))  # type: ignore[arg-type]
-    offsets = [0, 2, 2, 7] if include_last else [0, 2, 2]
-    package(module, tmp_path / "m" / "1", (keys(7), torch.tensor(offsets), torch.rand(3)))
+    forward = lambda self, tags, offsets, age: self.score(self.tags(tags, offsets), age[:, None])  # noqa: E731
+    module = net(forward, DIM + 1, tags=bag(mode="sum", include_last_offset=include_last))
+    end = [7] if include_last else []
+    package(module, tmp_path / "m" / "1", (keys(7), torch.tensor([0, 2, 2, *end]), torch.rand(3)))
     assert inputs_of(tmp_path) == {"tags": {"table": "tags", "pooling": "sum"}, "age": {}}
-    tags, age = keys(9), torch.rand(2)
-    offsets = [0, 4, 9] if include_last else [0, 4]
-    bags = hps.Bags(tags, torch.tensor(offsets), include_last_offset=include_last)
-    wanted = answers(module, tags, torch.tensor(offsets), age)
-    np.testing.assert_allclose(score(tmp_path, {"tags": bags, "age": age})["score"], wanted, atol=1e-6)
-
-
-def test_vectors_of_keys_may_be_clipped(tmp_path: Path) -> None:
-    class Clipped(Net):
-        def forward(self, item: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-            return self.score(self.item(item), age[:, None])
-
-    module = Clipped(DIM + 1, None, item=embedding(max_norm=1.0))  # type: ignore[arg-type]
-    package(module, tmp_path / "m" / "1", (keys(4), torch.rand(4)))
-    assert inputs_of(tmp_path)["item"] == {"table": "item", "pooling": "sum", "hotness": 1, "max_norm": 1.0}
-    item, age = keys(5), torch.rand(5)
-    np.testing.assert_allclose(score(tmp_path, {"item": item, "age": age})["score"], answers(module, item, age), atol=1e-6)
+    tags, offsets, age = keys(7), torch.tensor([0, 4, *end]), torch.rand(2)
+    bags = hps.Bags(tags, offsets, include_last_offset=include_last)
+    check_served(tmp_path, module, {"tags": bags, "age": age}, tags, offsets, age)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_weights_stay_half_in_the_network(tmp_path: Path, dtype: torch.dtype) -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.item = nn.Embedding(ROWS, DIM, dtype=dtype)
-            self.top = nn.Linear(DIM, 1, dtype=dtype)
-
-        def forward(self, item: torch.Tensor) -> torch.Tensor:
-            return self.top(self.item(item)).squeeze(1).float()
-
-    module = Half()
-    done = package(module, tmp_path / "m" / "1", (keys(4),))
-    assert done.difference == 0
+    module = net(lambda self, item: self.top(self.item(item)).squeeze(1).float(), DIM, item=embedding()).to(dtype)
     item = keys(7)
-    np.testing.assert_allclose(score(tmp_path, {"item": item})["score"], answers(module, item), atol=1e-6)
+    assert package(module, tmp_path / "m" / "1", (keys(4),)).difference == 0
+    check_served(tmp_path, module, {"item": item}, item)
 
 
 def test_examples_are_compared_with_the_rows_of_their_keys_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,57 +166,47 @@ def test_examples_are_compared_with_the_rows_of_their_keys_alone(tmp_path: Path,
         return found
 
     monkeypatch.setattr(WeightTable, "read", counted)
-    tables = {
-        "user": embedding(dtype=torch.float16),
-        "item": embedding(dtype=torch.bfloat16),
-        "tags": bag(mode="mean", padding_idx=2),
-    }
-
-    class Three(Net):
-        def forward(self, user: torch.Tensor, item: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
-            return self.score(self.user(user).float(), self.item(item).float(), self.tags(tags))
-
-    module = Three(3 * DIM, None, **tables)  # type: ignore[arg-type]
+    user, item = embedding(dtype=torch.float16), embedding(dtype=torch.bfloat16)
+    forward = lambda self, user, item, tags: self.score(self.user(user).float(), self.item(item).float(), self.tags(tags))  # noqa: E731
+    module = net(forward, 3 * DIM, user=user, item=item, tags=bag(mode="mean", padding_idx=2))
     package(module, tmp_path / "m" / "1", (torch.tensor([5, 5]), torch.tensor([9, 1]), torch.tensor([[2, 2, 2], [7, 2, 7]])))
     assert asked == [1, 2, 2, ROWS, ROWS, ROWS]  # the keys of the examples, and then what is written
-    user, item, tags = keys(6), keys(6), keys(6, 4)
-    found = score(tmp_path, {"user": user, "item": item, "tags": tags})
-    np.testing.assert_allclose(found["score"], answers(module, user, item, tags), atol=1e-6)
+    given = keys(6), keys(6), keys(6, 4)
+    check_served(tmp_path, module, dict(zip(("user", "item", "tags"), given, strict=True)), *given)
 
 
 def test_a_table_that_several_inputs_share(tmp_path: Path) -> None:
-    class Shared(Net):
-        def forward(self, seen: torch.Tensor, item: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-            return self.score(self.items(seen).mean(1), self.items(item), self.again(last))
-
     items = embedding()
-    module = Shared(3 * DIM, None, items=items, again=items)  # type: ignore[arg-type]
+    forward = lambda self, seen, item, last: self.score(self.items(seen).mean(1), self.items(item), self.again(last))  # noqa: E731
+    module = net(forward, 3 * DIM, items=items, again=items)
     package(module, tmp_path / "m" / "1", (keys(4, 3), keys(4), keys(4)), per_request=("seen",))
-    assert inputs_of(tmp_path) == {
-        "seen": {"table": "items", "hotness": 3, "per_request": True},
-        "item": {"table": "items"},
-        "last": {"table": "items"},
-    }
+    shared = {"table": "items"}
+    assert inputs_of(tmp_path) == {"seen": shared | {"hotness": 3, "per_request": True}, "item": shared, "last": shared}
     seen, item, last = keys(1, 3), keys(6), keys(6)
-    wanted = answers(module, seen.expand(6, 3), item, last)
-    np.testing.assert_allclose(score(tmp_path, {"seen": seen, "item": item, "last": last})["score"], wanted, atol=1e-6)
+    check_served(tmp_path, module, {"seen": seen, "item": item, "last": last}, seen.expand(6, 3), item, last)
+
+
+def test_keys_may_be_narrow_an_example_a_single_sample_and_other_integers_are_features(tmp_path: Path) -> None:
+    module = age_of_ids()
+    package(module, tmp_path / "m" / "1", (torch.arange(1, dtype=torch.int32), torch.rand(1)))
+    package(module, tmp_path / "n" / "1", (torch.arange(4), torch.arange(4)))
+    ids, age = keys(5), keys(5)
+    check_served(tmp_path, module, {"ids": ids, "age": age / 2}, ids, age / 2)
+    with hps.HPS(document_of(model_repository=str(tmp_path))) as server:
+        np.testing.assert_allclose(server.score("n", {"ids": ids, "age": age})["score"], answers(module, ids, age), atol=1e-6)
+    assert inputs_of(tmp_path)["age"] == {}
+    assert json.loads((tmp_path / "n" / "1" / "version.json").read_text())["dense"]["inputs"]["age"]["dtype"] == "int64"
 
 
 @pytest.mark.parametrize("form", ["dict", "tuple", "named"])
 def test_several_outputs(tmp_path: Path, form: str) -> None:
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.item = embedding()
+    def forward(self: Any, item: torch.Tensor) -> Any:
+        vectors = self.item(item)
+        both = vectors.sum(1), vectors[:, :2]
+        return {"click": both[0], "buy": both[1]} if form == "dict" else both
 
-        def forward(self, item: torch.Tensor) -> Any:
-            vectors = self.item(item)
-            both = vectors.sum(1), vectors[:, :2]
-            return {"click": both[0], "buy": both[1]} if form == "dict" else both
-
-    module = Several()
-    outputs = ("a", "b") if form == "named" else None
-    package(module, tmp_path / "m" / "1", (keys(4),), outputs=outputs)
+    module = net(forward, item=embedding())
+    package(module, tmp_path / "m" / "1", (keys(4),), outputs=("a", "b") if form == "named" else None)
     names = {"dict": ["click", "buy"], "tuple": ["output0", "output1"], "named": ["a", "b"]}[form]
     assert dense_of(tmp_path)["outputs"] == names
     item = keys(5)
@@ -263,11 +215,8 @@ def test_several_outputs(tmp_path: Path, form: str) -> None:
         np.testing.assert_allclose(found[name], one, atol=1e-6)
 
 
-# -- versions ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_next_version_has_other_weights_and_is_numbered(tmp_path: Path) -> None:
-    made = [Bagged(DIM + 1, None, tags=bag(mode="sum")) for _ in range(2)]  # type: ignore[arg-type]
+    made = [bagged(mode="sum") for _ in range(2)]
     tags, age = keys(4, 3), torch.rand(4)
     for number, module in enumerate(made, start=1):
         done = package(module, tmp_path / "m", (tags, age), settings={"max_batch_size": 7}, note=f"number {number}")
@@ -284,56 +233,41 @@ def test_the_next_version_has_other_weights_and_is_numbered(tmp_path: Path) -> N
 
 
 def test_settings_of_batches_are_written(tmp_path: Path) -> None:
-    module = Bagged(DIM + 1, None, tags=bag(mode="sum"))  # type: ignore[arg-type]
-    example = keys(4, 3), torch.rand(4)
-    done = package(module, tmp_path / "m" / "5", example, dynamic_batching=False, max_queue_delay_us=50, hotness=9)
+    more: dict[str, Any] = {"dynamic_batching": False, "max_queue_delay_us": 50, "hotness": 9}
+    done = package(bagged(mode="sum"), tmp_path / "m" / "5", (keys(4, 3), torch.rand(4)), **more)
     said = dense_of(tmp_path, "5")
     assert (said["dynamic_batching"], said["max_queue_delay_us"]) == (False, 50)
     assert done.entry["maxnum_catfeature_query_per_table_per_sample"] == [9]
-
-
-# -- what is refused, with nothing written ----------------------------------------------------------------------------
-
-
-class Of(nn.Module):
-    """One table and any function of it."""
-
-    def __init__(self, table: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.item = table
-        self._call = forward
-
-    def forward(self, ids: torch.Tensor, age: torch.Tensor) -> Any:
-        return self._call(self.item, ids, age)
-
-
-def computed(item: Any, ids: Any, age: Any) -> Any:
-    return item((ids * 31 + 7) % ROWS).sum(1)
-
-
-def shifted(item: Any, ids: Any, age: Any) -> Any:
-    return item(ids.roll(1, 0)).sum(1)
-
-
-def used_outside(item: Any, ids: Any, age: Any) -> Any:
-    return item(ids).sum(1) + ids.float()
 
 
 def weighted(item: Any, ids: Any, age: Any) -> Any:
     return item(ids[:, None], per_sample_weights=age[:, None]).sum(1)
 
 
-def no_tensor(item: Any, ids: Any, age: Any) -> Any:
-    return float(item(ids).sum())
-
-
 REFUSED: dict[str, tuple[nn.Module, Callable[..., Any], str]] = {
-    "computed": (embedding(), computed, "item: got keys that the module computes, expected them as it is given them"),
-    "shifted": (embedding(), shifted, "got keys of other samples from input 'ids', expected each sample's own"),
-    "used outside": (embedding(), used_outside, "output 'score' differs by up to"),
+    "computed": (
+        embedding(),
+        lambda item, ids, age: item((ids * 31 + 7) % ROWS).sum(1),
+        "item: got keys that the module computes, expected them as it is given them",
+    ),
+    "shifted": (
+        embedding(),
+        lambda item, ids, age: item(ids.roll(1, 0)).sum(1),
+        "got keys of other samples from input 'ids', expected each sample's own",
+    ),
+    "used outside": (embedding(), lambda item, ids, age: item(ids).sum(1) + ids.float(), "output 'score' differs by up to"),
     "weighted": (bag(mode="sum"), weighted, "item: got per_sample_weights, expected none"),
     "greatest": (bag(mode="max"), lambda item, ids, age: item(ids[:, None]).sum(1), "max"),
-    "no tensor": (embedding(), no_tensor, "got output 'score' of type float, expected a tensor"),
+    "no tensor": (
+        embedding(),
+        lambda item, ids, age: float(item(ids).sum()),
+        "got output 'score' of type float, expected a tensor",
+    ),
+    "small integers": (
+        embedding(),
+        lambda item, ids, age: item(ids).sum(1) + torch.eye(5)[ids].sum(1),
+        r"it cannot run with other keys than those of the examples \(IndexError",
+    ),
 }
 
 
@@ -341,17 +275,12 @@ REFUSED: dict[str, tuple[nn.Module, Callable[..., Any], str]] = {
 def test_a_module_is_refused(tmp_path: Path, name: str) -> None:
     table, forward, message = REFUSED[name]
     with pytest.raises(hps.InvalidInputError, match=message):
-        package(Of(table, forward), tmp_path / "m" / "1", (torch.arange(1, 5), torch.rand(4)))
+        package(
+            net(lambda self, ids, age: forward(self.item, ids, age), item=table),
+            tmp_path / "m" / "1",
+            (torch.arange(1, 5), torch.rand(4)),
+        )
     assert not list(tmp_path.iterdir())
-
-
-class AgeOfIds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.item = embedding()
-
-    def forward(self, ids: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return self.item(ids).sum(1) + age
 
 
 @pytest.mark.parametrize(
@@ -366,57 +295,16 @@ class AgeOfIds(nn.Module):
 )
 def test_examples_are_refused(tmp_path: Path, examples: Any, message: str) -> None:
     with pytest.raises(hps.InvalidInputError, match=message):
-        package(AgeOfIds(), tmp_path / "m" / "1", examples)
+        package(age_of_ids(), tmp_path / "m" / "1", examples)
     assert not list(tmp_path.iterdir())
 
 
 def test_names_are_refused(tmp_path: Path) -> None:
     examples = torch.arange(4), torch.rand(4)
     with pytest.raises(hps.InvalidInputError, match="got per_request 'id', expected some of ids, age"):
-        package(AgeOfIds(), tmp_path / "m" / "1", examples, per_request=("id",))
+        package(age_of_ids(), tmp_path / "m" / "1", examples, per_request=("id",))
     with pytest.raises(hps.InvalidInputError, match="got 2 names of outputs, expected 1"):
-        package(AgeOfIds(), tmp_path / "m" / "1", examples, outputs=("a", "b"))
+        package(age_of_ids(), tmp_path / "m" / "1", examples, outputs=("a", "b"))
     with pytest.raises(hps.InvalidInputError, match=r"it has none, expected nn\.Embedding"):
         package(nn.Linear(2, 1), tmp_path / "m" / "1", (torch.rand(2, 2),))
     assert not list(tmp_path.iterdir())
-
-
-def test_keys_may_be_narrow_and_an_example_may_be_a_single_sample(tmp_path: Path) -> None:
-    module = AgeOfIds()
-    package(module, tmp_path / "m" / "1", (torch.arange(1, dtype=torch.int32), torch.rand(1)))
-    ids, age = keys(5), torch.rand(5)
-    np.testing.assert_allclose(score(tmp_path, {"ids": ids, "age": age})["score"], answers(module, ids, age), atol=1e-6)
-
-
-def test_integers_that_are_no_keys_are_features(tmp_path: Path) -> None:
-    class Counted(AgeOfIds):
-        def forward(self, ids: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-            return self.item(ids).sum(1) + age.float() / 2
-
-    module = Counted()
-    package(module, tmp_path / "m" / "1", (torch.arange(4), torch.arange(4)))
-    assert inputs_of(tmp_path)["age"] == {"dtype": "int64"}
-    ids, age = keys(5), keys(5)
-    np.testing.assert_allclose(score(tmp_path, {"ids": ids, "age": age})["score"], answers(module, ids, age), atol=1e-6)
-
-
-def test_integers_that_have_to_be_small_are_refused(tmp_path: Path) -> None:
-    class Hot(AgeOfIds):
-        def forward(self, ids: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-            return self.item(ids).sum(1) + torch.eye(4)[age].sum(1)
-
-    with pytest.raises(hps.InvalidInputError, match=r"it cannot run with other keys than those of the examples \(IndexError"):
-        package(Hot(), tmp_path / "m" / "1", (torch.arange(4), torch.arange(4)))
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_a_repository_of_another_place_holds_is_served_by_its_path(tmp_path: Path) -> None:
-    module = AgeOfIds()
-    package(module, tmp_path / "m" / "1", (torch.arange(4), torch.rand(4)))
-    (tmp_path / "m").rename(tmp_path / "moved")
-    entry = json.loads((tmp_path / "moved" / "model.json").read_text())
-    (tmp_path / "moved" / "model.json").write_text(json.dumps({**entry, "model": "moved"}))
-    ids, age = keys(5), torch.rand(5)
-    with hps.HPS(str(tmp_path)) as server:  # the repository in place of a ps.json
-        found = server.score("moved", {"ids": ids, "age": age})
-    np.testing.assert_allclose(found["score"], answers(module, ids, age), atol=1e-6)

@@ -62,9 +62,6 @@ def score(place: Path, inputs: Any) -> hps.Scores:
         return server.score("m", inputs)
 
 
-# -- torch's own ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", [quantized.Embedding, quantized.EmbeddingBag])
 def test_rows_are_those_that_the_module_answers(
@@ -109,7 +106,7 @@ class Mixed(nn.Module):
 
     def __init__(self, bits: int) -> None:
         super().__init__()
-        self.tags = packed(quantized.EmbeddingBag, bits, mode="sum")
+        self.tags = packed(quantized.EmbeddingBag, bits, mode="mean")  # and yet it sums
         self.user = packed(quantized.Embedding, bits)
         self.item = nn.EmbeddingBag(ROWS, 6, mode="mean", padding_idx=0)
         self.top = nn.Linear(18, 1)
@@ -125,20 +122,12 @@ def test_a_module_with_quantised_and_plain_embeddings_is_packaged(tmp_path: Path
     examples[1][0] = 0  # padding alone
     for number in ("1", "2"):
         done = package(module, tmp_path / "m", examples)
-        assert (done.version, done.difference < 1e-6) == (number, True)
+        assert (done.version, done.difference < 1e-6, done.dense.inputs["tags"].pooling) == (number, True, "sum")
     ids, seen, tags = torch.randint(0, ROWS, (7, 2)), torch.randint(0, 4, (7, 2)), torch.randint(0, ROWS, (7, 9))
     seen[3] = 0
     found = score(tmp_path, {"user": ids[:, 1], "seen": seen, "tags": tags})
     assert found.version == "2"
     np.testing.assert_allclose(found["score"], module(ids, seen, tags).detach(), atol=1e-6)
-
-
-def test_a_quantised_bag_is_summed_whatever_its_mode_says(tmp_path: Path) -> None:
-    module = nn.Sequential(packed(quantized.EmbeddingBag, 8, mode="mean"), nn.Linear(6, 1))
-    done = package(module, tmp_path / "m" / "1", (torch.randint(0, ROWS, (4, 3)),))
-    assert done.difference < 1e-6
-    (said,) = done.dense.inputs.values()
-    assert said.pooling == "sum"
 
 
 def test_what_a_quantised_bag_does_beyond_sums_is_refused(tmp_path: Path) -> None:
@@ -153,6 +142,3 @@ def test_what_a_quantised_bag_does_beyond_sums_is_refused(tmp_path: Path) -> Non
     with pytest.raises(hps.InvalidInputError, match="item: got per_sample_weights, expected none"):
         package(Remapped(), tmp_path / "m" / "1", (torch.arange(4), torch.rand(4)))
     assert not list(tmp_path.iterdir())
-
-
-# -- torchrec's -------------------------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from tests.servers.running_service import document_of
 
 
 class Towers(nn.Module):
-    """Two towers that share the embedding of items."""
-
     def __init__(self) -> None:
         super().__init__()
         self.item = nn.Embedding(50, 8)
@@ -44,13 +42,6 @@ def test_every_embedding_is_a_table_once_by_its_path(tmp_path: Path, towers: Tow
         assert rows_of(tmp_path / "shop" / "1" / name, weight.shape[1]) == dict(enumerate(weight.tolist()))
     with HPS(document_of(saved.entry)) as server:
         assert np.array_equal(server.lookup([49, 0], "shop", "item"), towers.item.weight.detach()[[49, 0]].numpy())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_weights_are_widened(tmp_path: Path, dtype: torch.dtype) -> None:
-    module = nn.Embedding(6, 2, dtype=dtype)
-    save(module, tmp_path / "half")
-    assert rows_of(tmp_path / "half" / "1" / "Embedding", 2) == dict(enumerate(module.weight.float().tolist()))
 
 
 def test_keys_need_not_be_numbers_of_rows(tmp_path: Path, towers: Towers) -> None:

@@ -77,8 +77,10 @@ def test_a_path_that_cannot_be_opened_is_tried_again(served: Served, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_opens_the_path_itself(served: Served) -> None:
-    layer = LookupLayer(served.path, "m", "user", 8)
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_forked_child_opens_the_path_itself(served: Served, opened: bool) -> None:
+    server = hps.HPS(served.path) if opened else None
+    layer = LookupLayer(server or served.path, "m", "user", 8)
     mine = LookupLayer(attach(served.server), "m", "user", 8)
     expected = layer(torch.tensor([3])).tolist()
     read, write = os.pipe()
@@ -95,6 +97,8 @@ def test_a_forked_child_opens_the_path_itself(served: Served) -> None:
     with os.fdopen(read) as pipe:
         assert json.loads(pipe.read()) == expected
     os.waitpid(child, 0)
+    if server:
+        server.close()
 
 
 def test_a_server_opened_from_a_path_has_that_name_until_it_is_closed(
@@ -121,18 +125,3 @@ def test_a_server_opened_from_a_path_has_that_name_until_it_is_closed(
         with hps.HPS("ps.json") as third:
             assert LookupLayer(third, "m", "user", 8).ps_config_file.startswith("attached-"), "it is open already"
         close()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_opens_the_path_of_a_server(served: Served) -> None:
-    with hps.HPS(served.path) as server:
-        layer = LookupLayer(server, "m", "user", 8)
-        server.insert([3], [[7.0] * 8], "m", "user")
-        assert (layer(torch.tensor([3])) == 7).all()
-        if (child := os.fork()) == 0:
-            right = False
-            try:
-                right = torch.equal(layer(torch.tensor([3])), served.rows(torch.tensor([3]), "user"))
-            finally:
-                os._exit(0 if right else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

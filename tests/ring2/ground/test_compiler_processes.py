@@ -70,19 +70,6 @@ def test_a_process_compiles_what_it_is_given_and_later_ones_compile_nothing(inst
     assert run(installation)[0] == 0
 
 
-def test_a_process_compiles_for_its_own_processor_beside_code_for_the_baseline(installation):
-    installation.run("from hps.ground import machine_code; machine_code.choose_baseline()\n" + program(threads=1))
-    assert run(installation)[0] == 0
-    installation.run(ALONE.format(kernels=KERNELS))
-    assert files(installation) == sorted(ALL * 2)
-
-
-def test_no_more_processes_than_processors(installation):
-    count, log = run(installation, threads=1)
-    assert (count, files(installation)) == (2, ALL)
-    assert "compiling 2 kernels for this machine in 1 process," in log[0]
-
-
 @pytest.mark.parametrize("broken", ["exits", "hangs", "hangs with a kernel", "not Python"])
 def test_what_other_processes_do_not_compile_is_compiled_here(installation, broken, tmp_path):
     tool = tmp_path / ("python" if broken != "not Python" else "tool")

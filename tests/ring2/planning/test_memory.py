@@ -5,13 +5,7 @@ import pytest
 
 from hps.configuration.tiers import VolatileDbConfig
 from hps.registry import implementation
-from tests.ring1.planning.test_memory import LARGE, check_use
 from tests.servers.redis_server import RedisServer
-
-
-@pytest.mark.parametrize(("dim", "rows"), LARGE)
-def test_planned_memory_of_large_tables_is_then_used(tmp_path, dim, rows):
-    check_use(tmp_path, dim, rows)
 
 
 @pytest.mark.redis

@@ -28,22 +28,13 @@ def test_a_run_is_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("inputs", "each"), [(FIXED, 1), (ONCE, 2)], ids=["fixed", "once"])
 def test_on_a_gpu_every_graph_has_memory_of_its_own(tmp_path: Path, inputs: Any, each: int) -> None:
     most = 1024
-    config = configuration(
-        tmp_path,
-        inputs,
-        engine="device_arrays",
-        max_batch_size=most,
-        deployed_device_list=[0, 1],
-        says={"bytes_per_sample": 50 * MiB // most},
-    )
+    more: dict[str, Any] = {"max_batch_size": most, "deployed_device_list": [0, 1]}
+    config = configuration(tmp_path, inputs, engine="device_arrays", says={"bytes_per_sample": 50 * MiB // most}, **more)
     needs = run_needs(config, served_versions(config), True)
     graphs = each * (16 + 64 + 256 + 1024) / 1024
-    assert of_networks(needs) == {
-        ("gpu", device, "runs of batches"): pytest.approx(graphs * 50 * MiB, rel=0.1) for device in (0, 1)
-    }
-    assert [one.size_bytes for one in totals(needs, this_machine(config, {"gpu": 80 * each * MiB}))] == [
-        needs[0].need.size_bytes
-    ]
+    size = pytest.approx(graphs * 50 * MiB, rel=0.1)
+    assert of_networks(needs) == {("gpu", device, "runs of batches"): size for device in (0, 1)}
+    assert [one.size_bytes for one in totals(needs, this_machine(config, {}))] == [needs[0].need.size_bytes]
 
 
 @pytest.mark.parametrize(

@@ -46,27 +46,15 @@ def test_a_fork_begins_as_a_real_process_does(children: ChildProcesses, tmp_path
     assert "a b" in said[0][0]
 
 
-@pytest.mark.parametrize(
-    ("code", "returncode"),
-    [
-        ("", 0),
-        ("raise SystemExit(3)", 3),
-        ("import os; os._exit(4)", 4),
-        ("raise KeyError(5)", 1),
-        ("import os; os.kill(os.getpid(), 9)", -9),
-        ("import os; os.kill(os.getpid(), 15)", -15),
-        ("import signal; signal.raise_signal(2)", -2),
-    ],
-)
-def test_a_fork_ends_with_the_code_of_a_real_process(children: ChildProcesses, code: str, returncode: int) -> None:
+CODES = {"": 0, "raise SystemExit(3)": 3, "import os; os._exit(4)": 4, "raise KeyError(5)": 1}
+CODES |= {"import os; os.kill(os.getpid(), 9)": -9, "import signal; signal.raise_signal(2)": -2}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_fork_ends_with_the_code_of_a_real_process(children: ChildProcesses, code: str) -> None:
     process = python(children, code)
-    assert process.wait(60) == process.poll() == process.returncode == returncode
+    assert process.wait(60) == process.poll() == process.returncode == CODES[code]
     assert is_gone(process.pid)
-
-
-def test_a_fork_runs_what_is_registered_for_its_exit(children: ChildProcesses) -> None:
-    process = python(children, "import atexit; atexit.register(print, 'bye'); print('hello', end=' ')")
-    assert process.communicate(timeout=60) == ("hello bye\n", "")
 
 
 def test_input_and_both_outputs_reach_their_ends(children: ChildProcesses) -> None:
@@ -76,37 +64,6 @@ def test_input_and_both_outputs_reach_their_ends(children: ChildProcesses) -> No
     assert process.stdout.readline() == "first\n"
     assert process.communicate("second\n", timeout=60) == ("", "second\n")
     assert process.returncode == 1
-
-
-def test_both_outputs_go_where_they_are_sent(children: ChildProcesses, tmp_path: Path) -> None:
-    code = "import os; os.write(1, b'out '); os.write(2, b'err ')"
-    assert python(children, code, stderr=subprocess.STDOUT).communicate(timeout=60) == ("out err ", None)
-    assert python(children, code, stdout=subprocess.DEVNULL, text=False).communicate(timeout=60) == (None, b"err ")
-    with (tmp_path / "log").open("w") as log:
-        assert python(children, code, stdout=log, stderr=log).wait(60) == 0
-    assert (tmp_path / "log").read_text() == "out err "
-
-
-def test_what_was_begun_goes_on_after_a_time_out(children: ChildProcesses) -> None:
-    process = python(children, WAITS, stdin=subprocess.PIPE)
-    other = python(children, "print('quick')")
-    assert other.communicate(timeout=60)[0] == "quick\n"
-    assert process.poll() is None
-    for ask in (process.wait, lambda timeout: process.communicate(timeout=timeout)):
-        with pytest.raises(subprocess.TimeoutExpired):
-            ask(0.0)
-    process.terminate()
-    assert process.communicate(timeout=60) == ("begun\n", "")
-    process.kill()  # of what has ended
-    assert process.returncode == -signal.SIGTERM
-
-
-def test_an_interrupt_reaches_the_program(children: ChildProcesses) -> None:
-    code = "try:\n print('begun', flush=True)\n input()\nexcept KeyboardInterrupt:\n raise SystemExit(130)"
-    process = python(children, code, stdin=subprocess.PIPE)
-    assert process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
 
 
 def test_the_end_of_a_test_kills_what_its_forks_have_started() -> None:
@@ -120,13 +77,6 @@ def test_the_end_of_a_test_kills_what_its_forks_have_started() -> None:
     wait_until(lambda: all(map(is_gone, pids)), "parent and child are gone")
 
 
-def test_what_python_reads_at_its_start_makes_it_a_real_process(children: ChildProcesses) -> None:
-    given = {**os.environ, "PYTHONHASHSEED": "1"}
-    assert isinstance(children.start(sys.executable, "-c", "", env=given), subprocess.Popen)
-    assert isinstance(children.start(sys.executable, "-c", "", bufsize=4096), subprocess.Popen)
-    assert isinstance(children.start(sys.executable, "--version"), subprocess.Popen)
-
-
 def test_when_the_fork_server_has_died_processes_are_real(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     server = fork_server.ForkServer()
     monkeypatch.setattr(fork_server, "_server", server)
@@ -138,15 +88,6 @@ def test_when_the_fork_server_has_died_processes_are_real(children: ChildProcess
         process = children.start(sys.executable, "-c", "print(1)")
         assert isinstance(process, subprocess.Popen)
         assert process.communicate(timeout=60) == ("1\n", "")
-
-
-def test_where_no_fork_server_begins_processes_are_real(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_server", None)
-    monkeypatch.setattr(fork_server, "_refused", False)
-    monkeypatch.setattr(fork_server, "_PROGRAM", "raise SystemExit(1)")
-    begun = [children.start(sys.executable, "-c", "print(1)") for _ in range(2)]
-    assert all(isinstance(one, subprocess.Popen) for one in begun)
-    assert [one.communicate(timeout=60) for one in begun] == [("1\n", "")] * 2
 
 
 def test_a_killed_worker_takes_its_fork_server_and_all_forks_along(children: ChildProcesses) -> None:

@@ -8,10 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import yaml
 from playwright.sync_api import sync_playwright
 
-from docs.site_hooks import http_routes
 from tests import ROOT
 from tests.browser import CHROMIUM
 
@@ -68,15 +66,6 @@ def test_every_page_is_built_and_found(site: Path) -> None:
     assert [page for page in pages if f'"{page}.html' not in index and page != "index"] == []
 
 
-def test_every_alert_leads_to_a_heading_of_the_site(site: Path) -> None:
-    groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
-    urls = [rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"] if "alert" in rule]
-    assert len(urls) > 20
-    for url in urls:
-        page, _, heading = url.removeprefix("site/").partition("#")
-        assert f'<h3 id="{heading}"' in (site / page).read_text()
-
-
 @pytest.mark.browser
 def test_drawings_and_code_are_whole_in_a_window_of_1400_pixels(site: Path) -> None:
     clipped = """() => [...document.querySelectorAll('pre code')].filter((one) => {
@@ -93,35 +82,3 @@ def test_drawings_and_code_are_whole_in_a_window_of_1400_pixels(site: Path) -> N
                 found[path.name] = texts
         browser.close()
     assert found == {}
-
-
-def test_the_page_of_routes_has_every_route_and_schema(site: Path) -> None:
-    page = (site / "http-routes.html").read_text()
-    assert "<code>POST /v1/models/{model}/lookup</code>" in page
-    assert 'href="#lookuprequest"' in page
-    assert 'id="lookuprequest"' in page
-
-
-def test_a_route_is_told_whole() -> None:
-    document = {
-        "paths": {
-            "/a/{b}": {
-                "get": {
-                    "tags": ["things"],
-                    "summary": "Get a thing",
-                    "parameters": [{"name": "b", "in": "path", "required": True, "schema": {"type": "string"}}],
-                    "responses": {
-                        "200": {"description": "It | that.", "content": {"application/json": {"schema": {"$ref": "#/x/Thing"}}}}
-                    },
-                }
-            }
-        },
-        "components": {
-            "schemas": {"Thing": {"properties": {"n": {"type": "array", "items": {"type": "integer"}}}, "required": ["n"]}}
-        },
-    }
-    page = http_routes(document)
-    assert "### `GET /a/{b}`" in page
-    assert "| `b` | path | string | required |" in page
-    assert "| 200 | `application/json` [Thing](#thing) | It \\| that. |" in page
-    assert "| `n` | array of integer | required |" in page

@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import httpx
 import numpy as np
 import pytest
 
@@ -65,7 +66,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def opened() -> list[ArrayNetwork]:
-    """All networks that a test opens here."""
     ArrayNetwork.opened.clear()
     return ArrayNetwork.opened
 
@@ -81,7 +81,6 @@ def until(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Model `m` with version 1."""
     place = tmp_path / "repository"
     write(place, 1)
     model = model_of("m", ["item"], {"item": DIM}, hit_rate_threshold=1.1, max_batch_size=64)
@@ -101,9 +100,6 @@ def model_json(place: Path, **more: Any) -> None:
 def ask(server: hps.HPS, keys: Any = (1, 2, 3), **more: Any) -> str:
     ages = np.arange(len(keys), dtype=np.float32)
     return check(server.score("m", {"item": np.asarray(keys), "age": ages}, **more), keys, ages)
-
-
-# -- versions in this process -----------------------------------------------------------------------------------------
 
 
 def test_deploying_and_rolling_back_move_tables_and_network(repository: Path, opened: list[ArrayNetwork]) -> None:
@@ -191,25 +187,20 @@ def test_a_version_with_a_wrong_network_leaves_the_serving_one(
 def test_a_network_that_fails_when_it_is_warmed_leaves_nothing_open(
     repository: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed: list[object] = []
+    closes, closed = CachedSession.close, set[int]()
 
-    def fail(scorer: Scorer) -> None:
-        raise hps.NetworkError("warming")
+    def close(session: CachedSession, *timeout_s: float) -> bool:
+        closed.add(id(session))
+        return closes(session, *timeout_s)
 
-    def close(session: CachedSession, timeout_s: float = 10.0) -> bool:
-        closed.append(session)
-        return closes(session, timeout_s)
-
-    closes = CachedSession.close
     with hps.HPS(document(repository)) as server:
         write(repository, 2, network(2))
-        monkeypatch.setattr(Scorer, "warm", fail)
+        monkeypatch.setattr(Scorer, "warm", Mock(side_effect=hps.NetworkError("warming")))
         monkeypatch.setattr(CachedSession, "close", close)
         for count in (1, 2):
             with pytest.raises(hps.NetworkError, match="warming"):
                 server.deploy("m", "2")
-            assert len(set(map(id, closed))) == count
-            assert opened[-1].closed
+            assert (len(closed), opened[-1].closed) == (count, True)
         assert ask(server) == "1"
         monkeypatch.undo()
         server.deploy("m", "2")
@@ -310,16 +301,6 @@ def test_what_cannot_be_scored_is_refused(repository: Path, tmp_path: Path) -> N
             server.score("m", {"item": KEYS[:2]})
 
 
-def test_rows_that_are_written_online_are_scored(repository: Path) -> None:
-    with hps.HPS(document(repository)) as server:
-        server.insert(np.array([7]), np.full((1, DIM), 100, np.float32), "m", "item")
-        found = server.score("m", {"item": np.array([7, 8]), "age": np.zeros(2, np.float32)})
-        assert found["score"].tolist() == [100 * DIM, 8 * DIM]
-
-
-# -- the service ------------------------------------------------------------------------------------------------------
-
-
 def post(service: RunningService, path: str, said: Any, **more: Any) -> Any:
     return service.client.post(path, json=said, **more)
 
@@ -335,23 +316,11 @@ def test_scores_over_http_name_their_version(repository: Path) -> None:
         write(repository, 2)
         assert post(service, "/v1/models/m/deploy", {"version": "2"}).status_code == 200
         assert rows(service, [3]).json() == {"model": "m", "version": "2", "outputs": {"score": [12.5]}}
-        assert post(service, "/v1/models/m/rollback", None).status_code == 200
-        assert rows(service, [3]).json()["version"] == "1"
-        of_version = post(
-            service,
-            "/v2/models/m/versions/1/infer",
-            {
-                "inputs": [
-                    {"name": "item", "datatype": "INT64", "shape": [1], "data": [3]},
-                    {"name": "age", "datatype": "FP32", "shape": [1], "data": [1]},
-                ]
-            },
-        )
-        assert of_version.json() == {
-            "model_name": "m",
-            "model_version": "1",
-            "outputs": [{"name": "score", "datatype": "FP32", "shape": [1], "data": [13.0]}],
-        }
+        inputs = [("item", "INT64", 3), ("age", "FP32", 1)]
+        said = {"inputs": [{"name": name, "datatype": kind, "shape": [1], "data": [one]} for name, kind, one in inputs]}
+        output = {"name": "score", "datatype": "FP32", "shape": [1], "data": [12.5]}
+        of_version = post(service, "/v2/models/m/versions/2/infer", said).json()
+        assert of_version == {"model_name": "m", "model_version": "2", "outputs": [output]}
 
 
 def test_networks_are_described_and_their_vectors_can_be_looked_up(repository: Path) -> None:
@@ -365,25 +334,6 @@ def test_networks_are_described_and_their_vectors_can_be_looked_up(repository: P
         lookup = {"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [3]}], "parameters": {"vectors": True}}
         assert post(service, "/v2/models/m/infer", lookup).json()["outputs"][0]["data"] == [3.0] * DIM
         assert post(service, "/v1/models/m/lookup", {"tables": {"item": [3]}}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "message"),
-    [
-        ({"items": [{"item": 1}]}, 400, "'age' is missing"),
-        ({"items": [{"item": "1", "age": 1}]}, 400, "got a string at position 0"),
-        ({"items": [{"item": 1, "age": 1}] * 65}, 413, "expected at most 64 (max_batch_size)"),
-        ({"items": [{"item": 1, "age": 1}], "device": 3}, 404, "got device 3"),
-        ({"items": []}, 400, "expected {"),
-    ],
-)
-def test_bad_rows_are_refused_and_others_are_answered(repository: Path, said: Any, status: int, message: str) -> None:
-    with running_service(document(repository)) as service:
-        answer = post(service, "/v1/models/m/score", said)
-        assert (answer.status_code, message in answer.text) == (status, True), answer.text
-        assert rows(service).status_code == 200
-        assert post(service, "/v1/models/other/score", said).status_code == 404
-        assert service.is_idle
 
 
 @pytest.mark.parametrize(
@@ -455,22 +405,6 @@ def test_a_network_that_hangs_refuses_requests_of_its_own_model_alone(repository
         assert samples(service)["hps_score_refused_requests_total", "n"] == 0
 
 
-def test_requests_that_were_given_up_behind_a_network_that_hangs_cost_no_work(
-    repository: Path, until: Path, opened: list[ArrayNetwork]
-) -> None:
-    write(repository, 2, network(2, does="hang", until=str(until)))
-    with running_service(document(repository, service={"request_timeout_s": 2})) as service, ThreadPoolExecutor(4) as pool:
-        hung = pool.submit(rows, service)
-        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
-        behind = [pool.submit(rows, service) for _ in range(3)]
-        assert [one.result().status_code for one in (hung, *behind)] == [504] * 4
-        until.unlink()
-        wait_until(lambda: service.is_idle, "the network is back")
-        assert rows(service).status_code == 200
-        assert opened[-1].calls.count(2) == 2
-        assert samples(service)["hps_score_late_requests_total", "m"] == 3
-
-
 def test_a_model_is_undeployed_and_deployed_while_its_network_hangs(
     repository: Path, until: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,44 +431,12 @@ def test_a_model_is_undeployed_and_deployed_while_its_network_hangs(
         assert rows(service).json()["version"] == "1"
 
 
-def test_a_deadline_that_has_passed_is_504_and_costs_no_work(repository: Path, until: Path, opened: list[ArrayNetwork]) -> None:
-    write(repository, 2, network(2, does="hang", until=str(until)))
-    with running_service(document(repository)) as service, ThreadPoolExecutor(2) as pool:
-        hung = pool.submit(rows, service)
-        wait_until(lambda: 2 in opened[-1].calls, "the network hangs")
-        late = pool.submit(rows, service, timeout_us=1)  # it is over before the request is read
-        wait_until(lambda: service.requests == 2, "the second request waits")
-        until.unlink()
-        assert hung.result().status_code == 200
-        assert late.result().status_code == 504
-        assert "the request's timeout was over before a batch could take it" in late.result().text
-        assert opened[-1].calls.count(2) == 1
-        assert samples(service)["hps_score_late_requests_total", "m"] == 1
-
-
-def test_polling_takes_over_another_network(repository: Path) -> None:
-    settings = {"repository_poll_s": 0.1, "model_control_mode": "poll"}
-    with running_service(document(repository, service=settings)) as service:
-        assert rows(service, [3]).json()["outputs"]["score"] == [13.0]
-        (repository / "m" / "1" / "version.json").unlink()
-        model_json(repository, dense=SAID)
-        file = repository / "m" / "1" / "dense.json"
-        (repository / "m" / "1" / "new").write_bytes(network(0.25))
-        (repository / "m" / "1" / "new").rename(file)
-        wait_until(lambda: rows(service, [3]).json()["outputs"]["score"] == [52.0], "the new network serves")
-
-
-# -- many at a time ---------------------------------------------------------------------------------------------------
-
-
 class Clients:
     """Ask for scores without a pause, and check every answer."""
 
     def __init__(self, url: str, count: int) -> None:
-        self.host, self.port = url.removeprefix("http://").split(":")
-        self.stop = threading.Event()
-        self.wrong: list[str] = []
-        self.seen: dict[str, int] = {}
+        self.url, self.stop = url, threading.Event()
+        self.wrong, self.versions = list[str](), list[str]()
         self._threads = [threading.Thread(target=self._ask, args=(seed,)) for seed in range(count)]
 
     def __enter__(self) -> "Clients":
@@ -549,45 +451,32 @@ class Clients:
 
     @property
     def answered(self) -> int:
-        return sum(self.seen.values())
+        return len(self.versions)
 
     def _ask(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        connection = HTTPConnection(self.host, int(self.port), timeout=PATIENCE_S)
-        while not self.stop.is_set():
-            keys, age = rng.integers(0, ROWS, rng.integers(1, 9)).tolist(), int(rng.integers(0, 50))
-            try:
-                body = json.dumps({"user": {"age": age}, "items": [{"item": key} for key in keys]})
-                connection.request("POST", "/v1/models/m/score", body)
-                answer = connection.getresponse()
-                text = answer.read()
-                if answer.status != 200:
-                    self.wrong.append(f"{answer.status} {text!r}")
-                    continue
-                found = json.loads(text)
-                self.seen[found["version"]] = self.seen.get(found["version"], 0) + 1
-                if not np.allclose(found["outputs"]["score"], wanted(keys, age, int(found["version"])), rtol=1e-5):
-                    self.wrong.append(f"{found} for {keys} {age}")
-            except Exception as error:  # noqa: BLE001 - each is a failure of the test
-                self.wrong.append(repr(error))
-                connection.close()
-        connection.close()
+        with httpx.Client(base_url=self.url, timeout=PATIENCE_S) as client:
+            while not self.stop.is_set():
+                keys, age = rng.integers(0, ROWS, rng.integers(1, 9)).tolist(), int(rng.integers(0, 50))
+                said = {"user": {"age": age}, "items": [{"item": key} for key in keys]}
+                try:
+                    found = client.post("/v1/models/m/score", json=said).raise_for_status().json()
+                    np.testing.assert_allclose(found["outputs"]["score"], wanted(keys, age, int(found["version"])), rtol=1e-5)
+                    self.versions.append(found["version"])
+                except httpx.HTTPStatusError as error:
+                    self.wrong.append(f"{error.response.status_code} {error.response.text}")
+                except Exception as error:  # noqa: BLE001 - each is a failure of the test
+                    self.wrong.append(repr(error))
 
 
 def swapped(url: str, swaps: int) -> None:
-    with Clients(url, 32) as clients:
-        host, port = url.removeprefix("http://").split(":")
-        changes = HTTPConnection(host, int(port), timeout=PATIENCE_S)
+    with Clients(url, 16) as clients:
         for number in range(swaps):
-            before = clients.answered
-            changes.request("POST", "/v1/models/m/deploy", json.dumps({"version": str(1 + (number + 1) % 2)}))
-            answer = changes.getresponse()
-            assert answer.status == 200, answer.read()
-            answer.read()
+            before, version = clients.answered, str(1 + (number + 1) % 2)
+            httpx.post(f"{url}/v1/models/m/deploy", json={"version": version}, timeout=PATIENCE_S).raise_for_status()
             wait_until(lambda before=before: clients.answered > before or clients.wrong, "scores are answered")
-        changes.close()
     assert clients.wrong == []
-    assert clients.seen.keys() == {"1", "2"}
+    assert set(clients.versions) == {"1", "2"}
 
 
 def test_no_answer_mixes_versions_while_they_are_swapped(repository: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""A trained DLRM, from its module to scores over HTTP and gRPC, through PyTorch and ONNX Runtime: they are the module's."""
+"""A DLRM, from its module to scores over HTTP and gRPC, through PyTorch and ONNX Runtime: they are the module's."""
 
 import json
-import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,41 +19,23 @@ from torch import nn  # noqa: E402 - after torch is known to be there
 
 import hps.torch  # noqa: E402
 from benchmarks.dlrm import DLRM, FEATURES  # noqa: E402
-from examples.dlrm.__main__ import auc  # noqa: E402
 
-TABLES, ROWS, DIM, HELD_OUT = 6, 50, 8, 1000
+TABLES, ROWS, DIM, SAMPLES = 6, 50, 8, 300
 INPUTS = {**{f"emb_{table}": {"table": f"emb_{table}"} for table in range(TABLES)}, "dense": {"shape": [-1, FEATURES]}}
+MODELS = ("dlrm", "dlrm_onnx")
 
 
-class Samples(NamedTuple):
+class Whole(NamedTuple):
+    """Samples, what the module answers to them, and a repository with it as a program of torch.export and in ONNX."""
+
     dense: torch.Tensor
     keys: torch.Tensor
-    labels: torch.Tensor
-
-    def inputs(self, start: int = 0, stop: int | None = None) -> dict[str, np.ndarray]:
-        keys = self.keys[start:stop].numpy()
-        found = {f"emb_{table}": np.ascontiguousarray(keys[:, table]) for table in range(TABLES)}
-        return {**found, "dense": self.dense[start:stop].numpy()}
-
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        given = self.inputs(start, stop)
-        return [{name: one[at].tolist() for name, one in given.items()} for at in range(stop - start)]
-
-
-class Trained(NamedTuple):
-    module: nn.Module
-    held_out: Samples
     scores: np.ndarray
     repository: Path
 
-
-def samples(count: int, seed: int) -> Samples:
-    """Clicks that depend on the features and on a hidden taste of each key."""
-    rng = torch.Generator().manual_seed(seed)
-    tastes = torch.randn(TABLES, ROWS, generator=torch.Generator().manual_seed(0))
-    dense, keys = torch.rand(count, FEATURES, generator=rng), torch.randint(0, ROWS, (count, TABLES), generator=rng)
-    logits = tastes.gather(1, keys.T)[:3].sum(0) + 4 * (dense[:, :3].sum(1) - 1.5)
-    return Samples(dense, keys, (torch.rand(count, generator=rng) < torch.sigmoid(logits)).float())
+    def inputs(self, stop: int) -> dict[str, np.ndarray]:
+        found = {f"emb_{table}": np.ascontiguousarray(self.keys[:stop, table].numpy()) for table in range(TABLES)}
+        return {**found, "dense": self.dense[:stop].numpy()}
 
 
 class Dense(nn.Module):
@@ -89,147 +70,62 @@ def onnx_of(module: DLRM) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A DLRM, and a repository with it: as a program of torch.export, and in ONNX."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     torch.manual_seed(1)
-    module = DLRM(TABLES, ROWS, DIM, (32,), (64, 32))
-    for one in module.emb:
-        nn.init.normal_(one.weight, std=0.05)
-    optimizer = torch.optim.Adam(module.parameters(), 0.02)
-    batch = samples(8000, 2)
-    for start in range(0, 8000, 400):
-        part = slice(start, start + 400)
-        optimizer.zero_grad()
-        nn.functional.binary_cross_entropy(module(batch.dense[part], batch.keys[part]), batch.labels[part]).backward()
-        optimizer.step()
-    module.eval()
-    held_out = samples(HELD_OUT, 3)
+    module = DLRM(TABLES, ROWS, DIM, (32,), (64, 32)).eval()
+    dense, keys = torch.rand(SAMPLES, FEATURES), torch.randint(0, ROWS, (SAMPLES, TABLES))
     with torch.inference_mode():
-        scores = module(held_out.dense, held_out.keys).numpy()
+        scores = module(dense, keys).numpy()
     place = tmp_path_factory.mktemp("whole") / "repository"
-    example = held_out.dense[:4], held_out.keys[:4]
-    done = hps.torch.package(module, place / "dlrm" / "1", example)
-    assert done.difference <= 1e-6
+    assert hps.torch.package(module, place / "dlrm" / "1", (dense[:4], keys[:4])).difference <= 1e-6
     said = {"format": "onnx", "file": "dense.onnx", "inputs": INPUTS, "outputs": ["score"]}
     tables = {name: (np.arange(ROWS), one.weight.detach().numpy()) for name, one in zip(INPUTS, module.emb, strict=False)}
     hps.write_version(place / "dlrm_onnx" / "1", tables, network=(said, onnx_of(module)))
     entry = json.loads((place / "dlrm" / "model.json").read_text())
     (place / "dlrm_onnx" / "model.json").write_text(json.dumps({**entry, "model": "dlrm_onnx"}))
-    return Trained(module, held_out, scores, place)
+    return Whole(dense, keys, scores, place)
 
 
 @pytest.fixture(scope="module")
-def served(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    document = document_of(model_repository=str(trained.repository), service={"shared_memory_bytes": 1 << 20})
+def served(whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    document = document_of(model_repository=str(whole.repository))
     with ServedProcess(document, tmp_path_factory.mktemp("served"), 1, "--grpc-port", 0) as process:
         yield process
 
 
-MODELS = ("dlrm", "dlrm_onnx")
+@pytest.mark.parametrize("model", MODELS)
+def test_scores_of_rows_are_the_modules(served: ServedProcess, whole: Whole, model: str) -> None:
+    given = whole.inputs(250)
+    items = [{name: one[at].tolist() for name, one in given.items()} for at in range(250)]
+    answer = httpx.post(f"{served.url}/v1/models/{model}/score", json={"items": items}, timeout=60)
+    np.testing.assert_allclose(answer.json()["outputs"]["score"], whole.scores[:250], atol=1e-6)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_scores_of_rows_are_the_modules_and_so_is_the_auc(served: ServedProcess, trained: Trained, model: str) -> None:
-    found = []
-    for start in range(0, HELD_OUT, 250):
-        said = {"items": trained.held_out.rows(start, start + 250)}
-        answer = httpx.post(f"{served.url}/v1/models/{model}/score", json=said, timeout=60)
-        assert answer.status_code == 200, answer.text
-        found += answer.json()["outputs"]["score"]
-    scores = np.array(found, np.float32)
-    np.testing.assert_allclose(scores, trained.scores, atol=1e-6)
-    labels = trained.held_out.labels
-    ours, theirs = auc(torch.from_numpy(scores), labels), auc(torch.from_numpy(trained.scores), labels)
-    assert theirs > 0.8
-    assert round(ours, 4) == round(theirs, 4)
-
-
-@pytest.mark.curl
-def test_curl_shows_a_score(served: ServedProcess, trained: Trained) -> None:
-    said = json.dumps({"items": trained.held_out.rows(7, 8)})
-    command = ["curl", "--silent", "--fail", f"{served.url}/v1/models/dlrm/score", "--data", "@-"]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, check=True, timeout=60)
-    answer = json.loads(done.stdout)
-    assert (answer["model"], answer["version"]) == ("dlrm", "1")
-    np.testing.assert_allclose(answer["outputs"]["score"], trained.scores[7:8], atol=1e-6)
-
-
-TRITON = {"int64": "INT64", "float32": "FP32"}
-
-
-def tensors_of(kind: Any, inputs: dict[str, np.ndarray], **binary: bool) -> list[Any]:
-    found = []
-    for name, array in inputs.items():
-        found.append(kind.InferInput(name, list(array.shape), TRITON[array.dtype.name]))
-        found[-1].set_data_from_numpy(array, **binary)
-    return found
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("binary", [True, False])
-def test_tritons_http_client(served: ServedProcess, trained: Trained, model: str, binary: bool) -> None:
-    triton = pytest.importorskip("tritonclient.http")
-    with triton.InferenceServerClient(served.url.removeprefix("http://")) as client:
-        output = triton.InferRequestedOutput("score", binary_data=binary)
-        for samples_, more in ((1, {}), (17, {"timeout": 60_000_000}), (300, {"request_id": "a"})):
-            tensors = tensors_of(triton, trained.held_out.inputs(0, samples_), binary_data=binary)
-            for _ in range(2):
-                found = client.infer(model, tensors, outputs=[output], **more)
-                np.testing.assert_allclose(found.as_numpy("score"), trained.scores[:samples_], atol=1e-6)
-                assert found.get_response()["model_version"] == "1"
-        metadata = client.get_model_metadata(model)
-        assert {one["name"] for one in metadata["inputs"]} == INPUTS.keys()
-        assert [one["name"] for one in client.get_model_config(model)["output"]] == ["score"]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_tritons_grpc_client(served: ServedProcess, trained: Trained, model: str) -> None:
+def test_tritons_grpc_client(served: ServedProcess, whole: Whole, model: str) -> None:
     triton = pytest.importorskip("tritonclient.grpc")
-    utils = pytest.importorskip("tritonclient.utils")
+
+    def asked(inputs: dict[str, np.ndarray], **more: Any) -> Any:
+        tensors = []
+        for name, array in inputs.items():
+            kind = {"int64": "INT64", "float32": "FP32"}[array.dtype.name]
+            tensors.append(triton.InferInput(name, list(array.shape), kind))
+            tensors[-1].set_data_from_numpy(array)
+        return client.infer(model, tensors, **more)
+
     with triton.InferenceServerClient(served.grpc) as client:
-        for samples_, more in ((1, {}), (17, {"timeout": 60_000_000}), (300, {"request_id": "a"})):
-            tensors = tensors_of(triton, trained.held_out.inputs(0, samples_))
-            for _ in range(2):
-                found = client.infer(model, tensors, **more)
-                np.testing.assert_allclose(found.as_numpy("score"), trained.scores[:samples_], atol=1e-6)
+        for samples in (1, 17, 300):
+            found = asked(whole.inputs(samples)).as_numpy("score")
+            np.testing.assert_allclose(found, whole.scores[:samples], atol=1e-6)
         assert {one.name for one in client.get_model_metadata(model).inputs} == INPUTS.keys()
-        with pytest.raises(utils.InferenceServerException, match="input 'emb_0' is missing"):
-            client.infer(model, tensors_of(triton, {"dense": trained.held_out.inputs(0, 3)["dense"]}))
-        vectors = client.infer(model, tensors_of(triton, {"emb_0": np.array([5])}), parameters={"vectors": True})
+        vectors = asked({"emb_0": np.array([5])}, parameters={"vectors": True})
         assert vectors.as_numpy("emb_0").shape == (1, DIM)
 
 
-def test_inputs_and_scores_in_shared_memory(trained: Trained, tmp_path: Path) -> None:
-    triton = pytest.importorskip("tritonclient.http")
-    regions = pytest.importorskip("tritonclient.utils.shared_memory")
-    given = trained.held_out.inputs(0, 20)
-    size = sum(one.nbytes for one in given.values())
-    document = document_of(model_repository=str(trained.repository), service={"shared_memory_bytes": 1 << 20})
-    handle = regions.create_shared_memory_region("hps-scores", "/hps-scores", size + 80)
-    try:
-        with ServedProcess(document, tmp_path) as served, triton.InferenceServerClient(served.url[7:]) as client:
-            client.register_system_shared_memory("hps-scores", "/hps-scores", size + 80)
-            tensors, at = [], 0
-            for name, array in given.items():
-                regions.set_shared_memory_region(handle, [array], at)
-                tensors.append(triton.InferInput(name, list(array.shape), TRITON[array.dtype.name]))
-                tensors[-1].set_shared_memory("hps-scores", array.nbytes, at)
-                at += array.nbytes
-            output = triton.InferRequestedOutput("score")
-            output.set_shared_memory("hps-scores", 80, at)
-            for _ in range(2):
-                client.infer("dlrm", tensors, outputs=[output])
-                found = regions.get_contents_as_numpy(handle, np.float32, [20], at)
-                np.testing.assert_allclose(found, trained.scores[:20], atol=1e-6)
-                answer = client.infer("dlrm", tensors)
-                np.testing.assert_allclose(answer.as_numpy("score"), trained.scores[:20], atol=1e-6)
-    finally:
-        regions.destroy_shared_memory_region(handle)
-
-
-def test_a_call_in_this_process_gives_the_same_scores(trained: Trained) -> None:
-    with hps.HPS(str(trained.repository)) as server:
+def test_a_call_in_this_process_gives_the_same_scores(whole: Whole) -> None:
+    with hps.HPS(str(whole.repository)) as server:
         for model in MODELS:
-            for start, stop in ((0, 1), (0, HELD_OUT)):
-                found = server.score(model, trained.held_out.inputs(start, stop))
-                np.testing.assert_allclose(found["score"], trained.scores[start:stop], atol=1e-6)
+            for samples in (1, SAMPLES):
+                np.testing.assert_allclose(
+                    server.score(model, whole.inputs(samples))["score"], whole.scores[:samples], atol=1e-6
+                )

@@ -31,8 +31,6 @@ torch.save(program(*inputs), directory / "answer.pt")
 
 
 class Model(torch.nn.Module):
-    """Rows, bags and a little arithmetic."""
-
     def __init__(self, place: str) -> None:
         super().__init__()
         self.rows = LookupLayer(place, "m", "user", 8)

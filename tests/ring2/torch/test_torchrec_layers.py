@@ -31,6 +31,30 @@ def server(tmp_path: Path) -> Iterator[hps.HPS]:
         yield server
 
 
+def bag_collection(*tables: tuple[str, int, list[str], str], rows: int = 40, weighted: bool = False, **more: Any) -> Any:
+    """torchrec's collection of tables: name, width, features and pooling of each."""
+    configs = [
+        torchrec.EmbeddingBagConfig(
+            name=name,
+            embedding_dim=dim,
+            num_embeddings=rows,
+            feature_names=names,
+            pooling=torchrec.PoolingType[pooling],
+            **more,
+        )
+        for name, dim, names, pooling in tables
+    ]
+    return torchrec.EmbeddingBagCollection(configs, is_weighted=weighted)
+
+
+def row_collection(*tables: tuple[str, int, list[str]], rows: int = 40, **more: Any) -> Any:
+    configs = [
+        torchrec.EmbeddingConfig(name=name, embedding_dim=dim, num_embeddings=rows, feature_names=names)
+        for name, dim, names in tables
+    ]
+    return torchrec.EmbeddingCollection(configs, **more)
+
+
 def jagged(count: int, *, weighted: bool = False, known_borders: bool = False) -> Any:
     bags = [random_bags(count, seed) for seed in range(len(FEATURES))]
     kjt = torchrec.KeyedJaggedTensor(
@@ -48,22 +72,13 @@ def jagged(count: int, *, weighted: bool = False, known_borders: bool = False) -
     ("count", "weighted", "known_borders"), [(0, False, False), (1, True, True), (7, False, True), (7, True, False)]
 )
 def test_answers_are_those_of_torchrecs_collection(served: Served, count: int, weighted: bool, known_borders: bool) -> None:
-    pooling = torchrec.PoolingType.SUM if weighted else torchrec.PoolingType.MEAN
+    pooling = "sum" if weighted else "mean"
     tables = [("user", ["u", "friend", "shared"], 8), ("item", ["i", "shared"], 5)]
-    theirs = torchrec.EmbeddingBagCollection(
-        [
-            torchrec.EmbeddingBagConfig(
-                name=name, embedding_dim=dim, num_embeddings=ROWS + 1, feature_names=features, pooling=pooling
-            )
-            for name, features, dim in tables
-        ],
-        is_weighted=weighted,
-    )
+    made = [(name, dim, features, pooling.upper()) for name, features, dim in tables]
+    theirs = bag_collection(*made, rows=ROWS + 1, weighted=weighted)
     for name, bag in theirs.embedding_bags.items():
         bag.weight.data.copy_(served.tables[name])
-    ours = EmbeddingBagCollection(
-        served.server, "m", [BagTable(*one, "sum" if weighted else "mean") for one in tables], is_weighted=weighted
-    )
+    ours = EmbeddingBagCollection(served.server, "m", [BagTable(*one, pooling) for one in tables], is_weighted=weighted)
     kjt = jagged(count, weighted=weighted, known_borders=known_borders)
     answer = ours(kjt)
     if count == 0:
@@ -113,26 +128,10 @@ def test_jagged_tensors_that_do_not_fit_are_refused(served: Served) -> None:
 
 
 def collections() -> nn.Module:
-    pooling = torchrec.PoolingType
-    tables = [("goods", 4, ["viewed", "bought"], pooling.SUM), ("users", 6, ["friends"], pooling.MEAN)]
-    bags = torchrec.EmbeddingBagCollection(
-        tables=[
-            torchrec.EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=40, feature_names=names, pooling=mode)
-            for name, dim, names, mode in tables
-        ]
-    )
+    bags = bag_collection(("goods", 4, ["viewed", "bought"], "SUM"), ("users", 6, ["friends"], "MEAN"))
     bags.embedding_bags["users"].max_norm = 0.2
-    weighted = torchrec.EmbeddingBagCollection(
-        tables=[torchrec.EmbeddingBagConfig(name="w", embedding_dim=4, num_embeddings=40, feature_names=["bought"])],
-        is_weighted=True,
-    )
-    rows = torchrec.EmbeddingCollection(
-        tables=[
-            torchrec.EmbeddingConfig(name=name, embedding_dim=4, num_embeddings=40, feature_names=names)
-            for name, names in (("first", ["viewed", "friends"]), ("second", ["viewed"]))
-        ],
-        need_indices=True,
-    )
+    weighted = bag_collection(("w", 4, ["bought"], "SUM"), weighted=True)
+    rows = row_collection(("first", 4, ["viewed", "friends"]), ("second", 4, ["viewed"]), need_indices=True)
     return nn.ModuleDict({"bags": bags, "weighted": weighted, "rows": rows})
 
 
@@ -175,10 +174,7 @@ def test_a_collection_with_a_forward_of_its_own_is_refused(tmp_path: Path, serve
 
 
 def test_torchrec_tables_keep_their_names(tmp_path: Path) -> None:
-    bags = torchrec.EmbeddingBagCollection(
-        tables=[torchrec.EmbeddingBagConfig(name="t 1", embedding_dim=4, num_embeddings=9, feature_names=["f", "g"])]
-    )
-    rows = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(name="t2", embedding_dim=4, num_embeddings=7)])
+    bags, rows = bag_collection(("t 1", 4, ["f", "g"], "SUM"), rows=9), row_collection(("t2", 4, ["h"]), rows=7)
     saved = save(nn.ModuleDict({"bags": bags, "rows": rows}), tmp_path / "rec")
     assert saved.tables == {"bags": ("t_1",), "rows": ("t2",)}
     assert rows_of(tmp_path / "rec" / "1" / "t_1", 4) == dict(enumerate(bags.embedding_bags["t 1"].weight.tolist()))

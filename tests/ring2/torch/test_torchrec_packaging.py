@@ -1,6 +1,5 @@
 """Modules with torchrec's collections, plain and quantised ones, are saved, converted and packaged."""
 
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import hps
 from hps.torch import convert, package, save
 from tests.ring1.torch.test_packaging import DIM, answers, inputs_of, keys, score
 from tests.ring1.torch.test_quantised import ROWS, table
+from tests.ring2.torch.test_torchrec_layers import bag_collection, row_collection
 from tests.servers.running_service import document_of
 
 with warnings.catch_warnings():
@@ -40,17 +40,12 @@ def server(tmp_path: Path) -> Iterator[hps.HPS]:
 
 
 def test_a_half_collection_answers_in_float32(tmp_path: Path) -> None:
-    tables = [
-        torchrec.EmbeddingBagConfig(
-            name=f"t{n}", embedding_dim=4, num_embeddings=ROWS, feature_names=[f"f{n}"], data_type=torchrec.DataType.FP16
-        )
-        for n in range(3)
-    ]
+    tables = [(f"t{n}", 4, [f"f{n}"], "SUM") for n in range(3)]
 
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bags = torchrec.EmbeddingBagCollection(tables=tables)
+            self.bags = bag_collection(*tables, rows=ROWS, data_type=torchrec.DataType.FP16)
             self.top = nn.Linear(12, 1)
 
         def forward(self, sparse: Any) -> torch.Tensor:
@@ -62,18 +57,10 @@ def test_a_half_collection_answers_in_float32(tmp_path: Path) -> None:
 
 
 def test_collections_of_torchrec(tmp_path: Path) -> None:
-
     class Collected(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            config = torchrec.EmbeddingBagConfig
-            pooling = torchrec.PoolingType
-            self.bags = torchrec.EmbeddingBagCollection(
-                tables=[
-                    config(name="t1", embedding_dim=4, num_embeddings=ROWS, feature_names=["f", "g"], pooling=pooling.MEAN),
-                    config(name="t2", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["h"]),
-                ]
-            )
+            self.bags = bag_collection(("t1", 4, ["f", "g"], "MEAN"), ("t2", DIM, ["h"], "SUM"), rows=ROWS)
             self.top = nn.Linear(8 + DIM + 2, 1)
 
         def forward(self, dense: torch.Tensor, sparse: Any) -> torch.Tensor:
@@ -105,23 +92,11 @@ def collection(kind: str, bits: int | torch.dtype, *, shared: bool = False, outp
         activation=observer(dtype=output), weight=observer(dtype=dtypes[bits] if isinstance(bits, int) else bits)
     )
     features = [["f", "g"], ["h", "f"] if shared else ["h"], ["i"]]
-    pooling = [torchrec.PoolingType.SUM, torchrec.PoolingType.MEAN, torchrec.PoolingType.SUM]
     if kind == "bags":
-        plain = torchrec.EmbeddingBagCollection(
-            tables=[
-                torchrec.EmbeddingBagConfig(
-                    name=f"t {n}", embedding_dim=8 * (n + 1), num_embeddings=ROWS, feature_names=features[n], pooling=pooling[n]
-                )
-                for n in range(3)
-            ]
-        )
+        pooling = ("SUM", "MEAN", "SUM")
+        plain = bag_collection(*((f"t {n}", 8 * (n + 1), features[n], pooling[n]) for n in range(3)), rows=ROWS)
     else:
-        plain = torchrec.EmbeddingCollection(
-            tables=[
-                torchrec.EmbeddingConfig(name=f"t {n}", embedding_dim=8, num_embeddings=ROWS, feature_names=features[n])
-                for n in range(3)
-            ]
-        )
+        plain = row_collection(*((f"t {n}", 8, features[n]) for n in range(3)), rows=ROWS)
     plain.qconfig = config
     home = modules.EmbeddingBagCollection if kind == "bags" else modules.EmbeddingCollection
     return home.from_float(plain)
@@ -156,13 +131,11 @@ def test_layers_answer_as_quantised_collections(tmp_path: Path, server: hps.HPS,
     module = collection(kind, 8, shared=shared)
     converted = convert(module, server, "m", repository=tmp_path, hotness=4)
     given = jagged(9)
+    got, expected = converted(given), module(given)
     if kind == "bags":
-        got, expected = converted(given), module(given)
-        if not shared:  # the names of outputs have the tables' names, which are those of directories
-            assert got.keys() == expected.keys()
+        assert shared or got.keys() == expected.keys()  # else they have the tables' names, which are those of directories
         torch.testing.assert_close(got.values(), expected.values(), rtol=0, atol=1e-6)
         return
-    got, expected = converted(given), module(given)
     assert list(got) == list(expected)
     for name, rows in expected.items():
         torch.testing.assert_close(got[name].values(), rows.values(), rtol=0, atol=2e-7)
@@ -180,11 +153,7 @@ class Pooled(nn.Module):
         return self.top(torch.cat([self.bags(sparse).values(), self.plain(item)], 1)).squeeze(1).float()
 
 
-@pytest.mark.parametrize(
-    ("bits", "shared", "output"),
-    [(4, True, torch.float32), (8, False, torch.float16)],
-    ids=str,
-)
+@pytest.mark.parametrize(("bits", "shared", "output"), [(4, True, torch.float32), (8, False, torch.float16)], ids=str)
 def test_a_module_with_a_quantised_collection_is_packaged(tmp_path: Path, bits: int, shared: bool, output: torch.dtype) -> None:
     module = Pooled(collection("bags", bits, shared=shared, output=output), output)
     tolerance = 1e-5 if output is torch.float32 else 2e-3
@@ -197,14 +166,6 @@ def test_a_module_with_a_quantised_collection_is_packaged(tmp_path: Path, bits: 
     bags = {name: hps.Bags(one.values(), one.offsets()) for name, one in features.items()}
     found = score(tmp_path, {"item": item, **bags})
     np.testing.assert_allclose(found["score"], module(sparse, item).detach(), atol=tolerance)
-
-
-def test_a_quantised_module_is_the_next_version_of_the_plain_one(tmp_path: Path) -> None:
-    bags = collection("bags", 8)
-    plain = torchrec.EmbeddingBagCollection(tables=bags.embedding_bag_configs())
-    save(nn.ModuleDict({"e": plain}), tmp_path / "m")
-    assert save(nn.ModuleDict({"e": bags}), tmp_path / "m").version == "2"
-    assert json.loads((tmp_path / "m" / "model.json").read_text())["embedding_vecsize_per_table"] == [8, 16, 24]
 
 
 def test_what_cannot_be_read_as_rows_is_refused(tmp_path: Path) -> None:

@@ -362,11 +362,7 @@ def test_filters_say_which_tables_follow(filters: Any, followed: set[str], docum
 
 @pytest.mark.parametrize(
     ("host", "group", "named"),
-    [
-        ("rocks_db", "", "hps.persistent.{host}"),
-        ("hash_map", "", "hps.volatile.{host}"),
-        ("rocks_db", "mine", "mine"),
-    ],
+    [("rocks_db", "", "hps.persistent.{host}"), ("hash_map", "", "hps.volatile.{host}"), ("rocks_db", "mine", "mine")],
 )
 def test_positions_are_committed_under_the_names_of_hugectr(
     host: str, group: str, named: str, document: Make, log: Log

@@ -224,14 +224,7 @@ def test_the_other_tables_with_the_rows_of_a_table_are_those_of_its_version(tag:
 
 @pytest.mark.parametrize(
     ("used", "slot"),
-    [
-        (set(), "2"),
-        ({"1"}, "2"),
-        ({"2"}, SECOND),
-        ({"2", SECOND}, THIRD),
-        ({SECOND}, "2"),
-        ({"2", SECOND, THIRD}, FOURTH),
-    ],
+    [(set(), "2"), ({"1"}, "2"), ({"2"}, SECOND), ({"2", SECOND}, THIRD), ({SECOND}, "2"), ({"2", SECOND, THIRD}, FOURTH)],
 )
 def test_a_version_gets_the_first_slot_that_no_other_uses(used: set[str], slot: str) -> None:
     for databases in ((), (MemoryDatabase(),), (MemoryDatabase(), Disk())):

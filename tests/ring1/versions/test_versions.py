@@ -448,9 +448,7 @@ def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answer
 # -- what was kept ----------------------------------------------------------------------------------------------------
 
 
-def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(
-    document: Callable[..., dict[str, Any]],
-) -> None:
+def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(document: Callable[..., dict[str, Any]]) -> None:
     with hps.HPS(document(), deploy_models=False) as server:
         server.deploy("ranker", "1")
         server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")

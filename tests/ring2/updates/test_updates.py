@@ -17,9 +17,8 @@ from tests.ring1.versions.test_live_updates import document as document  # fixtu
 from tests.ring1.versions.test_live_updates import log as log
 from tests.servers.running_service import running_service
 
-KAFKA = pytest.param("kafka", marks=pytest.mark.kafka)
-REDIS = pytest.param("redis_stream", marks=pytest.mark.redis)
-each_log_and_host = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     ("log", "host"),
     [
         pytest.param("kafka", "rocks_db", marks=pytest.mark.kafka),
@@ -30,21 +29,8 @@ each_log_and_host = pytest.mark.parametrize(
     ],
     indirect=["log"],
 )
-
-
-@each_log_and_host
-def test_what_is_published_is_in_every_tier(host: str, document: Make, log: Log) -> None:
-    followed.test_what_is_published_is_in_every_tier(host, document, log)
-
-
-@each_log_and_host
 def test_a_restart_goes_on_where_it_stopped(host: str, document: Make, log: Log) -> None:
     followed.test_a_restart_goes_on_where_it_stopped(host, document, log)
-
-
-@pytest.mark.parametrize("log", [KAFKA, REDIS], indirect=True)
-def test_an_empty_volume_catches_up_from_where_its_files_end(document: Make, log: Log) -> None:
-    followed.test_an_empty_volume_catches_up_from_where_its_files_end(document, log)
 
 
 @pytest.mark.redis

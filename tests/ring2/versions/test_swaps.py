@@ -15,10 +15,7 @@ from tests.ring1.versions.test_versions import server as server
 
 
 @pytest.mark.parametrize(
-    "server",
-    [("direct", "hash_map"), ("cached", "rocks_db"), ("static", "rocks_db")],
-    ids="-".join,
-    indirect=True,
+    "server", [("direct", "hash_map"), ("cached", "rocks_db"), ("static", "rocks_db")], ids="-".join, indirect=True
 )
 def test_no_lookup_fails_and_none_mixes_versions_while_versions_are_swapped(server: hps.HPS) -> None:
     server.deploy("ranker", "1")

@@ -28,10 +28,7 @@ print(json.dumps([prepared, used, float(vectors.sum())]))
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [
-        ({}, SETS | HASH_MAP | DENSE | LOOKUP),
-        ({"row_dtype": "bfloat16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS),
-    ],
+    [({}, SETS | HASH_MAP | DENSE | LOOKUP), ({"row_dtype": "bfloat16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS)],
 )
 def test_loads_and_lookups_use_no_other_kernels(tmp_path, settings, expected):
     keys = np.arange(1000)

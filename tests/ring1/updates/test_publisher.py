@@ -129,9 +129,8 @@ def test_positions_are_those_of_the_last_message_of_each_partition(broker: Memor
 
 def test_the_rate_is_kept(broker: MemoryBroker) -> None:
     clock = Clock()
-    with make(
-        broker, rows_per_s=100.0, clock=clock, sleep=lambda seconds: setattr(clock, "now", clock.now + seconds)
-    ) as publisher:
+    pause: Any = {"clock": clock, "sleep": lambda seconds: setattr(clock, "now", clock.now + seconds)}
+    with make(broker, rows_per_s=100.0, **pause) as publisher:
         publisher.insert(KEYS[:1000], VECTORS[:1000])
         assert 9.0 <= clock.now <= 10.0
         clock.now += 1000.0  # what was not used is not made up for

@@ -272,12 +272,8 @@ def test_a_forked_child_is_refused_and_ends(cluster, writer, opened):
     child = os.fork()
     if child == 0:
         refused = 0
-        for call in (
-            lambda: log.poll(0.1, 1),
-            lambda: log.commit({}),
-            lambda: writer.send(FIRST, b"x"),
-            lambda: writer.flush(1),
-        ):
+        calls = lambda: log.poll(0.1, 1), lambda: log.commit({}), lambda: writer.send(FIRST, b"x"), lambda: writer.flush(1)
+        for call in calls:
             try:
                 call()
             except ForkedProcessError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,24 +43,29 @@ def document(tmp_path: Path) -> dict[str, Any]:
     return document_of(model_of("m", [tmp_path / table for table in DIMS], DIMS, gpucacheper=1.0, **settings))
 
 
-def test_a_row_is_shown_with_its_tier_and_an_absent_one_with_the_default(document: dict[str, Any]) -> None:
+@pytest.fixture
+def server(document: dict[str, Any]) -> Iterator[hps.HPS]:
     with hps.HPS(document) as server:
-        deployment = server.model("m")
-        for value in (2.0, 3.0):
-            deployment.insert(1, np.array([50]), np.full((1, 8), value, np.float32))
-            row = deployment.row(1, 50)
-            assert (row.key, row.vector.tolist(), row.version) == (50, [value] * 8, "1")
-            assert row.tier in ("embedding_cache", "volatile_db")
-        deployment.delete(1, np.array([50]))
+        yield server
+
+
+def test_a_row_is_shown_with_its_tier_and_an_absent_one_with_the_default(server: hps.HPS) -> None:
+    deployment = server.model("m")
+    for value in (2.0, 3.0):
+        deployment.insert(1, np.array([50]), np.full((1, 8), value, np.float32))
         row = deployment.row(1, 50)
-        assert (row.tier, row.vector.tolist(), row.written_at_us) == (None, [5.0] * 8, None)
-        row = deployment.row(0, 3)
-        assert (row.tier, row.vector.tolist()) == ("embedding_cache", [1.0] * 4)
-        deployment.insert(0, np.array([3]), np.full((1, 4), 2, np.float32))
-        assert server.lookup([3], "m", "a").tolist() == [[2.0] * 4], "what is resident is replaced"
-        deployment.delete(0, np.array([3]))
-        assert server.lookup([3], "m", "a").tolist() == [[5.0] * 4], "and removed"
-        assert deployment.modified.is_set()
+        assert (row.key, row.vector.tolist(), row.version) == (50, [value] * 8, "1")
+        assert row.tier in ("embedding_cache", "volatile_db")
+    deployment.delete(1, np.array([50]))
+    row = deployment.row(1, 50)
+    assert (row.tier, row.vector.tolist(), row.written_at_us) == (None, [5.0] * 8, None)
+    row = deployment.row(0, 3)
+    assert (row.tier, row.vector.tolist()) == ("embedding_cache", [1.0] * 4)
+    deployment.insert(0, np.array([3]), np.full((1, 4), 2, np.float32))
+    assert server.lookup([3], "m", "a").tolist() == [[2.0] * 4], "what is resident is replaced"
+    deployment.delete(0, np.array([3]))
+    assert server.lookup([3], "m", "a").tolist() == [[5.0] * 4], "and removed"
+    assert deployment.modified.is_set()
 
 
 @pytest.mark.parametrize("row_dtype", ["float32", "float16"])
@@ -75,13 +81,16 @@ def test_changes_of_a_log_reach_every_tier_in_their_order(document: dict[str, An
             assert server.lookup([3, 4], "m", "a").tolist() == [[row] * 4, [1.0] * 4]
 
 
-@pytest.mark.parametrize("table", ["c", 2, -1, True, None, 1.0])
-def test_a_table_that_is_none_is_refused_with_the_known_ones(document: dict[str, Any], table: Any) -> None:
-    with hps.HPS(document) as server:
-        deployment = server.model("m")
-        assert [deployment.table_index(one) for one in ("a", "b", 0, 1, np.int64(1))] == [0, 1, 0, 1, 1]
+def test_a_table_that_is_none_and_vectors_of_another_shape_are_refused(server: hps.HPS) -> None:
+    deployment = server.model("m")
+    assert [deployment.table_index(one) for one in ("a", "b", 0, 1, np.int64(1))] == [0, 1, 0, 1, 1]
+    for table in ("c", 2, -1, True, None, 1.0):
         with pytest.raises(hps.UnknownTableError, match=r"expected one of 0 \(a\), 1 \(b\)"):
-            deployment.table_index(table)
+            deployment.table_index(table)  # type: ignore[arg-type]
+    for shape in ((1, 3), (2, 4), (1, 4, 1)):
+        with pytest.raises(hps.InvalidInputError, match=r"expected \(1, 4\)"):
+            deployment.insert(0, KEYS[:1], np.zeros(shape, np.float32))
+    assert not deployment.modified.is_set()
 
 
 def test_a_device_that_is_none_is_refused_and_the_only_one_is_the_default(document: dict[str, Any]) -> None:
@@ -94,61 +103,31 @@ def test_a_device_that_is_none_is_refused_and_the_only_one_is_the_default(docume
             deployment.session(0)
 
 
-def test_vectors_of_another_shape_are_refused_and_nothing_is_written(document: dict[str, Any]) -> None:
-    with hps.HPS(document) as server:
-        deployment = server.model("m")
-        for shape in ((1, 3), (2, 4), (1, 4, 1)):
-            with pytest.raises(hps.InvalidInputError, match=r"expected \(1, 4\)"):
-                deployment.insert(0, KEYS[:1], np.zeros(shape, np.float32))
-        assert not deployment.modified.is_set()
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "complaint"),
-    [
-        ({"embedding_cache_type": "static"}, hps.InvalidInputError, "expected a persistent_db"),
-        ({"embedding_cache_type": "dynamic"}, hps.InvalidInputError, "expected one"),
-    ],
-)
-def test_a_write_that_no_database_would_keep_is_refused(
-    document: dict[str, Any], settings: dict[str, Any], error: type[Exception], complaint: str
-) -> None:
-    document["models"][0] |= settings
-    if settings["embedding_cache_type"] == "dynamic":
+@pytest.mark.parametrize(("kind", "complaint"), [("static", "expected a persistent_db"), ("dynamic", "expected one")])
+def test_a_write_that_no_database_would_keep_is_refused(document: dict[str, Any], kind: str, complaint: str) -> None:
+    document["models"][0]["embedding_cache_type"] = kind
+    if kind == "dynamic":
         document["volatile_db"] = {"type": "disabled"}
     with hps.HPS(document) as server:
         deployment = server.model("m")
-        for change in (
-            lambda: deployment.insert(0, KEYS[:1], np.zeros((1, 4), np.float32)),
-            lambda: deployment.delete(0, KEYS),
-        ):
-            with pytest.raises(error, match=complaint):
-                change()
+        with pytest.raises(hps.InvalidInputError, match=complaint):
+            deployment.insert(0, KEYS[:1], np.zeros((1, 4), np.float32))
+        with pytest.raises(hps.InvalidInputError, match=complaint):
+            deployment.delete(0, KEYS)
         assert not deployment.modified.is_set()
 
 
-def test_a_deployment_that_is_closed_refuses_and_is_closed_again(document: dict[str, Any]) -> None:
-    with hps.HPS(document) as server:
-        deployment = server.model("m")
-        stopped: list[float] = []
-        answers = [False, True, True]
-        deployment.stop_following.append(lambda timeout_s: stopped.append(timeout_s) or answers.pop(0))
-        assert deployment.close("keep") is False, "its feed has not stopped"
-        assert not deployment.lookups_ended.is_set()
-        for _ in range(2):
-            assert deployment.close("keep") is True
-        assert (len(stopped), deployment.lookups_ended.is_set()) == (2, True)
-        with pytest.raises(hps.NotReadyError):
-            deployment.insert(0, KEYS[:1], np.zeros((1, 4), np.float32))
-        assert server._chain.databases[0].tags() != [], "its tables are kept"
-
-
-def test_a_successor_takes_the_feeds_over(document: dict[str, Any]) -> None:
-    with hps.HPS(document) as server:
-        deployment = server.model("m")
-        deployment.stop_following.append(lambda timeout_s: False)
-        assert deployment.close("hand over") is True
-        assert len(deployment.stop_following) == 1
+def test_a_deployment_that_is_closed_refuses_and_is_closed_again(server: hps.HPS) -> None:
+    deployment, stopped, answers = server.model("m"), [], [False, True, True]
+    deployment.stop_following.append(lambda timeout_s: stopped.append(timeout_s) or answers.pop(0))
+    assert deployment.close("keep") is False, "its feed has not stopped"
+    assert not deployment.lookups_ended.is_set()
+    for _ in range(2):
+        assert deployment.close("keep") is True
+    assert (len(stopped), deployment.lookups_ended.is_set()) == (2, True)
+    with pytest.raises(hps.NotReadyError):
+        deployment.insert(0, KEYS[:1], np.zeros((1, 4), np.float32))
+    assert server._chain.databases[0].tags() != [], "its tables are kept"
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------------
@@ -252,11 +231,10 @@ def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_t
     async def look_up_later(server: Any, value: int) -> int:
         return look_up(server, value)
 
-    def call(value: int) -> int:
+    def call(value: int) -> Any:
         calls.clear()
         if kind == "coroutine":
-            found: int = asyncio.run(repeated_after_takeover(look_up_later)(server, value))
-            return found
+            return asyncio.run(repeated_after_takeover(look_up_later)(server, value))
         return repeated_after_takeover(look_up)(server, value)
 
     assert (call(7), len(calls)) == (8, takeovers + 1)

@@ -1,5 +1,7 @@
 """Which tables' online writes a version in another row format takes over, and which formats stand against each other."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +34,22 @@ def pairs(old: list[TableSpec]) -> list[tuple[str, str]]:
     return [(one.tag, new.tag) for one, new in zip(old, tables(), strict=True)]
 
 
+NONE = [None, None]
+
+
 @pytest.mark.parametrize(
     ("held", "expected"),
     [
-        ([], [None, None]),
+        ([], NONE),
         ([(INT8, {"modified": True})], pairs(INT8)),
-        ([(INT8, {"modified": False})], [None, None]),
-        ([(INT8, {"modified": True, "rows_done": 4})], [None, None]),  # half loaded
-        ([(INT8, {"modified": True, "fingerprints": ("other", "files")})], [None, None]),
+        ([(INT8, {"modified": False})], NONE),
+        ([(INT8, {"modified": True, "rows_done": 4})], NONE),  # half loaded
+        ([(INT8, {"modified": True, "fingerprints": ("other", "files")})], NONE),
         ([(INT8, {"modified": True, "fingerprints": ("other", FILES[1])})], [None, pairs(INT8)[1]]),
+        ([([replace(table, dim=table.dim + 4) for table in INT8], {"modified": True})], NONE),  # of another width
         ([(INT8, {"modified": True, "at": 5}), (HALF, {"modified": True, "at": 6})], pairs(HALF)),
         ([(INT8, {"modified": True, "at": 7}), (HALF, {"modified": True, "at": 6})], pairs(INT8)),
-        ([(INT8, {"modified": True}), (tables(), {})], [None, None]),  # it is whole
+        ([(INT8, {"modified": True}), (tables(), {})], NONE),  # it is whole
         ([(INT8, {"modified": True}), (tables(), {"rows_done": 4})], pairs(INT8)),
     ],
 )
@@ -56,16 +62,16 @@ def test_a_start_takes_over_the_writes_of_the_whole_table_of_the_same_files_that
     assert found(disk) == expected
 
 
-def test_a_table_of_another_width_is_none_of_its_format() -> None:
-    disk = Disk()
-    disk.hold([replace(table, dim=table.dim + 4) for table in INT8], modified=True)
-    assert found(disk) == [None, None]
+def test_databases_that_keep_nothing_or_are_down_have_no_writes_to_take_over() -> None:
+    class Down(Shared):
+        def tags(self) -> list[str]:
+            raise hps.DatabaseError("down")
 
-
-def test_databases_that_keep_nothing_have_no_writes_to_take_over() -> None:
-    assert find_changes(config(), tables(), FILES, None, []).tables == ()
-    shared = SharedMemory()
-    assert find_changes(config(), tables(), FILES, None, [shared]).tables == ()
+    assert found() == found(SharedMemory()) == []
+    assert found(Down(), Disk()) == NONE
+    changes = FormatChanges()
+    with changes.noted():
+        assert changes.sources == []
 
 
 def test_a_version_in_service_hands_over_what_it_has_and_what_is_written_meanwhile() -> None:
@@ -82,46 +88,32 @@ def test_a_version_in_service_hands_over_what_it_has_and_what_is_written_meanwhi
         assert [one.noted for one in changes.tables if one] == [0, 2 * turn]
 
 
-def test_without_a_version_in_service_nothing_is_noted() -> None:
-    changes = FormatChanges()
-    with changes.noted():
-        pass
-    assert changes.sources == []
-
-
 @pytest.mark.parametrize(("noted", "passes"), [([4096], 0), ([4097, 4096], 1), ([9000, 8000, 7000, 100], 3), ([5000] * 20, 8)])
 def test_it_catches_up_while_writes_go_on_until_few_are_left_and_a_last_time_while_they_wait(
     noted: list[int], passes: int
 ) -> None:
     steps: list[str] = []
+    left = [*noted, 0]
 
     class Table:
-        def __init__(self) -> None:
-            self.left = list(noted)
-
-        @property
-        def noted(self) -> int:
-            return self.left[0]
+        noted = property(lambda self: left[0])
 
         def catch_up(self, deployed: Any, index: int) -> None:
             steps.append("catch up")
-            self.left.pop(0)
+            left.pop(0)
 
         def take_over(self, database: Any) -> None:
             steps.append("take over")
 
-    class Settled:
-        def __enter__(self) -> None:
-            steps.append("writes wait")
-
-        def __exit__(self, *_: object) -> None:
-            steps.append("writes go on")
+    @contextmanager
+    def settled(some: object) -> Iterator[None]:
+        steps.append("writes wait")
+        yield
+        steps.append("writes go on")
 
     serving = there(Disk(), INT8)
-    serving.chain.settled = lambda some: Settled()
-    table = Table()
-    table.left.append(0)
-    changes: Any = FormatChanges([table], serving)  # type: ignore[list-item]
+    serving.chain.settled = settled
+    changes: Any = FormatChanges([Table()], serving)  # type: ignore[list-item]
     with changes.taken_over(SimpleNamespace(chain=SimpleNamespace(databases=[Disk()]))):
         steps.append("serve")
     assert steps == [*["catch up"] * passes, "writes wait", "catch up", "take over", "serve", "writes go on"]
@@ -196,11 +188,3 @@ def test_replicas_with_other_formats_above_the_same_database_are_warned_of(
     shared.others = {tag}
     format_changes.find_changes(config(), tables(), FILES, None, [shared, Disk()])
     assert ("another replica serves table 'a' as int8" in caplog.text) is warned
-
-
-def test_a_shared_database_that_is_down_is_left_to_the_load(caplog: pytest.LogCaptureFixture) -> None:
-    class Down(Shared):
-        def tags(self) -> list[str]:
-            raise hps.DatabaseError("down")
-
-    assert found(Down(), Disk()) == [None, None]

@@ -5,6 +5,7 @@ import pytest
 from hps.configuration.load import load_configuration
 from hps.registry import implementation
 from hps.versions.deployment import kernels_of
+from tests.servers.running_service import document_of, model_of
 
 SETS = {"_add_keys", "_add_hashes", "_contains"}
 HASH_MAP = {"fetch", "insert", "delete", "rehash", "retire", "count_by_hash"}
@@ -19,21 +20,9 @@ ROWS = {"encode_rows", "decode_rows"}
 
 
 def document(tmp_path, volatile, **settings):
-    persistent = {"type": "rocks_db", "path": str(tmp_path / "db")}
-    model = {
-        "model": "m",
-        "sparse_files": [str(tmp_path / "t.model")],
-        "embedding_table_names": ["t"],
-        "embedding_vecsize_per_table": [16],
-        "maxnum_catfeature_query_per_table_per_sample": [100],
-        "default_value_for_each_table": [0.0],
-        "deployed_device_list": [0],
-        "max_batch_size": 100,
-        "gpucacheper": 0.5,
-        "hit_rate_threshold": 1.1,
-        **settings,
-    }
-    return {"supportlonglong": True, "device": "cpu", "volatile_db": volatile, "persistent_db": persistent, "models": [model]}
+    settings = {"maxnum_catfeature_query_per_table_per_sample": [100], "max_batch_size": 100, "gpucacheper": 0.5} | settings
+    model = model_of("m", [tmp_path / "t.model"], {"t": 16}, hit_rate_threshold=1.1, **settings)
+    return document_of(model, persistent=tmp_path / "db", volatile_db=volatile)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """How the devices of a model share its rows, and how many rows they have room for."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -54,24 +54,15 @@ def shared(model: ModelConfig) -> tuple[DeviceSharing, list[int]]:
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-def test_devices_that_partition_rows_have_room_for_the_own_of_each(devices: int) -> None:
-    sharing, capacities = shared(config("partition", devices))
-    assert sharing == DeviceSharing(tuple(range(devices)))
-    assert capacities == [devices * 20_000, devices * 6]
-
-
-@pytest.mark.parametrize("devices", [2, 3])
-def test_near_rows_are_a_share_of_the_own_of_each_device(devices: int) -> None:
-    sharing, capacities = shared(config("hot", devices))
-    near = int(NEAR_SHARE * 20_000)
-    assert sharing == DeviceSharing(tuple(range(devices)), (near, 0))
-    assert capacities == [devices * (20_000 - near), devices * 6]
-
-
-@pytest.mark.parametrize("sharing", ["partition", "hot"])
-def test_no_more_rows_have_room_than_there_are(sharing: str) -> None:
-    assert shared(config(sharing, 3, gpucacheper=0.5))[1] == ROWS
-    assert shared(config(sharing, gpucacheper=1.0))[1] == ROWS
+@pytest.mark.parametrize(("kind", "near"), [("partition", ()), ("hot", (int(NEAR_SHARE * 20_000), 0))])
+def test_devices_have_room_for_the_own_rows_of_each_and_hot_ones_for_near_ones(
+    kind: str, near: tuple[int, ...], devices: int
+) -> None:
+    sharing, capacities = shared(config(kind, devices))
+    assert sharing == DeviceSharing(tuple(range(devices)), near)
+    assert capacities == [devices * (20_000 - sum(near)), devices * 6]
+    assert shared(config(kind, devices, gpucacheper=1.0))[1] == ROWS, "there are no more"
+    assert shared(config(kind, 3, gpucacheper=0.5))[1] == ROWS
 
 
 def test_a_static_table_is_cached_once() -> None:
@@ -82,14 +73,10 @@ def test_a_static_table_is_cached_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "model",
-    [config("replicate"), config("hot", 1), config("partition", 1), config("hot", gpucache=False)],
-    ids=["replicate", "hot of one device", "partition of one device", "no cache"],
+    "model", [config("replicate"), config("hot", 1), config("partition", 1), config("hot", gpucache=False)], ids=range(4)
 )
 def test_others_share_nothing(model: ModelConfig) -> None:
-    sharing, capacities = shared(model)
-    assert sharing is ALONE
-    assert capacities == ([20_000, 6] if model.gpucache else [0, 0])
+    assert shared(model) == (ALONE, [20_000, 6] if model.gpucache else [0, 0])
 
 
 def test_devices_that_cannot_reach_each_other_cache_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,34 +87,44 @@ def test_devices_that_cannot_reach_each_other_cache_by_themselves(monkeypatch: p
     assert usable_sharing(config("hot"), NumpyCache, ROWS) == (ALONE, None)
 
 
-def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharing: str) -> list[CheckResult]:
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[CheckResult]]:
+    """What a check of the machine finds about devices."""
     monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours(f"{__name__}:Apart"))
-    model = config(sharing)
-    configuration = load_configuration(document_of(model.model_dump(), device="cuda"))
-    tables = {table: (rows, 0) for table, rows in zip(model.tables, ROWS, strict=True)}
-    return [one for one in preflight(configuration, tables, ModelSources(configuration.model_source), 5) if "dev" in one.where]
+
+    def check(sharing: str) -> list[CheckResult]:
+        model = config(sharing)
+        configuration = load_configuration(document_of(model.model_dump(), device="cuda"))
+        tables = {table: (rows, 0) for table, rows in zip(model.tables, ROWS, strict=True)}
+        found = preflight(configuration, tables, ModelSources(configuration.model_source), 5)
+        return [one for one in found if "dev" in one.where]
+
+    return check
 
 
-def test_a_check_of_the_machine_asks_each_device_for_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [found] = checked(tmp_path, monkeypatch, "hot")
+Check = Callable[[str], list[CheckResult]]
+
+
+def test_a_check_of_the_machine_asks_each_device_for_its_part(checked: Check) -> None:
+    [found] = checked("hot")
     assert (found.level, found.where) == ("good", "device")
     sharing, capacities = shared(config("hot"))
     assert Apart.asked == [(device, capacities, sharing) for device in (0, 1)]
 
 
-def test_a_check_of_the_machine_warns_of_devices_that_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_of_the_machine_warns_of_devices_that_share_nothing(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Apart, "reason", REASON)
-    [found] = checked(tmp_path, monkeypatch, "partition")
+    [found] = checked("partition")
     assert (found.level, found.where) == ("warning", "models[0].device_sharing")
     assert "device_sharing partition is impossible here" in found.text
     assert REASON in found.text
     assert Apart.asked == [(device, [20_000, 6], ALONE) for device in (0, 1)]
 
 
-def test_a_check_of_the_machine_finds_parts_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_of_the_machine_finds_parts_that_do_not_fit(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise CapacityError("too large")
 
     monkeypatch.setattr(Apart, "check_room", refuse)
-    found = checked(tmp_path, monkeypatch, "hot")
-    assert [(one.level, one.where, one.text) for one in found] == [("wrong", "models[0].deployed_device_list", "too large")] * 2
+    expected = ("wrong", "models[0].deployed_device_list", "too large")
+    assert [(one.level, one.where, one.text) for one in checked("hot")] == [expected] * 2

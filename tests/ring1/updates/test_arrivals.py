@@ -44,9 +44,7 @@ def test_nothing_is_known_of_a_backlog_but_what_it_claims_of_the_past(partition:
 
 
 @pytest.mark.parametrize(("claimed", "arrived"), [(HOUR, 101.0), (-HOUR, 101.0), (101.5, 101.5), (102.5, 101.0)])
-def test_a_claim_counts_between_the_looks_without_and_with_the_message(
-    partition: Partition, claimed: float, arrived: float
-) -> None:
+def test_a_claim_counts_between_the_looks_around_it(partition: Partition, claimed: float, arrived: float) -> None:
     for now, last in ((100.0, 4), (101.0, 4), (102.0, 5), (103.0, 7)):
         partition.look(now, last)
     partition.arrivals.skip((4,))

@@ -258,9 +258,7 @@ def test_a_bad_message_is_put_aside_and_the_next_one_is_applied(world: World, mo
 
 
 @pytest.mark.parametrize(("row_dtype", "value"), [("int8", 1e8), ("float16", 1e5), ("bfloat16", 3.4e38)])
-def test_a_message_with_a_row_that_the_format_cannot_hold_is_put_aside_whole(
-    world: World, row_dtype: str, value: float
-) -> None:
+def test_a_message_with_a_row_that_does_not_fit_is_put_aside(world: World, row_dtype: str, value: float) -> None:
     world.row_dtype = row_dtype
     good, bad = np.array([[1, 2], [3, 4]], np.float32), np.array([[5, 6], [7, value]], np.float32)
     keys = np.array([1, 2])
@@ -276,9 +274,7 @@ def test_a_message_with_a_row_that_the_format_cannot_hold_is_put_aside_whole(
 
 
 @pytest.mark.parametrize("error", [DatabaseError("the disk is full"), ZeroDivisionError("oh")])
-def test_a_failed_batch_is_tried_again_while_its_partitions_pause_and_other_tables_go_on(
-    world: World, error: Exception
-) -> None:
+def test_a_failed_batch_is_tried_again_while_other_tables_go_on(world: World, error: Exception) -> None:
     failing, tried = threading.Event(), threading.Semaphore(0)
     failing.set()
 
@@ -377,7 +373,7 @@ def test_a_feed_that_has_given_up_says_so_to_its_next_target(world: World, clock
     assert not feed.replace_target(MemoryTarget())
 
 
-def test_a_topic_that_is_not_there_is_the_problem_of_its_table_alone(
+def test_a_missing_topic_is_the_problem_of_its_table_alone(
     world: World, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -713,9 +709,7 @@ def test_the_end_stores_the_positions_of_every_table(world: World) -> None:
     assert (world.stored(0), world.stored(1)) == ({str(FIRST): "1"}, {str(USERS): "1"})
 
 
-def test_lost_messages_are_counted_and_shown_for_an_hour_and_reading_goes_on(
-    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_messages_are_counted_and_shown_for_an_hour(world: World, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     feed = world.begun()
     for lost in range(1, 4):
         world.send(*(upsert(n, n) for n in (3 * lost - 2, 3 * lost - 1, 3 * lost)))

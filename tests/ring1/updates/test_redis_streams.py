@@ -161,9 +161,7 @@ def test_a_problem_is_that_of_its_topic_and_the_server_comes_first() -> None:
     ("position", "exact", "queued", "counted"),
     [("1-5", True, 0, 7), ("1-5", True, 2, 5), ("1-5", False, 0, None), ("1-4", True, 0, None)],
 )
-def test_a_commit_tells_redis_how_many_were_read_where_that_is_known(
-    position: str, exact: bool, queued: int, counted: int | None
-) -> None:
+def test_a_commit_tells_how_many_were_read_if_known(position: str, exact: bool, queued: int, counted: int | None) -> None:
     log = log_of(FIRST)
     log.streams[FIRST] = _Stream(FIRST, _key(FIRST), "1-9", "1-5", count=7, exact=exact, queued=queued)
     log.commit({FIRST: position, OTHER: "1-1"})
@@ -216,7 +214,7 @@ def test_messages_of_a_partition_have_the_positions_that_follow_that_of_the_firs
     ("count", "size", "sizes"),
     [(1024, 1, [1024]), (1025, 1, [1024, 1]), (4, 2 << 20, [3, 1]), (3, (2 << 20) + 1, [2, 1]), (2, 5 << 20, [1, 1])],
 )
-def test_a_batch_is_bounded_and_one_of_a_partition_is_on_its_way_at_a_time(
+def test_one_bounded_batch_of_a_partition_is_on_its_way(
     writer: RedisStreamWriter, count: int, size: int, sizes: list[int]
 ) -> None:
     server: Any = Server()
@@ -238,9 +236,7 @@ PASSING = [
 
 
 @pytest.mark.parametrize("error", [*PASSING, ResponseError("NOPERM this user may not")])
-def test_what_passes_is_sent_again_as_the_same_batch_and_what_does_not_is_told(
-    writer: RedisStreamWriter, error: Exception
-) -> None:
+def test_what_passes_is_sent_again_and_the_rest_is_told(writer: RedisStreamWriter, error: Exception) -> None:
     server: Any = Server()
     answers: list[Any] = []
     writer.send(FIRST, b"a", sent=answers.append)

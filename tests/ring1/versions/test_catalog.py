@@ -41,9 +41,7 @@ def catalog(repository: Path) -> ModelCatalog:
     return catalog_of({**document_of(), "model_repository": str(repository)})
 
 
-def test_a_repository_is_read_when_it_is_first_asked_for_and_then_when_it_is_scanned(
-    catalog: ModelCatalog, repository: Path
-) -> None:
+def test_a_repository_is_read_when_it_is_scanned(catalog: ModelCatalog, repository: Path) -> None:
     assert catalog.names == ["m"]
     write(repository, model="n")
     assert catalog.names == ["m"]
@@ -56,9 +54,7 @@ def test_a_repository_is_read_when_it_is_first_asked_for_and_then_when_it_is_sca
         catalog.model("p")
 
 
-def test_an_entry_that_is_wrong_is_the_problem_of_its_model_alone_until_it_is_repaired(
-    catalog: ModelCatalog, repository: Path
-) -> None:
+def test_a_wrong_entry_is_the_problem_of_its_model_alone(catalog: ModelCatalog, repository: Path) -> None:
     write(repository, model="n")
     for text in ("{", '{"model": "n"}'):
         (repository / "n" / "model.json").write_text(text)
@@ -111,9 +107,7 @@ TWO, SOME = {"latest": {"num_versions": 2}}, {"specific": {"versions": [1, 10, 5
     [({}, "", ["10"]), (TWO, "", ["2", "10"]), ({"all": {}}, "", ["1", "2", "10"]), (SOME, "", ["1", "10"]), ({}, "2", ["2"]),
      ({}, "5", ["2"]), (TWO, "2", ["1", "2"]), (SOME, "2", ["1", "2"])],  # the files of 5 are gone: a version below
 )  # fmt: skip
-def test_the_policy_chooses_and_a_pin_as_if_nothing_were_newer(
-    repository: Path, policy: dict[str, Any], pin: str, chosen: list[str]
-) -> None:
+def test_a_pin_chooses_as_if_nothing_were_newer(repository: Path, policy: dict[str, Any], pin: str, chosen: list[str]) -> None:
     write(repository, **({"version_policy": policy} if policy else {}))
     catalog = catalog_of({**document_of(), "model_repository": str(repository)}, Pins(KeptFiles(None, "hps-pins")))
     without = catalog.to_serve("m")

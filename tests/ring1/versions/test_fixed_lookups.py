@@ -48,9 +48,7 @@ def test_each_run_reads_the_present_keys_from_the_version_that_serves(document: 
             prepared.run()
 
 
-def test_a_run_of_an_undeployed_model_is_refused_and_the_next_one_after_its_return_is_answered(
-    document: dict[str, Any],
-) -> None:
+def test_a_run_is_refused_while_its_model_is_undeployed(document: dict[str, Any]) -> None:
     with hps.HPS(document) as server, server.prepare({"a": 1}, "m") as prepared:
         for version in ("1", "2"):
             server.undeploy("m")

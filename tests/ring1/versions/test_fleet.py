@@ -108,7 +108,7 @@ def test_a_change_that_leads_nowhere_is_refused(
     [(0.0, None, 1), (2e-6, None, 2), (1.0, None, 1_000_000), (1.0, 999_998, 1_000_000), (1.0, 999_999, 1_000_000),
      (1.0, 1_000_000, 1_000_001), (1.0, 5_000_000, 5_000_001)],  # the last of a writer whose clock is ahead
 )  # fmt: skip
-def test_a_document_has_a_higher_number_than_the_one_before_whatever_the_clock_says(
+def test_numbers_ascend_whatever_the_clock_says(
     monkeypatch: pytest.MonkeyPatch, now: float, known: int | None, number: int
 ) -> None:
     monkeypatch.setattr("hps.versions.fleet.time.time", Clock(now))
@@ -317,9 +317,7 @@ def test_a_replica_that_never_read_a_document_serves_nothing_by_guess(two: Repli
         two.fleet.of("m", two.place)
 
 
-def test_while_the_repository_is_away_the_last_document_holds_and_its_age_grows(
-    one: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_the_repository_is_away_the_last_document_ages(one: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(100.0)
     monkeypatch.setattr("hps.versions.fleet.time.monotonic", clock)
     one.write("1", 10)
@@ -411,9 +409,7 @@ def test_a_kept_copy_that_is_damaged_is_said_and_is_none(one: Replica, caplog: p
     assert caplog.text.count("the kept copy of its serving.json is unusable") == 2
 
 
-def test_a_disk_that_cannot_keep_the_document_is_said_and_the_fleet_is_followed(
-    one: Replica, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_cannot_keep_the_document_is_said(one: Replica, caplog: pytest.LogCaptureFixture) -> None:
     (one.file.parent.parent / "kept" / "hps-fleet").write_text("no directory")
     caplog.set_level(logging.ERROR)
     for number in (10, 11):

@@ -89,9 +89,7 @@ def test_a_version_in_service_hands_over_what_it_has_and_what_is_written_meanwhi
 
 
 @pytest.mark.parametrize(("noted", "passes"), [([4096], 0), ([4097, 4096], 1), ([9000, 8000, 7000, 100], 3), ([5000] * 20, 8)])
-def test_it_catches_up_while_writes_go_on_until_few_are_left_and_a_last_time_while_they_wait(
-    noted: list[int], passes: int
-) -> None:
+def test_it_catches_up_until_few_writes_are_left_and_once_while_they_wait(noted: list[int], passes: int) -> None:
     steps: list[str] = []
     left = [*noted, 0]
 
@@ -151,9 +149,7 @@ class Shared(SharedMemory):
         (False, {}, ""),
     ],
 )
-def test_two_formats_in_a_shared_database_with_nothing_below_are_refused(
-    others: bool, settings: dict[str, Any], complaint: str
-) -> None:
+def test_two_formats_with_nothing_below_are_refused(others: bool, settings: dict[str, Any], complaint: str) -> None:
     shared = Shared()
     shared.hold(INT8, **settings)
     shared.others = {INT8[0].tag} if others else set()
@@ -180,9 +176,7 @@ def test_a_table_whose_writes_would_not_reach_the_next_one_is_not_left_in_servic
 
 
 @pytest.mark.parametrize(("tag", "warned"), [(INT8[0].tag, True), (tables()[0].tag, False), ("hps_et.m@3~int8.a", False)])
-def test_replicas_with_other_formats_above_the_same_database_are_warned_of(
-    tag: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replicas_with_other_formats_are_warned_of(tag: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     shared = Shared()
     shared.open_table(tag, 4)
     shared.others = {tag}

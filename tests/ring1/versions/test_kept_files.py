@@ -44,9 +44,7 @@ def test_models_have_files_of_their_own_whatever_their_names_are(kept: KeptFiles
     assert {kept.path(name).parent for name in names} == {kept.directory}
 
 
-def test_a_file_has_its_content_on_disk_before_it_has_its_name_and_the_name_is_made_durable_last(
-    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_on_disk_before_the_name(kept: KeptFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a loss of power there is the file before or the new one, never an empty one."""
     steps: list[Any] = []
     fsync, replace, sync_directory = os.fsync, Path.replace, kept_files_module.sync_directory
@@ -78,9 +76,7 @@ def test_a_file_has_its_content_on_disk_before_it_has_its_name_and_the_name_is_m
     assert kept.read("m") is None
 
 
-def test_without_a_directory_nothing_is_kept_and_who_only_reads_writes_and_removes_nothing(
-    kept: KeptFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_may_not_write_keeps_nothing(kept: KeptFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     nowhere = KeptFiles(None, "hps-pins")
     nowhere.write("m", {})

@@ -48,9 +48,7 @@ def test_lost_devices_and_refusals_are_those_of_all_models() -> None:
 
 
 @pytest.mark.parametrize("error", [hps.DeviceError("the device failed"), ZeroDivisionError()], ids=["device", "defect"])
-def test_a_version_that_cannot_be_freed_is_in_nobodys_way_and_a_defect_is_logged(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_version_that_cannot_be_freed_is_in_nobodys_way(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeDeployment):
         def close(self, tables: str) -> bool:
             raise error

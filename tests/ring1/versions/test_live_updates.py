@@ -242,9 +242,7 @@ def test_other_settings_of_the_same_tables_take_the_feed_over(document: Make, lo
         assert (server.updates(), feeds()) == ([], [])
 
 
-def test_a_feed_that_had_given_up_begins_again_with_a_successor(
-    document: Make, log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_feed_that_gave_up_begins_again_with_a_successor(document: Make, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hps.updates.feed._REPLACEMENT_WAIT_S", 0.0)
     with hps.HPS(document()) as server:
         caught_up(server, log.publish(1))
@@ -331,9 +329,7 @@ def test_filters_say_which_tables_follow(filters: Any, followed: set[str], docum
     ("host", "group", "named"),
     [("rocks_db", "", "hps.persistent.{host}"), ("hash_map", "", "hps.volatile.{host}"), ("rocks_db", "mine", "mine")],
 )
-def test_positions_are_committed_under_the_names_of_hugectr(
-    host: str, group: str, named: str, document: Make, log: Log
-) -> None:
+def test_positions_are_committed_under_hugectrs_names(host: str, group: str, named: str, document: Make, log: Log) -> None:
     assert log.memory is not None
     with hps.HPS(document(host, group=group, max_commit_interval=1)) as server:
         positions = log.publish(1)

@@ -156,9 +156,7 @@ def test_a_roll_back_outlasts_restarts_and_newer_versions_until_it_is_unpinned(d
         assert server.unpin("ranker").version == "6", "nothing to end"
 
 
-def test_a_pinned_version_whose_files_are_gone_gives_way_to_the_one_below_and_comes_back(
-    document: Make, home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pinned_version_whose_files_are_gone_comes_back(document: Make, home: Path, caplog: pytest.LogCaptureFixture) -> None:
     with hps.HPS(document()) as server:
         server.rollback("ranker")
         (home / "2").rename(home / "aside")

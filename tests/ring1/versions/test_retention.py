@@ -103,9 +103,7 @@ def tags_of(*some: TableSpec) -> set[str]:
     [(0, 0, "123"), (1, 0, "12"), (1, 1, "123"), (2, 0, "1"), (2, 1, "12"), (2, 2, "123"), (3, 0, ""), (3, 1, "1"), (4, 0, ""),
      (1, 2, "123")],
 )  # fmt: skip
-def test_as_many_versions_below_stay_as_this_process_does_not_keep_itself(
-    keep_versions: int, held: int, gone_slots: str
-) -> None:
+def test_versions_below_stay_that_this_process_does_not_keep(keep_versions: int, held: int, gone_slots: str) -> None:
     """Of versions 1 to 3 below 4, those that this process keeps count, too."""
     disk = Disk()
     for version in "1234":

@@ -55,9 +55,7 @@ def shared(model: ModelConfig) -> tuple[DeviceSharing, list[int]]:
 
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize(("kind", "near"), [("partition", ()), ("hot", (int(NEAR_SHARE * 20_000), 0))])
-def test_devices_have_room_for_the_own_rows_of_each_and_hot_ones_for_near_ones(
-    kind: str, near: tuple[int, ...], devices: int
-) -> None:
+def test_devices_have_room_for_the_own_rows_of_each(kind: str, near: tuple[int, ...], devices: int) -> None:
     sharing, capacities = shared(config(kind, devices))
     assert sharing == DeviceSharing(tuple(range(devices)), near)
     assert capacities == [devices * (20_000 - sum(near)), devices * 6]

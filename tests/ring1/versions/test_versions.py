@@ -137,9 +137,7 @@ def test_a_restart_finds_the_rows_that_were_forced_last_and_what_was_written_to_
 
 
 @pytest.mark.parametrize(("keep_versions", "left"), [(1, {"3", ""}), (0, {"3"})])
-def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(
-    document: Make, keep_versions: int, left: set[str]
-) -> None:
+def test_nothing_stays_of_a_swap_that_died(document: Make, keep_versions: int, left: set[str]) -> None:
     configuration = document(keep_versions=keep_versions)
     with hps.HPS(configuration, deploy_models=False) as server:
         server.deploy("ranker", "1", pin=False)
@@ -192,9 +190,7 @@ def test_a_delta_has_the_rows_of_its_bases_files_and_no_online_writes(
 
 
 @pytest.mark.parametrize("tier", ["volatile_db", "persistent_db", "embedding_cache"])
-def test_a_version_that_does_not_fit_is_refused_with_figures_before_a_byte_is_loaded(
-    document: Make, tmp_path: Path, tier: str
-) -> None:
+def test_a_version_that_does_not_fit_is_refused_before_a_byte_is_loaded(document: Make, tmp_path: Path, tier: str) -> None:
     configuration = document()
     for other in {"volatile_db", "persistent_db"} - {tier}:
         configuration[other] = {"type": "disabled"}
@@ -354,9 +350,7 @@ def test_a_roll_back_without_databases_loads_the_files_again(document: Make) -> 
         np.testing.assert_array_equal(vectors[found], vectors_of(KEYS[found], DIMS["user"], 1))
 
 
-def test_a_change_of_settings_that_waits_too_long_for_a_modification_changes_nothing(
-    document: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_wait_too_long_for_a_modification_change_nothing(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with hps.HPS(document(versions=1)) as server:
         before = server.model("ranker")
 

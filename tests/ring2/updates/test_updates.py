@@ -35,7 +35,7 @@ def test_a_restart_goes_on_where_it_stopped(host: str, document: Make, log: Log)
 
 @pytest.mark.redis
 def test_replicas_of_a_shared_database_commit_under_one_name(document: Make, log: Log) -> None:
-    followed.test_positions_are_committed_under_the_names_of_hugectr("redis", "", "hps.volatile", document, log)
+    followed.test_positions_are_committed_under_hugectrs_names("redis", "", "hps.volatile", document, log)
 
 
 @pytest.mark.parametrize("end", ["the broker comes", "the time is over"])

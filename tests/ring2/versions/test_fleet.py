@@ -89,9 +89,7 @@ class RemoteFileSystem(LocalFileSystem):
         return super().replace(self._place(path), content, version)
 
 
-def test_a_replica_that_starts_while_the_host_of_the_repository_is_away_waits_and_serves_no_withdrawn_version(
-    replica: Make, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_waits_for_the_host_of_the_repository(replica: Make, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "remote", (f"{__name__}:RemoteFileSystem", "nothing"))
     monkeypatch.setattr("hps.service.lifecycle.FIRST_RETRY_S", 0.05)
     document = replica() | {"model_repository": f"remote://{repository}"}
@@ -217,8 +215,6 @@ def rounds_of_a_fleet(replicas: list[Replica], repository: Path, turns: range) -
     assert said(repository)["withdrawn"] == [str(4 + turn) for turn in turns]
 
 
-def test_a_fleet_of_three_processes_agrees_over_changes_kills_and_an_absent_repository(
-    three: list[Replica], repository: Path
-) -> None:
+def test_three_processes_agree_over_changes_and_kills(three: list[Replica], repository: Path) -> None:
     assert [one.version() for one in three] == [3, 3, 3]
     rounds_of_a_fleet(three, repository, range(1, 2))

@@ -9,7 +9,7 @@ import pytest
 
 import hps
 from hps.testing.waiting import PATIENCE_S, wait_until
-from tests.ring1.versions.test_versions import DIMS, version_of
+from tests.ring1.versions.test_versions import DIMS, Make, version_of
 from tests.ring1.versions.test_versions import document as document  # fixtures
 from tests.ring1.versions.test_versions import server as server
 
@@ -42,9 +42,7 @@ def test_no_lookup_fails_and_none_mixes_versions_while_versions_are_swapped(serv
     assert seen == {1, 2, 3}
 
 
-def test_refreshes_bring_the_rows_of_their_own_version_while_versions_are_swapped(
-    document: Callable[..., dict[str, Any]],
-) -> None:
+def test_refreshes_bring_rows_of_their_own_version_while_versions_are_swapped(document: Make) -> None:
     """On time and on demand, beside lookups: a refresh that outlives its version ends, and goes on with the next."""
     with hps.HPS(document(refresh_interval=0.002, refresh_device_share=0.9), deploy_models=False) as server:
         server.deploy("ranker", "1")

@@ -131,23 +131,6 @@ def test_half_a_line_is_not_left_behind(tmp_path: Path) -> None:
     run_alone(check_half_a_line, str(tmp_path))
 
 
-def test_a_writer_that_is_slow_makes_nobody_wait(tmp_path: Path, caplog) -> None:
-    go, broker = threading.Event(), MemoryBroker()
-
-    def connect() -> MemoryLogWriter:
-        go.wait(PATIENCE_S)
-        return MemoryLogWriter(broker)
-
-    letters = make("", connect=connect)
-    for _ in range(10):
-        letters.add(message(bytes(10 << 20)), "size", "short", 1)  # 64 MB may wait
-    assert letters.lost == 4
-    go.set()
-    assert letters.flush(PATIENCE_S)
-    assert len(broker.messages("hps_dead.shop.item")) == 6
-    letters.close()
-
-
 def test_room_for_waiting_messages_is_given_back_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hps.updates.dead_letters._QUEUED_BYTES", 10)
     broker, steps, begun = MemoryBroker(), threading.Semaphore(0), threading.Semaphore(0)

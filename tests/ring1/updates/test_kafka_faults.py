@@ -67,16 +67,6 @@ def lost(log: KafkaLog) -> dict[Partition, str]:
     return found
 
 
-def test_a_writer_that_is_fenced_says_so(cluster, writer):
-    written(writer, FIRST, b"a")
-    answers: list[Any] = []
-    cluster.fail(PRODUCE, KafkaError.INVALID_PRODUCER_EPOCH, *[KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER] * 20)
-    writer.send(FIRST, b"b", sent=answers.append)
-    writer.flush(20)
-    assert answers
-    assert answers == ["1"] or isinstance(answers[0], UpdateLogError)
-
-
 def test_a_message_that_the_broker_refuses_is_told_and_the_next_is_sent(cluster, writer):
     cluster.fail(PRODUCE, KafkaError.MSG_SIZE_TOO_LARGE)
     answers: list[Any] = []
@@ -131,27 +121,6 @@ def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened):
     assert list(found) == [FIRST]
     assert "made anew" in found[FIRST]
     wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
-
-
-def test_a_paused_topic_that_is_made_anew_again_and_again_stays_paused(cluster, opened):
-    log = opened(cluster.address)
-    for made in range(3):
-        *partitions, added = [Partition(TOPIC, number) for number in range(3 + made)]
-        wait_until(lambda partitions=partitions: log.poll(0.01, 1) == [] and set(log.behind()) == set(partitions))
-        log.pause(partitions)
-        cluster.delete(TOPIC)
-        wait_until(lambda: log.problem == f"topic {TOPIC} does not exist")
-        cluster.create(TOPIC, 3 + made)
-        behind = dict.fromkeys(partitions, 3)
-        with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
-            for partition in partitions:
-                written(writer, partition, *numbers(0, 3))
-            wait_until(lambda behind=behind, added=added: log.behind() == behind | {added: 0})
-            written(writer, added, b"marked")
-        assert values(polled(log, 1)) == [b"marked"], "nothing that is paused came before it"
-        log.resume(partitions)
-        assert sorted(values(polled(log, 3 * len(partitions)))) == sorted(numbers(0, 3) * len(partitions))
-        log.commit({FIRST: "2"})
 
 
 def test_positions_that_are_not_there_are_noticed_in_either_direction(cluster, writer, opened):

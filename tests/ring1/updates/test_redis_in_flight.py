@@ -108,13 +108,6 @@ def test_a_reply_that_was_asked_for_before_a_pause_is_not_taken_after_it(resumed
     assert streams.log.behind() == {FIRST: 0}
 
 
-def test_a_pause_and_a_resume_while_nothing_is_read_ahead_lose_nothing() -> None:
-    streams = Streams()
-    streams.add(3)
-    streams.meanwhile = lambda: (streams.log.pause(PARTITIONS), streams.log.resume(PARTITIONS))
-    assert whole(streams, 3) == [0, 1, 2]
-
-
 def test_what_is_paused_is_behind_and_what_was_read_ahead_gives_its_room_back() -> None:
     streams = Streams()
     for partition in PARTITIONS:

@@ -90,21 +90,6 @@ def test_of_a_version_that_is_undeployed_alone_the_kept_ones_stay_and_its_pin_en
         assert server.pin("m") is not None, "of version 2"
 
 
-def test_roll_backs_go_to_and_fro_and_take_the_next_version_below_where_none_is_kept(document: Make) -> None:
-    with hps.HPS(document(keep_versions=0)) as server:
-        for expected in (2, 1):
-            assert server.rollback("m").version == str(expected)
-            assert (served(server), [one for one, _ in states(server)]) == (expected, [str(expected)])
-        with pytest.raises(hps.ConflictError, match="no version to go back to; version 1 serves, none was replaced"):
-            server.rollback("m")
-    with hps.HPS(document()) as server:
-        server.deploy("m", "1")
-        for expected in (3, 1, 3):
-            server.rollback("m")
-            assert served(server) == expected
-            assert [version for version, state in states(server) if state == "kept"] == [str(4 - expected)]
-
-
 def test_the_version_that_serves_is_deployed_again_without_another_load_unless_forced(document: Make) -> None:
     class Counting(NoProgress):
         loads = 0

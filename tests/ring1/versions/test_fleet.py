@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,23 +378,6 @@ def test_a_document_of_a_newer_release_is_not_overwritten(one: Replica) -> None:
     assert one.file.read_text() == '{"format": 2}'
     one.file.write_text('{"format": 0}')
     assert one.write("2", 11).version == "2"
-
-
-def test_a_model_leaves_the_fleet_only_once_its_document_is_gone(one: Replica) -> None:
-    for number in (10, 20):
-        one.write("1", number)
-        for away in (False, True):
-            one.repository.away = away
-            one.read()
-            with pytest.raises(hps.ConflictError, match=re.escape(f"says what the fleet serves: {document('1')}; change it")):
-                one.fleet.forget("m")
-        one.repository.away = False
-        one.file.unlink()
-        assert one.read() == "1"
-        one.fleet.forget("m")
-        assert (one.shown, one.problem, one.read()) == (None, "", None)
-        one.start()
-        assert one.read() is None, "the kept copy is forgotten, too"
 
 
 def test_a_kept_copy_that_is_damaged_is_said_and_is_none(one: Replica, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,18 +170,6 @@ def test_a_pinned_version_whose_files_are_gone_comes_back(document: Make, home: 
         assert (server.poll(), served(server)) == ({"ranker": None}, 2)
 
 
-def test_no_newer_version_serves_in_place_of_a_pinned_one_that_is_gone(document: Make, home: Path) -> None:
-    with hps.HPS(document()) as server:
-        server.deploy("ranker", "1")
-    shutil.rmtree(home / "1")
-    gone = r"version 1 is pinned by deploy, .* its files are gone; got versions 2, 3"
-    with hps.HPS(document(), deploy_models=False) as server:
-        with pytest.raises(hps.UnknownVersionError, match=gone):
-            server.deploy("ranker", pin=False)
-        assert (server.poll(), server.models) == ({}, ())
-        assert server.unpin("ranker").version == "3"
-
-
 def test_versions_beside_the_pinned_one_are_those_of_the_policy_up_to_it(document: Make, home: Path) -> None:
     """And the pinned version answers all along, also while others are loaded beside it."""
     for version in (4, 5, 6):
@@ -208,16 +195,3 @@ def test_versions_beside_the_pinned_one_are_those_of_the_policy_up_to_it(documen
         assert (served(server), available(server)) == (3, {"1", "2", "3"})
         server.undeploy("ranker", "3")
         assert state(server) == (2, ""), "whoever takes the version out does not want it back"
-
-
-def test_a_damaged_pin_serves_nothing_by_guess_and_can_be_ended(document: Make, tmp_path: Path) -> None:
-    with hps.HPS(document()) as server:
-        server.rollback("ranker")
-    (file,) = (tmp_path / "rocksdb" / "hps-pins").iterdir()
-    file.write_text("{")
-    with hps.HPS(document(), deploy_models=False) as server:
-        with pytest.raises(hps.DatabaseCorruptError, match="hps unpin"):
-            server.deploy("ranker", pin=False)
-        assert server.unpin("ranker").version == "3"
-    with hps.HPS(document()) as server:
-        assert served(server) == 3

@@ -281,20 +281,6 @@ def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(
     assert version_of(server) == 5
 
 
-def test_closing_waits_for_lookups_of_a_version_that_was_replaced(document: Make, segment: PausedSegment) -> None:
-    with hps.HPS(document("direct"), deploy_models=False) as server, ThreadPoolExecutor(1) as pool:
-        server.deploy("ranker", "1")
-        with paused_lookup(server, "ranker", segment) as running:
-            server.deploy("ranker", "2")
-            closing = pool.submit(server.close)
-            wait_until(lambda: server.models == (), "the server is being closed")
-            assert not closing.done()
-            segment.go_on.set()
-            running.result(PATIENCE_S)
-            closing.result(PATIENCE_S)
-    check(segment)
-
-
 def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answered_by_the_next(
     document: Make, segment: PausedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

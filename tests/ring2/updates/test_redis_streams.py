@@ -123,21 +123,6 @@ class TestServer(RedisStreams):
         assert server.client().xlen(key_of(Partition(topic, 0))) == 2
         assert values(polled(self.reader(opened, [topic]), 2)) == [b"held", b"later"]
 
-    def test_a_server_that_is_silent_stops_nobody_and_is_named(self, opened, server, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        log = self.reader(opened, [topic])
-        written(writer, Partition(topic, 0), b"a")
-        polled(log, 1)
-        server.pause()
-        writer.send(Partition(topic, 0), b"b")
-        assert log.poll(0.2, 1 << 20) == []
-        wait_until(lambda: "imeout" in log.problem)
-        assert log.behind() == {Partition(topic, 0): None}
-        server.resume()
-        assert values(polled(log, 1)) == [b"b"]
-        assert writer.flush(20) == 0
-        wait_until(lambda: log.problem == "" and log.behind() == {Partition(topic, 0): 0})
-
     @pytest.mark.parametrize(("moment", "made"), [("while it is read", "1-1"), ("before it is read", "*")])
     def test_a_stream_that_was_made_anew_is_read_whole(self, opened, server, writer, topic, moment, made):
         writer.partitions(topic, 20, create=1)

@@ -73,44 +73,32 @@ HALVES = encode(KEYS, VECTORS, sequence=1, dtype="float16")
 BRAINS = encode(KEYS, VECTORS, sequence=1, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("reason", "message"),
-    [
-        ("magic", b""),
-        ("magic", b"HPS"),
-        ("magic", b"HPS2" + OURS[4:]),
-        ("magic", b"\x00\x00\x00\x00\x08junk"),
-        ("size", b"HPS1"),
-        ("size", OURS[: HEADER_BYTES - 1]),
-        ("size", OURS[:-1]),
-        ("size", OURS + b"\x00"),
-        ("size", patched(24, struct.pack("<I", 2**32 - 1))),
-        ("checksum", OURS[:-1] + b"\x01"),
-        ("checksum", OURS[:4] + b"\x00\x00\x00\x00" + OURS[8:]),
-        ("checksum", OURS[:36] + b"\x09" + OURS[37:]),
-        ("dtype", patched(36, b"\x03")),
-        ("dtype", patched(38, b"\x01\x00")),
-        ("width", encode(KEYS, np.zeros((5, 4), np.float32), sequence=1)),
-        *(("sequence", patched(8, struct.pack("<q", sequence))) for sequence in (0, -1, HIGHEST_SEQUENCE + 1)),
-        *(("sequence", patched(16, struct.pack("<q", time_us))) for time_us in (-1, HIGHEST_SEQUENCE + 1)),
-        ("table", encode(KEYS, VECTORS, sequence=1, table="user")),
-        ("table", patched(40, b"\xff\xfe\x00\x80")),
-        ("not_finite", patched(len(OURS) - 4, NAN)),
-        ("not_finite", patched(len(HALVES) - 2, INFINITE, HALVES)),
-        ("not_finite", patched(len(BRAINS) - 2, b"\x80\x7f", BRAINS)),
-        ("size", b"HCTR"),
-        ("size", b"HCTR\x0c\x00\x00"),
-        ("size", HUGECTR[:-1]),
-        ("size", encode_hugectr(KEYS[[0, 4]], VECTORS[:2], 4)),
-        ("width", encode_hugectr(KEYS, np.zeros((5, 4), np.float32))),
-        ("not_finite", HUGECTR[:-4] + NAN),
-        ("too_large", encode(np.zeros(100, np.int64), np.zeros((100, DIM), np.float32), sequence=1)),
-    ],
-)
-def test_a_bad_message_is_refused_with_its_reason(reason: str, message: bytes) -> None:
-    with pytest.raises(UpdateFormatError, match=r"reading a message of updates: got .*, expected ") as caught:
-        decode(message, DIM, table="item", most_bytes=1000)
-    assert caught.value.reason == reason
+def number(at: int, kind: str, *values: int) -> list[bytes]:
+    """Our message with each of these numbers at this place."""
+    return [patched(at, struct.pack(kind, value)) for value in values]
+
+
+BAD = {
+    "magic": [b"", b"HPS", b"HPS2" + OURS[4:], b"\x00\x00\x00\x00\x08junk"],
+    "size": [b"HPS1", OURS[: HEADER_BYTES - 1], OURS[:-1], OURS + b"\x00", *number(24, "<I", 2**32 - 1), b"HCTR", HUGECTR[:-1],
+             b"HCTR\x0c\x00\x00", encode_hugectr(KEYS[[0, 4]], VECTORS[:2], 4)],
+    "checksum": [OURS[:-1] + b"\x01", OURS[:4] + b"\x00\x00\x00\x00" + OURS[8:], OURS[:36] + b"\x09" + OURS[37:]],
+    "dtype": [patched(36, b"\x03"), patched(38, b"\x01\x00")],
+    "width": [encode(KEYS, np.zeros((5, 4), np.float32), sequence=1), encode_hugectr(KEYS, np.zeros((5, 4), np.float32))],
+    "sequence": number(8, "<q", 0, -1, HIGHEST_SEQUENCE + 1) + number(16, "<q", -1, HIGHEST_SEQUENCE + 1),
+    "table": [encode(KEYS, VECTORS, sequence=1, table="user"), patched(40, b"\xff\xfe\x00\x80")],
+    "not_finite": [patched(len(OURS) - 4, NAN), patched(len(HALVES) - 2, INFINITE, HALVES), HUGECTR[:-4] + NAN,
+                   patched(len(BRAINS) - 2, b"\x80\x7f", BRAINS)],
+    "too_large": [encode(np.zeros(100, np.int64), np.zeros((100, DIM), np.float32), sequence=1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_message_is_refused_with_its_reason(reason: str) -> None:
+    for message in BAD[reason]:
+        with pytest.raises(UpdateFormatError, match=r"reading a message of updates: got .*, expected ") as caught:
+            decode(message, DIM, table="item", most_bytes=1000)
+        assert caught.value.reason == reason, message
 
 
 def test_the_last_values_that_are_allowed_are_taken() -> None:

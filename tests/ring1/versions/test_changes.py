@@ -6,7 +6,7 @@ import pytest
 
 import hps
 from hps.ground.progress import NoProgress
-from hps.versions.changes import Change, cause_of
+from hps.versions.changes import Change
 from tests.fakes.clock import Clock
 
 
@@ -109,19 +109,3 @@ def test_a_load_goes_on_only_while_it_may(change: Change, heard: Heard) -> None:
     assert (change.rows_loaded, heard.told[-1][0]) == (0, "start")
     change.wait_for("a broker")
     assert change.waiting == "a broker"
-
-
-BUG = ZeroDivisionError("secret detail")
-
-
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (hps.ModelFileError("damaged"), ("damaged", None)),
-        (MemoryError(), ("not enough memory", None)),
-        (MemoryError("8 GB"), ("8 GB", None)),
-        (BUG, ("internal error; the log has the details", BUG)),
-    ],
-)
-def test_a_bug_is_not_shown_to_users(error: Exception, cause: tuple[str, Exception | None]) -> None:
-    assert cause_of(error) == cause

@@ -330,18 +330,12 @@ def test_a_static_table_is_cached_once() -> None:
     assert capacities == [117_648, 36]  # of which 85 % are used
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        sharing_config("replicate"),
-        sharing_config("hot", 1),
-        sharing_config("partition", 1),
-        sharing_config("hot", gpucache=False),
-    ],
-    ids=range(4),
-)
-def test_others_share_nothing(model: ModelConfig) -> None:
-    assert shared(model) == (ALONE, [20_000, 6] if model.gpucache else [0, 0])
+SINGLE = [("replicate", 2, True), ("hot", 1, True), ("partition", 1, True), ("hot", 2, False)]
+
+
+@pytest.mark.parametrize(("kind", "devices", "cache"), SINGLE)
+def test_others_share_nothing(kind: str, devices: int, cache: bool) -> None:
+    assert shared(sharing_config(kind, devices, gpucache=cache)) == (ALONE, [20_000, 6] if cache else [0, 0])
 
 
 def test_devices_that_cannot_reach_each_other_cache_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,7 @@ def test_a_failure_that_may_pass_is_tried_again(error: type[hps.HPSError]) -> No
     [
         *((error("damaged"), "damaged") for error in STAYING),
         (MemoryError(), "not enough memory"),
+        (MemoryError("8 GB"), "8 GB"),
         (ZeroDivisionError("secret detail"), "internal error; the log has the details"),
     ],
 )

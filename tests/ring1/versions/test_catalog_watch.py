@@ -2,12 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hps
@@ -15,14 +13,8 @@ from hps.ground.progress import NoProgress
 from hps.testing.waiting import wait_until
 from hps.versions.catalog import ModelVersion
 from hps.versions.fleet import FleetChange
+from tests.ring1.versions.test_pins import Make, served, write
 from tests.servers.running_service import document_of, model_of
-
-KEYS = np.arange(50)
-Make = Callable[..., dict[str, Any]]
-
-
-def write(model: Path, version: int) -> None:
-    hps.write_sparse_model(model / str(version) / "item", (KEYS, np.full((KEYS.size, 4), version, np.float32)))
 
 
 @pytest.fixture
@@ -50,12 +42,6 @@ def replica(tmp_path: Path, repository: Path) -> Make:
 def said(repository: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((repository / "ranker" / "serving.json").read_text())
     return content
-
-
-def served(server: hps.HPS) -> int:
-    (vector,) = server.lookup([7], "ranker", "item")
-    assert server.model("ranker").version == str(int(vector[0]))
-    return int(vector[0])
 
 
 def follow(server: hps.HPS) -> dict[str, Exception | None]:

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hps
@@ -15,43 +13,16 @@ from hps.ground.progress import NoProgress
 from hps.testing.waiting import wait_until
 from hps.types import split_tag
 from hps.versions.deployer import _other_tables, _same_settings
+from tests.ring1.versions.test_pins import Make, served, write
+from tests.ring1.versions.test_pins import document as document  # fixtures
+from tests.ring1.versions.test_pins import home as home
 from tests.servers.running_service import document_of, model_of
-
-KEYS = np.arange(20)
-Make = Callable[..., dict[str, Any]]
-
-
-def write(home: Path, version: int, content: int | None = None) -> None:
-    vectors = np.full((KEYS.size, 4), content or version, np.float32)
-    hps.write_sparse_model(home / str(version) / "item", (KEYS, vectors), overwrite=True)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    for version in (1, 2, 3):
-        write(tmp_path / "versions", version)
-    return tmp_path / "versions"
-
-
-@pytest.fixture
-def document(home: Path) -> Make:
-    def make(**settings: Any) -> dict[str, Any]:
-        return document_of(model_of("m", ["item"], {"item": 4}, version_path=str(home), gpucache=False, **settings))
-
-    return make
-
-
-def served(server: hps.HPS) -> int:
-    """The version that answers, which is the one that the server names."""
-    (vector,) = server.lookup([7], "m", "item")
-    assert server.model("m").version == str(int(vector[0]))
-    return int(vector[0])
 
 
 def states(server: hps.HPS) -> list[tuple[str, str]]:
     """The versions and their states, once none retires."""
-    wait_until(lambda: "retiring" not in [state for _, state in server.live.versions("m")], "no version retires")
-    return [(one.version, state) for one, state in server.live.versions("m")]
+    wait_until(lambda: "retiring" not in [state for _, state in server.live.versions("ranker")], "no version retires")
+    return [(one.version, state) for one, state in server.live.versions("ranker")]
 
 
 def held(server: hps.HPS) -> set[str]:
@@ -61,33 +32,35 @@ def held(server: hps.HPS) -> set[str]:
 
 @pytest.mark.parametrize("keep_versions", [0, 1, 2])
 def test_a_model_that_is_undeployed_gives_back_what_it_kept_each_time(document: Make, keep_versions: int) -> None:
-    with hps.HPS(document(keep_versions=keep_versions), deploy_models=False) as server:
+    with hps.HPS(document(False, gpucache=False, keep_versions=keep_versions), deploy_models=False) as server:
         for _ in range(2):
             for version in ("1", "2", "3"):
-                server.deploy("m", version)
+                server.deploy("ranker", version)
             kept = [(str(3 - number), "kept") for number in range(keep_versions, 0, -1)]
             assert states(server) == [("3", "serving"), *kept]
             assert held(server) == {"3", *(version for version, _ in kept)}
-            server.undeploy("m")
+            server.undeploy("ranker")
             assert (states(server), held(server), server.models) == ([], set(), ())
         with pytest.raises(hps.UnknownModelError):
-            server.undeploy("m")
+            server.undeploy("ranker")
 
 
 def test_of_a_version_that_is_undeployed_alone_the_kept_ones_stay_and_its_pin_ends(document: Make) -> None:
-    with hps.HPS(document(version_policy={"latest": {"num_versions": 2}}), deploy_models=False) as server:
-        server.deploy("m", "1")
-        server.deploy("m")
+    with hps.HPS(
+        document(False, gpucache=False, version_policy={"latest": {"num_versions": 2}}), deploy_models=False
+    ) as server:
+        server.deploy("ranker", "1")
+        server.deploy("ranker")
         assert states(server) == [("2", "available"), ("3", "serving"), ("1", "kept")]
-        server.deploy("m", "3")
-        server.undeploy("m", "2")
+        server.deploy("ranker", "3")
+        server.undeploy("ranker", "2")
         assert (states(server), held(server)) == ([("3", "serving"), ("1", "kept")], {"1", "3"})
-        assert server.pin("m") is not None, "of version 3"
-        server.deploy("m", "2")
-        server.undeploy("m", "3")
+        assert server.pin("ranker") is not None, "of version 3"
+        server.deploy("ranker", "2")
+        server.undeploy("ranker", "3")
         with pytest.raises(hps.ConflictError, match="it is the only one"):
-            server.undeploy("m", "2")
-        assert server.pin("m") is not None, "of version 2"
+            server.undeploy("ranker", "2")
+        assert server.pin("ranker") is not None, "of version 2"
 
 
 def test_the_version_that_serves_is_deployed_again_without_another_load_unless_forced(document: Make) -> None:
@@ -98,21 +71,21 @@ def test_the_version_that_serves_is_deployed_again_without_another_load_unless_f
             self.loads += 1
 
     progress = Counting()
-    with hps.HPS(document()) as server:
+    with hps.HPS(document(False, gpucache=False)) as server:
         for _ in range(2):
-            assert server.deploy("m", "3", progress=progress) is server.model("m")
+            assert server.deploy("ranker", "3", progress=progress) is server.model("ranker")
         assert progress.loads == 0
         entry = server.config.models[0].model_copy(update={"num_of_worker_buffer_in_pool": 5})
-        before = server.model("m")
+        before = server.model("ranker")
         for _ in range(2):
             assert server.deploy(entry, "3", progress=progress).config.num_of_worker_buffer_in_pool == 5
-        assert server.model("m") is not before
+        assert server.model("ranker") is not before
         assert progress.loads == 0
         for loads in (1, 2):
-            server.deploy("m", "3", progress=progress, force=True)
+            server.deploy("ranker", "3", progress=progress, force=True)
             assert (served(server), progress.loads) == (3, loads)
-        server.deploy("m", "2", progress=progress)
-        server.deploy("m", "3", progress=progress)
+        server.deploy("ranker", "2", progress=progress)
+        server.deploy("ranker", "3", progress=progress)
         assert (served(server), progress.loads) == (3, 3), "version 3 was kept"
 
 
@@ -121,43 +94,43 @@ def test_a_deployment_that_fails_leaves_entry_versions_and_pin_as_they_were(docu
         def advance(self, tag: str, rows: int) -> None:
             raise InterruptedError
 
-    with hps.HPS(document()) as server:
-        server.rollback("m")
-        known = server.catalog.model("m")
+    with hps.HPS(document(False, gpucache=False)) as server:
+        server.rollback("ranker")
+        known = server.catalog.model("ranker")
         for count in (1, 2):
             with pytest.raises(InterruptedError):
                 server.deploy(known.model_copy(update={"max_batch_size": 5}), "1", progress=Stopped())
-            assert server.catalog.model("m") is known
+            assert server.catalog.model("ranker") is known
             assert (served(server), states(server)) == (2, [("2", "serving"), ("3", "kept")])
-            pin, failure = server.pin("m"), server.live.failure("m")
+            pin, failure = server.pin("ranker"), server.live.failure("ranker")
             assert pin is not None
             assert failure is not None
             assert (pin.version, pin.by, failure.count) == ("2", "rollback", count)
-        server.deploy("m", "1")
-        assert server.live.failure("m") is None
+        server.deploy("ranker", "1")
+        assert server.live.failure("ranker") is None
         with pytest.raises(hps.UnknownModelError):
             server.deploy("other")
         assert server.live.failure("other") is None, "of a model that is not known none is remembered"
 
 
 def test_polling_deploys_what_is_new_undeploys_what_is_gone_and_leaves_what_fails(tmp_path: Path, home: Path) -> None:
-    model = tmp_path / "repository" / "m"
+    model = tmp_path / "repository" / "ranker"
     model.parent.mkdir()
     home.rename(model)
-    (model / "model.json").write_text(json.dumps(model_of("m", ["item"], {"item": 4}, gpucache=False)))
+    (model / "model.json").write_text(json.dumps(model_of("ranker", ["item"], {"item": 4}, gpucache=False)))
     with hps.HPS({**document_of(), "model_repository": str(model.parent)}) as server:
         for content in (4, 5):
             assert server.poll() == {}
             write(model, content)
-            assert (server.poll(), served(server)) == ({"m": None}, content)
+            assert (server.poll(), served(server)) == ({"ranker": None}, content)
         (model / "6" / "item").mkdir(parents=True)
         assert (server.poll(), served(server)) == ({}, 5), "files that cannot be examined leave the model as it is"
         shutil.rmtree(model / "6")
         model.rename(tmp_path / "away")
-        assert server.poll() == {"m": None}
+        assert server.poll() == {"ranker": None}
         assert (server.models, held(server)) == ((), set())
         (tmp_path / "away").rename(model)
-        assert (server.poll(), served(server)) == ({"m": None}, 5)
+        assert (server.poll(), served(server)) == ({"ranker": None}, 5)
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------------

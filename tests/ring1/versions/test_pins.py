@@ -96,8 +96,10 @@ KEYS = np.arange(100)
 Make = Callable[..., dict[str, Any]]
 
 
-def write(directory: Path, version: int) -> None:
-    hps.write_sparse_model(directory / str(version) / "item", (KEYS, np.full((KEYS.size, 4), version, np.float32)))
+def write(directory: Path, version: int, content: int | None = None) -> None:
+    """Write a version whose vectors say which one it is, or the content."""
+    vectors = np.full((KEYS.size, 4), content or version, np.float32)
+    hps.write_sparse_model(directory / str(version) / "item", (KEYS, vectors), overwrite=True)
 
 
 @pytest.fixture
@@ -111,8 +113,8 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def document(tmp_path: Path, home: Path) -> Make:
     def make(persistent: bool = True, mode: str = "none", **more: Any) -> dict[str, Any]:
-        model = model_of("ranker", ["item"], {"item": 4}, version_path=str(home), gpucacheper=1.0, **more)
-        service = {"model_control_mode": mode, "repository_poll_s": 0.1} if mode == "poll" else {"model_control_mode": mode}
+        model = model_of("ranker", ["item"], {"item": 4}, version_path=str(home), gpucacheper=1.0) | more
+        service = {"model_control_mode": mode} | ({"repository_poll_s": 0.1} if mode == "poll" else {})
         return document_of(model, persistent=tmp_path / "rocksdb" if persistent else None, service=service)
 
     return make

@@ -18,9 +18,10 @@ from hps.cli.app import app
 from hps.filesystems.local import LocalFileSystem
 from hps.registry import IMPLEMENTATIONS
 from hps.testing.waiting import wait_until
-from tests.ring1.versions.test_catalog_watch import Make, reason, said, served, write
+from tests.ring1.versions.test_catalog_watch import reason, said
 from tests.ring1.versions.test_catalog_watch import replica as replica  # fixtures
 from tests.ring1.versions.test_catalog_watch import repository as repository
+from tests.ring1.versions.test_pins import Make, served, write
 from tests.servers.running_service import running_service
 from tests.servers.served_process import ServedProcess
 

@@ -218,21 +218,18 @@ def test_a_log_that_refuses_or_is_away_loses_the_message_alone(caplog) -> None:
     add(letters, b"a")
     broker.away, broker.refuse = False, lambda partition, value: value.endswith(b"b")
     add(letters, b"b", b"c")
-    assert [one.value[-1:] for one in broker.messages("hps_dead.shop.item")] == [b"c"]
-    assert letters.lost == 2
+    assert ([one.value[-1:] for one in broker.messages("hps_dead.shop.item")], letters.lost) == ([b"c"], 2)
     letters.close()
     assert "2 in all could not be kept: publishing to hps_dead.shop.item/0: refused" in caplog.text
 
 
-@pytest.mark.parametrize("trouble", ["away", "absent"])
-def test_topics_that_cannot_be_read_are_no_empty_ones(trouble: str) -> None:
-    broker = MemoryBroker()
-    broker.away = trouble == "away"
-    with pytest.raises(UpdateLogError, match=trouble if broker.away else "there is no topic hps_dead.shop.item"):
-        list(read_topics(MemoryLog(broker), ["hps_dead.shop.item"], 0.0))
-    broker.away = False
-    broker.create("hps_dead.shop.item")
-    assert list(read_topics(MemoryLog(broker), ["hps_dead.shop.item", "hps_dead.shop.user"], 0.0)) == []
+def test_topics_that_cannot_be_read_are_no_empty_ones() -> None:
+    broker, name = MemoryBroker(), "hps_dead.shop.item"
+    for broker.away, complaint in ((True, "away"), (False, f"there is no topic {name}")):
+        with pytest.raises(UpdateLogError, match=complaint):
+            list(read_topics(MemoryLog(broker), [name], 0.0))
+    broker.create(name)
+    assert list(read_topics(MemoryLog(broker), [name, "hps_dead.shop.user"], 0.0)) == []
 
 
 def test_without_a_place_they_are_counted_and_logged_alone(caplog) -> None:
@@ -241,14 +238,6 @@ def test_without_a_place_they_are_counted_and_logged_alone(caplog) -> None:
     letters.close()
     assert letters.lost == 0
     assert "they are kept nowhere: set update_source.dead_letters" in caplog.text
-
-
-def test_lines_that_are_no_dead_letters_are_reported(tmp_path: Path) -> None:
-    whole = json.dumps({**DeadLetter(message(b""), "size", "", "m", "t", 0).header(), "value": "AAAA"})
-    (tmp_path / "1.jsonl").write_text(f"junk\n{whole}\n{{}}\n[]\n{whole[:-9]}")
-    found = list(read_directory(str(tmp_path)))
-    assert [isinstance(one, UpdateFormatError) for one in found] == [True, False, True, True, True]
-    assert found[1].message.value == bytes(3)
 
 
 GOOD = DeadLetter(message(b"value"), "width", "detail", "shop", "item", 5)
@@ -269,21 +258,22 @@ def test_a_field_that_is_none_makes_no_dead_letter(field: str) -> None:
             DeadLetter.read(json.dumps(one).encode())
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"5", b"[]", b"null", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b'{"partition": ' + b"1" * 5000 + b"}"]
-)
-def test_a_line_of_anything_makes_no_dead_letter(text: bytes) -> None:
-    with pytest.raises(UpdateFormatError, match="reading a dead letter") as refused:
-        DeadLetter.read(text)
-    assert refused.value.reason == "dead_letter"
-    assert len(str(refused.value)) < 1000
+LINES = [b"5", b"[]", b"null", b"{}", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b'{"partition": ' + b"1" * 5000 + b"}"]
 
 
-@pytest.mark.parametrize("number", [0, HUGE])
-def test_the_highest_numbers_are_read_and_a_time_beyond_is_cut(number: int) -> None:
-    letter = DeadLetter(Message(PARTITION, "1", number + number, b"", b""), "width", "", "shop", "item", number)
-    again = DeadLetter.read(json.dumps(letter.header()).encode(), b"")
-    assert (again.message.time_us, again.sequence) == (min(2 * number, HUGE), number)
+def test_lines_of_anything_are_reported_beside_dead_letters(tmp_path: Path) -> None:
+    for number in (0, HUGE):
+        letter = DeadLetter(Message(PARTITION, "1", number + number, b"", b""), "width", "", "shop", "item", number)
+        again = DeadLetter.read(json.dumps(letter.header()).encode(), b"")
+        assert (again.message.time_us, again.sequence) == (min(2 * number, HUGE), number), "a time beyond is cut"
+    whole = json.dumps({**GOOD.header(), "value": "AAAA"}).encode()
+    (tmp_path / "1.jsonl").write_bytes(b"\n".join([LINES[0], whole, *LINES[1:], whole[:-9]]))
+    first, good, *others = kept_in(tmp_path)
+    assert good.message.value == bytes(3)
+    assert len(others) == len(LINES)
+    for refused in (first, *others):
+        assert isinstance(refused, UpdateFormatError)
+        assert (refused.reason, len(str(refused)) < 1000) == ("dead_letter", True)
 
 
 def test_a_file_that_a_server_removes_meanwhile_is_left_out(tmp_path: Path) -> None:

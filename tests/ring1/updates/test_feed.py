@@ -521,6 +521,16 @@ def test_of_three_partitions_the_worst_counts_and_an_unknown_one_is_not_taken_fo
     assert lag(feed)[0] is None
 
 
+def test_messages_on_their_way_from_the_log_count_as_unread(world: World) -> None:
+    world.broker.delay_s = 0.2
+    with world.running() as feed:
+        wait_until(lambda: lag(feed)[1] == 0)
+        for sequence in (1, 2):
+            world.send(upsert(sequence, sequence))
+            wait_until(lambda: lag(feed)[1] == 0)
+            assert sequence in world.rows()
+
+
 def test_a_time_of_the_future_hides_no_lag_and_is_counted(world: World, clock: Clock) -> None:
     world.broker.clock = clock
     feed = world.begun(most_bytes=1)

@@ -135,6 +135,34 @@ def test_positions_that_are_not_there_are_noticed_in_either_direction(cluster, w
     assert "message 77" in found[other]
 
 
+def test_messages_that_go_while_they_are_waited_for_are_noticed(cluster, writer, opened):
+    written(writer, FIRST, *numbers(0, 3))
+    log = opened(cluster.address)
+    polled(log, 3)
+    log.pause([FIRST])
+    written(writer, FIRST, *numbers(3, 20))
+    cluster.remove_until(TOPIC, 0, 9)
+    log.resume([FIRST])
+    assert values(polled(log, 10)) == numbers(10, 20)
+    assert "messages 3 to 9" in lost(log)[FIRST]
+
+
+def test_a_paused_topic_that_is_made_anew_stays_paused(cluster, opened):
+    log, other = opened(cluster.address), Partition(TOPIC, 1)
+    wait_until(lambda: log.poll(0.01, 1) == [] and set(log.behind()) == {FIRST, other})
+    log.pause([FIRST])
+    cluster.delete(TOPIC)
+    wait_until(lambda: log.problem == f"topic {TOPIC} does not exist")
+    cluster.create(TOPIC, 2)
+    with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+        written(writer, FIRST, *numbers(0, 3))
+        wait_until(lambda: log.behind() == {FIRST: 3, other: 0})
+        written(writer, other, b"marked")
+    assert values(polled(log, 1)) == [b"marked"], "nothing that is paused came before it"
+    log.resume([FIRST])
+    assert values(polled(log, 3)) == numbers(0, 3)
+
+
 def test_brokers_that_answer_and_send_no_message_are_told(cluster, writer, opened, monkeypatch):
     monkeypatch.setattr(hps.updates.kafka, "_SILENT_S", 0.0)
     log = opened(cluster.address, config={"fetch.error.backoff.ms": 20})

@@ -45,6 +45,17 @@ def test_a_model_that_is_undeployed_gives_back_what_it_kept_each_time(document: 
             server.undeploy("ranker")
 
 
+def test_roll_backs_take_the_next_version_below_where_none_is_kept(document: Make) -> None:
+    with hps.HPS(document(False, gpucache=False, keep_versions=0)) as server:
+        for expected in (2, 1):
+            server.rollback("ranker")
+            assert (served(server), states(server)) == (expected, [(str(expected), "serving")])
+        with pytest.raises(hps.ConflictError, match="no version to go back to; version 1 serves, none was replaced"):
+            server.rollback("ranker")
+        with pytest.raises(hps.UnknownVersionError, match="deployed: 1"):
+            server.model("ranker", "2")
+
+
 def test_of_a_version_that_is_undeployed_alone_the_kept_ones_stay_and_its_pin_ends(document: Make) -> None:
     with hps.HPS(
         document(False, gpucache=False, version_policy={"latest": {"num_versions": 2}}), deploy_models=False

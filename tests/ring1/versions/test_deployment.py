@@ -14,6 +14,7 @@ import hps
 from hps.cache.base import ALONE, NEAR_SHARE, DeviceSharing
 from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import ModelConfig, load_configuration
+from hps.databases.base import RowChanges
 from hps.errors import CapacityError
 from hps.models.sources import ModelSources
 from hps.registry import IMPLEMENTATIONS, Ours, implementation
@@ -74,6 +75,17 @@ def test_a_row_is_shown_with_its_tier_and_an_absent_one_with_the_default(server:
     deployment.delete(0, np.array([3]))
     assert server.lookup([3], "m", "a").tolist() == [[5.0] * 4], "and removed"
     assert deployment.modified.is_set()
+
+
+def test_changes_of_a_log_are_encoded_and_those_older_than_the_row_are_not_made(document: dict[str, Any]) -> None:
+    document["models"][0]["row_dtype"] = "float16"
+    with hps.HPS(document) as server:
+        server._chain.follow_log(server.model("m").tables[0])
+        for sequence, deleted, made, row in ((1, False, 1, 1.0), (3, False, 1, 3.0), (2, False, 0, 3.0), (4, True, 1, 5.0)):
+            one = np.full((1, 4), sequence, np.float32)
+            changes = RowChanges(np.array([3]), one, np.array([sequence]), np.array([deleted]))
+            assert server.model("m").apply(0, changes, {}) == made
+            assert server.lookup([3, 4], "m", "a").tolist() == [[row] * 4, [1.0] * 4]
 
 
 def test_a_table_that_is_none_and_vectors_of_another_shape_are_refused(server: hps.HPS) -> None:

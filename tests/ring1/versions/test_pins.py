@@ -197,3 +197,15 @@ def test_versions_beside_the_pinned_one_are_those_of_the_policy_up_to_it(documen
         assert (served(server), available(server)) == (3, {"1", "2", "3"})
         server.undeploy("ranker", "3")
         assert state(server) == (2, ""), "whoever takes the version out does not want it back"
+
+
+def test_a_damaged_pin_serves_nothing_by_guess_and_can_be_ended(document: Make, tmp_path: Path) -> None:
+    with hps.HPS(document()) as server:
+        server.rollback("ranker")
+    (file,) = (tmp_path / "rocksdb" / "hps-pins").iterdir()
+    file.write_text("{")
+    with hps.HPS(document(), deploy_models=False) as server:
+        with pytest.raises(hps.DatabaseCorruptError, match="hps unpin"):
+            server.deploy("ranker", pin=False)
+        assert server.poll() == {}
+        assert server.unpin("ranker").version == "3"

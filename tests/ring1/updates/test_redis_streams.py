@@ -47,15 +47,10 @@ def test_a_count_that_is_none_is_an_error(answer: bytes | None) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "time_us", "value"),
-    [
-        ({b"value": b"x", b"time": b"17"}, 17, b"x"),
-        ({b"value": b"x"}, 1_700_000_000_000_000, b"x"),
-        ({b"time": b"9" * 18}, 10**18 - 1, b""),
-        ({b"time": b"9" * 19}, 1_700_000_000_000_000, b""),
-        ({b"time": b"-17"}, 1_700_000_000_000_000, b""),
-        (None, 1_700_000_000_000_000, b""),
-    ],
-)
+    [({b"value": b"x", b"time": b"17"}, 17, b"x"), ({b"value": b"x"}, 1_700_000_000_000_000, b"x"),
+     ({b"time": b"9" * 18}, 10**18 - 1, b""), ({b"time": b"9" * 19}, 1_700_000_000_000_000, b""),
+     ({b"time": b"-17"}, 1_700_000_000_000_000, b""), (None, 1_700_000_000_000_000, b"")],
+)  # fmt: skip
 def test_an_entry_of_any_program_is_a_message(fields: Any, time_us: int, value: bytes) -> None:
     assert _message(FIRST, (b"1700000000000-5", fields)) == Message(FIRST, "1700000000000-5", time_us, b"", value)
 

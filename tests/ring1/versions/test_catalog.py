@@ -154,12 +154,3 @@ def test_a_model_of_a_fleet_whose_repository_is_away_is_not_gone(catalog: ModelC
     for _ in range(2):
         catalog.scan()
         assert catalog.names == ["m"]
-
-
-def test_fingerprints_change_with_the_files_alone(catalog: ModelCatalog, repository: Path) -> None:
-    one = catalog.version("m", "1")
-    assert catalog.fingerprint(one) == catalog.fingerprint(catalog.version("m", "1"), catalog.fingerprints(one))
-    assert catalog.fingerprint(one) != catalog.fingerprint(catalog.version("m", "2"))
-    before = catalog.fingerprint(one)
-    hps.write_sparse_model(repository / "m" / "1" / "t", (KEYS[:2], np.zeros((2, 4), np.float32)), overwrite=True)
-    assert catalog.fingerprint(catalog.version("m", "1")) != before

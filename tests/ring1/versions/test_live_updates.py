@@ -226,24 +226,7 @@ def test_a_roll_back_follows_the_log_from_where_its_version_was(document: Make, 
         check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
 
 
-def test_other_settings_of_the_same_tables_take_the_feed_over(document: Make, log: Log) -> None:
-    whole = document()
-    with hps.HPS(whole) as server:
-        caught_up(server, log.publish(1))
-        before = server.model("ranker")
-        [entry] = server.config.models
-        server.deploy(entry.model_copy(update={"gpucacheper": 1.0}))
-        assert server.model("ranker") is not before
-        statuses = caught_up(server, log.publish(2, KEYS[::3]))
-        assert {one.rows for one in statuses} == {KEYS[::2].size + KEYS[::3].size}  # by one feed
-        check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
-        assert len(feeds()) == 1
-        server.undeploy("ranker")
-        assert (server.updates(), feeds()) == ([], [])
-
-
 def test_a_feed_that_gave_up_begins_again_with_a_successor(document: Make, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.updates.feed._REPLACEMENT_WAIT_S", 0.0)
     with hps.HPS(document()) as server:
         caught_up(server, log.publish(1))
         (feed,) = server._updates._feeds
@@ -252,15 +235,22 @@ def test_a_feed_that_gave_up_begins_again_with_a_successor(document: Make, log: 
             raise NotReadyError("retired")
 
         with monkeypatch.context() as patched:
+            patched.setattr("hps.updates.feed._REPLACEMENT_WAIT_S", 0.0)
             patched.setattr(type(feed._target), "apply", refuse)
             positions = log.publish(2, KEYS[::3])
             wait_until(lambda: not feed.alive, "the feed to give up")
-        [entry] = server.config.models
+        [entry], before = server.config.models, server.model("ranker")
         for cached in (1.0, 0.7):
             server.deploy(entry.model_copy(update={"gpucacheper": cached}))
+            assert server.model("ranker") is not before
             caught_up(server, positions)
-            check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
             assert len(feeds()) == 1
+        check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
+        (one,) = server._updates._feeds
+        server.deploy(entry.model_copy(update={"gpucacheper": 1.0}))
+        caught_up(server, log.publish(3))
+        check(server, lambda keys: np.where(keys % 2 == 1, 3, np.where(keys % 3 == 1, 2, 0)))
+        assert [*server._updates._feeds] == [one], "other settings of the same tables take it over"
         server.undeploy("ranker")
         assert (server.updates(), feeds()) == ([], [])
 

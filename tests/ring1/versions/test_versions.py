@@ -73,7 +73,7 @@ def document(tmp_path: Path) -> Make:
     return make
 
 
-@pytest.fixture(params=[("direct", "hash_map"), ("cached", "rocks_db"), ("static", "rocks_db")], ids="-".join)
+@pytest.fixture(params=[*((kind, "hash_map") for kind in KINDS), ("direct", "rocks_db")], ids="-".join)
 def server(request: pytest.FixtureRequest, document: Make) -> Iterator[hps.HPS]:
     kind, host = request.param
     with hps.HPS(document(kind, persistent=host == "rocks_db"), deploy_models=False) as server:
@@ -220,10 +220,6 @@ def test_what_is_kept_goes_first_where_there_is_no_room_beside_it(document: Make
 
 # -- lookups that outlast their version -------------------------------------------------------------------------------
 
-LEAVING = pytest.mark.parametrize(
-    "server", [*((kind, "hash_map") for kind in KINDS), ("direct", "rocks_db")], ids="-".join, indirect=True
-)
-
 
 def check(segment: PausedSegment) -> None:
     """Whether the lookup was answered by version 1."""
@@ -236,7 +232,6 @@ def segment() -> PausedSegment:
     return PausedSegment(1, KEYS, DIMS["item"])
 
 
-@LEAVING
 def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS, segment: PausedSegment) -> None:
     deployment = server.deploy("ranker", "1")
     tables = deployment.chain.databases[0]
@@ -253,7 +248,6 @@ def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS,
     assert tables.kind != "hash_map" or tables.tags() == []
 
 
-@LEAVING
 def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(
     server: hps.HPS, segment: PausedSegment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,11 +201,12 @@ class TestServer(RedisStreams):
         wait_until(lambda: (log.problem, set(log.behind().values())) == ("", {0}))
 
     def test_no_more_partitions_are_made_than_are_read(self, opened, server, writer, topic):
+        log = self.reader(opened, [topic])
         with pytest.raises(UpdateLogError, match="at most 1024"):
             writer.partitions(topic, 20, create=1025)
         assert not server.client().exists(topic)
+        wait_until(lambda: log.lacks(topic))
         assert writer.partitions(topic, 20, create=1024) == 1024
-        log = self.reader(opened, [topic])
         wait_until(lambda: len(log.behind()) == 1024)
 
     def test_a_key_that_is_no_stream_stops_its_partition_alone(self, opened, server, writer, topic):

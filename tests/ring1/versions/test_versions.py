@@ -5,7 +5,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -328,6 +328,55 @@ def test_a_roll_back_without_databases_loads_the_files_again(document: Make) -> 
         vectors, found = server.lookup(KEYS, "ranker", "user", return_found=True)
         assert found.mean() > 0.5, "what has room in its set"
         np.testing.assert_array_equal(vectors[found], vectors_of(KEYS[found], DIMS["user"], 1))
+
+
+def test_no_lookup_gets_an_older_row_than_an_earlier_one_while_settings_change(
+    document: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new caches hold rows that the old ones lack, and a modification that runs has written them to the database only."""
+    configuration = document(versions=1) | {"volatile_db": {"type": "disabled"}}
+    configuration["models"][0]["gpucacheper"] = 0.01
+    newer, seen = np.full((KEYS.size, 4), 9.0, np.float32), np.zeros(KEYS.size, np.bool_)
+    written, finish, inserted = threading.Event(), threading.Event(), []
+    with hps.HPS(configuration) as server, ThreadPoolExecutor(1) as deploying, ThreadPoolExecutor(1) as inserting:
+        before = server.model("ranker")
+        (database,) = before.chain.databases
+        insert = database.insert
+
+        def insert_and_wait(*arguments: Any) -> None:
+            insert(*arguments)
+            written.set()
+            assert finish.wait(PATIENCE_S)
+
+        def look_up() -> None:
+            found = (server.lookup(KEYS, "ranker", "user") == newer).all(axis=1)
+            assert not (seen & ~found).any(), f"{np.count_nonzero(seen & ~found)} rows are older than before"
+            seen[found] = True
+
+        def reconfigure_and_write(*arguments: Any) -> Any:
+            successor = reconfigure(*arguments)
+            inserted.append(inserting.submit(server.insert, KEYS, newer, "ranker", "user"))
+            assert written.wait(PATIENCE_S)
+            look_up()
+            assert np.count_nonzero(seen) > KEYS.size // 2, "most are in no cache"
+            return successor
+
+        monkeypatch.setattr(before.chain, "_modification_timeout_s", PATIENCE_S)
+        monkeypatch.setattr(database, "insert", insert_and_wait)
+        monkeypatch.setattr("hps.versions.deployer.reconfigure", reconfigure_and_write)
+        entry = server.config.models[0].model_copy(update={"gpucacheper": 1.0})
+        try:
+            deployed = deploying.submit(server.deploy, entry)
+            assert written.wait(PATIENCE_S)
+            with suppress(TimeoutError):
+                deployed.result(0.1)  # the change waits for the modification, or has been made too early
+            look_up()
+        finally:
+            finish.set()
+        for one in (deployed, *inserted):
+            one.result(PATIENCE_S)
+        look_up()
+        assert seen.all()
 
 
 def test_settings_that_wait_too_long_for_a_modification_change_nothing(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
 """Arrivals are estimated from looks at the end of a partition, and from claims only within them."""
 
-from collections.abc import Callable
-
 import pytest
 
 from hps.updates.arrivals import Arrivals, moment_of
+from tests.fakes.clock import Clock
 
 HOUR = 3600.0
 
@@ -45,9 +44,7 @@ def test_nothing_is_known_of_a_backlog_but_what_it_claims_of_the_past(partition:
 
 
 @pytest.mark.parametrize(("claimed", "arrived"), [(HOUR, 101.0), (-HOUR, 101.0), (101.5, 101.5), (102.5, 101.0)])
-def test_a_claim_counts_between_the_looks_without_and_with_the_message(
-    partition: Partition, claimed: float, arrived: float
-) -> None:
+def test_a_claim_counts_between_the_looks_around_it(partition: Partition, claimed: float, arrived: float) -> None:
     for now, last in ((100.0, 4), (101.0, 4), (102.0, 5), (103.0, 7)):
         partition.look(now, last)
     partition.arrivals.skip((4,))
@@ -95,10 +92,9 @@ def test_a_look_of_unknown_time_says_nothing_about_what_comes_later(partition: P
 def test_looks_at_what_was_read_are_forgotten_and_the_rest_is_not(partition: Partition) -> None:
     for now, last in ((100.0, 1), (101.0, 2), (102.0, 3), (103.0, 4)):
         partition.look(now, last)
-    partition.arrivals.skip((2,))
-    assert partition.arrivals.unread_since() == 101.0
-    partition.arrivals.skip((3,))
-    assert partition.arrivals.unread_since() == 102.0
+    for place, since in ((2, 101.0), (3, 102.0)):
+        partition.arrivals.skip((place,))
+        assert partition.arrivals.unread_since() == since
     partition.look(104.0, 3)  # a lagging leader
     assert partition.arrivals.unread_since() == 102.0
 
@@ -117,7 +113,6 @@ def test_a_long_backlog_takes_bounded_memory_and_is_not_taken_for_younger(partit
 
 
 def test_a_time_of_a_wall_clock_becomes_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks: dict[str, Callable[[], float]] = {"monotonic": lambda: 50.0, "time": lambda: 1000.0}
-    for name, clock in clocks.items():
-        monkeypatch.setattr(f"hps.updates.arrivals.time.{name}", clock)
+    for name, now in (("monotonic", 50.0), ("time", 1000.0)):
+        monkeypatch.setattr(f"hps.updates.arrivals.time.{name}", Clock(now))
     assert (moment_of(990_000_000), moment_of(0)) == (40.0, float("inf"))

@@ -1,8 +1,6 @@
 """Messages that cannot be applied are kept whole, within bounds, and never stop who brings them."""
 
 import json
-import logging
-import os
 import resource
 import threading
 from pathlib import Path
@@ -31,32 +29,38 @@ def make(directory: Path | str, most_bytes: int = 1 << 30, **options) -> DeadLet
     return DeadLetters(str(directory), most_bytes, Metrics(), **options)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 3 << 20, (3 << 20) + 1])
+def add(letters: DeadLetters, *values: bytes) -> None:
+    """Add messages one after the other, each once the one before is kept or lost."""
+    for value in values:
+        letters.add(message(value), "size", "short", 1)
+        assert letters.flush(PATIENCE_S)
+
+
+def kept_in(directory: Path | str) -> list[Any]:
+    return list(read_directory(str(directory)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, (3 << 20) + 1])
 @pytest.mark.parametrize("where", ["directory", "topic"])
 def test_a_message_is_kept_whole(tmp_path: Path, size: int, where: str) -> None:
     value, broker = np.random.default_rng(1).bytes(size), MemoryBroker()
     letters = make(tmp_path / "a" / "b", connect=(lambda: MemoryLogWriter(broker)) if where == "topic" else None)
     letters.add(message(value), "width", "got 3, expected 4", 12)
-    letters.add(message(b"next"), "magic", "junk", 0)
-    assert letters.flush(PATIENCE_S)
-    letters.close()
-    if where == "topic":
-        kept = list(read_topics(MemoryLog(broker), ["hps_dead.shop.item"], 0.0))
-    else:
-        kept = list(read_directory(str(tmp_path / "a" / "b")))
+    add(letters, b"next")
+    for _ in range(2):
+        letters.close()
+    assert not [thread for thread in threading.enumerate() if "dead-letters" in thread.name]
+    topic = ["hps_dead.shop.item"]
+    kept = list(read_topics(MemoryLog(broker), topic, 0.0)) if where == "topic" else kept_in(tmp_path / "a" / "b")
     assert [one.message for one in kept] == [message(value), message(b"next")]
     first = kept[0]
-    assert (first.reason, first.detail, first.model, first.table, first.sequence) == (
-        *("width", "got 3, expected 4", "shop", "item"),
-        12,
-    )
-    assert first.when[:2] == "20"
+    found = (first.reason, first.detail, first.model, first.table, first.sequence, first.when[:2])
+    assert found == ("width", "got 3, expected 4", "shop", "item", 12, "20")
     assert letters.lost == 0
 
 
 def test_files_are_bounded_and_the_oldest_are_removed(tmp_path: Path, caplog) -> None:
-    clock = Clock()
-    letters = make(tmp_path, 100_000, clock=clock)
+    letters = make(tmp_path, 100_000, clock=Clock())
     for number in range(500):
         letters.add(message(bytes(1000), number), "size", "short", number)
         assert letters.flush(PATIENCE_S)
@@ -65,7 +69,7 @@ def test_files_are_bounded_and_the_oldest_are_removed(tmp_path: Path, caplog) ->
         assert held >= 80_000 or number < 100  # no more is removed than a file of eight
     letters.add(message(bytes(100_000), 500), "size", "larger than all", 500)
     letters.close()
-    kept = [int(one.message.position) for one in read_directory(str(tmp_path))]
+    kept = [int(one.message.position) for one in kept_in(tmp_path)]
     assert kept == list(range(500 - len(kept), 500))
     assert len(kept) > 40
     assert letters.lost == 501 - len(kept)
@@ -75,10 +79,9 @@ def test_files_are_bounded_and_the_oldest_are_removed(tmp_path: Path, caplog) ->
 def test_files_of_an_earlier_process_count(tmp_path: Path) -> None:
     (tmp_path / "0000000000000001.aaaaaa.jsonl").write_bytes(b"x\n" * 5000)
     letters = make(tmp_path, 10_000)
-    letters.add(message(b"new"), "size", "short", 1)
+    add(letters, b"new")
     letters.close()
-    assert [one.message.value for one in read_directory(str(tmp_path))] == [b"new"]
-    assert letters.lost == 5000
+    assert ([one.message.value for one in kept_in(tmp_path)], letters.lost) == ([b"new"], 5000)
 
 
 def test_it_is_logged_at_most_once_a_minute_with_counts(tmp_path: Path, caplog) -> None:
@@ -102,30 +105,25 @@ def test_a_disk_that_cannot_take_it_loses_the_message_alone(tmp_path: Path, capl
     (tmp_path / "file").write_text("no directory")
     clock = Clock()
     letters = make(tmp_path / "file" / "below", clock=clock)
-    letters.add(message(b"a"), "size", "short", 1)
-    assert letters.flush(PATIENCE_S)
+    add(letters, b"a")
     assert letters.lost == 1
     clock.now += LOG_INTERVAL_S
     letters.add(message(b"b"), "size", "short", 1)
+    letters.close()
     assert "1 in all could not be kept: " in caplog.text
     assert "Not a directory" in caplog.text
-    letters.close()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def check_half_a_line(directory: str) -> None:
     letters = make(directory)
-    letters.add(message(b"whole"), "size", "short", 1)
-    assert letters.flush(PATIENCE_S)
+    add(letters, b"whole")
     (path,) = Path(directory).iterdir()
     before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100_000, hard))  # Python ignores SIGXFSZ: EFBIG
-    letters.add(message(bytes(1 << 20)), "size", "short", 1)
-    assert letters.flush(PATIENCE_S)
+    add(letters, bytes(1 << 20))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_bytes() == before
-    assert letters.lost == 1
+    assert (path.read_bytes(), letters.lost) == (before, 1)
     letters.close()
 
 
@@ -133,27 +131,9 @@ def test_half_a_line_is_not_left_behind(tmp_path: Path) -> None:
     run_alone(check_half_a_line, str(tmp_path))
 
 
-def test_a_writer_that_is_slow_makes_nobody_wait(tmp_path: Path, caplog) -> None:
-    go, broker = threading.Event(), MemoryBroker()
-
-    def connect() -> MemoryLogWriter:
-        go.wait(PATIENCE_S)
-        return MemoryLogWriter(broker)
-
-    letters = make("", connect=connect)
-    for _ in range(10):
-        letters.add(message(bytes(10 << 20)), "size", "short", 1)  # 64 MB may wait
-    assert letters.lost == 4
-    go.set()
-    assert letters.flush(PATIENCE_S)
-    assert len(broker.messages("hps_dead.shop.item")) == 6
-    letters.close()
-
-
-def test_room_for_waiting_messages_is_given_back_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_waiting_messages_is_given_back_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hps.updates.dead_letters._QUEUED_BYTES", 10)
-    steps, broker = threading.Semaphore(0), MemoryBroker()
-    begun = threading.Semaphore(0)
+    broker, steps, begun = MemoryBroker(), threading.Semaphore(0), threading.Semaphore(0)
 
     class Writer(MemoryLogWriter):
         def send(self, partition: Partition, value: bytes, **more: Any) -> None:
@@ -162,35 +142,34 @@ def test_room_for_waiting_messages_is_given_back_by_each(tmp_path: Path, monkeyp
             super().send(partition, value, **more)
 
     letters = make("", connect=lambda: Writer(broker))
-    for turn in range(3):
-        letters.add(message(bytes(100)), "size", "larger than the room, alone", 1)
-        assert begun.acquire(timeout=PATIENCE_S)
-        letters.add(message(b"x"), "size", "no room", 1)
-        assert letters.lost == 3 * turn + 1
-        steps.release()
-        assert letters.flush(PATIENCE_S)
-        letters.add(message(bytes(4)), "size", "fits", 1)
-        letters.add(message(bytes(6)), "size", "fits exactly", 1)
-        for _ in range(2):
+    lost = 0
+    for _ in range(3):
+        for sizes in ((100,), (4, 6)):  # larger than the room, alone; then what fits exactly
+            for size in sizes:
+                letters.add(message(bytes(size)), "size", "short", 1)
             letters.add(message(b"x"), "size", "no room", 1)
-        assert letters.lost == 3 * turn + 3
-        steps.release(2)
-        assert begun.acquire(timeout=PATIENCE_S)
-        assert begun.acquire(timeout=PATIENCE_S)
-        assert letters.flush(PATIENCE_S)
+            lost += 1
+            assert letters.lost == lost
+            steps.release(len(sizes))
+            assert all(begun.acquire(timeout=PATIENCE_S) for _ in sizes)
+            assert letters.flush(PATIENCE_S)
     assert [len(one.value.partition(b"\n")[2]) for one in broker.messages("hps_dead.shop.item")] == [100, 4, 6] * 3
     letters.close()
 
 
-def test_a_full_queue_keeps_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_keeps_no_room_and_a_flush_waits_for_the_log_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hps.updates.dead_letters._QUEUED_BYTES", 10)
     monkeypatch.setattr("hps.updates.dead_letters._QUEUED", 1)
-    begun, go_on, broker = threading.Event(), threading.Event(), MemoryBroker()
+    begun, go_on, broker, waiting = threading.Event(), threading.Event(), MemoryBroker(), [2]
+
+    class Writer(MemoryLogWriter):
+        def flush(self, timeout_s: float) -> int:
+            return waiting[0]
 
     def connect() -> MemoryLogWriter:
         begun.set()
         assert go_on.wait(PATIENCE_S)
-        return MemoryLogWriter(broker)
+        return Writer(broker)
 
     letters = make("", connect=connect)
     letters.add(message(bytes(2)), "size", "being written", 1)
@@ -198,43 +177,24 @@ def test_a_full_queue_keeps_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         letters.add(message(bytes(2)), "size", "one is queued, the others find no place", 1)
     go_on.set()
+    assert not letters.flush(PATIENCE_S)
+    waiting[0] = 0
     assert letters.flush(PATIENCE_S)
-    for size in (4, 6):
-        letters.add(message(bytes(size)), "size", "room", 1)
-        assert letters.flush(PATIENCE_S)
-    letters.add(message(bytes(10)), "size", "all of the room", 1)
-    assert letters.flush(PATIENCE_S)
+    add(letters, bytes(4), bytes(6), bytes(10))  # all of the room
     assert letters.lost == 2
     letters.close()
 
 
-def test_a_flush_waits_for_the_log_too() -> None:
-    broker, waiting = MemoryBroker(), [2]
-
-    class Writer(MemoryLogWriter):
-        def flush(self, timeout_s: float) -> int:
-            return waiting[0]
-
-    letters = make("", connect=lambda: Writer(broker))
-    letters.add(message(b"a"), "size", "short", 1)
-    assert not letters.flush(PATIENCE_S)
-    waiting[0] = 0
-    assert letters.flush(PATIENCE_S)
-    letters.close()
-
-
-@pytest.mark.parametrize("spare", [0, -1])
-def test_a_letter_may_be_as_large_as_the_bound(tmp_path: Path, spare: int) -> None:
-    make_one = make(tmp_path / "first")
-    make_one.add(message(bytes(1000)), "size", "short", 1)
-    make_one.close()
+@pytest.mark.parametrize(("spare", "kept", "lost"), [(0, 1, 2), (-1, 0, 3)])
+def test_a_letter_may_be_as_large_as_the_bound(tmp_path: Path, spare: int, kept: int, lost: int) -> None:
+    first = make(tmp_path / "first")
+    add(first, bytes(1000))
+    first.close()
     (size,) = (path.stat().st_size for path in (tmp_path / "first").iterdir())
     letters = make(tmp_path / "second", size + spare)
-    for _ in range(3):
-        letters.add(message(bytes(1000)), "size", "short", 1)
+    add(letters, *[bytes(1000)] * 3)
     letters.close()
-    kept = list(read_directory(str(tmp_path / "second"))) if spare == 0 else []
-    assert (len(kept), letters.lost) == ((1, 2) if spare == 0 else (0, 3))
+    assert (len(kept_in(tmp_path / "second")) if kept else 0, letters.lost) == (kept, lost)
 
 
 def test_each_topic_has_as_many_partitions_as_it_was_made_with() -> None:
@@ -255,30 +215,24 @@ def test_a_log_that_refuses_or_is_away_loses_the_message_alone(caplog) -> None:
     broker = MemoryBroker()
     letters = make("", connect=lambda: MemoryLogWriter(broker))
     broker.away = True
-    letters.add(message(b"a"), "size", "short", 1)
-    assert letters.flush(PATIENCE_S)
+    add(letters, b"a")
     broker.away, broker.refuse = False, lambda partition, value: value.endswith(b"b")
-    for value in (b"b", b"c"):
-        letters.add(message(value), "size", "short", 1)
-    assert letters.flush(PATIENCE_S)
-    assert [one.value[-1:] for one in broker.messages("hps_dead.shop.item")] == [b"c"]
-    assert letters.lost == 2
+    add(letters, b"b", b"c")
+    assert ([one.value[-1:] for one in broker.messages("hps_dead.shop.item")], letters.lost) == ([b"c"], 2)
     letters.close()
     assert "2 in all could not be kept: publishing to hps_dead.shop.item/0: refused" in caplog.text
 
 
-@pytest.mark.parametrize("trouble", ["away", "absent"])
-def test_topics_that_cannot_be_read_are_no_empty_ones(trouble: str) -> None:
-    broker = MemoryBroker()
-    broker.away = trouble == "away"
-    with pytest.raises(UpdateLogError, match=trouble if broker.away else "there is no topic hps_dead.shop.item"):
-        list(read_topics(MemoryLog(broker), ["hps_dead.shop.item"], 0.0))
-    broker.away = False
-    broker.create("hps_dead.shop.item")
-    assert list(read_topics(MemoryLog(broker), ["hps_dead.shop.item", "hps_dead.shop.user"], 0.0)) == []
+def test_topics_that_cannot_be_read_are_no_empty_ones() -> None:
+    broker, name = MemoryBroker(), "hps_dead.shop.item"
+    for broker.away, complaint in ((True, "away"), (False, f"there is no topic {name}")):
+        with pytest.raises(UpdateLogError, match=complaint):
+            list(read_topics(MemoryLog(broker), [name], 0.0))
+    broker.create(name)
+    assert list(read_topics(MemoryLog(broker), [name, "hps_dead.shop.user"], 0.0)) == []
 
 
-def test_without_a_place_they_are_counted_and_logged_alone(caplog, tmp_path: Path) -> None:
+def test_without_a_place_they_are_counted_and_logged_alone(caplog) -> None:
     letters = make("")
     letters.add(message(b"a"), "size", "short", 1)
     letters.close()
@@ -286,61 +240,40 @@ def test_without_a_place_they_are_counted_and_logged_alone(caplog, tmp_path: Pat
     assert "they are kept nowhere: set update_source.dead_letters" in caplog.text
 
 
-def test_lines_that_are_no_dead_letters_are_reported(tmp_path: Path) -> None:
-    whole = json.dumps({**DeadLetter(message(b""), "size", "", "m", "t", 0).header(), "value": "AAAA"})
-    (tmp_path / "1.jsonl").write_text(f"junk\n{whole}\n{{}}\n[]\n{whole[:-9]}")
-    found = list(read_directory(str(tmp_path)))
-    assert [isinstance(one, UpdateFormatError) for one in found] == [True, False, True, True, True]
-    assert found[1].message.value == bytes(3)
-
-
 GOOD = DeadLetter(message(b"value"), "width", "detail", "shop", "item", 5)
 HUGE = 1 << 62
+NUMBERS = ("partition", "time_us", "sequence")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(
-            (name, value)
-            for name in ("partition", "time_us", "sequence")
-            for value in ("1", -1, 1.0, True, None, HUGE + 1, [1])
-        ),
-        *(
-            (name, value)
-            for name in ("topic", "position", "model", "table", "reason", "when", "key")
-            for value in (1, None, ["a"])
-        ),
-        ("key", "no base64"),
-        ("value", 5),
-        ("value", "no base64"),
-    ],
-)
-def test_a_field_that_is_none_makes_no_dead_letter(field: str, value: object) -> None:
+@pytest.mark.parametrize("field", [*NUMBERS, "topic", "position", "model", "table", "reason", "when", "key"])
+def test_a_field_that_is_none_makes_no_dead_letter(field: str) -> None:
     content = {**GOOD.header(), "value": "AAAA"}
     assert DeadLetter.read(json.dumps(content).encode()).message.value == bytes(3)
-    with pytest.raises(UpdateFormatError, match="reading a dead letter"):
-        DeadLetter.read(json.dumps({**content, field: value}).encode())
+    wrong: Any = ("1", -1, 1.0, True, None, HUGE + 1, [1]) if field in NUMBERS else (1, None, ["a"])
+    refused = [content | {field: value} for value in wrong]
+    refused += [content | {"key": "no base64"}, content | {"value": 5}, content | {"value": "no base64"}]
     del content[field]
-    with pytest.raises(UpdateFormatError, match="reading a dead letter"):
-        DeadLetter.read(json.dumps(content).encode())
+    for one in (*refused, content):
+        with pytest.raises(UpdateFormatError, match="reading a dead letter"):
+            DeadLetter.read(json.dumps(one).encode())
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"5", b"[]", b"null", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b'{"partition": ' + b"1" * 5000 + b"}"]
-)
-def test_a_line_of_anything_makes_no_dead_letter(text: bytes) -> None:
-    with pytest.raises(UpdateFormatError, match="reading a dead letter") as refused:
-        DeadLetter.read(text)
-    assert refused.value.reason == "dead_letter"
-    assert len(str(refused.value)) < 1000
+LINES = [b"5", b"[]", b"null", b"{}", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b'{"partition": ' + b"1" * 5000 + b"}"]
 
 
-@pytest.mark.parametrize("number", [0, HUGE])
-def test_the_highest_numbers_are_read_and_a_time_beyond_is_cut(number: int) -> None:
-    letter = DeadLetter(Message(PARTITION, "1", number + number, b"", b""), "width", "", "shop", "item", number)
-    again = DeadLetter.read(json.dumps(letter.header()).encode(), b"")
-    assert (again.message.time_us, again.sequence) == (min(2 * number, HUGE), number)
+def test_lines_of_anything_are_reported_beside_dead_letters(tmp_path: Path) -> None:
+    for number in (0, HUGE):
+        letter = DeadLetter(Message(PARTITION, "1", number + number, b"", b""), "width", "", "shop", "item", number)
+        again = DeadLetter.read(json.dumps(letter.header()).encode(), b"")
+        assert (again.message.time_us, again.sequence) == (min(2 * number, HUGE), number), "a time beyond is cut"
+    whole = json.dumps({**GOOD.header(), "value": "AAAA"}).encode()
+    (tmp_path / "1.jsonl").write_bytes(b"\n".join([LINES[0], whole, *LINES[1:], whole[:-9]]))
+    first, good, *others = kept_in(tmp_path)
+    assert good.message.value == bytes(3)
+    assert len(others) == len(LINES)
+    for refused in (first, *others):
+        assert isinstance(refused, UpdateFormatError)
+        assert (refused.reason, len(str(refused)) < 1000) == ("dead_letter", True)
 
 
 def test_a_file_that_a_server_removes_meanwhile_is_left_out(tmp_path: Path) -> None:
@@ -380,12 +313,3 @@ def test_dead_letters_that_come_of_a_replay_are_left_for_the_next(partitions: in
             assert read <= count
             broker.append(Partition("hps_dead.shop.item", read % partitions), text)
         assert read == count
-
-
-def test_no_thread_is_left(caplog) -> None:
-    caplog.set_level(logging.WARNING)
-    letters = make("")
-    letters.close()
-    letters.close()
-    assert not [thread for thread in threading.enumerate() if "dead-letters" in thread.name]
-    assert not caplog.records

@@ -5,7 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hps.errors import InvalidInputError, UpdateFormatError
@@ -29,20 +29,21 @@ def patched(at: int, content: bytes, message: bytes = OURS) -> bytes:
     return summed(message[:at] + content + message[at + len(content) :])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("table", ["", "item", "x" * 120])
-@pytest.mark.parametrize(("rows", "gone"), [(5, 0), (5, 2), (0, 2), (0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "table", "rows", "gone"),
+    [("float32", "", 5, 0), ("float16", "item", 5, 2), ("bfloat16", "x" * 120, 0, 2), ("float32", "item", 0, 0),
+     ("float16", "", 1, 1), ("bfloat16", "item", 5, 2)],
+)  # fmt: skip
 def test_what_is_written_is_read_again(dtype, table: str, rows: int, gone: int) -> None:
     message = encode(KEYS[:rows], VECTORS[:rows], GONE[:gone], sequence=2**61, time_us=3, table=table, dtype=dtype)
     changes = decode(message, DIM, table="item" if table == "item" else "")
-    np.testing.assert_array_equal(changes.keys, KEYS[:rows])
-    np.testing.assert_array_equal(changes.vectors, VECTORS[:rows])
-    np.testing.assert_array_equal(changes.deleted_keys, GONE[:gone])
-    assert changes[3:] == (2**61, 3, table)
-    for array, kind in zip(changes[:3], (np.int64, np.float32, np.int64), strict=True):
+    expected = KEYS[:rows], VECTORS[:rows], GONE[:gone]
+    for array, wanted, kind in zip(changes[:3], expected, (np.int64, np.float32, np.int64), strict=True):
+        np.testing.assert_array_equal(array, wanted)
         assert array.dtype == kind
         assert array.flags.c_contiguous
         assert array.flags.aligned
+    assert changes[3:] == (2**61, 3, table)
 
 
 def test_the_layout_is_the_documented_one() -> None:
@@ -51,19 +52,9 @@ def test_the_layout_is_the_documented_one() -> None:
     assert struct.pack("<4sI", b"HPS1", zlib.crc32(b"HPS1" + rest)) + rest == OURS
 
 
-@pytest.mark.parametrize("rows", [5, 6, 1000])
-@pytest.mark.parametrize("deleted", [False, True])
-def test_a_row_costs_at_most_16_bytes_beside_its_vector(rows: int, deleted: bool) -> None:
-    keys, vectors = np.arange(rows, dtype=np.int64), np.zeros((rows, 32), np.float32)
-    none = slice(0 if deleted else rows)
-    message = encode(keys[none], vectors[none], keys if deleted else None, sequence=1)
-    assert len(message) - (0 if deleted else vectors.nbytes) <= 16 * rows
-
-
-@pytest.mark.parametrize("key_bytes", [4, 8])
-def test_hugectr_messages_are_read(key_bytes: int) -> None:
+@pytest.mark.parametrize(("key_bytes", "kind"), [(4, "I"), (8, "q")])
+def test_hugectr_messages_are_read_and_a_beacon_says_nothing(key_bytes: int, kind: str) -> None:
     keys = np.array([1, 0, 2**32 - 1], np.int64)
-    kind = "I" if key_bytes == 4 else "q"
     rows = b"".join(struct.pack(f"<{kind}3f", key, *vector) for key, vector in zip(keys, VECTORS, strict=False))
     message = b"HCTR" + struct.pack("<I", 4 * DIM) + rows
     assert encode_hugectr(keys, VECTORS[:3], key_bytes) == message
@@ -72,10 +63,7 @@ def test_hugectr_messages_are_read(key_bytes: int) -> None:
     np.testing.assert_array_equal(changes.vectors, VECTORS[:3])
     assert changes.deleted_keys.size == 0
     assert changes[3:] == (0, 0, "")
-
-
-def test_a_beacon_says_nothing() -> None:
-    assert decode(b"HCTR" + struct.pack("<I", 128), DIM) is None
+    assert decode(b"HCTR" + struct.pack("<I", 128), DIM, key_bytes) is None
 
 
 HUGECTR = encode_hugectr(KEYS, VECTORS)
@@ -85,46 +73,32 @@ HALVES = encode(KEYS, VECTORS, sequence=1, dtype="float16")
 BRAINS = encode(KEYS, VECTORS, sequence=1, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("reason", "message"),
-    [
-        ("magic", b""),
-        ("magic", b"HPS"),
-        ("magic", b"HPS2" + OURS[4:]),
-        ("magic", b"\x00\x00\x00\x00\x08junk"),
-        ("size", b"HPS1"),
-        ("size", OURS[: HEADER_BYTES - 1]),
-        ("size", OURS[:-1]),
-        ("size", OURS + b"\x00"),
-        ("size", patched(24, struct.pack("<I", 2**32 - 1))),
-        ("checksum", OURS[:-1] + b"\x01"),
-        ("checksum", OURS[:4] + b"\x00\x00\x00\x00" + OURS[8:]),
-        ("checksum", OURS[:36] + b"\x09" + OURS[37:]),
-        ("dtype", patched(36, b"\x03")),
-        ("dtype", patched(38, b"\x01\x00")),
-        ("width", encode(KEYS, np.zeros((5, 4), np.float32), sequence=1)),
-        ("sequence", patched(8, struct.pack("<q", 0))),
-        ("sequence", patched(8, struct.pack("<q", -1))),
-        ("sequence", patched(8, struct.pack("<q", HIGHEST_SEQUENCE + 1))),
-        ("sequence", patched(16, struct.pack("<q", -1))),
-        ("table", encode(KEYS, VECTORS, sequence=1, table="user")),
-        ("table", patched(40, b"\xff\xfe\x00\x80")),
-        ("not_finite", patched(len(OURS) - 4, NAN)),
-        ("not_finite", patched(len(HALVES) - 2, INFINITE, HALVES)),
-        ("not_finite", patched(len(BRAINS) - 2, b"\x80\x7f", BRAINS)),
-        ("size", b"HCTR"),
-        ("size", b"HCTR\x0c\x00\x00"),
-        ("size", HUGECTR[:-1]),
-        ("size", encode_hugectr(KEYS[[0, 4]], VECTORS[:2], 4)),
-        ("width", encode_hugectr(KEYS, np.zeros((5, 4), np.float32))),
-        ("not_finite", HUGECTR[:-4] + NAN),
-        ("too_large", encode(np.zeros(100, np.int64), np.zeros((100, DIM), np.float32), sequence=1)),
-    ],
-)
-def test_a_bad_message_is_refused_with_its_reason(reason: str, message: bytes) -> None:
-    with pytest.raises(UpdateFormatError, match=r"reading a message of updates: got .*, expected ") as caught:
-        decode(message, DIM, table="item", most_bytes=1000)
-    assert caught.value.reason == reason
+def number(at: int, kind: str, *values: int) -> list[bytes]:
+    """Our message with each of these numbers at this place."""
+    return [patched(at, struct.pack(kind, value)) for value in values]
+
+
+BAD = {
+    "magic": [b"", b"HPS", b"HPS2" + OURS[4:], b"\x00\x00\x00\x00\x08junk"],
+    "size": [b"HPS1", OURS[: HEADER_BYTES - 1], OURS[:-1], OURS + b"\x00", *number(24, "<I", 2**32 - 1), b"HCTR", HUGECTR[:-1],
+             b"HCTR\x0c\x00\x00", encode_hugectr(KEYS[[0, 4]], VECTORS[:2], 4)],
+    "checksum": [OURS[:-1] + b"\x01", OURS[:4] + b"\x00\x00\x00\x00" + OURS[8:], OURS[:36] + b"\x09" + OURS[37:]],
+    "dtype": [patched(36, b"\x03"), patched(38, b"\x01\x00")],
+    "width": [encode(KEYS, np.zeros((5, 4), np.float32), sequence=1), encode_hugectr(KEYS, np.zeros((5, 4), np.float32))],
+    "sequence": number(8, "<q", 0, -1, HIGHEST_SEQUENCE + 1) + number(16, "<q", -1, HIGHEST_SEQUENCE + 1),
+    "table": [encode(KEYS, VECTORS, sequence=1, table="user"), patched(40, b"\xff\xfe\x00\x80")],
+    "not_finite": [patched(len(OURS) - 4, NAN), patched(len(HALVES) - 2, INFINITE, HALVES), HUGECTR[:-4] + NAN,
+                   patched(len(BRAINS) - 2, b"\x80\x7f", BRAINS)],
+    "too_large": [encode(np.zeros(100, np.int64), np.zeros((100, DIM), np.float32), sequence=1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_message_is_refused_with_its_reason(reason: str) -> None:
+    for message in BAD[reason]:
+        with pytest.raises(UpdateFormatError, match=r"reading a message of updates: got .*, expected ") as caught:
+            decode(message, DIM, table="item", most_bytes=1000)
+        assert caught.value.reason == reason, message
 
 
 def test_the_last_values_that_are_allowed_are_taken() -> None:
@@ -146,68 +120,55 @@ def test_the_last_values_that_are_allowed_are_taken() -> None:
                 decode(message, DIM, 4)
     deletion = encode(KEYS[:0], np.zeros((0, 77), np.float32), KEYS, sequence=1)
     assert decode(deletion, DIM) is not None  # without rows the width says nothing
-    with pytest.raises(UpdateFormatError, match="sequence"):
-        decode(patched(16, struct.pack("<q", HIGHEST_SEQUENCE + 1)), DIM)
-    with pytest.raises(InvalidInputError):
-        encode(KEYS, VECTORS, sequence=1, time_us=HIGHEST_SEQUENCE + 1)
 
 
-def test_keys_that_the_table_cannot_have_are_refused() -> None:
-    with pytest.raises(UpdateFormatError) as caught:
-        decode(OURS, DIM, 4)
-    assert caught.value.reason == "key"
-    with pytest.raises(UpdateFormatError) as caught:
-        decode(encode(KEYS[:0], VECTORS[:0], KEYS, sequence=1), DIM, 4)
-    assert caught.value.reason == "key"
-    with pytest.raises(UpdateFormatError) as caught:
-        decode(OURS, DIM, key=b"5")
-    assert caught.value.reason == "keyed"
-
-
-def test_keys_of_the_other_width_are_named() -> None:
-    with pytest.raises(UpdateFormatError, match="fits keys of 4 bytes: see supportlonglong"):
-        decode(encode_hugectr(KEYS[[0, 4]], VECTORS[:2], 4), DIM)
+FLOATS = (("float32", np.nan), ("bfloat16", np.inf), ("float16", 1e6), ("bfloat16", 3.4e38))
 
 
 @pytest.mark.parametrize(
-    ("vector", "dtype"), [(np.nan, "float32"), (np.inf, "bfloat16"), (1e6, "float16"), (3.4e38, "bfloat16")]
-)
-def test_what_would_be_refused_is_not_written(vector: float, dtype) -> None:
-    with pytest.raises(InvalidInputError, match=f"not finite as {dtype}"):
-        encode(KEYS[:1], np.full((1, DIM), vector, np.float32), sequence=1, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("keys", "vectors", "options"),
+    ("keys", "vectors", "options", "says"),
     [
-        (KEYS, VECTORS[:4], {}),
-        (KEYS.astype(np.int32), VECTORS, {}),
-        (KEYS, VECTORS.astype(np.float64), {}),
-        (KEYS, VECTORS, {"sequence": 0}),
-        (KEYS, VECTORS, {"sequence": HIGHEST_SEQUENCE + 1}),
-        (KEYS, VECTORS, {"time_us": -1}),
-        (KEYS, VECTORS, {"table": "x" * 256}),
+        *((KEYS, np.full_like(VECTORS, value), {"dtype": dtype}, f"not finite as {dtype}") for dtype, value in FLOATS),
+        (KEYS, VECTORS[:4], {}, ""),
+        (KEYS.astype(np.int32), VECTORS, {}, ""),
+        (KEYS, VECTORS.astype(np.float64), {}, ""),
+        *((KEYS, VECTORS, {"sequence": sequence}, "") for sequence in (0, HIGHEST_SEQUENCE + 1)),
+        *((KEYS, VECTORS, {"time_us": time_us}, "") for time_us in (-1, HIGHEST_SEQUENCE + 1)),
+        (KEYS, VECTORS, {"table": "x" * 256}, ""),
     ],
 )
-def test_arguments_out_of_range_are_refused(keys, vectors, options) -> None:
-    with pytest.raises(InvalidInputError, match="encoding an update: got"):
+def test_what_would_be_refused_is_not_written(keys, vectors, options, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says or "encoding an update: got"):
         encode(keys, vectors, **{"sequence": 1, **options})
 
 
-@given(bits=st.integers(0, 2**16 - 1))
-def test_bfloat16_is_the_upper_half_of_a_float32(bits: int) -> None:
-    value = np.array([[bits << 16]], np.uint32).view(np.float32)
-    if not np.isfinite(value).all():
+def test_keys_that_the_table_cannot_have_are_refused() -> None:
+    for message, key_bytes, key, reason, says in (
+        (OURS, 4, b"", "key", ""),
+        (encode(KEYS[:0], VECTORS[:0], KEYS, sequence=1), 4, b"", "key", ""),
+        (OURS, 8, b"5", "keyed", ""),
+        (encode_hugectr(KEYS[[0, 4]], VECTORS[:2], 4), 8, b"", "size", "fits keys of 4 bytes: see supportlonglong"),
+    ):
+        with pytest.raises(UpdateFormatError, match=says or "got") as caught:
+            decode(message, DIM, key_bytes, key=key)
+        assert caught.value.reason == reason
+
+
+@given(bits=st.integers(0, 2**32 - 1))
+@example(0x3F808000)
+@example(0x3F808001)
+@example(0x3F818000)
+@example(0x3F807FFF)
+def test_bfloat16_is_the_upper_half_of_a_float32_rounded_to_the_nearest_even(bits: int) -> None:
+    upper, lower = bits >> 16, bits & 0xFFFF
+    rounded = upper + (lower > 0x8000 or (lower == 0x8000 and bool(upper & 1)))
+    stored = np.array([[rounded << 16 & 0xFFFFFFFF]], np.uint32).view(np.float32)
+    value = np.array([[bits]], np.uint32).view(np.float32)
+    if not np.isfinite(value).all() or not np.isfinite(stored).all():
         return
     message = encode(KEYS[:1], value, sequence=1, dtype="bfloat16")
-    assert message[-2:] == struct.pack("<H", bits)
-    assert decode(message, 1).vectors.tobytes() == value.tobytes()
-
-
-@pytest.mark.parametrize(("low", "bits"), [(0x8000, 0x3F80), (0x8001, 0x3F81), (0x18000, 0x3F82), (0x7FFF, 0x3F80)])
-def test_bfloat16_is_rounded_to_the_nearest_even(low: int, bits: int) -> None:
-    value = np.array([[(0x3F80 << 16) + low]], np.uint32).view(np.float32)
-    assert encode(KEYS[:1], value, sequence=1, dtype="bfloat16")[-2:] == struct.pack("<H", bits)
+    assert message[-2:] == struct.pack("<H", rounded)
+    assert decode(message, 1).vectors.tobytes() == stored.tobytes()
 
 
 def read(message: bytes):

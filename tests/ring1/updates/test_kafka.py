@@ -1,5 +1,6 @@
 """Settings and conversions of Kafka's clients, without a broker."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,6 @@ from confluent_kafka import KafkaError
 
 import hps.updates.kafka
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.errors import ConfigError
 from hps.updates.base import Message, Partition
 from hps.updates.kafka import KafkaLog, KafkaWriter, _failed, _keep_cause, _message, _offset
 
@@ -49,15 +49,10 @@ def read_with(given: type[Given], **settings: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("read_ahead", "largest", "queued", "answer", "fetch"),
-    [
-        (64 << 20, 1 << 20, 32 << 10, 8 << 20, 1 << 20),
-        (64 << 20, 16 << 20, 32 << 10, 8 << 20, 8 << 20),
-        (1 << 20, 1 << 19, 512, 128 << 10, 128 << 10),
-        (1 << 20, 1 << 16, 512, 128 << 10, 1 << 16),
-        (8 << 30, 1 << 20, 2_097_151, 1 << 30, 1 << 20),
-        (32 << 30, 2 << 30, 2_097_151, 2**31 - 1 - 512, 1_000_000_000),
-    ],
-)
+    [(64 << 20, 1 << 20, 32 << 10, 8 << 20, 1 << 20), (64 << 20, 16 << 20, 32 << 10, 8 << 20, 8 << 20),
+     (1 << 20, 1 << 19, 512, 128 << 10, 128 << 10), (1 << 20, 1 << 16, 512, 128 << 10, 1 << 16),
+     (8 << 30, 1 << 20, 2_097_151, 1 << 30, 1 << 20), (32 << 30, 2 << 30, 2_097_151, 2**31 - 1 - 512, 1_000_000_000)],
+)  # fmt: skip
 def test_what_is_read_ahead_is_bounded_by_half_in_the_queue_and_an_eighth_an_answer(
     given: type[Given], read_ahead: int, largest: int, queued: int, answer: int, fetch: int
 ) -> None:
@@ -85,13 +80,6 @@ def test_a_reader_commits_and_starts_by_itself_and_the_users_settings_win(given:
     assert "sasl.password" not in settings
 
 
-@pytest.mark.parametrize("setting", ["enable.auto.commit", "auto.offset.reset", "enable.partition.eof", "enable.idempotence"])
-def test_what_the_reader_relies_on_cannot_be_set(setting: str) -> None:
-    for make in (lambda config: KafkaLog.from_config(config, "g"), KafkaWriter.from_config):
-        with pytest.raises(ConfigError, match=f"{setting}: cannot be set"):
-            make(source(config={setting: True}))
-
-
 @pytest.mark.parametrize(
     ("position", "offset"),
     [("0", 0), ("17", 17), ("-1", -1), ("9" * 18, 10**18 - 1), ("9" * 19, -1), ("1700000000000-0", -1), ("", -1), ("x", -1)],
@@ -100,30 +88,22 @@ def test_positions_are_offsets_and_those_of_other_logs_are_before_all(position: 
     assert _offset(position) == offset
 
 
-class Got:
-    """A message of librdkafka."""
-
-    def __init__(self, stamp: int, key: bytes | None) -> None:
-        self._stamp, self._key = stamp, key
-
-    def timestamp(self) -> tuple[int, int]:
-        return 1, self._stamp
-
-    def offset(self) -> int:
-        return 5
-
-    def key(self) -> bytes | None:
-        return self._key
-
-    def value(self) -> bytes:
-        return b"value"
-
-
 @pytest.mark.parametrize(
     ("stamp", "key", "time_us", "expected"), [(17, None, 17_000, b""), (-1, b"k", 0, b"k"), (0, b"", 0, b"")]
 )
 def test_a_message_has_a_time_in_microseconds_or_none(stamp: int, key: bytes | None, time_us: int, expected: bytes) -> None:
-    assert _message(FIRST, Got(stamp, key)) == Message(FIRST, "5", time_us, expected, b"value")
+    answers = {"timestamp": (1, stamp), "offset": 5, "key": key, "value": b"value"}
+    got: Any = SimpleNamespace(**{name: lambda answer=answer: answer for name, answer in answers.items()})
+    assert _message(FIRST, got) == Message(FIRST, "5", time_us, expected, b"value")
+
+
+def test_a_password_that_is_not_in_config_is_that_of_sasl(given: type[Given]) -> None:
+    both = {"password": "s3cret", "config": {"sasl.password": "above"}}
+    for settings, password in (({"password": "s3cret"}, "s3cret"), (both, "above")):
+        assert read_with(given, **settings)["sasl.password"] == password
+        KafkaWriter.from_config(source(**settings)).close()
+        assert given.settings["sasl.password"] == password
+        assert "s3cret" not in repr(source(**settings))
 
 
 def test_the_cause_of_a_failure_stands_beside_that_all_brokers_are_down() -> None:

@@ -1,18 +1,22 @@
 """What happens to Kafka's clients when the cluster misbehaves: librdkafka's own brokers, which do."""
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError
+from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka.admin import AdminClient
 
 import hps.updates.kafka
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import ConfigError, ForkedProcessError, UpdateLogError
 from hps.testing.update_logs import polled, values, written
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.updates.base import Partition
 from hps.updates.kafka import KafkaLog, KafkaWriter
 from tests.servers.kafka_mock import FETCH, PRODUCE, KafkaMock
@@ -63,16 +67,6 @@ def lost(log: KafkaLog) -> dict[Partition, str]:
     return found
 
 
-def test_a_writer_that_is_fenced_says_so(cluster, writer):
-    written(writer, FIRST, b"a")
-    answers: list[Any] = []
-    cluster.fail(PRODUCE, KafkaError.INVALID_PRODUCER_EPOCH, *[KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER] * 20)
-    writer.send(FIRST, b"b", sent=answers.append)
-    writer.flush(20)
-    assert answers
-    assert answers == ["1"] or isinstance(answers[0], UpdateLogError)
-
-
 def test_a_message_that_the_broker_refuses_is_told_and_the_next_is_sent(cluster, writer):
     cluster.fail(PRODUCE, KafkaError.MSG_SIZE_TOO_LARGE)
     answers: list[Any] = []
@@ -108,8 +102,7 @@ def test_a_send_waits_for_room_and_then_gives_up(cluster, monkeypatch):
             writer.send(FIRST, b"x")
 
 
-@pytest.mark.parametrize("messages", [5, 40])
-def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened, messages):
+def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened):
     with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
         written(writer, FIRST, *numbers(0, 10))
         cluster.lead(TOPIC, 0, 2)  # librdkafka takes the new topic's leader, whose epoch is 0, for outdated
@@ -121,48 +114,13 @@ def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened, messa
     assert log.behind() == {Partition(TOPIC, 0): None, Partition(TOPIC, 1): None}
     cluster.create(TOPIC, 3)
     with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
-        written(writer, FIRST, *numbers(100, 100 + messages))
+        written(writer, FIRST, *numbers(100, 140))
         written(writer, Partition(TOPIC, 2), b"added")
-    assert sorted(values(polled(log, messages + 1))) == sorted([*numbers(100, 100 + messages), b"added"])
+    assert sorted(values(polled(log, 41))) == sorted([*numbers(100, 140), b"added"])
     found = lost(log)
     assert list(found) == [FIRST]
     assert "made anew" in found[FIRST]
     wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
-
-
-def test_a_paused_topic_that_is_made_anew_again_and_again_stays_paused(cluster, opened):
-    log = opened(cluster.address)
-    for made in range(3):
-        partitions = [Partition(TOPIC, number) for number in range(2 + made)]
-        wait_until(lambda partitions=partitions: log.poll(0.01, 1) == [] and set(log.behind()) == set(partitions))
-        log.pause(partitions)
-        cluster.delete(TOPIC)
-        wait_until(lambda: log.problem == f"topic {TOPIC} does not exist")
-        cluster.create(TOPIC, 3 + made)
-        with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
-            for partition in partitions:
-                written(writer, partition, *numbers(0, 3))
-        wait_until(
-            lambda made=made, partitions=partitions: (
-                log.behind() == dict.fromkeys(partitions, 3) | {Partition(TOPIC, 2 + made): 0}
-            )
-        )
-        with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
-            written(writer, Partition(TOPIC, 2 + made), b"marked")
-        assert values(polled(log, 1)) == [b"marked"], "nothing that is paused came before it"
-        log.resume(partitions)
-        assert sorted(values(polled(log, 3 * len(partitions)))) == sorted(numbers(0, 3) * len(partitions))
-        log.commit({FIRST: "2"})
-
-
-def test_what_was_written_before_a_new_topic_was_found_is_read(cluster, opened):
-    cluster.delete(TOPIC)
-    log = opened(cluster.address, begin="latest", metadata_refresh_interval_ms=60_000)
-    wait_until(lambda: log.problem == f"topic {TOPIC} does not exist")
-    cluster.create(TOPIC, 1)  # a second before it is looked for again
-    with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
-        written(writer, FIRST, *numbers(0, 3))
-    assert values(polled(log, 3)) == numbers(0, 3)
 
 
 def test_positions_that_are_not_there_are_noticed_in_either_direction(cluster, writer, opened):
@@ -189,14 +147,20 @@ def test_messages_that_go_while_they_are_waited_for_are_noticed(cluster, writer,
     assert "messages 3 to 9" in lost(log)[FIRST]
 
 
-def test_a_topic_that_may_not_be_read_is_a_problem_until_it_may(cluster, writer, opened):
-    cluster.refuse(TOPIC, KafkaError.TOPIC_AUTHORIZATION_FAILED)
-    log = opened(cluster.address)
-    wait_until(lambda: log.poll(0.01, 1) == [] and "authorization failed" in log.problem.lower())
-    cluster.refuse(TOPIC, 0)
-    wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
-    written(writer, FIRST, b"x")
-    assert values(polled(log, 1)) == [b"x"]
+def test_a_paused_topic_that_is_made_anew_stays_paused(cluster, opened):
+    log, other = opened(cluster.address), Partition(TOPIC, 1)
+    wait_until(lambda: log.poll(0.01, 1) == [] and set(log.behind()) == {FIRST, other})
+    log.pause([FIRST])
+    cluster.delete(TOPIC)
+    wait_until(lambda: log.problem == f"topic {TOPIC} does not exist")
+    cluster.create(TOPIC, 2)
+    with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+        written(writer, FIRST, *numbers(0, 3))
+        wait_until(lambda: log.behind() == {FIRST: 3, other: 0})
+        written(writer, other, b"marked")
+    assert values(polled(log, 1)) == [b"marked"], "nothing that is paused came before it"
+    log.resume([FIRST])
+    assert values(polled(log, 3)) == numbers(0, 3)
 
 
 def test_brokers_that_answer_and_send_no_message_are_told(cluster, writer, opened, monkeypatch):
@@ -276,8 +240,11 @@ def test_a_cluster_that_goes_and_comes_is_read_on_and_told_of_once_a_minute(clus
     [
         ({"no.such.setting": 1}, "no.such.setting"),
         ({"security.protocol": "magic"}, "security.protocol"),
-        ({"auto.offset.reset": "earliest"}, "auto.offset.reset: cannot be set"),
-        ({"enable.auto.commit": True, "enable.idempotence": False}, "enable.auto.commit"),
+        *(
+            ({name: True}, f"{name}: cannot be set")
+            for name in ("enable.auto.commit", "auto.offset.reset", "enable.partition.eof")
+        ),
+        ({"enable.idempotence": False}, "enable.idempotence: cannot be set"),
     ],
 )
 def test_settings_that_librdkafka_or_the_reader_cannot_have_are_refused(config, complaint):
@@ -302,12 +269,8 @@ def test_a_forked_child_is_refused_and_ends(cluster, writer, opened):
     child = os.fork()
     if child == 0:
         refused = 0
-        for call in (
-            lambda: log.poll(0.1, 1),
-            lambda: log.commit({}),
-            lambda: writer.send(FIRST, b"x"),
-            lambda: writer.flush(1),
-        ):
+        calls = lambda: log.poll(0.1, 1), lambda: log.commit({}), lambda: writer.send(FIRST, b"x"), lambda: writer.flush(1)
+        for call in calls:
             try:
                 call()
             except ForkedProcessError:
@@ -332,3 +295,96 @@ def test_opening_and_closing_leaves_no_thread_and_no_descriptor(cluster):
 
     before = [open_and_close() for _ in range(2)][-1]
     wait_until(lambda: all(now <= then for now, then in zip(open_and_close(), before, strict=True)))
+
+
+# -- what a reader makes of the ends that it asks for, whatever happens before it gets the answer ---------------------------
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Calls to make, one at a time, when the brokers have told the ends of partitions and the reader does not know them yet."""
+    calls: list[Callable[[], object]] = []
+
+    class Admin(AdminClient):
+        def list_offsets(self, *args: Any, **options: Any) -> Any:
+            answers = super().list_offsets(*args, **options)
+            wait(answers.values())
+            if calls:
+                calls.pop(0)()
+            return answers
+
+    monkeypatch.setattr(hps.updates.kafka, "AdminClient", Admin)
+    return calls
+
+
+@pytest.fixture
+def log(cluster: KafkaMock, opened: Callable[..., KafkaLog], answered: object) -> KafkaLog:
+    """A reader that knows its partitions."""
+    log = opened(cluster.address, metadata_refresh_interval_ms=50)
+    wait_until(lambda: len(log.behind()) == 2)
+    return log
+
+
+def make_anew(cluster: KafkaMock, count: int, time_us: int = 0) -> None:
+    cluster.delete(TOPIC)
+    cluster.create(TOPIC, 2)
+    with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+        written(writer, FIRST, *numbers(0, count), time_us=time_us)
+
+
+def test_a_message_is_as_old_as_the_question_whose_answer_lacked_it(cluster, writer, log, answered):
+    by: list[float] = []
+    answered.append(lambda: (written(writer, FIRST, b"x"), by.append(time.monotonic())))
+    wait_until(lambda: log.behind()[FIRST] == 1)
+    since = log.unread_since()[FIRST]
+    assert since is not None
+    assert since < by[0]
+
+
+def test_a_fetch_tells_how_much_is_behind_before_the_next_survey(cluster, writer, log, answered):
+    asking, go_on = threading.Event(), threading.Event()
+    answered.append(lambda: (asking.set(), go_on.wait(PATIENCE_S)))
+    assert asking.wait(PATIENCE_S)
+    log.pause([FIRST])
+    written(writer, FIRST, *numbers(0, 10))
+    log.resume([FIRST])
+    read = log.poll(60, 1)
+    assert log.behind()[FIRST] == 10 - len(read)
+    go_on.set()
+
+
+def test_messages_of_a_topic_that_was_made_anew_are_as_old_as_they_say(cluster, log, answered):
+    with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+        written(writer, FIRST, *numbers(0, 10))
+    polled(log, 10)
+    for count in (5, 3):
+        hour_ago = time.time() - 3600
+        answered.append(lambda count=count, hour_ago=hour_ago: make_anew(cluster, count, int(hour_ago * 1e6)))
+        messages = polled(log, count)
+        assert values(messages) == numbers(0, count)
+        long_ago = time.monotonic() - 3500
+        assert all(one.arrived is not None and one.arrived < long_ago for one in messages)
+        wait_until(lambda: log.poll(0.01, 1) == [] and log.behind()[FIRST] == 0)
+
+
+def test_commits_that_were_never_answered_do_not_count_once_topics_were_made_anew(cluster, answered, opened, monkeypatch):
+    answers = False
+
+    class Reader(Consumer):
+        def commit(self, *args: Any, **options: Any) -> Any:
+            return super().commit(*args, **options) if answers else None
+
+    monkeypatch.setattr(hps.updates.kafka, "Consumer", Reader)
+    with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+        written(writer, FIRST, *numbers(0, 3))
+    log = opened(cluster.address, metadata_refresh_interval_ms=50)
+    polled(log, 3)
+    for _ in range(20):
+        log.commit({FIRST: "2"})
+    answered.append(lambda: make_anew(cluster, 2))
+    polled(log, 2)
+    answers = True
+    log.commit({FIRST: "0"})
+    with closing(Consumer({"bootstrap.servers": cluster.address, "group.id": "hps.volatile", "log_level": 2})) as reader:
+        place = TopicPartition(TOPIC, 0)
+        wait_until(lambda: log.poll(0.01, 1) == [] and reader.committed([place], timeout=20)[0].offset == 1)

@@ -2,25 +2,19 @@
 
 import json
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hps
 from hps.ground.progress import NoProgress
 from hps.testing.waiting import wait_until
 from hps.versions.catalog import ModelVersion
+from hps.versions.fleet import FleetChange
+from tests.ring1.versions.test_pins import Make, served, write
 from tests.servers.running_service import document_of, model_of
-
-KEYS = np.arange(50)
-Make = Callable[..., dict[str, Any]]
-
-
-def write(model: Path, version: int) -> None:
-    hps.write_sparse_model(model / str(version) / "item", (KEYS, np.full((KEYS.size, 4), version, np.float32)))
 
 
 @pytest.fixture
@@ -50,29 +44,23 @@ def said(repository: Path) -> dict[str, Any]:
     return content
 
 
-def served(server: hps.HPS) -> int:
-    (vector,) = server.lookup([7], "ranker", "item")
-    assert server.model("ranker").version == str(int(vector[0]))
-    return int(vector[0])
-
-
 def follow(server: hps.HPS) -> dict[str, Exception | None]:
     server.read_documents()
     return server.follow()
 
 
-def write_document(repository: Path, version: str, **others: Any) -> None:
+def change(server: hps.HPS, by: FleetChange, version: str | None = None) -> int:
+    """Change the fleet and follow; returns the version that answers."""
+    server.change_fleet("ranker", by, version)
+    follow(server)
+    return served(server)
+
+
+def write_document(repository: Path, version: str, previous: str) -> None:
     """Write a document by hand."""
     now = time.time()
-    content = {
-        "format": 1,
-        "number": int(now * 1e6),
-        "version": version,
-        "by": "deploy",
-        "since": now,
-        "writer": "hand",
-        **others,
-    }
+    content = {"format": 1, "number": int(now * 1e6), "version": version, "previous": previous}
+    content |= {"by": "deploy", "since": now, "writer": "hand"}
     (repository / "ranker" / "serving.json").write_text(json.dumps(content))
 
 
@@ -83,67 +71,46 @@ def reason(server: hps.HPS) -> str:
     return status.reason
 
 
-def test_replicas_follow_a_deployment_and_roll_backs_and_a_new_one_does_not_bring_the_withdrawn_version_back(
-    replica: Make, repository: Path
-) -> None:
+def test_replicas_follow_changes_and_a_new_one_brings_no_withdrawn_version_back(replica: Make, repository: Path) -> None:
     with hps.HPS(replica("a")) as one, hps.HPS(replica("b")) as two:
-        assert (served(one), served(two)) == (3, 3)
-        assert one.fleet("ranker") is None
+        assert (served(one), served(two), one.fleet("ranker")) == (3, 3, None)
         one.change_fleet("ranker", "rollback")
-        assert said(repository)["version"] == "2"
-        assert said(repository)["withdrawn"] == ["3"]
+        assert (said(repository)["version"], said(repository)["withdrawn"]) == ("2", ["3"])
         for server in (one, two):
-            assert follow(server) == {"ranker": None}
-            assert follow(server) == {}
+            assert (follow(server), follow(server)) == ({"ranker": None}, {})
             status = server.fleet("ranker")
             assert status is not None
             assert (served(server), status.follows, status.pending, status.reason) == (2, True, False, "")
-        two.change_fleet("ranker", "rollback")
-        assert [follow(server) for server in (one, two)] == [{"ranker": None}] * 2
-        assert (served(one), served(two)) == (1, 1)
+        assert change(two, "rollback") == 1
+        assert (follow(one), served(one)) == ({"ranker": None}, 1)
     with hps.HPS(replica("a")) as one, hps.HPS(replica("c")) as new:
         assert (served(one), served(new)) == (1, 1), "a restarted one, and one that never was there before"
         with pytest.raises(hps.ConflictError, match=r"no version to go back to from 1; .* withdrawn 3, 2"):
             new.change_fleet("ranker", "rollback")
         write(repository / "ranker", 4)
-        new.change_fleet("ranker", "unpin")
-        assert [follow(server) for server in (one, new)] == [{"ranker": None}] * 2
-        assert (served(one), served(new)) == (4, 4)
-        new.change_fleet("ranker", "rollback")
-        follow(new)
-        assert served(new) == 1, "the versions between were withdrawn"
-        new.change_fleet("ranker", "deploy", "3")
-        follow(new)
-        assert (served(new), said(repository)["withdrawn"]) == (3, ["2", "4"])
-        new.change_fleet("ranker", "unpin")
-        follow(new)
-        assert served(new) == 3, "of the versions that are not withdrawn, the newest"
+        assert change(new, "unpin") == 4
+        assert (follow(one), served(one)) == ({"ranker": None}, 4)
+        assert change(new, "rollback") == 1, "the versions between were withdrawn"
+        assert (change(new, "deploy", "3"), said(repository)["withdrawn"]) == (3, ["2", "4"])
+        assert change(new, "unpin") == 3, "of the versions that are not withdrawn, the newest"
 
 
-def test_one_replica_cannot_be_changed_alone(replica: Make) -> None:
+def test_one_replica_cannot_be_changed_alone_and_its_pin_ends_when_it_follows(replica: Make) -> None:
     with hps.HPS(replica()) as server:
-        server.change_fleet("ranker", "deploy", "2")
-        follow(server)
-        for change in (
-            lambda: server.deploy("ranker"),
-            lambda: server.deploy("ranker", "3"),
-            lambda: server.rollback("ranker"),
-            lambda: server.unpin("ranker"),
-            lambda: server.undeploy("ranker", "2"),
+        server.deploy("ranker", "1")
+        assert (change(server, "deploy", "2"), server.pin("ranker")) == (2, None)
+        for alone in (
+            server.deploy,
+            server.rollback,
+            server.unpin,
+            partial(server.deploy, version="3"),
+            partial(server.undeploy, version="2"),
         ):
             with pytest.raises(hps.ConflictError, match=r"--fleet"):
-                change()
+                alone("ranker")
         assert served(server) == 2
     with hps.HPS(replica(), deploy_models=False) as server, pytest.raises(hps.ConflictError, match=r"--fleet"):
         server.deploy("ranker", "3")
-
-
-def test_a_pin_of_one_replica_ends_when_it_follows_the_fleet(replica: Make, repository: Path) -> None:
-    with hps.HPS(replica()) as server:
-        server.deploy("ranker", "1")
-        server.change_fleet("ranker", "deploy", "2")
-        follow(server)
-        assert (served(server), server.pin("ranker")) == (2, None)
 
 
 def test_a_version_that_does_not_exist_yet_is_awaited(replica: Make, repository: Path) -> None:
@@ -151,7 +118,7 @@ def test_a_version_that_does_not_exist_yet_is_awaited(replica: Make, repository:
         server.change_fleet("ranker", "deploy", "2")
         follow(server)
         for version in ("5", "6"):
-            write_document(repository, version, previous="2")
+            write_document(repository, version, "2")
             for _ in range(2):
                 assert follow(server) == {}
                 assert server.poll() == {}
@@ -165,25 +132,19 @@ def test_a_version_that_does_not_exist_yet_is_awaited(replica: Make, repository:
                 assert (served(one), reason(one)) == (6, "")
 
 
-def test_a_version_that_cannot_be_examined_changes_nothing_and_a_roll_back_is_followed_at_once(
-    replica: Make, repository: Path
-) -> None:
+def test_a_version_that_cannot_be_examined_changes_nothing(replica: Make, repository: Path) -> None:
     with hps.HPS(replica()) as server:
         for version in (4, 5):
             write(repository / "ranker", version)
             (repository / "ranker" / str(version) / "item" / "emb_vector").write_bytes(b"short")
             server.change_fleet("ranker", "deploy", str(version))
             for _ in range(2):
-                assert follow(server) == {}, "no load is tried"
-                assert served(server) == 3
+                assert (follow(server), served(server)) == ({}, 3), "no load is tried"
                 assert "emb_vector" in reason(server)
             server.change_fleet("ranker", "rollback")
             assert reason(server) == "", "what served all along"
-            server.change_fleet("ranker", "deploy", "2")
-            assert follow(server) == {"ranker": None}
-            assert (served(server), reason(server)) == (2, "")
-            server.change_fleet("ranker", "deploy", "3")
-            follow(server)
+            assert (change(server, "deploy", "2"), reason(server)) == (2, "")
+            assert change(server, "deploy", "3") == 3
 
 
 def test_a_load_that_fails_changes_nothing_and_another_version_does_not_wait_for_the_next_try(replica: Make) -> None:
@@ -228,69 +189,31 @@ def test_a_load_that_a_newer_document_supersedes_never_takes_over(replica: Make,
         assert said(repository)["withdrawn"] == ["4", "5"]
 
 
-def test_a_change_is_pending_until_the_replica_has_tried_it(
-    replica: Make, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_is_pending_until_the_replica_has_tried_it(replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with hps.HPS(replica()) as server:
+        examine, seen = server.catalog.fingerprints, []
+
+        def status() -> tuple[bool, bool]:
+            found = server.fleet("ranker")
+            assert found is not None
+            return found.pending, found.follows
+
+        def look(one: ModelVersion) -> tuple[str, ...]:
+            seen.append(status())
+            found: tuple[str, ...] = examine(one)
+            return found
+
+        monkeypatch.setattr(server.catalog, "fingerprints", look)
         for version in ("2", "1"):
-            server.change_fleet("ranker", "deploy", version)
-            pending: list[bool] = []
-            examine = server.catalog.fingerprints
-
-            def look(one: ModelVersion, examine: Any = examine, pending: list[bool] = pending) -> tuple[str, ...]:
-                status = server.fleet("ranker")
-                pending.append(status is not None and status.pending and not status.follows)
-                found: tuple[str, ...] = examine(one)
-                return found
-
-            with monkeypatch.context() as patch:
-                patch.setattr(server.catalog, "fingerprints", look)
-                assert follow(server) == {"ranker": None}
-            assert pending
-            assert all(pending)
-            status = server.fleet("ranker")
-            assert status is not None
-            assert (status.follows, status.pending) == (True, False)
-
-
-def test_a_replica_goes_on_without_a_valid_document_and_a_new_one_waits_for_it(replica: Make, repository: Path) -> None:
-    """Which documents are valid: tests/ring1/versions/test_fleet.py."""
-    document = repository / "ranker" / "serving.json"
-    with hps.HPS(replica("a")) as server:
-        server.change_fleet("ranker", "rollback")
-        follow(server)
-    document.write_bytes(b"{")
-    for _ in range(2):
-        with hps.HPS(replica("a")) as server:
-            assert (served(server), follow(server), server.poll()) == (2, {}, {})
-            assert "is not a serving document" in reason(server)
-    with hps.HPS(replica("new"), deploy_models=False) as new:
-        for _ in range(2):
-            with pytest.raises(hps.ModelFileError, match="is not a serving document"):
-                new.deploy("ranker", pin=False)
-            assert new.models == (), "nobody knows what was withdrawn"
-    with hps.HPS(replica("a")) as server:
-        server.change_fleet("ranker", "deploy", "1")
-        assert (follow(server), served(server), reason(server)) == ({"ranker": None}, 1, "")
-
-
-def test_a_disk_that_is_not_mounted_undeploys_nothing(replica: Make, repository: Path) -> None:
-    with hps.HPS(replica()) as server:
-        server.change_fleet("ranker", "rollback")
-        follow(server)
-        (repository / "ranker").rename(repository.with_name("elsewhere"))
-        for _ in range(2):
-            assert (server.poll(), follow(server)) == ({}, {})
-            assert served(server) == 2
-            assert "it is gone" in reason(server)
-        repository.with_name("elsewhere").rename(repository / "ranker")
-        assert (server.poll(), served(server), reason(server)) == ({}, 2, "")
+            seen.clear()
+            assert change(server, "deploy", version) == int(version)
+            assert set(seen) == {(True, False)}
+            assert status() == (False, True)
 
 
 def test_a_replica_leaves_a_fleet_whose_document_was_deleted(replica: Make, repository: Path) -> None:
     with hps.HPS(replica()) as server:
-        server.change_fleet("ranker", "rollback")
-        follow(server)
+        assert change(server, "rollback") == 2
         (repository / "ranker" / "serving.json").unlink()
         follow(server)
         assert server.unpin("ranker").version == "3"
@@ -346,19 +269,15 @@ def test_the_index_shows_what_is_being_loaded(replica: Make) -> None:
 
 
 def test_the_index_names_models_that_cannot_be_listed(replica: Make, repository: Path) -> None:
-    (repository / "broken").mkdir()
-    (repository / "broken" / "model.json").write_text("{")
-    (repository / "empty").mkdir()
-    (repository / "empty" / "model.json").write_text(
-        (repository / "ranker" / "model.json").read_text().replace('"ranker"', '"empty"')
-    )
+    entry = (repository / "ranker" / "model.json").read_text()
+    for name, text in (("broken", "{"), ("empty", entry.replace('"ranker"', '"empty"'))):
+        (repository / name).mkdir()
+        (repository / name / "model.json").write_text(text)
     with hps.HPS(replica(), deploy_models=False) as server:
         server.deploy("ranker")
-        entries = {one.model: one for one in server.index() if one.model != "ranker"}
-        assert {name: (one.version, one.state) for name, one in entries.items()} == dict.fromkeys(
-            ("broken", "empty"), ("", "unavailable")
-        )
-        assert entries["broken"].reason == str(server.catalog.problems["broken"])
-        assert "got versions none, expected at least one" in entries["empty"].reason
+        broken, empty = sorted((one for one in server.index() if one.model != "ranker"), key=lambda one: one.model)
+        assert (broken.version, broken.state, broken.reason) == ("", "unavailable", str(server.catalog.problems["broken"]))
+        assert (empty.version, empty.state) == ("", "unavailable")
+        assert "got versions none, expected at least one" in empty.reason
         (repository / "ranker").rename(repository.with_name("away"))
         assert index(server) == [("3", "ready", "")], "what serves is named though its files are gone"

@@ -1,11 +1,10 @@
 """Deployments, roll-backs and undeployments: what serves after the second one, and what is given back."""
 
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hps
@@ -14,118 +13,65 @@ from hps.ground.progress import NoProgress
 from hps.testing.waiting import wait_until
 from hps.types import split_tag
 from hps.versions.deployer import _other_tables, _same_settings
+from tests.ring1.versions.test_pins import Make, served, write
+from tests.ring1.versions.test_pins import document as document  # fixtures
+from tests.ring1.versions.test_pins import home as home
 from tests.servers.running_service import document_of, model_of
-
-KEYS = np.arange(20)
-Make = Callable[..., dict[str, Any]]
-
-
-def write(home: Path, version: int, content: int | None = None) -> None:
-    vectors = np.full((KEYS.size, 4), content or version, np.float32)
-    hps.write_sparse_model(home / str(version) / "item", (KEYS, vectors), overwrite=True)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    for version in (1, 2, 3):
-        write(tmp_path / "versions", version)
-    return tmp_path / "versions"
-
-
-@pytest.fixture
-def document(tmp_path: Path, home: Path) -> Make:
-    def make(persistent: bool = False, **settings: Any) -> dict[str, Any]:
-        model = model_of("m", ["item"], {"item": 4}, version_path=str(home), gpucache=False, **settings)
-        return document_of(model, persistent=tmp_path / "rocksdb" if persistent else None)
-
-    return make
-
-
-def served(server: hps.HPS) -> int:
-    """The version that answers, which is the one that the server names."""
-    (vector,) = server.lookup([7], "m", "item")
-    assert server.model("m").version == str(int(vector[0]))
-    return int(vector[0])
 
 
 def states(server: hps.HPS) -> list[tuple[str, str]]:
     """The versions and their states, once none retires."""
-    wait_until(lambda: "retiring" not in [state for _, state in server.live.versions("m")], "no version retires")
-    return [(one.version, state) for one, state in server.live.versions("m")]
+    wait_until(lambda: "retiring" not in [state for _, state in server.live.versions("ranker")], "no version retires")
+    return [(one.version, state) for one, state in server.live.versions("ranker")]
 
 
-def held(server: hps.HPS, database: int = -1) -> set[str]:
-    """Slots of which a database has tables."""
-    found = map(split_tag, server._chain.databases[database].tags())
-    return {names[1] or "1" for names in found if names}
+def held(server: hps.HPS) -> set[str]:
+    """Slots of which the database has tables."""
+    return {names[1] or "1" for tag in server._chain.databases[-1].tags() if (names := split_tag(tag))}
 
 
 @pytest.mark.parametrize("keep_versions", [0, 1, 2])
 def test_a_model_that_is_undeployed_gives_back_what_it_kept_each_time(document: Make, keep_versions: int) -> None:
-    with hps.HPS(document(keep_versions=keep_versions), deploy_models=False) as server:
+    with hps.HPS(document(False, gpucache=False, keep_versions=keep_versions), deploy_models=False) as server:
         for _ in range(2):
             for version in ("1", "2", "3"):
-                server.deploy("m", version)
+                server.deploy("ranker", version)
             kept = [(str(3 - number), "kept") for number in range(keep_versions, 0, -1)]
             assert states(server) == [("3", "serving"), *kept]
             assert held(server) == {"3", *(version for version, _ in kept)}
-            server.undeploy("m")
+            server.undeploy("ranker")
             assert (states(server), held(server), server.models) == ([], set(), ())
         with pytest.raises(hps.UnknownModelError):
-            server.undeploy("m")
+            server.undeploy("ranker")
+
+
+def test_roll_backs_take_the_next_version_below_where_none_is_kept(document: Make) -> None:
+    with hps.HPS(document(False, gpucache=False, keep_versions=0)) as server:
+        for expected in (2, 1):
+            server.rollback("ranker")
+            assert (served(server), states(server)) == (expected, [(str(expected), "serving")])
+        with pytest.raises(hps.ConflictError, match="no version to go back to; version 1 serves, none was replaced"):
+            server.rollback("ranker")
+        with pytest.raises(hps.UnknownVersionError, match="deployed: 1"):
+            server.model("ranker", "2")
 
 
 def test_of_a_version_that_is_undeployed_alone_the_kept_ones_stay_and_its_pin_ends(document: Make) -> None:
-    with hps.HPS(document(version_policy={"latest": {"num_versions": 2}}), deploy_models=False) as server:
-        server.deploy("m", "1")
-        server.deploy("m")
+    with hps.HPS(
+        document(False, gpucache=False, version_policy={"latest": {"num_versions": 2}}), deploy_models=False
+    ) as server:
+        server.deploy("ranker", "1")
+        server.deploy("ranker")
         assert states(server) == [("2", "available"), ("3", "serving"), ("1", "kept")]
-        server.deploy("m", "3")
-        server.undeploy("m", "2")
+        server.deploy("ranker", "3")
+        server.undeploy("ranker", "2")
         assert (states(server), held(server)) == ([("3", "serving"), ("1", "kept")], {"1", "3"})
-        assert server.pin("m") is not None, "of version 3"
-        server.deploy("m", "2")
-        server.undeploy("m", "3")
-        assert server.pin("m") is not None, "of version 2"
+        assert server.pin("ranker") is not None, "of version 3"
+        server.deploy("ranker", "2")
+        server.undeploy("ranker", "3")
         with pytest.raises(hps.ConflictError, match="it is the only one"):
-            server.undeploy("m", "2")
-        server.deploy("m", "3")
-        server.undeploy("m", "3")
-        assert (served(server), server.pin("m")) == (2, None), "whoever takes the version out does not want it back"
-
-
-@pytest.mark.parametrize(("keep_versions", "before", "after"), [(0, {"2"}, {"3"}), (1, {"1", "2"}, {"2", "3"})])
-def test_after_a_restart_the_disk_has_no_more_versions_than_are_kept(
-    document: Make, keep_versions: int, before: set[str], after: set[str]
-) -> None:
-    """A version that this process keeps counts, beside those that the process before it left."""
-    settings = document(persistent=True, keep_versions=keep_versions)
-    with hps.HPS(settings, deploy_models=False) as server:
-        for version in ("1", "2"):
-            server.deploy("m", version)
-        assert states(server)[0] == ("2", "serving")
-        wait_until(lambda: held(server) == before, "version 1 is kept or dropped")
-    with hps.HPS(settings) as server:
-        assert (served(server), held(server)) == (2, before)
-        server.deploy("m", "3")
-        wait_until(lambda: held(server) == after, "version 3 and what is kept are there")
-        server.rollback("m")
-        assert served(server) == 2
-
-
-def test_roll_backs_go_to_and_fro_and_take_the_next_version_below_where_none_is_kept(document: Make) -> None:
-    with hps.HPS(document(keep_versions=0)) as server:
-        for expected in (2, 1):
-            assert server.rollback("m").version == str(expected)
-            assert (served(server), [one for one, _ in states(server)]) == (expected, [str(expected)])
-        with pytest.raises(hps.ConflictError, match="no version to go back to; version 1 serves, none was replaced"):
-            server.rollback("m")
-    with hps.HPS(document()) as server:
-        server.deploy("m", "1")
-        for expected in (3, 1, 3):
-            server.rollback("m")
-            assert served(server) == expected
-            assert [version for version, state in states(server) if state == "kept"] == [str(4 - expected)]
+            server.undeploy("ranker", "2")
+        assert server.pin("ranker") is not None, "of version 2"
 
 
 def test_the_version_that_serves_is_deployed_again_without_another_load_unless_forced(document: Make) -> None:
@@ -136,83 +82,66 @@ def test_the_version_that_serves_is_deployed_again_without_another_load_unless_f
             self.loads += 1
 
     progress = Counting()
-    with hps.HPS(document()) as server:
+    with hps.HPS(document(False, gpucache=False)) as server:
         for _ in range(2):
-            assert server.deploy("m", "3", progress=progress) is server.model("m")
+            assert server.deploy("ranker", "3", progress=progress) is server.model("ranker")
         assert progress.loads == 0
         entry = server.config.models[0].model_copy(update={"num_of_worker_buffer_in_pool": 5})
-        before = server.model("m")
+        before = server.model("ranker")
         for _ in range(2):
             assert server.deploy(entry, "3", progress=progress).config.num_of_worker_buffer_in_pool == 5
-        assert server.model("m") is not before
+        assert server.model("ranker") is not before
         assert progress.loads == 0
         for loads in (1, 2):
-            server.deploy("m", "3", progress=progress, force=True)
+            server.deploy("ranker", "3", progress=progress, force=True)
             assert (served(server), progress.loads) == (3, loads)
-        server.deploy("m", "2", progress=progress)
-        server.deploy("m", "3", progress=progress)
+        server.deploy("ranker", "2", progress=progress)
+        server.deploy("ranker", "3", progress=progress)
         assert (served(server), progress.loads) == (3, 3), "version 3 was kept"
 
 
-def test_a_deployment_that_fails_leaves_entry_versions_and_pin_as_they_were(document: Make, home: Path) -> None:
+def test_a_deployment_that_fails_leaves_entry_versions_and_pin_as_they_were(document: Make) -> None:
     class Stopped(NoProgress):
         def advance(self, tag: str, rows: int) -> None:
             raise InterruptedError
 
-    with hps.HPS(document()) as server:
-        server.rollback("m")
-        known = server.catalog.model("m")
-        entry = known.model_copy(update={"max_batch_size": 5})
-        for _ in range(2):
+    with hps.HPS(document(False, gpucache=False)) as server:
+        server.rollback("ranker")
+        known = server.catalog.model("ranker")
+        for count in (1, 2):
             with pytest.raises(InterruptedError):
-                server.deploy(entry, "1", progress=Stopped())
-            assert server.catalog.model("m") is known
+                server.deploy(known.model_copy(update={"max_batch_size": 5}), "1", progress=Stopped())
+            assert server.catalog.model("ranker") is known
             assert (served(server), states(server)) == (2, [("2", "serving"), ("3", "kept")])
-            pin = server.pin("m")
+            pin, failure = server.pin("ranker"), server.live.failure("ranker")
             assert pin is not None
-            assert (pin.version, pin.by) == ("2", "rollback")
-            failure = server.live.failure("m")
             assert failure is not None
-        assert failure.count == 2
-        server.deploy("m", "1")
-        assert server.live.failure("m") is None
+            assert (pin.version, pin.by, failure.count) == ("2", "rollback", count)
+        server.deploy("ranker", "1")
+        assert server.live.failure("ranker") is None
+        with pytest.raises(hps.UnknownModelError):
+            server.deploy("other")
+        assert server.live.failure("other") is None, "of a model that is not known none is remembered"
 
 
-def test_a_failure_of_a_model_that_is_not_known_is_not_remembered(document: Make) -> None:
-    with hps.HPS(document()) as server:
-        for _ in range(2):
-            with pytest.raises(hps.UnknownModelError):
-                server.deploy("other")
-            assert server.live.failure("other") is None
-        with pytest.raises(hps.UnknownVersionError):
-            server.deploy("m", "9")
-        assert server.live.failure("m") is not None
-
-
-def test_polling_deploys_what_is_new_undeploys_what_is_gone_and_reports_what_fails(tmp_path: Path, home: Path) -> None:
-    repository = tmp_path / "repository"
-    entry = model_of("m", ["item"], {"item": 4}, gpucache=False)
-    repository.mkdir()
-    home.rename(repository / "m")
-    (repository / "m" / "model.json").write_text(json.dumps(entry))
-    server = hps.HPS({**document_of(), "model_repository": str(repository)})
-    with server:
-        for content, expected in ((4, {"m": None}), (5, {"m": None})):
+def test_polling_deploys_what_is_new_undeploys_what_is_gone_and_leaves_what_fails(tmp_path: Path, home: Path) -> None:
+    model = tmp_path / "repository" / "ranker"
+    model.parent.mkdir()
+    home.rename(model)
+    (model / "model.json").write_text(json.dumps(model_of("ranker", ["item"], {"item": 4}, gpucache=False)))
+    with hps.HPS({**document_of(), "model_repository": str(model.parent)}) as server:
+        for content in (4, 5):
             assert server.poll() == {}
-            write(repository / "m", content)
-            assert server.poll() == expected
-            assert served(server) == content
-        (repository / "m" / "6" / "item").mkdir(parents=True)
-        assert server.poll() == {}, "a model whose files cannot be examined is left as it is"
-        assert served(server) == 5
-        (repository / "m" / "6" / "item").rmdir()
-        (repository / "m" / "6").rmdir()
-        (repository / "m").rename(tmp_path / "away")
-        assert server.poll() == {"m": None}
+            write(model, content)
+            assert (server.poll(), served(server)) == ({"ranker": None}, content)
+        (model / "6" / "item").mkdir(parents=True)
+        assert (server.poll(), served(server)) == ({}, 5), "files that cannot be examined leave the model as it is"
+        shutil.rmtree(model / "6")
+        model.rename(tmp_path / "away")
+        assert server.poll() == {"ranker": None}
         assert (server.models, held(server)) == ((), set())
-        (tmp_path / "away").rename(repository / "m")
-        assert server.poll() == {"m": None}
-        assert served(server) == 5
+        (tmp_path / "away").rename(model)
+        assert (server.poll(), served(server)) == ({"ranker": None}, 5)
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------------
@@ -222,21 +151,13 @@ def entry(**settings: Any) -> ModelConfig:
     return load_configuration(document_of(model_of("m", ["a", "b"], {"a": 4, "b": 8}, **settings))).models[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "same"),
-    [
-        ({}, True),
-        ({"sparse_files": ["c", "d"]}, True),
-        ({"keep_versions": 5}, True),
-        ({"version_policy": {"all": {}}}, True),
-        ({"version_path": "somewhere"}, True),
-        ({"gpucacheper": 0.25}, False),
-        ({"max_batch_size": 7}, False),
-        ({"row_dtype": "int8"}, False),
-    ],
-)
-def test_entries_that_choose_versions_otherwise_have_the_same_settings(settings: dict[str, Any], same: bool) -> None:
-    assert _same_settings(entry(), entry(**settings)) is same
+SAME: list[dict[str, Any]] = [{"sparse_files": ["c", "d"]}, {"keep_versions": 5}, {"version_policy": {"all": {}}}]
+SAME += [{}, {"version_path": "somewhere"}]
+
+
+@pytest.mark.parametrize("settings", [*SAME, {"gpucacheper": 0.25}, {"max_batch_size": 7}, {"row_dtype": "int8"}])
+def test_entries_that_choose_versions_otherwise_have_the_same_settings(settings: dict[str, Any]) -> None:
+    assert _same_settings(entry(), entry(**settings)) is (settings in SAME)
 
 
 @pytest.mark.parametrize(

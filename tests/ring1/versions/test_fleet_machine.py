@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hps.configuration.models import VersionPolicy
-from hps.errors import ConflictError, HPSError, ModelSourceError
-from hps.filesystems.base import FileStatus
-from hps.filesystems.local import LocalFileSystem
-from hps.versions.fleet import Fleet, FleetChange, ServingDocument, following
-from hps.versions.kept_files import KeptFiles
+from hps.errors import ConflictError, HPSError
+from hps.versions.fleet import FleetChange, ServingDocument, following
+from tests.ring1.versions.test_fleet import Replica
 
 VERSIONS = ["1", "2", "3", "4"]
 POLICY = VersionPolicy()
@@ -31,39 +29,24 @@ CHANGE: st.SearchStrategy[tuple[FleetChange, str | None]] = st.one_of(
 )
 
 
-class Link(LocalFileSystem):
-    """A replica's way to the repository, which may be cut."""
-
-    cut = False
-
-    def locate(self, source: str) -> tuple[LocalFileSystem, str]:
-        return self, source
-
-    def status(self, path: str) -> FileStatus:
-        if self.cut:
-            raise ModelSourceError(f"opening {path}: no answer")
-        return super().status(path)
-
-
-class Replica:
+class FleetReplica(Replica):
     """A fleet's replica; the last one has no persistent database.
 
     Attributes:
-        read: the highest document that it has read since it may have forgotten any.
+        known: the highest document that it has read since it may have forgotten any.
     """
 
     def __init__(self, number: int, home: Path) -> None:
-        self.directory = home / f"rocksdb-{number}" if number < 2 else None
-        if self.directory is not None:
-            self.directory.mkdir()
-        self.link = Link()
-        self.read: ServingDocument | None = None
-        self.start()
+        self.known: ServingDocument | None = None
+        kept = home / f"rocksdb-{number}" if number < 2 else None
+        if kept is not None:
+            kept.mkdir()
+        super().__init__(home / "model", kept)
 
     def start(self) -> None:
-        self.fleet = Fleet(self.link, KeptFiles(self.directory, "hps-fleet"))  # type: ignore[arg-type]
-        if self.directory is None:
-            self.read = None
+        super().start()
+        if self._kept is None:
+            self.known = None
 
 
 class FleetMachine(RuleBasedStateMachine):
@@ -75,22 +58,22 @@ class FleetMachine(RuleBasedStateMachine):
         self.place = self.home / "model"
         self.place.mkdir()
         self.file = self.place / "serving.json"
-        self.replicas = [Replica(number, self.home) for number in range(3)]
+        self.replicas = [FleetReplica(number, self.home) for number in range(3)]
         self.written: dict[int, ServingDocument] = {}
         self.old: list[bytes] = []
 
     def teardown(self) -> None:
         shutil.rmtree(self.home)
 
-    def look(self, replica: Replica) -> None:
+    def look(self, replica: FleetReplica) -> None:
         """Read the document, and check that the replica knows what it has read."""
         replica.fleet.read("m", str(self.place))
         self.know(replica)
 
-    def know(self, replica: Replica) -> None:
+    def know(self, replica: FleetReplica) -> None:
         known = replica.fleet.shown("m")
-        if known is not None and (replica.read is None or known.number > replica.read.number):
-            replica.read = known
+        if known is not None and (replica.known is None or known.number > replica.known.number):
+            replica.known = known
 
     @rule(number=REPLICA)
     def read(self, number: int) -> None:
@@ -113,8 +96,8 @@ class FleetMachine(RuleBasedStateMachine):
             return
         assert by != "rollback" or left[0] in document.withdrawn
         assert document.number not in self.written or self.written[document.number] == document
-        if self.written and replica.read is not None:
-            assert document.number > replica.read.number
+        if self.written and replica.known is not None:
+            assert document.number > replica.known.number
         self.written[document.number] = document
         self.old.append(self.file.read_bytes())
         self.know(replica)
@@ -125,7 +108,12 @@ class FleetMachine(RuleBasedStateMachine):
     def write_at_the_same_time(self, first: int, second: int, version: str) -> None:
         """The second writer reads and writes between the first one's look and its write."""
         one, two = self.replicas[first], self.replicas[second]
-        if one is two or one.link.cut or two.link.cut or (self.file.exists() and b'"format": 2' in self.file.read_bytes()):
+        if (
+            one is two
+            or one.repository.away
+            or two.repository.away
+            or (self.file.exists() and b'"format": 2' in self.file.read_bytes())
+        ):
             return
         inner: list[ServingDocument] = []
 
@@ -152,7 +140,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(number=REPLICA, cut=st.booleans())
     def cut(self, number: int, cut: bool) -> None:
-        self.replicas[number].link.cut = cut
+        self.replicas[number].repository.away = cut
 
     @precondition(lambda self: self.file.exists())
     @rule(how=st.sampled_from(["gone", "damaged", "newer"]))
@@ -170,13 +158,13 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def chooses_nothing_that_was_withdrawn(self) -> None:
         for replica in self.replicas:
-            if replica.read is None:
+            if replica.known is None:
                 continue
             known = replica.fleet.of("m", str(self.place))
             assert known is not None
-            assert known.number >= replica.read.number
+            assert known.number >= replica.known.number
             (chosen,) = known.to_serve(VERSIONS, POLICY) or [""]
-            if known == replica.read:
+            if known == replica.known:
                 assert chosen not in known.withdrawn
                 assert not chosen or known.allows(chosen) or known.version not in VERSIONS
 

@@ -1,5 +1,7 @@
 """Which tables' online writes a version in another row format takes over, and which formats stand against each other."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +34,22 @@ def pairs(old: list[TableSpec]) -> list[tuple[str, str]]:
     return [(one.tag, new.tag) for one, new in zip(old, tables(), strict=True)]
 
 
+NONE = [None, None]
+
+
 @pytest.mark.parametrize(
     ("held", "expected"),
     [
-        ([], [None, None]),
+        ([], NONE),
         ([(INT8, {"modified": True})], pairs(INT8)),
-        ([(INT8, {"modified": False})], [None, None]),
-        ([(INT8, {"modified": True, "rows_done": 4})], [None, None]),  # half loaded
-        ([(INT8, {"modified": True, "fingerprints": ("other", "files")})], [None, None]),
+        ([(INT8, {"modified": False})], NONE),
+        ([(INT8, {"modified": True, "rows_done": 4})], NONE),  # half loaded
+        ([(INT8, {"modified": True, "fingerprints": ("other", "files")})], NONE),
         ([(INT8, {"modified": True, "fingerprints": ("other", FILES[1])})], [None, pairs(INT8)[1]]),
+        ([([replace(table, dim=table.dim + 4) for table in INT8], {"modified": True})], NONE),  # of another width
         ([(INT8, {"modified": True, "at": 5}), (HALF, {"modified": True, "at": 6})], pairs(HALF)),
         ([(INT8, {"modified": True, "at": 7}), (HALF, {"modified": True, "at": 6})], pairs(INT8)),
-        ([(INT8, {"modified": True}), (tables(), {})], [None, None]),  # it is whole
+        ([(INT8, {"modified": True}), (tables(), {})], NONE),  # it is whole
         ([(INT8, {"modified": True}), (tables(), {"rows_done": 4})], pairs(INT8)),
     ],
 )
@@ -56,16 +62,16 @@ def test_a_start_takes_over_the_writes_of_the_whole_table_of_the_same_files_that
     assert found(disk) == expected
 
 
-def test_a_table_of_another_width_is_none_of_its_format() -> None:
-    disk = Disk()
-    disk.hold([replace(table, dim=table.dim + 4) for table in INT8], modified=True)
-    assert found(disk) == [None, None]
+def test_databases_that_keep_nothing_or_are_down_have_no_writes_to_take_over() -> None:
+    class Down(Shared):
+        def tags(self) -> list[str]:
+            raise hps.DatabaseError("down")
 
-
-def test_databases_that_keep_nothing_have_no_writes_to_take_over() -> None:
-    assert find_changes(config(), tables(), FILES, None, []).tables == ()
-    shared = SharedMemory()
-    assert find_changes(config(), tables(), FILES, None, [shared]).tables == ()
+    assert found() == found(SharedMemory()) == []
+    assert found(Down(), Disk()) == NONE
+    changes = FormatChanges()
+    with changes.noted():
+        assert changes.sources == []
 
 
 def test_a_version_in_service_hands_over_what_it_has_and_what_is_written_meanwhile() -> None:
@@ -82,46 +88,30 @@ def test_a_version_in_service_hands_over_what_it_has_and_what_is_written_meanwhi
         assert [one.noted for one in changes.tables if one] == [0, 2 * turn]
 
 
-def test_without_a_version_in_service_nothing_is_noted() -> None:
-    changes = FormatChanges()
-    with changes.noted():
-        pass
-    assert changes.sources == []
-
-
 @pytest.mark.parametrize(("noted", "passes"), [([4096], 0), ([4097, 4096], 1), ([9000, 8000, 7000, 100], 3), ([5000] * 20, 8)])
-def test_it_catches_up_while_writes_go_on_until_few_are_left_and_a_last_time_while_they_wait(
-    noted: list[int], passes: int
-) -> None:
+def test_it_catches_up_until_few_writes_are_left_and_once_while_they_wait(noted: list[int], passes: int) -> None:
     steps: list[str] = []
+    left = [*noted, 0]
 
     class Table:
-        def __init__(self) -> None:
-            self.left = list(noted)
-
-        @property
-        def noted(self) -> int:
-            return self.left[0]
+        noted = property(lambda self: left[0])
 
         def catch_up(self, deployed: Any, index: int) -> None:
             steps.append("catch up")
-            self.left.pop(0)
+            left.pop(0)
 
         def take_over(self, database: Any) -> None:
             steps.append("take over")
 
-    class Settled:
-        def __enter__(self) -> None:
-            steps.append("writes wait")
-
-        def __exit__(self, *_: object) -> None:
-            steps.append("writes go on")
+    @contextmanager
+    def settled(some: object) -> Iterator[None]:
+        steps.append("writes wait")
+        yield
+        steps.append("writes go on")
 
     serving = there(Disk(), INT8)
-    serving.chain.settled = lambda some: Settled()
-    table = Table()
-    table.left.append(0)
-    changes: Any = FormatChanges([table], serving)  # type: ignore[list-item]
+    serving.chain.settled = settled
+    changes: Any = FormatChanges([Table()], serving)  # type: ignore[list-item]
     with changes.taken_over(SimpleNamespace(chain=SimpleNamespace(databases=[Disk()]))):
         steps.append("serve")
     assert steps == [*["catch up"] * passes, "writes wait", "catch up", "take over", "serve", "writes go on"]
@@ -159,9 +149,7 @@ class Shared(SharedMemory):
         (False, {}, ""),
     ],
 )
-def test_two_formats_in_a_shared_database_with_nothing_below_are_refused(
-    others: bool, settings: dict[str, Any], complaint: str
-) -> None:
+def test_two_formats_with_nothing_below_are_refused(others: bool, settings: dict[str, Any], complaint: str) -> None:
     shared = Shared()
     shared.hold(INT8, **settings)
     shared.others = {INT8[0].tag} if others else set()
@@ -173,34 +161,23 @@ def test_two_formats_in_a_shared_database_with_nothing_below_are_refused(
     assert find_changes(config(row_dtype="int8"), INT8, FILES, None, [shared]).tables == (), "its own format is no other"
 
 
-@pytest.mark.parametrize("modified", [False, True])
-def test_a_table_whose_writes_would_not_reach_the_next_one_is_not_left_in_service(modified: bool) -> None:
+def test_a_table_whose_writes_would_not_reach_the_next_one_is_not_left_in_service() -> None:
     shared = Shared()
     shared.row_dtype = "float32"
     serving = there(shared, [replace(table, slot=table.slot) for table in INT8])
-    shared.hold([shared.stored(table) for table in serving.tables], modified=modified)
     new = [replace(table, slot="2.again") for table in tables()]
-    if not modified:
-        assert find_changes(config(), new, FILES, serving, [shared]).tables == ()
-        return
+    for modified in (False, True):
+        shared.hold([shared.stored(table) for table in serving.tables], modified=modified)
+        if not modified:
+            assert find_changes(config(), new, FILES, serving, [shared]).tables == ()
     with pytest.raises(hps.ConflictError, match="shared_memory alone has its online writes, in a table that serves as int8"):
         find_changes(config(), new, FILES, serving, [shared])
 
 
 @pytest.mark.parametrize(("tag", "warned"), [(INT8[0].tag, True), (tables()[0].tag, False), ("hps_et.m@3~int8.a", False)])
-def test_replicas_with_other_formats_above_the_same_database_are_warned_of(
-    tag: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replicas_with_other_formats_are_warned_of(tag: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     shared = Shared()
     shared.open_table(tag, 4)
     shared.others = {tag}
     format_changes.find_changes(config(), tables(), FILES, None, [shared, Disk()])
     assert ("another replica serves table 'a' as int8" in caplog.text) is warned
-
-
-def test_a_shared_database_that_is_down_is_left_to_the_load(caplog: pytest.LogCaptureFixture) -> None:
-    class Down(Shared):
-        def tags(self) -> list[str]:
-            raise hps.DatabaseError("down")
-
-    assert found(Down(), Disk()) == [None, None]

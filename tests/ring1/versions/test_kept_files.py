@@ -19,12 +19,21 @@ def kept(tmp_path: Path) -> KeptFiles:
     return KeptFiles(tmp_path, "hps-pins")
 
 
-def test_what_is_written_last_is_read(kept: KeptFiles) -> None:
+def test_what_is_written_last_is_read_until_it_is_removed_and_a_write_that_fails_changes_nothing(kept: KeptFiles) -> None:
+    kept.remove("m")
     assert kept.read("m") is None
     for version in ("1", "2"):
         kept.write("m", {"version": version})
         assert json.loads(kept.read("m") or b"") == {"version": version}
     assert [path.name for path in (kept.directory or Path()).iterdir()] == ["m.json"], "nothing else is left"
+    with pytest.raises(TypeError):
+        kept.write("m", {"version": object()})
+    assert json.loads(kept.read("m") or b"") == {"version": "2"}
+    kept.path("m").write_bytes(bytes((1 << 16) + 1))
+    assert len(kept.read("m") or b"") == 1 << 16, "no more is read than a small file has"
+    for _ in range(2):
+        kept.remove("m")
+        assert kept.read("m") is None
 
 
 def test_models_have_files_of_their_own_whatever_their_names_are(kept: KeptFiles) -> None:
@@ -35,9 +44,7 @@ def test_models_have_files_of_their_own_whatever_their_names_are(kept: KeptFiles
     assert {kept.path(name).parent for name in names} == {kept.directory}
 
 
-def test_a_file_has_its_content_on_disk_before_it_has_its_name_and_the_name_is_made_durable_last(
-    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_on_disk_before_the_name(kept: KeptFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a loss of power there is the file before or the new one, never an empty one."""
     steps: list[Any] = []
     fsync, replace, sync_directory = os.fsync, Path.replace, kept_files_module.sync_directory
@@ -69,30 +76,12 @@ def test_a_file_has_its_content_on_disk_before_it_has_its_name_and_the_name_is_m
     assert kept.read("m") is None
 
 
-def test_a_removal_of_nothing_is_none(kept: KeptFiles) -> None:
-    kept.remove("m")
-    kept.write("other", {})
-    for _ in range(2):
-        kept.remove("m")
-    assert kept.read("other") == b"{}"
-
-
-def test_a_write_that_fails_leaves_the_file_as_it_was(kept: KeptFiles) -> None:
-    kept.write("m", {"version": "1"})
-    with pytest.raises(TypeError):
-        kept.write("m", {"version": object()})
-    assert json.loads(kept.read("m") or b"") == {"version": "1"}
-
-
-def test_without_a_directory_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_not_write_keeps_nothing(kept: KeptFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    kept = KeptFiles(None, "hps-pins")
-    kept.write("m", {})
-    kept.remove("m")
-    assert (kept.read("m"), list(tmp_path.iterdir())) == (None, [])
-
-
-def test_a_process_that_only_reads_writes_and_removes_nothing(kept: KeptFiles, tmp_path: Path) -> None:
+    nowhere = KeptFiles(None, "hps-pins")
+    nowhere.write("m", {})
+    nowhere.remove("m")
+    assert (nowhere.read("m"), list(tmp_path.iterdir())) == (None, [])
     kept.write("m", {"version": "1"})
     reading = KeptFiles(tmp_path, "hps-pins", read_only=True)
     reading.write("m", {"version": "2"})
@@ -100,26 +89,17 @@ def test_a_process_that_only_reads_writes_and_removes_nothing(kept: KeptFiles, t
     assert json.loads(reading.read("m") or b"") == {"version": "1"}
 
 
-def test_a_place_that_cannot_be_read_or_emptied_is_an_error_and_no_missing_file(kept: KeptFiles) -> None:
+def test_a_place_that_cannot_be_read_or_emptied_is_an_error_and_no_missing_file(kept: KeptFiles, tmp_path: Path) -> None:
+    (tmp_path / "hps-fleet").write_text("no directory")
+    other = KeptFiles(tmp_path, "hps-fleet")
+    assert other.read("m") is None
+    with pytest.raises(OSError, match=r"exists|directory"):
+        other.write("m", {})
     kept.path("m").mkdir(parents=True)
     with pytest.raises(hps.DatabaseError, match=r"reading .*m.json of model 'm'"):
         kept.read("m")
     with pytest.raises(hps.DatabaseError, match=r"removing .* a restart would use it"):
         kept.remove("m")
-
-
-def test_a_directory_that_is_a_file_holds_nothing(tmp_path: Path) -> None:
-    (tmp_path / "hps-pins").write_text("no directory")
-    kept = KeptFiles(tmp_path, "hps-pins")
-    assert kept.read("m") is None
-    with pytest.raises(OSError, match=r"exists|directory"):
-        kept.write("m", {})
-
-
-def test_no_more_is_read_than_a_small_file_has(kept: KeptFiles) -> None:
-    kept.write("m", {})
-    kept.path("m").write_bytes(bytes((1 << 16) + 1))
-    assert len(kept.read("m") or b"") == 1 << 16
 
 
 @pytest.mark.parametrize("read_only", [False, True])

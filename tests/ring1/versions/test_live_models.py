@@ -47,30 +47,24 @@ def test_lost_devices_and_refusals_are_those_of_all_models() -> None:
     assert live.refused() == "model 'b': no rows"
 
 
-def test_a_version_whose_caches_cannot_be_freed_is_in_nobodys_way() -> None:
+@pytest.mark.parametrize("error", [hps.DeviceError("the device failed"), ZeroDivisionError()], ids=["device", "defect"])
+def test_a_version_that_cannot_be_freed_is_in_nobodys_way(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeDeployment):
         def close(self, tables: str) -> bool:
-            raise hps.DeviceError("the device failed")
+            raise error
 
     live = LiveModels()
-    for deployment in (Broken("1"), Broken("2"), fake("3")):
+    for deployment in (Broken("1"), fake("2")):
         serve(live, deployment)
-    wait_until(lambda: "retiring" not in [state for _, state in live.versions("m")], "nothing retires")
-    assert live.find("m", None).version == "3"
-
-
-def test_a_defect_while_a_version_retires_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    class Defective(FakeDeployment):
-        def close(self, tables: str) -> bool:
-            raise ZeroDivisionError
-
-    live = LiveModels()
-    for deployment in (Defective("1"), fake("2")):
-        serve(live, deployment)
-    wait_until(lambda: "thread hps-retire-m-1 ended unexpectedly" in caplog.text, "it is logged")
-    assert THREADS.ended() == {"hps-retire-m-1": 1}
-    THREADS.clear()
-    assert "ZeroDivisionError" in caplog.text
+    if isinstance(error, hps.DeviceError):
+        wait_until(lambda: "retiring" not in [state for _, state in live.versions("m")], "nothing retires")
+        serve(live, fake("3"))
+        assert live.find("m", None).version == "3"
+    else:
+        wait_until(lambda: "thread hps-retire-m-1 ended unexpectedly" in caplog.text, "it is logged")
+        assert THREADS.ended() == {"hps-retire-m-1": 1}
+        THREADS.clear()
+        assert "ZeroDivisionError" in caplog.text
 
 
 def test_closing_has_one_deadline_for_changes_and_for_versions_that_retire() -> None:
@@ -95,31 +89,24 @@ def test_closing_has_one_deadline_for_changes_and_for_versions_that_retire() -> 
             busy.released.set()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        hps.ModelSourceError("no answer"),
-        hps.ModelFileChangedError("it was replaced"),
-        hps.DatabaseTimeoutError("no answer"),
-        hps.UnknownTableError("another process emptied it"),
-        hps.NotReadyError("lookups still run"),
-    ],
-)
-def test_a_failure_that_may_pass_is_tried_again(error: hps.HPSError) -> None:
+PASSING = (hps.ModelSourceError, hps.ModelFileChangedError, hps.DatabaseTimeoutError, hps.UnknownTableError, hps.NotReadyError)
+STAYING = (hps.ModelFileError, hps.DatabaseCorruptError, hps.TableWidthError, hps.DeviceMemoryError)
+
+
+@pytest.mark.parametrize("error", PASSING)
+def test_a_failure_that_may_pass_is_tried_again(error: type[hps.HPSError]) -> None:
     live = LiveModels(clock=Clock(0.0))
     live.want(ENTRY)
-    live.failed("m", error)
+    live.failed("m", error("no answer"))
     assert 0 < live.due()["m"] <= FIRST_RETRY_S
 
 
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (hps.ModelFileError("permission denied"), "permission denied"),
-        (hps.DatabaseCorruptError("damaged"), "damaged"),
-        (hps.TableWidthError("it holds vectors of 4 floats"), "it holds vectors of 4 floats"),
-        (hps.DeviceMemoryError("8 GB do not fit"), "8 GB do not fit"),
+        *((error("damaged"), "damaged") for error in STAYING),
         (MemoryError(), "not enough memory"),
+        (MemoryError("8 GB"), "8 GB"),
         (ZeroDivisionError("secret detail"), "internal error; the log has the details"),
     ],
 )

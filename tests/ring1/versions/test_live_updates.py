@@ -4,10 +4,11 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import hps
 from hps.configuration.load import UpdateSourceConfig
 from hps.errors import NotReadyError
+from hps.ground.progress import NoProgress
 from hps.models.writer import write_version
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.statistics.snapshot import UpdateStatus
@@ -88,8 +90,7 @@ def log(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         yield log
 
 
-class Make(Protocol):
-    def __call__(self, host: str = "rocks_db", *, updates: Any = None, versions: int = 1, **source: Any) -> dict[str, Any]: ...
+Make = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -225,26 +226,7 @@ def test_a_roll_back_follows_the_log_from_where_its_version_was(document: Make, 
         check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
 
 
-def test_other_settings_of_the_same_tables_take_the_feed_over(document: Make, log: Log) -> None:
-    whole = document()
-    with hps.HPS(whole) as server:
-        caught_up(server, log.publish(1))
-        before = server.model("ranker")
-        [entry] = server.config.models
-        server.deploy(entry.model_copy(update={"gpucacheper": 1.0}))
-        assert server.model("ranker") is not before
-        statuses = caught_up(server, log.publish(2, KEYS[::3]))
-        assert {one.rows for one in statuses} == {KEYS[::2].size + KEYS[::3].size}  # by one feed
-        check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
-        assert len(feeds()) == 1
-        server.undeploy("ranker")
-        assert (server.updates(), feeds()) == ([], [])
-
-
-def test_a_feed_that_had_given_up_begins_again_with_a_successor(
-    document: Make, log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.updates.feed._REPLACEMENT_WAIT_S", 0.0)
+def test_a_feed_that_gave_up_begins_again_with_a_successor(document: Make, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     with hps.HPS(document()) as server:
         caught_up(server, log.publish(1))
         (feed,) = server._updates._feeds
@@ -253,102 +235,75 @@ def test_a_feed_that_had_given_up_begins_again_with_a_successor(
             raise NotReadyError("retired")
 
         with monkeypatch.context() as patched:
+            patched.setattr("hps.updates.feed._REPLACEMENT_WAIT_S", 0.0)
             patched.setattr(type(feed._target), "apply", refuse)
             positions = log.publish(2, KEYS[::3])
             wait_until(lambda: not feed.alive, "the feed to give up")
-        [entry] = server.config.models
+        [entry], before = server.config.models, server.model("ranker")
         for cached in (1.0, 0.7):
             server.deploy(entry.model_copy(update={"gpucacheper": cached}))
+            assert server.model("ranker") is not before
             caught_up(server, positions)
-            check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
             assert len(feeds()) == 1
+        check(server, lambda keys: np.where(keys % 3 == 1, 2, keys % 2))
+        (one,) = server._updates._feeds
+        server.deploy(entry.model_copy(update={"gpucacheper": 1.0}))
+        caught_up(server, log.publish(3))
+        check(server, lambda keys: np.where(keys % 2 == 1, 3, np.where(keys % 3 == 1, 2, 0)))
+        assert [*server._updates._feeds] == [one], "other settings of the same tables take it over"
         server.undeploy("ranker")
         assert (server.updates(), feeds()) == ([], [])
 
 
-def test_a_version_does_not_wait_for_a_topic_that_nobody_has_made(document: Make, log: Log) -> None:
+def test_a_version_does_not_wait_for_a_topic_that_nobody_has_made_and_says_what_it_waits_for(document: Make, log: Log) -> None:
+    """A table that is behind, one whose database fails, and one of which nothing is known yet."""
     assert log.memory is not None
     log.memory.drop("hps_et.ranker.user")
+    counts = dict.fromkeys(("rows_per_s", "rows", "stale_rows", "future_times"), 0)
+    update = partial(UpdateStatus, "m", "1", topic="t", positions={}, dead_letters={}, connected=True, **counts)
+    behind = update(table="a", behind=7, lag_s=9.5, problem="")
+    failing = update(table="b", behind=7, lag_s=9.5, problem="the disk is full")
+    unknown = update(table="c", behind=None, lag_s=None, problem="")
     with hps.HPS(document(ready_lag_s=0.5, ready_wait_s=PATIENCE_S)) as server:
         item, user = server.updates()
         assert (item.lag_s, user.lag_s, user.problem) == (0.0, None, "there is no topic hps_et.ranker.user")
-
-
-def test_why_a_version_waits_for_updates_is_said_for_the_first_table_that_is_late(document: Make, log: Log) -> None:
-    """A table that is behind, one whose database fails, and one of which nothing is known yet."""
-    counts = dict.fromkeys(("rows_per_s", "rows", "stale_rows", "future_times"), 0)
-    update = partial(UpdateStatus, "m", "1", topic="t", positions={}, dead_letters={}, **counts)
-    behind = update(table="a", behind=7, lag_s=9.5, problem="", connected=True)
-    failing = update(table="b", behind=7, lag_s=9.5, problem="the disk is full", connected=True)
-    unknown = update(table="c", behind=None, lag_s=None, problem="", connected=True)
-    with hps.HPS(document()) as server:
         awaited = server._updates._awaited
         assert awaited([behind]) == "waiting for the updates of m.a (lag 9.5 s, 7 messages behind)"
         assert awaited([failing, behind, unknown]) == "waiting for the updates of m.b and 2 more tables (the disk is full)"
         assert awaited([unknown]) == f"waiting for the update log {log.settings['brokers']} (no answer yet)"
 
 
-def test_a_broker_that_is_away_at_the_start_is_waited_for(document: Make, log: Log) -> None:
-    assert log.memory is not None
-    log.memory.away = True
-    with hps.HPS(document()) as server:
-        check(server, np.zeros_like)
-        wait_until(lambda: {one.problem for one in server.updates()} == {"the broker is away"}, "the cause in the status")
-        assert {(one.lag_s, one.behind, one.connected) for one in server.updates()} == {(None, None, False)}
-        log.memory.away = False
-        caught_up(server, log.publish(1))
-        check(server, lambda keys: keys % 2)
-
-
-class StopAt:
-    """A progress by which somebody ends the deployment as soon as it waits for updates."""
-
-    def __init__(self, server: Callable[[], list[UpdateStatus]]) -> None:
-        self._updates = server
-
-    def start(self, tag: str, rows: int, size_bytes: int) -> None: ...
-    def finish(self, tag: str) -> None: ...
-
-    def advance(self, tag: str, rows: int) -> None:
-        if self._updates():
-            raise NotReadyError("the service is stopping")
-
-
 @pytest.mark.parametrize("how", ["the progress raises", "the server is closed"])
 def test_a_deployment_that_ends_while_it_waits_leaves_nothing_behind(how: str, document: Make, log: Log) -> None:
     assert log.memory is not None
     log.memory.away = True
+
+    class Stopping(NoProgress):
+        def advance(self, tag: str, rows: int) -> None:
+            if how == "the progress raises" and server.updates():  # it waits
+                raise NotReadyError("the service is stopping")
+
     server = hps.HPS(document(ready_lag_s=0.5, ready_wait_s=PATIENCE_S), deploy_models=False)
-    with server:
-        if how == "the progress raises":
-            with pytest.raises(NotReadyError, match="the service is stopping"):
-                server.deploy("ranker", progress=StopAt(server.updates))
-        else:
-            failures: list[BaseException] = []
-
-            def deploy() -> None:
-                try:
-                    server.deploy("ranker")
-                except NotReadyError as error:
-                    failures.append(error)
-
-            thread = threading.Thread(target=deploy)
-            thread.start()
+    with server, ThreadPoolExecutor(1) as pool:
+        deploying = pool.submit(server.deploy, "ranker", progress=Stopping())
+        if how == "the server is closed":
             wait_until(server.updates, "the deployment to wait")
             server.close()
-            thread.join(PATIENCE_S)
-            assert "the parameter server is closed" in str(failures)
+        with pytest.raises(NotReadyError, match=r"the service is stopping|the parameter server is closed"):
+            deploying.result(PATIENCE_S)
         assert (server.models, server.updates(), feeds()) == ((), [], [])
+
+
+BOTH = {"user", "item"}
 
 
 @pytest.mark.parametrize(
     ("filters", "followed"),
     [
-        ((["^hps_.+$"], ["nothing"]), {"user", "item"}),  # HugeCTR's default
-        ((["nothing"], [".+"]), {"user", "item"}),
-        ((["ranker"], []), {"user", "item"}),
-        ((["^ranker$"], []), {"user", "item"}),
-        ((["rank"], []), {"user", "item"}),
+        ((["^hps_.+$"], ["nothing"]), BOTH),  # HugeCTR's default
+        ((["nothing"], [".+"]), BOTH),
+        ((["^ranker$"], []), BOTH),
+        ((["rank"], []), BOTH),
         (([], [r"ranker\.user$"]), {"user"}),
         ((["^rank$", "other"], []), set()),
     ],
@@ -362,15 +317,9 @@ def test_filters_say_which_tables_follow(filters: Any, followed: set[str], docum
 
 @pytest.mark.parametrize(
     ("host", "group", "named"),
-    [
-        ("rocks_db", "", "hps.persistent.{host}"),
-        ("hash_map", "", "hps.volatile.{host}"),
-        ("rocks_db", "mine", "mine"),
-    ],
+    [("rocks_db", "", "hps.persistent.{host}"), ("hash_map", "", "hps.volatile.{host}"), ("rocks_db", "mine", "mine")],
 )
-def test_positions_are_committed_under_the_names_of_hugectr(
-    host: str, group: str, named: str, document: Make, log: Log
-) -> None:
+def test_positions_are_committed_under_hugectrs_names(host: str, group: str, named: str, document: Make, log: Log) -> None:
     assert log.memory is not None
     with hps.HPS(document(host, group=group, max_commit_interval=1)) as server:
         positions = log.publish(1)

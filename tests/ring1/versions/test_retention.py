@@ -1,6 +1,6 @@
 """Which versions stay, which tables go, and where a version's tables are put."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -77,18 +77,9 @@ def chain(*databases: Database) -> Any:
 
 @pytest.mark.parametrize(
     ("kept", "keep_versions", "dropped"),
-    [
-        ("", 1, ""),
-        ("1", 0, "1"),
-        ("1", 1, "1"),
-        ("1", 2, ""),
-        ("12", 0, "12"),
-        ("12", 2, "1"),
-        ("123", 2, "12"),
-        ("123", 3, "1"),
-        ("123", 4, ""),
-    ],
-)
+    [("", 1, ""), ("1", 0, "1"), ("1", 1, "1"), ("1", 2, ""), ("12", 0, "12"), ("12", 2, "1"), ("123", 2, "12"), ("123", 3, "1"),
+     ("123", 4, "")],
+)  # fmt: skip
 def test_the_oldest_kept_versions_go_before_another_one_is_replaced(kept: str, keep_versions: int, dropped: str) -> None:
     held: Any = list(kept)
     assert list(surplus(held, keep_versions)) == list(dropped)
@@ -97,34 +88,28 @@ def test_the_oldest_kept_versions_go_before_another_one_is_replaced(kept: str, k
 # -- tables that an earlier process left ---------------------------------------------------------------------------------
 
 
-def gone(found: Sequence[Mapping[Database, Sequence[str]]], database: Database) -> set[str]:
-    return {tag for tags in found for tag in tags[database]} if found and database in found[0] else set()
+def gone(disk: Any, keep_versions: int, serving: str = "2", held: int = 0, live: Sequence[TableSpec] = ()) -> set[str]:
+    """The tags of tables that go from a disk."""
+    found = leftovers(config(serving, keep_versions=keep_versions), live or tables(serving), held, chain(disk))
+    return {tag for tags in found for tag in tags.get(disk, ())}
+
+
+def tags_of(*some: TableSpec) -> set[str]:
+    return {table.tag for table in some}
 
 
 @pytest.mark.parametrize(
     ("keep_versions", "held", "gone_slots"),
-    [
-        # Of versions 1 to 3 below 4, those that this process keeps count, too.
-        (0, 0, {"1", "2", "3"}),
-        (1, 0, {"1", "2"}),
-        (1, 1, {"1", "2", "3"}),
-        (2, 0, {"1"}),
-        (2, 1, {"1", "2"}),
-        (2, 2, {"1", "2", "3"}),
-        (3, 0, set()),
-        (3, 1, {"1"}),
-        (4, 0, set()),
-        (1, 2, {"1", "2", "3"}),
-    ],
-)
-def test_as_many_versions_below_stay_as_this_process_does_not_keep_itself(
-    keep_versions: int, held: int, gone_slots: set[str]
-) -> None:
+    [(0, 0, "123"), (1, 0, "12"), (1, 1, "123"), (2, 0, "1"), (2, 1, "12"), (2, 2, "123"), (3, 0, ""), (3, 1, "1"), (4, 0, ""),
+     (1, 2, "123")],
+)  # fmt: skip
+def test_versions_below_stay_that_this_process_does_not_keep(keep_versions: int, held: int, gone_slots: str) -> None:
+    """Of versions 1 to 3 below 4, those that this process keeps count, too."""
     disk = Disk()
-    for version in ("1", "2", "3", "4"):
+    for version in "1234":
         disk.hold(tables(version, version))
     found = leftovers(config("4", keep_versions=keep_versions), tables("4"), held, chain(disk))
-    names = [{disk: [table.tag]} for version in sorted(gone_slots) for table in tables(version, version)]
+    names = [{disk: [table.tag]} for version in gone_slots for table in tables(version, version)]
     assert [one for one in found if one[disk]] == names
 
 
@@ -133,30 +118,18 @@ def test_the_slots_that_stay_are_the_highest_numbers_and_other_slots_go() -> Non
     slots = ("9", "10", "11", "12", "20", "10.deadbeef", "x")
     for slot in slots:
         disk.hold(tables("12", slot))
-    found = leftovers(config("12", keep_versions=1), tables("12"), 0, chain(disk))
-    expected = {table.tag for slot in slots if slot not in ("11", "12") for table in tables("12", slot)}
-    assert gone(found, disk) == expected
-
-
-def test_the_first_version_counts_though_its_tables_have_no_slot() -> None:
-    disk = Disk()
-    for version in ("1", "2"):
-        disk.hold(tables(version))
-    assert tables("1")[0].slot == ""
-    for keep_versions, expected in ((1, set()), (0, {table.tag for table in tables("1")})):
-        assert gone(leftovers(config("2", keep_versions=keep_versions), tables("2"), 0, chain(disk)), disk) == expected
+    assert gone(disk, 1, "12") == tags_of(*(table for one in slots if one not in ("11", "12") for table in tables("12", one)))
 
 
 def test_tables_without_a_slot_that_may_be_another_programs_stay() -> None:
+    """The first version's tables have no slot."""
     disk = Disk()
     foreign = TableSpec("m", "foreign", 4, 0.0, 10)
     disk.hold([foreign, *tables("1"), replace(foreign, model_name="other")], ["x", *FILES, "y"])
     disk.hold(tables("2"))
-    assert gone(leftovers(config("2", keep_versions=0), tables("2"), 0, chain(disk)), disk) == {
-        table.tag for table in tables("1")
-    }
+    assert (gone(disk, 1), gone(disk, 0)) == (set(), tags_of(*tables("1")))
     live = [*tables("2"), replace(tables("1")[0], table_name="c")]  # while a version without a slot is in use
-    assert gone(leftovers(config("2", keep_versions=0), live, 0, chain(disk)), disk) == set()
+    assert gone(disk, 0, live=live) == set()
 
 
 def test_tables_in_use_stay_and_a_table_goes_from_every_database() -> None:
@@ -171,19 +144,16 @@ def test_tables_in_use_stay_and_a_table_goes_from_every_database() -> None:
     assert {above: [tag], disk: [tag]} in found
 
 
-def test_a_database_that_is_read_only_is_left_alone() -> None:
-    disk: Any = Disk()
-    disk.hold(tables("1"))
-    disk.read_only = True
-    assert leftovers(config("2", keep_versions=0), tables("2"), 0, chain(disk)) == []
-
-
-def test_a_database_that_fails_keeps_its_tables_for_the_next_time() -> None:
+def test_a_database_that_is_read_only_or_fails_is_left_alone() -> None:
     class Failing(Disk):
         def tags(self) -> list[str]:
             raise hps.DatabaseError("down")
 
-    assert leftovers(config("2", keep_versions=0), tables("2"), 0, chain(Failing())) == []
+    disk: Any = Disk()
+    disk.hold(tables("1"))
+    disk.read_only = True
+    for one in (disk, Failing()):
+        assert leftovers(config("2", keep_versions=0), tables("2"), 0, chain(one)) == []
 
 
 def test_tables_of_the_serving_version_in_other_formats_go_where_they_were_loaded_by_us() -> None:
@@ -193,27 +163,15 @@ def test_tables_of_the_serving_version_in_other_formats_go_where_they_were_loade
     disk.hold(other)
     for table in foreign:
         disk.open_table(table.tag, table.width)  # without a load record
-    found = leftovers(config(keep_versions=0), tables(), 0, chain(disk))
-    recorded = {tag for one in found for tag in one.get(disk, ())}
-    assert {table.tag for table in other} <= recorded
+    assert tags_of(*other) <= gone(disk, 0)
 
 
 @pytest.mark.parametrize(
     ("tag", "found"),
-    [
-        ("hps_et.m@2.a", False),  # itself
-        ("hps_et.m@2~int8.a", True),
-        ("hps_et.m@2.0badf00d.a", True),
-        ("hps_et.m@2.0badf00d~float16.a", True),
-        ("hps_et.m@2.b", False),
-        ("hps_et.m@3.a", False),
-        ("hps_et.m@20.a", False),
-        ("hps_et.m@2~strange.a", False),
-        ("hps_et.n@2~int8.a", False),
-        ("hps_et.m.a", False),
-        ("strange", False),
-    ],
-)
+    [*((f"hps_et.m@2{form}.a", True) for form in ("~int8", ".0badf00d", ".0badf00d~float16")),
+     *((f"hps_et.{other}", False) for other in ("m@2.a", "m@2.b", "m@3.a", "m@20.a", "m@2~strange.a", "n@2~int8.a", "m.a")),
+     ("strange", False)],
+)  # fmt: skip
 def test_the_other_tables_with_the_rows_of_a_table_are_those_of_its_version(tag: str, found: bool) -> None:
     others = stored_as(config(), tables()[0], [tag])
     assert [one.tag for one in others] == ([tag] if found else [])
@@ -222,69 +180,51 @@ def test_the_other_tables_with_the_rows_of_a_table_are_those_of_its_version(tag:
 # -- a slot for a version -------------------------------------------------------------------------------------------------
 
 
+def slot(*databases: Database, used: Sequence[str] = (), **more: Any) -> str:
+    return free_slot(config(), FILES, set(used), chain(*databases), **more)
+
+
 @pytest.mark.parametrize(
-    ("used", "slot"),
-    [
-        (set(), "2"),
-        ({"1"}, "2"),
-        ({"2"}, SECOND),
-        ({"2", SECOND}, THIRD),
-        ({SECOND}, "2"),
-        ({"2", SECOND, THIRD}, FOURTH),
-    ],
+    ("used", "expected"),
+    [((), "2"), (("1",), "2"), (("2",), SECOND), (("2", SECOND), THIRD), ((SECOND,), "2"), (("2", SECOND, THIRD), FOURTH)],
 )
-def test_a_version_gets_the_first_slot_that_no_other_uses(used: set[str], slot: str) -> None:
+def test_a_version_gets_the_first_slot_that_no_other_uses(used: Sequence[str], expected: str) -> None:
     for databases in ((), (MemoryDatabase(),), (MemoryDatabase(), Disk())):
-        assert free_slot(config(), FILES, used, chain(*databases)) == slot
-        assert free_slot(config(), FILES, used, chain(*databases), force=True) == slot
-
-
-def test_there_is_always_another_slot_and_other_files_have_others() -> None:
-    used: set[str] = set()
-    for _ in range(10):
-        used.add(free_slot(config(), FILES, used, chain()))
-    assert len(used) == 10
-    assert free_slot(config(), ("other", "files"), {"2"}, chain()) not in used
+        assert slot(*databases, used=used) == slot(*databases, used=used, force=True) == expected
     assert free_slot(config("1"), FILES, set(), chain()) == ""
+    taken: list[str] = []
+    for _ in range(10):
+        taken.append(slot(used=taken))
+    assert len(set(taken)) == 10, "there is always another one"
+    assert free_slot(config(), ("other", "files"), {"2"}, chain()) not in taken
 
 
 def test_after_a_restart_the_tables_of_these_very_files_are_found_the_whole_ones_that_were_loaded_last() -> None:
     disk = Disk()
     disk.hold(tables(), ("other", "files"), at=9)
-    assert free_slot(config(), FILES, set(), chain(disk)) == "2", "loaded over"
+    disk.hold([replace(table, dim=table.dim + 4) for table in tables(slot="2.wide")])
+    assert slot(disk) == "2", "loaded over; those of another width are no tables of the version"
     disk.hold(tables(slot=SECOND), at=3)
-    assert free_slot(config(), FILES, set(), chain(disk)) == SECOND
+    assert slot(disk) == SECOND
     disk.hold(tables(slot=THIRD), at=5)
-    assert free_slot(config(), FILES, set(), chain(disk)) == THIRD
     disk.hold(tables(slot="2.half"), at=8, rows_done=4)
-    assert free_slot(config(), FILES, set(), chain(disk)) == THIRD, "not the one that is half loaded"
     disk.hold(tables(slot="2.one")[:1], FILES[:1], at=9)
-    assert free_slot(config(), FILES, set(), chain(disk)) == THIRD, "not one that lacks a table"
     disk.hold(tables(slot="20"), at=9)
-    assert free_slot(config(), FILES, set(), chain(disk)) == THIRD, "not another version's"
-    assert free_slot(config(), FILES, {THIRD}, chain(disk)) == SECOND
-    assert free_slot(config(), FILES, {THIRD, SECOND}, chain(disk)) == "2.half"
-    assert free_slot(config(), FILES, set(), chain(disk), force=True) == "2", "files that are loaded in any case"
-
-
-def test_tables_of_another_width_are_no_tables_of_the_version() -> None:
-    disk = Disk()
-    disk.hold([replace(table, dim=table.dim + 4) for table in tables()])
-    assert free_slot(config(), FILES, set(), chain(disk)) == "2"
+    assert slot(disk) == THIRD, "not what is half loaded, lacks a table or is another version's"
+    assert slot(disk, used=[THIRD]) == SECOND
+    assert slot(disk, used=[THIRD, SECOND]) == "2.half"
+    assert slot(disk, force=True) == "2", "files that are loaded in any case"
 
 
 def test_tables_of_a_shared_database_that_others_use_with_other_rows_are_left_to_them() -> None:
     shared = SharedMemory()
-    shared.others = {table.tag for table in tables()[1:]}
-    assert free_slot(config(), FILES, set(), chain(shared)) == SECOND
-    assert shared.cleared[:3] == [
-        *zip([table.tag for table in tables()], FILES, strict=True),
-        (tables(slot=SECOND)[0].tag, FILES[0]),
-    ]
-    assert free_slot(config(), FILES, set(), chain(shared), force=True) == SECOND
+    shared.others = tags_of(*tables()[1:])
+    assert slot(shared) == SECOND
+    first = [*zip([table.tag for table in tables()], FILES, strict=True), (tables(slot=SECOND)[0].tag, FILES[0])]
+    assert shared.cleared[:3] == first
+    assert slot(shared, force=True) == SECOND
     shared.others = set()
-    assert free_slot(config(), FILES, set(), chain(shared)) == "2"
-    assert free_slot(config(), FILES, set(), chain(shared, Disk()), force=True) == "2"
+    assert slot(shared) == slot(shared, Disk(), force=True) == "2"
 
 
 KEPT = "keeps its rows .initialize_after_startup false., and "
@@ -292,28 +232,22 @@ KEPT = "keeps its rows .initialize_after_startup false., and "
 
 def test_a_database_that_keeps_its_rows_gives_a_version_those_that_it_has_and_no_others() -> None:
     disk = Disk()
-    whole = chain(disk)
-
-    def slot(used: set[str] = frozenset(), force: bool = False) -> str:  # type: ignore[assignment]
-        return free_slot(config(), FILES, used, whole, keep=[disk], force=force)
-
-    assert slot() == "2", "an empty one, at the start"
-    for used in ({"1"}, {"2"}):
+    assert slot(disk, keep=[disk]) == "2", "an empty one, at the start"
+    for used in ("1", "2"):
         with pytest.raises(hps.ConflictError, match=f"{KEPT}has no rows of these files that no other version uses"):
-            slot(used)
+            slot(disk, keep=[disk], used=[used])
     disk.hold(tables(), ("other", "files"))
-    assert slot() == slot({"1"}) == "2", "whatever files they are of"
+    assert slot(disk, keep=[disk]) == slot(disk, keep=[disk], used=["1"]) == "2", "whatever files they are of"
     disk.hold(tables(slot=SECOND))
-    assert slot({"2"}) == SECOND
+    assert slot(disk, keep=[disk], used=["2"]) == SECOND
     with pytest.raises(hps.ConflictError, match=f"version 2: persistent_memory {KEPT}loads no files"):
-        slot(force=True)
+        slot(disk, keep=[disk], force=True)
 
 
 def test_a_database_that_keeps_its_rows_in_another_format_serves_no_empty_table() -> None:
     disk = Disk()
     disk.hold(tables(row_dtype="int8"))
     with pytest.raises(hps.ConflictError, match=f"{KEPT}has table 'a' as int8, not float32"):
-        free_slot(config(), FILES, set(), chain(disk), keep=[disk])
+        slot(disk, keep=[disk])
     disk.hold(tables())
-    assert free_slot(config(), FILES, set(), chain(disk), keep=[disk]) == "2"
-    assert free_slot(config(), FILES, set(), chain(disk)) == "2"
+    assert slot(disk, keep=[disk]) == slot(disk) == "2"

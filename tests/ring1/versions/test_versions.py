@@ -1,6 +1,5 @@
 """Versions of a model in one process: swapped, rolled back, loaded again, dropped from every tier."""
 
-import json
 import queue
 import shutil
 import threading
@@ -26,6 +25,8 @@ from tests.servers.running_service import document_of, model_of
 
 DIMS = {"user": 4, "item": 7}
 KEYS = np.arange(1000)
+NEW = np.full((1, 4), 9.0, np.float32)
+Make = Callable[..., dict[str, Any]]
 KINDS: dict[str, dict[str, Any]] = {
     "direct": {"gpucache": False},
     "cached": {"gpucacheper": 0.5, "cache_refresh_percentage_per_iteration": 1.0, "hit_rate_threshold": 1.1},
@@ -60,7 +61,7 @@ def version_of(server: hps.HPS, **named: Any) -> int:
 
 
 @pytest.fixture
-def document(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def document(tmp_path: Path) -> Make:
     def make(kind: str = "cached", *, persistent: bool = True, versions: int = 3, **more: Any) -> dict[str, Any]:
         model = model_of("ranker", write_version(tmp_path, 1), DIMS, max_batch_size=3000, **KINDS[kind], **more)
         model["versions"] = [
@@ -72,8 +73,8 @@ def document(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return make
 
 
-@pytest.fixture(params=[("direct", "hash_map"), ("cached", "rocks_db"), ("static", "rocks_db")], ids="-".join)
-def server(request: pytest.FixtureRequest, document: Callable[..., dict[str, Any]]) -> Iterator[hps.HPS]:
+@pytest.fixture(params=[*((kind, "hash_map") for kind in KINDS), ("direct", "rocks_db")], ids="-".join)
+def server(request: pytest.FixtureRequest, document: Make) -> Iterator[hps.HPS]:
     kind, host = request.param
     with hps.HPS(document(kind, persistent=host == "rocks_db"), deploy_models=False) as server:
         yield server
@@ -85,29 +86,7 @@ def tags(server: hps.HPS) -> set[str]:
     return {names[1] for database in databases for tag in database.tags() if (names := split_tag(tag))}
 
 
-def test_a_version_takes_over_and_only_the_one_before_is_kept(server: hps.HPS) -> None:
-    for number in ("1", "2"):
-        assert server.deploy("ranker", number).version == number
-        assert version_of(server) == int(number)
-    states = {one.version: one.state for one in server.versions("ranker")}
-    assert states["2"] == "serving"
-    wait_until(lambda: {one.version: one.state for one in server.versions("ranker")}["1"] == "kept", "version 1 is kept")
-    with pytest.raises(hps.UnknownVersionError, match="deployed: 2"):
-        server.model("ranker", "1")
-    assert server.rollback("ranker").version == "1"
-    assert version_of(server) == 1
-    wait_until(lambda: {one.version: one.state for one in server.versions("ranker")}["2"] == "kept", "version 2 is kept")
-    assert server.rollback("ranker").version == "2", "back and forth"
-    assert version_of(server) == 2
-    assert server.deploy("ranker").version == "3", "the highest by default"
-    wait_until(lambda: not [one for one in server.versions("ranker") if one.state == "retiring"], "nothing retires")
-    assert tags(server) <= {"2", "3"}
-    assert version_of(server) == 3
-
-
-def test_files_that_were_replaced_are_served_beside_the_old_ones_and_found_again(
-    document: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_files_that_were_replaced_are_served_beside_the_old_ones_and_found_again(document: Make, tmp_path: Path) -> None:
     configuration = document(versions=1)
     with hps.HPS(configuration) as server:
         serving = server.model("ranker")
@@ -118,15 +97,15 @@ def test_files_that_were_replaced_are_served_beside_the_old_ones_and_found_again
         for content in (1, 5):
             server.rollback("ranker")
             assert version_of(server) == content
-        server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
+        server.insert([7], NEW, "ranker", "user")
         assert server.deploy("ranker").version == "1"
     with hps.HPS(configuration) as server:
-        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), 9.0, np.float32))
+        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), NEW)
         vectors = server.lookup(KEYS[100:], "ranker", "user")
         np.testing.assert_array_equal(vectors, vectors_of(KEYS[100:], 4, 5))
 
 
-def test_a_database_that_keeps_its_rows_serves_no_version_that_it_has_not(document: Callable[..., dict[str, Any]]) -> None:
+def test_a_database_that_keeps_its_rows_serves_no_version_that_it_has_not(document: Make) -> None:
     content = document()
     content["models"][0]["version_policy"] = {"specific": {"versions": [2]}}
     with hps.HPS(content) as server:
@@ -145,9 +124,7 @@ def test_a_database_that_keeps_its_rows_serves_no_version_that_it_has_not(docume
 
 
 @pytest.mark.parametrize("forced", [1, 4])  # three names of slots are made of the files, others of numbers
-def test_a_restart_finds_the_rows_that_were_forced_last_and_what_was_written_to_them(
-    document: Callable[..., dict[str, Any]], forced: int
-) -> None:
+def test_a_restart_finds_the_rows_that_were_forced_last_and_what_was_written_to_them(document: Make, forced: int) -> None:
     configuration = document(versions=1)
     for round_ in range(1, 3):
         with hps.HPS(configuration) as server:
@@ -160,9 +137,7 @@ def test_a_restart_finds_the_rows_that_were_forced_last_and_what_was_written_to_
 
 
 @pytest.mark.parametrize(("keep_versions", "left"), [(1, {"3", ""}), (0, {"3"})])
-def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(
-    document: Callable[..., dict[str, Any]], keep_versions: int, left: set[str]
-) -> None:
+def test_nothing_stays_of_a_swap_that_died(document: Make, keep_versions: int, left: set[str]) -> None:
     configuration = document(keep_versions=keep_versions)
     with hps.HPS(configuration, deploy_models=False) as server:
         server.deploy("ranker", "1", pin=False)
@@ -174,52 +149,9 @@ def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(
         assert version_of(server) == 3
 
 
-def test_tables_that_are_not_of_the_configured_model_are_left_alone(document: Callable[..., dict[str, Any]]) -> None:
-    """A RocksDB of HugeCTR may have more tables of a model than we serve."""
-    configuration = document()
-    foreign = "hps_et.ranker.other"
-    with hps.HPS(configuration, deploy_models=False) as server:
-        database = server._chain.databases[-1]
-        database.open_table(foreign, 4)
-        database.insert(foreign, KEYS[:3], vectors_of(KEYS[:3], 4, 1))
-        for version in ("1", "2", "3"):
-            server.deploy("ranker", version)
-            assert foreign in database.tags()
-        wait_until(lambda: "hps_et.ranker.user" not in database.tags(), "version 1 is dropped")
-        assert foreign in database.tags()
-
-
-def test_versions_of_a_repository_are_found_and_a_delta_changes_the_one_before(
-    document: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    configuration = document(versions=1)
-    (entry,) = configuration.pop("models")
-    configuration["model_repository"] = str(tmp_path / "repository")
-    del entry["versions"]
-    entry["sparse_files"] = [f"{table}.model" for table in DIMS]
-    home = tmp_path / "repository" / "ranker"
-    home.mkdir(parents=True)
-    (home / "model.json").write_text(json.dumps(entry))
-    write_version(home, 1)
-    with hps.HPS(configuration) as server:
-        assert version_of(server) == 1
-        changed = KEYS[::9]
-        tables = {f"{table}.model": (changed, vectors_of(changed, dim, 2)) for table, dim in DIMS.items()}
-        write_version_of(home / "2", tables, delta_of="1", deleted={"user.model": KEYS[1::9]})
-        assert server.deploy("ranker").version == "2"
-        vectors, found = server.lookup(KEYS, "ranker", "user", return_found=True)
-        expected = vectors_of(KEYS, 4, 1)
-        expected[::9] = vectors_of(changed, 4, 2)
-        expected[1::9] = 0
-        np.testing.assert_array_equal(vectors, expected)
-        assert not found[1::9].any()
-        assert found.sum() == KEYS.size - KEYS[1::9].size
-
-
-@pytest.mark.parametrize("change", ["insert", "delete", "apply"])
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize(("change", "when"), [("insert", "before"), ("delete", "meanwhile"), ("apply", "meanwhile")])
 def test_a_delta_has_the_rows_of_its_bases_files_and_no_online_writes(
-    document: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, when: str
+    document: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, when: str
 ) -> None:
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 12)
     configuration = document(versions=1, persistent=False)
@@ -228,44 +160,37 @@ def test_a_delta_has_the_rows_of_its_bases_files_and_no_online_writes(
     entry |= {"sparse_files": [f"{table}.model" for table in DIMS], "version_path": str(tmp_path / "versions")}
     (tmp_path / "versions").mkdir()
     write_version(tmp_path / "versions", 1)
-    keys = KEYS[1:]
+    keys, vectors = KEYS[1:], np.full((KEYS.size - 1, 4), 9.0, np.float32)
 
     class Writing(NoProgress):
-        def __init__(self) -> None:
-            self.written = False
+        written = False
 
         def advance(self, tag: str, rows: int) -> None:
             if not self.written and rows:
                 self.written = True
                 write()
 
-    def write() -> None:
-        vectors = np.full((keys.size, 4), 9.0, np.float32)
-        if change == "insert":
-            server.insert(keys, vectors, "ranker", "user")
-        elif change == "delete":
-            server.delete(keys, "ranker", "user")
-        else:
-            server.model("ranker").apply(0, RowChanges(keys, vectors, np.ones(keys.size, np.int64)), {})
-
     with hps.HPS(configuration) as server:
+        changes = {
+            "insert": lambda: server.insert(keys, vectors, "ranker", "user"),
+            "delete": lambda: server.delete(keys, "ranker", "user"),
+            "apply": lambda: server.model("ranker").apply(0, RowChanges(keys, vectors, np.ones(keys.size, np.int64)), {}),
+        }
+        write: Callable[[], object] = changes[change]
         if change == "apply":
             server._chain.follow_log(server.model("ranker").tables[0])
         if when == "before":
             write()
         tables = {f"{table}.model": (KEYS[:1], vectors_of(KEYS[:1], dim, 2)) for table, dim in DIMS.items()}
         write_version_of(tmp_path / "versions" / "2", tables, delta_of="1")
-        progress = NoProgress() if when == "before" else Writing()
-        assert server.deploy("ranker", progress=progress).version == "2"
+        assert server.deploy("ranker", progress=NoProgress() if when == "before" else Writing()).version == "2"
         expected = vectors_of(KEYS, 4, 1)
         expected[0] = vectors_of(KEYS[:1], 4, 2)
         np.testing.assert_array_equal(server.lookup(KEYS, "ranker", "user"), expected)
 
 
 @pytest.mark.parametrize("tier", ["volatile_db", "persistent_db", "embedding_cache"])
-def test_a_version_that_does_not_fit_is_refused_with_figures_before_a_byte_is_loaded(
-    document: Callable[..., dict[str, Any]], tmp_path: Path, tier: str
-) -> None:
+def test_a_version_that_does_not_fit_is_refused_before_a_byte_is_loaded(document: Make, tmp_path: Path, tier: str) -> None:
     configuration = document()
     for other in {"volatile_db", "persistent_db"} - {tier}:
         configuration[other] = {"type": "disabled"}
@@ -282,52 +207,7 @@ def test_a_version_that_does_not_fit_is_refused_with_figures_before_a_byte_is_lo
         assert server.model("ranker").version == "1"
 
 
-class Stopped(NoProgress):
-    """A progress that ends a load with its first rows."""
-
-    def advance(self, tag: str, rows: int) -> None:
-        raise InterruptedError(tag)
-
-
-def write_online(server: hps.HPS) -> Callable[[], None]:
-    """Replace a row and delete another; returns what checks that the serving version has these very rows."""
-    server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
-    server.delete([8], "ranker", "user")
-
-    def check() -> None:
-        vectors, found = server.lookup([7, 8, 9], "ranker", "user", return_found=True)
-        assert found.tolist() == [True, False, True]
-        assert (vectors[0] == 9).all()
-
-    return check
-
-
-@pytest.mark.parametrize(
-    ("host", "back"),
-    [("hash_map", lambda server: server.rollback("ranker")), ("rocks_db", lambda server: server.deploy("ranker", "1"))],
-)
-def test_a_version_that_was_kept_comes_back_with_what_was_written_to_it_online(
-    document: Callable[..., dict[str, Any]], host: str, back: Callable[[hps.HPS], Any]
-) -> None:
-    with hps.HPS(document(persistent=host == "rocks_db"), deploy_models=False) as server:
-        server.deploy("ranker", "1")
-        check = write_online(server)
-        server.deploy("ranker", "2")
-        assert version_of(server) == 2, "what was written to version 1 is in no other"
-        wait_until(lambda: not [one for one in server.versions("ranker") if one.state == "retiring"], "nothing retires")
-        with pytest.raises(InterruptedError):
-            server.deploy("ranker", "3", progress=Stopped())
-        assert [(one.version, one.state) for one in server.versions("ranker")] == [("2", "serving"), ("1", "kept")]
-        assert back(server).version == "1"
-        check()
-        server.rollback("ranker")
-        server.rollback("ranker")
-        check()
-
-
-def test_what_is_kept_goes_first_where_there_is_no_room_beside_it(
-    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_goes_first_where_there_is_no_room_beside_it(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with hps.HPS(document(), deploy_models=False) as server:
         server.deploy("ranker", "1")
         server.deploy("ranker", "2")
@@ -339,10 +219,6 @@ def test_what_is_kept_goes_first_where_there_is_no_room_beside_it(
 
 
 # -- lookups that outlast their version -------------------------------------------------------------------------------
-
-LEAVING = pytest.mark.parametrize(
-    "server", [*((kind, "hash_map") for kind in KINDS), ("direct", "rocks_db")], ids="-".join, indirect=True
-)
 
 
 def check(segment: PausedSegment) -> None:
@@ -356,7 +232,6 @@ def segment() -> PausedSegment:
     return PausedSegment(1, KEYS, DIMS["item"])
 
 
-@LEAVING
 def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS, segment: PausedSegment) -> None:
     deployment = server.deploy("ranker", "1")
     tables = deployment.chain.databases[0]
@@ -373,7 +248,6 @@ def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS,
     assert tables.kind != "hash_map" or tables.tags() == []
 
 
-@LEAVING
 def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(
     server: hps.HPS, segment: PausedSegment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,24 +275,8 @@ def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(
     assert version_of(server) == 5
 
 
-def test_closing_waits_for_lookups_of_a_version_that_was_replaced(
-    document: Callable[..., dict[str, Any]], segment: PausedSegment
-) -> None:
-    with hps.HPS(document("direct"), deploy_models=False) as server, ThreadPoolExecutor(1) as pool:
-        server.deploy("ranker", "1")
-        with paused_lookup(server, "ranker", segment) as running:
-            server.deploy("ranker", "2")
-            closing = pool.submit(server.close)
-            wait_until(lambda: server.models == (), "the server is being closed")
-            assert not closing.done()
-            segment.go_on.set()
-            running.result(PATIENCE_S)
-            closing.result(PATIENCE_S)
-    check(segment)
-
-
 def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answered_by_the_next(
-    document: Callable[..., dict[str, Any]], segment: PausedSegment, monkeypatch: pytest.MonkeyPatch
+    document: Make, segment: PausedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, time_is_over = threading.Event(), threading.Event()
 
@@ -448,20 +306,18 @@ def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answer
 # -- what was kept ----------------------------------------------------------------------------------------------------
 
 
-def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(
-    document: Callable[..., dict[str, Any]],
-) -> None:
+def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(document: Make) -> None:
     with hps.HPS(document(), deploy_models=False) as server:
         server.deploy("ranker", "1")
-        server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
+        server.insert([7], NEW, "ranker", "user")
         server.deploy("ranker", "2")
         wait_until(lambda: {one.version: one.state for one in server.versions("ranker")}["1"] == "kept", "version 1 is kept")
         entry = server.catalog.model("ranker").model_copy(update={"gpucacheper": 0.1})
         assert server.deploy(entry, "1").config.gpucacheper == 0.1
-        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), 9.0, np.float32))
+        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), NEW)
 
 
-def test_a_roll_back_without_databases_loads_the_files_again(document: Callable[..., dict[str, Any]]) -> None:
+def test_a_roll_back_without_databases_loads_the_files_again(document: Make) -> None:
     configuration = document(persistent=False) | {"volatile_db": {"type": "disabled"}}
     configuration["models"][0]["gpucacheper"] = 1.0
     with hps.HPS(configuration, deploy_models=False) as server:
@@ -475,18 +331,17 @@ def test_a_roll_back_without_databases_loads_the_files_again(document: Callable[
 
 
 def test_no_lookup_gets_an_older_row_than_an_earlier_one_while_settings_change(
-    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    document: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new caches hold rows that the old ones lack, and a modification that runs has written them to the database only."""
-    configuration = document(versions=1)
-    configuration["volatile_db"] = {"type": "disabled"}
+    configuration = document(versions=1) | {"volatile_db": {"type": "disabled"}}
     configuration["models"][0]["gpucacheper"] = 0.01
-    newer = np.full((KEYS.size, 4), 9.0, np.float32)
-    seen = np.zeros(KEYS.size, np.bool_)
-    inserting, written, finish = ThreadPoolExecutor(1), threading.Event(), threading.Event()
-    with hps.HPS(configuration) as server, ThreadPoolExecutor(1) as deploying, inserting:
-        (database,) = server.model("ranker").chain.databases
-        insert, before, inserted = database.insert, server.model("ranker"), []
+    newer, seen = np.full((KEYS.size, 4), 9.0, np.float32), np.zeros(KEYS.size, np.bool_)
+    written, finish, inserted = threading.Event(), threading.Event(), []
+    with hps.HPS(configuration) as server, ThreadPoolExecutor(1) as deploying, ThreadPoolExecutor(1) as inserting:
+        before = server.model("ranker")
+        (database,) = before.chain.databases
+        insert = database.insert
 
         def insert_and_wait(*arguments: Any) -> None:
             insert(*arguments)
@@ -518,16 +373,13 @@ def test_no_lookup_gets_an_older_row_than_an_earlier_one_while_settings_change(
             look_up()
         finally:
             finish.set()
-        deployed.result(PATIENCE_S)
-        inserted[0].result(PATIENCE_S)
-        assert server.model("ranker") is not before
+        for one in (deployed, *inserted):
+            one.result(PATIENCE_S)
         look_up()
         assert seen.all()
 
 
-def test_a_change_of_settings_that_waits_too_long_for_a_modification_changes_nothing(
-    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_wait_too_long_for_a_modification_change_nothing(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with hps.HPS(document(versions=1)) as server:
         before = server.model("ranker")
 
@@ -542,5 +394,5 @@ def test_a_change_of_settings_that_waits_too_long_for_a_modification_changes_not
         with ExitStack() as modifying, pytest.raises(hps.DatabaseTimeoutError, match="try again"):
             server.deploy(entry)
         assert server.model("ranker") is before
-        server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
-        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), 9.0, np.float32))
+        server.insert([7], NEW, "ranker", "user")
+        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), NEW)

@@ -45,11 +45,6 @@ def test_wrong_credentials_are_told(tmp_path, opened):
                 assert "wrong" not in str(told.value)
 
 
-def test_tls_to_a_port_that_speaks_none_is_told(broker, opened):
-    log = opened(broker.address, config={"security.protocol": "ssl"})
-    wait_until(lambda: log.poll(0.01, 1) == [] and log.problem != "")
-
-
 def test_a_message_larger_than_all_bounds_does_not_stop_the_stream(broker, opened):
     producer = Producer(broker.client_settings(message_max_bytes=40_000_000))
     with closing(KafkaWriter.from_config(settings(broker.address))) as writer:

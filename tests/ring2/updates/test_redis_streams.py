@@ -1,6 +1,5 @@
 """Redis streams behind the contract of a log of updates, against a real server; a cluster is in tests/nightly/updates."""
 
-import itertools
 import threading
 
 import pytest
@@ -63,25 +62,25 @@ class TestServer(RedisStreams):
                 left = [b"-"]  # an id, the reply to the script
                 proxy.fault = lambda data, left=left: None if left and left.pop() in data else data
                 positions = written(writer, Partition(topic, 0), b"%d" % lost, b"after %d" % lost)
-                found = server.client().xrevrange(key_of(Partition(topic, 0)), count=2)
-                assert [position.decode() for position, _ in reversed(found)] == positions
                 assert not left
-        read = values(polled(self.reader(opened, [topic]), 9))
-        assert read == [b"%s%d" % (what, lost) for lost in range(3) for what in (b"before ", b"", b"after ")]
+                found = server.client().xrevrange(key_of(Partition(topic, 0)), count=3)
+                assert [position.decode() for position, _ in found[1::-1]] == positions
+                wanted = [b"%s%d" % (what, lost) for what in (b"before ", b"", b"after ")]
+                assert [fields[b"value"] for _, fields in reversed(found)] == wanted
 
     def test_a_writer_waits_for_room_again_and_again_and_then_gives_up(self, opened, server, topic, monkeypatch):
         writer = opened(writer=True, read_ahead_bytes=1 << 20)
-        writer.partitions(topic, 20, create=3)
-        partitions = [Partition(topic, number) for number in range(3)]
-        numbers = itertools.count()
+        writer.partitions(topic, 20, create=1)
+        partition, sent = Partition(topic, 0), []
 
         def overfill() -> None:
-            for number in itertools.islice(numbers, 20):
-                writer.send(partitions[number % 3], bytes(100_000))
+            for _ in range(20):
+                writer.send(partition, bytes(100_000))
+                sent.append(partition)
 
-        for _ in range(3):
-            for partition in partitions:
-                written(writer, partition, *[bytes(100_000)] * 20)  # more than there is room for
+        for _ in range(2):
+            overfill()  # more than there is room for
+            assert writer.flush(20) == 0
             server.pause()
             with monkeypatch.context() as patch:
                 patch.setattr("hps.updates.redis_streams._FULL_S", 0.2)
@@ -89,13 +88,13 @@ class TestServer(RedisStreams):
                     overfill()
             server.resume()
             assert writer.flush(20) == 0
-        assert sum(server.client().xlen(key_of(partition)) for partition in partitions) == 180 + next(numbers) - 3
+            assert server.client().xlen(key_of(partition)) == len(sent)
 
     def test_messages_that_are_given_up_are_told_and_the_next_ones_are_sent(self, opened, server, topic, monkeypatch):
         writer = opened(writer=True)
         writer.partitions(topic, 20, create=3)
         partitions = [Partition(topic, number) for number in range(3)]
-        for _ in range(3):
+        for round_number in range(2):
             server.stop()
             answers: list[str | Exception] = []
             for partition in partitions * 2:
@@ -106,10 +105,8 @@ class TestServer(RedisStreams):
             assert [type(answer) for answer in answers] == [UpdateLogError] * 6
             server.start()
             for partition in partitions:
-                written(writer, partition, b"a", b"b")
-        for partition in partitions:
-            read = [fields[b"value"] for _, fields in server.client().xrange(key_of(partition))]
-            assert read == [b"a", b"b"] * 3
+                written(writer, partition, b"a")
+                assert server.client().xlen(key_of(partition)) == round_number + 1
 
     def test_a_batch_that_arrives_late_is_not_appended_again(self, opened, server, topic):
         released = threading.Event()
@@ -126,33 +123,8 @@ class TestServer(RedisStreams):
         assert server.client().xlen(key_of(Partition(topic, 0))) == 2
         assert values(polled(self.reader(opened, [topic]), 2)) == [b"held", b"later"]
 
-    def test_writers_of_one_stream_keep_their_orders(self, opened, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        others = [writer, opened(writer=True), opened(writer=True)]
-        for number in range(900):
-            others[number % 3].send(Partition(topic, 0), b"%d" % number)
-        assert [one.flush(20) for one in others] == [0, 0, 0]
-        read = [int(value) for value in values(polled(self.reader(opened, [topic]), 900))]
-        assert [[one for one in read if one % 3 == who] for who in range(3)] == [list(range(who, 900, 3)) for who in range(3)]
-
-    def test_a_server_that_is_silent_stops_nobody_and_is_named(self, opened, server, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        log = self.reader(opened, [topic])
-        written(writer, Partition(topic, 0), b"a")
-        polled(log, 1)
-        server.pause()
-        writer.send(Partition(topic, 0), b"b")
-        assert log.poll(0.2, 1 << 20) == []
-        wait_until(lambda: "imeout" in log.problem)
-        assert log.behind() == {Partition(topic, 0): None}
-        server.resume()
-        assert values(polled(log, 1)) == [b"b"]
-        assert writer.flush(20) == 0
-        wait_until(lambda: log.problem == "" and log.behind() == {Partition(topic, 0): 0})
-
-    @pytest.mark.parametrize("moment", ["while it is read", "before it is read"])
-    @pytest.mark.parametrize("ids", ["lower", "higher"])
-    def test_a_stream_that_was_made_anew_is_read_whole(self, opened, server, writer, topic, moment, ids):
+    @pytest.mark.parametrize(("moment", "made"), [("while it is read", "1-1"), ("before it is read", "*")])
+    def test_a_stream_that_was_made_anew_is_read_whole(self, opened, server, writer, topic, moment, made):
         writer.partitions(topic, 20, create=1)
         partition = Partition(topic, 0)
         positions = written(writer, partition, b"a", b"b", b"c")
@@ -160,54 +132,15 @@ class TestServer(RedisStreams):
         polled(log, 3)
         wait_until(lambda: log.behind() == {partition: 0})
         log.pause([partition])
+        server.client().delete(key_of(partition))
+        server.client().xadd(key_of(partition), {"value": b"new"}, id=made)
         if moment == "before it is read":
             log.close()
-        client = server.client()
-        client.delete(key_of(partition))
-        for number in (1, 2):
-            client.xadd(key_of(partition), {"value": b"%d" % number}, id=f"1-{number}" if ids == "lower" else "*")
-        if moment == "before it is read":
             log = self.reader(opened, [topic], {partition: positions[2]})
         else:
             log.resume([partition])
-        read: set[bytes] = set()
-        lost: dict[Partition, str] = {}
-
-        def complete() -> bool:
-            lost.update(log.lost())
-            read.update(values(log.poll(0.1, 1 << 20)))
-            return bool(lost) and read == {b"1", b"2"}
-
-        wait_until(complete)
-
-    def test_messages_that_are_trimmed_before_they_are_read_are_counted(self, opened, server, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        partition = Partition(topic, 0)
-        log = self.reader(opened, [topic])
-        written(writer, partition, *(b"%d" % number for number in range(10)))
-        assert values(polled(log, 10)) == [b"%d" % number for number in range(10)]
-        log.pause([partition])
-        positions = written(writer, partition, *(b"%d" % number for number in range(10, 20)))
-        wait_until(lambda: log.behind() == {partition: 10})
-        self.remove_until(server, partition, positions[5])
-        lost: dict[Partition, str] = {}
-        wait_until(lambda: bool(lost.update(log.lost()) or lost))
-        assert lost[partition].startswith("6 messages after")
-        log.resume([partition])
-        assert values(polled(log, 4)) == [b"16", b"17", b"18", b"19"]
-        wait_until(lambda: log.behind() == {partition: 0})
-        assert log.lost() == {}
-
-    def test_what_any_program_adds_is_read(self, opened, server, topic):
-        client = server.client()
-        client.set(topic, 2)
-        made = client.xadd(f"{{{topic}}}/1", {"value": b"x"}, id="1700000000123-5")
-        client.xadd(f"{{{topic}}}/1", {"value": b"y", "time": b"17", "other": b"z"})
-        client.xadd(f"{{{topic}}}/1", {"other": b"z"})
-        messages = polled(self.reader(opened, [topic]), 3)
-        assert messages[0].position == made.decode()
-        assert [message.time_us for message in messages[:2]] == [1_700_000_000_123_000, 17]
-        assert values(messages) == [b"x", b"y", b""]
+        assert values(polled(log, 1)) == [b"new"]
+        wait_until(lambda: partition in log.lost())
 
     def test_lag_shows_in_the_groups_of_a_stream(self, opened, server, writer, topic):
         writer.partitions(topic, 20, create=1)
@@ -220,59 +153,34 @@ class TestServer(RedisStreams):
         wait_until(lambda: [group["lag"] for group in server.client().xinfo_groups(key)] == [6])
 
     def test_few_rights_suffice_and_missing_ones_are_named(self, opened, server, topic):
-        client = server.client()
-        client.set(topic, 1)
-        rights = {
-            "reader": "+info +get +exists +xread +xinfo|stream +eval_ro +xgroup",
-            "looker": "+info +get +exists +xread +xinfo|stream +eval_ro",
-            "writer": "+info +get +set +eval +xadd +xrevrange",
-            "no_adder": "+info +get +set +eval",
-        }
-        for name, commands in rights.items():
-            client.execute_command("ACL", "SETUSER", name, "on", ">secret", "~hps_et.*", "~{hps_et.*", *commands.split())
+        partition = Partition(topic, 0)
+        server.client().set(topic, 1)
+        looking = "+info +get +exists +xread +xinfo|stream +eval_ro"
+        rights = {"reader": looking + " +xgroup", "looker": looking, "writer": "+info +get +set +eval +xadd +xrevrange"}
+        for name, commands in (rights | {"no_adder": "+info +get +set +eval"}).items():
+            also = ("on", ">secret", "~hps_et.*", "~{hps_et.*", *commands.split())
+            server.client().execute_command("ACL", "SETUSER", name, *also)
         writer, refused = (opened(writer=True, user_name=name, password="secret") for name in ("writer", "no_adder"))
         log, looker = (
             self.reader(opened, [topic], user_name=name, password="secret", group=name) for name in ("reader", "looker")
         )
         assert writer.partitions(topic, 20) == 1
-        (position,) = written(writer, Partition(topic, 0), b"x")
-        assert writer.last(Partition(topic, 0), 20).value == b"x"
+        (position,) = written(writer, partition, b"x")
+        assert writer.last(partition, 20).value == b"x"
         for one in (log, looker):
             assert values(polled(one, 1)) == [b"x"]
-            one.commit({Partition(topic, 0): position})
-        wait_until(lambda: self.committed(server, "reader", Partition(topic, 0)) == position)
+            one.commit({partition: position})
+        wait_until(lambda: self.committed(server, "reader", partition) == position)
         wait_until(lambda: "xgroup" in looker.problem)
         assert log.problem == ""
         answers = []
-        refused.send(Partition(topic, 0), b"x", sent=answers.append)
+        refused.send(partition, b"x", sent=answers.append)
         assert refused.flush(20) == 0
-        assert isinstance(answers[0], UpdateLogError)
         assert "what the user may do" in str(answers[0])
         stranger = self.reader(opened, [topic], user_name="reader", password="wrong")
         wait_until(lambda: "password" in stranger.problem)
 
-    def test_a_server_without_memory_is_waited_for(self, opened, server, writer, topic):
-        writer.partitions(topic, 20, create=1)
-        client = server.client()
-        client.config_set("maxmemory", 1)
-        answers = []
-        writer.send(Partition(topic, 0), b"x", sent=answers.append)
-        assert writer.flush(1) == 1
-        client.config_set("maxmemory", 0)
-        assert writer.flush(20) == 0
-        assert client.xlen(key_of(Partition(topic, 0))) == 1
-        assert answers == [polled(self.reader(opened, [topic]), 1)[0].position]
-
-    def test_a_topic_whose_key_is_something_else_is_named(self, opened, server, writer, topic):
-        server.client().set(topic, "many")
-        log = self.reader(opened, [topic])
-        wait_until(lambda: topic in log.problem and "many" in log.problem)
-        with pytest.raises(UpdateLogError, match="many"):
-            writer.partitions(topic, 5)
-
-    @pytest.mark.parametrize(
-        "count", [b"1" * 5000, b"5000000", b"1025", b"0", b"-1", b"1.5", b"", "\u0661".encode(), b"\xff" * (1 << 20), [b"1"]]
-    )
+    @pytest.mark.parametrize("count", [b"1025", b"\xff" * (1 << 20), [b"1"]], ids=["too many", "large", "a list"])
     def test_a_count_that_is_none_stops_its_topic_alone(self, opened, server, writer, topic, count):
         good, bad = f"{topic}.good", f"{topic}.bad"
         client = server.client()
@@ -281,9 +189,7 @@ class TestServer(RedisStreams):
         written(writer, Partition(good, 0), b"x")
         log = self.reader(opened, [bad, good])
         assert values(polled(log, 1)) == [b"x"]
-        wait_until(lambda: log.problem_of(bad))
-        assert bad in log.problem_of(bad)
-        assert "1 to 1024" in log.problem_of(bad)
+        wait_until(lambda: bad in log.problem_of(bad) and "1 to 1024" in log.problem_of(bad))
         assert len(log.problem_of(bad)) < 500
         assert (log.lacks(bad), log.problem_of(good)) == (False, "")
         with pytest.raises(UpdateLogError, match="1 to 1024"):
@@ -291,34 +197,30 @@ class TestServer(RedisStreams):
         client.delete(bad)
         client.set(bad, 1)
         written(writer, Partition(bad, 0), b"repaired")
-        written(writer, Partition(good, 0), b"y")
-        assert sorted(values(polled(log, 2))) == [b"repaired", b"y"]
+        assert values(polled(log, 1)) == [b"repaired"]
         wait_until(lambda: (log.problem, set(log.behind().values())) == ("", {0}))
 
     def test_no_more_partitions_are_made_than_are_read(self, opened, server, writer, topic):
+        log = self.reader(opened, [topic])
         with pytest.raises(UpdateLogError, match="at most 1024"):
             writer.partitions(topic, 20, create=1025)
         assert not server.client().exists(topic)
+        wait_until(lambda: log.lacks(topic))
         assert writer.partitions(topic, 20, create=1024) == 1024
-        log = self.reader(opened, [topic])
         wait_until(lambda: len(log.behind()) == 1024)
 
     def test_a_key_that_is_no_stream_stops_its_partition_alone(self, opened, server, writer, topic):
-        good, bad = f"{topic}.good", f"{topic}.bad"
         client = server.client()
-        writer.partitions(good, 20, create=1)
-        writer.partitions(bad, 20, create=3)
-        first, second, third = (Partition(bad, number) for number in range(3))
+        writer.partitions(topic, 20, create=3)
+        first, second, third = (Partition(topic, number) for number in range(3))
         client.set(key_of(second), "no stream")
-        log = self.reader(opened, [bad, good])
+        log = self.reader(opened, [topic])
         for round_number in range(2):  # as the reader starts, and while it reads
-            for partition in (first, third, Partition(good, 0)):
+            for partition in (first, third):
                 written(writer, partition, b"%d" % round_number)
-            assert values(polled(log, 3)) == [b"%d" % round_number] * 3
-            wait_until(lambda: key_of(second) in log.problem_of(bad))
-            assert "WRONGTYPE" in log.problem_of(bad)
-            assert log.problem_of(good) == ""
-            wait_until(lambda: log.behind() == {first: 0, second: None, third: 0, Partition(good, 0): 0})
+            assert values(polled(log, 2)) == [b"%d" % round_number] * 2
+            wait_until(lambda: key_of(second) in log.problem_of(topic) and "WRONGTYPE" in log.problem_of(topic))
+            wait_until(lambda: log.behind() == {first: 0, second: None, third: 0})
             client.delete(key_of(second))
             written(writer, second, b"repaired")
             assert values(polled(log, 1)) == [b"repaired"]
@@ -327,20 +229,21 @@ class TestServer(RedisStreams):
             client.sadd(key_of(second), "no stream")
 
     def test_a_position_that_cannot_be_committed_is_a_problem_of_its_topic(self, opened, server, writer, topic):
-        topics = [f"{topic}.{name}" for name in ("a", "b", "c")]
+        topics = [f"{topic}.a", f"{topic}.b"]
         for one in topics:
             writer.partitions(one, 20, create=1)
-        positions = {Partition(one, 0): written(writer, Partition(one, 0), b"x")[0] for one in topics}
+        (gone, gone_at), (kept, kept_at) = (
+            (one, written(writer, one, b"x")[0]) for one in (Partition(topic, 0) for topic in topics)
+        )
         log = self.reader(opened, topics)
-        polled(log, 3)
-        server.client().delete(key_of(Partition(topics[1], 0)))
-        log.commit(positions)
-        wait_until(lambda: "committing" in log.problem_of(topics[1]))
-        for one in (Partition(topics[0], 0), Partition(topics[2], 0)):
-            wait_until(lambda one=one: self.committed(server, "hps.test", one) == positions[one])
-            assert log.problem_of(one.topic) == ""
-        written(writer, Partition(topics[1], 0), b"y")
-        log.commit({Partition(topics[1], 0): positions[Partition(topics[1], 0)]})
+        polled(log, 2)
+        server.client().delete(key_of(gone))
+        log.commit({gone: gone_at, kept: kept_at})
+        wait_until(lambda: "committing" in log.problem_of(gone.topic))
+        wait_until(lambda: self.committed(server, "hps.test", kept) == kept_at)
+        assert log.problem_of(kept.topic) == ""
+        written(writer, gone, b"y")
+        log.commit({gone: gone_at})
         wait_until(lambda: log.problem == "")
 
     def test_a_reader_with_a_bug_says_so_and_reads_on(self, opened, writer, topic, monkeypatch, caplog):

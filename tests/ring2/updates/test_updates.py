@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,20 @@ import pytest
 
 import hps
 from hps.cli.app import app as commands
+from hps.configuration.load import load_configuration
+from hps.registry import implementation
+from hps.statistics.metrics import Metrics
 from hps.testing.waiting import wait_until
-from hps.updates.base import Partition
+from hps.updates.base import Message, Partition
+from hps.updates.dead_letters import DeadLetters, read_topics
 from tests.ring1.versions import test_live_updates as followed
 from tests.ring1.versions.test_live_updates import DIMS, KEYS, Log, Make, caught_up, check, vectors_of
 from tests.ring1.versions.test_live_updates import document as document  # fixtures
 from tests.ring1.versions.test_live_updates import log as log
 from tests.servers.running_service import running_service
 
-KAFKA = pytest.param("kafka", marks=pytest.mark.kafka)
-REDIS = pytest.param("redis_stream", marks=pytest.mark.redis)
-each_log_and_host = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     ("log", "host"),
     [
         pytest.param("kafka", "rocks_db", marks=pytest.mark.kafka),
@@ -30,26 +34,29 @@ each_log_and_host = pytest.mark.parametrize(
     ],
     indirect=["log"],
 )
-
-
-@each_log_and_host
-def test_what_is_published_is_in_every_tier(host: str, document: Make, log: Log) -> None:
-    followed.test_what_is_published_is_in_every_tier(host, document, log)
-
-
-@each_log_and_host
 def test_a_restart_goes_on_where_it_stopped(host: str, document: Make, log: Log) -> None:
     followed.test_a_restart_goes_on_where_it_stopped(host, document, log)
 
 
-@pytest.mark.parametrize("log", [KAFKA, REDIS], indirect=True)
-def test_an_empty_volume_catches_up_from_where_its_files_end(document: Make, log: Log) -> None:
-    followed.test_an_empty_volume_catches_up_from_where_its_files_end(document, log)
-
-
 @pytest.mark.redis
 def test_replicas_of_a_shared_database_commit_under_one_name(document: Make, log: Log) -> None:
-    followed.test_positions_are_committed_under_the_names_of_hugectr("redis", "", "hps.volatile", document, log)
+    followed.test_positions_are_committed_under_hugectrs_names("redis", "", "hps.volatile", document, log)
+
+
+@pytest.mark.kafka
+@pytest.mark.redis
+@pytest.mark.parametrize("log", ["kafka", "redis_stream"], indirect=True)
+def test_dead_letters_lie_in_a_topic(document: Make, log: Log) -> None:
+    settings = load_configuration(document(dead_letters="topic")).update_source
+    topic, name = "hps_et.ranker.item", "hps_dead.ranker.item"
+    aside = [Message(Partition(topic, 0), str(number), 5, b"", bytes([10, number]) * 1000) for number in range(5)]
+    letters = DeadLetters.from_config(settings, "", Metrics())
+    for message in aside:
+        letters.add(message, "magic", "junk", 3)
+    assert letters.flush(30.0)
+    letters.close()
+    with closing(implementation("update_log", settings.type).from_config(settings, "test")) as reader:
+        assert [one.message for one in read_topics(reader, [name], 5.0)] == aside
 
 
 @pytest.mark.parametrize("end", ["the broker comes", "the time is over"])

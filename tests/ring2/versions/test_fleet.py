@@ -4,7 +4,7 @@ What a replica makes of a document is shown in tests/ring1/versions.
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,13 +15,13 @@ from typer.testing import CliRunner, Result
 
 import hps
 from hps.cli.app import app
-from hps.filesystems.base import FileStatus
 from hps.filesystems.local import LocalFileSystem
 from hps.registry import IMPLEMENTATIONS
 from hps.testing.waiting import wait_until
-from tests.ring1.versions.test_catalog_watch import Make, reason, said, served, write
+from tests.ring1.versions.test_catalog_watch import reason, said
 from tests.ring1.versions.test_catalog_watch import replica as replica  # fixtures
 from tests.ring1.versions.test_catalog_watch import repository as repository
+from tests.ring1.versions.test_pins import Make, served, write
 from tests.servers.running_service import running_service
 from tests.servers.served_process import ServedProcess
 
@@ -65,33 +65,21 @@ class RemoteFileSystem(LocalFileSystem):
     is_local = False
     away: ClassVar[bool] = False
 
-    def _place(self, path: str) -> str:
+
+def _of_the_host(name: str) -> Callable[..., Any]:
+    def call(self: RemoteFileSystem, path: str, *arguments: Any) -> Any:
         if self.away:
             raise hps.ModelSourceError(f"opening {path}: no answer")
-        return path.removeprefix("remote://")
+        return getattr(LocalFileSystem, name)(self, path.removeprefix("remote://"), *arguments)
 
-    def exists(self, path: str) -> bool:
-        return super().exists(self._place(path))
-
-    def status(self, path: str) -> FileStatus:
-        return super().status(self._place(path))
-
-    def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
-        super().read_into(self._place(path), offset, buffer, version)
-
-    def directories(self, path: str) -> list[str]:
-        return super().directories(self._place(path))
-
-    def list(self, path: str) -> list[str]:
-        return super().list(self._place(path))
-
-    def replace(self, path: str, content: bytes, version: str) -> str:
-        return super().replace(self._place(path), content, version)
+    return call
 
 
-def test_a_replica_that_starts_while_the_host_of_the_repository_is_away_waits_and_serves_no_withdrawn_version(
-    replica: Make, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+for _name in ("exists", "status", "read_into", "directories", "list", "replace"):
+    setattr(RemoteFileSystem, _name, _of_the_host(_name))
+
+
+def test_a_start_waits_for_the_host_of_the_repository(replica: Make, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "remote", (f"{__name__}:RemoteFileSystem", "nothing"))
     monkeypatch.setattr("hps.service.lifecycle.FIRST_RETRY_S", 0.05)
     document = replica() | {"model_repository": f"remote://{repository}"}
@@ -120,12 +108,11 @@ def test_a_replica_that_starts_while_the_host_of_the_repository_is_away_waits_an
         start_while_it_is_away()
 
 
-@pytest.mark.parametrize(
-    "body", [{}, {"change": "undeploy"}, {"change": "rollback", "version": "2"}, {"change": "deploy", "versoin": "2"}]
-)
-def test_a_change_that_says_too_little_or_too_much_is_refused(replica: Make, repository: Path, body: dict[str, str]) -> None:
+def test_a_change_that_says_too_little_or_too_much_is_refused(replica: Make, repository: Path) -> None:
+    wrong = ({}, {"change": "undeploy"}, {"change": "rollback", "version": "2"}, {"change": "deploy", "versoin": "2"})
     with running_service(replica()) as service:
-        assert service.client.post("/v1/models/ranker/fleet", json=body).status_code == 400
+        for body in wrong:
+            assert service.client.post("/v1/models/ranker/fleet", json=body).status_code == 400
         assert not (repository / "ranker" / "serving.json").exists()
         assert service.client.post("/v1/models/other/fleet", json={"change": "rollback"}).status_code == 404
 
@@ -217,8 +204,6 @@ def rounds_of_a_fleet(replicas: list[Replica], repository: Path, turns: range) -
     assert said(repository)["withdrawn"] == [str(4 + turn) for turn in turns]
 
 
-def test_a_fleet_of_three_processes_agrees_over_changes_kills_and_an_absent_repository(
-    three: list[Replica], repository: Path
-) -> None:
+def test_three_processes_agree_over_changes_and_kills(three: list[Replica], repository: Path) -> None:
     assert [one.version() for one in three] == [3, 3, 3]
     rounds_of_a_fleet(three, repository, range(1, 2))

@@ -10,15 +10,12 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 import hps
 from hps.configuration.tokens import digest_of
@@ -29,8 +26,13 @@ from tests.servers.running_service import document_of, model_of
 
 LOOKUP, ROWS, DEPLOY = "/v1/models/m/lookup", "/v1/models/m/tables/item/rows", "/v1/models/m/refresh"
 BODY = json.dumps({"tables": {"item": [1, 2]}}).encode()
+READ = ("/metrics", "/v1/stats", "/v2/models/m/config")
 ROW_BODY = json.dumps({"keys": [1], "vectors": [[1, 1, 1]]}).encode()
 SECRETS = {right: f"s3cret-{right}-{'x' * 30}" for right in ("lookup", "write", "admin", "bearer", "other", "none")}
+
+
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers and body."""
 
 
 class Served:
@@ -45,11 +47,10 @@ class Served:
         real: bool = False,
         **more: str,
     ) -> None:
-        self.directory = directory
         self.log = directory / "log"
         (directory / "ps.json").write_text(json.dumps(document))
-        command = ("serve", directory / "ps.json", "--port", 0, *arguments)
         with self.log.open("w") as log:
+            command = ("serve", directory / "ps.json", "--port", 0, *arguments)
             self.process = children.hps(*command, stderr=log, env={**os.environ, **more}, real=real)
         wait_until(lambda: "ready; try" in self.text or self.process.poll() is not None, "it is ready")
         found = re.search(r"listening on (https?)://[0-9.]+:(\d+)", self.text)
@@ -67,20 +68,27 @@ class Served:
         return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=30, context=context)
 
     def ask(
-        self, method: str, path: str, token: str = "", body: bytes | None = None, context: ssl.SSLContext | None = None
-    ) -> tuple[int, dict[str, str], bytes]:
-        """Send one request on a new connection. Returns status, headers and body."""
+        self,
+        method: str,
+        path: str,
+        token: str = "",
+        body: bytes | None = None,
+        context: ssl.SSLContext | None = None,
+        **headers: str,
+    ) -> Answer:
+        """Send one request on a new connection."""
         connection = self.connect(context)
         try:
-            return ask_on(connection, method, path, token, body)
+            return ask_on(connection, method, path, token, body, **headers)
         finally:
             connection.close()
 
 
 def ask_on(
-    connection: http.client.HTTPConnection, method: str, path: str, token: str = "", body: bytes | None = None
-) -> tuple[int, dict[str, str], bytes]:
-    connection.request(method, path, body, {"Authorization": f"Bearer {token}"} if token else {})
+    connection: http.client.HTTPConnection, method: str, path: str, token: str = "", body: bytes | None = None, **headers: str
+) -> Answer:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, given | ({"Authorization": f"Bearer {token}"} if token else {}))
     answer = connection.getresponse()
     return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
 
@@ -95,12 +103,32 @@ def trusting(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
 def document_in(directory: Path) -> dict[str, Any]:
     keys = np.arange(10, dtype=np.int64)
     hps.write_sparse_model(directory / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], 3, axis=1)))
-    return document_of(model_of("m", [directory / "item.model"], {"item": 3}), service={"drain_s": 0})
+    model = model_of("m", [directory / "item.model"], {"item": 3}, max_batch_size=1_000_000)
+    return document_of(model, service={"drain_s": 0})
 
 
 @pytest.fixture
 def document(tmp_path: Path) -> dict[str, Any]:
     return document_in(tmp_path)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(children: ChildProcesses, tmp_path: Path, document: dict[str, Any]) -> Serve:
+    """Serve the document with these arguments and settings of the service."""
+
+    def serve_with(*arguments: Any, **settings: Any) -> Served:
+        document["service"] |= {name: str(one) if isinstance(one, Path) else one for name, one in settings.items()}
+        return Served(children, tmp_path, document, *arguments)
+
+    return serve_with
 
 
 def write_tokens(path: Path, *entries: dict[str, Any]) -> None:
@@ -117,42 +145,39 @@ def entry(name: str, *rights: str, **more: Any) -> dict[str, Any]:
 class Load:
     """Looks up without a pause on new and kept connections; whatever goes wrong is kept. *For one test.*"""
 
-    def __init__(self, service: Served, token: Callable[[], str], context: Callable[[], ssl.SSLContext | None]) -> None:
-        self._answers: dict[int, int] = {}
-        self.failures: list[Any] = []
+    def __init__(self, service: Served, token: Callable[[], str], context: ssl.SSLContext) -> None:
+        self._service, self._token, self._context = service, token, context
         self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(service, token, context, requests)) for requests in (1, 7, 10**9)
-        ]
+        self.answers: dict[int, int] = {}
+        self.failures: list[Any] = []
+        self._threads = [threading.Thread(target=self._run, args=(requests,)) for requests in (1, 7, 10**9)]
         for thread in self._threads:
             thread.start()
 
-    def _run(self, service: Served, token: Any, context: Any, requests: int) -> None:
+    def _run(self, requests: int) -> None:
         while not self._stop.is_set():
-            connection = service.connect(context())
-            try:
+            with closing(self._service.connect(self._context)) as connection, self._kept():
                 for _ in range(requests):
                     if self._stop.is_set():
                         break
-                    status, _, body = ask_on(connection, "POST", LOOKUP, token(), BODY)
-                    self._answers[requests] = self._answers.get(requests, 0) + 1
+                    status, _, body = ask_on(connection, "POST", LOOKUP, self._token(), BODY)
+                    self.answers[requests] = self.answers.get(requests, 0) + 1
                     if status != 200 or json.loads(body) != {"tables": {"item": [[1, 1, 1], [2, 2, 2]]}}:
                         self.failures.append((status, body))
-            except Exception as error:  # noqa: BLE001 - they are compared in the end
-                self.failures.append(repr(error))
-                return
-            finally:
-                connection.close()
 
-    @property
-    def answers(self) -> int:
-        return sum(self._answers.values())
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - they are compared in the end
+            self.failures.append(repr(error))
+            self._stop.set()
 
     def wait_for_next(self) -> None:
         """Wait until each thread has sent a request from now on, and got its answer."""
-        before = dict(self._answers)
+        before = dict(self.answers)
         wait_until(
-            lambda: self.failures or all(self._answers[one] > count + 1 for one, count in before.items()), "requests go on"
+            lambda: self.failures or all(self.answers[one] > count + 1 for one, count in before.items()), "requests go on"
         )
 
     def end(self) -> None:
@@ -162,23 +187,16 @@ class Load:
 
 
 def test_certificates_and_tokens_rotate_under_load_without_a_failed_request(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+    serve: Serve, tmp_path: Path, authority: Authority
 ) -> None:
-    authority = Authority(tmp_path)
-    pair = authority.sign("first", "server")
-    tokens = tmp_path / "tokens.json"
+    pair, tokens = authority.sign("first", "server"), tmp_path / "tokens.json"
     write_tokens(tokens, entry("ranker", "lookup", sha256=[digest_of("token-0")]))
-    document["service"] |= {
-        "tls_certificate_path": str(pair.certificate),
-        "tls_key_path": str(pair.key),
-        "tokens_path": str(tokens),
-    }
-    service = Served(children, tmp_path, document, "--fronts", 2)
+    service = serve("--fronts", 2, tls_certificate_path=pair.certificate, tls_key_path=pair.key, tokens_path=tokens)
     assert service.scheme == "https"
     assert "--cacert <ca.pem> -H 'Authorization: Bearer <token>' https://127.0.0.1" in service.text
     context = trusting(authority)
     current = ["token-0"]
-    load = Load(service, lambda: current[0], lambda: context)
+    load = Load(service, lambda: current[0], context)
 
     def names() -> set[str]:
         found = set()
@@ -207,20 +225,7 @@ def test_certificates_and_tokens_rotate_under_load_without_a_failed_request(
     finally:
         load.end()
     assert load.failures == []
-    assert load.answers > 100
-    # What is wrong changes nothing, and is said once: others rotate meanwhile, so it is looked at again.
-    tokens.write_text('{"tokens": [')
-    wait_until(lambda: "the tokens stay as they are" in service.text, "it says so")
-    authority.sign("fifth", "server")
-    wait_until(lambda: names() == {"fifth"}, "new connections see the new certificate")
-    assert service.text.count("the tokens stay as they are") == 1
-    pair.key.write_text("not a key")
-    wait_until(lambda: "new connections go on with the certificate as it was" in service.text, "it says so")
-    before, current[0] = current[0], "token-4"
-    write_tokens(tokens, entry("ranker", "lookup", sha256=[digest_of(current[0])]))
-    wait_until(lambda: (status(before), status(current[0])) == ({401}, {200}), "the new token is known")
-    assert service.text.count("new connections go on with") == 1
-    assert names() == {"fifth"}
+    assert sum(load.answers.values()) > 100
     found = service.ask("GET", "/metrics", current[0], None, context)[2].decode()
     assert re.search(r'^hps_http_token_requests_total\{status="200",who="ranker"\} [1-9]', found, re.MULTILINE)
 
@@ -230,26 +235,20 @@ MATRIX = [
     ("POST", LOOKUP, BODY, "lookup both"),
     ("GET", f"{ROWS}/1", None, "lookup both"),
     ("GET", "/metrics", None, "lookup write admin both none"),
-    ("GET", "/v2/models/m/config", None, "lookup write admin both none"),
-    ("GET", "/v1/stats", None, "lookup write admin both none"),
-    ("POST", "/v2/repository/index", b"{}", "lookup write admin both none"),
     ("POST", ROWS, ROW_BODY, "write both"),
-    ("DELETE", f"{ROWS}/9", None, "write both"),
     ("POST", DEPLOY, b"{}", "admin"),
 ]
 
 
 @pytest.fixture(scope="module")
 def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with a token for each right, and some that may not ask often."""
+    """A server with a token for each right."""
     directory, started = tmp_path_factory.mktemp("tokens"), ChildProcesses()
     document, tokens = document_in(directory), directory / "tokens.json"
-    named = [entry(right, right) for right in ("lookup", "write", "admin")]
-    limited = [entry("often", "lookup", requests_per_s=0.02, burst=3), entry("large", "lookup", keys_per_s=0.1)]
     both = entry("both", "lookup", "write", certificate="both.example")
-    write_tokens(tokens, *named, both, entry("none"), *limited, entry("free", "lookup"))
+    write_tokens(tokens, *(entry(right, right) for right in ("lookup", "write", "admin")), both, entry("none"))
     document["service"]["tokens_path"] = str(tokens)
-    yield Served(started, directory, document, "--fronts", 1)  # several share a burst out
+    yield Served(started, directory, document, "--fronts", 1)
     started.end()
 
 
@@ -267,50 +266,20 @@ def test_every_right_opens_its_routes_and_no_other(with_tokens: Served) -> None:
             lines = (f"POST {ROWS} HTTP/1.1", "Host: x", f"Authorization: Bearer {token}", "Content-Length: 10000000", "", "")
             raw.sendall("\r\n".join(lines).encode())
             assert raw.recv(100).startswith(f"HTTP/1.1 {status}".encode())
-    connection = service.connect()  # a certificate that is only claimed
-    connection.request("POST", ROWS, ROW_BODY, {"hps-client-certificate": '["both.example"]'})
-    assert connection.getresponse().status == 401
-    connection.close()
-    text = service.text
-    assert "by 127.0.0.1 (token admin): done" in text
-    assert "by 127.0.0.1 (token write): 1 requests" in text
-
-
-def test_a_token_that_asks_too_often_is_told_when_to_come_back(with_tokens: Served) -> None:
-    service = with_tokens
-    answers = [service.ask("POST", LOOKUP, "often", BODY) for _ in range(4)]
-    assert [status for status, _, _ in answers] == [200, 200, 200, 429]
-    assert 1 <= int(answers[-1][1]["retry-after"]) <= 50
-    assert "token often: got more than its requests_per_s allows" in json.loads(answers[-1][2])["error"]
-    assert service.ask("GET", "/v2/models/m", "often")[0] == 429, "all requests count"
-    assert service.ask("GET", "/v2/health/live")[0] == 200
-    assert [service.ask("POST", LOOKUP, "large", BODY)[0] for _ in range(2)] == [200, 429]
-    assert {service.ask("POST", LOOKUP, "free", BODY)[0] for _ in range(20)} == {200}
-    found = service.ask("GET", "/metrics", "free")[2].decode()
-    assert 'hps_http_token_requests_total{status="429",who="often"} 2' in found
+    claimed = '["both.example"]'
+    assert service.ask("POST", ROWS, "", ROW_BODY, hps_client_certificate=claimed)[0] == 401, "it is only claimed"
+    assert "by 127.0.0.1 (token admin): done" in service.text
+    assert "by 127.0.0.1 (token write): 1 requests" in service.text
 
 
 def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights_of_its_entry(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+    serve: Serve, children: ChildProcesses, tmp_path: Path, authority: Authority
 ) -> None:
-    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
-    server, tokens = authority.sign("server"), tmp_path / "tokens.json"
-    by_uri = "spiffe://example/trainer"
-    write_tokens(
-        tokens,
-        {"name": "ranker", "rights": ["lookup"], "certificate": "ranker.example"},
-        {"name": "trainer", "rights": ["write"], "certificate": by_uri},
-        entry("admin", "admin"),
-    )
-    document["service"] |= {
-        "tls_certificate_path": str(server.both),
-        "tls_client_ca_path": str(authority.path),
-        "tokens_path": str(tokens),
-        "access_log_per_s": 1000,
-        "log_format": "json",
-        "request_timeout_s": 2,
-    }
-    service = Served(children, tmp_path, document, "--fronts", 1)
+    stranger, tokens, by_uri = Authority(tmp_path, "stranger"), tmp_path / "tokens.json", "spiffe://example/trainer"
+    named = {"name": "ranker", "rights": ["lookup"], "certificate": "ranker.example"}
+    write_tokens(tokens, named, {"name": "trainer", "rights": ["write"], "certificate": by_uri}, entry("admin", "admin"))
+    paths = {"tls_certificate_path": authority.sign("server").both, "tls_client_ca_path": authority.path, "tokens_path": tokens}
+    service = serve("--fronts", 1, access_log_per_s=1000, log_format="json", request_timeout_s=2, **paths)
     assert "--cert <client.pem>" in service.text
     ranker = trusting(authority, authority.sign("ranker.example"))
     trainer = trusting(authority, authority.sign("other.example", also=(by_uri,)))
@@ -320,16 +289,11 @@ def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights
         assert service.ask("POST", ROWS, "", ROW_BODY, context)[0] == write
     assert service.ask("POST", DEPLOY, SECRETS["admin"], b"{}", ranker)[0] == 200, "a token stands above the certificate"
     assert service.ask("POST", LOOKUP, "guess", BODY, ranker)[0] == 401
-    connection = service.connect(nobody)  # it cannot say that it is another one
-    headers = {"hps-client-certificate": '["spiffe://example/trainer"]', "hps-client": "1.2.3.4"}
-    connection.request("POST", ROWS, ROW_BODY, headers)
-    assert connection.getresponse().status == 403
-    connection.close()
+    claimed = {"hps_client_certificate": f'["{by_uri}"]', "hps_client": "1.2.3.4"}
+    assert service.ask("POST", ROWS, "", ROW_BODY, nobody, **claimed)[0] == 403
     lines = [json.loads(line) for line in service.text.splitlines() if line.startswith("{")]
     access = [(one["who"], one["status"]) for one in lines if one["logger"] == "hps.access" and "who" in one]
-    assert ("ranker", 200) in access
-    assert ("ranker", 403) in access
-    assert ("trainer", 200) in access
+    assert {("ranker", 200), ("ranker", 403), ("trainer", 200)} <= set(access)
 
     def refused(context: ssl.SSLContext) -> bool:
         try:
@@ -340,14 +304,11 @@ def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights
 
     probe = authority.sign("probe")
     clients = {"SSL_CERT_FILE": str(authority.path), "HPS_CLIENT_CERTIFICATE": str(probe.both)}
-    command = children.hps(
-        "models", f"https://127.0.0.1:{service.port}", "--token", SECRETS["admin"], env={**os.environ, **clients}
-    )
+    url = f"https://127.0.0.1:{service.port}"
+    command = children.hps("models", url, "--token", SECRETS["admin"], env={**os.environ, **clients})
     assert "serving" in command.communicate(timeout=PATIENCE_S)[0]
-    for certificate, code in ((probe, 0), (None, 1)):
-        url = {"HPS_HEALTH_URL": f"https://127.0.0.1:{service.port}/v2/health/ready"}
-        given = {"HPS_HEALTH_CERTIFICATE": str(certificate.both)} if certificate else {}
-        health = children.start(*health_check(), env={**os.environ, **url, **given})
+    for given, code in (({"HPS_HEALTH_CERTIFICATE": str(probe.both)}, 0), ({}, 1)):
+        health = children.start(*health_check(), env={**os.environ, "HPS_HEALTH_URL": f"{url}/v2/health/ready", **given})
         health.communicate(timeout=PATIENCE_S)
         assert health.returncode == code
     expired = authority.sign("ranker.example", "expired", days=-1)
@@ -361,11 +322,6 @@ def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights
     silent = socket.create_connection(("127.0.0.1", service.port), timeout=30)
     with silent, suppress(ConnectionResetError):
         assert silent.recv(100) == b"", "a handshake takes no longer than request_timeout_s"
-    old = trusting(authority, authority.sign("ranker.example"))
-    with pytest.warns(DeprecationWarning, match="TLSv1"):
-        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
-    old.set_ciphers("ALL:@SECLEVEL=0")
-    assert refused(old)
     assert service.ask("POST", LOOKUP, "", BODY, ranker)[0] == 200
     found = service.ask("GET", "/metrics", "", None, ranker)[2].decode()
     assert re.search(r'^hps_http_aborted_connections_total\{reason="handshake"\} [1-9]', found, re.MULTILINE)
@@ -377,61 +333,41 @@ def health_check() -> list[str]:
     return [sys.executable, *json.loads(line.strip().removeprefix("CMD "))[1:]]
 
 
-def test_handshakes_that_do_not_end_leave_room_for_others_whose_large_requests_pass_whole(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
-) -> None:
-    authority = Authority(tmp_path)
-    document["service"] |= {"tls_certificate_path": str(authority.sign("server").both), "max_connections": 20}
-    document["models"][0]["max_batch_size"] = 1_000_000
-    service = Served(children, tmp_path, document, "--fronts", 1)
-    silent = [socket.create_connection(("127.0.0.1", service.port), timeout=30) for _ in range(60)]
-    try:
-        assert service.ask("POST", LOOKUP, "", BODY, trusting(authority))[0] == 200
+def test_large_requests_pass_whole_and_slow_or_idle_clients_hold_no_tls_connection(serve: Serve, authority: Authority) -> None:
+    pair = authority.sign("server").both
+    service = serve("--fronts", 0, tls_certificate_path=pair, max_connections=20, answer_timeout_s=1)
+    context = trusting(authority)
+    with ExitStack() as stack:
+        address = ("127.0.0.1", service.port)
+        silent = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(60)]
+        assert service.ask("POST", LOOKUP, "", BODY, context)[0] == 200
         ended = 0
         for one in silent:
             one.setblocking(False)
             with suppress(BlockingIOError, ConnectionResetError):
                 ended += one.recv(1) == b""
-        assert ended >= 30
-    finally:
-        for one in silent:
-            one.close()
+        assert ended >= 30, "handshakes that do not end leave room for others"
     keys = np.arange(1_000_000, dtype=np.int64) % 10
-    connection = service.connect(trusting(authority))
-    connection.connect()
+    idle = [service.connect(context) for _ in range(5)]
+    for one in idle:
+        assert ask_on(one, "POST", LOOKUP, "", BODY)[0] == 200
     for _ in range(2):
-        connection.sock.sendall(binary_request(keys))
-        answer = http.client.HTTPResponse(connection.sock, method="POST")
+        idle[0].sock.sendall(binary_request(keys))
+        answer = http.client.HTTPResponse(idle[0].sock, method="POST")
         answer.begin()
         assert answer.status == 200
         body = answer.read()
         vectors = np.frombuffer(body[int(answer.headers["inference-header-content-length"]) :], np.float32).reshape(-1, 3)
         assert (vectors == keys[:, None]).all()
-    connection.close()
-
-
-def test_slow_clients_and_idle_ones_do_not_hold_tls_connections(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
-) -> None:
-    authority = Authority(tmp_path)
-    document["service"] |= {"tls_certificate_path": str(authority.sign("server").both), "answer_timeout_s": 1}
-    document["models"][0]["max_batch_size"] = 1_000_000
-    service = Served(children, tmp_path, document, "--fronts", 0)
-    idle = [service.connect(trusting(authority)) for _ in range(5)]
-    for one in idle:
-        assert ask_on(one, "POST", LOOKUP, "", BODY)[0] == 200
     with socket.socket() as raw:  # reads nothing of an answer of 12 MB
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        raw.connect(("127.0.0.1", service.port))
-        slow = trusting(authority).wrap_socket(raw, server_hostname="127.0.0.1")
-        slow.sendall(binary_request(np.zeros(1_000_000, np.int64)))
-        wait_until(lambda: "which does not read its answer" in service.text, "it is given up")
-        slow.close()
+        raw.connect(address)
+        with context.wrap_socket(raw, server_hostname="127.0.0.1") as slow:
+            slow.sendall(binary_request(keys))
+            wait_until(lambda: "which does not read its answer" in service.text, "it is given up")
     service.process.send_signal(signal.SIGTERM)
     assert service.process.wait(PATIENCE_S) == 0
-    assert "requests have ended; connections left: 0" in service.text, (
-        "idle clients are not waited for, though none says goodbye"
-    )
+    assert "requests have ended; connections left: 0" in service.text, "idle clients are not waited for"
     for one in idle:
         one.close()
 
@@ -443,83 +379,11 @@ def binary_request(keys: np.ndarray) -> bytes:
     return "\r\n".join(("POST /v2/models/m/infer HTTP/1.1", "Host: x", *lines)).encode() + text + keys.tobytes()
 
 
-def test_calls_of_grpc_speak_tls_and_have_the_same_rights_and_limits(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
-) -> None:
-    authority, tokens = Authority(tmp_path), tmp_path / "tokens.json"
-    server = authority.sign("localhost", "server")
-    clients = {name: authority.sign(name) for name in ("ranker", "trainer", "nobody")}
-    write_tokens(
-        tokens,
-        {"name": "ranker", "rights": ["lookup"], "certificate": "ranker", "requests_per_s": 0.01, "burst": 4},
-        {"name": "trainer", "rights": ["write"], "certificate": "trainer"},
-        entry("lookup", "lookup"),
-        entry("admin", "admin"),
-    )
-    document["service"] |= {
-        "tls_certificate_path": str(server.certificate),
-        "tls_key_path": str(server.key),
-        "tls_client_ca_path": str(authority.path),
-        "tokens_path": str(tokens),
-    }
-    service = Served(children, tmp_path, document, "--fronts", 1, "--grpc-port", 0)
-    found = re.search(r"listening for gRPC on .*:(\d+)", service.text)
-    assert found is not None
-    tensor = pb.ModelInferRequest.InferInputTensor(name="item", datatype="INT64", shape=[2])
-    request = pb.ModelInferRequest(model_name="m", inputs=[tensor], raw_input_contents=[np.array([1, 2]).tobytes()])
-
-    said: list[str] = []
-
-    def code_of(call: Any, *arguments: Any, token: str = "") -> Any:
-        try:
-            answer = call(*arguments, metadata=[("authorization", f"Bearer {token}")] if token else None, timeout=30)
-            return [one.error_message for one in answer] if hasattr(answer, "__next__") else "OK"
-        except grpc.RpcError as error:
-            said.append(error.details())
-            return error.code().name
-
-    def stub_of(pair: Pair | None) -> tuple[grpc.Channel, Any]:
-        own = (pair.key.read_bytes(), pair.certificate.read_bytes()) if pair else ()
-        channel = grpc.secure_channel(f"127.0.0.1:{found[1]}", grpc.ssl_channel_credentials(authority.path.read_bytes(), *own))
-        return channel, pb_grpc.GRPCInferenceServiceStub(channel)
-
-    metadata, load = pb.ModelMetadataRequest(name="m"), pb.RepositoryModelLoadRequest(model_name="m")
-    channel, stub = stub_of(clients["trainer"])
-    with channel:
-        assert code_of(stub.ModelInfer, request) == "PERMISSION_DENIED"
-        assert code_of(stub.ModelMetadata, metadata) == "OK"
-        assert code_of(stub.RepositoryModelLoad, load) == "PERMISSION_DENIED"
-        assert code_of(stub.ModelInfer, request, token=SECRETS["lookup"]) == "OK", said[-1]
-        assert code_of(stub.ModelInfer, request, token="guess") == "UNAUTHENTICATED"
-        assert code_of(stub.RepositoryModelLoad, load, token=SECRETS["admin"]) != "PERMISSION_DENIED"
-    channel, stub = stub_of(clients["nobody"])
-    with channel:
-        assert code_of(stub.ModelInfer, request) == code_of(stub.ModelMetadata, metadata) == "PERMISSION_DENIED"
-        assert code_of(stub.ServerReady, pb.ServerReadyRequest()) == "OK"
-    channel, stub = stub_of(clients["ranker"])
-    with channel:
-        assert code_of(stub.ModelInfer, request) == "OK"
-        first, second, third = code_of(stub.ModelStreamInfer, iter([request] * 3))
-        assert (first, second) == ("", "")
-        assert "token ranker: got more than its requests_per_s allows" in third
-        assert code_of(stub.ModelInfer, request) == "RESOURCE_EXHAUSTED"
-    channel, stub = stub_of(None)
-    with channel:
-        assert code_of(stub.ModelInfer, request) == "UNAVAILABLE"
-    with grpc.insecure_channel(f"127.0.0.1:{found[1]}") as channel:
-        assert code_of(pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer, request) == "UNAVAILABLE"
-    authority.sign("localhost", "server")
-    wait_until(lambda: "new connections use the certificate" in service.text, "it has read the new certificate")
-    channel, stub = stub_of(clients["trainer"])
-    with channel:
-        assert code_of(stub.ModelInfer, request, token=SECRETS["lookup"]) == "OK", said[-1]
-
-
 def test_a_public_address_is_warned_of_until_a_file_of_tokens_comes_by_a_signal_and_goes_again(
-    children: ChildProcesses, tmp_path: Path, document: dict[str, Any]
+    serve: Serve, tmp_path: Path, document: dict[str, Any]
 ) -> None:
     tokens = tmp_path / "tokens.json"
-    service = Served(children, tmp_path, document, "--host", "0.0.0.0", "--fronts", 1)
+    service = serve("--host", "0.0.0.0", "--fronts", 1)
     assert "everyone who reaches 0.0.0.0 may look up, and read metrics, without a token" in service.text
     assert "tokens, keys and vectors are sent to and from 0.0.0.0 unencrypted" in service.text
 
@@ -531,7 +395,6 @@ def test_a_public_address_is_warned_of_until_a_file_of_tokens_comes_by_a_signal_
     def status(token: str) -> int:
         return service.ask("POST", LOOKUP, token, BODY)[0]
 
-    assert status("") == 200
     tokens.write_text("wrong")
     reload("nothing changes", tokens_path=str(tokens))
     assert status("") == 200
@@ -554,16 +417,9 @@ def no_secret_is_told(children: ChildProcesses, tmp_path: Path, document: dict[s
     pair = authority.sign("server")
     entries = [entry("lookup", "lookup"), {"name": "other", "rights": ["admin"], "token": SECRETS["other"]}]
     write_tokens(tokens, *entries)
-    document["service"] |= {
-        "tls_certificate_path": str(pair.certificate),
-        "tls_key_path": str(pair.key),
-        "tokens_path": str(tokens),
-        "bearer_token": SECRETS["bearer"],
-        "log_level": "debug",
-        "log_format": log_format,
-        "access_log_per_s": 1000,
-        "slow_lookup_ms": 0.000001,
-    }
+    paths = {"tls_certificate_path": pair.certificate, "tls_key_path": pair.key, "tokens_path": tokens}
+    logs = {"log_level": "debug", "log_format": log_format, "access_log_per_s": 1000, "slow_lookup_ms": 0.000001}
+    document["service"] |= {name: str(path) for name, path in paths.items()} | logs | {"bearer_token": SECRETS["bearer"]}
     service = Served(children, tmp_path, document, "--fronts", 2, real=True, HPS_ADMIN_TOKEN=SECRETS["admin"])
     context = trusting(authority)
     seen = []
@@ -572,24 +428,13 @@ def no_secret_is_told(children: ChildProcesses, tmp_path: Path, document: dict[s
             ("POST", LOOKUP, BODY),
             ("POST", LOOKUP, b"{"),
             ("POST", "/v2/models/m/infer", b"{}"),
-            ("GET", f"{ROWS}/1", None),
             ("POST", ROWS, b"{"),
             ("POST", DEPLOY, b"{}"),
             ("POST", "/v1/models/m/deploy", b'{"version": 7}'),
-            ("GET", "/metrics", None),
-            ("GET", "/v1/stats", None),
-            ("GET", "/v1/models", None),
-            ("GET", "/v2/models/m/config", None),
-            ("GET", "/v2/models/m/stats", None),
-            ("GET", "/openapi.json", None),
-            ("GET", "/", None),
+            *(("GET", one, None) for one in (f"{ROWS}/1", *READ, "/v1/models", "/v2/models/m/stats", "/openapi.json", "/")),
         ):
             seen.append(service.ask(method, path, secret, body, context))
-    connection = service.connect(context)
-    connection.request("POST", LOOKUP, BODY, {"Authorization": f"Basic {SECRETS['none']}"})
-    answer = connection.getresponse()
-    seen.append((answer.status, dict(answer.getheaders()), answer.read()))
-    connection.close()
+    seen.append(service.ask("POST", LOOKUP, "", BODY, context, Authorization=f"Basic {SECRETS['none']}"))
     write_tokens(
         tokens, *entries, {"name": "bad", "rights": ["lookup"], "sha256": SECRETS["none"], "token": [SECRETS["write"], 5]}
     )
@@ -597,7 +442,7 @@ def no_secret_is_told(children: ChildProcesses, tmp_path: Path, document: dict[s
     pair.key.write_text(SECRETS["none"])
     wait_until(lambda: "new connections go on with" in service.text, "it has read the key")
     for token in (SECRETS["lookup"], SECRETS["other"]):
-        seen += [service.ask("GET", path, token, None, context) for path in ("/metrics", "/v1/stats")]
+        seen += [service.ask("GET", path, token, None, context) for path in READ]
     assert {status for status, _, _ in seen} >= {200, 400, 401, 403}
     titles = []
     for one in Path("/proc").glob("[0-9]*"):
@@ -609,12 +454,3 @@ def no_secret_is_told(children: ChildProcesses, tmp_path: Path, document: dict[s
     everything = [service.text, *titles, *(repr(one) for one in seen)]
     for secret in [*SECRETS.values(), *material, digest_of(SECRETS["lookup"]), digest_of(SECRETS["other"])]:
         assert not [text[max(0, text.find(secret) - 200) :][:400] for text in everything if secret in text], secret
-
-
-def test_what_cannot_be_used_ends_the_start(children: ChildProcesses, tmp_path: Path, document: dict[str, Any]) -> None:
-    document["service"] |= {"tls_certificate_path": "nowhere.pem"}
-    (tmp_path / "ps.json").write_text(json.dumps(document))
-    process = children.hps("serve", tmp_path / "ps.json", "--port", 0, "--fronts", 1)
-    _, text = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 2
-    assert "tls_certificate_path: cannot use nowhere.pem: No such file or directory" in " ".join(text.split())

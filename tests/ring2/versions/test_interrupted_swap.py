@@ -76,7 +76,5 @@ def kill_in_swaps(tmp_path: Path, children: ChildProcesses, moments: Iterable[Ca
         assert size < 3 * VERSION_BYTES, "what serves, what is kept, and logs"
 
 
-def test_a_process_that_is_killed_in_a_swap_leaves_one_whole_version_to_the_next(
-    tmp_path: Path, children: ChildProcesses
-) -> None:
+def test_a_process_killed_in_a_swap_leaves_one_whole_version(tmp_path: Path, children: ChildProcesses) -> None:
     kill_in_swaps(tmp_path, children, [lambda lines: None, lambda lines: [lines.readline() for _ in range(3)]])

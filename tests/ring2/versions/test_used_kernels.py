@@ -10,7 +10,7 @@ import pytest
 from hps.ground.rows import decode, encode
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
-from tests.ring1.versions.test_kernels import DENSE, HASH_MAP, LOOKUP, ROWS, SETS, document
+from tests.ring1.versions.test_deployment import DENSE, HASH_MAP, LOOKUP, ROWS, SETS, kernels_document
 
 PROGRAM = """
 import json, sys
@@ -28,15 +28,12 @@ print(json.dumps([prepared, used, float(vectors.sum())]))
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [
-        ({}, SETS | HASH_MAP | DENSE | LOOKUP),
-        ({"row_dtype": "bfloat16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS),
-    ],
+    [({}, SETS | HASH_MAP | DENSE | LOOKUP), ({"row_dtype": "bfloat16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS)],
 )
 def test_loads_and_lookups_use_no_other_kernels(tmp_path, settings, expected):
     keys = np.arange(1000)
     write_sparse_model(tmp_path / "t.model", [(keys, sample_vectors(keys, 16))])
-    config = document(tmp_path, {"type": "hash_map"}, maxnum_catfeature_query_per_table_per_sample=[20_000], **settings)
+    config = kernels_document(tmp_path, {"type": "hash_map"}, maxnum_catfeature_query_per_table_per_sample=[20_000], **settings)
     command = [sys.executable, "-c", PROGRAM, json.dumps(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

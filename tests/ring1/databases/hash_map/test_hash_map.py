@@ -13,8 +13,8 @@ from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map import table as hash_map_table
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.kernels import fetch
-from hps.databases.hash_map.layout import DENSE_ROWS, MOVED
-from hps.databases.hash_map.memory import PAGE_BYTES, Slabs, dense_rows
+from hps.databases.hash_map.layout import DENSE_ROWS, FRESH_ROWS, MOVED
+from hps.databases.hash_map.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Slabs, dense_rows
 from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.registry import implementation
 from hps.testing.databases import (
@@ -175,6 +175,17 @@ def test_rows_that_were_reserved_lie_in_the_order_of_their_buckets_and_stay_so(m
         assert apart.mean() <= 0.4  # those that are not in their key's stripe are in the next, around the end
         database.delete(TAG, keys[:10_000])
         filled(database, keys[full : full + 10_000], 32)  # others take the places of half of them
+
+
+def test_huge_pages_that_nobody_reserved_are_few_until_they_are_used():
+    slabs = Slabs("table", 512, False, 1 << 28)
+    while slabs.capacity_rows < 2**23:
+        slabs.extend()
+        extent = slabs.extents[-1]
+        if extent.commit_bytes == HUGE_PAGE_BYTES:
+            assert HUGE_PAGE_BYTES << extent.stripe_bits <= 2 * extent.first_row
+        slabs.counters[FRESH_ROWS] = 0  # as if all had been used
+    assert slabs.extents[-1].stripe_bits == 2
 
 
 def test_a_pinned_table_grows_by_a_sixty_fourth():

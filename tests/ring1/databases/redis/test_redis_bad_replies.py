@@ -172,6 +172,16 @@ def test_closing_beside_calls_ends_them(database, link):
     assert database.open_connections == 0
 
 
+def test_vectors_larger_than_every_buffer(opened):
+    database, keys, dim = opened(), distinct_keys(12), 100_000
+    vectors = np.random.default_rng(1).random((12, dim), np.float32)
+    database.open_table(TAG, dim)
+    database.insert(TAG, keys, vectors)
+    out, found = fetched(database, TAG, np.concatenate([keys, ~keys]), dim)
+    assert found.tolist() == [True] * 12 + [False] * 12
+    np.testing.assert_array_equal(out[:12], vectors)
+
+
 def test_unaligned_arrays(database):
     shifted = np.frombuffer(bytes(3) + KEYS.tobytes(), np.uint8)[3:].view(np.int64)
     out = np.zeros(VECTORS.nbytes + 3, np.uint8)[3:].view(np.float32).reshape(VECTORS.shape)

@@ -2,10 +2,12 @@
 
 import re
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
 
+from hps.configuration.tiers import VolatileDbConfig
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.dialects import evicts_any_key, is_replica, program_of
@@ -13,6 +15,7 @@ from hps.databases.redis.layout import KeyPartition
 from hps.databases.redis.marks import Mark
 from hps.errors import DatabaseError, UnknownTableError
 from hps.testing.databases import TAG, distinct_keys, vectors_of
+from hps.types import TableSpec
 from tests.servers.redis_proxy import Proxy
 
 KEYS = distinct_keys(100)
@@ -25,6 +28,22 @@ def test_programs_tell_themselves_apart():
     assert [is_replica({"role": role}) for role in ("slave", "replica", "master")] == [True, True, False]
     policies = ("allkeys-random", "eviction", "noeviction", "volatile-lru")
     assert [evicts_any_key({"maxmemory_policy": policy}) for policy in policies] == [True, True, False, False]
+
+
+@pytest.mark.redis
+def test_a_replica_is_refused_by_a_check_and_eviction_warned_of(server, client, monkeypatch, caplog, request):
+    for name, value, usual in (("maxmemory", "100mb", "0"), ("maxmemory-policy", "allkeys-lru", "noeviction")):
+        client.config_set(name, value)
+        request.addfinalizer(partial(client.config_set, name, usual))
+    with closing(RedisDatabase(server.address, num_partitions=4)) as database:
+        database.open_table(TAG, 8)
+    assert "maxmemory-policy is allkeys-lru" in caplog.text
+    config, tables = VolatileDbConfig(type="redis_cluster", address=server.address), {TableSpec("m", "t", 4, 0.0, 10): 1}
+    assert {one.level for one in RedisDatabase.probe(config, tables)} == {"good"}
+    monkeypatch.setattr("hps.databases.redis.server_check.is_replica", lambda facts: True)
+    found = RedisDatabase.probe(config, tables)
+    assert found[0].level == "wrong"
+    assert "is a replica; give the address of the primary" in found[0].text
 
 
 @pytest.mark.redis

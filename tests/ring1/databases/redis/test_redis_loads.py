@@ -98,6 +98,14 @@ def test_who_gets_the_right_to_load_when_all_is_loaded_gives_it_back(node, clien
     assert node().claim_load(TAG, "v2", 600) == 0
 
 
+def test_a_load_whose_loader_died_when_all_rows_were_there_has_ended(node):
+    first, second = node(lease_s=0.3), node()
+    assert first.claim_load(TAG, "v1", 600) == 0
+    chunk(first, 0, 600)
+    assert second.claim_load(TAG, "v1", 600, wait_s=PATIENCE_S) == 600
+    holds(first, 600)
+
+
 def test_another_goes_on_when_the_loader_dies(node):
     first, second = node(lease_s=0.3), node()
     assert first.claim_load(TAG, "v1", 600) == 0
@@ -147,12 +155,14 @@ def test_rows_that_another_process_uses_stay_if_it_has_nothing_below(node):
     first.close()
 
 
-def test_rows_that_no_other_process_uses_are_replaced(node):
+@pytest.mark.parametrize("cleared", [True, False])
+def test_rows_that_no_other_process_uses_are_replaced(node, cleared):
     first, second = node(), node()
     loads(first)
     first.close()
-    assert second.clear_table(TAG, "v2")
-    second.open_table(TAG, DIM)
+    if cleared:
+        assert second.clear_table(TAG, "v2")
+        second.open_table(TAG, DIM)
     assert second.claim_load(TAG, "v2", 300, replaces=False) == 0
     assert loads(second, "v2", 300, 2) == 0
     holds(second, 300, version=2)

@@ -109,6 +109,16 @@ def test_what_comes_late_changes_nothing(process, client, server, what):
         expect(last, 3)
 
 
+def test_a_full_redis_takes_no_promotion_and_keeps_its_rows(process, client):
+    one = process("one")
+    evict(client)
+    client.config_set("maxmemory", "1")
+    expect(one, 0, KEYS)
+    client.config_set("maxmemory", "0")
+    assert in_redis(client, KEY[0]) is None
+    assert all(in_redis(client, key) for key in OTHERS)
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_restarted_process_does_not_trust_what_its_failed_write_left(process, client, keep):
     writer = process("writer")

@@ -31,6 +31,7 @@ from tests.tables.rocks_database import opened
 ROWS = 6000
 KEYS = distinct_keys(ROWS)
 VECTORS = vectors_of(KEYS, DIM)
+BLOCK = 1 << 15  # of a log
 
 
 @pytest.fixture(scope="module")
@@ -81,33 +82,45 @@ def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure
 
 # -- damaged -----------------------------------------------------------------------------------------------------------
 
-Damage = Callable[[Path, random.Random], None]
+
+def garble(data: bytes, rng: random.Random) -> bytes:
+    start, size = rng.randrange(len(data)), rng.choice([1, 8, 300])
+    garbled = bytes(byte ^ rng.randrange(1, 256) for byte in data[start : start + size])
+    return data[:start] + garbled + data[start + size :]
 
 
-def cut(path: Path, rng: random.Random) -> None:
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-def garble(path: Path, rng: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    start = rng.randrange(len(data))
-    for i in range(start, min(len(data), start + rng.choice([1, 8, 300]))):
-        data[i] ^= rng.randrange(1, 256)
-    path.write_bytes(data)
-
-
-def zero_the_end(path: Path, rng: random.Random) -> None:
-    data = path.read_bytes()
+def zero_the_end(data: bytes, rng: random.Random) -> bytes:
     kept = rng.randrange(len(data))
-    path.write_bytes(data[:kept] + bytes(len(data) - kept))
+    return data[:kept] + bytes(len(data) - kept)
 
 
-def empty(path: Path, rng: random.Random) -> None:
-    path.write_bytes(b"")
+def swap(data: bytes, rng: random.Random) -> bytes:
+    blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+    one, two = rng.sample(range(len(blocks) - 1), 2)
+    blocks[one], blocks[two] = blocks[two], blocks[one]
+    return b"".join(blocks)
 
 
-def remove(path: Path, rng: random.Random) -> None:
-    path.unlink()
+def recycle(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(0, len(data), BLOCK) + 6
+    return data[:at] + bytes([rng.choice([5, 6, 7, 8, 11])]) + data[at + 1 :]  # the type of a record
+
+
+DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "cut": lambda data, rng: data[: rng.randrange(len(data))],
+    "empty": lambda data, rng: b"",
+    "garble": garble,
+    "zero the end": zero_the_end,
+    "swap": swap,
+    "recycle": recycle,
+}
+
+
+def damage_file(file: Path, damage: str, rng: random.Random) -> None:
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(DAMAGES[damage](file.read_bytes(), rng))
 
 
 def read_everything(path: Path, read_only: bool) -> None:
@@ -122,32 +135,23 @@ def read_everything(path: Path, read_only: bool) -> None:
         assert record == LoadRecord("x", ROWS, ROWS)
 
 
-DAMAGES = (cut, garble, zero_the_end, empty, remove)
-PATTERNS = ("*.sst", "MANIFEST-*", "CURRENT")
-
-
-def check_damaged(pristine: Path, path: Path, pattern: str, damage: Damage, read_only: bool, seeds: int) -> None:
-    """Damage a copy, each time another way; what is read then is right, or the damage is reported."""
-    reports, seeds = [], 1 if damage in (empty, remove) else seeds
+@pytest.mark.parametrize("pattern", ["*.sst", "MANIFEST-*", "CURRENT"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "garble", "zero the end", "remove"])
+def test_a_damaged_file_is_reported_and_never_answers_wrongly(pristine: Path, path: Path, pattern: str, damage: str):
+    """Each time another way; what is read then is right, or the damage is reported."""
+    reports, seeds = [], 1 if damage in ("empty", "remove") else 3
+    read_only = (len(damage) + len(pattern)) % 2 == 0
     for seed in range(seeds):
         rng = random.Random(seed)
         shutil.copytree(pristine, path)
-        damage(rng.choice(sorted(path.glob(pattern))), rng)
+        damage_file(rng.choice(sorted(path.glob(pattern))), damage, rng)
         try:
             read_everything(path, read_only)
         except DatabaseCorruptError as error:
             reports.append(str(error))
         shutil.rmtree(path)
-    # Bytes that nothing reads may change unnoticed, but not many of them.
-    assert len(reports) >= min(seeds, seeds // 2 + 1)
+    assert len(reports) >= min(seeds, 2)  # bytes that nothing reads may change unnoticed, but not many of them
     assert all(str(path) in report and "backup" in report for report in reports)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_damaged_file_is_reported_and_never_answers_wrongly(pristine: Path, path: Path, pattern: str, damage: Damage):
-    read_only = (DAMAGES.index(damage) + PATTERNS.index(pattern)) % 2 == 0
-    check_damaged(pristine, path, pattern, damage, read_only, seeds=3)
 
 
 def test_a_manifest_cut_at_any_point_is_reported(pristine: Path, path: Path):

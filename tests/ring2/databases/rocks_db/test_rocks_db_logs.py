@@ -7,7 +7,6 @@ import shutil
 import struct
 import subprocess
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,14 @@ from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.write_ahead_log import check_logs
 from hps.errors import DatabaseCorruptError
 from hps.testing.databases import DIM, TAG, distinct_keys, fetched, vectors_of
-from tests.ring2.databases.rocks_db.test_rocks_db_faults import outcome_of
+from tests.ring2.databases.rocks_db import test_rocks_db_faults as faults
+from tests.ring2.databases.rocks_db.test_rocks_db_faults import BLOCK, outcome_of
 from tests.tables.rocks_database import opened
 
 ROWS = 12_000
 KEYS = distinct_keys(ROWS)
 VECTORS = vectors_of(KEYS, DIM)
 OTHER = f"{TAG}.other"
-BLOCK = 1 << 15
 SEAL = "hps-log.json"
 
 
@@ -69,32 +68,8 @@ def opens_whole(path: Path, read_only: bool) -> bool:
 
 # -- damage ------------------------------------------------------------------------------------------------------------
 
-Damage = Callable[[bytearray, random.Random], None]
 
-
-def flip(data: bytearray, rng: random.Random) -> None:
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-
-
-def swap(data: bytearray, rng: random.Random) -> None:
-    one, two = (BLOCK * block for block in rng.sample(range(len(data) // BLOCK), 2))
-    data[one : one + BLOCK], data[two : two + BLOCK] = data[two : two + BLOCK], data[one : one + BLOCK]
-
-
-def cut(data: bytearray, rng: random.Random) -> None:
-    del data[rng.randrange(len(data)) :]
-
-
-def empty(data: bytearray, rng: random.Random) -> None:
-    data.clear()
-
-
-def recycle(data: bytearray, rng: random.Random) -> None:
-    data[rng.randrange(0, len(data), BLOCK) + 6] = rng.choice([5, 6, 7, 8, 11])  # the type of a record
-
-
-DAMAGES = [flip, swap, cut, empty, recycle]
-
+DAMAGES = ("cut", "empty", "garble", "swap", "recycle")
 ATTACK = """
     from itertools import product
     from tests.ring2.databases.rocks_db.test_rocks_db_logs import *
@@ -102,14 +77,12 @@ ATTACK = """
     for damage, victim, seed in product(DAMAGES, range(2), range(seeds)):
         shutil.copytree(killed, path)
         log = logs(path)[victim]
-        data = bytearray(log.read_bytes())
-        damage(data, random.Random(seed))
-        log.write_bytes(data)
+        faults.damage_file(log, damage, random.Random(seed))
         before = {file: file.read_bytes() for file in logs(path)}
         try:
             assert not opens_whole(path, read_only)
         except AssertionError as error:
-            print(damage.__name__, victim, seed, repr(error))
+            print(damage, victim, seed, repr(error))
         else:
             assert {file: file.read_bytes() for file in logs(path)} == before
         shutil.rmtree(path)
@@ -209,21 +182,17 @@ def rows_in(output: str, tag: str) -> int:
     return int(re.search(rf"^{tag}: ([\d,]+) rows? of {DIM} floats can be read", output, re.MULTILINE)[1].replace(",", ""))
 
 
-@pytest.mark.parametrize(("damage", "victim"), [(flip, 0), (swap, 1), (cut, 0), (empty, 1), (recycle, 0), (None, 0), (None, 1)])
-def test_the_cure_of_a_damaged_log_saves_the_rows_that_can_be_read(
-    killed: Path, tmp_path: Path, damage: Damage | None, victim: int
-):
+@pytest.mark.parametrize(
+    ("damage", "victim"),
+    [("garble", 0), ("swap", 1), ("cut", 0), ("empty", 1), ("recycle", 0), ("remove", 0), ("remove", 1)],
+)
+def test_the_cure_of_a_damaged_log_saves_the_rows_that_can_be_read(killed: Path, tmp_path: Path, damage: str, victim: int):
     path = Path(shutil.copytree(killed, tmp_path / "rocksdb"))
     code, output = check(path)
     assert (code, rows_in(output, TAG)) == (0, ROWS)
     assert f"{path}: good" in output
     log = logs(path)[victim]
-    if damage:
-        data = bytearray(log.read_bytes())
-        damage(data, random.Random(2))
-        log.write_bytes(data)
-    else:
-        log.unlink()
+    faults.damage_file(log, damage, random.Random(2))
     code, output = check(path)
     assert code == 1
     assert f"damaged: {log}" in output

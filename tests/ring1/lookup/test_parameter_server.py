@@ -59,9 +59,9 @@ def test_lookup_returns_vectors_and_defaults_of_a_table_by_name_or_number(server
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        *[([1.5], hps.InvalidDtypeError), (["a"], hps.InvalidDtypeError), ([[1, 2]], hps.InvalidInputError)],
-        *[(5, hps.InvalidInputError), ([2**70], hps.InvalidInputError), ([[1], [2, 3]], hps.InvalidInputError)],
-        *[(np.zeros(101, np.int64), hps.TooManyKeysError), ([True, False], hps.InvalidDtypeError)],
+        *[(keys, hps.InvalidDtypeError) for keys in ([1.5], ["a"], [True, False])],
+        *[(keys, hps.InvalidInputError) for keys in ([[1, 2]], 5, [2**70], [[1], [2, 3]])],
+        (np.zeros(101, np.int64), hps.TooManyKeysError),
     ],
 )
 def test_wrong_keys_are_typed_errors(server, keys, error):
@@ -70,13 +70,13 @@ def test_wrong_keys_are_typed_errors(server, keys, error):
 
 
 def test_unknown_names_are_typed_errors_that_name_what_is_known(server):
-    with pytest.raises(hps.UnknownModelError, match="ranker"):
-        server.lookup([1], "rankre", 0)
-    for table in (2, -1, "usr", True):
-        with pytest.raises(hps.UnknownTableError, match=r"0 \(user\), 1 \(item\)"):
-            server.lookup([1], "ranker", table)
-    with pytest.raises(hps.UnknownDeviceError, match=r"\[0\]"):
-        server.lookup([1], "ranker", 0, 3)
+    for error, message, *names in (
+        (hps.UnknownModelError, "ranker", "rankre", 0),
+        *[(hps.UnknownTableError, r"0 \(user\), 1 \(item\)", "ranker", table) for table in (2, -1, "usr", True)],
+        (hps.UnknownDeviceError, r"\[0\]", "ranker", 0, 3),
+    ):
+        with pytest.raises(error, match=message):
+            server.lookup([1], *names)
 
 
 def test_lookup_tables_answers_several_tables_at_once_also_into_the_outputs_it_is_given(server):

@@ -193,12 +193,16 @@ def test_a_refresh_reports_what_it_did_by_table_over_all_devices(make: Make) -> 
     assert (served.metric("refresh_succeeded_timestamp_seconds") or 0) > 1e9
 
 
-@pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
-def test_a_share_out_of_range_is_refused(make: Make, share: float) -> None:
-    served = make()
-    with pytest.raises(InvalidInputError, match="above 0, at most 1"):
-        served.refresher.refresh(share)
+@pytest.mark.parametrize("settings", [{"interval_s": 0.0}, {"interval_s": 0.001, "devices": 0}])
+def test_without_interval_or_cache_there_is_no_thread_and_a_share_out_of_range_is_refused(make: Make, settings: Any) -> None:
+    served = make(**settings)
+    assert refreshing_threads() == []
+    for share in (0, -1, 1.5, float("nan")):
+        with pytest.raises(InvalidInputError, match="above 0, at most 1"):
+            served.refresher.refresh(share)
     assert served.database.fetched == []
+    updated = RESIDENT * len(served.caches)
+    assert served.refresher.refresh() == {"user": RefreshReport(updated, 0), "item": RefreshReport(updated, 0)}
 
 
 def test_calls_that_come_while_one_runs_share_the_next(make: Make) -> None:
@@ -325,11 +329,3 @@ def test_a_thread_refreshes_on_time_and_ends(end: str) -> None:
         getattr(served.refresher, end)()
         wait_until(lambda: refreshing_threads() == [], "the thread ended")
     chain.close()
-
-
-@pytest.mark.parametrize("settings", [{"interval_s": 0.0}, {"interval_s": 0.001, "devices": 0}])
-def test_without_interval_or_cache_there_is_no_thread(make: Make, settings: dict[str, Any]) -> None:
-    served = make(**settings)
-    assert refreshing_threads() == []
-    updated = RESIDENT * len(served.caches)
-    assert served.refresher.refresh() == {"user": RefreshReport(updated, 0), "item": RefreshReport(updated, 0)}

@@ -12,16 +12,8 @@ from hps.ground.capacity import Need
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
-from hps.planning.memory import (
-    Machine,
-    PlannedNeed,
-    front_needs,
-    planned_needs,
-    served_versions,
-    share_within,
-    this_machine,
-    totals,
-)
+from hps.planning import memory
+from hps.planning.memory import Machine, PlannedNeed, planned_needs, served_versions, this_machine, totals
 from hps.registry import implementation
 from tests.servers.running_service import document_of, model_of
 
@@ -186,20 +178,20 @@ def test_kinds_of_caches_take_what_they_take(tmp_path, kind, tiers):
 
 def test_the_share_within_a_budget_is_the_largest(tmp_path):
     versions = served_versions(configuration(tmp_path, [(16, 10_000), (1, 5000)]))
-    share, plan = share_within(300_000, versions, on_cuda=False), implementation("cache_plan", "cpu")
+    share, plan = memory.share_within(300_000, versions, on_cuda=False), implementation("cache_plan", "cpu")
 
     def needed(one):
         rows = [int(one * rows) for rows in versions[0].rows]
         return sum(need.size_bytes for need in plan.room_for(versions[0].config.tables, rows))
 
     assert needed(share) <= 300_000 < needed(share + 0.01)
-    assert share_within(1 << 40, versions, on_cuda=True) == 1.0
+    assert memory.share_within(1 << 40, versions, on_cuda=True) == 1.0
     database = implementation("database", "rocks_db")
     assert database.room_for(SimpleNamespace(read_only=True), [("t", 4, 100)]) == []
 
 
 def of_fronts(service, processors=4, on_cuda=False):
-    return [one.need for one in front_needs(ServiceConfig(**service), on_cuda, processors)]
+    return [one.need for one in memory.front_needs(ServiceConfig(**service), on_cuda, processors)]
 
 
 @pytest.mark.parametrize(

@@ -11,28 +11,9 @@ from numba import int64, void
 from hps.errors import HPSError
 from hps.ground.numba_atomics import fetch_add
 from hps.ground.numba_kernels import kernel
+from hps.regions import exchange
 from hps.regions.board import Board, Resident
-from hps.regions.exchange import (
-    D_FIRST,
-    D_IN_FLIGHT,
-    D_NS,
-    D_OWN,
-    D_RESIDENT,
-    D_SERIAL,
-    D_TABLES,
-    D_TIMES,
-    JOBS_HEAD,
-    MOST_DEPLOYMENTS,
-    STOP,
-    T_ABSENT,
-    T_DIM,
-    T_HITS,
-    T_KEYS,
-    T_LINKED,
-    T_MAX_KEYS,
-    T_OWN,
-    hand_over,
-)
+from hps.regions.exchange import hand_over
 from hps.regions.layout import FRONT_SLEEPS, MALFORMED, RETIRED, RING, SLAB
 from hps.statistics.times import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import RegionFront, tables_of
@@ -71,7 +52,7 @@ def board(fronts, jobs_event):
 
 
 def row_of(serial):
-    return serial & (MOST_DEPLOYMENTS - 1)
+    return serial & (exchange.MOST_DEPLOYMENTS - 1)
 
 
 def serve(board, *dims):
@@ -86,20 +67,20 @@ def leave(board, serial):
 
 def test_a_deployment_has_the_words_of_its_tables(board):
     other = serve(board)
-    assert board.deployments[row_of(other), D_RESIDENT] == 0  # Python answers it
+    assert board.deployments[row_of(other), exchange.D_RESIDENT] == 0  # Python answers it
     serial = board.add(tables_of(3, 8, max_keys=77), resident=Resident([[11, 12], [13, 14, 15]], deployment=[16, 17]))
     row = board.deployments[row_of(serial)]
-    assert row[[D_SERIAL, D_TABLES, D_RESIDENT, D_FIRST]].tolist() == [serial, 2, 1, 1]
-    assert row[D_OWN : D_OWN + 3].tolist() == [16, 17, 0]
+    assert row[[exchange.D_SERIAL, exchange.D_TABLES, exchange.D_RESIDENT, exchange.D_FIRST]].tolist() == [serial, 2, 1, 1]
+    assert row[exchange.D_OWN : exchange.D_OWN + 3].tolist() == [16, 17, 0]
     tables = board.tables[1:3]
-    assert tables[:, [T_DIM, T_MAX_KEYS]].tolist() == [[3, 77], [8, 77]]
-    assert tables[:, T_OWN : T_OWN + 4].tolist() == [[11, 12, 0, 0], [13, 14, 15, 0]]
+    assert tables[:, [exchange.T_DIM, exchange.T_MAX_KEYS]].tolist() == [[3, 77], [8, 77]]
+    assert tables[:, exchange.T_OWN : exchange.T_OWN + 4].tolist() == [[11, 12, 0, 0], [13, 14, 15, 0]]
 
 
 def test_exactly_so_many_deployments_are_known_and_one_more_when_one_has_left(board):
-    serials = [serve(board) for _ in range(MOST_DEPLOYMENTS)]
-    assert len({row_of(one) for one in serials}) == MOST_DEPLOYMENTS
-    assert [board.deployments[row_of(one), D_SERIAL] for one in serials] == serials
+    serials = [serve(board) for _ in range(exchange.MOST_DEPLOYMENTS)]
+    assert len({row_of(one) for one in serials}) == exchange.MOST_DEPLOYMENTS
+    assert [board.deployments[row_of(one), exchange.D_SERIAL] for one in serials] == serials
     with pytest.raises(HPSError, match="'m': fronts know at most 256 deployments"):
         serve(board)
     board.end(serials[77])
@@ -128,7 +109,7 @@ def test_boards_of_different_owners_give_different_serials(fronts):
 
 def test_tables_take_the_first_room_that_is_large_enough(board):
     def first(serial):
-        return int(board.deployments[row_of(serial), D_FIRST])
+        return int(board.deployments[row_of(serial), exchange.D_FIRST])
 
     three, two, four = (serve(board, *[1] * n) for n in (3, 2, 4))
     assert [first(three), first(two), first(four)] == [0, 3, 5]
@@ -144,7 +125,7 @@ def test_tables_fill_all_rows_and_one_more_is_refused(board):
     with pytest.raises(HPSError):
         serve(board, 1, 1, 1)
     serial = serve(board, 1, 7)
-    assert board.tables[MOST_TABLES - 1, T_DIM] == 7
+    assert board.tables[MOST_TABLES - 1, exchange.T_DIM] == 7
     with pytest.raises(HPSError):
         serve(board)
     leave(board, serial)
@@ -154,7 +135,7 @@ def test_tables_fill_all_rows_and_one_more_is_refused(board):
 def test_a_row_that_is_given_to_another_keeps_what_the_loop_does_there(board):
     """A loop that has compared the serial before the end notes itself, looks again, and leaves: whatever came in between."""
     old = serve(board)
-    in_flight = board.deployments[row_of(old)].ctypes.data + 8 * D_IN_FLIGHT
+    in_flight = board.deployments[row_of(old)].ctypes.data + 8 * exchange.D_IN_FLIGHT
     _add_to(in_flight, 2)
     board.end(old)
     assert not board.is_idle(old)
@@ -167,7 +148,7 @@ def test_a_row_that_is_given_to_another_keeps_what_the_loop_does_there(board):
     _add_to(in_flight, -1)
     assert board.is_idle(new)
     board.end(old)  # only the deployment of a serial is ended
-    assert board.deployments[row_of(new), D_SERIAL] == new
+    assert board.deployments[row_of(new), exchange.D_SERIAL] == new
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------------
@@ -175,8 +156,9 @@ def test_a_row_that_is_given_to_another_keeps_what_the_loop_does_there(board):
 
 def count(board, serial, table, keys, hits, linked, absent, ns):
     row = board.deployments[row_of(serial)]
-    board.tables[row[D_FIRST] + table, [T_KEYS, T_HITS, T_LINKED, T_ABSENT]] += [keys, hits, linked, absent]
-    row[[D_TIMES + bisect_left(LOOKUP_BOUNDS_NS, ns), D_NS]] += [1, ns]
+    columns = [exchange.T_KEYS, exchange.T_HITS, exchange.T_LINKED, exchange.T_ABSENT]
+    board.tables[row[exchange.D_FIRST] + table, columns] += [keys, hits, linked, absent]
+    row[[exchange.D_TIMES + bisect_left(LOOKUP_BOUNDS_NS, ns), exchange.D_NS]] += [1, ns]
 
 
 def times_of(*durations):
@@ -281,7 +263,7 @@ def test_jobs_of_the_full_rings_of_all_fronts_are_kept(board, fronts):
         found = [board.next_job() for _ in expected]
         assert [(one.place, one.slot) for one in found] == expected
         assert board.next_job() is None
-    assert board.state[JOBS_HEAD] == 5 * RING
+    assert board.state[exchange.JOBS_HEAD] == 5 * RING
 
 
 def test_several_threads_take_each_job_once(board, fronts):
@@ -313,5 +295,5 @@ def test_a_completed_job_wakes_a_front_that_sleeps_and_a_stop_wakes_the_loop(boa
     assert fronts[1].completed() == [SLAB]
     assert fronts[0].completed() == []
     board.stop()
-    assert board.state[STOP] == 1
+    assert board.state[exchange.STOP] == 1
     assert os.eventfd_read(jobs_event) == 1

@@ -10,23 +10,9 @@ import pytest
 from numba import int64, void
 
 from hps.ground.numba_kernels import kernel
-from hps.regions import layout
+from hps.regions import exchange, layout
 from hps.regions.board import Board
-from hps.regions.exchange import (
-    IN_FLIGHT,
-    LOOP_EVENT,
-    SCRATCH,
-    SPIN_NS,
-    STOP,
-    WAKES,
-    any_submitted,
-    arm,
-    available,
-    complete,
-    complete_job,
-    rest,
-    take,
-)
+from hps.regions.exchange import any_submitted, arm, available, complete, complete_job, rest, take
 from hps.regions.layout import RING, SLAB
 from tests.fakes.region_front import RegionFront
 
@@ -39,7 +25,7 @@ NO_COUNTS = [-1, RING + 1, -(1 << 63), (1 << 63) - 1]
 @kernel(int64, _ROWS, int64, _WORDS, _WORDS)
 def _take_all(regions, place, slots, state):
     """Do what a loop does with one front in one turn; return what `available` says."""
-    count = available(regions, place, state.ctypes.data + 8 * SCRATCH)
+    count = available(regions, place, state.ctypes.data + 8 * exchange.SCRATCH)
     for nth in range(count):
         slots[nth] = take(regions, place)
     return count
@@ -81,7 +67,7 @@ class Owner:
     def rest(self, idle_since=0):
         """Sleep, if there is nothing to do; return how often it was woken."""
         _rest(self.regions, self.board.state, idle_since)
-        return self.board.state[WAKES]
+        return self.board.state[exchange.WAKES]
 
     @property
     def any_submitted(self):
@@ -89,7 +75,7 @@ class Owner:
 
     @property
     def in_flight(self):
-        return int(self.regions[0, IN_FLIGHT])
+        return int(self.regions[0, exchange.IN_FLIGHT])
 
     def close(self):
         os.close(self.event)
@@ -259,12 +245,12 @@ def test_an_owner_sleeps_when_nothing_was_posted_nor_shall_it_stop_nor_was_it_bu
     front.post(FIRST)
     assert owner.rest() == front.memory[layout.OWNER_SLEEPS] == 0
     owner.take()
-    owner.board.state[STOP] = 1
+    owner.board.state[exchange.STOP] = 1
     assert owner.rest() == 0
-    owner.board.state[[STOP, SPIN_NS]] = 0, 1 << 62
+    owner.board.state[[exchange.STOP, exchange.SPIN_NS]] = 0, 1 << 62
     assert _rest(owner.regions, owner.board.state, 5) == 5
     assert owner.rest(5) == 0
-    owner.board.state[SPIN_NS] = 0
+    owner.board.state[exchange.SPIN_NS] = 0
     os.eventfd_write(owner.event, 3)
     assert owner.rest() == 1
     assert not select.select([owner.event], [], [], 0)[0]  # it took its event and its flag back
@@ -306,7 +292,7 @@ def test_threads_that_complete_at_once_do_not_overwrite_each_other(joined):
 
 def test_an_owner_sleeps_until_its_event_even_if_another_front_is_gone(joined):
     _, owner = joined
-    assert owner.board.state[LOOP_EVENT] == owner.event
+    assert owner.board.state[exchange.LOOP_EVENT] == owner.event
     owner.board.regions[0, 0] = 0  # no region at this place
     assert owner.take() == []
     assert not owner.any_submitted

@@ -14,18 +14,9 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.tensors import dlpack
 from hps.tensors.array_checks import as_keys, as_output, check_key_tensor, check_output_tensor, view_as_keys
-from hps.tensors.dlpack import (
-    CPU,
-    CUDA,
-    FLOAT,
-    INT,
-    TensorView,
-    adopt,
-    mark_consumed,
-    read_object,
-    work_stream_of,
-)
+from hps.tensors.dlpack import CPU, CUDA, FLOAT, INT, TensorView, adopt, mark_consumed
 
 
 class Exports:
@@ -152,11 +143,11 @@ class TestAdopt:
 
     def test_torch_is_read_without_a_capsule(self):
         tensor = torch.arange(6).reshape(2, 3)
-        view = read_object(tensor, "tensor")
+        view = dlpack.read_object(tensor, "tensor")
         assert view is not None
         assert view.owner is tensor
         assert (view.pointer, view.shape, view.strides) == (tensor.data_ptr(), (2, 3), (3, 1))
-        assert read_object(Exports(None), "tensor") is None
+        assert dlpack.read_object(Exports(None), "tensor") is None
 
     def test_a_producer_of_cuda_memory_is_told_the_stream(self):
         array = np.arange(3)
@@ -328,13 +319,13 @@ class TestOutput:
 
 
 def test_torch_publishes_how_to_ask_for_its_stream_and_numpy_does_not():
-    assert work_stream_of(torch.Tensor) is not None
-    assert work_stream_of(np.ndarray) is None
+    assert dlpack.work_stream_of(torch.Tensor) is not None
+    assert dlpack.work_stream_of(np.ndarray) is None
 
 
 @pytest.mark.gpu
 def test_torch_tells_the_stream_that_the_thread_works_on():
-    ask, stream = work_stream_of(torch.Tensor), torch.cuda.Stream()
+    ask, stream = dlpack.work_stream_of(torch.Tensor), torch.cuda.Stream()
     assert ask is not None
     with torch.cuda.stream(stream):
         assert ask(0) == stream.cuda_stream

@@ -339,6 +339,21 @@ class TestLookups(Caches):
                 total = out.double().sum().item()  # on the stream, after the lookup
             assert total == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
 
+    def test_tensors_of_two_streams_are_both_waited_for(self, create: Create):
+        torch = _torch()
+        cache, keys = create(spec(16), 40_000), distinct_keys(10_000)
+        cache.insert(0, keys, vectors_of(keys, 16))
+        resident = np.sort(cache.dump(0))
+        one, two = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+        with torch.cuda.stream(one), two:
+            torch.cuda._sleep(2_000_000)
+            asked = torch.from_numpy(resident).cuda(non_blocking=True)
+            out = cupy.full((resident.size, 16), cupy.nan, cupy.float32)
+            lookup = cache.create_lookup()
+            assert lookup.query([Segment(0, asked, out)]) == 0
+            lookup.finish()
+            np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(resident, 16)))
+
     @pytest.mark.parametrize("keys_of", ["cupy", "torch"])
     def test_cupy_tensors_are_looked_up_on_their_stream(self, create: Create, keys_of: str):
         """Neither a stream of the lookup's own nor a wait is needed where one stream is all that there is."""

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from hps.databases.hash_map.layout import SEGMENTS, STRIPES, VERSION_BYTES, VERSIONS
-from hps.errors import NotReadyError
+from hps.errors import DeviceError, InvalidInputError, NotReadyError
 from hps.tensors.segments import Segment
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, rows_of
+
+if cupy:
+    from hps.cache.cuda.links import CudaPinner
 
 pytestmark = pytest.mark.gpu
 
@@ -200,6 +203,46 @@ def test_misses_of_a_lookup_that_was_only_enqueued_are_not_those_of_the_next(n):
             out, _found, _lookup = tables.ask(resident, 0, lookup)
             check(resident, out, known)
             assert (sum(lookup.linked), sum(lookup.absent)) == (0, 0)
+
+
+def test_a_lookup_that_needs_the_host_cannot_be_only_enqueued():
+    known = distinct_keys(100)
+    with LinkedTables([32, 32, 32], 28, attached=[0]) as tables:
+        tables.attach(2, authoritative=False)
+        lookup = tables.cache.create_lookup()
+        for table in (1, 2):
+            with pytest.raises(InvalidInputError):
+                lookup.enqueue([tables.segment(known, table)])
+        with pytest.raises(InvalidInputError):
+            lookup.enqueue([Segment(0, known, np.empty((known.size, 32), np.float32))])
+
+
+def test_a_table_that_cannot_be_pinned_is_left_to_the_host(monkeypatch):
+    """Neither when it is attached, nor when it has grown; the database itself is unharmed."""
+    known, pin, limit = distinct_keys(400_000), CudaPinner.pin, [0]
+
+    def limited(self, address: int, size_bytes: int) -> None:
+        if size_bytes > limit[0]:
+            raise DeviceError(f"pinning {size_bytes} bytes: the limit on locked memory is reached; raise ulimit -l")
+        pin(self, address, size_bytes)
+        limit[0] -= size_bytes
+
+    monkeypatch.setattr(CudaPinner, "pin", limited)
+    with LinkedTables([32], 28, attached=[]) as tables:
+        tables.insert(known[:SMALL])
+        host = tables.database.host_table(tables.specs[0].tag)
+        assert "locked memory" in tables.cache.attach(0, host, True)
+        assert tables.left(known[:SMALL]) == SMALL
+        limit[0] = 200 << 20
+        tables.attach()
+        check(known[:SMALL], tables.ask(known[:SMALL])[0], known)
+        limit[0] = 0
+        tables.insert(known)
+        segment, lookup = tables.segment(known), tables.cache.create_lookup()
+        left = lookup.query([segment])
+        assert left >= known.size - 28
+        tables.finish_on_host(lookup, left)
+        check(known, cupy.asnumpy(segment.out), known)
 
 
 def test_enqueued_lookups_of_a_dropped_table_count_what_nobody_read():

@@ -89,9 +89,10 @@ def test_uses_are_noted_as_hugectr_notes_them(opened, client):
         database.open_table(TAG, 2)
         before = client.time()[0]
         database.insert(TAG, keys, vectors)
+        after = client.time()[0]
         assert uses().keys() == ROWS.keys()
         if policy == "evict_oldest":
-            assert all(before <= struct.unpack("<q", value)[0] <= client.time()[0] for value in uses().values())
+            assert all(before <= struct.unpack("<q", value)[0] <= after for value in uses().values())
             for i in range(4):
                 for field in client.hkeys(f"hps_et{{{TAG}/p{i}}}t"):
                     client.hset(f"hps_et{{{TAG}/p{i}}}t", field, bytes(8))

@@ -223,11 +223,12 @@ def test_models_that_others_deploy_and_undeploy_are_reported_as_they_are(tmp_pat
         settle(service)
         assert readiness(service)[0] == 503
         server = service.app.lifecycle.opened
-        for add in (2, 3):
-            write(later, add=add)
+        for add, rows in ((2, 100), (3, 50)):
+            write(later, rows, add=add)
             server.deploy(server.config.models[0])
             assert readiness(service)[0] == 200
             assert answers(service, "later", 7 + add)
+            assert answers(service, "later", 77 + add if rows > 77 else 0, 77)  # with fewer rows, none of the old is left
             server.undeploy("later")
             assert look_up(service, "later").status_code == 404
             assert readiness(service)[0] == 200

@@ -81,8 +81,6 @@ def test_what_is_broken_is_told_to_go(service: FrontedService, sent: bytes, code
         assert peer.next() is None
 
 
-
-
 def test_a_message_that_does_not_arrive_is_refused(service: FrontedService) -> None:
     with Peer(service.port) as peer:
         peer.send(ODD, frame(DATA, 0, 1, request_of()[:50]))

@@ -1,7 +1,6 @@
 """The benchmark of DLRMv3's sparse stage, small and on the CPU: what it asks, what it checks, what it counts."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -43,8 +42,6 @@ def test_every_key_has_its_vector_and_a_row_that_differs_ends_a_measurement(serv
     server.hps.insert(np.arange(SHAPE.rows), np.ones((SHAPE.rows, SHAPE.dim), np.float32), "dlrm", 0)
     with pytest.raises(RuntimeError, match="are wrong"):
         bench.sustained(server, 1, 1, 0.01)
-
-
 
 
 def test_all_of_it_runs_and_its_table_is_written(monkeypatch, tmp_path):

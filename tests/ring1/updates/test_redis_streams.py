@@ -28,7 +28,7 @@ FIRST, SECOND, OTHER = Partition(TOPIC, 0), Partition(TOPIC, 1), Partition("hps_
 @pytest.mark.parametrize(
     ("position", "order"),
     [("0-0", (0, 0)), ("17", (17, 0)), ("1700000000000-5", (1_700_000_000_000, 5)),
-     ("9" * 20 + "-" + "9" * 20, (10**20 - 1, 10**20 - 1)), *((other, (0, 0)) for other in ("9" * 21, "-1", "5-", "5-1-1", ""))],
+     ("9" * 20 + "-" + "9" * 20, (10**20 - 1,) * 2), *((other, (0, 0)) for other in ("9" * 21, "-1", "5-", "5-1-1", ""))],
 )  # fmt: skip
 def test_positions_have_an_order_and_those_of_other_logs_are_before_all(position: str, order: tuple[int, int]) -> None:
     assert _order(position) == order

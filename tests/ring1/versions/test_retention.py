@@ -77,8 +77,8 @@ def chain(*databases: Database) -> Any:
 
 @pytest.mark.parametrize(
     ("kept", "keep_versions", "dropped"),
-    [("", 1, ""), ("1", 0, "1"), ("1", 1, "1"), ("1", 2, ""), ("12", 0, "12"), ("12", 2, "1"), ("123", 2, "12"), ("123", 3, "1"),
-     ("123", 4, "")],
+    [("", 1, ""), ("1", 0, "1"), ("1", 1, "1"), ("1", 2, ""), ("12", 0, "12"), ("12", 2, "1"), ("123", 2, "12"),
+     ("123", 3, "1"), ("123", 4, "")],
 )  # fmt: skip
 def test_the_oldest_kept_versions_go_before_another_one_is_replaced(kept: str, keep_versions: int, dropped: str) -> None:
     held: Any = list(kept)

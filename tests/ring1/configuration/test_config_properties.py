@@ -163,3 +163,8 @@ def mutated_structs(draw: st.DrawFn) -> ParameterServerConfig:
 @given(mutated_structs())
 def test_mutated_structs_are_loaded_or_reported(config: ParameterServerConfig) -> None:
     check(config)
+
+
+@given(st.text(st.characters()))
+def test_any_path_is_loaded_or_reported(path: str) -> None:
+    check(f"/nonexistent/{path}")

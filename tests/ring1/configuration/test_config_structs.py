@@ -211,3 +211,15 @@ def test_a_wrong_array_is_reported() -> None:
     )
     [problem, *_] = problems(server_config(inference_params_array=[{"model_name": "dcn"}]))
     assert problem == "inference_params_array[0]: got an object, expected an InferenceParams"
+
+
+def test_an_empty_volatile_database_is_a_hash_map_and_disabled_is_none() -> None:
+    assert load_configuration(server_config(volatile_db=VolatileDatabaseParams())).volatile_db.type == "parallel_hash_map"
+    disabled = VolatileDatabaseParams(type=DatabaseType_t.disabled)
+    assert load_configuration(server_config(volatile_db=disabled)).volatile_db.type == "disabled"
+
+
+def test_equal_databases_in_both_places_are_fine() -> None:
+    database = PersistentDatabaseParams(backend=DatabaseType_t.rocks_db, path="db")
+    config = server_config(inference_params(persistent_db=copy.deepcopy(database)), persistent_db=database)
+    assert load_configuration(config).persistent_db.path == "db"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hps.errors import InvalidInputError, ModelFileError
-from hps.statistics.key_traces import KeyRecorder, distinct_share, keyed_hashes, read_traces, sample_hashes
+from hps.statistics.key_traces import KeyRecorder, KeyTrace, distinct_share, keyed_hashes, read_traces, sample_hashes
 from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
@@ -284,3 +284,9 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, what):
         path.symlink_to(path)
     with pytest.raises(ModelFileError):
         read_traces(path)
+
+
+def test_traces_are_thinned_to_no_more_than_they_have():
+    trace = KeyTrace("m", "t", np.arange(10), np.arange(10), 0.5, 1.0, False, 10)
+    assert trace.thinned(0.7) is trace
+    assert distinct_share(trace, 10) == 0.5

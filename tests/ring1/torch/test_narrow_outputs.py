@@ -163,3 +163,13 @@ def test_prepared_and_pooled_lookups_refuse_them_by_name(server: hps.HPS, dtype:
     ):
         with pytest.raises(hps.InvalidDtypeError, match=message):
             call()
+
+
+def test_a_numpy_array_of_float16_is_filled(server: hps.HPS) -> None:
+    out = {"item": np.full((2, 8, 7), 9, np.float16), 0: np.zeros(8 * 4, np.float16)}
+    vectors, found = server.lookup_tables({"item": KEYS, 0: KEYS}, "m", out=out, return_found=True)
+    assert [vectors[name] is out[name] for name in out] == [True, True]
+    np.testing.assert_array_equal(out["item"][0], expected("item", KEYS, torch.float16).numpy())
+    assert (out["item"][1] == 9).all()
+    np.testing.assert_array_equal(out[0].reshape(8, 4), expected("user", KEYS, torch.float16).numpy())
+    assert [mask.tolist() for mask in found.values()] == [((KEYS >= 0) & (KEYS < ROWS)).tolist()] * 2

@@ -1,4 +1,4 @@
-"""Rows of fewer bits: what encoding keeps, what it loses, and what it refuses; against NumPy and PyTorch."""
+"""Rows of fewer bits: what encoding keeps, what it loses, and what it refuses; against NumPy, PyTorch and FBGEMM."""
 
 import numpy as np
 import pytest
@@ -113,3 +113,24 @@ class TestRanges:
         got = decode(rows, 3, "int8")
         assert (np.abs(got - own) <= (ends[1] - ends[0]) / 255).all()
         np.testing.assert_array_equal(bits(encode("x", got, "int8")), bits(rows))
+
+
+def _alike(own: FloatArray) -> None:
+    """Compare what int8 rows decode to with FBGEMM's `Fused8BitRowwise` of the same codes, scales and offsets."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("fbgemm_gpu")
+    dim = own.shape[1]
+    rows = encode("x", own, "int8")
+    raw = rows.view(np.uint8)
+    pair = raw[:, -4:].copy().view(np.float16).astype(np.float32)  # FBGEMM's row: codes, then float32 scale and offset
+    fused = np.concatenate([raw[:, :dim], np.ascontiguousarray(pair).view(np.uint8)], axis=1)
+    theirs = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(torch.from_numpy(fused)).numpy()
+    ours = decode(rows, dim, "int8")
+    # FBGEMM may round product and sum at once; a product of 8 and 11 bits is exact, so both round once.
+    np.testing.assert_array_equal(bits(ours), bits(theirs))
+
+
+@pytest.mark.parametrize("dim", [4, 16, 64, 128, 256])
+def test_int8_decodes_as_fbgemm_does(dim: int) -> None:
+    random = np.random.default_rng(dim)
+    _alike((random.standard_normal((100_000 // dim, dim)) * 10.0 ** random.integers(-6, 4, (100_000 // dim, 1))).astype("f4"))

@@ -52,3 +52,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield Served(server, str(path), tables)
     hps.torch.close()
     torch.compiler.reset()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[hps.HPS]:
+    with hps.HPS(document_of(model_repository=str(tmp_path))) as server:
+        yield server

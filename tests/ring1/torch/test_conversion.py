@@ -1,7 +1,6 @@
 """A converted module answers as the trained one did, from a parameter server."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,9 @@ from torch import nn
 import hps.torch
 from hps import HPS, HPSError, InvalidInputError, UnknownTableError
 from hps.torch import EmbeddingBag, LookupLayer, convert, save
-from tests.servers.running_service import document_of
 
 DIM = 6
 ROWS = 40
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[HPS]:
-    with HPS(document_of(model_repository=str(tmp_path))) as server:
-        yield server
 
 
 def random_bags(seed: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

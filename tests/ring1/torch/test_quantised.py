@@ -1,6 +1,5 @@
 """Quantised embeddings are saved, converted and packaged with the rows that they answer."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.ao.nn import quantized
 import hps
 import hps.torch
 from hps.torch import convert, package, save
-from tests.servers.running_service import document_of
+from tests.ring1.torch.test_packaging import score
 
 ROWS = 40
 pytestmark = [
@@ -26,12 +25,6 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(3)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[hps.HPS]:
-    with hps.HPS(document_of(model_repository=str(tmp_path))) as server:
-        yield server
 
 
 def packed(kind: type[nn.Module], bits: int, dim: int = 6, **options: Any) -> Any:
@@ -55,11 +48,6 @@ def table(place: Path, name: str, dim: int) -> np.ndarray:
     keys, rows = np.fromfile(place / name / "key", np.int64), np.fromfile(place / name / "emb_vector", np.float32)
     assert keys.tolist() == list(range(ROWS))
     return rows.reshape(ROWS, dim)
-
-
-def score(place: Path, inputs: Any) -> hps.Scores:
-    with hps.HPS(document_of(model_repository=str(place))) as server:
-        return server.score("m", inputs)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

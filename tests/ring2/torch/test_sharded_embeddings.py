@@ -12,8 +12,8 @@ import torch
 
 import hps
 from hps.testing.waiting import PATIENCE_S
+from tests.ring1.torch.test_packaging import score
 from tests.servers.child_processes import ROOT, ChildProcesses
-from tests.servers.running_service import document_of
 from tests.servers.sharded_rank import DIMS, Net, examples, jagged
 
 
@@ -54,11 +54,6 @@ def table(place: Path, name: str, dim: int) -> dict[int, list[float]]:
 
 def versions(place: Path) -> list[str]:
     return sorted(path.name for path in place.glob("[0-9]*"))
-
-
-def score(place: Path, inputs: Any) -> hps.Scores:
-    with hps.HPS(document_of(model_repository=str(place))) as server:
-        return server.score("m", inputs)
 
 
 def check_saved(job: Job, world: int) -> None:

@@ -1,7 +1,6 @@
 """Layers and conversions of torchrec's collections: they answer as torchrec's own do."""
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,15 @@ from hps.torch import BagTable, EmbeddingBagCollection, convert, save
 from tests.ring1.torch import test_conversion
 from tests.ring1.torch.conftest import ROWS, Served
 from tests.ring1.torch.conftest import served as served  # a fixture
+from tests.ring1.torch.conftest import server as server  # a fixture
 from tests.ring1.torch.test_conversion import assert_within_an_ulp_a_term, of_magnitudes
 from tests.ring1.torch.test_embedding_bags import FEATURES, TABLES, random_bags
 from tests.ring1.torch.test_saving import rows_of
-from tests.servers.running_service import document_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its import
     torchrec: Any = pytest.importorskip("torchrec")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[hps.HPS]:
-    with hps.HPS(document_of(model_repository=str(tmp_path))) as server:
-        yield server
 
 
 def bag_collection(*tables: tuple[str, int, list[str], str], rows: int = 40, weighted: bool = False, **more: Any) -> Any:

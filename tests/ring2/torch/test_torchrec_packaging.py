@@ -1,7 +1,6 @@
 """Modules with torchrec's collections, plain and quantised ones, are saved, converted and packaged."""
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import nn
 
 import hps
 from hps.torch import convert, package, save
+from tests.ring1.torch.conftest import server as server  # a fixture
 from tests.ring1.torch.test_packaging import DIM, answers, inputs_of, keys, score
 from tests.ring1.torch.test_quantised import ROWS, table
 from tests.ring2.torch.test_torchrec_layers import bag_collection, row_collection
-from tests.servers.running_service import document_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its import
@@ -31,12 +30,6 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(3)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[hps.HPS]:
-    with hps.HPS(document_of(model_repository=str(tmp_path))) as server:
-        yield server
 
 
 def test_a_half_collection_answers_in_float32(tmp_path: Path) -> None:

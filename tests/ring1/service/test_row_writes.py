@@ -70,7 +70,7 @@ FAULTS: dict[str, tuple[type[HPSError], tuple[bytes, int | None], str]] = {
     "cut short": (InvalidInputError, (binary(KEYS, VECTORS)[0][:-1], binary(KEYS, VECTORS)[1]), "got 119"),
     "too many rows": (TooManyKeysError, binary(np.arange(MOST + 1), np.zeros((MOST + 1, DIM))), "expected at most 100"),
     "too much JSON": (TooManyKeysError, as_json(b"[" * (MAX_JSON_BYTES + 1)), "send binary tensors"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

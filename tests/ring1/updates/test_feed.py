@@ -250,9 +250,13 @@ def test_a_bad_message_is_put_aside_and_the_next_one_is_applied(world: World, mo
     assert world.rows() == {1: 10.0, 3: 50.0}
     # a message that can be read keeps its place in the order, and any other has one behind what came before it
     assert world.rejects.kept == [
-        ("1", "width", 20), ("2", "table", 30), ("3", "magic", 31), ("4", "internal", 32), ("5", "too_large", 40),
+        ("1", "width", 20),
+        ("2", "table", 30),
+        ("3", "magic", 31),
+        ("4", "internal", 32),
+        ("5", "too_large", 40),
         ("6", "keyed", 41),
-    ]  # fmt: skip
+    ]
     assert all(world.sample("hps_update_dead_letters_total", reason=reason) == 1 for reason in reasons)
     assert world.sample("hps_update_bytes_total") == len(upsert(10, 1)) + len(upsert(50, 3))
 

@@ -31,9 +31,15 @@ def patched(at: int, content: bytes, message: bytes = OURS) -> bytes:
 
 @pytest.mark.parametrize(
     ("dtype", "table", "rows", "gone"),
-    [("float32", "", 5, 0), ("float16", "item", 5, 2), ("bfloat16", "x" * 120, 0, 2), ("float32", "item", 0, 0),
-     ("float16", "", 1, 1), ("bfloat16", "item", 5, 2)],
-)  # fmt: skip
+    [
+        ("float32", "", 5, 0),
+        ("float16", "item", 5, 2),
+        ("bfloat16", "x" * 120, 0, 2),
+        ("float32", "item", 0, 0),
+        ("float16", "", 1, 1),
+        ("bfloat16", "item", 5, 2),
+    ],
+)
 def test_what_is_written_is_read_again(dtype, table: str, rows: int, gone: int) -> None:
     message = encode(KEYS[:rows], VECTORS[:rows], GONE[:gone], sequence=2**61, time_us=3, table=table, dtype=dtype)
     changes = decode(message, DIM, table="item" if table == "item" else "")
@@ -80,17 +86,30 @@ def number(at: int, kind: str, *values: int) -> list[bytes]:
 
 BAD = {
     "magic": [b"", b"HPS", b"HPS2" + OURS[4:], b"\x00\x00\x00\x00\x08junk"],
-    "size": [b"HPS1", OURS[: HEADER_BYTES - 1], OURS[:-1], OURS + b"\x00", *number(24, "<I", 2**32 - 1), b"HCTR", HUGECTR[:-1],
-             b"HCTR\x0c\x00\x00", encode_hugectr(KEYS[[0, 4]], VECTORS[:2], 4)],
+    "size": [
+        b"HPS1",
+        OURS[: HEADER_BYTES - 1],
+        OURS[:-1],
+        OURS + b"\x00",
+        *number(24, "<I", 2**32 - 1),
+        b"HCTR",
+        HUGECTR[:-1],
+        b"HCTR\x0c\x00\x00",
+        encode_hugectr(KEYS[[0, 4]], VECTORS[:2], 4),
+    ],
     "checksum": [OURS[:-1] + b"\x01", OURS[:4] + b"\x00\x00\x00\x00" + OURS[8:], OURS[:36] + b"\x09" + OURS[37:]],
     "dtype": [patched(36, b"\x03"), patched(38, b"\x01\x00")],
     "width": [encode(KEYS, np.zeros((5, 4), np.float32), sequence=1), encode_hugectr(KEYS, np.zeros((5, 4), np.float32))],
     "sequence": number(8, "<q", 0, -1, HIGHEST_SEQUENCE + 1) + number(16, "<q", -1, HIGHEST_SEQUENCE + 1),
     "table": [encode(KEYS, VECTORS, sequence=1, table="user"), patched(40, b"\xff\xfe\x00\x80")],
-    "not_finite": [patched(len(OURS) - 4, NAN), patched(len(HALVES) - 2, INFINITE, HALVES), HUGECTR[:-4] + NAN,
-                   patched(len(BRAINS) - 2, b"\x80\x7f", BRAINS)],
+    "not_finite": [
+        patched(len(OURS) - 4, NAN),
+        patched(len(HALVES) - 2, INFINITE, HALVES),
+        HUGECTR[:-4] + NAN,
+        patched(len(BRAINS) - 2, b"\x80\x7f", BRAINS),
+    ],
     "too_large": [encode(np.zeros(100, np.int64), np.zeros((100, DIM), np.float32), sequence=1)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("reason", BAD)

@@ -156,9 +156,14 @@ def test_faults_of_the_log_are_raised(broker: MemoryBroker) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "vectors"),
-    [(KEYS, VECTORS[:-1]), (KEYS, VECTORS[:, :3]), (KEYS, VECTORS.astype(np.float64)), (KEYS.astype(np.int32), VECTORS),
-     (KEYS, np.full_like(VECTORS, np.nan))],
-)  # fmt: skip
+    [
+        (KEYS, VECTORS[:-1]),
+        (KEYS, VECTORS[:, :3]),
+        (KEYS, VECTORS.astype(np.float64)),
+        (KEYS.astype(np.int32), VECTORS),
+        (KEYS, np.full_like(VECTORS, np.nan)),
+    ],
+)
 def test_arrays_that_do_not_fit_are_refused(broker: MemoryBroker, keys, vectors) -> None:
     with pytest.raises(InvalidInputError):
         make(broker, dim=DIM).insert(keys, vectors)

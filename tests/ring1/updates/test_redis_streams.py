@@ -27,9 +27,14 @@ FIRST, SECOND, OTHER = Partition(TOPIC, 0), Partition(TOPIC, 1), Partition("hps_
 
 @pytest.mark.parametrize(
     ("position", "order"),
-    [("0-0", (0, 0)), ("17", (17, 0)), ("1700000000000-5", (1_700_000_000_000, 5)),
-     ("9" * 20 + "-" + "9" * 20, (10**20 - 1,) * 2), *((other, (0, 0)) for other in ("9" * 21, "-1", "5-", "5-1-1", ""))],
-)  # fmt: skip
+    [
+        ("0-0", (0, 0)),
+        ("17", (17, 0)),
+        ("1700000000000-5", (1_700_000_000_000, 5)),
+        ("9" * 20 + "-" + "9" * 20, (10**20 - 1,) * 2),
+        *((other, (0, 0)) for other in ("9" * 21, "-1", "5-", "5-1-1", "")),
+    ],
+)
 def test_positions_have_an_order_and_those_of_other_logs_are_before_all(position: str, order: tuple[int, int]) -> None:
     assert _order(position) == order
 
@@ -47,10 +52,15 @@ def test_a_count_that_is_none_is_an_error(answer: bytes | None) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "time_us", "value"),
-    [({b"value": b"x", b"time": b"17"}, 17, b"x"), ({b"value": b"x"}, 1_700_000_000_000_000, b"x"),
-     ({b"time": b"9" * 18}, 10**18 - 1, b""), ({b"time": b"9" * 19}, 1_700_000_000_000_000, b""),
-     ({b"time": b"-17"}, 1_700_000_000_000_000, b""), (None, 1_700_000_000_000_000, b"")],
-)  # fmt: skip
+    [
+        ({b"value": b"x", b"time": b"17"}, 17, b"x"),
+        ({b"value": b"x"}, 1_700_000_000_000_000, b"x"),
+        ({b"time": b"9" * 18}, 10**18 - 1, b""),
+        ({b"time": b"9" * 19}, 1_700_000_000_000_000, b""),
+        ({b"time": b"-17"}, 1_700_000_000_000_000, b""),
+        (None, 1_700_000_000_000_000, b""),
+    ],
+)
 def test_an_entry_of_any_program_is_a_message(fields: Any, time_us: int, value: bytes) -> None:
     assert _message(FIRST, (b"1700000000000-5", fields)) == Message(FIRST, "1700000000000-5", time_us, b"", value)
 

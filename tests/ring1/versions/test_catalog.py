@@ -104,9 +104,17 @@ TWO, SOME = {"latest": {"num_versions": 2}}, {"specific": {"versions": [1, 10, 5
 
 @pytest.mark.parametrize(
     ("policy", "pin", "chosen"),
-    [({}, "", ["10"]), (TWO, "", ["2", "10"]), ({"all": {}}, "", ["1", "2", "10"]), (SOME, "", ["1", "10"]), ({}, "2", ["2"]),
-     ({}, "5", ["2"]), (TWO, "2", ["1", "2"]), (SOME, "2", ["1", "2"])],  # the files of 5 are gone: a version below
-)  # fmt: skip
+    [
+        ({}, "", ["10"]),
+        (TWO, "", ["2", "10"]),
+        ({"all": {}}, "", ["1", "2", "10"]),
+        (SOME, "", ["1", "10"]),
+        ({}, "2", ["2"]),
+        ({}, "5", ["2"]),
+        (TWO, "2", ["1", "2"]),
+        (SOME, "2", ["1", "2"]),
+    ],  # the files of 5 are gone: a version below
+)
 def test_a_pin_chooses_as_if_nothing_were_newer(repository: Path, policy: dict[str, Any], pin: str, chosen: list[str]) -> None:
     write(repository, **({"version_policy": policy} if policy else {}))
     catalog = catalog_of({**document_of(), "model_repository": str(repository)}, Pins(KeptFiles(None, "hps-pins")))

@@ -142,10 +142,15 @@ def test_a_deployment_that_is_closed_refuses_and_is_closed_again(server: hps.HPS
 
 @pytest.mark.parametrize(
     ("settings", "direct", "static"),
-    [({}, False, False), ({"gpucache": False}, True, False), ({"embedding_cache_type": "static"}, True, True),
-     ({"embedding_cache_type": "static", "gpucache": False}, True, False), ({"embedding_cache_type": "uvm"}, True, False),
-     ({"embedding_cache_type": "stochastic"}, False, False)],
-)  # fmt: skip
+    [
+        ({}, False, False),
+        ({"gpucache": False}, True, False),
+        ({"embedding_cache_type": "static"}, True, True),
+        ({"embedding_cache_type": "static", "gpucache": False}, True, False),
+        ({"embedding_cache_type": "uvm"}, True, False),
+        ({"embedding_cache_type": "stochastic"}, False, False),
+    ],
+)
 def test_databases_answer_where_a_cache_is_no_faster(settings: dict[str, Any], direct: bool, static: bool) -> None:
     class OnGpu(NumpyCache):
         device = "cuda"
@@ -156,10 +161,14 @@ def test_databases_answer_where_a_cache_is_no_faster(settings: dict[str, Any], d
 
 @pytest.mark.parametrize(
     ("settings", "kept"),
-    [({}, False), ({"index_on_device": True}, True), ({"index_on_device": True, "gpucache": False}, False),
-     ({"index_on_device": True, "miss_path": "copy"}, False),
-     ({"index_on_device": True, "embedding_cache_type": "static"}, False)],
-)  # fmt: skip
+    [
+        ({}, False),
+        ({"index_on_device": True}, True),
+        ({"index_on_device": True, "gpucache": False}, False),
+        ({"index_on_device": True, "miss_path": "copy"}, False),
+        ({"index_on_device": True, "embedding_cache_type": "static"}, False),
+    ],
+)
 def test_a_device_keeps_indexes_of_tables_that_it_reads_in_host_memory(settings: dict[str, Any], kept: bool) -> None:
     sizes = index_sizes(config(**settings), [1000, 10])
     assert [size > 0 for size in sizes] == ([True, True] if kept else [])
@@ -182,11 +191,15 @@ def test_without_a_gpu_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 @pytest.mark.parametrize(
     ("volatile", "persistent", "load", "keep"),
-    [({}, None, ["hash_map"], []), ({}, {}, ["hash_map", "rocks_db"], []),
-     ({"initialize_after_startup": False}, {}, ["rocks_db"], ["hash_map"]),
-     ({}, {"initialize_after_startup": False}, ["hash_map"], ["rocks_db"]), ({"type": "disabled"}, {}, ["rocks_db"], []),
-     ({"type": "disabled"}, None, [], [])],
-)  # fmt: skip
+    [
+        ({}, None, ["hash_map"], []),
+        ({}, {}, ["hash_map", "rocks_db"], []),
+        ({"initialize_after_startup": False}, {}, ["rocks_db"], ["hash_map"]),
+        ({}, {"initialize_after_startup": False}, ["hash_map"], ["rocks_db"]),
+        ({"type": "disabled"}, {}, ["rocks_db"], []),
+        ({"type": "disabled"}, None, [], []),
+    ],
+)
 def test_databases_are_loaded_unless_they_keep_their_rows(
     tmp_path: Path, volatile: dict[str, Any], persistent: dict[str, Any] | None, load: list[str], keep: list[str]
 ) -> None:
@@ -255,14 +268,17 @@ def kernels_document(tmp_path, volatile, **settings):
 
 @pytest.mark.parametrize(
     ("volatile", "settings", "expected"),
-    [({"type": "hash_map"}, {}, SETS | HASH_MAP | DENSE | LOOKUP),
-     ({"type": "hash_map", "overflow_margin": 1000}, {}, SETS | HASH_MAP | EVICTION | LOOKUP),
-     ({"type": "hash_map"}, {"gpucache": False}, SETS | HASH_MAP | DENSE),
-     ({"type": "hash_map"}, {"embedding_cache_type": "static"}, SETS | HASH_MAP | DENSE),
-     ({"type": "redis_cluster"}, {}, SETS | REDIS | LOOKUP), ({"type": "disabled"}, {}, SETS | LOOKUP),
-     ({"type": "hash_map"}, {"row_dtype": "int8"}, SETS | HASH_MAP | DENSE | LOOKUP | ROWS),
-     ({"type": "hash_map"}, {"row_dtype": "float16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS)],
-)  # fmt: skip
+    [
+        ({"type": "hash_map"}, {}, SETS | HASH_MAP | DENSE | LOOKUP),
+        ({"type": "hash_map", "overflow_margin": 1000}, {}, SETS | HASH_MAP | EVICTION | LOOKUP),
+        ({"type": "hash_map"}, {"gpucache": False}, SETS | HASH_MAP | DENSE),
+        ({"type": "hash_map"}, {"embedding_cache_type": "static"}, SETS | HASH_MAP | DENSE),
+        ({"type": "redis_cluster"}, {}, SETS | REDIS | LOOKUP),
+        ({"type": "disabled"}, {}, SETS | LOOKUP),
+        ({"type": "hash_map"}, {"row_dtype": "int8"}, SETS | HASH_MAP | DENSE | LOOKUP | ROWS),
+        ({"type": "hash_map"}, {"row_dtype": "float16", "gpucache": False}, SETS | HASH_MAP | DENSE | ROWS),
+    ],
+)
 def test_a_configuration_has_the_kernels_that_it_uses(tmp_path, volatile, settings, expected):
     configuration = load_configuration(kernels_document(tmp_path, volatile, **settings))
     kernels = kernels_of(configuration, implementation("cache", "cpu"))

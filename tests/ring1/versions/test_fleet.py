@@ -40,21 +40,29 @@ def said(one: ServingDocument) -> Said:
 
 CHANGES: list[tuple[str, Any, Any, str, Said]] = [
     # The first document of a model.
-    ("deploy", None, "2", "3", ("2", "3", ())), ("deploy", None, None, "2", ("4", "2", ())),
+    ("deploy", None, "2", "3", ("2", "3", ())),
+    ("deploy", None, None, "2", ("4", "2", ())),
     ("deploy", None, "2", "", ("2", "", ())),
-    ("deploy", None, "3", "3", ("3", "", ())), ("rollback", None, None, "3", ("2", "", ("3",))),
+    ("deploy", None, "3", "3", ("3", "", ())),
+    ("rollback", None, None, "3", ("2", "", ("3",))),
     ("unpin", None, None, "3", NOTHING),
     # The same version twice: the one before it stays the one to go back to.
-    ("deploy", ("3", "2", ()), "3", "3", ("3", "2", ())), ("deploy", ("3", "2", ()), "3", "2", ("3", "2", ())),
+    ("deploy", ("3", "2", ()), "3", "3", ("3", "2", ())),
+    ("deploy", ("3", "2", ()), "3", "2", ("3", "2", ())),
     ("deploy", ("4", "2", ()), None, "4", ("4", "2", ())),
     # Another version, above, below, and one that was withdrawn.
-    ("deploy", ("3", "2", ()), "4", "3", ("4", "3", ())), ("deploy", ("4", "3", ("2",)), "1", "4", ("1", "4", ("2",))),
-    ("deploy", ("2", "", ("3",)), "3", "2", ("3", "2", ())), ("deploy", ("2", "", ("4",)), None, "2", ("3", "2", ("4",))),
-    ("deploy", ("2", "4", ("4",)), "2", "2", ("2", "", ("4",))), ("deploy", ("", "", ("4",)), "1", "3", ("1", "3", ("4",))),
+    ("deploy", ("3", "2", ()), "4", "3", ("4", "3", ())),
+    ("deploy", ("4", "3", ("2",)), "1", "4", ("1", "4", ("2",))),
+    ("deploy", ("2", "", ("3",)), "3", "2", ("3", "2", ())),
+    ("deploy", ("2", "", ("4",)), None, "2", ("3", "2", ("4",))),
+    ("deploy", ("2", "4", ("4",)), "2", "2", ("2", "", ("4",))),
+    ("deploy", ("", "", ("4",)), "1", "3", ("1", "3", ("4",))),
     # What the document says counts, not what a replica serves yet.
-    ("deploy", ("3", "2", ()), "1", "4", ("1", "3", ())), ("rollback", ("3", "2", ()), None, "4", ("2", "", ("3",))),
+    ("deploy", ("3", "2", ()), "1", "4", ("1", "3", ())),
+    ("rollback", ("3", "2", ()), None, "4", ("2", "", ("3",))),
     # To the version before, if there is one; else to the next one below that was not withdrawn.
-    ("rollback", ("4", "1", ()), None, "4", ("1", "", ("4",))), ("rollback", ("4", "9", ()), None, "4", ("3", "", ("4",))),
+    ("rollback", ("4", "1", ()), None, "4", ("1", "", ("4",))),
+    ("rollback", ("4", "9", ()), None, "4", ("3", "", ("4",))),
     ("rollback", ("4", "4", ()), None, "4", ("3", "", ("4",))),
     ("rollback", ("2", "", ("3",)), None, "2", ("1", "", ("3", "2"))),
     ("rollback", ("3", "", ("2",)), None, "3", ("1", "", ("2", "3"))),
@@ -63,7 +71,7 @@ CHANGES: list[tuple[str, Any, Any, str, Said]] = [
     # Withdrawn versions stay withdrawn, each named once.
     ("unpin", ("2", "1", ("3",)), None, "2", ("", "", ("3",))),
     ("rollback", ("3", "2", ("3", "4", "3")), None, "3", ("2", "", ("3", "4"))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("by", "known", "version", "serving", "expected"), CHANGES)
@@ -104,9 +112,16 @@ def test_a_change_that_leads_nowhere_is_refused(
 
 @pytest.mark.parametrize(
     ("now", "known", "number"),
-    [(0.0, None, 1), (2e-6, None, 2), (1.0, None, 1_000_000), (1.0, 999_998, 1_000_000), (1.0, 999_999, 1_000_000),
-     (1.0, 1_000_000, 1_000_001), (1.0, 5_000_000, 5_000_001)],  # the last of a writer whose clock is ahead
-)  # fmt: skip
+    [
+        (0.0, None, 1),
+        (2e-6, None, 2),
+        (1.0, None, 1_000_000),
+        (1.0, 999_998, 1_000_000),
+        (1.0, 999_999, 1_000_000),
+        (1.0, 1_000_000, 1_000_001),
+        (1.0, 5_000_000, 5_000_001),
+    ],  # the last of a writer whose clock is ahead
+)
 def test_numbers_ascend_whatever_the_clock_says(
     monkeypatch: pytest.MonkeyPatch, now: float, known: int | None, number: int
 ) -> None:
@@ -128,16 +143,24 @@ def test_the_last_hundred_withdrawn_versions_are_remembered(count: int) -> None:
 
 
 CHOICES: list[tuple[Said, VersionPolicy, list[str]]] = [
-    (("3", "2", ()), LATEST, ["3"]), (("3", "2", ()), TWO, ["2", "3"]), (("3", "", ("2",)), TWO, ["1", "3"]),
+    (("3", "2", ()), LATEST, ["3"]),
+    (("3", "2", ()), TWO, ["2", "3"]),
+    (("3", "", ("2",)), TWO, ["1", "3"]),
     (("2", "", ("2",)), LATEST, ["2"]),  # it is named
     (("2", "", ()), SPECIFIC, ["1", "2"]),
     # Not there yet: what was served before.
-    (("5", "2", ()), LATEST, ["2"]), (("5", "2", ()), TWO, ["1", "2"]), (("5", "2", ("2",)), LATEST, ["4"]),
-    (("5", "9", ("4",)), LATEST, ["3"]), (("5", "", ()), LATEST, ["4"]), (("5", "2", tuple(VERSIONS)), TWO, []),
+    (("5", "2", ()), LATEST, ["2"]),
+    (("5", "2", ()), TWO, ["1", "2"]),
+    (("5", "2", ("2",)), LATEST, ["4"]),
+    (("5", "9", ("4",)), LATEST, ["3"]),
+    (("5", "", ()), LATEST, ["4"]),
+    (("5", "2", tuple(VERSIONS)), TWO, []),
     # What the policy chooses.
-    (NOTHING, LATEST, ["4"]), (("", "", ("4", "3")), LATEST, ["2"]), (("", "", ("4",)), TWO, ["2", "3"]),
+    (NOTHING, LATEST, ["4"]),
+    (("", "", ("4", "3")), LATEST, ["2"]),
+    (("", "", ("4",)), TWO, ["2", "3"]),
     (("", "", tuple(VERSIONS)), LATEST, []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("known", "policy", "chosen"), CHOICES)
@@ -155,10 +178,21 @@ def test_a_replica_follows_with_certain_versions_alone(known: Said, allowed: lis
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"number": 0}, {"number": "5"}, {"version": "two"}, {"previous": "../2"}, {"withdrawn": ("1",) * 101}, {"by": "undeploy"},
-     {"since": -1.0}, {"since": 2e11}, {"writer": ""}, {"writer": "w" * 65}, {"other": 1}],
+    [
+        {"number": 0},
+        {"number": "5"},
+        {"version": "two"},
+        {"previous": "../2"},
+        {"withdrawn": ("1",) * 101},
+        {"by": "undeploy"},
+        {"since": -1.0},
+        {"since": 2e11},
+        {"writer": ""},
+        {"writer": "w" * 65},
+        {"other": 1},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_no_document_is_refused(wrong: dict[str, Any]) -> None:
     assert document("1", "2", ("3",) * 100, 1, since=0.0, writer="w" * 64).number == 1, "the bounds are allowed"
     with pytest.raises(ValidationError):

@@ -63,8 +63,16 @@ def test_a_pin_that_no_restart_finds_holds_and_says_so(tmp_path: Path, why: str,
 GOOD = {"model": "m", "version": "2", "by": "rollback", "since": 86_400}
 
 
-WRONG: list[tuple[str, Any]] = [("version", "../3"), ("version", ""), ("version", "\u0663"), ("version", 2), ("model", "other"),
-                                ("by", "unpin"), ("since", 1e300), ("since", "1")]  # fmt: skip
+WRONG: list[tuple[str, Any]] = [
+    ("version", "../3"),
+    ("version", ""),
+    ("version", "\u0663"),
+    ("version", 2),
+    ("model", "other"),
+    ("by", "unpin"),
+    ("since", 1e300),
+    ("since", "1"),
+]
 DAMAGED = ["", "{", "[]", "[" * 100_000, *(json.dumps({**GOOD, name: value}) for name, value in WRONG)]
 DAMAGED += [json.dumps({name: value for name, value in GOOD.items() if name != left_out}) for left_out in GOOD]
 

@@ -77,9 +77,18 @@ def chain(*databases: Database) -> Any:
 
 @pytest.mark.parametrize(
     ("kept", "keep_versions", "dropped"),
-    [("", 1, ""), ("1", 0, "1"), ("1", 1, "1"), ("1", 2, ""), ("12", 0, "12"), ("12", 2, "1"), ("123", 2, "12"),
-     ("123", 3, "1"), ("123", 4, "")],
-)  # fmt: skip
+    [
+        ("", 1, ""),
+        ("1", 0, "1"),
+        ("1", 1, "1"),
+        ("1", 2, ""),
+        ("12", 0, "12"),
+        ("12", 2, "1"),
+        ("123", 2, "12"),
+        ("123", 3, "1"),
+        ("123", 4, ""),
+    ],
+)
 def test_the_oldest_kept_versions_go_before_another_one_is_replaced(kept: str, keep_versions: int, dropped: str) -> None:
     held: Any = list(kept)
     assert list(surplus(held, keep_versions)) == list(dropped)
@@ -100,9 +109,19 @@ def tags_of(*some: TableSpec) -> set[str]:
 
 @pytest.mark.parametrize(
     ("keep_versions", "held", "gone_slots"),
-    [(0, 0, "123"), (1, 0, "12"), (1, 1, "123"), (2, 0, "1"), (2, 1, "12"), (2, 2, "123"), (3, 0, ""), (3, 1, "1"), (4, 0, ""),
-     (1, 2, "123")],
-)  # fmt: skip
+    [
+        (0, 0, "123"),
+        (1, 0, "12"),
+        (1, 1, "123"),
+        (2, 0, "1"),
+        (2, 1, "12"),
+        (2, 2, "123"),
+        (3, 0, ""),
+        (3, 1, "1"),
+        (4, 0, ""),
+        (1, 2, "123"),
+    ],
+)
 def test_versions_below_stay_that_this_process_does_not_keep(keep_versions: int, held: int, gone_slots: str) -> None:
     """Of versions 1 to 3 below 4, those that this process keeps count, too."""
     disk = Disk()
@@ -168,10 +187,12 @@ def test_tables_of_the_serving_version_in_other_formats_go_where_they_were_loade
 
 @pytest.mark.parametrize(
     ("tag", "found"),
-    [*((f"hps_et.m@2{form}.a", True) for form in ("~int8", ".0badf00d", ".0badf00d~float16")),
-     *((f"hps_et.{other}", False) for other in ("m@2.a", "m@2.b", "m@3.a", "m@20.a", "m@2~strange.a", "n@2~int8.a", "m.a")),
-     ("strange", False)],
-)  # fmt: skip
+    [
+        *((f"hps_et.m@2{form}.a", True) for form in ("~int8", ".0badf00d", ".0badf00d~float16")),
+        *((f"hps_et.{other}", False) for other in ("m@2.a", "m@2.b", "m@3.a", "m@20.a", "m@2~strange.a", "n@2~int8.a", "m.a")),
+        ("strange", False),
+    ],
+)
 def test_the_other_tables_with_the_rows_of_a_table_are_those_of_its_version(tag: str, found: bool) -> None:
     others = stored_as(config(), tables()[0], [tag])
     assert [one.tag for one in others] == ([tag] if found else [])

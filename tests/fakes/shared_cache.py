@@ -16,7 +16,7 @@ class SharedCache(LinkedCache):
 
     Attributes:
         made: all caches since the test began.
-        calls: what they were told, the device, and how many keys there were.
+        calls: what they were told, the device, and how many keys there were; of `attach`, 1 if an index is to be kept.
         reason: why devices cannot share rows.
         refused: a device that makes no lookups.
         lost: the devices that are lost: a change through one fails, and so do its figures.
@@ -76,7 +76,7 @@ class SharedCache(LinkedCache):
         return super().create_lookup()
 
     def attach(self, table: int, *arguments: Any) -> str | None:
-        self.calls.append(("attach", self.device_id, 0))
+        self.calls.append(("attach", self.device_id, int(arguments[-1])))
         return super().attach(table, *arguments)
 
     @contextmanager

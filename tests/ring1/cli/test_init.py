@@ -122,6 +122,13 @@ def test_a_checkpoint_is_imported_beside_the_configuration(tmp_path: Path, targe
     assert (target.parent / "ranker" / "user.model" / "key").stat().st_size == 6 * 8
     np.savez(tmp_path / "one.npz", keys=np.arange(5), vectors=np.ones((5, 7), np.float32))
     assert shape(initialised(tmp_path / "ps.json", tmp_path / "one.npz")) == {"one": {"one": 7}}
+    (pair := tmp_path / "pair").mkdir()
+    (dump := tmp_path / "dump").mkdir()
+    for name, array in (("keys", np.arange(5)), ("values", np.ones((5, 3), np.float32))):
+        np.save(pair / f"{name}.npy", array)
+        array.tofile(dump / f"item_emb_{name}.rank_0.world_size_1")  # dynamicemb's
+    for place in (pair, dump):
+        assert shape(initialised(place / "ps.json", place)) == {place.name: {place.name: 3}}
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,20 @@ def test_room_is_checked_for_what_is_then_made(start: Start, monkeypatch: pytest
     assert asked == [([2 * (600 - NEAR)], device, False, [], DeviceSharing((0, 1), (NEAR,))) for device in DEVICES]
 
 
+@pytest.mark.parametrize(
+    ("settings", "indexes"),
+    [({}, 0), ({"index_on_device": True}, 1), ({"index_on_device": True, "embedding_cache_type": "static"}, 0)],
+)
+def test_a_device_keeps_the_indexes_that_room_was_asked_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], indexes: int
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(SharedCache, "check_room", lambda _tables, *room: asked.append(len(room[3])))
+    start(**settings)
+    assert told("attach") == [("attach", device, indexes) for device in DEVICES]
+    assert asked == [indexes] * 2
+
+
 def test_writes_and_refreshes_reach_it_once_and_are_seen_on_all_devices(start: Start) -> None:
     server = start()
     check(server)

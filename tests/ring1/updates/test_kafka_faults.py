@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 import hps.updates.kafka
@@ -89,6 +89,14 @@ def test_an_answer_that_raises_takes_no_other_with_it(cluster, writer):
 
 
 def test_a_send_waits_for_room_and_then_gives_up(cluster, monkeypatch):
+    tries: list[bytes] = []
+
+    class Sender(Producer):
+        def produce(self, *args: Any, **options: Any) -> None:
+            tries.append(args[1])
+            super().produce(*args, **options)
+
+    monkeypatch.setattr(hps.updates.kafka, "Producer", Sender)
     monkeypatch.setattr(hps.updates.kafka, "_SEND_S", 0.3)
     config = settings(cluster.address, config={"queue.buffering.max.messages": 10})
     with closing(KafkaWriter.from_config(config)) as writer:
@@ -99,7 +107,8 @@ def test_a_send_waits_for_room_and_then_gives_up(cluster, monkeypatch):
         for _ in range(10):
             writer.send(FIRST, b"x")
         with pytest.raises(UpdateLogError, match="no room"):
-            writer.send(FIRST, b"x")
+            writer.send(FIRST, b"late")
+        assert tries.count(b"late") <= 0.3 / hps.updates.kafka._FULL_S + 3, "it pauses between its tries"
 
 
 def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened):
@@ -119,7 +128,7 @@ def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened):
     assert sorted(values(polled(log, 41))) == sorted([*numbers(100, 140), b"added"])
     found = lost(log)
     assert list(found) == [FIRST]
-    assert "made anew" in found[FIRST]
+    assert "made anew, after message 10 had been read; reading goes on with message 0" in found[FIRST]
     wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
 
 
@@ -132,7 +141,7 @@ def test_positions_that_are_not_there_are_noticed_in_either_direction(cluster, w
     assert sorted(values(polled(log, 7))) == [*numbers(5, 10), b"a", b"b"]
     found = lost(log)
     assert "messages 4 to 4" in found[FIRST]
-    assert "message 77" in found[other]
+    assert "message 77 was read and is no longer there, the last one is 1;" in found[other]
 
 
 def test_messages_that_go_while_they_are_waited_for_are_noticed(cluster, writer, opened):

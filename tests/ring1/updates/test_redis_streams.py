@@ -8,6 +8,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import UpdateLogError
+from hps.updates import redis_streams
 from hps.updates.base import Message, Partition
 from hps.updates.redis_streams import (
     RedisStreamLog,
@@ -20,6 +21,7 @@ from hps.updates.redis_streams import (
     _Reader,
     _Stream,
 )
+from tests.fakes.clock import Clock, Pauses
 
 TOPIC = "hps_et.shop.item"
 FIRST, SECOND, OTHER = Partition(TOPIC, 0), Partition(TOPIC, 1), Partition("hps_et.shop.user", 0)
@@ -270,3 +272,20 @@ def test_a_message_may_be_as_large_as_the_bound(writer: RedisStreamWriter) -> No
     writer.close()
     with pytest.raises(UpdateLogError, match="the writer is closed"):
         writer.send(FIRST, b"")
+
+
+def test_a_server_that_is_away_is_asked_again_after_a_pause_while_there_is_time(
+    writer: RedisStreamWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, left_s = Clock(50.0), list[float]()
+
+    def refuse(config: UpdateSourceConfig, timeout_s: float) -> Any:
+        left_s.append(timeout_s)
+        clock.now += 0.01
+        raise OSError("refused")
+
+    monkeypatch.setattr(redis_streams, "time", SimpleNamespace(monotonic=clock, sleep=Pauses(9, clock).wait))
+    monkeypatch.setattr(redis_streams, "_connect", refuse)
+    with pytest.raises(UpdateLogError, match=f"reading the last message of {FIRST}: refused"):
+        writer.last(FIRST, 0.25)
+    assert left_s == pytest.approx([0.25, 0.14, 0.05])

@@ -218,6 +218,20 @@ def test_what_is_kept_goes_first_where_there_is_no_room_beside_it(document: Make
         assert server.rollback("ranker").version == "2"
 
 
+def test_a_change_shows_the_tables_of_each_version_that_it_loads_and_counts_the_rows_of_all(document: Make) -> None:
+    seen: list[list[str]] = []
+
+    class Looking(NoProgress):
+        def start(self, tag: str, rows: int, size_bytes: int) -> None:
+            seen.append([table.state for table in change.tables.values()])
+
+    content = document(version_policy={"latest": {"num_versions": 2}})
+    with hps.HPS(content, deploy_models=False) as server, server.live.changing("ranker", "deploying") as change:
+        change.thread = threading.current_thread()  # which goes on with it
+        server.deploy("ranker", progress=Looking())
+    assert (seen, change.rows_loaded) == ([["waiting"] * 2, ["done", "waiting"]] * 2, 4 * KEYS.size)
+
+
 # -- lookups that outlast their version -------------------------------------------------------------------------------
 
 

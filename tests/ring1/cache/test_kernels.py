@@ -147,6 +147,29 @@ def test_kernels_of_tables_know_whether_devices_share_them(static: bool, shared:
         assert ("SHARED" in dict(kernel.constants)) == (kernel.name == "promote")
 
 
+@pytest.mark.parametrize("dim", [1, 7, 64, 128, 300, 1024])
+def test_a_group_that_pools_holds_a_row_and_takes_its_keys_in_whole_batches(dim: int):
+    sizes = dict(kernels.pool_kernel("pool", shape(dim), plain=True).constants)
+    assert sizes["UNIT"] * sizes["COPY"] * sizes["CHUNKS"] >= dim
+    assert sizes["COPY"] % sizes["KEYS"] == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "bags", "total", "expected"),
+    [
+        *[
+            (1 << 18, 1 << 14, 1 << 18, 4),
+            (1 << 18, 1 << 10, 1 << 20, 1),
+            (1 << 18, 1 << 18, 1 << 18, 32),
+            (0, 10, 1 << 18, 32),
+        ],
+        *[(1 << 16, 1 << 14, 1 << 16, 4), (1 << 16, 1 << 14, 1 << 17, 8), (1000, 1000, 1000, 8)],
+    ],
+)
+def test_a_group_of_lanes_pools_bags_of_64_keys_and_of_fewer_in_small_lookups(keys: int, bags: int, total: int, expected: int):
+    assert kernels.bags_per_group(keys, bags, total) == expected
+
+
 @pytest.mark.parametrize(
     ("rows", "pairs", "static"),
     [(0, 0, 3), (1, 2, 3), (28, 2, 3), (29, 3, 3), (42, 3, 3), (43, 4, 5), (56, 4, 5), (1 << 23, 599_187, 599_187)],

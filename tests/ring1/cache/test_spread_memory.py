@@ -1,13 +1,17 @@
-"""Which devices may share memory, and in what order it is freed, on a stand-in for CUDA (`tests/fakes/host_cuda.py`)."""
+"""Device memory: who may share it, when it is freed, what lookups do with it, on a stand-in (`tests/fakes/host_cuda.py`)."""
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hps.cache.base import ALONE, DeviceSharing
-from hps.errors import CapacityError, ConfigError, DeviceError, DeviceMemoryError
+from hps.errors import CapacityError, ConfigError, DeviceError, DeviceMemoryError, InvalidInputError
+from hps.tensors.bags import Combiner, Pooling
+from hps.tensors.segments import Segment
 from hps.testing.caches import spec
 from tests.fakes import host_cuda
 
@@ -20,10 +24,11 @@ def modules() -> Iterator[SimpleNamespace]:
     with host_cuda.installed():
         from cupy_backends.cuda.api import runtime
 
-        from hps.cache.cuda import spread_memory
+        from hps.cache.cuda import device, pooling, spread_memory, tensors
         from hps.cache.cuda.cache import CupyCache
 
-        yield SimpleNamespace(runtime=runtime, spread_memory=spread_memory, cache=CupyCache)
+        ours = {"device": device, "pooling": pooling, "spread_memory": spread_memory, "tensors": tensors, "cache": CupyCache}
+        yield SimpleNamespace(runtime=runtime, **ours)
 
 
 @pytest.fixture
@@ -152,7 +157,8 @@ def test_what_was_allocated_is_freed_when_a_part_fails(
     ("rows", "sharing", "error", "message"),
     [
         (1 << 31, SHARED, ConfigError, "expected at most 2,147,483,647, or device_sharing replicate"),
-        *[(1 << 31, ALONE, CapacityError, "at most"), (1 << 32, ALONE, ConfigError, "at most")],
+        (1 << 31, ALONE, CapacityError, "for 2,147,483,660 rows of table 'item'.* at most"),
+        (1 << 32, ALONE, ConfigError, "at most"),
         (1000, ALONE, DeviceError, "the process has to be restarted"),
     ],
 )
@@ -168,3 +174,51 @@ def test_what_cannot_be_allocated_is_refused_before_it_is_loaded(
     with pytest.raises(error, match=message) as refused:
         cuda.cache.check_room([spec(4)], [rows], 0, sharing=sharing)
     assert refused.type is error
+
+
+def test_pinned_memory_that_was_outgrown_is_freed_with_its_pieces(modules: SimpleNamespace) -> None:
+    buffer = modules.device.PinnedBuffer()
+    buffer.take(8)
+    outgrown = weakref.ref(buffer._memory._memory)
+    buffer.take(1 << 17)
+    assert outgrown() is not None
+    buffer.reset()
+    assert outgrown() is None
+
+
+@pytest.mark.parametrize("place", [np.asarray, host_cuda.Array], ids=["host", "device"])
+def test_a_query_refuses_host_arrays_that_do_not_fit_its_keys(modules: SimpleNamespace, place: Any) -> None:
+    lookup, keys = modules.cache.create([spec(4)], [1000], 0).create_lookup(), place(np.arange(10))
+    for rows, mask in ((9, 10), (10, 9)):
+        with pytest.raises(InvalidInputError, match=r"got shape \(9"):
+            lookup.query([Segment(0, keys, np.zeros((rows, 4), np.float32), np.zeros(mask, np.bool_))])
+
+
+def test_misses_that_attached_tables_answered_are_not_left_to_the_host(
+    modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = modules.cache.create([spec(4)], [1000], 0).create_lookup()
+
+    def answer(**_: bool) -> None:
+        lookup._tallies[0] = 7, 3
+
+    monkeypatch.setattr(lookup, "_find_layouts", lambda: True)
+    monkeypatch.setattr(lookup, "launch_answer", answer)
+    assert lookup.query([Segment(0, np.arange(10), np.zeros((10, 4), np.float32))]) == 0
+    assert (lookup.linked, lookup.absent) == ([7], [3])
+
+
+def test_lists_of_bags_have_room_for_every_key_and_begin_without_misses(modules: SimpleNamespace) -> None:
+    counts = [8000, 192]  # with the divisors of their bags just more than a buffer's least size
+    bags = [Pooling(1, None, n, None, Combiner.SUM, 0.0, None) for n in counts]
+    arrays = [(np.zeros(n, np.int64), np.zeros((1, 4), np.float32)) for n in counts]
+    segments = [Segment(nth, *arrays[nth], pooling=one) for nth, one in enumerate(bags)]
+    pooling = modules.pooling.BagPooling([spec(4), spec(4)], None)
+    pooling.place(segments, modules.tensors.TensorReader(0), modules.device.PinnedBuffer())
+    pooling.reserve_lists()
+    assert pooling._divisors + 4 * len(bags) <= pooling._lists.pointer + pooling._lists.size_bytes
+    pooling.clear_entries(0)
+    places, entries, divisors = np.split(host_cuda.at(pooling._places, 2 * 8192 + 2, np.uint32), [8192, 2 * 8192])
+    assert (entries == 0xFFFFFFFF).all()
+    assert not places.any()
+    assert not divisors.any()

@@ -31,7 +31,7 @@ def settings(**values: int) -> bytes:
 def call_headers(path: str = "/inference.GRPCInferenceService/ModelInfer", **more: str) -> bytes:
     headers = {":method": "POST", ":scheme": "http", ":path": path, "content-type": "application/grpc", "te": "trailers"}
     headers |= {name.replace("_", "-"): value for name, value in more.items()}
-    return Encoder().encode(headers.items(), huffman=False)
+    return Encoder().encode([(*one, True) for one in headers.items()], huffman=False)  # none changes the server's table
 
 
 def message(data: bytes) -> bytes:

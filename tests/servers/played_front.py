@@ -29,7 +29,7 @@ from tests.servers.front_service import DIM, binary_request, binary_vectors, vec
 from tests.servers.running_service import document_of, model_of
 
 SLAB_BYTES = 1 << 16  # sixteen slots of the smallest size
-SETTINGS = {"request_timeout_s": PATIENCE_S}
+SETTINGS = {"request_timeout_s": PATIENCE_S, "access_log_per_s": 0}  # whose lines keep requests from beginning like the last
 LARGE = 100
 """Keys whose request takes 8 KB."""
 

@@ -53,7 +53,7 @@ class Asker:
         self.data += data
 
     def relayed(self, keeps_alive: bool) -> None:
-        self.ended += "answered"
+        self.ended += "answered" if keeps_alive else "closed"
 
     def unrelayed(self, began: bool) -> None:
         self.ended += f"lost after {len(self.data)} bytes" if began else "lost"

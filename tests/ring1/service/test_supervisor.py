@@ -31,6 +31,15 @@ def test_a_front_gets_no_connections_before_it_listens() -> None:
                 first.accept()[0].close()
 
 
+def test_a_port_is_taken_while_the_system_remembers_connections_of_another_program_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_connection(other.getsockname()):
+        other.accept()[0].close()
+        port = other.getsockname()[1]
+        other.close()
+        with supervisor.reserve("127.0.0.1", port) as place, supervisor.bind_beside(place) as front:
+            assert front.getsockname()[1] == port
+
+
 class Parent:
     """A supervisor whose children exist in its books alone."""
 

@@ -30,8 +30,8 @@ TEMPLATES = DEPLOY / "helm" / "hps" / "templates"
 _METRIC = re.compile(r"\b(?:hps|process|haproxy|redis)_\w+\b|\bup\b(?=\{)")
 
 
-def run(*command):
-    done = subprocess.run(command, cwd=DEPLOY, capture_output=True, text=True, check=False, timeout=60)
+def run(*command, cwd=DEPLOY, env=None):
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,5 +1,6 @@
 """Servers that are silent: a routed lookup gives each a part of its time, and asks others for the rest."""
 
+import asyncio
 import socket
 from contextlib import ExitStack
 
@@ -48,7 +49,7 @@ def test_connections_that_a_routed_lookup_holds_are_free_after_any_failure() -> 
         ScriptedServer() as other,
         hps.connect([one.url, other.url], route="keys", connections=1, timeout_s=4.0) as client,
     ):
-        outcomes = [_outcome(lambda: client.lookup(np.arange(100), "m", "item")) for _ in range(8)]
+        outcomes = [asyncio.run(_outcome(lambda: client.lookup(np.arange(100), "m", "item"))) for _ in range(8)]
         assert type(outcomes[0]) is hps.InvalidInputError
         for found in outcomes[1:]:
             assert isinstance(found, np.ndarray), found

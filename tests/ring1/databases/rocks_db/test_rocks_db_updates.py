@@ -8,9 +8,9 @@ import pytest
 
 from hps.databases.base import LoadRecord, LogPosition
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseError, ReadOnlyError
+from hps.errors import DatabaseCorruptError, DatabaseError, ReadOnlyError
 from hps.testing.databases import DIM, OTHER, TAG, applied, changes_of, distinct_keys, fetched, vectors_of
-from tests.tables.rocks_database import opened
+from tests.tables.rocks_database import assert_holds, insert, opened
 
 KEYS = distinct_keys(350)
 POSITIONS = {"p": LogPosition("17", 10)}
@@ -107,6 +107,22 @@ def test_a_database_that_was_opened_again_goes_on_with_what_is_on_disk(table: Ro
     assert table.follow_log(TAG) == POSITIONS
     assert applied(table, TAG, changes_of(KEYS[:3], [9, 10, 11], version=2)) == [False, True, True]
     assert not table._engine.stuck
+
+
+def test_a_database_that_cannot_be_opened_again_answers_nothing_until_it_can(table: RocksDatabase, path: Path):
+    insert(table, KEYS)
+    table._engine.stuck = True  # as a write that failed leaves it
+    (path / "CURRENT").rename(path / "away")
+    with pytest.raises(DatabaseCorruptError, match="CURRENT is missing"):
+        insert(table, KEYS[:1], 1)
+    for _ in range(2):
+        with pytest.raises(DatabaseError, match=str(path)):
+            fetched(table, TAG, KEYS, DIM)
+    (path / "away").rename(path / "CURRENT")
+    table._recover_at = 0.0  # its time has come
+    assert_holds(table, KEYS)
+    insert(table, KEYS, 1)
+    assert_holds(table, KEYS, 1)
 
 
 def test_a_table_that_is_loaded_from_other_files_forgets_the_log_and_one_whose_files_moved_does_not(path: Path):

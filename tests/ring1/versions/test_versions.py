@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -392,6 +393,20 @@ def test_writes_while_new_caches_are_warmed_are_in_them(document: Make, monkeypa
         monkeypatch.setattr(Deployment, "renewed", renewed_and_write)
         server.deploy(server.config.models[0].model_copy(update={"gpucacheper": 1.0}))
         np.testing.assert_array_equal(server.lookup(KEYS, "ranker", "user"), np.vstack([newer, np.zeros((500, 4))]))
+
+
+def test_settings_whose_caches_do_not_become_current_change_nothing(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hps.HPS(document(versions=1)) as server:
+        before, renewed, made = server.model("ranker"), Deployment.renewed, []
+        monkeypatch.setattr(Deployment, "renewed", lambda *arguments: made.append(renewed(*arguments)) or made[0])
+        monkeypatch.setattr("hps.versions.deployment.refresh", Mock(side_effect=hps.DatabaseError("away")))
+        with pytest.raises(hps.DatabaseError, match="away"):
+            server.deploy(server.config.models[0].model_copy(update={"gpucacheper": 1.0}))
+        assert server.model("ranker") is before
+        assert not before.successors
+        assert made[0].lookups_ended.is_set()
+        server.insert([7], NEW, "ranker", "user")
+        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), NEW)
 
 
 def test_settings_that_wait_too_long_for_a_modification_change_nothing(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:

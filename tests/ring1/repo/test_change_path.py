@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import hps
+from hps.cli.app import app
 from hps.models import table_load
 from hps.service.server import Server
+from hps.testing.waiting import wait_until
 from hps.versions import deployment
 from hps.versions.live_models import LiveModels
 from tests.ring1.repo.test_lookup_path import PACKAGE
@@ -74,6 +77,13 @@ def test_from_python(document: dict[str, Any], entered: set[str]) -> None:
     check(entered, "parameter_server.py")
 
 
+def test_from_the_command_line(service: RunningService, entered: set[str]) -> None:
+    entered.clear()
+    for arguments in (["deploy", "m", "--version", "2"], ["rollback", "m"], ["undeploy", "m"]):
+        assert CliRunner().invoke(app, [*arguments, "--url", service.url]).exit_code == 0
+    check(entered, "service/routes/administration.py")
+
+
 @pytest.mark.parametrize(
     ("door", "paths"),
     [
@@ -86,6 +96,16 @@ def test_from_http(service: RunningService, entered: set[str], door: str, paths:
     for path in paths:
         service.client.post(f"/{path}", json={"version": "2"} if path.endswith("/deploy") else {}).raise_for_status()
     check(entered, f"service/routes/{door}.py")
+
+
+def test_from_the_service_itself(document: dict[str, Any], entered: set[str], tmp_path: Path) -> None:
+    document["service"] = {"model_control_mode": "poll", "repository_poll_s": 0.1}
+    document["models"][0]["version_policy"] = {"latest": {"num_versions": 1}}
+    with running_service(document) as service:
+        (tmp_path / "m" / "2").rename(tmp_path / "m" / "3")
+        wait_until(lambda: service.app.lifecycle.server.model("m").version == "3", "polling has found version 3")
+        service.app.lifecycle.change([], ["m"])
+    check(entered, "service/lifecycle.py")
 
 
 def test_a_deploy_over_http_crosses_few_files(

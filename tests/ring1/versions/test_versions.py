@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hps.ground.progress import NoProgress
 from hps.models.writer import write_version as write_version_of
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import split_tag
-from hps.versions.deployment import reconfigure
+from hps.versions.deployment import Deployment, reconfigure
 from tests.fakes.paused_lookup import PausedSegment, paused_lookup
 from tests.servers.running_service import document_of, model_of
 
@@ -391,6 +392,35 @@ def test_no_lookup_gets_an_older_row_than_an_earlier_one_while_settings_change(
             one.result(PATIENCE_S)
         look_up()
         assert seen.all()
+
+
+def test_writes_while_new_caches_are_warmed_are_in_them(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hps.HPS(document(versions=1)) as server:
+        renewed, newer = Deployment.renewed, np.repeat(NEW, 500, axis=0)
+
+        def renewed_and_write(*arguments: Any) -> Deployment:
+            successor = renewed(*arguments)
+            server.insert(KEYS[:500], newer, "ranker", "user")
+            server.delete(KEYS[500:], "ranker", "user")
+            return successor
+
+        monkeypatch.setattr(Deployment, "renewed", renewed_and_write)
+        server.deploy(server.config.models[0].model_copy(update={"gpucacheper": 1.0}))
+        np.testing.assert_array_equal(server.lookup(KEYS, "ranker", "user"), np.vstack([newer, np.zeros((500, 4))]))
+
+
+def test_settings_whose_caches_do_not_become_current_change_nothing(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hps.HPS(document(versions=1)) as server:
+        before, renewed, made = server.model("ranker"), Deployment.renewed, []
+        monkeypatch.setattr(Deployment, "renewed", lambda *arguments: made.append(renewed(*arguments)) or made[0])
+        monkeypatch.setattr("hps.versions.deployment.refresh", Mock(side_effect=hps.DatabaseError("away")))
+        with pytest.raises(hps.DatabaseError, match="away"):
+            server.deploy(server.config.models[0].model_copy(update={"gpucacheper": 1.0}))
+        assert server.model("ranker") is before
+        assert not before.successors
+        assert made[0].lookups_ended.is_set()
+        server.insert([7], NEW, "ranker", "user")
+        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), NEW)
 
 
 def test_settings_that_wait_too_long_for_a_modification_change_nothing(document: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,28 @@ def test_rows_of_inference_tables_are_those_of_fbgemm(dim: int, alignment: int, 
     assert equal_bits(rows_of(tmp_path / "t.npz", dtype="tbe8", dim=dim), expected)
 
 
+def test_the_state_of_a_quantised_torchrec_collection_is_read_as_it_answers(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+        from torchrec.inference.modules import quantize_embeddings
+
+        configs = [
+            EmbeddingBagConfig(name=f"t{i}", embedding_dim=128, num_embeddings=9 + i, feature_names=[f"f{i}"]) for i in (0, 1)
+        ]
+        module = torch.nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("cpu")))
+        module = quantize_embeddings(module, torch.int8, inplace=False)
+        keys = KeyedJaggedTensor.from_lengths_sync(["f0", "f1"], torch.arange(9).repeat(2), torch.ones(18, dtype=torch.int32))
+        answer = module(keys).to_dict()
+    torch.save(module.state_dict(), tmp_path / "m.pt")
+    tables = find_tables(tmp_path / "m.pt", "0.embedding_bags.*.weight", dtype="tbe8", dim=128)
+    assert list(tables) == ["t0", "t1"]
+    for i, table in enumerate(tables.values()):
+        [(_, got)] = table.chunks()
+        assert got.shape == (9 + i, 128)
+        assert equal_bits(got[:9], answer[f"f{i}"].float().numpy())
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: quantised tensors will be removed
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_quantised_module_of_torch_is_read_as_it_answers(tmp_path: Path) -> None:

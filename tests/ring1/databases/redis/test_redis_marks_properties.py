@@ -5,6 +5,7 @@
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
@@ -12,7 +13,21 @@ import pytest
 
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.layout import RedisLayout
-from hps.databases.redis.marks import Mark, Process, opened, parse
+from hps.databases.redis.marks import (
+    LOADING,
+    MOST_WRITERS,
+    UNKNOWN,
+    Mark,
+    Process,
+    begun,
+    counts,
+    loaded,
+    may_promote,
+    opened,
+    parse,
+    rows_lost,
+    taken,
+)
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.requests import ApplyRows, Guard, SendKeys, StoreRows
 from tests.tables.redis_order_model import Search, start
@@ -181,6 +196,50 @@ def test_an_incarnation_ends_where_rows_go_and_only_there():
             assert (step[0].incarnation == "i") is not step[1], (mark, me)
             assert step[0] == mark or step[0].generation == "fresh"
     assert emptied
+
+
+THERE, IN_LOAD, READ_ONLY = Mark("i", "g", "b"), Mark("i", "g", LOADING), Process("b", token=None, passive=True)
+NEW = str  # "" for each text that is fresh
+
+
+def test_rows_of_hugectr_are_older_than_what_the_database_below_was_modified_with():
+    assert opened(None, READ_ONLY, NEW) == (Mark("", "", "b"), True)
+    assert opened(None, replace(READ_ONLY, passive=False), NEW) == (Mark("", "", "b"), False)
+
+
+def test_rows_are_taken_over_of_the_same_files_under_their_other_name_and_of_nobody():
+    me = Process("b", "a", None)
+    assert opened(Mark("i", "g", "a"), me, NEW) == opened(Mark("i", "g"), me, NEW) == (Mark("i", "", "b"), False)
+    for mark in (Mark("i", "g", "c"), Mark("i", "g", UNKNOWN, ("*",))):
+        assert opened(mark, me, NEW) is None
+
+
+def test_a_table_that_was_modified_since_is_not_a_lost_one():
+    assert rows_lost(Mark("i", "g"), None)
+    assert not rows_lost(Mark("i", "g", UNKNOWN, ("*",)), None)
+
+
+def test_who_writes_is_a_writer_except_during_a_load_and_the_one_longest_known_is_forgotten():
+    me, many = Process("b", token="w"), tuple(f"w{i}" for i in range(MOST_WRITERS))
+    assert taken(THERE, me, NEW) == Mark("i", "", "b", ("w",))
+    assert taken(IN_LOAD, me, NEW) == Mark("i", "", LOADING)
+    assert taken(replace(THERE, writers=many), me, NEW).writers == (*many[1:], "w")
+
+
+def test_rows_below_are_added_where_they_are_the_latest_and_nobody_loads():
+    assert may_promote(THERE, Process("b"))
+    assert not may_promote(THERE, READ_ONLY)
+    assert not may_promote(IN_LOAD, Process())
+
+
+def test_with_nothing_below_rows_count_that_a_load_has_begun_to_replace():
+    assert counts(IN_LOAD, Process(), THERE)
+    assert not counts(replace(IN_LOAD, incarnation="j"), Process(), THERE)
+
+
+def test_what_was_on_its_way_before_a_load_begins_or_ends_is_refused():
+    assert begun(THERE, NEW) == Mark("i", "", LOADING)
+    assert loaded(IN_LOAD, "b", NEW) == Mark("i", "", "b")
 
 
 @pytest.mark.parametrize("text", [None, b"", b"0123456789abcdef", b"a b c", b"a b c d e", b"a b c ,", b"a b ? -"])

@@ -1,16 +1,20 @@
 """Online updates in the persistent database: what it keeps of their order over restarts, failures, loads and older releases."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from hps.databases.base import LoadRecord, LogPosition
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseError, ReadOnlyError
+from hps.databases.rocks_db.engine import DiskFullError
+from hps.errors import DatabaseCorruptError, DatabaseError, ReadOnlyError
 from hps.testing.databases import DIM, OTHER, TAG, applied, changes_of, distinct_keys, fetched, vectors_of
-from tests.tables.rocks_database import opened
+from hps.testing.waiting import PATIENCE_S
+from tests.tables.rocks_database import assert_holds, insert, opened
 
 KEYS = distinct_keys(350)
 POSITIONS = {"p": LogPosition("17", 10)}
@@ -107,6 +111,43 @@ def test_a_database_that_was_opened_again_goes_on_with_what_is_on_disk(table: Ro
     assert table.follow_log(TAG) == POSITIONS
     assert applied(table, TAG, changes_of(KEYS[:3], [9, 10, 11], version=2)) == [False, True, True]
     assert not table._engine.stuck
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        {"check_directory": DatabaseCorruptError("damaged")},
+        {"clear_staging": DatabaseError("no descriptor")},
+        {"clear_staging": DiskFullError("full"), "opened_in_view": DatabaseError("no descriptor")},
+    ],
+    ids=" and ".join,
+)
+def test_an_opening_that_fails_holds_nothing_and_one_again_is_tried_now_and_then(
+    path: Path, monkeypatch: pytest.MonkeyPatch, failing: dict[str, DatabaseError]
+):
+    def fails(work: Callable[[], object]) -> None:
+        with monkeypatch.context() as patched:
+            for function, error in failing.items():
+                patched.setattr(f"hps.databases.rocks_db.directory.{function}", Mock(side_effect=error))
+            with pytest.raises(DatabaseError, match=r"damaged|no descriptor"):
+                work()
+
+    monkeypatch.setattr("hps.databases.rocks_db.database._RECOVER_EVERY_S", PATIENCE_S)
+    with opened(path) as table:
+        insert(table, KEYS)
+        table._engine.stuck = True  # as a write that failed leaves it
+        fails(lambda: insert(table, KEYS, 1))
+        for _ in range(2):
+            with pytest.raises(DatabaseError, match=r"damaged|no descriptor"):
+                fetched(table, TAG, KEYS, DIM)
+        table._recover_at = 0.0  # the time for the next try
+        assert_holds(table, KEYS)
+        insert(table, KEYS, 1)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    fails(lambda: RocksDatabase(path))
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    with opened(path) as table:
+        assert_holds(table, KEYS, 1)
 
 
 def test_a_table_that_is_loaded_from_other_files_forgets_the_log_and_one_whose_files_moved_does_not(path: Path):

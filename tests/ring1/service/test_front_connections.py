@@ -289,6 +289,23 @@ async def test_a_client_that_leaves_ends_what_the_owners_application_does_for_it
 
 
 @beside(playing)
+async def test_only_the_head_of_a_relayed_answer_is_told_that_it_is_the_last(scene, front, owner, /, monkeypatch):
+    """Its other pieces may have lines, too."""
+
+    def ask(client, *_, **__):
+        for piece in (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n", b"a\r\n", b"b\r\n"):
+            client.relay(piece)
+        client.relayed(True)
+
+    monkeypatch.setattr(front.owner, "ask", ask)
+    for version, said in ((b"0", "close"), (b"1", None)):
+        client = await scene.connect()
+        client.send(b"GET /v1/models HTTP/1.%b\r\n\r\n" % version)
+        _, headers, body = await client.answer()
+        assert (headers["connection"], body) == (said, b"a\r\nb\r\n")
+
+
+@beside(playing)
 async def test_counts_of_versions_that_are_gone_are_forgotten_but_not_while_an_owner_starts(scene, front, owner, /):
     for _ in range(2):
         known = set(front.published.counts)

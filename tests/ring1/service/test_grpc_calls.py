@@ -96,6 +96,17 @@ async def test_the_slot_of_a_call_that_is_given_up_is_free_once_the_owner_has_an
         await wait_until_async(lambda: is_clean(front), "its slot is free")
 
 
+@beside(playing)
+async def test_calls_that_are_refused_are_counted_where_no_lookup_begins(scene, front, owner, /):
+    caller = await Caller.connected(scene, front)
+    for _ in range(2):
+        for headers in ({"grpc_timeout": "soon"}, {"path": "/none"}):
+            caller.call([1], **headers)
+            while (await caller.next()).kind != HEADERS:
+                pass
+    assert front.metrics.figures()["counts"] == {"400 /inference.GRPCInferenceService/ModelInfer": 2, "405 unknown": 2}
+
+
 @pytest.mark.parametrize("how", ["reset", "connection"])
 @beside(playing)
 async def test_the_slot_of_an_answer_that_is_not_read_is_free_when_its_client_leaves(scene, front, owner, /, how):

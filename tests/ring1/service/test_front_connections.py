@@ -64,6 +64,20 @@ async def clean(front, *, connections=None):
         await wait_until_async(lambda: len(front.connections.order) == connections, "the connections have ended")
 
 
+@beside(playing)
+async def test_requests_that_begin_alike_have_the_ids_they_name_and_count_for_their_tokens(scene, front, owner, /):
+    trace, client = "4bf92f3577b34da6a3ce929d0e0e4736", await scene.connect()
+    given = {"X-Request-Id: a": "a", f"traceparent: 00-{trace}-00f067aa0ba902b7-01": trace, "Authorization: Bearer b": None}
+    for line, named in given.items():
+        if named is None:
+            owner.publish(settings={**SETTINGS, "bearer_token": "b"}, m=owner.deploy())
+        for _ in range(2):
+            client.send(*request([1], line))
+            owner.complete(await owner.job())
+            assert named in (None, (await client.answer())[1]["x-request-id"])
+    assert front.metrics.figures()["who"] == {"200 bearer token": 2}
+
+
 @pytest.mark.parametrize("arrived", [0, 40, 8 * WHOLE])
 @pytest.mark.parametrize("again", [False, True])  # a connection remembers how its last request began
 @beside(playing, slot_wait_s=0.05)

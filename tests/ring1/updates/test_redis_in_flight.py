@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as Broken
+from redis.exceptions import ResponseError
 
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.updates.base import Message, Partition
@@ -139,6 +141,27 @@ def test_room_that_a_failed_read_had_is_free_again() -> None:
             streams.read()
         assert streams.log.queued_bytes == 0
     assert whole(streams, 3) == [0, 1, 2]
+
+
+def test_streams_are_looked_at_now_and_then_and_at_once_if_one_is_none(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, done = Streams([FIRST]), list[str]()
+    replies = iter(["", "", "later", "", "WRONGTYPE", "", "close"])
+
+    def xread(*asked: object) -> list[Any]:
+        done.append("read")
+        if (reply := next(replies)) == "WRONGTYPE":
+            raise ResponseError(reply)
+        if reply == "later":
+            now.now += 10.0
+        if reply == "close":
+            streams.log.closing.set()
+        return []
+
+    monkeypatch.setattr(streams.reader, "_find", lambda client: None)
+    monkeypatch.setattr(streams.reader, "_look", lambda client: done.append("look"))
+    client: Any = SimpleNamespace(xread=xread)
+    streams.reader._serve(client)
+    assert done == ["look", "read", "read", "read", "look", "read", "read", "look", "read", "read"]
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])

@@ -14,10 +14,12 @@ from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.sets import CLOCK, PROBATION, WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
+from hps.ground.key_sets import SHARED_KEYS
 from hps.ground.rows import encode
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
 from hps.testing.caches import (
+    Create,
     VersionedCacheContract,
     distinct_keys,
     spec,
@@ -47,6 +49,13 @@ class TestNumpyCache(VersionedCacheContract):
 
     def raw_version(self, cache: EmbeddingCache) -> np.ndarray:
         return cache._open[0].lines.view(np.uint16)[:1, 0]
+
+    @pytest.mark.usefixtures("four_threads")
+    @pytest.mark.parametrize("n", [SHARED_KEYS - 1, SHARED_KEYS])
+    def test_misses_become_resident_whether_or_not_threads_share_them(self, create: Create, n: int) -> None:
+        cache, keys = create(spec(4), 4 * n), distinct_keys(n)
+        assert self.lookup(cache, [self.segment(cache, 0, keys)], keys) == [n]
+        assert self.resident(cache, keys).all()
 
 
 @pytest.fixture

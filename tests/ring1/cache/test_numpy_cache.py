@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.sets import CLOCK, PROBATION, WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
+from hps.ground.key_sets import SHARED_KEYS
 from hps.ground.rows import encode
 from hps.tensors.bags import Combiner, Pooling
+from hps.tensors.pooling import pool_rows
 from hps.tensors.segments import Segment
 from hps.testing.caches import (
+    Create,
     VersionedCacheContract,
     distinct_keys,
     spec,
@@ -47,6 +51,21 @@ class TestNumpyCache(VersionedCacheContract):
 
     def raw_version(self, cache: EmbeddingCache) -> np.ndarray:
         return cache._open[0].lines.view(np.uint16)[:1, 0]
+
+    @pytest.mark.usefixtures("four_threads")
+    @pytest.mark.parametrize("n", [SHARED_KEYS - 1, SHARED_KEYS])
+    def test_misses_become_resident_whether_or_not_threads_share_them(self, create: Create, n: int) -> None:
+        cache, keys = create(spec(4), 4 * n), distinct_keys(n)
+        assert self.lookup(cache, [self.segment(cache, 0, keys)], keys) == [n]
+        assert self.resident(cache, keys).all()
+
+    @pytest.mark.usefixtures("four_threads")
+    def test_threads_share_few_long_bags_of_wide_missing_vectors(self, create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache, keys, bounds = create(spec(512), 100), distinct_keys(50), np.arange(9) * (SHARED_KEYS // 4)
+        shared = Mock(side_effect=pool_rows)
+        monkeypatch.setattr("hps.cache.cpu.cache.pool_rows", shared)
+        self.lookup(cache, [self.bags(cache, 0, np.resize(keys, bounds[-1]), bounds)], keys)
+        assert shared.call_count > 1
 
 
 @pytest.fixture

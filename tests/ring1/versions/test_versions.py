@@ -150,7 +150,9 @@ def test_nothing_stays_of_a_swap_that_died(document: Make, keep_versions: int, l
         assert version_of(server) == 3
 
 
-@pytest.mark.parametrize(("change", "when"), [("insert", "before"), ("delete", "meanwhile"), ("apply", "meanwhile")])
+@pytest.mark.parametrize(
+    ("change", "when"), [("insert", "before"), ("delete", "meanwhile"), ("apply", "meanwhile"), ("evict", "before")]
+)
 def test_a_delta_has_the_rows_of_its_bases_files_and_no_online_writes(
     document: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, when: str
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_delta_has_the_rows_of_its_bases_files_and_no_online_writes(
             "insert": lambda: server.insert(keys, vectors, "ranker", "user"),
             "delete": lambda: server.delete(keys, "ranker", "user"),
             "apply": lambda: server.model("ranker").apply(0, RowChanges(keys, vectors, np.ones(keys.size, np.int64)), {}),
+            "evict": lambda: server._chain.databases[0].delete(server.model("ranker").tables[0].tag, keys),
         }
         write: Callable[[], object] = changes[change]
         if change == "apply":

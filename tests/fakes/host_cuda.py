@@ -384,7 +384,7 @@ def install() -> None:
     tables.SpreadMemory = _SpreadMemory  # type: ignore[assignment,misc]
     spread_memory._driver = lambda: SimpleNamespace(cuDeviceGetP2PAttribute=_attribute_of_link)
     library = SimpleNamespace(cuLaunchKernelEx=_launch_early)
-    ours.ctypes = SimpleNamespace(**vars(ctypes) | {"CDLL": lambda _name: library})  # type: ignore[assignment]
+    ours.ctypes = SimpleNamespace(**vars(ctypes) | {"CDLL": lambda _name: library})  # type: ignore[assignment,attr-defined]
 
 
 _NULL = SimpleNamespace(ptr=0, synchronize=_nothing)

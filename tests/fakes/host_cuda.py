@@ -245,7 +245,8 @@ class Array:
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
-        self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=_get_device())
+        self.device = _Device()
+        self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=self.device.id)
         self.dtype, self.shape, self.size, self.flags = array.dtype, array.shape, array.size, array.flags
 
     def __len__(self) -> int:
@@ -269,6 +270,7 @@ class Array:
 
 def _launch(handle: int, blocks: int, *rest: Any) -> None:
     (name, constants), address = _functions[handle - 1], rest[7]
+    assert rest[2] % 32 == 0, "lanes of a warp are missing"
     pointer = ctypes.c_void_p.from_address(address).value or 0
     from hps.cache.cuda import kernels
 
@@ -284,6 +286,12 @@ def _launch(handle: int, blocks: int, *rest: Any) -> None:
     }[name]
     launches.append(name)
     _KERNELS[name](memoryview((ctypes.c_uint8 * size).from_address(pointer)).cast("B"), blocks, constants)
+
+
+def _launch_early(config: int, handle: int, arguments: int, _extra: None) -> int:
+    """`cuLaunchKernelEx`, of grid, block, shared memory and stream."""
+    _launch(handle, *at(config, 7, np.uint32).tolist(), int(at(config + 32, 1, np.uint64)[0]), arguments, 0)
+    return 0
 
 
 def _compile(code: str, name: str) -> int:
@@ -375,7 +383,8 @@ def install() -> None:
     ours.kernels_of = cache(lambda _device: KernelCache(_compile))
     tables.SpreadMemory = _SpreadMemory  # type: ignore[assignment,misc]
     spread_memory._driver = lambda: SimpleNamespace(cuDeviceGetP2PAttribute=_attribute_of_link)
-    ours.DependentLaunch = lambda _device: None  # type: ignore[assignment,misc]
+    library = SimpleNamespace(cuLaunchKernelEx=_launch_early)
+    ours.ctypes = SimpleNamespace(**vars(ctypes) | {"CDLL": lambda _name: library})  # type: ignore[assignment,attr-defined]
 
 
 _NULL = SimpleNamespace(ptr=0, synchronize=_nothing)

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from hps.cache.base import ALONE, DeviceSharing
+from hps.cache.cuda import kernels
+from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import CapacityError, ConfigError, DeviceError, DeviceMemoryError, InvalidInputError
 from hps.tensors.bags import Combiner, Pooling
-from hps.tensors.segments import Segment
+from hps.tensors.segments import Segment, SeparateSegments
 from hps.testing.caches import spec
 from tests.fakes import host_cuda
+from tests.fakes.populating_pinner import PopulatingPinner
 
 MIB = 1 << 20
 SHARED = DeviceSharing((0, 1))
@@ -24,11 +27,11 @@ def modules() -> Iterator[SimpleNamespace]:
     with host_cuda.installed():
         from cupy_backends.cuda.api import runtime
 
-        from hps.cache.cuda import device, pooling, spread_memory, tensors
+        from hps.cache.cuda import batches, device, links, pooling, spread_memory, tensors
         from hps.cache.cuda.cache import CupyCache
 
         ours = {"device": device, "pooling": pooling, "spread_memory": spread_memory, "tensors": tensors, "cache": CupyCache}
-        yield SimpleNamespace(runtime=runtime, **ours)
+        yield SimpleNamespace(runtime=runtime, batches=batches, links=links, **ours)
 
 
 @pytest.fixture
@@ -222,3 +225,84 @@ def test_lists_of_bags_have_room_for_every_key_and_begin_without_misses(modules:
     assert (entries == 0xFFFFFFFF).all()
     assert not places.any()
     assert not divisors.any()
+
+
+def test_a_kernel_that_begins_early_has_the_grid_stream_and_arguments_of_another(
+    modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(host_cuda, "_launch", lambda *words: launched.append(words))
+    arguments = modules.device.Arguments(8)
+    modules.device.DependentLaunch(0).launch(3, 5, 64, arguments, 9)
+    assert launched == [(3, 5, 1, 1, 64, 1, 1, 0, 9, arguments.address, 0)]
+
+
+def test_a_table_shows_an_attached_cache_the_layout_that_it_has_already(modules: SimpleNamespace) -> None:
+    database = HashMapDatabase()
+    database.open_table("t", 3)
+    database.insert("t", np.arange(10), np.zeros((10, 3), np.float32))
+    table = database.host_table("t")
+    table.pin(PopulatingPinner())
+    attached = modules.links.AttachedTable(0, table, authoritative=True)
+    assert attached.present.host is table.layout()
+    assert host_cuda.at(attached.where, 1, np.uint64)[0] == attached.present.where
+    attached.close()
+    database.close()
+
+
+def test_lists_of_a_batch_have_room_for_every_key(modules: SimpleNamespace) -> None:
+    from hps.cache.cuda import batch_loop
+
+    lane, most, bins = modules.batches._Lane(0, 0), batch_loop.MOST_KEYS, 4 * kernels.MOST_BINS
+    missing, places, _counts, *lists = kernels.ANSWER_TAIL.unpack_from(lane._answer.tobytes(), batch_loop.ANSWER_TAIL_AT)
+    leaders, ranks, order, states, left, left_places, _, slots, first_bin = lists[:9]
+    epochs, versions, versions_after = lists[12:15]
+    stripes, end = 8 * kernels.STRIPES * batch_loop.AT_ONCE, lane._lists.pointer + lane._lists.size_bytes
+    of_keys = [(at, 8 * most) for at in (missing, left, slots)] + [(states, most)]
+    of_keys += [(at, 4 * most) for at in (places, leaders, ranks, order, left_places)]
+    others = [(first_bin, bins), (epochs, 8 * batch_loop.AT_ONCE), (versions, stripes), (versions_after, stripes)]
+    starts = sorted(of_keys + others)
+    assert all(at + size <= after for (at, size), (after, _) in zip(starts, [*starts[1:], (end, 0)], strict=True))
+
+
+def test_rows_that_are_too_many_to_be_read_in_place_are_copied_where_they_belong(modules: SimpleNamespace) -> None:
+    count, width = 2000, 64
+    lookup = modules.cache.create([spec(width)], [1000], 0).create_lookup()
+    out = np.zeros((count, width), np.float32)
+    assert lookup.query([Segment(0, np.arange(count), out)]) == count
+    [missed] = lookup.unique()
+    missed.buffer()[:] = rows = np.arange(count * width, dtype=np.float32).reshape(count, width)
+    assert missed._staged
+    for start in (0, 1000):
+        missed.stage(start, start + 1000)
+    assert (host_cuda.at(missed._vectors, rows.size, np.float32) == rows.ravel()).all()
+
+
+def test_segments_without_keys_are_not_asked_for(modules: SimpleNamespace) -> None:
+    rows = modules.tensors.PlacedRows([], (5, 6, 7), [2, 0, 3], ([1, 2, 3], [10, 20, 30], [0, 0, 4]), {}, masked=True)
+    assert rows.asked() == [(0, 5, 2, 10, 0, 0), (2, 7, 3, 30, 4, 2)]
+
+
+def test_keys_that_are_not_aligned_are_refused_wherever_they_lie(modules: SimpleNamespace) -> None:
+    memory, out = np.zeros(100, np.int32), host_cuda.Array(np.zeros((1, 4), np.float32))
+    first = memory.ctypes.data % 8 // 4 ^ 1
+    for place in range(first, first + 36, 2):
+        keys = host_cuda.Array(memory[place : place + 2].view(np.int64))
+        with pytest.raises(InvalidInputError, match="not aligned to int64"):
+            modules.tensors.TensorReader(0).place([Segment(0, keys, out)], [4], [""], modules.device.PinnedBuffer())
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_separate_tensors_of_torch_are_found_if_all_are_as_kernels_read_them(modules: SimpleNamespace, dtype: str) -> None:
+    import torch
+
+    keys, outs = [torch.zeros(n, dtype=getattr(torch, dtype)) for n in (3, 2)], [torch.zeros(n, 4) for n in (3, 2)]
+    reader = modules.tensors.TensorReader(keys[0].get_device())
+    reader.start()
+    reader._torch_stream = lambda _device: 7
+    placed = reader._separate(SeparateSegments([1, 0], [3, 2], keys, outs, [spec(4), spec(4)], of_torch=True), [4, 4])
+    if dtype == "int32":
+        assert placed is None
+    else:
+        assert (placed.keys, placed.outs) == ([one.data_ptr() for one in keys], [one.data_ptr() for one in outs])
+        assert reader.streams == {7}

@@ -1,5 +1,6 @@
 """Threads that read and check while a test writes."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ def reading(read: Callable[[np.random.Generator], int], threads: int = 3) -> Ite
         threads: how many threads read.
 
     Yields:
-        How many vectors each thread has checked so far.
+        How many vectors each thread has checked so far; of one that failed `sys.maxsize`, so that no block waits for it.
 
     Raises:
         Exception: the first that `read` raised, once the block has ended.
@@ -28,8 +29,12 @@ def reading(read: Callable[[np.random.Generator], int], threads: int = 3) -> Ite
 
     def read_on(seed: int) -> None:
         random = np.random.default_rng(seed)
-        while not done.is_set() or not checked[seed]:
-            checked[seed] += read(random)
+        try:
+            while not done.is_set() or not checked[seed]:
+                checked[seed] += read(random)
+        except BaseException:
+            checked[seed] = sys.maxsize
+            raise
 
     with ThreadPoolExecutor(threads) as pool:
         readers = [pool.submit(read_on, seed) for seed in range(threads)]

@@ -129,6 +129,12 @@ def tests_of(path: Path, *, ring2: bool) -> list[str]:
     return [test for _, test in sorted(found)]
 
 
+def _is_in(path: Path, node: str) -> bool:
+    """Whether a file has a test or a class that a node begins with."""
+    name = re.split(r"::|\[", node)[0]
+    return not name or re.search(rf"\b(def|class) {name}\b|\b{name}\b.* = ", path.read_text("utf-8")) is not None
+
+
 def named_bugs() -> tuple[list[Mutant], list[str]]:
     """Return the bugs of bugs.toml, and what is wrong with those that have no place in the tree."""
     tests = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
@@ -141,6 +147,8 @@ def named_bugs() -> tuple[list[Mutant], list[str]]:
             stale.append(f"{entry['name']}: {entry['find']!r} stands {count} times in {entry['file']}, expected once")
         elif wrong := [file for (file, _, _), those in zip(named, files, strict=True) if len(those) != 1]:
             stale.append(f"{entry['name']}: {wrong} name no file or several in tests/")
+        elif wrong := [node for (_, _, node), (test,) in zip(named, files, strict=True) if not _is_in(ROOT / test, node)]:
+            stale.append(f"{entry['name']}: no test is called {wrong}")
         else:
             nodes = [those[0] + colons + node for (_, colons, node), those in zip(named, files, strict=True)]
             mutants.append(Mutant(entry["name"], entry["bug"], path, source.replace(entry["find"], entry["put"]), nodes))

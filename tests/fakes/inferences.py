@@ -1,6 +1,5 @@
 """Inference requests as a front decodes them, with memory of their own for the answer."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,19 +30,3 @@ def read_answer(request: Inference | JSONLookup) -> tuple[Any, bytes]:
     """The parsed JSON part of an answer, and its binary part."""
     body, length = body_of(request)
     return orjson.loads(body[:length]), b"" if length is None else body[length:]
-
-
-_NAMES = {"int64": "INT64", "int32": "INT32", "float64": "FP64", "float32": "FP32", "float16": "FP16", "bool": "BOOL"}
-
-
-def with_tensors(
-    arrays: Mapping[str, np.ndarray], *, binary: bool, shapes: Mapping[str, Any] | None = None, padding: str = "", **more: Any
-) -> tuple[bytes, int | None]:
-    """The body of a request with these inputs, and the length of its JSON part where binary tensors follow."""
-    inputs = [
-        {"name": name, "datatype": _NAMES[one.dtype.name], "shape": (shapes or {}).get(name, [*one.shape])}
-        | ({"parameters": {"binary_data_size": one.nbytes}} if binary else {"data": one.ravel().tolist()})
-        for name, one in arrays.items()
-    ]
-    text = orjson.dumps({"inputs": inputs, **more}) + padding.encode()
-    return (text + b"".join(one.tobytes() for one in arrays.values()), len(text)) if binary else (text, None)

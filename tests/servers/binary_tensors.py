@@ -1,4 +1,4 @@
-"""Requests and answers of the open inference protocol with binary tensors over HTTP, written and read by hand."""
+"""Requests and answers of the open inference protocol, written and read by hand."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,21 @@ import numpy as np
 import orjson
 
 DTYPES = {"FP32": "<f4", "FP16": "<f2", "BF16": "<u2", "FP64": "<f8", "BOOL": "?"}
-NAMES = {"<i8": "INT64", "<i4": "INT32", "<f4": "FP32"}
+NAMES = {"int64": "INT64", "int32": "INT32", "float64": "FP64", "float32": "FP32", "float16": "FP16", "bool": "BOOL"}
 LENGTH = "Inference-Header-Content-Length"
+
+
+def with_tensors(
+    arrays: Mapping[str, np.ndarray], *, binary: bool, shapes: Mapping[str, Any] | None = None, padding: str = "", **more: Any
+) -> tuple[bytes, int | None]:
+    """The body of a request with these inputs, and the length of its JSON part where binary tensors follow."""
+    inputs = [
+        {"name": name, "datatype": kind_of(one), "shape": (shapes or {}).get(name, [*one.shape])}
+        | ({"parameters": {"binary_data_size": one.nbytes}} if binary else {"data": one.ravel().tolist()})
+        for name, one in arrays.items()
+    ]
+    text = orjson.dumps({"inputs": inputs, **more}) + padding.encode()
+    return (text + b"".join(one.tobytes() for one in arrays.values()), len(text)) if binary else (text, None)
 
 
 def request_of(arrays: Mapping[str, np.ndarray], **members: Any) -> tuple[dict[str, str], bytes]:
@@ -17,12 +30,8 @@ def request_of(arrays: Mapping[str, np.ndarray], **members: Any) -> tuple[dict[s
     Args:
         members: of its JSON, such as `parameters`.
     """
-    inputs = [
-        {"name": name, "datatype": kind_of(one), "shape": one.shape, "parameters": {"binary_data_size": one.nbytes}}
-        for name, one in arrays.items()
-    ]
-    text = orjson.dumps({"inputs": inputs, **members})
-    return {LENGTH: str(len(text))}, text + b"".join(one.tobytes() for one in arrays.values())
+    body, length = with_tensors(arrays, binary=True, **members)
+    return {LENGTH: str(length)}, body
 
 
 def tensors_of(headers: Any, body: bytes) -> dict[str, np.ndarray]:
@@ -37,4 +46,4 @@ def tensors_of(headers: Any, body: bytes) -> dict[str, np.ndarray]:
 
 
 def kind_of(array: np.ndarray) -> str:
-    return NAMES[array.dtype.newbyteorder("<").str]
+    return NAMES[array.dtype.name]

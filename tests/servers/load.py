@@ -48,3 +48,4 @@ class Load:
         self._stopping.set()
         for one in self._threads:
             one.join(PATIENCE_S)
+        assert not any(one.is_alive() for one in self._threads), f"{PATIENCE_S:g} s passed before they had ended"

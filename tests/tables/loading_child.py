@@ -1,15 +1,13 @@
 """`python -m tests.tables.loading_child PROGRAM CONFIG DIM PHASE ROW`: load in steps, and stop after a chosen moment.
 
-PROGRAM is `load` (the command `hps load`), `serve` (a parameter server that starts) or `delta`: CONFIG is then a directory, in
-which version 2 of the model in `shop` is loaded into `rocksdb`, from version 1 there if it is there. A phase is a step of the
-databases, such as `ingest`. Before the first step PHASE at row ROW or later, this process prints `<phase> <row>`; it does that
-step, prints `held 0` and waits instead of the next. A parent that kills this process after the first of these lines kills it
+PROGRAM is `load` (the command `hps load`) or `serve` (a parameter server that starts). A phase is a step of the databases,
+such as `ingest`. Before the first step PHASE at row ROW or later, this process prints `<phase> <row>`; it does that step,
+prints `held 0` and waits instead of the next. A parent that kills this process after the first of these lines kills it
 somewhere in that step. A load that never reaches the step prints `whole` before it waits.
 """
 
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import hps
@@ -18,7 +16,6 @@ from hps.databases.rocks_db import engine as rocks_db_engine
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.models import files as model_files
-from tests.tables.deltas import load_version
 
 CHUNK_ROWS, BATCH_ROWS, UNMERGED_FILES = 2000, 4000, 5
 STEPS = {
@@ -39,7 +36,7 @@ class Moment:
 
     def __init__(self, phase: str, row: int) -> None:
         self.phase, self.row = phase, row
-        self.at = self.loaded = 0
+        self.at = 0
         self.came = False
 
     def step(self, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,8 +67,7 @@ def main(program: str, config: str, dim: int, moment: Moment) -> None:
     real = RocksDatabase.load_chunk
 
     def load_chunk(self: RocksDatabase, tag: str, keys: Any, vectors: Any, record: Any) -> None:
-        moment.at = moment.loaded if program == "delta" else record.rows_done - keys.size
-        moment.loaded += keys.size
+        moment.at = record.rows_done - keys.size
         real(self, tag, keys, vectors, record)
 
     model_files.CHUNK_BYTES = CHUNK_ROWS * (8 + 4 * dim)
@@ -84,11 +80,6 @@ def main(program: str, config: str, dim: int, moment: Moment) -> None:
         from hps.cli.app import app
 
         app(["load", config], standalone_mode=False)
-        tell("whole", moment.at)
-        hold()
-    if program == "delta":
-        with closing(RocksDatabase(f"{config}/rocksdb")) as database:
-            load_version(f"{config}/shop", "2", [database])
         tell("whole", moment.at)
         hold()
     with hps.HPS(config):

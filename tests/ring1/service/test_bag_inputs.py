@@ -12,7 +12,8 @@ from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.request_checks import ModelTables
 from hps.tensors.bags import Combiner
 from hps.types import TableSpec
-from tests.fakes.inferences import decode_request, read_answer, with_tensors
+from tests.fakes.inferences import decode_request, read_answer
+from tests.servers.binary_tensors import with_tensors
 
 MODEL = ModelTables("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
 ONE = ModelTables("one", (TableSpec("one", "item", 3, 0.5, 50),))

@@ -23,8 +23,9 @@ from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.open_inference import lay_out_body
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
-from tests.fakes.inferences import body_of, decode_request, with_tensors
+from tests.fakes.inferences import body_of, decode_request
 from tests.fakes.region_front import RegionFront
+from tests.servers.binary_tensors import with_tensors
 
 DIMS, MOST_KEYS = (2, 5, 1), 40
 NAMES = ("user", "item", "word")

@@ -12,7 +12,8 @@ from hps.errors import HPSError
 from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
-from tests.fakes.inferences import decode_request, read_answer, with_tensors
+from tests.fakes.inferences import decode_request, read_answer
+from tests.servers.binary_tensors import with_tensors
 
 MAX_KEYS = 64
 MODEL = ModelTables("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))

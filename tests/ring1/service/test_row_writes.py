@@ -9,7 +9,7 @@ import pytest
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
 from hps.service.protocol.row_writes import MAX_JSON_BYTES, check_finite, decode_keys, decode_rows
 from hps.types import TableSpec
-from tests.fakes.inferences import with_tensors
+from tests.servers.binary_tensors import with_tensors
 
 DIM, MOST = 8, 100
 TABLE = TableSpec("shop", "item", DIM, 0.0, 1000)

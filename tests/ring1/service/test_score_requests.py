@@ -14,8 +14,8 @@ from hps.scoring.features import Output, features_of
 from hps.service.protocol import score_requests
 from hps.service.protocol.request_checks import PublishedNetwork
 from hps.service.protocol.score_requests import ScoreBody, answer_text, decode_rows, decode_scores, rows_text, text_of
-from tests.fakes.inferences import with_tensors
 from tests.fakes.region_front import tables_of
+from tests.servers.binary_tensors import with_tensors
 
 INPUTS: dict[str, Any] = {
     "user": {"table": "t0", "per_request": True},

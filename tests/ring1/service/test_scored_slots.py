@@ -21,9 +21,9 @@ from hps.service.fronts.scores import PlacedScores, score_plan
 from hps.service.owner import FrontLink
 from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.service.protocol.score_requests import decode_scores
-from tests.fakes.inferences import with_tensors
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 from tests.fakes.region_front import GuardedMemory
+from tests.servers.binary_tensors import with_tensors
 
 INPUTS: dict[str, Any] = {
     "item": {"table": "t0"},

@@ -31,6 +31,7 @@ aten: Any = torch.ops.aten
 _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _ROWS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _POOLINGS: Final = ("sum", "mean", "max")
+_TO_THE_END: Final = 2**63 - 1
 _SAMPLES: Final = sympy.Symbol("samples", integer=True, nonnegative=True)
 
 
@@ -81,6 +82,7 @@ class Cut:
 
     Attributes:
         shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
+        ragged: by name of an input with an element for each key of bags, the input with their offsets.
         sizes: of the examples, by name, without `samples`.
         guards: what the programs rely on, as conditions on sizes.
         lookups: in the order of the graph.
@@ -98,15 +100,17 @@ class Cut:
             if node.op == "call_module":  # its guards on sizes, which `_Sizes` has as data
                 self.graph.erase_node(node)
         self._refuse_changes()
+        self._drop_whole_slices()
         self.inputs: dict[str, fx.Node] = dict(
             zip(inputs.tensors, [node for node in self.graph.nodes if node.op == "placeholder"], strict=True)
         )
         out = next(node for node in self.graph.nodes if node.op == "output")
-        (flat,) = (pytree.tree_leaves(out.args),)
         self.outputs: dict[str, fx.Node] = dict(zip(program.call_spec.out_spec.context, _leaves(out), strict=True))
         self.lookups = self._find_lookups()
         self._refuse_two_levels()
-        sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs)
+        weights = {f"{name}.weights": offsets for name, offsets in inputs.ragged.items() if f"{name}.weights" in self.inputs}
+        self.ragged = self._find_ragged() | inputs.ragged | weights
+        sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged)
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
         self.notes += sizes.notes
         for number, lookup in enumerate(self.lookups):
@@ -136,6 +140,14 @@ class Cut:
                     f"{self._doing}: {node.target} draws random numbers in evaluation mode{line_of(node)}; pass "
                     "training=self.training to a dropout, and give random numbers as an input"
                 )
+
+    def _drop_whole_slices(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.target is aten.slice.Tensor:
+                got = _arguments(node)
+                if got["start"] in (None, 0) and got["step"] == 1 and got["end"] in (None, _TO_THE_END):
+                    node.replace_all_uses_with(node.args[0])
+                    self.graph.erase_node(node)
 
     def _refuse_two_levels(self) -> None:
         nodes = {lookup.node: lookup for lookup in self.lookups}
@@ -250,6 +262,20 @@ class Cut:
                 return source
         return Source(source.node, names[node]) if node in names else source
 
+    def _find_ragged(self) -> dict[str, str]:
+        """Find the inputs with an element for each key of bags, and the inputs that are the offsets of these bags."""
+        found: dict[str, str] = {}
+        names = {one: name for name, one in self.inputs.items()}
+        for lookup in self.lookups:
+            offsets = lookup.parts.get("offsets")
+            if offsets is None or offsets.node not in names:
+                continue
+            count = _expression(lookup.parts["keys"].node.meta["val"].shape[0])
+            for name, node in self.inputs.items():
+                if node is not offsets.node and _expression(node.meta["val"].shape[0]) == count:
+                    found[name] = names[offsets.node]
+        return found
+
     # -- programs ---------------------------------------------------------------------------------------------------------------
 
     def attribute(self, path: str) -> Any:
@@ -354,12 +380,14 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     for strict in (False, True):
         before = _attributes(module)
         try:
-            found = Cut(inputs, export(flat, inputs.tensors, strict=strict))
+            program = export(flat, inputs.tensors, strict=strict)
+        except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
+            first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
+            continue
+        try:
+            found = Cut(inputs, program)
         except InvalidInputError as error:
             first = first or error
-            continue
-        except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
-            first = first or _refused(inputs, error)
             continue
         after = _attributes(module)
         if changed := next((name for name, value in after.items() if not _same(before.get(name, ()), value)), None):
@@ -393,28 +421,31 @@ def export(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bo
 class _Sizes:
     """What a program says of sizes, in names: `samples`, and `hist_1` for dimension 1 of input `hist`."""
 
-    def __init__(self, doing: str, inputs: ModuleInputs, places: Mapping[str, fx.Node], outputs: Mapping[str, fx.Node]) -> None:
+    def __init__(self,
+        doing: str,
+        inputs: ModuleInputs,
+        places: Mapping[str, fx.Node],
+        outputs: Mapping[str, fx.Node],
+        ragged: Mapping[str, str],
+    ) -> None:
         self._doing = doing
         self.notes: list[str] = []
         dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in places.items()}
         rows = {name: _expression(node.meta["val"].shape[0]) for name, node in outputs.items()}
         environment = next(node.meta["val"].fake_mode.shape_env for node in places.values())
         samples = next(iter(rows.values()))
+        known = {symbol for sizes in dims.values() for size in sizes for symbol in size.free_symbols}
         for name, expression in rows.items():
-            if (
-                expression != samples
-                or not samples.free_symbols
-                or not samples.free_symbols <= {s for d in dims.values() for e in d for s in e.free_symbols}
-            ):
+            if expression != samples or not samples.free_symbols or not samples.free_symbols <= known:
                 self._refuse_rows(inputs, dims, name, expression)
         self._names: dict[Any, Any] = _solved(samples)
         if not self._names:
             self._refuse_rows(inputs, dims, next(iter(rows)), samples)
-        self.samples = 0
+        self.samples = self._count(inputs, dims)
         self.examples: dict[str, int] = {}
         for name, expressions in dims.items():
             for dim, expression in enumerate(expressions):
-                self._name(inputs, name, dim, expression)
+                self._name(name, dim, expression, inputs.tensors[name].shape[dim], is_ragged=name in ragged)
         self.shapes = {
             name: tuple(int(one) if one.is_Integer else self._text(one) for one in expressions)
             for name, expressions in dims.items()
@@ -439,17 +470,23 @@ class _Sizes:
             f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all outputs"
         )
 
-    def _name(self, inputs: ModuleInputs, name: str, dim: int, expression: Any) -> None:
-        actual = inputs.tensors[name].shape[dim]
+    def _count(self, inputs: ModuleInputs, dims: Mapping[str, Any]) -> int:
+        """Return the number of samples of the examples."""
+        for name, expressions in dims.items():
+            for dim, expression in enumerate(expressions):
+                if (found := self._renamed(expression)).free_symbols == {_SAMPLES}:
+                    return int(sympy.solve(found - inputs.tensors[name].shape[dim], _SAMPLES)[0])
+        return 0
+
+    def _name(self, name: str, dim: int, expression: Any, size: int, *, is_ragged: bool) -> None:
+        """Name the symbols of a size. As many rows as samples are taken for samples, which refuses more than the program does."""
         for symbol in expression.free_symbols:
             if symbol not in self._names:
-                self._names[symbol] = sympy.Symbol(re.sub(r"\W", "_", f"{name}_{dim}"), integer=True, nonnegative=True)
-        if isinstance(expression, sympy.Symbol):
-            named = self._names[expression]
-            if named.is_Symbol and named != _SAMPLES:
-                self.examples[str(named)] = actual
-        if not self.samples and _SAMPLES in (found := self._renamed(expression)).free_symbols and len(found.free_symbols) == 1:
-            self.samples = int(sympy.solve(found - actual, _SAMPLES)[0]) if found != _SAMPLES else actual
+                first = symbol == expression and not dim and not is_ragged and size == self.samples
+                own = sympy.Symbol(re.sub(r"\W", "_", f"{name}_{dim}"), integer=True, nonnegative=True)
+                self._names[symbol] = _SAMPLES if first else own
+        if expression.is_Symbol and self._names[expression].is_Symbol and self._names[expression] != _SAMPLES:
+            self.examples[str(self._names[expression])] = size
 
     def _renamed(self, expression: Any) -> Any:
         return expression.xreplace(self._names)
@@ -535,7 +572,10 @@ def line_of(node: fx.Node) -> str:
     """Return the line of the module that a node is of, in brackets; empty if nobody knows."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     home = torch.__file__.rpartition("/")[0]
-    places = [place for place, text in enumerate(lines) if text.strip().startswith("File") and home not in text]
+    ours = __file__.rpartition("/")[0]
+    places = [
+        place for place, text in enumerate(lines) if text.strip().startswith("File") and home not in text and ours not in text
+    ]
     if not places:
         return ""
     text = lines[places[-1] + 1].strip() if places[-1] + 1 < len(lines) else ""
@@ -638,9 +678,10 @@ def _uncast(node: fx.Node) -> tuple[fx.Node, int]:
 def _column(node: fx.Node) -> tuple[fx.Node, int | None, bool]:
     """Return the matrix of whose column a node is, its number, and whether the column is a matrix itself."""
     got, source = _arguments(node), node.args[0]
-    width = source.meta["val"].shape[1] if len(source.meta["val"].shape) == 2 else None  # type: ignore[union-attr]
-    if got["dim"] not in (1, -1) or not isinstance(width, int):
+    shape = [*map(_expression, source.meta["val"].shape)]  # type: ignore[union-attr]
+    if len(shape) != 2 or got["dim"] not in (1, -1) or not shape[1].is_Integer:
         return node, None, False
+    width = int(shape[1])
     if node.target is aten.select.int:
         return source, got["index"] % width, False  # type: ignore[return-value]
     start, end, step = got["start"] or 0, width if got["end"] is None else got["end"], got["step"]

@@ -25,7 +25,7 @@ from hps.torch.module_inputs import DTYPES, ModuleInputs
 from hps.torch.proof import Proof
 from hps.torch.ranks import gather
 from hps.torch.saving import write_tables
-from hps.torch.stand_ins import TracedCopy
+from hps.torch.traced_copy import TracedCopy
 
 _log = logging.getLogger(__name__)
 _FILES: Final = {"pt2": "dense.pt2", "aotinductor": "dense.pt2", "onnx": "dense.onnx"}
@@ -231,8 +231,9 @@ class _Description:
         for name, tensor in inputs.tensors.items():
             if name not in taken:
                 described[name] = {"dtype": DTYPES[tensor.dtype], "shape": self._shape(name)}
-        for lookup in found.lookups:
-            self._delimits(lookup, described)
+        for name, offsets in found.ragged.items():
+            if name in described and "shape" in described[name] and offsets in described:
+                described[offsets].setdefault("offsets_of", name)
         self.network, self.reads = found.network()
         sizes = {size for one in described.values() for size in _sizes_in(one.get("shape", ()))}
         self.entry: dict[str, Any] = {
@@ -324,17 +325,6 @@ class _Description:
         if not source.input:
             return {"output": self._names[source.node]}
         return {"input": source.input} | ({} if source.column is None else {"column": source.column})
-
-    def _delimits(self, lookup: Lookup, described: dict[str, Any]) -> None:
-        """Say of offsets which input they delimit: the one with as many elements as there are keys."""
-        offsets = lookup.parts.get("offsets")
-        if offsets is None or not offsets.input or "shape" not in described.get(offsets.input, {}):
-            return
-        count = lookup.parts["keys"].node.meta["val"].shape[0]
-        for name, node in self._cut.inputs.items():
-            if str(node.meta["val"].shape[0]) == str(count) and name in described and "shape" in described[name]:
-                described[offsets.input]["offsets_of"] = name
-                return
 
     def hotness(self, hotness: int | Mapping[str, int] | None) -> dict[str, int]:
         """Return the most keys of a sample, by table."""

@@ -191,7 +191,7 @@ class Proof:
         for what, order in orders.items():
             if (taken := self._take(torch.tensor(order))) is not None:
                 yield what, taken
-        keys = {name for name, one in tensors.items() if one.dtype in _KEYS and one.numel() and not self._delimits(name)}
+        keys = {name for name, one in tensors.items() if one.dtype in _KEYS and one.numel() and name not in self._cut.ragged.values()}
         for what, change in (
             ("other keys", lambda one: one.flatten().roll(1).reshape(one.shape)),
             ("keys in reverse", lambda one: one.flatten().flip(0).reshape(one.shape)),
@@ -216,42 +216,18 @@ class Proof:
             one = one.index_select(dim, torch.arange(length) % one.shape[dim])
         return one
 
-    def _delimits(self, name: str) -> bool:
-        return (
-            any(
-                source.input == name
-                for lookup in self._cut.lookups
-                for what, source in lookup.parts.items()
-                if what == "offsets"
-            )
-            or name in self._inputs.ragged.values()
-        )
-
     def _take(self, order: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """Take samples of the examples; None if they cannot be taken apart."""
         taken: dict[str, torch.Tensor] = {}
-        ragged: dict[str, str] = {}  # by name of values, the name of their offsets
-        shapes = self._cut.shapes
-        for lookup in self._cut.lookups:
-            if (offsets := lookup.parts.get("offsets")) is not None and offsets.input:
-                for name, node in self._cut.inputs.items():
-                    if shapes[name][0] != "samples" and str(node.meta["val"].shape[0]) == str(
-                        lookup.parts["keys"].node.meta["val"].shape[0]
-                    ):
-                        ragged[name] = offsets.input
-        ragged |= self._inputs.ragged
-        ragged |= {f"{name}.weights": offsets for name, offsets in self._inputs.ragged.items()}
-        delimiting = {*ragged.values()}
+        ragged = self._cut.ragged
         for name, one in self._inputs.tensors.items():
-            if name in delimiting:
-                continue
             if name in ragged:
                 taken |= self._take_ragged(name, one, ragged[name], order)
-            elif shapes[name][0] == "samples" and self._delimits(name) is False:
+            elif name not in ragged.values():
+                if self._cut.shapes[name][0] != "samples":
+                    return None
                 taken[name] = one[order]
-            else:
-                return None
-        return taken if {*taken} == {*self._inputs.tensors} else None
+        return taken
 
     def _take_ragged(self, name: str, one: torch.Tensor, offsets_name: str, order: torch.Tensor) -> dict[str, torch.Tensor]:
         offsets = self._inputs.tensors[offsets_name]

@@ -45,10 +45,9 @@ class TracedCopy:
                 self._real[id(blank)] = weight
                 self.is_sharded |= is_sharded(weight)
         self.module: nn.Module = copy.deepcopy(module, memo).eval()
-        paths: dict[int, str] = {}
-        for path, weight in (*self.module.named_parameters(), *self.module.named_buffers()):
-            paths.setdefault(id(weight), path)
-        self._paths = paths
+        every = self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
+        self._known = {path: id(weight) for found in every for path, weight in found}
+        self._paths = {weight: path for path, weight in reversed(self._known.items())}
 
     def tables(self, found: Cut) -> dict[str, tuple[str, Table | ShardedTable]]:
         """Return name and rows of each table that a module looks up, by the path of its weight in the cut.
@@ -77,8 +76,9 @@ class TracedCopy:
     def restore(self, found: Cut) -> None:
         """Put the values of weights into the programs that read them, in place of what stood in for them."""
         for path in found.attributes():
-            weight = self._weight(path) if path.startswith("module.") else None
-            if weight is None or (real := self._real.get(id(weight))) is None:
+            if path.removeprefix("module.") not in self._known:
+                continue  # a constant of the graph
+            if (real := self._real.get(id(self._weight(path)))) is None:
                 continue
             if is_sharded(real) or real.is_meta:
                 got = "the meta device, without values" if real.is_meta else f"several ranks ({type(real).__name__})"

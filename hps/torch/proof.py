@@ -191,7 +191,11 @@ class Proof:
         for what, order in orders.items():
             if (taken := self._take(torch.tensor(order))) is not None:
                 yield what, taken
-        keys = {name for name, one in tensors.items() if one.dtype in _KEYS and one.numel() and name not in self._cut.ragged.values()}
+        keys = {
+            name
+            for name, one in tensors.items()
+            if one.dtype in _KEYS and one.numel() and name not in self._cut.ragged.values()
+        }
         for what, change in (
             ("other keys", lambda one: one.flatten().roll(1).reshape(one.shape)),
             ("keys in reverse", lambda one: one.flatten().flip(0).reshape(one.shape)),
@@ -221,6 +225,8 @@ class Proof:
         taken: dict[str, torch.Tensor] = {}
         ragged = self._cut.ragged
         for name, one in self._inputs.tensors.items():
+            if name in ragged and not ragged[name]:
+                return None
             if name in ragged:
                 taken |= self._take_ragged(name, one, ragged[name], order)
             elif name not in ragged.values():

@@ -656,8 +656,8 @@ def _compare(
             ).numpy()
 
     try:
-        scorer = Scorer(config.model, config.tables, opened.features, opened.networks[None], look_up, refuse_nan=False)
-        request = read_request(opened.features, arrays_of(opened.features, examples), config.max_batch_size, config.model)
+        scorer = Scorer(config.model, config.tables, opened.signature, opened.networks[None], look_up, refuse_nan=False)
+        request = read_request(opened.signature, arrays_of(opened.features, examples), config.max_batch_size, config.model)
         (answer,), _ = scorer.score([request])
     finally:
         opened.close()

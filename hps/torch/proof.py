@@ -135,7 +135,7 @@ class Proof:
             scorer = Scorer(
                 config.model,
                 config.tables,
-                opened.form,
+                opened.signature,
                 opened.networks[None],
                 _lookup_in(list(tables.values())),
                 refuse_nan=False,
@@ -149,7 +149,7 @@ class Proof:
                     continue
                 arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(config.dense, name)}
                 try:
-                    request = read_request(opened.form, arrays_of(opened.form, arrays), config.max_batch_size, config.model)
+                    request = read_request(opened.signature, arrays_of(opened.features, arrays), config.max_batch_size, config.model)
                 except (InvalidInputError, TooManyKeysError):
                     if is_example:
                         raise

@@ -309,8 +309,8 @@ class Cut:
         needed = _ancestors(nodes)
         new, made = fx.Graph(), {}
         inputs = self.inputs_of(nodes)
-        for name in inputs:
-            made[self.inputs[name]] = new.node_copy(self.inputs[name])
+        for place, name in enumerate(inputs):
+            made[self.inputs[name]] = new.placeholder(f"input_{place}")
         for node in self.graph.nodes:
             if node in needed and node not in made:
                 made[node] = new.node_copy(node, made.__getitem__)
@@ -320,10 +320,10 @@ class Cut:
     def network(self) -> tuple[nn.Module, list[str]]:
         """Return the network, whose inputs are vectors by the names of lookups, and what it reads of the inputs."""
         new, made = fx.Graph(), {}
-        for name in self.reads:
-            made[self.inputs[name]] = new.node_copy(self.inputs[name])
-        for lookup in self.lookups:
-            vectors = new.placeholder(lookup.name)
+        for place, name in enumerate(self.reads):
+            made[self.inputs[name]] = new.placeholder(f"input_{place}")
+        for place, lookup in enumerate(self.lookups):
+            vectors = new.placeholder(f"vectors_{place}")
             value = lookup.node.meta["val"]
             value = value[0] if isinstance(value, tuple | list) else value
             if lookup.expands:
@@ -359,12 +359,12 @@ class _Named(nn.Module):
         super().__init__()
         for node in graph.graph.nodes:
             node.meta = {}  # of the first trace: the next one makes its own, and engines believe what they find
-        self.graph = graph
+        self.program = graph
         self._inputs = list(inputs)
         self._outputs = list(outputs)
 
     def forward(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(self._outputs, self.graph(*[given[name] for name in self._inputs]), strict=True))
+        return dict(zip(self._outputs, self.program(*[given[name] for name in self._inputs]), strict=True))
 
 
 def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None = None) -> Cut:

@@ -36,6 +36,7 @@ class Proof:
         why_dependent: in words.
         difference: largest difference between package and module so far.
         notes: what its owner should know.
+        guards: conditions on sizes that the graph does not tell.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Proof:
         self._device = next((one.device for one in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self._tolerance = tolerance
         self.notes: list[str] = []
+        self.guards: list[str] = []
         self.difference = 0.0
         self.rows_are_independent, self.why_dependent = True, ""
         self._examples = self._run(inputs.tensors)
@@ -68,10 +70,12 @@ class Proof:
         try:
             with torch.no_grad():
                 given = {name: one.to(self._device, copy=True) for name, one in tensors.items()}
-                found = outputs_of(self._inputs.call(self._module, given), self._outputs)
+                found = outputs_of(self._inputs.call(self._module, given), self._outputs, squeezed=True)
         finally:
             self._module.train(training)
-        return {name: one.detach().cpu() for name, one in found.items()}
+        if any(not one.ndim for one in found.values()):
+            self.guards.append("samples >= 2")  # a squeeze() drops the only sample: it is answered in a batch of two
+        return {name: one.detach().cpu().reshape(one.shape or (1,)) for name, one in found.items()}
 
     def _refuse_moods(self) -> None:
         again = self._run(self._inputs.tensors)
@@ -127,6 +131,7 @@ class Proof:
             InvalidInputError: the answers differ.
         """
         dense = {**entry["dense"], "dynamic_batching": entry["dense"]["dynamic_batching"] and self.rows_are_independent}
+        dense["guards"] = list(dict.fromkeys([*dense.get("guards", ()), *self.guards]))
         config = load_configuration({"models": [{**entry, "dense": dense}]}).models[0]
         if config.dense is None:
             raise InvalidInputError(f"{self._doing}: the settings remove the network")

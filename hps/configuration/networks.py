@@ -30,7 +30,8 @@ NetworkFormat: TypeAlias = Annotated[
     str, choice(*("|".join((name, *one.spellings)) for name, one in _FORMATS.items()), kind="network")
 ]
 FeatureDtype: TypeAlias = Annotated[Literal["float32", "float16", "int64", "int32", "bool"], choice(*DTYPES)]
-Pooling: TypeAlias = Annotated[Literal["none", "sum", "mean", "sqrtn"], choice("none", "sum", "mean", "sqrtn")]
+POOLINGS: Final = ("none", "sum", "mean", "sqrtn", "max")
+Pooling: TypeAlias = Annotated[Literal["none", "sum", "mean", "sqrtn", "max"], choice(*POOLINGS)]
 
 
 def _input_name(value: str) -> str:
@@ -85,7 +86,7 @@ class NetworkInputConfig(Section):
     @classmethod
     def _of_a_pooling(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("pooling") == "none":
-            raise problem("it has no effect without pooling, expected sum, mean or sqrtn")
+            raise problem("it has no effect without pooling, expected sum, mean, sqrtn or max")
         return value
 
     @field_validator("dtype", "shape")

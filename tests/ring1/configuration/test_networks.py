@@ -53,12 +53,15 @@ def test_a_network_is_refused(changes: dict[str, Any], problem: str) -> None:
     ("entry", "problem"),
     [
         ({"tabel": "user"}, ".tabel: unknown key; did you mean table?"),
-        ({"table": "user", "pooling": "max"}, '.pooling: got "max", expected one of: none, sum, mean, sqrtn'),
+        ({"table": "user", "pooling": "min"}, '.pooling: got "min", expected one of: none, sum, mean, sqrtn, max'),
         ({"pooling": "sum"}, ".pooling: got sum without a table, expected none; name the table whose vectors are pooled"),
         ({"hotness": 2}, ".hotness: got hotness without a table, expected a shape"),
         ({"table": "item", "hotness": 0}, ".hotness: got 0, expected at least 1"),
-        ({"table": "item", "max_norm": 1}, ".max_norm: it has no effect without pooling, expected sum, mean or sqrtn"),
-        ({"table": "item", "padding_key": 0}, ".padding_key: it has no effect without pooling, expected sum, mean or sqrtn"),
+        ({"table": "item", "max_norm": 1}, ".max_norm: it has no effect without pooling, expected sum, mean, sqrtn or max"),
+        (
+            {"table": "item", "padding_key": 0},
+            ".padding_key: it has no effect without pooling, expected sum, mean, sqrtn or max",
+        ),
         ({"table": "item", "pooling": "sum", "max_norm": 0}, ".max_norm: got 0, expected more than 0"),
         ({"table": "item", "pooling": "sum", "padding_key": 2**63}, f".padding_key: got {2**63}, expected at most {2**63 - 1}"),
         ({"dtype": "float64"}, '.dtype: got "float64", expected one of: ... int64, int32, bool; did you mean float16?'),

@@ -63,9 +63,9 @@ class EmbeddingBag(torch.nn.Module):
         """Look up bags.
 
         Args:
-            input: keys, int64 or int32: (B, hotness), or (n,) with offsets.
+            input: keys, integers: (B, hotness), or (n,) with offsets.
             offsets: (B,) int64 or int32, or (B + 1,) with `include_last_offset`: where each bag begins.
-            per_sample_weights: float32, as `input`; with any mode.
+            per_sample_weights: floats, as `input`, rounded to float32; with any mode but max.
 
         Returns:
             (B, emb_vec_size) float32, on the device of the keys; zeros for an empty bag.

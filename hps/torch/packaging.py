@@ -147,8 +147,8 @@ def package(
             stale = {"stale_copies": [tables[path][0] for path in found.kept], "allow_stale_copy": allow_stale_copy}
             dense = version_of.entry | batching | (stale if found.kept else {})
             most = version_of.hotness(hotness)
-            tell("comparing the package with the module")
-            proof.compare(_tried_entry(place, job.tables, most, dense, settings or {}), files, job.tables)
+            if proof.guards:
+                dense["guards"] = [*dense.get("guards", ()), *proof.guards]
             if not proof.rows_are_independent and dense["dynamic_batching"]:
                 if dynamic_batching:
                     raise InvalidInputError(f"packaging {place}: got dynamic_batching, but {proof.why_dependent}")

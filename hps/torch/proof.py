@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hps.configuration.load import load_configuration
+from hps.configuration.load import DenseConfig, ModelConfig
 from hps.errors import HPSError, InvalidInputError, TooManyKeysError
 from hps.scoring.deployed import OpenedNetwork
 from hps.scoring.features import arrays_of, read_request
@@ -124,18 +124,13 @@ class Proof:
                     self.why_dependent = f"the module answers a sample {what} otherwise (output {name!r})"
                     return
 
-    def compare(self, entry: Mapping[str, Any], files: Mapping[str, bytes], tables: Mapping[str, Table]) -> None:
+    def compare(self, config: ModelConfig, dense: DenseConfig, files: Mapping[str, bytes], tables: Mapping[str, Table]) -> None:
         """Score the examples and inputs made of them as a server does, and compare the answers with the module's.
 
         Raises:
             InvalidInputError: the answers differ.
         """
-        dense = {**entry["dense"], "dynamic_batching": entry["dense"]["dynamic_batching"] and self.rows_are_independent}
-        dense["guards"] = list(dict.fromkeys([*dense.get("guards", ()), *self.guards]))
-        config = load_configuration({"models": [{**entry, "dense": dense}]}).models[0]
-        if config.dense is None:
-            raise InvalidInputError(f"{self._doing}: the settings remove the network")
-        opened = OpenedNetwork(config, config.dense, files, "", ())
+        opened = OpenedNetwork(config, dense, files, "", ())
         try:
             scorer = Scorer(
                 config.model,
@@ -152,9 +147,11 @@ class Proof:
                     expected = self._examples if is_example else self._run(tensors)
                 except Exception:  # noqa: BLE001 - no inputs that the module takes
                     continue
-                arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(config.dense, name)}
+                arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(dense, name)}
                 try:
-                    request = read_request(opened.signature, arrays_of(opened.features, arrays), config.max_batch_size, config.model)
+                    request = read_request(
+                        opened.signature, arrays_of(opened.features, arrays), config.max_batch_size, config.model
+                    )
                 except (InvalidInputError, TooManyKeysError):
                     if is_example:
                         raise

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hps.configuration.load import DenseConfig, ModelConfig
-from hps.errors import HPSError, InvalidInputError, TooManyKeysError
+from hps.errors import HPSError, InvalidInputError, NetworkError, TooManyKeysError
 from hps.scoring.deployed import OpenedNetwork
 from hps.scoring.features import arrays_of, read_request
 from hps.scoring.scorer import Scorer
@@ -156,7 +156,13 @@ class Proof:
                     if is_example:
                         raise
                     continue
-                (answer,), _ = scorer.score([request])
+                try:
+                    (answer,), _ = scorer.score([request])
+                except NetworkError as error:
+                    if is_example:
+                        raise InvalidInputError(f"{self._doing}: the package does not run: {error}") from error
+                    self.notes.append(f"the package fails where the module answers ({what}): {error}")
+                    continue
                 if isinstance(answer, HPSError):
                     raise answer
                 self._check(what, expected, answer)

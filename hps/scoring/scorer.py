@@ -171,7 +171,7 @@ class Scorer:
         self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
         self._split = any(one.index for one in signature.features)
         self._of_features = {one.feature: one for one in signature.lookups}
-        self._keeps = not (self._split or signature.is_sized or signature.programs or -1 in self._of_features or any(one.feature < 0 for one in signature.lookups))
+        self._keeps = not (self._split or signature.is_sized or signature.programs or -1 in self._of_features)
         self._bind = bind or (lambda segments: segments)
         self._own = threading.Lock()  # of what is kept
         self._kept: dict[BatchForm, _Kept] = {}
@@ -571,7 +571,7 @@ class Scorer:
     def warm(self) -> None:
         """Keep memory for batches of `kept_forms`, and run the network on it once, before the first request does."""
         with self._calls.of(self):
-            for form in [] if not self._keeps else kept_forms(self.signature, self._max_samples):
+            for form in kept_forms(self.signature, self._max_samples) if self._keeps else ():
                 kept = self._kept_for(form)
                 if kept is not None and not self._on_device:
                     self._run(kept.run)

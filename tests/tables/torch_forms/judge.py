@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from re import search
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -115,10 +115,23 @@ def judge(form: Form, directory: Path, **more: Any) -> Verdict:
     return verdict
 
 
+class _Request(NamedTuple):
+    """Attributes:
+    what: it is, for messages.
+    expected: outputs of the module.
+    answered: whether it was answered alone.
+    """
+
+    what: str
+    inputs: dict[str, Any]
+    expected: list[torch.Tensor]
+    answered: bool
+
+
 class _Asked:
     def __init__(self, form: Form, module: nn.Module, done: PackagedModel, server: hps.HPS, verdict: Verdict) -> None:
         self._form, self._module, self._done, self._server, self._verdict = form, module, done, server, verdict
-        self._together: list[tuple[str, dict[str, Any], list[torch.Tensor]]] = []
+        self._together: list[_Request] = []
 
     def ask(self) -> None:
         for size, given in self._form.fresh():
@@ -143,31 +156,39 @@ class _Asked:
         return False
 
     def _ask_alone(self, size: Size, given: Inputs) -> None:
+        what = str(tuple(size))
         try:
             expected = call(self._module, given)
         except Exception:  # noqa: BLE001 - what the module does not take, the server may answer or not
             expected = None
+        request = None
         try:
             request = self._request(given)
             answer = self._server.score(self._form.name, request)
         except hps.HPSError as refused:
-            if expected is None or (isinstance(refused, hps.NetworkError) and _has_nan(expected)):
-                return
-            self._verdict.guarded.append(size)
-            if not isinstance(refused, hps.InvalidInputError):
-                self._verdict.faults.append(f"at {size}: {type(refused).__name__}: {refused}")
-            elif self._form.within is not None and self._form.within(*size):
-                self._verdict.faults.append(f"refused at {size}: {refused}")
-            if self._verdict.outcome == "exact":
-                self._verdict.outcome = "guarded"
+            if expected is not None:
+                self._refused(size, refused, expected)
+                if request is not None and size.samples <= _MERGED:
+                    self._together.append(_Request(what, request, expected, answered=False))
             return
-        except Exception as error:  # noqa: BLE001
-            self._verdict.faults.append(f"at {size}: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - of the product, whatever it is
+            self._verdict.faults.append(f"at {what}: {type(error).__name__}: {error}")
             return
         if expected is not None:
             self._verdict.answered += 1
-            if not self._wrong(str(tuple(size)), answer, expected) and size.samples <= _MERGED:
-                self._together.append((str(tuple(size)), request, expected))
+            if not self._wrong(what, answer, expected) and size.samples <= _MERGED:
+                self._together.append(_Request(what, request, expected, answered=True))
+
+    def _refused(self, size: Size, refused: hps.HPSError, expected: list[torch.Tensor]) -> None:
+        if isinstance(refused, hps.NetworkError) and not all(bool(torch.isfinite(one).all()) for one in expected):
+            return  # what is not a number is refused
+        self._verdict.guarded.append(size)
+        if self._verdict.outcome == "exact":
+            self._verdict.outcome = "guarded"
+        if not isinstance(refused, hps.InvalidInputError):
+            self._verdict.faults.append(f"at {size}: {type(refused).__name__}: {refused}")
+        elif self._form.within is not None and self._form.within(*size):
+            self._verdict.faults.append(f"refused at {size}: {refused}")
 
     def _ask_other(self, number: int, given: Inputs) -> None:
         """Inputs of another structure than the examples'."""
@@ -193,37 +214,37 @@ class _Asked:
                 self._verdict.faults.append(f"refused at {what}: {refused}")
             return
         if not self._wrong(what, answer, expected):
-            self._together.append((what, request, expected))
+            self._together.append(_Request(what, request, expected, answered=True))
 
     def _ask_together(self) -> None:
         """Ask all at once: those that the server merges get what they get alone."""
         scores = self._server.model(self._form.name).scores
         assert scores is not None
-        answers: list[Any] = [None] * len(self._together)
+        answers: dict[int, Any] = {}
         left = threading.Semaphore(0)
 
         def keep(place: int, answer: Any) -> None:
             answers[place] = answer
             left.release()
 
-        for place, (_, request, _) in enumerate(self._together):
-            read = scores.read(arrays_of(scores.opened.features, request))
+        for place, one in enumerate(self._together):
+            try:
+                read = scores.read(arrays_of(scores.opened.features, one.inputs))
+            except hps.InvalidInputError as refused:
+                keep(place, refused)
+                continue
             scores.submit(ScoreCall(read, lambda answer, times, place=place: keep(place, answer)), 0)  # type: ignore[misc]
         for _ in self._together:
             assert left.acquire(timeout=PATIENCE_S), "a request of many has no answer"
-        for (what, _, expected), answer in zip(self._together, answers, strict=True):
-            if isinstance(answer, Exception):
-                self._verdict.faults.append(f"WRONG at {what} with others: {type(answer).__name__}: {answer}")
-            else:
-                self._wrong(f"{what} with others", answer, expected)
+        for place, one in enumerate(self._together):
+            if not isinstance(answer := answers[place], Exception):
+                self._wrong(f"{one.what} with others", answer, one.expected)
+            elif one.answered:
+                self._verdict.faults.append(f"WRONG at {one.what} with others: {type(answer).__name__}: {answer}")
 
     def _request(self, given: Inputs) -> dict[str, Any]:
         given = copy.deepcopy(given)
         return self._done.request(**given) if isinstance(given, dict) else self._done.request(*given)
-
-
-def _has_nan(expected: list[torch.Tensor]) -> bool:
-    return any(not bool(torch.isfinite(one).all()) for one in expected)
 
 
 def _state(module: nn.Module) -> dict[str, Any]:

@@ -53,6 +53,19 @@ def branch_on_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return y * 2 if hist.size(0) > 8 else y
 
 
+@trap(within=lambda samples, length: samples != 5)
+def branch_at_five_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    """Five samples may neither be filled up to six, nor be merged with others."""
+    y = self.fc(self.e(hist).sum(1)).squeeze(1)
+    return y * 3 if hist.size(0) == 5 else y
+
+
+@trap(within=lambda samples, length: samples % 2 == 0)
+def branch_on_odd_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    y = self.fc(self.e(hist).sum(1)).squeeze(1)
+    return y - 4 if hist.size(0) % 2 else y
+
+
 @trap(within=lambda samples, length: length % 2 == 1)
 def branch_on_odd_length(self: Any, hist: torch.Tensor) -> torch.Tensor:
     y = score(self, hist)

@@ -57,9 +57,7 @@ def stacked_offsets(draw: Draw) -> tuple[Any, ...]:
 @form(stacked_offsets, alone=True)  # the samples are the second dimension of an input
 class DLRMStackedOffsets(_DLRM):
     def forward(self, dense_x: torch.Tensor, lS_o: torch.Tensor, lS_i: list[torch.Tensor]) -> torch.Tensor:
-        return self.interact(
-            dense_x, [table(keys, offsets) for table, offsets, keys in zip(self.emb_l, lS_o, lS_i, strict=True)]
-        )
+        return self.interact(dense_x, [self.emb_l[k](keys, lS_o[k]) for k, keys in enumerate(lS_i)])
 
 
 @form(lambda draw: {"ids": draw.keys(draw.samples, FIELDS), "dense": draw.floats(draw.samples, 2)})

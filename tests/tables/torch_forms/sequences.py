@@ -36,6 +36,11 @@ def not_empty(samples: int, length: int) -> bool:
     return length > 0
 
 
+def not_one(samples: int, length: int) -> bool:
+    """Attention is traced otherwise where there is one key."""
+    return length != 1
+
+
 @form(history_and_item, per_request=("hist",))
 class DIN(nn.Module):
     """Attention of the target to the history; keys of 0 are masked."""
@@ -55,7 +60,7 @@ class DIN(nn.Module):
         return torch.sigmoid(self.top(torch.cat([pooled, target], 1))).squeeze(1)
 
 
-@form(lambda draw: {"log_seqs": draw.history()}, tolerance=3e-6)
+@form(lambda draw: {"log_seqs": draw.history()}, within=not_one, tolerance=3e-6)
 class SASRec(nn.Module):
     """As pmixer's: positions times mask, causal attention, logits against the item table."""
 
@@ -99,7 +104,7 @@ class BERT4Rec(nn.Module):
         return self.out(self.norm(h + self.ff(h)))[:, -1]
 
 
-@form(history_and_item, within=not_empty)
+@form(lambda draw: {"hist": draw.history(), "item": draw.keys().clamp(min=1)})
 class BehaviourTransformer(nn.Module):
     """BST: the target behind the history, learned positions, torch's encoder layer, padding masked."""
 
@@ -253,7 +258,10 @@ class TiSASRec(nn.Module):
         return self.fc((scores.masked_fill(~causal, -1e9).softmax(-1) @ x)[:, -1]).squeeze(1)
 
 
-@form(lambda draw: {"items": draw.history(), "times": draw.integers(1, 10**6, draw.samples, draw.length).cumsum(1)})
+@form(
+    lambda draw: {"items": draw.history(), "times": draw.integers(1, 10**6, draw.samples, draw.length).cumsum(1)},
+    within=not_one,
+)
 class HSTU(nn.Module):
     """Pointwise attention with a bias of the logarithm of the time between items, and one of their distance."""
 

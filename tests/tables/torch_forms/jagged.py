@@ -185,3 +185,34 @@ def jagged_history_in_a_gru() -> nn.Module:
             return self.top(self.gru(padded)[1][-1]).squeeze(1)
 
     return Recurrent()
+
+
+def by_offsets(draw: Draw) -> list[Any]:
+    kjt = jagged(draw, "a", "b")
+    return [{"kjt": KeyedJaggedTensor(["a", "b"], kjt.values(), offsets=kjt.offsets())}]
+
+
+def narrow(draw: Draw) -> dict[str, Any]:
+    kjt = jagged(draw, "a", "b")
+    return {"kjt": KeyedJaggedTensor(["a", "b"], kjt.values().int(), lengths=kjt.lengths().int())}
+
+
+@form(narrow, others=by_offsets, e=bags(("t1", ["a"]), ("t2", ["b"])), fc=linear(2 * DIM))
+def jagged_int32(self: Any, kjt: Any) -> torch.Tensor:
+    return self.fc(self.e(kjt).values()).squeeze(1)
+
+
+@form(keyed("a", "b", weighted=True), e=bags(("t1", ["a"]), ("t2", ["b"])), fc=linear(2 * DIM))
+def weights_that_are_not_read(self: Any, kjt: Any) -> torch.Tensor:
+    return self.fc(self.e(kjt).values()).squeeze(1)
+
+
+def jagged_tensor(draw: Draw) -> dict[str, Any]:
+    lengths = draw.lengths()
+    return {"tags": JaggedTensor(draw.keys(int(lengths.sum())), lengths=lengths)}
+
+
+@form(jagged_tensor, within=None, e=lambda: nn.EmbeddingBag(ROWS, DIM, mode="sum"), fc=linear())
+def jagged_tensor_input(self: Any, tags: Any) -> torch.Tensor:
+    lengths = tags.lengths()
+    return self.fc(self.e(tags.values(), lengths.cumsum(0) - lengths)).squeeze(1)

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from re import search
@@ -55,7 +56,9 @@ def call(module: nn.Module, given: Inputs) -> list[torch.Tensor]:
     """Ask the module itself: a copy of it, with copies of the inputs. Returns the tensors that it answers, in their order."""
     given = pytree.tree_map(lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, copy.deepcopy(given))
     with torch.no_grad():
-        module = copy.deepcopy(module).eval()
+        with suppress(TypeError, RuntimeError):  # what cannot be copied is asked itself
+            module = copy.deepcopy(module)
+        module = module.eval()
         found = module(**given) if isinstance(given, dict) else module(*given)
     return [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
 

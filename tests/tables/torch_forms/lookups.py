@@ -30,6 +30,10 @@ def ends(draw: Draw) -> dict[str, torch.Tensor]:
     return {"tags": torch.cat([keys, draw.keys(behind)]), "ends": offsets}
 
 
+def history_alone(draw: Draw) -> dict[str, torch.Tensor]:
+    return {"hist": draw.history()}
+
+
 def not_empty(samples: int, length: int) -> bool:
     return length > 0
 
@@ -140,6 +144,58 @@ def widths_and_rows(self: Any, tags: torch.Tensor) -> torch.Tensor:
     """A table of one row, of one column, and of 130."""
     first = tags[:, :1].sum(1) if tags.shape[1] > 100 else tags.sum(1) % ROWS
     return self.fc(torch.cat([self.one(first * 0), self.narrow(first), self.wide(first)], 1)).squeeze(1)
+
+
+@form(tags, within=not_empty)
+def one_table_pooled_in_several_ways() -> nn.Module:
+    """The same keys of one weight: lookups that differ in their pooling, padding or norm alone are not one."""
+
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            ways = (
+                {"mode": "sum"},
+                {"mode": "sum", "padding_idx": 0},
+                {"mode": "mean"},
+                {"mode": "max"},
+                {"mode": "sum", "padding_idx": 3},
+            )
+            self.bags = nn.ModuleList([nn.EmbeddingBag(ROWS, DIM, **way) for way in ways])
+            for one in self.bags[1:]:
+                one.weight = self.bags[0].weight
+            self.rows = nn.Embedding(ROWS, DIM, _weight=self.bags[0].weight)
+            self.fc = nn.Linear(6 * DIM, 1)
+
+        def forward(self, tags: torch.Tensor) -> torch.Tensor:
+            return self.fc(torch.cat([*(one(tags) for one in self.bags), self.rows(tags).amin(1)], 1)).squeeze(1)
+
+    return Several()
+
+
+@form(ragged_and_weights, within=not_empty)
+def one_table_weighted_and_not() -> nn.Module:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.fc = nn.EmbeddingBag(ROWS, DIM, mode="sum"), nn.Linear(3 * DIM, 1)
+
+        def forward(self, tags: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            found = [self.e(tags, offsets), self.e(tags, offsets, weights), self.e(tags, offsets, weights * 2)]
+            return self.fc(torch.cat(found, 1)).squeeze(1)
+
+    return Weighted()
+
+
+@form(
+    lambda draw: {"hist": draw.history(), "item": draw.keys()},
+    within=lambda n, length: length > 1,
+    e=bag(mode="mean", padding_idx=0),
+    fc=linear(),
+)
+def bags_of_parts(self: Any, hist: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+    """Bags of slices, of every second key, and of keys that are joined."""
+    joined = torch.cat([hist, item.unsqueeze(1)], 1)
+    return self.fc(self.e(hist[:, 1:]) + self.e(hist[:, ::2]) * 2 + self.e(joined) + self.e(hist.flip(1)[:, :1])).squeeze(1)
 
 
 # -- dtypes -------------------------------------------------------------------------------------------------------------
@@ -409,3 +465,28 @@ def unique_keys(self: Any, hist: torch.Tensor) -> torch.Tensor:
 def sorted_keys(self: Any, hist: torch.Tensor) -> torch.Tensor:
     ordered = hist.sort(1).values.flip(1)
     return self.fc(self.e(ordered).cumsum(1).sum(1)).squeeze(1)
+
+
+@form(
+    lambda draw: {"item": draw.keys(), "price": draw.floats().bfloat16()},
+    within=None,
+    tolerance=2e-2,
+    e=embedding(),
+    fc=linear(),
+)
+def bfloat16_feature(self: Any, item: torch.Tensor, price: torch.Tensor) -> torch.Tensor:
+    return self.fc(self.e(item)).squeeze(1) * price
+
+
+@form(history_alone)
+def buffers_that_are_not_stored() -> nn.Module:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.position, self.fc = nn.Embedding(ROWS, DIM), nn.Embedding(12, DIM), nn.Linear(DIM, 1)
+            self.register_buffer("places", torch.arange(12).expand(1, -1), persistent=False)
+
+        def forward(self, hist: torch.Tensor) -> torch.Tensor:
+            return self.fc((self.e(hist) + self.position(self.places[:, : hist.shape[1]])).sum(1)).squeeze(1)
+
+    return Positions()

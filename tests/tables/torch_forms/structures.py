@@ -145,6 +145,17 @@ def awkward_names_of_inputs(self: Any, samples: Any, keys_0: Any, vectors_0: Any
     return self.fc(torch.cat([*vectors, vectors_0, input["price €"][:, None], input[7][:, None]], 1)).squeeze(1)
 
 
+def suffixes(draw: Draw) -> tuple[dict[str, torch.Tensor]]:
+    keys, offsets = draw.bags()
+    return ({"tags": keys, "tags.offsets": offsets, "tags.weights": draw.floats(len(keys)), "tags.lengths": draw.keys()},)
+
+
+@form(suffixes, e=bag(mode="sum"), fc=linear())
+def names_with_the_suffixes_of_bags(self: Any, x: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = self.e(x["tags"], x["tags.offsets"], x["tags.weights"])
+    return self.fc(found).squeeze(1) + x["tags.lengths"]
+
+
 @form(
     lambda draw: {"item": draw.keys(), "item_weight": draw.floats()},
     item=embedding(),

@@ -1,6 +1,7 @@
 """Modules that a cut could answer wrongly in silence. One without sizes (`within=None`) may be refused; none may be wrong."""
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -650,3 +651,89 @@ def groups_of_samples(self: Any, hist: torch.Tensor, group: torch.Tensor) -> tor
     y = self.fc(self.e(hist).sum(1)).squeeze(1)
     same = (group.unsqueeze(0) == group.unsqueeze(1)).float()
     return y - same @ y / same.sum(1)
+
+
+def one_user(draw: Draw) -> dict[str, torch.Tensor]:
+    return {"user": draw.keys(1), "item": draw.keys()}
+
+
+@form(one_user, others=lambda draw: [{"user": draw.keys(), "item": draw.keys()}], within=None, u=embedding(), i=embedding())
+def one_user_for_all_items(self: Any, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+    """The examples have one user, who is broadcast; later ones may have one for each item."""
+    return (self.u(user) * self.i(item)).sum(1)
+
+
+def a_user_each(draw: Draw) -> dict[str, torch.Tensor]:
+    return {"user": draw.keys(), "item": draw.keys()}
+
+
+@form(a_user_each, others=lambda draw: [one_user(draw)], u=embedding(), i=embedding())
+def one_user_for_each_item(self: Any, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+    """The examples have a user for each item; later ones may have one, who is broadcast."""
+    return (self.u(user) * self.i(item)).sum(1)
+
+
+@form(a_user_each, per_request=("user",), u=embedding(), i=embedding())
+def crossed_with_what_is_given_once(self: Any, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+    """A key is computed of an input that is given once, and of one that is not."""
+    return (self.u((user * 31 + item) % ROWS) * self.i(user)).sum(1) + user / 7
+
+
+@form(a_user_each, within=None, alone=True, per_request=("user",), u=embedding(), i=embedding())
+def places_of_what_is_given_once(self: Any, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+    """A key depends on the sample's place, though its input is given once."""
+    return (self.u((user + torch.arange(user.shape[0])) % ROWS) * self.i(item)).sum(1)
+
+
+@form(lambda draw: {"tags": draw.keys(3 * draw.samples)}, within=None, e=bag(mode="sum"), fc=linear())
+def bags_of_three_keys(self: Any, tags: torch.Tensor) -> torch.Tensor:
+    """No input has the samples as a size: they are a third of the keys."""
+    return self.fc(self.e(tags, torch.arange(0, tags.numel(), 3))).squeeze(1)
+
+
+@form(
+    lambda draw: {"x": draw.integers(0, 1000, draw.samples, 4)},
+    e=embedding(256),
+    t=embedding(2),
+    big=embedding(1100),
+    fc=linear(),
+)
+def columns_cast_to_less(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Casts on the way to a key that change it: a column is not one where it is cast to less."""
+    found = self.e(x[:, 0].to(torch.uint8).long()) + self.t(x[:, 1].bool().long())
+    return self.fc(
+        found * self.big((x[:, 2] + 2048).half().long() - 2048) + self.e(x[:, 3].to(torch.int8).long() + 128)
+    ).squeeze(1)
+
+
+class _Lock(nn.Module):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.fc, self.lock = nn.Embedding(ROWS, DIM), nn.Linear(DIM, 1), threading.Lock()
+
+    def forward(self, hist: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            return self.fc(self.e(hist).sum(1)).squeeze(1)
+
+
+@form(history, within=None)
+def holds_a_lock() -> nn.Module:
+    return _Lock()
+
+
+@form(history, within=None)
+def holds_a_computed_tensor() -> nn.Module:
+    """An attribute with a history of gradients, which deepcopy does not take."""
+
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.fc = nn.Embedding(ROWS, DIM), nn.Linear(DIM, 1)
+            self.mean = self.e.weight.mean(0)
+
+        def forward(self, hist: torch.Tensor) -> torch.Tensor:
+            return self.fc((self.e(hist) - self.mean).sum(1)).squeeze(1)
+
+    return Computed()

@@ -188,7 +188,7 @@ def one_table_weighted_and_not() -> nn.Module:
 
 @form(
     lambda draw: {"hist": draw.history(), "item": draw.keys()},
-    within=lambda n, length: length > 1,
+    within=lambda n, length: length > 2,
     e=bag(mode="mean", padding_idx=0),
     fc=linear(),
 )

@@ -6,12 +6,10 @@ what a network allocates while it runs a full batch, on the CPU, in a process of
 
 import gc
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
-
-import numpy as np
 
 from hps.configuration.load import ModelConfig
 from hps.configuration.networks import DenseConfig
@@ -19,9 +17,10 @@ from hps.errors import HPSError, NetworkError
 from hps.ground.capacity import Need
 from hps.networks.base import Network
 from hps.registry import implementation
-from hps.scoring.deployed import OpenedNetwork
-from hps.scoring.features import Feature, features_of
+from hps.scoring.deployed import OpenedNetwork, unlooked
 from hps.scoring.forms import BatchForm, kept_forms, lay_out
+from hps.scoring.scorer import Scorer
+from hps.scoring.signature import Signature, signature_of
 
 _LIBRARIES: Final = {
     "pt2": ("PyTorch", 380 << 20),
@@ -43,12 +42,11 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
     """Yield what a version's network needs before it runs, by device.
 
     Args:
-        file_bytes: size of the network's file.
+        file_bytes: size of the network's files.
         on_cuda: whether embedding caches are on GPUs.
     """
     dense, on_device = _dense(config), _on_device(config, on_cuda)
-    features = features_of(dense, config.tables)
-    staged, vectors = _input_bytes(features, config.max_batch_size)
+    staged, vectors = _input_bytes(signature_of(dense, config.tables), config.max_batch_size)
     if on_device:
         for device in config.deployed_device_list:
             yield device, Need("gpu", "weights", file_bytes)
@@ -58,10 +56,10 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
         yield None, Need("ram", "weights", _COPIES.get(dense.format, 1) * file_bytes)
         yield None, Need("ram", "inputs of batches", (staged + vectors) * (len(config.deployed_device_list) if on_cuda else 1))
     copies = 2 if on_device else 1  # its content, and the weights before they are moved
-    yield None, Need("ram", "the network's file", copies * file_bytes, passing=True)
+    yield None, Need("ram", "the network's files", copies * file_bytes, passing=True)
 
 
-def activation_needs(config: ModelConfig, content: bytes, on_cuda: bool) -> Iterator[tuple[int | None, Need]]:
+def activation_needs(config: ModelConfig, contents: Mapping[str, bytes], on_cuda: bool) -> Iterator[tuple[int | None, Need]]:
     """Run a version's network on the CPU, on zeros, and yield what its runs need, by device.
 
     On a GPU each form of batches that memory is kept for has a CUDA graph with memory of its own. What a sample needs there
@@ -70,9 +68,9 @@ def activation_needs(config: ModelConfig, content: bytes, on_cuda: bool) -> Iter
     Raises:
         ModelFileError, NetworkError: it cannot be opened or run.
     """
-    peak = _run_bytes(config, content)
+    peak = _run_bytes(config, contents)
     if _on_device(config, on_cuda):
-        forms = kept_forms(features_of(_dense(config), config.tables), config.max_batch_size)
+        forms = kept_forms(signature_of(_dense(config), config.tables), config.max_batch_size)
         graphs = max(1.0, sum(form.samples for form in forms) / config.max_batch_size)
         for device in config.deployed_device_list:
             yield device, Need("gpu", "runs of batches", int(peak * graphs))
@@ -93,18 +91,18 @@ def _on_device(config: ModelConfig, on_cuda: bool) -> bool:
     return engine.on_cuda
 
 
-def _input_bytes(features: tuple[Feature, ...], most: int) -> tuple[int, int]:
+def _input_bytes(signature: Signature, most: int) -> tuple[int, int]:
     """Return the bytes of keys and features, and of vectors: those kept from the start, or else those of one full batch."""
-    forms = kept_forms(features, most) or [BatchForm(most, 0, (False,) * len(features))]
-    layouts = [lay_out(features, form, most) for form in forms]
+    forms = kept_forms(signature, most) or [BatchForm(most, 0, (False,) * len(signature.features))]
+    layouts = [lay_out(signature, form, most) for form in forms]
     return sum(one.size_bytes for one in layouts), sum(one.vector_bytes for one in layouts)
 
 
-def _run_bytes(config: ModelConfig, content: bytes) -> int:
+def _run_bytes(config: ModelConfig, contents: Mapping[str, bytes]) -> int:
     """Measure in another process what a run of a full batch allocates."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(config, content, theirs), daemon=True)
+    process = context.Process(target=_run, args=(config, contents, theirs), daemon=True)
     process.start()
     theirs.close()
     limit_s = _START_S + 2 * _dense(config).open_timeout_s
@@ -120,19 +118,17 @@ def _run_bytes(config: ModelConfig, content: bytes) -> int:
     return int(found)
 
 
-def _run(config: ModelConfig, content: bytes, answer: "Connection[int | str, None]") -> None:
+def _run(config: ModelConfig, contents: Mapping[str, bytes], answer: "Connection[int | str, None]") -> None:
     try:
-        opened = OpenedNetwork(config, _dense(config), content, "", ())
-        network, samples = opened.networks[None].network, config.max_batch_size
-        inputs = {}
-        for one in opened.features:
-            array = np.empty((samples, *one.tensor().shape[1:]), one.tensor().dtype)
-            array.fill(0)  # np.zeros takes no memory until it is read
-            inputs[one.name] = network.put(array)
+        opened = OpenedNetwork(config, _dense(config), contents, "", ())
+        calls, most = opened.networks[None], config.max_batch_size
+        scorer = Scorer(config.model, config.tables, opened.signature, calls, unlooked)
+        numbers = (n for n in range(most, 0, -1) if opened.signature.refused_by(n, opened.signature.sizes) is None)
+        run = scorer.prepared_zeros(next(numbers, most))
         gc.collect()
         before = _memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc(5)
-        network.fetch(network.run(inputs))
+        calls.network.fetch(run())
         answer.send(max(0, _memory("VmHWM") - before))
     except HPSError as error:
         answer.send(str(error))

@@ -1,13 +1,12 @@
 """The forms of batches that memory is kept for, and where their inputs lie in it: for the scorer, and for plans."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from hps.scoring.features import Feature
+from hps.scoring.signature import Signature
 
 _ALIGNED = 64
 _LEAST = 16
@@ -63,11 +62,12 @@ def room_for(count: int, most: int) -> int:
     return min(room, most)
 
 
-def kept_forms(features: Sequence[Feature], max_samples: int) -> list[BatchForm]:
+def kept_forms(signature: Signature, max_samples: int) -> list[BatchForm]:
     """Return the forms that memory is kept for from the start: of all numbers of samples, with nothing and all given once.
 
     None for networks that get the request index. Batches of many requests that give something once have other forms.
     """
+    features = signature.features
     if any(one.index for one in features):
         return []
     none, once = (False,) * len(features), tuple(one.per_request for one in features)
@@ -79,21 +79,22 @@ def kept_forms(features: Sequence[Feature], max_samples: int) -> list[BatchForm]
     return forms
 
 
-def lay_out(features: Sequence[Feature], form: BatchForm, max_samples: int) -> BatchLayout:
+def lay_out(signature: Signature, form: BatchForm, max_samples: int) -> BatchLayout:
     """Lay out the inputs of batches of a form, of a model of at most `max_samples`."""
     indices = form.samples if form.requests else 0
     starts, limits, shapes, at = [], [], [], aligned(8 * indices)
     keys_bytes = vector_bytes = 0
-    for one, n in zip(features, form.rows, strict=True):
+    tensors = {one.name: one for one in signature.tensors()}
+    for one, n in zip(signature.features, form.rows, strict=True):
         starts.append(at)
-        shapes.append((n, *one.tensor().shape[1:]))
+        shapes.append((n, *(tensors[one.name].shape or ())[1:]))
         if one.is_lookup:
             keys = one.max_keys // max_samples if one.bags else 0
             limits.append(8 * min(n * (one.hotness or keys or 1), one.max_keys))
             keys_bytes += aligned(limits[-1])
             vector_bytes += 4 * prod(shapes[-1])
         else:
-            limits.append(n * prod(one.shape) * np.dtype(one.dtype).itemsize)
+            limits.append(n * prod(shapes[-1][1:]) * np.dtype(one.dtype).itemsize)
             at += aligned(limits[-1])
     return BatchLayout(indices, tuple(starts), tuple(limits), tuple(shapes), at, at + keys_bytes, vector_bytes)
 

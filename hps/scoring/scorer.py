@@ -1,4 +1,4 @@
-"""One call of a network on the vectors of one deployment: look up, pool, run.
+"""One call of a network on the vectors of one deployment: compute keys, look up, pool, run.
 
 There are two ways. In general, the inputs of all requests are put together, the vectors are looked up into new memory, and the
 network runs on both. Batches of requests that look alike take the other way: all memory from their keys to the inputs of the
@@ -12,29 +12,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hps.configuration.networks import DTYPES
 from hps.errors import DeviceError, HPSError, NetworkError
 from hps.ground.numba_kernels import compile_kernels
 from hps.networks.base import Tensor
-from hps.scoring.features import Feature, Given, Output, ScoreInputs
+from hps.scoring.features import Output, ScoreInputs
 from hps.scoring.forms import BatchForm, aligned, kept_forms, lay_out, room_for
+from hps.scoring.merging import Keys, Merged, merge, merged_sizes, padded
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import PackedRequest, gather, gather_into, rows_of
+from hps.scoring.signature import Lookup, Signature, Source
 from hps.tensors.bags import Bags, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, named_segments
-from hps.types import TableSpec
+from hps.types import KeyArray, TableSpec
 
 Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
 """By name, (samples, ...) in host memory."""
 Request: TypeAlias = ScoreInputs | PackedRequest
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_OUTPUT_DTYPES = (*DTYPES, "float64")
+_OUTPUT_DTYPES = ("float32", "float16", "int64", "int32", "bool", "float64")
 _MOST_KEPT = 16
 _UNUSED = 1000  # batches after which the memory of a form may be given to another
 _MOST_BOUND = 256
@@ -52,15 +54,30 @@ class ScoreTimes:
 
 @dataclass(slots=True)
 class _Batch:
-    """The inputs of a batch.
+    """What is known of a batch, by name of a feature, an output of a keys program, or a lookup.
 
     Attributes:
-        columns: by place of the feature, values; of a lookup, keys or `Bags`.
-        repeats: by place of the feature, how often each row counts; without those that count once.
+        values: in the memory of lookups: on a CUDA device tensors, else arrays; of a feature with a table, `Keys`.
+        times, sizes: as of `Merged`.
     """
 
-    columns: dict[int, Any]
-    repeats: dict[int, npt.NDArray[np.int64]]
+    values: dict[str, Any]
+    times: dict[str, KeyArray]
+    sizes: Mapping[str, int]
+
+
+class _Asked(NamedTuple):
+    """What a lookup asks of a batch.
+
+    Attributes:
+        keys: int64, of any shape.
+        shape: of the vectors, without their width.
+        bags: None if a vector is found for each key.
+    """
+
+    keys: Any
+    shape: tuple[int, ...]
+    bags: Bags | None
 
 
 @dataclass(slots=True)
@@ -129,7 +146,7 @@ class Scorer:
         self,
         model: str,
         tables: Sequence[TableSpec],
-        features: Sequence[Feature],
+        signature: Signature,
         network: NetworkCalls,
         lookup: Callable[[Sequence[Segment]], None],
         *,
@@ -141,7 +158,8 @@ class Scorer:
     ) -> None:
         self._model = model
         self._tables = tuple(tables)
-        self.features = tuple(features)
+        self.signature = signature
+        self._dtypes = {one.name: one.dtype for one in signature.features if not one.is_lookup}
         self._calls = network
         self._network = network.network
         self._lookup = lookup
@@ -151,7 +169,9 @@ class Scorer:
         self.outputs = tuple(outputs)
         self._names = [table.table_name for table in tables]
         self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
-        self._split = any(one.index for one in self.features)
+        self._split = any(one.index for one in signature.features)
+        self._of_features = {one.feature: one for one in signature.lookups}
+        self._keeps = not (self._split or signature.is_sized or signature.programs or -1 in self._of_features)
         self._bind = bind or (lambda segments: segments)
         self._own = threading.Lock()  # of what is kept
         self._kept: dict[BatchForm, _Kept] = {}
@@ -180,13 +200,14 @@ class Scorer:
         counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
         outputs: Outputs | None = None
         looked_up = began
-        if not self._split and self._own.acquire(False):
+        padding = self._padding(requests, int(counts.sum())) if self.signature.guards else 0
+        if self._keeps and not padding and self._own.acquire(False):
             try:
                 outputs, looked_up = self._score_kept(requests, counts)
             finally:
                 self._own.release()
         if outputs is None:
-            outputs, looked_up = self._score_any(requests, counts)
+            outputs, looked_up = self._score_any(requests, counts, padding)
         self._check(outputs, int(counts.sum()))
         whole = self._checked(outputs)
         answers: list[Outputs | HPSError] = []
@@ -199,6 +220,20 @@ class Scorer:
                 answers.append(own if whole is outputs else self._checked(own))
                 start += samples
         return answers, ScoreTimes(began, looked_up, perf_counter_ns())
+
+    def _padding(self, requests: Sequence[Request], samples: int) -> int:
+        """Return how often to repeat the last sample, for a number of samples with which the network runs.
+
+        Raises:
+            NetworkError: there is none; then each request is scored alone.
+        """
+        sizes = merged_sizes(self.signature, requests)
+        if (found := self.signature.padding(samples, sizes)) is None:
+            raise NetworkError(
+                f"running the network of model {self._model!r}: got {len(requests)} requests of {samples} samples and sizes "
+                f"{sizes}, expected {self.signature.refused_by(samples, sizes)}"
+            )
+        return found
 
     def _score_kept(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> tuple[Outputs | None, int]:
         """Score requests that look alike in the memory that is kept; None if they do not, or none is left."""
@@ -257,13 +292,13 @@ class Scorer:
 
     def _new_memory(self, form: BatchForm) -> _Kept:
         """Allocate the memory of batches of a form, and on a CUDA device capture the run of the network on it."""
-        network, layout = self._network, lay_out(self.features, form, self._max_samples)
+        network, layout = self._network, lay_out(self.signature, form, self._max_samples)
         staged, source = network.staging(layout.size_bytes)
         staged[:] = 0
         memory = network.empty((layout.size_bytes,), "uint8") if self._on_device else staged
         index = self._part(memory, 0, "int64", (layout.indices,))
         inputs: dict[str, Tensor] = {}
-        for one, shape, start in zip(self.features, layout.shapes, layout.starts, strict=True):
+        for one, shape, start in zip(self.signature.features, layout.shapes, layout.starts, strict=True):
             if not one.is_lookup:
                 inputs[one.name] = self._part(memory, start, one.dtype, shape)
             else:
@@ -285,7 +320,7 @@ class Scorer:
 
     def _once(self, form: BatchForm, index: Tensor) -> dict[str, Tensor]:
         """Return the index of what is given once, by name."""
-        return {one.name: index for one, once in zip(self.features, form.once, strict=True) if once}
+        return {one.name: index for one, once in zip(self.signature.features, form.once, strict=True) if once}
 
     def _run_of(self, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
         """Return the run of the network on inputs; those that have an index are repeated by it."""
@@ -300,9 +335,7 @@ class Scorer:
         """
         segments: dict[int, Segment] = {}
         starts, at = kept.starts.copy(), kept.keys_at
-        for place, one in enumerate(self.features):
-            if not one.is_lookup:
-                continue
+        for place, one in self._of_features.items():
             n = rows[place] * sizes[place]
             keys, out = self._part(kept.memory, at, "int64", (n,)), kept.inputs[one.name][: rows[place]].reshape(-1, one.dim)
             starts[place] = at
@@ -311,42 +344,193 @@ class Scorer:
             if one.pools(sizes[place]):
                 pooling = pooling_of(one.name, one.bags_of(keys), n, (rows[place], sizes[place]), self._on_device)
             segments[place] = Segment(one.table, keys, out, None, n, pooling)
-        groups = self._groups({place: one.pooling is not None for place, one in segments.items()})
-        lookups = [self._bind([segments[place] for place in places]) for _, places in groups]
+        groups = self._groups({place: one.pooling is not None for place, one in enumerate(segments.values())})
+        by_place = list(segments.values())
+        lookups = [self._bind([by_place[place] for place in places]) for _, places in groups]
         if self._on_device:
             target, source = (self._network.part(memory, 0, "uint8", (at,)) for memory in (kept.memory, kept.source))
             return _Bound(starts, target, source, lookups, kept.run)
         put = self._network.put
-        inputs = {one.name: put(kept.inputs[one.name][:n]) for one, n in zip(self.features, rows, strict=True)}
+        inputs = {one.name: put(kept.inputs[one.name][:n]) for one, n in zip(self.signature.features, rows, strict=True)}
         return _Bound(starts, None, None, lookups, self._run_of(inputs, self._once(kept.form, put(kept.index[:samples]))))
 
     def _groups(self, pooled: Mapping[int, bool]) -> list[tuple[bool, list[int]]]:
-        """Group lookups, by place of the feature, such that a group asks a table once, and pools all or none."""
+        """Group lookups, by their places, such that a group asks a table once, and pools all or none."""
         groups: dict[tuple[bool, int], list[int]] = {}
         turns: dict[tuple[bool, int], int] = {}
         for place, pools in pooled.items():
-            asked = pools, self.features[place].table
+            asked = pools, self.signature.lookups[place].table
             turns[asked] = turn = turns.get(asked, -1) + 1
             groups.setdefault((pools, turn), []).append(place)
         return [(pools, places) for (pools, _), places in groups.items()]
 
-    def _score_any(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> tuple[Outputs, int]:
-        """Score any requests."""
-        batch = self._batch(requests, counts)
-        given = self._on_card(batch)
-        vectors = self._vectors(batch, given)
+    def _score_any(self, requests: Sequence[Request], counts: KeyArray, padding: int = 0) -> tuple[Outputs, int]:
+        """Score any requests.
+
+        Args:
+            padding: how often the last sample is repeated; its scores are dropped.
+        """
+        given = [
+            one if isinstance(one, ScoreInputs) else one.unpacked(self.signature, self._max_samples, self._model)
+            for one in requests
+        ]
+        if padding:
+            given[-1] = padded(given[-1], padding)
+            counts = counts.copy()
+            counts[-1] += padding
+        run = self._prepared(merge(self.signature, given, counts))
         looked_up = perf_counter_ns()
-        inputs: dict[str, Tensor] = {}
-        indices: dict[str, Tensor] = {}
-        for place, one in enumerate(self.features):
-            if one.index:
-                inputs[one.name] = self._network.put(np.repeat(np.arange(len(requests)), counts))
-                continue
-            inputs[one.name] = vectors[place] if one.is_lookup else given[place]
-            if place in batch.repeats:
-                times = batch.repeats[place]
-                indices[one.name] = self._network.put(np.repeat(np.arange(len(times)), times))
-        return self._run(self._run_of(inputs, indices)), looked_up
+        outputs = self._run(run)
+        if not padding:
+            return outputs, looked_up
+        self._check(outputs, int(counts.sum()))
+        return {name: values[:-padding] for name, values in outputs.items()}, looked_up
+
+    def _prepared(self, merged: Merged, *, dry: bool = False) -> Callable[[], Mapping[str, Tensor]]:
+        """Look up the vectors of a batch, and return the run of the network on it.
+
+        Args:
+            dry: nothing is looked up; all vectors are zero.
+        """
+        batch = _Batch(self._placed(merged.values), dict(merged.times), merged.sizes)
+        self._compute_keys(batch)
+        self._find_vectors(batch, dry)
+        network, inputs, indices = self._network, {}, {}
+        vectors = {one.name for one in self.signature.lookups}
+        for name in self.signature.network_inputs:
+            values = batch.values[_vectors_of(name) if name in vectors else name]
+            inputs[name] = values if self._on_device else network.put(values)
+            if name in batch.times and not self._split:
+                indices[name] = network.put(_index_of(batch.times[name]))
+        return self._run_of(inputs, indices)
+
+    def _placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the values of features where lookups and programs read them."""
+        if not self._on_device:
+            return dict(values)
+        put = self._network.put
+        return {
+            name: Keys(*[one if one is None else put(np.ascontiguousarray(one)) for one in given])
+            if isinstance(given, Keys)
+            else put(np.ascontiguousarray(given))
+            for name, given in values.items()
+        }
+
+    def _compute_keys(self, batch: _Batch) -> None:
+        """Run the keys programs: those whose inputs were all given once, on a row a request."""
+        for program, network in zip(self.signature.programs, self._calls.programs, strict=True):
+            times = self._shared_times(batch, program.inputs)
+            if times is not None and self.signature.refused_by(len(times), batch.sizes) is not None:
+                times = None
+            given = {name: batch.values[name] if times is not None else self._each(batch, name) for name in program.inputs}
+            if not self._on_device:
+                given = {name: network.put(values) for name, values in given.items()}
+            outputs = self._running(partial(network.run, given), "a keys program")
+            if not self._on_device:
+                outputs = network.fetch(outputs)
+            for name in program.outputs:
+                batch.values[name] = outputs[name]
+                if times is not None:
+                    batch.times[name] = times
+
+    def _shared_times(self, batch: _Batch, names: Sequence[str]) -> KeyArray | None:
+        """Return how often each row of several values counts, if it is the same of all; None if each counts once."""
+        times = [batch.times.get(name) for name in names]
+        first = times[0]
+        if first is None or any(one is None or not np.array_equal(one, first) for one in times):
+            return None
+        return first
+
+    def _each(self, batch: _Batch, name: str) -> Any:
+        """Return values with a row for each sample."""
+        values, times = batch.values[name], batch.times.get(name)
+        if times is None:
+            return values
+        index = _index_of(times)
+        return self._network.take(values, self._network.put(index)) if self._on_device else values[index]
+
+    def _find_vectors(self, batch: _Batch, dry: bool) -> None:
+        """Look up the vectors of all lookups."""
+        asked = {place: self._ask(batch, one) for place, one in enumerate(self.signature.lookups)}
+        for pooled, places in self._groups({place: one.bags is not None for place, one in asked.items()}):
+            tables: dict[str, Any] = {}
+            outs: dict[str, Any] = {}
+            for place in places:
+                lookup, one = self.signature.lookups[place], asked[place]
+                flat = (int(np.prod(one.shape)), lookup.dim)
+                out = self._network.empty(flat, "float32") if self._on_device and not dry else np.empty(flat, np.float32)
+                if dry:
+                    out.fill(0)
+                    out = self._network.put(out) if self._on_device else out
+                name = self._names[lookup.table]
+                tables[name] = one.keys.reshape(-1) if one.bags is None else one.bags
+                outs[name], batch.values[_vectors_of(lookup.name)] = out, out.reshape((*one.shape, lookup.dim))
+            if not dry:
+                self._look_up(tables, outs, pooled)
+
+    def _look_up(self, tables: Mapping[str, Any], outs: Mapping[str, Any], pooled: bool) -> None:
+        """Look up one lookup of each table."""
+        index, on_device = self._indices.__getitem__, self._on_device
+        if pooled:
+            segments: Sequence[Segment] = pooled_segments(tables, outs, index, self._tables, on_cuda=on_device)
+        else:
+            segments = named_segments(tables, outs, index, self._indices, self._tables, on_cuda=on_device, with_found=False)
+        self._lookup(segments)
+
+    def _ask(self, batch: _Batch, lookup: Lookup) -> _Asked:
+        """Find the keys of a lookup, and its bags if it pools."""
+        if lookup.feature >= 0:
+            given: Keys = batch.values[lookup.name]
+            keys, offsets, weights = given
+            if not lookup.combiner:
+                rows = keys if self.signature.features[lookup.feature].hotness is not None else keys.reshape(-1)
+                return _Asked(rows, rows.shape, None)
+        else:
+            sources = [one for one in (lookup.keys, lookup.offsets, lookup.weights) if one is not None]
+            times = self._shared_times(batch, [one.name for one in sources])
+            if times is not None:
+                batch.times[lookup.name] = times
+            keys = self._source(batch, lookup.keys, "int64", times is None)
+            offsets = (
+                None if lookup.offsets is None else self._source(batch, lookup.offsets, "int64", times is None).reshape(-1)
+            )
+            weights = None if lookup.weights is None else self._source(batch, lookup.weights, "float32", times is None)
+            weights = weights if weights is None else weights.reshape(-1)
+            if not lookup.combiner and not lookup.clips:
+                return _Asked(keys, keys.shape, None)
+            if lookup.clips:
+                return _Asked(keys, keys.shape, lookup.bags_of(keys.reshape(-1, 1)))
+        if offsets is not None:
+            bags = lookup.bags_of(keys.reshape(-1), offsets, weights)
+            return _Asked(bags.keys, (len(offsets) - lookup.include_last_offset,), bags)
+        rows = keys.reshape(len(keys), -1)
+        if weights is None and not lookup.pools(rows.shape[1]):
+            return _Asked(keys, (len(keys),), None)
+        return _Asked(rows, (len(keys),), lookup.bags_of(rows, None, weights))
+
+    def _source(self, batch: _Batch, source: Source, dtype: str, each: bool) -> Any:
+        """Return the values of a source, C-contiguous and of a dtype.
+
+        Args:
+            each: with a row for each sample.
+        """
+        values = self._each(batch, source.name) if each else batch.values[source.name]
+        if source.column is not None:
+            values = values[:, source.column]
+        if not self._on_device:
+            with np.errstate(invalid="ignore"):  # as C casts
+                return np.ascontiguousarray(values, dtype)
+        if source.column is None and self._dtypes.get(source.name) == dtype:
+            return values
+        converted = self._network.empty(tuple(values.shape), dtype)
+        self._network.write(converted, values)
+        return converted
+
+    def prepared_zeros(self, samples: int) -> Callable[[], Mapping[str, Tensor]]:
+        """Return a run of the network on zeros, without lookups."""
+        zeros = self.signature.zeros(samples)
+        given = {one.name: Keys(zeros[one.name]) if one.is_lookup else zeros[one.name] for one in self.signature.features}
+        return self._prepared(Merged(given, sizes=self.signature.sizes), dry=True)
 
     def try_out(self) -> tuple[Output, ...]:
         """Run the network on zeros, without lookups, and return its outputs.
@@ -358,45 +542,53 @@ class Scorer:
             return self._try_out()
 
     def _try_out(self) -> tuple[Output, ...]:
-        shapes: list[dict[str, tuple[str, tuple[int, ...]]]] = []
-        for samples in (1, 3):
-            tensors = [one.tensor() for one in self.features]
-            inputs = {one.name: self._network.put(np.zeros((samples, *one.shape[1:]), one.dtype)) for one in tensors}
-            outputs = self._run(partial(self._network.run, inputs))
+        shapes: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        for samples in self.signature.trial_samples():
+            outputs = self._run(self.prepared_zeros(samples))
             self._check(outputs, samples)
-            shapes.append({name: (values.dtype.name, values.shape[1:]) for name, values in outputs.items()})
-        if shapes[0] != shapes[1]:
+            shapes[samples] = {name: (values.dtype.name, values.shape[1:]) for name, values in outputs.items()}
+        if not shapes:
             raise NetworkError(
-                f"trying the network of model {self._model!r}: its outputs are {shapes[0]} for one sample, {shapes[1]} for "
-                "three"
+                f"trying the network of model {self._model!r}: its guards refuse any number of samples with dense.sizes: "
+                f"{', '.join(map(str, self.signature.guards))}"
             )
-        for name, (dtype, _) in shapes[0].items():
+        (first, found), *others = shapes.items()
+        for samples, other in others:
+            if other != found:
+                raise NetworkError(
+                    f"trying the network of model {self._model!r}: its outputs are {found} for {_counted(first)}, {other} for "
+                    f"{_counted(samples)}"
+                )
+        for name, (dtype, _) in found.items():
             if dtype not in _OUTPUT_DTYPES:
                 raise NetworkError(
                     f"trying the network of model {self._model!r}: output {name!r} is of {dtype}, expected "
                     f"{', '.join(_OUTPUT_DTYPES)}"
                 )
-        self.outputs = tuple(Output(name, dtype, shape) for name, (dtype, shape) in shapes[0].items())
+        self.outputs = tuple(Output(name, dtype, shape) for name, (dtype, shape) in found.items())
         return self.outputs
 
     def warm(self) -> None:
         """Keep memory for batches of `kept_forms`, and run the network on it once, before the first request does."""
         with self._calls.of(self):
-            for form in kept_forms(self.features, self._max_samples):
+            for form in kept_forms(self.signature, self._max_samples):
                 kept = self._kept_for(form)
                 if kept is not None and not self._on_device:
                     self._run(kept.run)
 
     def _run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
+        return self._running(lambda: self._network.fetch(run()), "the network")
+
+    def _running(self, run: Callable[[], T], what: str) -> T:
         try:
             with self._calls.running(self):
-                return self._network.fetch(run())
+                return run()
         except DeviceError:
             raise
         except Exception as error:
             lines = str(error).strip().splitlines()
             raise NetworkError(
-                f"running the network of model {self._model!r}: {type(error).__name__}: {lines[0][:300] if lines else ''}"
+                f"running {what} of model {self._model!r}: {type(error).__name__}: {lines[0][:300] if lines else ''}"
             ) from error
 
     def _check(self, outputs: Outputs, samples: int) -> None:
@@ -417,122 +609,19 @@ class Scorer:
                 )
         return outputs
 
-    def _batch(self, requests: Sequence[Request], counts: npt.NDArray[np.int64]) -> _Batch:
-        """Put the inputs of requests together."""
-        given = [
-            one if isinstance(one, ScoreInputs) else one.unpacked(self.features, self._max_samples, self._model)
-            for one in requests
-        ]
-        columns: dict[int, Any] = {}
-        rows = {}
-        for place, one in enumerate(self.features):
-            parts = [request.given[place] for request in given]
-            if one.is_lookup:
-                columns[place] = _bags(one, parts)
-            elif not one.index:
-                columns[place] = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
-            if one.per_request:
-                rows[place] = np.array([part.rows for part in parts])
-        repeats = {}
-        for place, one in enumerate(self.features):
-            if one.per_request and not self._split and not np.array_equal(rows[place], counts):
-                # a row that stands for all samples of its request, or one of several
-                times = np.where(rows[place] == 1, counts, 1)
-                repeats[place] = np.repeat(times, rows[place])
-        return _Batch(columns, repeats)
 
-    def _on_card(self, batch: _Batch) -> dict[int, Tensor]:
-        """Return the values of features, and on a CUDA device the keys, in the memory of the network's device."""
-        network, found = self._network, {}
-        if not self._on_device:
-            for place, one in enumerate(self.features):
-                if not (one.is_lookup or one.index):
-                    found[place] = network.put(batch.columns[place])
-            return found
-        for place, one in enumerate(self.features):
-            if not one.index:
-                column = batch.columns[place]
-                found[place] = network.put(np.ascontiguousarray(column.keys if isinstance(column, Bags) else column))
-        return found
-
-    def _vectors(self, batch: _Batch, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Look up the vectors of all lookups; by place of the feature."""
-        found: dict[int, Tensor] = {}
-        lookups = {place: isinstance(batch.columns[place], Bags) for place, one in enumerate(self.features) if one.is_lookup}
-        for pooled, places in self._groups(lookups):
-            self._look_up(pooled, places, batch, given, found)
-        return found
-
-    def _look_up(
-        self,
-        pooled: bool,
-        places: Sequence[int],
-        batch: _Batch,
-        given: Mapping[int, Tensor],
-        found: dict[int, Tensor],
-    ) -> None:
-        """Look up one lookup of each table."""
-        network, on_device = self._network, self._on_device
-        tables: dict[str, Any] = {}
-        outs: dict[str, Any] = {}
-        for place in places:
-            one, column, name = self.features[place], batch.columns[place], self._names[self.features[place].table]
-            keys = column.keys if pooled else column
-            if pooled:
-                shape: tuple[int, ...] = (len(keys) if column.offsets is None else len(column.offsets) - 1, one.dim)
-            elif one.hotness is not None and not one.combiner:
-                shape = (*keys.shape, one.dim)
-            else:
-                shape = (len(keys), one.dim)
-            flat = (int(np.prod(shape[:-1])), one.dim)
-            out = network.empty(flat, "float32") if on_device else np.empty(flat, np.float32)
-            outs[name], found[place] = out, out.reshape(shape)
-            if not pooled:
-                tables[name] = (given[place] if on_device else keys).reshape(-1)
-            elif on_device:
-                offsets = None if column.offsets is None else network.put(column.offsets)
-                weights = None if column.weights is None else network.put(column.weights)
-                tables[name] = one.bags_of(given[place], offsets, weights)
-            else:
-                tables[name] = column
-        index = self._indices.__getitem__
-        if pooled:
-            segments: Sequence[Segment] = pooled_segments(tables, outs, index, self._tables, on_cuda=on_device)
-        else:
-            segments = named_segments(tables, outs, index, self._indices, self._tables, on_cuda=on_device, with_found=False)
-        self._lookup(segments)
-        if not on_device:
-            for place in places:
-                found[place] = network.put(found[place])
+def _vectors_of(lookup: str) -> str:
+    """Return the name of vectors within a batch: a feature with a table has keys of the same name."""
+    return f"vectors of {lookup}"
 
 
-def _bags(one: Feature, given: Sequence[Given]) -> Any:
-    """Concatenate the keys of several requests: an array (rows, hotness) or (rows,) of rows, or bags."""
-    first = given[0]
-    alone = len(given) == 1
-    fixed = all(part.offsets is None for part in given)
-    weighted = any(part.weights is not None for part in given)
-    if fixed and len({part.values.shape[1:] for part in given}) == 1:
-        values = first.values if alone else np.concatenate([part.values for part in given])
-        if not one.combiner:
-            return values
-        keys = values.reshape(len(values), -1)
-        if not weighted:
-            return one.bags_of(keys) if one.pools(keys.shape[1]) else keys.reshape(-1)
-    if not one.combiner:  # some give (rows,), some (rows, 1)
-        return np.concatenate([part.values.reshape(part.rows) for part in given])
-    offsets, weights, start = [np.zeros(1, np.int64)], [], 0
-    for part in given:
-        n = part.values.size
-        own = np.arange(1, part.rows + 1) * (n // part.rows) if part.offsets is None else part.offsets[1:]
-        offsets.append(own + start)
-        start += n
-        weights.append(np.ones(n, np.float32) if part.weights is None else part.weights.reshape(-1))
-    return one.bags_of(
-        np.concatenate([part.values.reshape(-1) for part in given]),
-        np.concatenate(offsets),
-        np.concatenate(weights) if weighted else None,
-    )
+def _index_of(times: KeyArray) -> KeyArray:
+    """Return the row of each sample."""
+    return np.repeat(np.arange(len(times)), times)
+
+
+def _counted(samples: int) -> str:
+    return {1: "one sample", 3: "three"}.get(samples, f"{samples} samples")
 
 
 def _rounded(rows: int) -> int:

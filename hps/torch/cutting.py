@@ -82,7 +82,7 @@ class Cut:
 
     Attributes:
         shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
-        ragged: by name of an input with an element for each key of bags, the input with their offsets.
+        ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are computed.
         sizes: of the examples, by name, without `samples`.
         guards: what the programs rely on, as conditions on sizes.
         lookups: in the order of the graph.
@@ -106,11 +106,12 @@ class Cut:
         )
         out = next(node for node in self.graph.nodes if node.op == "output")
         self.outputs: dict[str, fx.Node] = dict(zip(program.call_spec.out_spec.context, _leaves(out), strict=True))
+        self._equal: dict[Any, Any] = {}
         self.lookups = self._find_lookups()
         self._refuse_two_levels()
         weights = {f"{name}.weights": offsets for name, offsets in inputs.ragged.items() if f"{name}.weights" in self.inputs}
         self.ragged = self._find_ragged() | inputs.ragged | weights
-        sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged)
+        sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
         self.notes += sizes.notes
         for number, lookup in enumerate(self.lookups):
@@ -227,6 +228,8 @@ class Cut:
         if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
             raise InvalidInputError(f"{self._doing}: more than the vectors of a bag is read{lookup.line}")
         parts = _matrix_of_bags(keys, got["offsets"], got["per_sample_weights"])
+        if parts[1] is None:  # traced as so many offsets, which is the number of rows
+            self._equal[_expression(got["offsets"].meta["val"].shape[0])] = _expression(parts[0].meta["val"].shape[0])
         lookup.parts |= {
             what: Source(one) for what, one in zip(("keys", "offsets", "weights"), parts, strict=True) if one is not None
         }
@@ -263,17 +266,16 @@ class Cut:
         return Source(source.node, names[node]) if node in names else source
 
     def _find_ragged(self) -> dict[str, str]:
-        """Find the inputs with an element for each key of bags, and the inputs that are the offsets of these bags."""
+        """Find the inputs with an element for each key of bags, and the inputs that are their offsets, if any is."""
         found: dict[str, str] = {}
         names = {one: name for name, one in self.inputs.items()}
         for lookup in self.lookups:
-            offsets = lookup.parts.get("offsets")
-            if offsets is None or offsets.node not in names:
+            if (offsets := lookup.parts.get("offsets")) is None:
                 continue
             count = _expression(lookup.parts["keys"].node.meta["val"].shape[0])
             for name, node in self.inputs.items():
                 if node is not offsets.node and _expression(node.meta["val"].shape[0]) == count:
-                    found[name] = names[offsets.node]
+                    found[name] = names.get(offsets.node, "")
         return found
 
     # -- programs ---------------------------------------------------------------------------------------------------------------
@@ -355,6 +357,8 @@ class _Named(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
+        for node in graph.graph.nodes:
+            node.meta = {}  # of the first trace: the next one makes its own, and engines believe what they find
         self.graph = graph
         self._inputs = list(inputs)
         self._outputs = list(outputs)
@@ -380,7 +384,7 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     for strict in (False, True):
         before = _attributes(module)
         try:
-            program = export(flat, inputs.tensors, strict=strict)
+            program = export(flat, (inputs.tensors,), strict=strict)
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
             continue
@@ -401,14 +405,20 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     raise first or AssertionError
 
 
-def export(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool = False) -> torch.export.ExportedProgram:
-    """Export a module that takes tensors by name, with free sizes, also of 0 and 1, wherever it does not fix them."""
+def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -> torch.export.ExportedProgram:
+    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix them."""
     failed: Exception | None = None
     for every in (True, False):
-        free = {name: dict.fromkeys(range(one.ndim if every else 1), torch.export.Dim.AUTO) for name, one in tensors.items()}
+
+        def free(one: torch.Tensor, every: bool = every) -> dict[int, Any]:
+            return {dim: torch.export.Dim.AUTO for dim in range(one.ndim if every else 1)}
+
+        shapes = pytree.tree_map(free, given)
+        if not isinstance(given[0], Mapping):
+            shapes = (shapes,)  # of the one parameter *given
         try:
             with torch.no_grad(), tracing.patch(backed_size_oblivious=True):
-                program = torch.export.export(module, (dict(tensors),), dynamic_shapes=(free,), strict=strict)
+                program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
                 return program.run_decompositions({})  # functional: nothing is changed in place any more
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             failed = failed or error
@@ -421,17 +431,20 @@ def export(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bo
 class _Sizes:
     """What a program says of sizes, in names: `samples`, and `hist_1` for dimension 1 of input `hist`."""
 
-    def __init__(self,
+    def __init__(
+        self,
         doing: str,
         inputs: ModuleInputs,
         places: Mapping[str, fx.Node],
         outputs: Mapping[str, fx.Node],
         ragged: Mapping[str, str],
+        equal: Mapping[Any, Any],
     ) -> None:
         self._doing = doing
+        self._equal = equal
         self.notes: list[str] = []
         dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in places.items()}
-        rows = {name: _expression(node.meta["val"].shape[0]) for name, node in outputs.items()}
+        rows = {name: _expression(node.meta["val"].shape[0]).subs(equal) for name, node in outputs.items()}
         environment = next(node.meta["val"].fake_mode.shape_env for node in places.values())
         samples = next(iter(rows.values()))
         known = {symbol for sizes in dims.values() for size in sizes for symbol in size.free_symbols}
@@ -443,20 +456,21 @@ class _Sizes:
             self._refuse_rows(inputs, dims, next(iter(rows)), samples)
         self.samples = self._count(inputs, dims)
         self.examples: dict[str, int] = {}
+        beside = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
+        beside |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
         for name, expressions in dims.items():
             for dim, expression in enumerate(expressions):
+                if not dim and expression.is_Symbol and expression not in self._names and name in beside:
+                    self._names[expression] = self._renamed(beside[name])
                 self._name(name, dim, expression, inputs.tensors[name].shape[dim], is_ragged=name in ragged)
         self.shapes = {
             name: tuple(int(one) if one.is_Integer else self._text(one) for one in expressions)
             for name, expressions in dims.items()
         }
         for name, shape in self.shapes.items():
-            if fixed := [
-                f"dimension {dim} of {name!r} is always {size}"
-                for dim, size in enumerate(shape)
-                if dim and isinstance(size, int)
-            ]:
-                self.notes += fixed
+            fixed = [str(size) for size in shape[1:] if isinstance(size, int)]
+            if fixed and inputs.tensors[name].dtype in _INTEGERS:
+                self.notes.append(f"input {name!r} always has {' x '.join(fixed)} values a sample, as in the examples")
         self.guards = self._guards(environment)
 
     def _refuse_rows(self, inputs: ModuleInputs, dims: Mapping[str, Any], name: str, rows: Any) -> None:
@@ -500,7 +514,7 @@ class _Sizes:
     def _guards(self, environment: Any) -> list[str]:
         guards: list[str] = []
         for guard in environment.guards:
-            condition = environment.replace(guard.expr)
+            condition = environment.replace(guard.expr).subs(self._equal)
             if condition is sympy.true or not condition.free_symbols <= {*self._names}:
                 continue  # holds always, or is of sizes that only values say
             renamed = self._renamed(condition)
@@ -593,7 +607,7 @@ def _refused(inputs: ModuleInputs, error: Exception) -> InvalidInputError:
     ]
     text = " ".join(str(error).split())
     cure = ""
-    if "PackedSequence" in text or any("pack_padded_sequence" in one.name for one in frames):
+    if "PackedSequence" in text or any("pack_padded_sequence" in f"{one.name} {one.line}" for one in frames):
         cure = (
             "; packed sequences cannot be exported: run the network on the padded matrix, and gather its output at length - 1"
         )

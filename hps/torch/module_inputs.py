@@ -95,7 +95,7 @@ class ModuleInputs:
             weighted = leaf.weights_or_none() is not None
             names: list[str] = []
             for feature in leaf.keys():
-                own = feature if feature not in self.tensors else f"{name}.{feature}"
+                own = feature if feature not in {**self.tensors, **self._signature.parameters} else f"{name}.{feature}"
                 self.ragged[own] = f"{own}.offsets"
                 names += [own, f"{own}.offsets", *([f"{own}.weights"] if weighted else [])]
             return _Slot(tuple(names), tuple(leaf.keys()), weighted)

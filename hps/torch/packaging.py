@@ -141,7 +141,7 @@ def package(
     with gather(f"packaging {place}", dict(tables.values())) as job, torch.no_grad():
         proof = Proof(module, inputs, found, traced, outputs, tolerance)
         if job.leads():
-            version_of = _Description(found, inputs, {path: name for path, (name, _) in tables.items()}, per_request, format)
+            version_of = Description(found, inputs, {path: name for path, (name, _) in tables.items()}, per_request, format)
             files = version_of.files(tell)
             batching = {"dynamic_batching": dynamic_batching is not False, "max_queue_delay_us": max_queue_delay_us}
             stale = {"stale_copies": [tables[path][0] for path in found.kept], "allow_stale_copy": allow_stale_copy}
@@ -195,7 +195,7 @@ class _Tried:
     notes: tuple[str, ...]
 
 
-class _Description:
+class Description:
     """What `version.json` says of a cut module, and its programs.
 
     Attributes:
@@ -229,7 +229,7 @@ class _Description:
             taken |= {source.input for source in lookup.parts.values()}
             lookup.name = name
         for name, tensor in inputs.tensors.items():
-            if name not in taken:
+            if name not in taken and not self._is_unused_feature(name):
                 described[name] = {"dtype": DTYPES[tensor.dtype], "shape": self._shape(name)}
         for name, offsets in found.ragged.items():
             if name in described and "shape" in described[name] and offsets in described:
@@ -262,6 +262,16 @@ class _Description:
         if {*self.reads} != {*self.entry["inputs"]} or lookups:
             more["network_inputs"] = self.reads
         self.entry |= {what: one for what, one in more.items() if one}
+
+    def _is_unused_feature(self, name: str) -> bool:
+        """Return whether an input belongs to a feature of a KeyedJaggedTensor that nothing reads."""
+        feature = name if name in self._inputs.ragged else name.rpartition(".")[0]
+        if feature not in self._inputs.ragged:
+            return False
+        found = self._cut
+        read = {*found.reads, *found.inputs_of(found.computed())}
+        read |= {part.input for lookup in found.lookups for part in lookup.parts.values()}
+        return not read & {feature, self._inputs.ragged[feature], f"{feature}.weights"}
 
     def _grouped(self, per_request: set[str]) -> list[list[Any]]:
         """Group what keys programs compute: by values that a request gives once, and by others."""
@@ -387,25 +397,36 @@ def _sizes_in(texts: Iterable[Any]) -> list[str]:
     ]
 
 
+class _Positional(nn.Module):
+    """A program that takes tensors by position, as packages of AOTInductor are called."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module = module
+        self._names = list(names)
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.module(dict(zip(self._names, given, strict=True))).values())
+
+
 def _program(module: nn.Module, given: Mapping[str, torch.Tensor], outputs: Sequence[str], format: str) -> bytes:  # noqa: A002
     """Export a program that takes and returns tensors by name; each engine gets an export of its own, which it may change."""
     given = {name: one.clone() for name, one in given.items()}
     try:
         if format == "pt2":
             file = io.BytesIO()
-            torch.export.save(export(module, given), file)
+            torch.export.save(export(module, (given,)), file)
             return file.getvalue()
+        program = export(_Positional(module, [*given]), tuple(given.values()))
         with tempfile.TemporaryDirectory(prefix="hps-package-") as directory:
             place = Path(directory, _FILES[format])
             if format == "onnx":
-                program = torch.onnx.export(
-                    export(module, given), (), input_names=[*given], output_names=[*outputs], verbose=False
-                )
-                program.save(place)  # type: ignore[union-attr]
+                made = torch.onnx.export(program, (), input_names=[*given], output_names=[*outputs], dynamo=True, verbose=False)
+                made.save(place)  # type: ignore[union-attr]
             else:
-                import torch._inductor  # the documented home of packages
+                from torch._inductor import aoti_compile_and_package  # its documented home
 
-                torch._inductor.aoti_compile_and_package(export(_Positional(module, [*given]), given), package_path=str(place))
+                aoti_compile_and_package(program, package_path=str(place))
             return place.read_bytes()
     except Exception as error:
         lines = str(error).strip().splitlines()

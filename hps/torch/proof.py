@@ -135,7 +135,7 @@ class Proof:
             scorer = Scorer(
                 config.model,
                 config.tables,
-                opened.form,
+                opened.signature,
                 opened.networks[None],
                 _lookup_in(list(tables.values())),
                 refuse_nan=False,
@@ -149,7 +149,7 @@ class Proof:
                     continue
                 arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(config.dense, name)}
                 try:
-                    request = read_request(opened.form, arrays_of(opened.form, arrays), config.max_batch_size, config.model)
+                    request = read_request(opened.signature, arrays_of(opened.features, arrays), config.max_batch_size, config.model)
                 except (InvalidInputError, TooManyKeysError):
                     if is_example:
                         raise
@@ -191,7 +191,11 @@ class Proof:
         for what, order in orders.items():
             if (taken := self._take(torch.tensor(order))) is not None:
                 yield what, taken
-        keys = {name for name, one in tensors.items() if one.dtype in _KEYS and one.numel() and name not in self._cut.ragged.values()}
+        keys = {
+            name
+            for name, one in tensors.items()
+            if one.dtype in _KEYS and one.numel() and name not in self._cut.ragged.values()
+        }
         for what, change in (
             ("other keys", lambda one: one.flatten().roll(1).reshape(one.shape)),
             ("keys in reverse", lambda one: one.flatten().flip(0).reshape(one.shape)),
@@ -221,6 +225,8 @@ class Proof:
         taken: dict[str, torch.Tensor] = {}
         ragged = self._cut.ragged
         for name, one in self._inputs.tensors.items():
+            if name in ragged and not ragged[name]:
+                return None
             if name in ragged:
                 taken |= self._take_ragged(name, one, ragged[name], order)
             elif name not in ragged.values():

@@ -11,9 +11,10 @@ import hps
 from hps.configuration.load import load_dense
 from hps.errors import TooManyKeysError
 from hps.scoring import scorer as scorer_module
-from hps.scoring.features import ScoreInputs, features_of, read_request
+from hps.scoring.features import ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
+from hps.scoring.signature import signature_of
 from hps.tensors.segments import Segment
 from hps.testing.waiting import wait_until
 from tests.fakes.networks import ArrayNetwork, Arrays, DeviceNetwork, FakeTables
@@ -57,7 +58,7 @@ def scorer_of(
     dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs, "outputs": ["all"]})
     calls = NetworkCalls(network or (DeviceNetwork if on_device else ArrayNetwork)(everything))
     more |= {"on_device": on_device, "max_samples": MOST}
-    return Scorer("m", tables.specs, features_of(dense, tables.specs), calls, tables.look_up, **more)
+    return Scorer("m", tables.specs, signature_of(dense, tables.specs), calls, tables.look_up, **more)
 
 
 @pytest.fixture(params=[False, True], ids=["on the CPU", "on a device"])
@@ -81,7 +82,7 @@ def arrays(rng: np.random.Generator, samples: int, once: Sequence[str] = ONCE, k
 
 
 def read(ours: Scorer, *given: Arrays) -> list[ScoreInputs]:
-    return [read_request(ours.features, one, MOST, "m") for one in given]
+    return [read_request(ours.signature, one, MOST, "m") for one in given]
 
 
 def compare(ours: Scorer, other: Scorer, *given: Arrays) -> None:
@@ -129,7 +130,7 @@ def test_requests_that_give_once_what_others_repeat_take_the_general_way(way: Wa
 
 def test_answers_of_requests_in_shared_memory_and_others_are_not_overwritten(way: Way, kept: list[int | None]) -> None:
     rng, ours, other = np.random.default_rng(3), way(), way()
-    region, before = Region(ours.features), list[tuple[Any, Any]]()
+    region, before = Region(ours.signature), list[tuple[Any, Any]]()
     batches: list[tuple[int, ...]] = [(1,), (16,), (1,), (17,), (3, 1, 2), (25, 25), (2,) * 25, (1,)]
     for sizes in batches:
         plain = [arrays(rng, n) for n in sizes]

@@ -24,10 +24,14 @@ def ragged_and_weights(draw: Draw) -> dict[str, torch.Tensor]:
 
 
 def ends(draw: Draw) -> dict[str, torch.Tensor]:
-    """Offsets with a last one; keys behind it belong to no bag."""
     keys, offsets = draw.bags(include_last=True)
-    behind = 0 if draw.examples else 3
-    return {"tags": torch.cat([keys, draw.keys(behind)]), "ends": offsets}
+    return {"tags": keys, "ends": offsets}
+
+
+def ends_before_the_end(draw: Draw) -> dict[str, torch.Tensor]:
+    """Keys behind the last bag's end belong to none."""
+    found = ends(draw)
+    return found if draw.examples else found | {"tags": torch.cat([found["tags"], draw.keys(3)])}
 
 
 def history_alone(draw: Draw) -> dict[str, torch.Tensor]:
@@ -80,6 +84,12 @@ def weighted_matrix_bags(self: Any, tags: torch.Tensor, weights: torch.Tensor) -
 
 @form(ends, e=bag(mode="mean", include_last_offset=True), fc=linear())
 def bags_by_ends(self: Any, tags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return self.fc(self.e(tags, ends)).squeeze(1)
+
+
+@form(ends_before_the_end, within=None, e=bag(mode="sum", include_last_offset=True), fc=linear())
+def keys_behind_all_bags(self: Any, tags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """They may be refused; when requests are merged they may not shift the bags of others."""
     return self.fc(self.e(tags, ends)).squeeze(1)
 
 

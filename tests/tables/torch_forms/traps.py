@@ -257,13 +257,13 @@ def a_cast_that_did_nothing(self: Any, item: torch.Tensor, price: torch.Tensor) 
 # -- Python -------------------------------------------------------------------------------------------------------------
 
 
-@trap(refused="changes 'n'")
+@trap(refused="sets 'n'")
 def python_counter(self: Any, hist: torch.Tensor) -> torch.Tensor:
     self.n = getattr(self, "n", 0) + 1
     return score(self, hist) * self.n
 
 
-@trap(refused="changes 'calls'", calls=lambda: [])
+@trap(refused="sets 'calls'", calls=lambda: [])
 def counter_in_a_list(self: Any, hist: torch.Tensor) -> torch.Tensor:
     self.calls.append(1)
     return score(self, hist) + 100 * (len(self.calls) > 3)
@@ -435,19 +435,19 @@ def checkpointed(self: Any, hist: torch.Tensor) -> torch.Tensor:
 # -- tables -------------------------------------------------------------------------------------------------------------
 
 
-@trap(refused="keys of table")
+@trap(refused="two levels")
 def two_levels(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return self.fc(self.e(self.e(hist).mean(1).argmax(-1))).squeeze(1)
 
 
-@form(lambda draw: {"user": draw.keys()}, refused="keys of table", user=embedding(), item=embedding())
+@form(lambda draw: {"user": draw.keys()}, refused="two levels", user=embedding(), item=embedding())
 def best_items_looked_up(self: Any, user: torch.Tensor) -> torch.Tensor:
     """Retrieval: the best of all items, then their vectors."""
     best = (self.user(user) @ self.item.weight.t()).topk(3, 1).indices
     return self.item(best).sum((1, 2))
 
 
-@form(lambda draw: {"hist": draw.history()}, refused="vectors of table", e=embedding(), bag=bag(mode="sum"), fc=linear())
+@form(lambda draw: {"hist": draw.history()}, refused="two levels", e=embedding(), bag=bag(mode="sum"), fc=linear())
 def weights_of_bags_by_vectors(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return self.fc(self.bag(hist, per_sample_weights=self.e(hist).mean(-1))).squeeze(1)
 

@@ -94,7 +94,7 @@ def judge(form: Form, directory: Path, **more: Any) -> Verdict:
             per_request=form.per_request,
             hotness=20,
             settings={"max_batch_size": MOST_SAMPLES},
-            max_queue_delay_us=5000,
+            max_queue_delay_us=30_000,
             **more,
         )
     except hps.InvalidInputError as refused:

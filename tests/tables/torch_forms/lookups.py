@@ -99,7 +99,12 @@ def ends_read_by_the_network(self: Any, tags: torch.Tensor, ends: torch.Tensor) 
     return self.fc(torch.cat([self.e(tags, ends), ends.diff().unsqueeze(1).float()], 1)).squeeze(1)
 
 
-@form(lambda draw: {"tags": draw.keys(draw.samples * 2), "lengths": draw.lengths(most=2)}, e=bag(mode="sum"), fc=linear())
+def lengths_and_more(draw: Draw) -> dict[str, torch.Tensor]:
+    lengths = draw.lengths()
+    return {"tags": draw.keys(int(lengths.sum()) + (0 if draw.examples else 3)), "lengths": lengths}
+
+
+@form(lengths_and_more, e=bag(mode="sum"), fc=linear())
 def offsets_from_lengths(self: Any, tags: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The module makes offsets; keys behind the last bag belong to it."""
     return self.fc(self.e(tags, torch.cumsum(lengths, 0) - lengths)).squeeze(1)

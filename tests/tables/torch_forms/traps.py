@@ -530,8 +530,8 @@ def softmax_over_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
 
 @trap(alone=True)
 def rare_rule_over_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
-    """Only where a sample of the request has key 0: no example shows that samples depend on each other."""
-    return self.fc(self.e(hist).sum(1)).squeeze(1) + (hist == 0).any().float()
+    """Only where a sample of the request has the last key: no example need show that samples depend on each other."""
+    return self.fc(self.e(hist).sum(1)).squeeze(1) + (hist == ROWS - 1).any().float()
 
 
 @form(lambda draw: {"user": draw.keys(), "item": draw.keys()}, within=None, alone=True, u=embedding(), i=embedding())

@@ -199,6 +199,9 @@ class _Asked:
             answer = self._server.score(self._form.name, self._request(given))
         except hps.InvalidInputError:
             return
+        except Exception as error:  # noqa: BLE001 - of the product, whatever it is
+            self._verdict.faults.append(f"at other inputs {number}: {type(error).__name__}: {error}")
+            return
         self._wrong(f"other inputs {number}", answer, call(self._module, given))
 
     def _ask_given_once(self, size: Size, place: int) -> None:

@@ -667,9 +667,13 @@ def a_user_each(draw: Draw) -> dict[str, torch.Tensor]:
     return {"user": draw.keys(), "item": draw.keys()}
 
 
-@form(a_user_each, others=lambda draw: [one_user(draw)], u=embedding(), i=embedding())
+def users_otherwise(draw: Draw) -> list[Any]:
+    return [one_user(draw), {"user": draw.keys(draw.samples, 1), "item": draw.keys(draw.samples, 1)}]
+
+
+@form(a_user_each, others=users_otherwise, u=embedding(), i=embedding())
 def one_user_for_each_item(self: Any, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
-    """The examples have a user for each item; later ones may have one, who is broadcast."""
+    """The examples have a user for each item; later ones may have one, who is broadcast, or another dimension."""
     return (self.u(user) * self.i(item)).sum(1)
 
 

@@ -127,15 +127,14 @@ def one_bag_in_two_tables(self: Any, tags: torch.Tensor, offsets: torch.Tensor) 
     return self.fc(torch.cat([self.a(tags, offsets), self.b((tags * 3 + 1) % ROWS, offsets)], 1)).squeeze(1)
 
 
-@form(
-    tags,
-    a=embedding(max_norm=0.5),
-    b=bag(mode="sum", max_norm=1.0),
-    c=embedding(max_norm=2.0, norm_type=1.0),
-    fc=linear(3 * DIM),
-)
+@form(tags, a=embedding(max_norm=0.5), b=bag(mode="sum", max_norm=1.0), fc=linear(2 * DIM))
 def clipped_rows(self: Any, tags: torch.Tensor) -> torch.Tensor:
-    return self.fc(torch.cat([self.a(tags).sum(1), self.b(tags), self.c(tags).sum(1)], 1)).squeeze(1)
+    return self.fc(torch.cat([self.a(tags).sum(1), self.b(tags)], 1)).squeeze(1)
+
+
+@form(tags, refused="norm_type", a=embedding(max_norm=0.5), c=embedding(max_norm=2.0, norm_type=1.0))
+def clipped_by_another_norm(self: Any, tags: torch.Tensor) -> torch.Tensor:
+    return (self.a(tags) * self.c(tags)).sum((1, 2))
 
 
 @form(lambda draw: {"hist": draw.history(), "item": draw.keys()}, e=embedding(max_norm=0.5, padding_idx=0))

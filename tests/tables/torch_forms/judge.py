@@ -264,7 +264,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
         found[f"{path}.training"] = part.training
     for name, value in module.state_dict().items():
         if value.device.type != "meta" and not isinstance(value, nn.UninitializedParameter):
-            found[name] = (value.dtype, value.clone())
+            found[name] = (value.dtype, (value.to_dense() if value.is_sparse else value).clone())
     return found
 
 

@@ -710,10 +710,13 @@ def _stored(node: Any) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _uncast(node: fx.Node) -> tuple[fx.Node, int]:
-    """Follow casts to int64, and of integers to wider ones; returns also how many there were."""
+    """Follow copies, casts to int64, and casts of integers to wider ones; returns also how many casts there were."""
     casts = 0
-    while node.target is aten._to_copy.default and not {*node.kwargs} - {"dtype"}:
+    while node.target is aten.clone.default or (node.target is aten._to_copy.default and not {*node.kwargs} - {"dtype"}):
         source: Any = node.args[0]
+        if node.target is aten.clone.default:
+            node = source
+            continue
         before, after = source.meta["val"].dtype, node.meta["val"].dtype
         if after is not torch.int64 and not (before in _INTEGERS and after in _INTEGERS and after.itemsize > before.itemsize):
             break

@@ -464,25 +464,31 @@ class _Sizes:
         self._equal = equal
         self.notes: list[str] = []
         dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in places.items()}
-        rows = {name: _expression(node.meta["val"].shape[0]).subs(equal) for name, node in outputs.items()}
         environment = next(node.meta["val"].fake_mode.shape_env for node in places.values())
-        samples = next(iter(rows.values()))
-        known = {symbol for sizes in dims.values() for size in sizes for symbol in size.free_symbols}
+        rows = {name: node.meta["val"].shape[0] for name, node in outputs.items()}
+        first = next(iter(rows.values()))
+        self.samples = first if isinstance(first, int) else first.node.hint
+        self._names: dict[Any, Any] = {}
+        for name, expressions in dims.items():
+            if expressions[0].is_Symbol and name not in ragged and inputs.tensors[name].shape[0] == self.samples:
+                # As many rows as there are samples are taken for samples: that refuses no less than the program does.
+                self._names[expressions[0]] = _SAMPLES
+        found = self._renamed(_expression(first))
+        if found != _SAMPLES and not (solved := _solved(found)):
+            self._refuse_rows(inputs, dims, next(iter(rows)), found)
+        if found != _SAMPLES:
+            self._names |= solved
         for name, expression in rows.items():
-            if expression != samples or not samples.free_symbols or not samples.free_symbols <= known:
-                self._refuse_rows(inputs, dims, name, expression)
-        self._names: dict[Any, Any] = _solved(samples)
-        if not self._names:
-            self._refuse_rows(inputs, dims, next(iter(rows)), samples)
-        self.samples = self._count(inputs, dims)
+            if (found := self._renamed(_expression(expression))) != _SAMPLES:
+                self._refuse_rows(inputs, dims, name, found)
         self.examples: dict[str, int] = {}
-        beside = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
+        beside = {offsets: _SAMPLES + 1 for offsets in inputs.ragged.values()}
         beside |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
         for name, expressions in dims.items():
             for dim, expression in enumerate(expressions):
                 if not dim and expression.is_Symbol and expression not in self._names and name in beside:
                     self._names[expression] = self._renamed(beside[name])
-                self._name(name, dim, expression, inputs.tensors[name].shape[dim], is_ragged=name in ragged)
+                self._name(name, dim, expression, inputs.tensors[name].shape[dim])
         self.shapes = {
             name: tuple(int(one) if one.is_Integer else self._text(one) for one in expressions)
             for name, expressions in dims.items()
@@ -504,26 +510,15 @@ class _Sizes:
             f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all outputs"
         )
 
-    def _count(self, inputs: ModuleInputs, dims: Mapping[str, Any]) -> int:
-        """Return the number of samples of the examples."""
-        for name, expressions in dims.items():
-            for dim, expression in enumerate(expressions):
-                if (found := self._renamed(expression)).free_symbols == {_SAMPLES}:
-                    return int(sympy.solve(found - inputs.tensors[name].shape[dim], _SAMPLES)[0])
-        return 0
-
-    def _name(self, name: str, dim: int, expression: Any, size: int, *, is_ragged: bool) -> None:
-        """Name the symbols of a size. As many rows as samples are taken for samples, which refuses more than the program does."""
+    def _name(self, name: str, dim: int, expression: Any, size: int) -> None:
         for symbol in expression.free_symbols:
             if symbol not in self._names:
-                first = symbol == expression and not dim and not is_ragged and size == self.samples
-                own = sympy.Symbol(re.sub(r"\W", "_", f"{name}_{dim}"), integer=True, nonnegative=True)
-                self._names[symbol] = _SAMPLES if first else own
+                self._names[symbol] = sympy.Symbol(re.sub(r"\W", "_", f"{name}_{dim}"), integer=True, nonnegative=True)
         if expression.is_Symbol and self._names[expression].is_Symbol and self._names[expression] != _SAMPLES:
             self.examples[str(self._names[expression])] = size
 
     def _renamed(self, expression: Any) -> Any:
-        return expression.xreplace(self._names)
+        return expression.subs(self._equal).xreplace(self._names)
 
     def _text(self, expression: Any) -> str:
         try:

@@ -114,7 +114,9 @@ class ModuleInputs:
         for feature in slot.features:
             one = leaf[feature]
             offsets = one.offsets()
-            parts += [one.values(), offsets - offsets[:1], *([one.weights()] if slot.weighted else [])]
+            weights = one.weights_or_none()
+            its = [one.values().float() if weights is None else weights] if slot.weighted else []  # none, where there are no keys
+            parts += [one.values(), offsets - offsets[:1], *its]
         return parts
 
     def _checked(self, name: str, one: torch.Tensor) -> torch.Tensor:
@@ -143,6 +145,9 @@ class ModuleInputs:
                     raise InvalidInputError(
                         f"calling a packaged {self.module}: got {self._name(path)!r} without all of {', '.join(slot.features)}"
                     )
+                if leaf.values().numel() and (leaf.weights_or_none() is not None) != slot.weighted:
+                    got = "without weights" if slot.weighted else "with weights"
+                    raise InvalidInputError(f"calling a packaged {self.module}: got {self._name(path)!r} {got}, unlike the examples")
             elif bool(slot.names) != isinstance(leaf, torch.Tensor | np.ndarray) or (not slot.names and leaf != slot.value):
                 expected = "a tensor" if slot.names else f"{slot.value!r}, as in the examples"
                 raise InvalidInputError(

@@ -130,7 +130,10 @@ class Proof:
         Raises:
             InvalidInputError: the answers differ.
         """
-        opened = OpenedNetwork(config, dense, files, "", ())
+        try:
+            opened = OpenedNetwork(config, dense, files, "", ())
+        except NetworkError as error:
+            raise InvalidInputError(f"{self._doing}: the package does not run: {error}") from error
         try:
             scorer = Scorer(
                 config.model,

@@ -86,6 +86,7 @@ class Cut:
         shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
         ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are
             computed.
+        why_apart: why requests cannot be put together; empty if the graph does not say so.
         sizes: of the examples, by name, without `samples`.
         guards: what the programs rely on, as conditions on sizes.
         lookups: in the order of the graph.
@@ -113,6 +114,7 @@ class Cut:
         self.lookups = self._find_lookups()
         self._refuse_two_levels()
         weights = {f"{name}.weights": offsets for name, offsets in inputs.ragged.items() if f"{name}.weights" in self.inputs}
+        self.why_apart = ""
         self.ragged = self._find_ragged() | inputs.ragged | weights
         sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
@@ -266,11 +268,14 @@ class Cut:
     def _find_ragged(self) -> dict[str, str]:
         """Find the inputs with an element for each key of bags, and the inputs that are their offsets, if any is."""
         found: dict[str, str] = {}
+        counts: dict[fx.Node, Any] = {}
         names = {one: name for name, one in self.inputs.items()}
         for lookup in self.lookups:
             if (offsets := lookup.parts.get("offsets")) is None:
                 continue
             count = _expression(lookup.parts["keys"].node.meta["val"].shape[0])
+            if counts.setdefault(offsets.node, count) != count:  # they cannot be shifted for both
+                self.why_apart = f"offsets are of several inputs{lookup.line}"
             for name, node in self.inputs.items():
                 if node is not offsets.node and _expression(node.meta["val"].shape[0]) == count:
                     found[name] = names.get(offsets.node, "")

@@ -571,7 +571,7 @@ class Scorer:
     def warm(self) -> None:
         """Keep memory for batches of `kept_forms`, and run the network on it once, before the first request does."""
         with self._calls.of(self):
-            for form in kept_forms(self.signature, self._max_samples):
+            for form in kept_forms(self.signature, self._max_samples) if self._keeps else ():
                 kept = self._kept_for(form)
                 if kept is not None and not self._on_device:
                     self._run(kept.run)

@@ -14,6 +14,7 @@ what an `except` swallows. `packaging.py` finds these by runs.
 import operator
 import re
 import traceback
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -118,6 +119,8 @@ class Cut:
             lookup.name = f"vectors_{number}"
             for what, source in lookup.parts.items():
                 lookup.parts[what] = self._recognised(lookup, source, what)
+        self.guards = _strongest(self.guards)
+        self._sized = self._find_sized()
         needed = self._network_nodes()
         self.reads = [name for name, node in self.inputs.items() if node in needed]
         attributes = {node.target for node in needed if node.op == "get_attr"}
@@ -260,6 +263,8 @@ class Cut:
                     node, column, casts = (inner, number, casts + below) if number is not None else (node, None, casts)
             if column is not None and lookup.pooling == "none":
                 lookup.expands = expands
+                if isinstance(width := self.shapes[names[node]][1], str):
+                    self.guards.append(f"{width} >= {column + 1}")
                 return Source(source.node, names[node], column)
             if column is not None or (casts and node.meta["val"].dtype not in _INTEGERS):
                 return source
@@ -309,8 +314,8 @@ class Cut:
         needed = _ancestors(nodes)
         new, made = fx.Graph(), {}
         inputs = self.inputs_of(nodes)
-        for name in inputs:
-            made[self.inputs[name]] = new.node_copy(self.inputs[name])
+        for place, name in enumerate(inputs):
+            made[self.inputs[name]] = new.placeholder(f"input_{place}")
         for node in self.graph.nodes:
             if node in needed and node not in made:
                 made[node] = new.node_copy(node, made.__getitem__)
@@ -320,10 +325,10 @@ class Cut:
     def network(self) -> tuple[nn.Module, list[str]]:
         """Return the network, whose inputs are vectors by the names of lookups, and what it reads of the inputs."""
         new, made = fx.Graph(), {}
-        for name in self.reads:
-            made[self.inputs[name]] = new.node_copy(self.inputs[name])
-        for lookup in self.lookups:
-            vectors = new.placeholder(lookup.name)
+        for place, name in enumerate(self.reads):
+            made[self.inputs[name]] = new.placeholder(f"input_{place}")
+        for place, lookup in enumerate(self.lookups):
+            vectors = new.placeholder(f"vectors_{place}")
             value = lookup.node.meta["val"]
             value = value[0] if isinstance(value, tuple | list) else value
             if lookup.expands:
@@ -334,6 +339,10 @@ class Cut:
         needed = self._network_nodes()
         for node in self.graph.nodes:
             if node in made or node not in needed:
+                continue
+            if node in self._sized:
+                of, dim = self._sized[node]
+                made[node] = new.call_function(aten.sym_size.int, (made[of], dim))
                 continue
             if (
                 node.target is operator.getitem
@@ -348,8 +357,18 @@ class Cut:
         return _Named(fx.GraphModule(self.whole, new), names, list(self.outputs)), names
 
     def _network_nodes(self) -> set[fx.Node]:
-        stops = {lookup.node for lookup in self.lookups}
+        stops = {*(lookup.node for lookup in self.lookups), *self._sized}
         return _ancestors(self.outputs.values(), stops)
+
+    def _find_sized(self) -> dict[fx.Node, tuple[fx.Node, int]]:
+        """Find sizes of inputs that are sizes of vectors, too: the network need not read these inputs for them."""
+        vectors: dict[Any, tuple[fx.Node, int]] = {}
+        for lookup in self.lookups:
+            value = lookup.node.meta["val"]
+            for dim, size in enumerate((value[0] if isinstance(value, tuple | list) else value).shape[:-1]):
+                vectors.setdefault(_expression(size).subs(self._equal), (lookup.node, dim))
+        sizes = [node for node in self.graph.nodes if node.target is aten.sym_size.int and node.args[0].op == "placeholder"]
+        return {node: vectors[size] for node in sizes if (size := _expression(node.meta["val"])) in vectors}
 
 
 class _Named(nn.Module):
@@ -359,12 +378,12 @@ class _Named(nn.Module):
         super().__init__()
         for node in graph.graph.nodes:
             node.meta = {}  # of the first trace: the next one makes its own, and engines believe what they find
-        self.graph = graph
+        self.program = graph
         self._inputs = list(inputs)
         self._outputs = list(outputs)
 
     def forward(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(self._outputs, self.graph(*[given[name] for name in self._inputs]), strict=True))
+        return dict(zip(self._outputs, self.program(*[given[name] for name in self._inputs]), strict=True))
 
 
 def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None = None) -> Cut:
@@ -411,13 +430,14 @@ def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -
     for every in (True, False):
 
         def free(one: torch.Tensor, every: bool = every) -> dict[int, Any]:
-            return {dim: torch.export.Dim.AUTO for dim in range(one.ndim if every else 1)}
+            return dict.fromkeys(range(one.ndim if every else 1), torch.export.Dim.AUTO)
 
         shapes = pytree.tree_map(free, given)
         if not isinstance(given[0], Mapping):
             shapes = (shapes,)  # of the one parameter *given
         try:
-            with torch.no_grad(), tracing.patch(backed_size_oblivious=True):
+            with torch.no_grad(), tracing.patch(backed_size_oblivious=True), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
                 program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
                 return program.run_decompositions({})  # functional: nothing is changed in place any more
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
@@ -561,6 +581,18 @@ def _written(expression: Any) -> str:
     return f"({parts[0]} {_OPERATORS[kind]} {parts[1]})"
 
 
+def _strongest(guards: Sequence[str]) -> list[str]:
+    """Leave out lower bounds of a size that another one implies."""
+    bounds: dict[str, int] = {}
+    others: list[str] = []
+    for guard in guards:
+        if (found := re.fullmatch(r"(\w+) (>=?) (\d+)", guard)) is None:
+            others.append(guard)
+        else:
+            bounds[found[1]] = max(bounds.get(found[1], 0), int(found[3]) + (found[2] == ">"))
+    return list(dict.fromkeys([*others, *(f"{name} >= {least}" for name, least in bounds.items())]))
+
+
 def _expression(size: Any) -> Any:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
@@ -693,15 +725,16 @@ def _column(node: fx.Node) -> tuple[fx.Node, int | None, bool]:
     """Return the matrix of whose column a node is, its number, and whether the column is a matrix itself."""
     got, source = _arguments(node), node.args[0]
     shape = [*map(_expression, source.meta["val"].shape)]  # type: ignore[union-attr]
-    if len(shape) != 2 or got["dim"] not in (1, -1) or not shape[1].is_Integer:
+    if len(shape) != 2 or got["dim"] not in (1, -1):
         return node, None, False
-    width = int(shape[1])
+    width = int(shape[1]) if shape[1].is_Integer else None
     if node.target is aten.select.int:
-        return source, got["index"] % width, False  # type: ignore[return-value]
-    start, end, step = got["start"] or 0, width if got["end"] is None else got["end"], got["step"]
-    if not all(isinstance(one, int) for one in (start, end, step)):
+        column = got["index"] if width is None else got["index"] % width
+        return (source, column, False) if column >= 0 else (node, None, False)  # type: ignore[return-value]
+    start, end, step = got["start"] or 0, width if got["end"] in (None, _TO_THE_END) else got["end"], got["step"]
+    if not all(isinstance(one, int) for one in (start, end, step)) or (width is None and min(start, end) < 0):
         return node, None, False
-    chosen = range(width)[slice(start, end, step)]
+    chosen = range(width or end)[slice(start, end, step)]
     return (source, chosen[0], True) if len(chosen) == 1 else (node, None, False)  # type: ignore[return-value]
 
 

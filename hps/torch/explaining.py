@@ -87,7 +87,9 @@ def _text(dense: Mapping[str, Any], lines: Mapping[str, str], notes: Sequence[st
     rows: list[tuple[str, str]] = []
     for name, one in dense["inputs"].items():
         shape = ", ".join("samples" if size == -1 else str(size) for size in one.get("shape", (-1,)))
-        rows.append(("input", f"{name}: " + (f"keys of table {one['table']}" if "table" in one else f"{one['dtype']} [{shape}]")))
+        rows.append(
+            ("input", f"{name}: " + (f"keys of table {one['table']}" if "table" in one else f"{one['dtype']} [{shape}]"))
+        )
     rows += [("guard", one) for one in dense.get("guards", ())]
     for one in dense.get("keys", ()):
         rows.append(("keys program", f"{', '.join(one['inputs'])} -> {', '.join(one['outputs'])}"))
@@ -103,7 +105,13 @@ def _picture(dense: Mapping[str, Any]) -> str:
     lookups = _lookups(dense)
     columns: list[tuple[str, dict[str, tuple[str, list[str]]]]] = [
         ("input", {f"input {name}": (name, []) for name in dense["inputs"]}),
-        ("keys", {f"keys {one['file']}": (one["file"], [f"input {name}" for name in one["inputs"]]) for one in dense.get("keys", ())}),
+        (
+            "keys",
+            {
+                f"keys {one['file']}": (one["file"], [f"input {name}" for name in one["inputs"]])
+                for one in dense.get("keys", ())
+            },
+        ),
         ("lookup", {}),
         ("network", {}),
         ("output", {f"output {name}": (name, ["network"]) for name in dense["outputs"]}),

@@ -202,8 +202,11 @@ class FlatModule(nn.Module):
         return outputs_of(self._inputs.call(self.module, given), self._outputs)
 
 
-def outputs_of(found: Any, names: Sequence[str] | None) -> dict[str, torch.Tensor]:
+def outputs_of(found: Any, names: Sequence[str] | None, *, squeezed: bool = False) -> dict[str, torch.Tensor]:
     """Name the outputs of a module: `score` if there is one, the keys of a dict, or `output0` and so on.
+
+    Args:
+        squeezed: allow numbers, which a `squeeze()` makes of one sample.
 
     Raises:
         InvalidInputError: one is no tensor, or the names do not fit.
@@ -223,7 +226,7 @@ def outputs_of(found: Any, names: Sequence[str] | None) -> dict[str, torch.Tenso
             raise InvalidInputError(f"packaging: got outputs {list(names)}, expected some of {', '.join(named)}")
         named = {name: named[name] for name in names or named}
     for name, one in named.items():
-        if not isinstance(one, torch.Tensor) or not one.ndim:
+        if not isinstance(one, torch.Tensor) or not (one.ndim or squeezed):
             got = f"{type(one).__name__}{' without dimensions' if isinstance(one, torch.Tensor) else ''}"
             raise InvalidInputError(f"packaging: got output {name!r} of type {got}, expected a tensor, samples first")
     return {name: one.to(_NARROW.get(one.dtype, one.dtype)) for name, one in named.items()}

@@ -6,6 +6,7 @@ import os
 import posixpath
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,17 +148,19 @@ def package(
             stale = {"stale_copies": [tables[path][0] for path in found.kept], "allow_stale_copy": allow_stale_copy}
             dense = version_of.entry | batching | (stale if found.kept else {})
             most = version_of.hotness(hotness)
-            tell("comparing the package with the module")
-            proof.compare(_tried_entry(place, job.tables, most, dense, settings or {}), files, job.tables)
+            if proof.guards:
+                dense["guards"] = [*dense.get("guards", ()), *proof.guards]
             if not proof.rows_are_independent and dense["dynamic_batching"]:
                 if dynamic_batching:
                     raise InvalidInputError(f"packaging {place}: got dynamic_batching, but {proof.why_dependent}")
                 dense["dynamic_batching"] = False
                 proof.notes.append(f"requests are answered one by one: {proof.why_dependent}")
-            config = (
-                load_configuration({"models": [_tried_entry(place, job.tables, most, dense, settings or {})]}).models[0].dense
-            )
-            tried = _Tried(config, files, most, proof.difference, (*found.notes, *_of_copies(dense), *proof.notes))  # type: ignore[arg-type]
+            config = load_configuration({"models": [_tried_entry(place, job.tables, most, dense, settings or {})]}).models[0]
+            if config.dense is None:
+                raise ModelFileError(f"packaging {place}: the settings remove the network")
+            tell("comparing the package with the module")
+            proof.compare(config, config.dense, files, job.tables)
+            tried = _Tried(config.dense, files, most, proof.difference, (*found.notes, *_of_copies(dense), *proof.notes))
             job.finish(tried)
         else:
             tried = job.follow()
@@ -413,26 +416,32 @@ def _program(module: nn.Module, given: Mapping[str, torch.Tensor], outputs: Sequ
     """Export a program that takes and returns tensors by name; each engine gets an export of its own, which it may change."""
     given = {name: one.clone() for name, one in given.items()}
     try:
-        if format == "pt2":
-            file = io.BytesIO()
-            torch.export.save(export(module, (given,)), file)
-            return file.getvalue()
-        program = export(_Positional(module, [*given]), tuple(given.values()))
-        with tempfile.TemporaryDirectory(prefix="hps-package-") as directory:
-            place = Path(directory, _FILES[format])
-            if format == "onnx":
-                made = torch.onnx.export(program, (), input_names=[*given], output_names=[*outputs], dynamo=True, verbose=False)
-                made.save(place)  # type: ignore[union-attr]
-            else:
-                from torch._inductor import aoti_compile_and_package  # its documented home
-
-                aoti_compile_and_package(program, package_path=str(place))
-            return place.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
+            return _saved(module, given, outputs, format)
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise InvalidInputError(
             f"packaging: a program cannot be made for {format}: {type(error).__name__}: {lines[0][:400] if lines else ''}"
         ) from error
+
+
+def _saved(module: nn.Module, given: Mapping[str, torch.Tensor], outputs: Sequence[str], format: str) -> bytes:  # noqa: A002
+    if format == "pt2":
+        file = io.BytesIO()
+        torch.export.save(export(module, (dict(given),)), file)
+        return file.getvalue()
+    program = export(_Positional(module, [*given]), tuple(given.values()))
+    with tempfile.TemporaryDirectory(prefix="hps-package-") as directory:
+        place = Path(directory, _FILES[format])
+        if format == "onnx":
+            made = torch.onnx.export(program, (), input_names=[*given], output_names=[*outputs], dynamo=True, verbose=False)
+            made.save(place)  # type: ignore[union-attr]
+        else:
+            from torch._inductor import aoti_compile_and_package  # its documented home
+
+            aoti_compile_and_package(program, package_path=str(place))
+        return place.read_bytes()
 
 
 def _version_of(directory: str) -> tuple[str, str | None]:

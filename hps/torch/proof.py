@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hps.configuration.load import load_configuration
-from hps.errors import HPSError, InvalidInputError, TooManyKeysError
+from hps.configuration.load import DenseConfig, ModelConfig
+from hps.errors import HPSError, InvalidInputError, NetworkError, TooManyKeysError
 from hps.scoring.deployed import OpenedNetwork
 from hps.scoring.features import arrays_of, read_request
 from hps.scoring.scorer import Scorer
@@ -36,6 +36,7 @@ class Proof:
         why_dependent: in words.
         difference: largest difference between package and module so far.
         notes: what its owner should know.
+        guards: conditions on sizes that the graph does not tell.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Proof:
         self._device = next((one.device for one in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self._tolerance = tolerance
         self.notes: list[str] = []
+        self.guards: list[str] = []
         self.difference = 0.0
         self.rows_are_independent, self.why_dependent = True, ""
         self._examples = self._run(inputs.tensors)
@@ -68,10 +70,12 @@ class Proof:
         try:
             with torch.no_grad():
                 given = {name: one.to(self._device, copy=True) for name, one in tensors.items()}
-                found = outputs_of(self._inputs.call(self._module, given), self._outputs)
+                found = outputs_of(self._inputs.call(self._module, given), self._outputs, squeezed=True)
         finally:
             self._module.train(training)
-        return {name: one.detach().cpu() for name, one in found.items()}
+        if any(not one.ndim for one in found.values()):
+            self.guards.append("samples >= 2")  # a squeeze() drops the only sample: it is answered in a batch of two
+        return {name: one.detach().cpu().reshape(one.shape or (1,)) for name, one in found.items()}
 
     def _refuse_moods(self) -> None:
         again = self._run(self._inputs.tensors)
@@ -120,17 +124,13 @@ class Proof:
                     self.why_dependent = f"the module answers a sample {what} otherwise (output {name!r})"
                     return
 
-    def compare(self, entry: Mapping[str, Any], files: Mapping[str, bytes], tables: Mapping[str, Table]) -> None:
+    def compare(self, config: ModelConfig, dense: DenseConfig, files: Mapping[str, bytes], tables: Mapping[str, Table]) -> None:
         """Score the examples and inputs made of them as a server does, and compare the answers with the module's.
 
         Raises:
             InvalidInputError: the answers differ.
         """
-        dense = {**entry["dense"], "dynamic_batching": entry["dense"]["dynamic_batching"] and self.rows_are_independent}
-        config = load_configuration({"models": [{**entry, "dense": dense}]}).models[0]
-        if config.dense is None:
-            raise InvalidInputError(f"{self._doing}: the settings remove the network")
-        opened = OpenedNetwork(config, config.dense, files, "", ())
+        opened = OpenedNetwork(config, dense, files, "", ())
         try:
             scorer = Scorer(
                 config.model,
@@ -147,14 +147,22 @@ class Proof:
                     expected = self._examples if is_example else self._run(tensors)
                 except Exception:  # noqa: BLE001 - no inputs that the module takes
                     continue
-                arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(config.dense, name)}
+                arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(dense, name)}
                 try:
-                    request = read_request(opened.signature, arrays_of(opened.features, arrays), config.max_batch_size, config.model)
+                    request = read_request(
+                        opened.signature, arrays_of(opened.features, arrays), config.max_batch_size, config.model
+                    )
                 except (InvalidInputError, TooManyKeysError):
                     if is_example:
                         raise
                     continue
-                (answer,), _ = scorer.score([request])
+                try:
+                    (answer,), _ = scorer.score([request])
+                except NetworkError as error:
+                    if is_example:
+                        raise InvalidInputError(f"{self._doing}: the package does not run: {error}") from error
+                    self.notes.append(f"the package fails where the module answers ({what}): {error}")
+                    continue
                 if isinstance(answer, HPSError):
                     raise answer
                 self._check(what, expected, answer)

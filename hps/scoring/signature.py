@@ -198,11 +198,16 @@ class Signature:
         return next((samples for samples in numbers if self.refused_by(samples, self.sizes) is None), None)
 
     def zeros(self, samples: int) -> dict[str, np.ndarray]:
-        """Return features of so many samples, all zero, of `sizes`."""
+        """Return features of so many samples, of `sizes`: zeros, and offsets of bags of about one size."""
         known = {**self.sizes, SAMPLES: samples}
         found = {one.name: np.empty(one.shape_with(known), "int64" if one.is_lookup else one.dtype) for one in self.features}
         for values in found.values():
             values.fill(0)  # np.zeros takes no memory until it is read
+        for one in self.features:
+            if one.offsets_of >= 0 and found[one.name].ndim == 1:
+                bags = len(found[one.name]) - one.drops_first
+                count = len(found[self.features[one.offsets_of].name])
+                found[one.name][:] = np.arange(bags + one.drops_first) * count // max(bags, 1)
         return found
 
 

@@ -2,10 +2,10 @@
 
     inputs --guards--> keys programs --keys, offsets, weights--> lookups --vectors--> network --> outputs
 
-A *lookup* is an embedding, an embedding bag or a selection of rows of a stored two-dimensional weight, by keys that depend on the
-request. What leads to its keys, offsets and weights is a *keys program*, all the rest is the *network*; what both need is in
-both. As all of it is one graph, a mask of keys, a rule or a length cannot be forgotten. The weights of looked up tables are in
-neither program, unless the module reads them otherwise, too (tied outputs).
+A *lookup* is an embedding, an embedding bag or a selection of rows of a stored two-dimensional weight, by keys that depend on
+the request. What leads to its keys, offsets and weights is a *keys program*, all the rest is the *network*; what both need is
+in both. As all of it is one graph, a mask of keys, a rule or a length cannot be forgotten. The weights of looked up tables
+are in neither program, unless the module reads them otherwise, too (tied outputs).
 
 torch.export bakes silently what is no tensor: Python's random numbers, clocks and counters, `torch.compiler.is_compiling()`,
 what an `except` swallows. `packaging.py` finds these by runs.
@@ -29,6 +29,7 @@ from hps.errors import InvalidInputError
 from hps.torch.module_inputs import FlatModule, ModuleInputs
 
 aten: Any = torch.ops.aten
+_LOOKUPS: Final = (aten.embedding.default, aten.embedding_bag.padding_idx, aten.index.Tensor, aten.index_select.default)
 _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _ROWS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _POOLINGS: Final = ("sum", "mean", "max")
@@ -83,7 +84,8 @@ class Cut:
 
     Attributes:
         shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
-        ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are computed.
+        ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are
+            computed.
         sizes: of the examples, by name, without `samples`.
         guards: what the programs rely on, as conditions on sizes.
         lookups: in the order of the graph.
@@ -126,7 +128,7 @@ class Cut:
         attributes = {node.target for node in needed if node.op == "get_attr"}
         self.kept = sorted({lookup.weight for lookup in self.lookups} & attributes)
 
-    # -- what is refused ------------------------------------------------------------------------------------------------------
+    # -- what is refused
 
     def _refuse_changes(self) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -135,8 +137,8 @@ class Cut:
                 renormed = isinstance(source, fx.Node) and source.target is aten.embedding_renorm.default
                 if target.op == "get_attr" and not renormed:
                     raise InvalidInputError(
-                        f"{self._doing}: forward changes its state {target.target!r} in evaluation mode; a served module has no "
-                        "memory: make it an input, or change it only if self.training"
+                        f"{self._doing}: forward changes its state {target.target!r} in evaluation mode; a served module has "
+                        "no memory: make it an input, or change it only if self.training"
                     )
                 self.graph.erase_node(node)  # a renormed weight, or an input that is changed after it was read
             elif _draws(node):
@@ -177,21 +179,12 @@ class Cut:
                 "embedding bag or weight[keys] of a parameter"
             )
 
-    # -- lookups ---------------------------------------------------------------------------------------------------------------
+    # -- lookups
 
     def _find_lookups(self) -> list[Lookup]:
         depends = _depends_on_values(self.graph)
-        found: list[Lookup] = []
-        for node in self.graph.nodes:
-            if node.target in (
-                aten.embedding.default,
-                aten.embedding_bag.padding_idx,
-                aten.index.Tensor,
-                aten.index_select.default,
-            ):
-                if (lookup := self._lookup(node, depends)) is not None:
-                    found.append(lookup)
-        return found
+        nodes = [node for node in self.graph.nodes if node.target in _LOOKUPS]
+        return [lookup for node in nodes if (lookup := self._lookup(node, depends)) is not None]
 
     def _lookup(self, node: fx.Node, depends: set[fx.Node]) -> Lookup | None:
         got = _arguments(node)
@@ -218,7 +211,7 @@ class Cut:
                 raise InvalidInputError(
                     f"{self._doing}: got a norm_type other than 2, or vectors that are scaled for other keys{lookup.line}"
                 )
-            lookup.max_norm = float(renorm.args[2])
+            lookup.max_norm = float(renorm.args[2])  # type: ignore[arg-type]
         if node.target is not aten.embedding_bag.padding_idx:
             if node.target is aten.index.Tensor:
                 keys = self._from_the_end(keys, rows.shape[0])
@@ -283,7 +276,7 @@ class Cut:
                     found[name] = names.get(offsets.node, "")
         return found
 
-    # -- programs ---------------------------------------------------------------------------------------------------------------
+    # -- programs
 
     def attribute(self, path: str) -> Any:
         """Return a weight, buffer or constant of the module."""
@@ -389,8 +382,8 @@ class _Named(nn.Module):
 def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None = None) -> Cut:
     """Export a module, and cut it at its lookups.
 
-    Tracing without dynamo takes most modules (KeyedJaggedTensors, autocast); what it refuses is tried with dynamo (`len`, `.item()`
-    as the end of a slice). Each is tried with all sizes free, then with the number of samples alone.
+    Tracing without dynamo takes most modules (KeyedJaggedTensors, autocast); what it refuses is tried with dynamo (`len`,
+    `.item()` as the end of a slice). Each is tried with all sizes free, then with the number of samples alone.
 
     Args:
         module: a copy that tracing may change.
@@ -415,8 +408,8 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
         after = _attributes(module)
         if changed := next((name for name, value in after.items() if not _same(before.get(name, ()), value)), None):
             raise InvalidInputError(
-                f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it in "
-                "__init__, as a buffer if it is a tensor"
+                f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it "
+                "in __init__, as a buffer if it is a tensor"
             )
         if strict:
             found.notes.append("traced with dynamo (strict=True)")
@@ -425,7 +418,9 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
 
 
 def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -> torch.export.ExportedProgram:
-    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix them."""
+    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix
+    them."""
+    patch: Any = tracing.patch  # type: ignore[attr-defined]
     failed: Exception | None = None
     for every in (True, False):
 
@@ -436,16 +431,17 @@ def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -
         if not isinstance(given[0], Mapping):
             shapes = (shapes,)  # of the one parameter *given
         try:
-            with torch.no_grad(), tracing.patch(backed_size_oblivious=True), warnings.catch_warnings():
+            with torch.no_grad(), patch(backed_size_oblivious=True), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
                 program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
-                return program.run_decompositions({})  # functional: nothing is changed in place any more
+                functional: torch.export.ExportedProgram = program.run_decompositions({})  # nothing is changed in place
+                return functional
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             failed = failed or error
     raise failed or AssertionError
 
 
-# -- sizes ------------------------------------------------------------------------------------------------------------------------
+# -- sizes
 
 
 class _Sizes:
@@ -464,17 +460,23 @@ class _Sizes:
         self._equal = equal
         self.notes: list[str] = []
         dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in places.items()}
-        rows = {name: _expression(node.meta["val"].shape[0]).subs(equal) for name, node in outputs.items()}
         environment = next(node.meta["val"].fake_mode.shape_env for node in places.values())
-        samples = next(iter(rows.values()))
-        known = {symbol for sizes in dims.values() for size in sizes for symbol in size.free_symbols}
+        rows = {name: node.meta["val"].shape[0] for name, node in outputs.items()}
+        first = next(iter(rows.values()))
+        self.samples = first if isinstance(first, int) else first.node.hint
+        self._names: dict[Any, Any] = {}
+        for name, expressions in dims.items():
+            if expressions[0].is_Symbol and name not in ragged and inputs.tensors[name].shape[0] == self.samples:
+                # As many rows as there are samples are taken for samples: that refuses no less than the program does.
+                self._names[expressions[0]] = _SAMPLES
+        found = self._renamed(_expression(first))
+        if found != _SAMPLES and not (solved := _solved(found)):
+            self._refuse_rows(inputs, dims, next(iter(rows)), found)
+        if found != _SAMPLES:
+            self._names |= solved
         for name, expression in rows.items():
-            if expression != samples or not samples.free_symbols or not samples.free_symbols <= known:
-                self._refuse_rows(inputs, dims, name, expression)
-        self._names: dict[Any, Any] = _solved(samples)
-        if not self._names:
-            self._refuse_rows(inputs, dims, next(iter(rows)), samples)
-        self.samples = self._count(inputs, dims)
+            if (found := self._renamed(_expression(expression))) != _SAMPLES:
+                self._refuse_rows(inputs, dims, name, found)
         self.examples: dict[str, int] = {}
         beside = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
         beside |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
@@ -482,7 +484,7 @@ class _Sizes:
             for dim, expression in enumerate(expressions):
                 if not dim and expression.is_Symbol and expression not in self._names and name in beside:
                     self._names[expression] = self._renamed(beside[name])
-                self._name(name, dim, expression, inputs.tensors[name].shape[dim], is_ragged=name in ragged)
+                self._name(name, dim, expression, inputs.tensors[name].shape[dim])
         self.shapes = {
             name: tuple(int(one) if one.is_Integer else self._text(one) for one in expressions)
             for name, expressions in dims.items()
@@ -497,33 +499,23 @@ class _Sizes:
         fixed = next((one for one, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None)
         if rows.is_Integer and fixed is not None:
             raise InvalidInputError(
-                f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input {fixed!r} in "
-                "the examples: does it use len(), int(), float() or tolist() of a size? Use x.shape[0] as it is"
+                f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input "
+                f"{fixed!r} in the examples: does it use len(), int(), float() or tolist() of a size? Use x.shape[0] as it is"
             )
         raise InvalidInputError(
-            f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all outputs"
+            f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all "
+            "outputs"
         )
 
-    def _count(self, inputs: ModuleInputs, dims: Mapping[str, Any]) -> int:
-        """Return the number of samples of the examples."""
-        for name, expressions in dims.items():
-            for dim, expression in enumerate(expressions):
-                if (found := self._renamed(expression)).free_symbols == {_SAMPLES}:
-                    return int(sympy.solve(found - inputs.tensors[name].shape[dim], _SAMPLES)[0])
-        return 0
-
-    def _name(self, name: str, dim: int, expression: Any, size: int, *, is_ragged: bool) -> None:
-        """Name the symbols of a size. As many rows as samples are taken for samples, which refuses more than the program does."""
+    def _name(self, name: str, dim: int, expression: Any, size: int) -> None:
         for symbol in expression.free_symbols:
             if symbol not in self._names:
-                first = symbol == expression and not dim and not is_ragged and size == self.samples
-                own = sympy.Symbol(re.sub(r"\W", "_", f"{name}_{dim}"), integer=True, nonnegative=True)
-                self._names[symbol] = _SAMPLES if first else own
+                self._names[symbol] = sympy.Symbol(re.sub(r"\W", "_", f"{name}_{dim}"), integer=True, nonnegative=True)
         if expression.is_Symbol and self._names[expression].is_Symbol and self._names[expression] != _SAMPLES:
             self.examples[str(self._names[expression])] = size
 
     def _renamed(self, expression: Any) -> Any:
-        return expression.xreplace(self._names)
+        return expression.subs(self._equal).xreplace(self._names)
 
     def _text(self, expression: Any) -> str:
         try:
@@ -611,7 +603,7 @@ def _solved(samples: Any) -> dict[Any, Any]:
     return {symbol: _SAMPLES - shift} if shift.is_Integer else {}
 
 
-# -- the graph --------------------------------------------------------------------------------------------------------------------
+# -- the graph
 
 
 def line_of(node: fx.Node) -> str:
@@ -710,10 +702,13 @@ def _stored(node: Any) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _uncast(node: fx.Node) -> tuple[fx.Node, int]:
-    """Follow casts to int64, and of integers to wider ones; returns also how many there were."""
+    """Follow copies, casts to int64, and casts of integers to wider ones; returns also how many casts there were."""
     casts = 0
-    while node.target is aten._to_copy.default and not {*node.kwargs} - {"dtype"}:
+    while node.target is aten.clone.default or (node.target is aten._to_copy.default and not {*node.kwargs} - {"dtype"}):
         source: Any = node.args[0]
+        if node.target is aten.clone.default:
+            node = source
+            continue
         before, after = source.meta["val"].dtype, node.meta["val"].dtype
         if after is not torch.int64 and not (before in _INTEGERS and after in _INTEGERS and after.itemsize > before.itemsize):
             break
@@ -727,12 +722,12 @@ def _column(node: fx.Node) -> tuple[fx.Node, int | None, bool]:
     shape = [*map(_expression, source.meta["val"].shape)]  # type: ignore[union-attr]
     if len(shape) != 2 or got["dim"] not in (1, -1):
         return node, None, False
-    width = int(shape[1]) if shape[1].is_Integer else None
+    width = int(shape[1]) if shape[1].is_Integer else 0
     if node.target is aten.select.int:
-        column = got["index"] if width is None else got["index"] % width
+        column = got["index"] % width if width else got["index"]
         return (source, column, False) if column >= 0 else (node, None, False)  # type: ignore[return-value]
     start, end, step = got["start"] or 0, width if got["end"] in (None, _TO_THE_END) else got["end"], got["step"]
-    if not all(isinstance(one, int) for one in (start, end, step)) or (width is None and min(start, end) < 0):
+    if not all(isinstance(one, int) for one in (start, end, step)) or (not width and min(start, end - 1) < 0):
         return node, None, False
     chosen = range(width or end)[slice(start, end, step)]
     return (source, chosen[0], True) if len(chosen) == 1 else (node, None, False)  # type: ignore[return-value]
@@ -755,7 +750,7 @@ def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) ->
     return found, None, matrix(weights)
 
 
-# -- what tracing must not change ---------------------------------------------------------------------------------------------------
+# -- what tracing must not change
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:

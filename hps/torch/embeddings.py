@@ -91,7 +91,7 @@ def embeddings_of(module: nn.Module, *, with_values: bool = True) -> list[Embedd
 
 def foreign_embeddings(module: nn.Module) -> list[Embedding]:
     """List the quantised and sharded embeddings of a module, which torch.export cannot trace."""
-    return [one for one in _walk("", module, set(), only_foreign=True)]
+    return list(_walk("", module, set(), only_foreign=True))
 
 
 def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable]:

@@ -82,8 +82,8 @@ class Proof:
         for name, one in self._examples.items():
             if self._worst(one, again[name], name)[1]:
                 raise InvalidInputError(
-                    f"{self._doing}: it answers the same inputs differently from call to call (output {name!r}): random numbers, "
-                    "a clock or a counter of Python? Give them as inputs"
+                    f"{self._doing}: it answers the same inputs differently from call to call (output {name!r}): random "
+                    "numbers, a clock or a counter of Python? Give them as inputs"
                 )
 
     def _worst(self, ours: torch.Tensor, theirs: torch.Tensor, name: str) -> tuple[float, bool]:
@@ -130,7 +130,10 @@ class Proof:
         Raises:
             InvalidInputError: the answers differ.
         """
-        opened = OpenedNetwork(config, dense, files, "", ())
+        try:
+            opened = OpenedNetwork(config, dense, files, "", ())
+        except NetworkError as error:
+            raise InvalidInputError(f"{self._doing}: the package does not run: {error}") from error
         try:
             scorer = Scorer(
                 config.model,
@@ -179,8 +182,8 @@ class Proof:
             worst, differs = self._worst(ours, theirs, name)
             if ours.shape != theirs.shape:
                 raise InvalidInputError(
-                    f"{self._doing}: output {name!r} has shape {list(ours.shape)} when it is served, {list(theirs.shape)} from the "
-                    f"module ({what}); expected samples as the first dimension of outputs"
+                    f"{self._doing}: output {name!r} has shape {list(ours.shape)} when it is served, {list(theirs.shape)} from "
+                    f"the module ({what}); expected samples as the first dimension of outputs"
                 )
             if differs:
                 raise InvalidInputError(

@@ -100,7 +100,7 @@ def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module within torch.compile's, DataParallel, DistributedDataParallel or torchrec's DistributedModelParallel."""
+    """Return the module that torch.compile, DataParallel, DistributedDataParallel or DistributedModelParallel wraps."""
     parallel = (
         _known("torchrec.distributed.model_parallel", "DistributedModelParallel"),
         nn.DataParallel,

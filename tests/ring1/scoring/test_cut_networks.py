@@ -336,23 +336,36 @@ ENDS = {"shape": ["samples + 1"], "dtype": "int64"}
     ("inputs", "sizes", "merges", "inner"),
     [
         ({"x": {"shape": [-1, "n"]}}, {"n": 2}, True, ("n",)),
-        ({"x": {"shape": ["samples", 2]}, "y": {"shape": ["2*samples"]}}, {}, True, ()),
+        ({"x": {"shape": ["samples", 2]}}, {}, True, ()),
+        ({"x": {"shape": ["samples", 2]}, "y": {"shape": ["2*samples"]}}, {}, False, ()),
         ({"x": {"shape": [-1, "n"]}, "y": {"shape": ["n"]}}, {"n": 2}, False, ()),
         ({"x": {"shape": [-1, "samples"]}}, {}, False, ()),
         ({"x": {}, "y": {"shape": ["samples + 1"]}}, {}, False, ()),
         ({"x": {}, "y": {"shape": ["samples*samples"]}}, {}, False, ()),
         ({"x": {}, "y": {"shape": [26, "k"]}}, {"k": 2}, False, ()),
         ({"x": {}, "v": {"shape": ["m"]}, "y": {"offsets_of": "v", **ENDS}}, {"m": 2}, True, ()),
-        ({"x": {}, "v": {"shape": ["m"]}, "y": {"shape": ["m + samples"]}}, {"m": 2}, True, ()),
-        ({"x": {"shape": [-1, "n"]}, "v": {"shape": ["m"]}, "y": {"shape": ["n*m"]}}, {"m": 2, "n": 3}, True, ("n",)),
+        ({"x": {}, "v": {"shape": ["m"]}, "y": {"shape": ["m + samples"]}}, {"m": 2}, False, ()),
+        ({"x": {}, "v": {"shape": ["m"]}, "y": {"offsets_of": "v", **ENDS, "shape": ["2*samples"]}}, {"m": 2}, False, ()),
+        ({"x": {"shape": [-1, "n"]}, "v": {"shape": ["m"]}, "y": {"shape": ["m", 4]}}, {"m": 2, "n": 3}, True, ("n",)),
     ],
 )  # fmt: skip
-def test_requests_are_merged_where_their_first_sizes_add_up(
+def test_requests_are_merged_where_their_rows_can_be_told_apart(
     inputs: dict[str, Any], sizes: dict[str, int], merges: bool, inner: tuple[str, ...]
 ) -> None:
     lookups = {"vectors": {"table": "t1", "keys": {"input": "x"}}}
     found = signature(inputs=inputs, sizes=sizes, keys=[], lookups=lookups, network_inputs=None)
     assert (found.merges, found.inner) == (merges, inner)
+
+
+@pytest.mark.parametrize(
+    ("guard", "merges"), [("m == 3*samples", False), ("m % 3 == 0", False), ("m != samples", True), ("n % 2 == 0", True)]
+)
+def test_rows_that_are_tied_to_the_samples_by_a_guard_are_not_merged(guard: str, merges: bool) -> None:
+    inputs = {"x": {"shape": [-1, "n"]}, "y": {"shape": ["m"]}}
+    lookups = {"vectors": {"table": "t1", "keys": {"input": "x"}}}
+    sizes = {"n": 2, "m": 3}
+    said = {"inputs": inputs, "sizes": sizes, "keys": [], "lookups": lookups, "network_inputs": None, "guards": [guard]}
+    assert signature(**said).merges is merges
 
 
 def test_requests_that_share_no_inner_sizes_have_other_forms() -> None:

@@ -1,24 +1,38 @@
 """Converts a trained PyTorch module to one that looks its embeddings up in a parameter server."""
 
 import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from hps.configuration.load import load_configuration
-from hps.errors import InvalidInputError
+from hps.errors import InvalidInputError, ServedWeightError
 from hps.models.manifest import within
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
 from hps.torch.embedding_bags import EmbeddingBag, EmbeddingBagCollection
 from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, refuse_unequal, unwrapped
-from hps.torch.lookup_layer import LookupLayer, version_of
+from hps.torch.lookup_layer import LookupLayer, TableModule, ignore_rows, version_of
 from hps.torch.remote import RemoteTables
 from hps.torch.saving import save
+from hps.torch.served_weight import ServedWeight
 from hps.torch.servers import Server, place_of, server_of
+
+_log = logging.getLogger(__name__)
+_KEPT = ("padding_idx", "norm_type", "scale_grad_by_freq", "sparse")
+_SELECTIONS = (
+    functional.embedding,
+    functional.embedding_bag,
+    torch.index_select,
+    torch.Tensor.index_select,
+    torch.Tensor.__getitem__,
+)
 
 
 def convert(
@@ -26,6 +40,7 @@ def convert(
     server: Server,
     model_name: str,
     *,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     repository: str | os.PathLike[str] | None = None,
     version: str | int | None = None,
     in_place: bool = False,
@@ -75,6 +90,9 @@ def convert(
     found = embeddings_of(module, with_values=repository is not None)
     for one in found:
         refuse_unequal(one)
+    _report_copies(module, found)
+    if example_inputs is not None:
+        _try(module, found, example_inputs)
     place = place_of(server, timeout_s, fallback)
     hps = server_of(place)
     if repository is not None:
@@ -109,6 +127,74 @@ def convert(
     return layers.get(module, module).eval()
 
 
+def _report_copies(module: nn.Module, found: Sequence[Embedding]) -> None:
+    """Report parameters that other submodules share with an embedding; they keep what they have."""
+    replaced = {id(part) for one in found for part in one.module.modules()}
+    tables = {id(weight): one.path for one in found for weight in one.module.parameters()}
+    for path, part in module.named_modules():
+        for name, weight in part.named_parameters(path, recurse=False):
+            if id(part) not in replaced and id(weight) in tables:
+                _log.warning("converting %s: %s shares its weight and keeps a copy, without updates", tables[id(weight)], name)
+
+
+def _try(module: nn.Module, found: Sequence[Embedding], example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+    """Run a copy whose embeddings can only be looked up, as those of the converted module."""
+    memo: dict[int, Any] = {id(weight): weight for weight in module.parameters()}
+    for one in found:
+        is_plain = isinstance(one.module, nn.Embedding | nn.EmbeddingBag) and type(one.module.weight) is nn.Parameter
+        memo[id(one.module)] = _Tried(one) if is_plain else one.module
+    tried = copy.deepcopy(module, memo).eval()
+    named = example_inputs if isinstance(example_inputs, Mapping) else {}
+    selections = _Selections(tried)
+    try:
+        with torch.no_grad(), selections:
+            tried(*(() if named else example_inputs), **named)
+    except ServedWeightError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(
+            f"converting a {type(module).__name__}: it does not run on the examples: {type(error).__name__}: {error}"
+        ) from error
+    for name in selections.found:
+        _log.warning("converting: parameter %s is looked up, but is no nn.Embedding's weight, and stays in the module", name)
+
+
+class _Tried(nn.Module):
+    """Stands for an embedding whose weight is about to leave the module."""
+
+    def __init__(self, one: Embedding) -> None:
+        super().__init__()
+        trained: Any = one.module
+        running = copy.copy(trained)
+        running.max_norm = None  # torch would scale the trained rows
+        self._pair = trained, running  # no submodules
+        rows = trained.weight.detach()
+        self.weight = ServedWeight(repr(one.path), rows.shape, rows[:0], lambda keys, _: functional.embedding(keys, rows))
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self._pair[1](*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._pair[0], name)
+
+
+class _Selections(TorchFunctionMode):
+    """Collects the parameters of a module whose rows are selected by keys."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(weight): name for name, weight in module.named_parameters()}
+        self.found: dict[str, None] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _SELECTIONS and any(isinstance(one, torch.Tensor) and not one.is_floating_point() for one in args):
+            self.found |= {self._names[id(one)]: None for one in args if id(one) in self._names and one.ndim == 2}
+        return function(*args, **(kwargs or {}))
+
+
 def _deployed(
     server: HPS | RemoteTables, model_name: str, version: str, tables: Sequence[str]
 ) -> tuple[str, Mapping[str, int]]:
@@ -117,6 +203,13 @@ def _deployed(
         return server.deployed(model_name, version, tables)
     found = server.model(model_name, version or None)
     return found.version, {name: found.tables[found.table_index(name)].dim for name in tables}
+
+
+class ServedEmbedding(LookupLayer):
+    """Replaces `nn.Embedding`, whose argument has another name than that of `LookupLayer`. *Thread-safe.*"""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return self.look_up(input)
 
 
 class EmbeddingCollection(nn.Module):
@@ -133,6 +226,7 @@ class EmbeddingCollection(nn.Module):
         self._features = features
         self._need_indices = need_indices
         self.training = False
+        self.register_load_state_dict_pre_hook(ignore_rows)  # type: ignore[no-untyped-call]
 
     def forward(self, features: Any) -> dict[str, Any]:
         """Look up a `KeyedJaggedTensor`; returns a `JaggedTensor` of rows for each feature."""
@@ -146,23 +240,6 @@ class EmbeddingCollection(nn.Module):
                 weights=keys.values() if self._need_indices else None,
             )
         return answer
-
-
-class _Rounded(nn.Module):
-    """Casts outputs and per-sample weights of a layer to the dtype of the weights that it replaces."""
-
-    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = layer
-        self.dtype = dtype
-
-    def forward(self, *args: Any, **named: Any) -> torch.Tensor:
-        answer: torch.Tensor = self.layer(*map(_widened, args), **{name: _widened(given) for name, given in named.items()})
-        return answer.to(self.dtype)
-
-
-def _widened(given: Any) -> Any:
-    return given.float() if isinstance(given, torch.Tensor) and given.is_floating_point() else given
 
 
 def _layer(one: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
@@ -181,9 +258,9 @@ def _layer(one: Embedding, server: str, model_name: str, version: str, wait: boo
         return EmbeddingCollection(layers, features, one.need_indices)
     (lookup,) = one.lookups
     place = (server, model_name, lookup.name, lookup.emb_vec_size)
-    layer: nn.Module
+    layer: TableModule
     if one.form is EmbeddingForm.ROWS:
-        layer = LookupLayer(*place, version=version, max_norm=lookup.max_norm, wait=wait)
+        layer = ServedEmbedding(*place, version=version, max_norm=lookup.max_norm, wait=wait)
     else:
         layer = EmbeddingBag(
             *place,
@@ -194,4 +271,10 @@ def _layer(one: Embedding, server: str, model_name: str, version: str, wait: boo
             include_last_offset=one.include_last_offset,
             wait=wait,
         )
-    return layer if one.dtype == torch.float32 else _Rounded(layer, one.dtype)
+    weight: Any = getattr(one.module, "weight", None)
+    has_place = isinstance(weight, torch.Tensor) and not weight.is_meta
+    like = torch.empty(0, dtype=one.dtype, device=weight.device if has_place else "cpu")
+    layer.stand_for(
+        one.tables[lookup.name].shape[0], like, {name: vars(one.module)[name] for name in _KEPT if name in vars(one.module)}
+    )
+    return layer

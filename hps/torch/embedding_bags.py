@@ -1,6 +1,5 @@
 """Layers that return one vector per bag of keys, like `torch.nn.EmbeddingBag` and torchrec's `EmbeddingBagCollection`."""
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +8,12 @@ import torch
 from torch import Tensor
 
 from hps.errors import InvalidInputError
-from hps.torch.lookup_layer import called_directly, hold, version_of, version_text
+from hps.torch.lookup_layer import ServedModule, TableModule, called_directly, version_text
 from hps.torch.operators import PooledFeature, as_text, lookup_bags, lookup_jagged
-from hps.torch.servers import Server, place_of
+from hps.torch.servers import Server
 
 
-class EmbeddingBag(torch.nn.Module):
+class EmbeddingBag(TableModule):
     """Looks up bags of keys of one table and pools each. *Thread-safe*; it has no parameters.
 
     Vectors are float32, also under autocast, without gradient; weights are detached.
@@ -43,20 +42,11 @@ class EmbeddingBag(torch.nn.Module):
         timeout_s: float | None = None,
         fallback: float | None = None,
     ) -> None:
-        super().__init__()
-        self.ps_config_file: str = place_of(ps_config_file, timeout_s, fallback)
-        self.model_name: str = model_name
-        self.table_id = table_id if isinstance(table_id, str) else operator.index(table_id)
-        self.emb_vec_size = emb_vec_size
+        super().__init__(ps_config_file, model_name, version, wait, timeout_s, fallback)
+        self.set_table(table_id, emb_vec_size, max_norm, padding_idx)
         self.mode = check_combiner(mode)
-        self.max_norm = max_norm
-        self.padding_idx = padding_idx
         self.include_last_offset: bool = include_last_offset
-        self.wait: bool = wait
-        self.features: str = as_text([PooledFeature(self.table_id, emb_vec_size, mode, max_norm, padding_idx)])
-        self.version: str = version_of(version)
-        self.training = False
-        hold(self, self.ps_config_file, model_name, self.version)
+        self.features: str = as_text([PooledFeature(self.table, emb_vec_size, mode, max_norm, padding_idx)])
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:  # noqa: A002
         """Look up bags.
@@ -73,24 +63,11 @@ class EmbeddingBag(torch.nn.Module):
             TrainingModeError: the layer is in training mode.
             HPSError: as `HPS.lookup_pooled`, or with an address as `Client.lookup_pooled`.
         """
-        weights = per_sample_weights
-        if weights is not None:
-            weights = weights.detach()
-        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
-            if called_directly(input):
-                return lookup_bags(
-                    [input],
-                    [offsets],
-                    [weights],
-                    self.ps_config_file,
-                    self.model_name,
-                    self.features,
-                    self.include_last_offset,
-                    self.wait,
-                    self.training,
-                    self.version,
-                )
-        out: Tensor = torch.ops.hps.lookup_bags(
+        weights = None if per_sample_weights is None else per_sample_weights.detach()
+        like = self.like
+        if weights is not None and like is not None:
+            weights = weights.float()
+        given = (
             [input],
             [offsets],
             [weights],
@@ -102,11 +79,16 @@ class EmbeddingBag(torch.nn.Module):
             self.training,
             self.version,
         )
-        return out
+        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
+            if called_directly(input):
+                pooled = lookup_bags(*given)
+                return pooled if like is None else pooled.to(like.dtype)
+        out: Tensor = torch.ops.hps.lookup_bags(*given)
+        return out if like is None else out.to(like.dtype)
 
     def extra_repr(self) -> str:
         return (
-            f"{self.ps_config_file!r}, {self.model_name!r}, {self.table_id!r}, {self.emb_vec_size}, "
+            f"{self.ps_config_file!r}, {self.model_name!r}, {self.table!r}, {self.emb_vec_size}, "
             f"{version_text(self.version)}mode={self.mode!r}, "
             f"max_norm={self.max_norm}, padding_idx={self.padding_idx}, include_last_offset={self.include_last_offset}"
         )
@@ -132,7 +114,7 @@ class BagTable:
     padding_idx: int | None = None
 
 
-class EmbeddingBagCollection(torch.nn.Module):
+class EmbeddingBagCollection(ServedModule):
     """Looks up bags of many features at once, like torchrec's `EmbeddingBagCollection`. *Thread-safe.*
 
     One kernel looks up and pools all features; features that share a table need one launch each. It has no parameters.
@@ -155,14 +137,11 @@ class EmbeddingBagCollection(torch.nn.Module):
         timeout_s: float | None = None,
         fallback: float | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(ps_config_file, model_name, version, wait, timeout_s, fallback)
         if not tables:
             raise InvalidInputError(f"making a collection for model {model_name!r}: got no tables, expected at least one")
-        self.ps_config_file = place_of(ps_config_file, timeout_s, fallback)
-        self.model_name = model_name
         self.tables = tuple(tables)
         self.is_weighted = is_weighted
-        self.wait = wait
         self.feature_names = [feature for table in tables for feature in table.features]
         named = output_names([(table.name, table.features) for table in tables])
         self.output_names = [name for names in named for name in names]
@@ -179,9 +158,6 @@ class EmbeddingBagCollection(torch.nn.Module):
                 for _ in table.features
             ]
         )
-        self.version = version_of(version)
-        self.training = False
-        hold(self, self.ps_config_file, model_name, self.version)
 
     def forward(self, features: Any) -> Any:
         """Look up the bags of all features.

@@ -95,10 +95,23 @@ def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module within torchrec's `DistributedModelParallel`; another module as it is."""
-    is_wrapped = isinstance(module, _known("torchrec.distributed.model_parallel", "DistributedModelParallel"))
-    inner: Any = module.module if is_wrapped else module
-    return inner  # type: ignore[no-any-return]
+    """Return the module within those of torch.compile, DataParallel, DistributedDataParallel and DistributedModelParallel."""
+    parallel = (
+        _known("torchrec.distributed.model_parallel", "DistributedModelParallel"),
+        nn.DataParallel,
+        nn.parallel.DistributedDataParallel,
+    )
+    while True:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidInputError(
+                "got a ScriptModule, which has no Python to export, expected the nn.Module that was scripted"
+            )
+        if isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
+            module = compiled
+        elif any(isinstance(module, one) for one in parallel):
+            module = module.module  # type: ignore[assignment]
+        else:
+            return module
 
 
 def refuse_unequal(one: Embedding) -> None:
@@ -143,6 +156,9 @@ def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
     if module in seen:
         return
     seen.add(module)
+    if not isinstance(module, torch.jit.ScriptModule) and (inner := unwrapped(module)) is not module:
+        yield from _walk(path, inner, seen)
+        return
     kind = type(module)
     home = f"{kind.__module__}.{kind.__qualname__}"
     describe: Callable[[str, str, Any], Embedding] | None = None

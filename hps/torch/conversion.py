@@ -145,7 +145,9 @@ def _try(module: nn.Module, found: Sequence[Embedding], example_inputs: Sequence
         memo[id(one.module)] = _Tried(one) if is_plain else one.module
     tried = copy.deepcopy(module, memo).eval()
     named = example_inputs if isinstance(example_inputs, Mapping) else {}
-    selections = _Selections(tried)
+    served = {id(weight) for one in found for weight in one.module.parameters()}
+    others = {id(weight): name for name, weight in module.named_parameters() if id(weight) not in served}
+    selections = _Selections(others)
     try:
         with torch.no_grad(), selections:
             tried(*(() if named else example_inputs), **named)
@@ -182,11 +184,11 @@ class _Tried(nn.Module):
 
 
 class _Selections(TorchFunctionMode):
-    """Collects the parameters of a module whose rows are selected by keys."""
+    """Collects the parameters, given by id, whose rows are selected by keys."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self._names = {id(weight): name for name, weight in module.named_parameters()}
+        self._names = names
         self.found: dict[str, None] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -215,8 +215,8 @@ _BYTES = {
 def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_names: Mapping[str, str]) -> str:
     """Describe an unknown key, with the key that was probably meant."""
     key, steps = str(location[-1]), [step for step in location[:-1] if isinstance(step, str)]
-    while ".".join(steps) not in keys:  # the name of an input of a network
-        steps.pop()
+    while ".".join(steps) not in keys:  # the name of an input or a lookup of a network
+        steps = unnamed if ".".join(unnamed := [*steps[:-2], steps[-1]]) in keys else steps[:-1]
     here = keys[".".join(steps)]
     word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[\s-]", "_", key).lower()  # maxBatchSize, max-batch-size
     if (name := other_names.get(key) or _SYNONYMS.get(word)) in here:

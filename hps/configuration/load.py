@@ -16,18 +16,21 @@ from hps.configuration.document import Location, path_of, plain, problems_of, re
 from hps.configuration.fields import Notices
 from hps.configuration.hugectr_structs import PYTHON_NAMES, ParameterServerConfig, document_of, python_path
 from hps.configuration.models import Configuration, ModelConfig, ServiceConfig, VersionConfig
-from hps.configuration.networks import DenseConfig, NetworkInputConfig
+from hps.configuration.networks import DenseConfig, KeysProgramConfig, LookupConfig, NetworkInputConfig, SourceConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.errors import ConfigError
 
 __all__ = [
     "Configuration",
     "DenseConfig",
+    "KeysProgramConfig",
+    "LookupConfig",
     "ModelConfig",
     "ModelSourceConfig",
     "NetworkInputConfig",
     "PersistentDbConfig",
     "ServiceConfig",
+    "SourceConfig",
     "UpdateSourceConfig",
     "VolatileDbConfig",
     "load_configuration",
@@ -49,11 +52,18 @@ _SECTIONS: dict[str, type[Section]] = {
     "service": ServiceConfig,
     "models": ModelConfig,
     "models.versions": VersionConfig,
-    "models.dense": DenseConfig,
-    "models.dense.inputs": NetworkInputConfig,
-    "models.versions.dense": DenseConfig,
-    "models.versions.dense.inputs": NetworkInputConfig,
 }
+_OF_A_NETWORK: dict[str, type[Section]] = {
+    "": DenseConfig,
+    ".inputs": NetworkInputConfig,
+    ".keys": KeysProgramConfig,
+    ".lookups": LookupConfig,
+    ".lookups.keys": SourceConfig,
+    ".lookups.offsets": SourceConfig,
+    ".lookups.weights": SourceConfig,
+}
+for _name, _section in _OF_A_NETWORK.items():
+    _SECTIONS |= {f"models.dense{_name}": _section, f"models.versions.dense{_name}": _section}
 _KEYS = {name: section.model_fields.keys() for name, section in _SECTIONS.items()}
 _SECRETS = {
     ("service", "bearer_token"): "HPS_BEARER_TOKEN",

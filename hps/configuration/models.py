@@ -408,6 +408,13 @@ def check_tables(dense: DenseConfig, tables: Mapping[str, int]) -> None:
                 f"input {json.dumps(name)} has {one.hotness} keys a sample, expected at most {tables[one.table]} "
                 f"(maxnum_catfeature_query_per_table_per_sample of table {one.table})"
             )
+    for name, lookup in dense.lookups.items():
+        if lookup.table not in tables:
+            raise problem(
+                f"lookup {json.dumps(name)} is of table {json.dumps(lookup.table)}, expected one of {', '.join(tables)}"
+            )
+    if unknown := [name for name in dense.stale_copies if name not in tables]:
+        raise problem(f"stale_copies has table {json.dumps(unknown[0])}, expected some of {', '.join(tables)}")
 
 
 def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:

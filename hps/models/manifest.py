@@ -51,7 +51,7 @@ class VersionManifest(pydantic.BaseModel):
         files: checks by path relative to the version's directory.
         updates: by directory of a table relative to the version's, the position of the last message that the files contain in
             each partition of the log of updates. A partition is its number, or `<topic>/<number>`.
-        dense: the version's network, instead of that of the model's entry; its file is relative to the version's directory.
+        dense: the version's network, instead of that of the model's entry; its files are relative to the version's directory.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)

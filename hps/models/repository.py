@@ -4,7 +4,7 @@
     <repository>/<model>/<version>/         a positive decimal number without leading zeros, as in Triton
     <repository>/<model>/<version>/version.json     optional; see `VersionManifest`
     <repository>/<model>/<version>/<sparse file>/key, emb_vector
-    <repository>/<model>/<version>/<file>           of its network, if it has one
+    <repository>/<model>/<version>/<files>          of its network, if it has one
 
 **Incomplete versions.** Any directory with such a name counts as a version. So a publisher writes under another name
 (`.2.tmp`) and renames the directory, where that is atomic (local disk, HDFS). Object stores cannot rename: there `version.json`
@@ -23,7 +23,7 @@ from hps.configuration.networks import DenseConfig
 from hps.errors import HPSError, ModelFileError, ModelFileNotFoundError
 from hps.models.deltas import MOST_DELTAS, HeldTable, TableSource
 from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, read_json, read_manifest, within
-from hps.models.network_file import NetworkFile
+from hps.models.network_files import NetworkFiles
 from hps.models.sources import ModelSources
 
 MODEL_ENTRY = "model.json"
@@ -99,7 +99,7 @@ class VersionFiles:
     delta_of: str | None = None
     checks: tuple[Mapping[str, FileCheck], ...] = ()
     updates: tuple[Mapping[str, str], ...] = ()
-    network: NetworkFile | None = None
+    network: NetworkFiles | None = None
 
 
 def version_files(
@@ -110,7 +110,7 @@ def version_files(
     Args:
         place: path or URI of its directory.
         sparse_files: directory of each table, relative to `place`.
-        dense: the network of versions whose `version.json` names none; its file is relative to `place`.
+        dense: the network of versions whose `version.json` names none; its files are relative to `place`.
 
     Raises:
         ModelFileError: `version.json` is invalid or cannot be read.
@@ -121,7 +121,8 @@ def version_files(
     checks, updates = tuple(map(manifest.of_table, sparse_files)), tuple(map(manifest.updates_of, sparse_files))
     network = None
     if (own := manifest.dense or (None if manifest.delta_of else dense)) is not None:
-        network = NetworkFile(own, within(place, posixpath.normpath(own.file)), manifest.of_file(own.file))
+        files = tuple(within(place, posixpath.normpath(name)) for name in own.files)
+        network = NetworkFiles(own, files, tuple(map(manifest.of_file, own.files)))
     return VersionFiles(version, places, manifest.delta_of or None, checks, updates, network)
 
 
@@ -194,7 +195,7 @@ def table_sources(
     return tables
 
 
-def network_of(version: str, find: Callable[[str], VersionFiles | None]) -> NetworkFile | None:
+def network_of(version: str, find: Callable[[str], VersionFiles | None]) -> NetworkFiles | None:
     """Return the network of a version, or of the one that it changes; `table_sources` has checked the chain."""
     wanted: str | None = version
     while wanted and (found := find(wanted)) is not None:

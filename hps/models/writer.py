@@ -1,6 +1,7 @@
 """Writes sparse model files: atomically on a local disk, elsewhere so that a part is never taken for the whole."""
 
 import ctypes
+import json
 import os
 import secrets
 import shutil
@@ -73,7 +74,7 @@ def write_version(
     note: str = "",
     step: int | None = None,
     updates: Mapping[str, Mapping[str, str]] | None = None,
-    network: tuple[Mapping[str, Any] | DenseConfig, bytes] | None = None,
+    network: tuple[Mapping[str, Any] | DenseConfig, bytes | Mapping[str, bytes]] | None = None,
     sources: ModelSources | None = None,
 ) -> None:
     """Write a version of a model, with its `version.json`. Readers find all of it, none, or a part that they refuse.
@@ -92,7 +93,8 @@ def write_version(
         updates: position in the log of online updates of the last message that the rows contain, as text, by the same names
             and by partition (its number, or `<topic>/<number>`). Servers that start from these files read the log from there.
             Kafka's position of a message is its offset, one less than the offset that a consumer commits after it.
-        network: what the version's `dense` says, and the content of its file, which is written as `dense["file"]`.
+        network: what the version's `dense` says, and the content of its file, which is written as `dense["file"]`; or of all
+            its files, by their names there, if it has `keys`.
         sources: file systems to use; by default new ones with default settings.
 
     Raises:
@@ -112,6 +114,7 @@ def write_version(
             f"writing version {place}: got updates of {sorted(updates or ())}, expected of {sorted(tables)}"
         )
     dense = None if network is None else load_dense(network[0])
+    contents = {} if network is None or dense is None else _contents(place, dense, network[1])
     try:
         blank = VersionManifest(delta_of=delta_of, note=note, step=step, updates=updates or {}, dense=dense)
     except pydantic.ValidationError as error:
@@ -129,22 +132,33 @@ def write_version(
             gone = deleted.get(name, np.empty(0, np.int64)) if delta_of else None
             written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
             files |= {f"{name}/{file}": check for file, check in written.items()}
-        if network is not None and dense is not None:
-            name, content = dense.file, network[1]
+        for name, content in contents.items():
             write_file(filesystem, f"{target}/{name}", content)
             files[name] = FileCheck(size_bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
             if not filesystem.is_local:
                 undo.callback(_delete, filesystem, [f"{target}/{name}"])
         manifest = blank.model_copy(update={"files": files})
-        absent = {key for key in ("step", "dense") if getattr(manifest, key) is None}
-        written_as = manifest.model_dump_json(indent=1, exclude=absent)
-        write_file(filesystem, f"{target}/{MANIFEST}", written_as.encode())
+        described = manifest.model_dump(mode="json", exclude={"dense", *(() if step is not None else ("step",))})
+        if dense is not None:
+            described["dense"] = dense.model_dump(mode="json", exclude_defaults=True)  # older servers know fewer keys
+        write_file(filesystem, f"{target}/{MANIFEST}", json.dumps(described, indent=1).encode())
         if filesystem.is_local:
             for directory in {str(parent) for name in files for parent in PurePosixPath(name).parents}:
                 sync_directory(local_path(f"{target}/{directory}"))
         if filesystem.renames_directories:
             filesystem.rename(target, place)
         undo.pop_all()
+
+
+def _contents(place: str, dense: DenseConfig, given: bytes | Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """Return the content of each file of a network, by name."""
+    contents = given if isinstance(given, Mapping) else {dense.file: given}
+    if set(contents) != set(dense.files):
+        raise InvalidInputError(
+            f"writing version {place}: got the network's files {', '.join(sorted(contents)) or 'none'}, expected "
+            f"{', '.join(dense.files)}, as dense says"
+        )
+    return contents
 
 
 def _write_files(

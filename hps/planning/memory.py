@@ -15,7 +15,7 @@ from hps.errors import ConfigError, HPSError, MissingDependencyError
 from hps.ground.capacity import Need, Place, available_memory
 from hps.models.deltas import DeltaModel, open_table_files
 from hps.models.files import CHUNK_BYTES, SparseModel
-from hps.models.network_file import NetworkFile
+from hps.models.network_files import NetworkFiles
 from hps.models.sources import ModelSources
 from hps.planning.networks import activation_needs, engine_needs, network_needs
 from hps.regions.layout import MOST_PAGE_BYTES, SLAB
@@ -38,7 +38,7 @@ class ServedVersion:
 
     config: ModelConfig
     rows: tuple[int, ...]
-    network: NetworkFile | None = None
+    network: NetworkFiles | None = None
     network_bytes: int = 0
     files: tuple[SparseModel | DeltaModel, ...] = ()
 

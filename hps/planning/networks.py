@@ -6,7 +6,7 @@ what a network allocates while it runs a full batch, on the CPU, in a process of
 
 import gc
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -43,7 +43,7 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
     """Yield what a version's network needs before it runs, by device.
 
     Args:
-        file_bytes: size of the network's file.
+        file_bytes: size of the network's files.
         on_cuda: whether embedding caches are on GPUs.
     """
     dense, on_device = _dense(config), _on_device(config, on_cuda)
@@ -58,10 +58,10 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
         yield None, Need("ram", "weights", _COPIES.get(dense.format, 1) * file_bytes)
         yield None, Need("ram", "inputs of batches", (staged + vectors) * (len(config.deployed_device_list) if on_cuda else 1))
     copies = 2 if on_device else 1  # its content, and the weights before they are moved
-    yield None, Need("ram", "the network's file", copies * file_bytes, passing=True)
+    yield None, Need("ram", "the network's files", copies * file_bytes, passing=True)
 
 
-def activation_needs(config: ModelConfig, content: bytes, on_cuda: bool) -> Iterator[tuple[int | None, Need]]:
+def activation_needs(config: ModelConfig, contents: Mapping[str, bytes], on_cuda: bool) -> Iterator[tuple[int | None, Need]]:
     """Run a version's network on the CPU, on zeros, and yield what its runs need, by device.
 
     On a GPU each form of batches that memory is kept for has a CUDA graph with memory of its own. What a sample needs there
@@ -70,7 +70,7 @@ def activation_needs(config: ModelConfig, content: bytes, on_cuda: bool) -> Iter
     Raises:
         ModelFileError, NetworkError: it cannot be opened or run.
     """
-    peak = _run_bytes(config, content)
+    peak = _run_bytes(config, contents)
     if _on_device(config, on_cuda):
         forms = kept_forms(features_of(_dense(config), config.tables), config.max_batch_size)
         graphs = max(1.0, sum(form.samples for form in forms) / config.max_batch_size)
@@ -100,11 +100,11 @@ def _input_bytes(features: tuple[Feature, ...], most: int) -> tuple[int, int]:
     return sum(one.size_bytes for one in layouts), sum(one.vector_bytes for one in layouts)
 
 
-def _run_bytes(config: ModelConfig, content: bytes) -> int:
+def _run_bytes(config: ModelConfig, contents: Mapping[str, bytes]) -> int:
     """Measure in another process what a run of a full batch allocates."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(config, content, theirs), daemon=True)
+    process = context.Process(target=_run, args=(config, contents, theirs), daemon=True)
     process.start()
     theirs.close()
     limit_s = _START_S + 2 * _dense(config).open_timeout_s
@@ -120,9 +120,9 @@ def _run_bytes(config: ModelConfig, content: bytes) -> int:
     return int(found)
 
 
-def _run(config: ModelConfig, content: bytes, answer: "Connection[int | str, None]") -> None:
+def _run(config: ModelConfig, contents: Mapping[str, bytes], answer: "Connection[int | str, None]") -> None:
     try:
-        opened = OpenedNetwork(config, _dense(config), content, "", ())
+        opened = OpenedNetwork(config, _dense(config), contents, "", ())
         network, samples = opened.networks[None].network, config.max_batch_size
         inputs = {}
         for one in opened.features:

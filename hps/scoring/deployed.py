@@ -34,8 +34,8 @@ class OpenedNetwork:
     """A version's network on its devices. *Thread-safe.* Shared by the deployments that hold the version's tables in turn.
 
     Args:
-        content: of its file.
-        fingerprint: of its file.
+        contents: of its files, by their names in `dense`.
+        fingerprint: of its files.
         devices: CUDA devices that answer lookups; empty: the CPU does.
 
     Attributes:
@@ -50,7 +50,7 @@ class OpenedNetwork:
     """
 
     def __init__(
-        self, config: ModelConfig, dense: DenseConfig, content: bytes, fingerprint: str, devices: Sequence[int]
+        self, config: ModelConfig, dense: DenseConfig, contents: Mapping[str, bytes], fingerprint: str, devices: Sequence[int]
     ) -> None:
         engine: type[Network] = implementation("network", dense.format)
         self.fingerprint = fingerprint
@@ -64,7 +64,7 @@ class OpenedNetwork:
 
         def open_all() -> None:
             for device in devices if self.on_device else [None]:
-                network = self._add(device, engine.open(dense.file, content, tensors, dense.outputs, device))
+                network = self._add(device, engine.open(dense.file, contents[dense.file], tensors, dense.outputs, device))
                 self.outputs = Scorer(config.model, config.tables, self.features, network, _none).try_out()
 
         try:

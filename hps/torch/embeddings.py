@@ -126,8 +126,8 @@ def refuse_unequal(one: Embedding) -> None:
         kinds.insert(0, type(one.module))
     for part in one.module.modules():
         kind = next((kind for kind in kinds if isinstance(part, kind)), None)
-        own = getattr(part, "mode", None) == "max" and "mode 'max', expected sum or mean"
-        if kind and not own and getattr(part, "max_norm", None) is not None and part.norm_type != 2:
+        own = ""
+        if kind and getattr(part, "max_norm", None) is not None and part.norm_type != 2:
             own = f"norm_type {part.norm_type}, expected 2"
         if kind and getattr(part.forward, "__func__", None) is not kind.forward:  # of its class, or the object's
             own = f"a forward of {type(part).__name__}'s own, expected that of {kind.__name__}"

@@ -633,7 +633,7 @@ def _compare(
     tolerance: float,
 ) -> float:
     """Score the examples as a server does, with vectors from the weights, and return the largest difference."""
-    opened = OpenedNetwork(config, dense, content, "", ())
+    opened = OpenedNetwork(config, dense, {dense.file: content}, "", ())
 
     def look_up(segments: Sequence[Segment]) -> None:
         for one in segments:

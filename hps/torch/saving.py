@@ -73,7 +73,8 @@ def save(
     makes the same call. Rank 0 writes, with its arguments, and all ranks return the same.
 
     Args:
-        module: the trained module, on any device; weights float32, or float16, bfloat16 and quantised rows, which are widened.
+        module: the trained module, on any device; weights float32, or what is converted: float16, bfloat16, float64 and
+            quantised rows.
         uri: path or URI of the model's directory on any supported file system; its last part is the model's name. Parents are
             created.
         version: version number. Default: one above the highest existing one, or 1.

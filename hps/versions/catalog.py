@@ -13,7 +13,7 @@ from hps.errors import ConflictError, HPSError, ModelFileError, UnknownModelErro
 from hps.models.deltas import HeldTable, TableSource, fingerprints_of
 from hps.models.files import joint_fingerprint
 from hps.models.manifest import within
-from hps.models.network_file import NetworkFile
+from hps.models.network_files import NetworkFiles
 from hps.models.repository import (
     VersionFiles,
     list_models,
@@ -40,7 +40,7 @@ class ModelVersion:
 
     config: ModelConfig
     sources: tuple[TableSource, ...]
-    network: NetworkFile | None = None
+    network: NetworkFiles | None = None
 
 
 class ModelCatalog:
@@ -300,5 +300,5 @@ class ModelCatalog:
         )
 
 
-def _network(dense: DenseConfig | None) -> NetworkFile | None:
-    return None if dense is None else NetworkFile(dense, dense.file)
+def _network(dense: DenseConfig | None) -> NetworkFiles | None:
+    return None if dense is None else NetworkFiles(dense, dense.files)

@@ -589,9 +589,9 @@ def _open_network(version: ModelVersion, sources: ModelSources, cache_class: typ
     config = version.config
     devices = () if cache_class.device == "cpu" else config.deployed_device_list
     fingerprint = version.network.fingerprint(sources)  # of the content or an older one, so that polling finds a newer one
-    content = version.network.read(sources)
+    contents = version.network.read(sources)
     try:
-        return OpenedNetwork(config, version.network.config, content, fingerprint, devices)
+        return OpenedNetwork(config, version.network.config, contents, fingerprint, devices)
     except DeviceMemoryError as error:
         raise CapacityError(f"deploying model {config.model!r}: {error}") from error
 

@@ -12,6 +12,8 @@ from hps.configuration.hugectr_structs import PYTHON_NAMES
 from hps.configuration.load import (
     Configuration,
     DenseConfig,
+    KeysProgramConfig,
+    LookupConfig,
     ModelConfig,
     ModelSourceConfig,
     NetworkInputConfig,
@@ -32,6 +34,8 @@ SECTIONS: list[tuple[str, type[Section], dict[str, Any]]] = [
     ("`models[]`", ModelConfig, REFERENCE["models"][0]),
     ("`models[].dense`", DenseConfig, REFERENCE["models"][0]["dense"]),
     ("`models[].dense.inputs`", NetworkInputConfig, REFERENCE["models"][0]["dense"]["inputs"]["items"]),
+    ("`models[].dense.keys`", KeysProgramConfig, REFERENCE["models"][0]["dense"]["keys"][0]),
+    ("`models[].dense.lookups`", LookupConfig, REFERENCE["models"][0]["dense"]["lookups"]["history_vectors"]),
     ("`volatile_db`", VolatileDbConfig, REFERENCE["volatile_db"]),
     ("`persistent_db`", PersistentDbConfig, REFERENCE["persistent_db"]),
     ("`model_source`", ModelSourceConfig, REFERENCE["model_source"]),

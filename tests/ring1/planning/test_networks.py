@@ -76,7 +76,7 @@ def test_inputs_take_what_the_scorer_keeps(tmp_path: Path, inputs: Any, most: in
     assert found == {
         ("ram", None, "weights"): file_bytes,
         ("ram", None, "inputs of batches"): held,
-        ("ram", None, "the network's file"): file_bytes,
+        ("ram", None, "the network's files"): file_bytes,
     }
 
 
@@ -91,7 +91,7 @@ def test_each_device_has_the_network_if_its_engine_runs_there(tmp_path: Path) ->
     keys, ages, vectors = 8 * 2 * 16, 4 * 3 * 16, 4 * 2 * DIM * 16
     config = configuration(tmp_path / "gpu", engine="device_arrays", **more)
     file_bytes = (tmp_path / "gpu" / "m" / "1" / "dense.json").stat().st_size
-    expected = {("ram", None, "the network's file"): 2 * file_bytes}
+    expected = {("ram", None, "the network's files"): 2 * file_bytes}
     for device in (0, 2):
         expected["gpu", device, "weights"] = file_bytes
         expected["gpu", device, "inputs of batches"] = keys + ages + vectors

@@ -71,5 +71,5 @@ def test_the_command_prints_networks_and_says_what_it_does_not_count(tmp_path: P
     assert "--run-networks" not in measured
     assert "runs of batches" in measured
     needs = [one for one in json.loads(run("--json", "--run-networks"))["needs"] if one["tier"] == "network"]
-    assert [one["what"] for one in needs] == ["weights", "inputs of batches", "the network's file", "runs of batches"]
+    assert [one["what"] for one in needs] == ["weights", "inputs of batches", "the network's files", "runs of batches"]
     assert needs[-1]["size_bytes"] == pytest.approx(25 * MiB, rel=0.1)

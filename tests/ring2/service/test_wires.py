@@ -131,6 +131,7 @@ BAGS: dict[str, Callable[[], dict[str, hps.Bags]]] = {
     "empty bags, an absent key": lambda: {"user": hps.Bags([1, 2, 10**12, 7], [0, 2, 2, 4]), "word": hps.Bags([3], [0, 0, 1])},
     "each combiner": each_combiner,
     "each combiner with weights": lambda: each_combiner(np.arange(9, dtype=np.float32) / 4 - 1),
+    "a maximum": lambda: {"word": hps.Bags([3, 1, 3, 2], [0, 3, 3, 4], combiner="max", padding_key=2)},
     "a padding key and a largest norm": lambda: {
         "user": hps.Bags([3, 1, 3, 2], [0, 3, 4], padding_key=3),
         "item": hps.Bags([3, 1, 3, 2], [0, 3, 4], max_norm=1.5, combiner="mean"),

@@ -18,7 +18,7 @@ from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
 from hps.torch.embedding_bags import EmbeddingBag, EmbeddingBagCollection
 from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, refuse_unequal, unwrapped
-from hps.torch.lookup_layer import LookupLayer, TableModule, ignore_rows, version_of
+from hps.torch.lookup_layer import LookupLayer, ignore_rows, version_of
 from hps.torch.remote import RemoteTables
 from hps.torch.saving import save
 from hps.torch.served_weight import ServedWeight
@@ -214,21 +214,52 @@ class ServedEmbedding(LookupLayer):
         return self.look_up(input)
 
 
+class ServedBagCollection(EmbeddingBagCollection):
+    """Replaces torchrec's `EmbeddingBagCollection`, with its methods. *Thread-safe.*"""
+
+    configs: Sequence[Any]
+
+    def embedding_bag_configs(self) -> Sequence[Any]:
+        return self.configs
+
+    def is_weighted(self) -> bool:  # type: ignore[override]
+        return self._is_weighted
+
+
 class EmbeddingCollection(nn.Module):
-    """Replaces torchrec's `EmbeddingCollection`; one lookup per feature. *Thread-safe.*
+    """Replaces torchrec's `EmbeddingCollection`, with its methods; one lookup per feature. *Thread-safe.*
 
     Args:
         features: name, feature and layer number of each output.
+        configs: torchrec's.
         need_indices: return the keys as weights of the outputs, as torchrec does.
     """
 
-    def __init__(self, layers: list[LookupLayer], features: list[tuple[str, str, int]], need_indices: bool) -> None:
+    def __init__(
+        self, layers: list[LookupLayer], features: list[tuple[str, str, int]], configs: Sequence[Any], need_indices: bool
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._features = features
+        self._configs = configs
         self._need_indices = need_indices
         self.training = False
         self.register_load_state_dict_pre_hook(ignore_rows)  # type: ignore[no-untyped-call]
+
+    def embedding_configs(self) -> Sequence[Any]:
+        return self._configs
+
+    def embedding_dim(self) -> int:
+        dim: int = self._configs[0].embedding_dim
+        return dim
+
+    def need_indices(self) -> bool:
+        return self._need_indices
+
+    @property
+    def device(self) -> torch.device:
+        first: Any = self.layers[0]
+        return first.device  # type: ignore[no-any-return]
 
     def forward(self, features: Any) -> dict[str, Any]:
         """Look up a `KeyedJaggedTensor`; returns a `JaggedTensor` of rows for each feature."""
@@ -245,38 +276,29 @@ class EmbeddingCollection(nn.Module):
 
 
 def _layer(one: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
+    weight = next((one for one in (*one.module.parameters(), *one.module.buffers()) if not one.is_meta), torch.empty(0))
+    like = torch.empty(0, dtype=one.dtype, device=weight.device)
     if one.form is EmbeddingForm.BAG_COLLECTION:
-        return EmbeddingBagCollection(server, model_name, one.lookups, version=version, is_weighted=one.is_weighted, wait=wait)
-    if one.form is EmbeddingForm.COLLECTION:
-        layers = [
-            LookupLayer(server, model_name, each.name, each.emb_vec_size, version=version, max_norm=each.max_norm, wait=wait)
-            for each in one.lookups
-        ]
-        features = [
-            (name, feature, number)
-            for number, (each, given) in enumerate(zip(one.lookups, one.outputs, strict=True))
-            for name, feature in zip(given, each.features, strict=True)
-        ]
-        return EmbeddingCollection(layers, features, one.need_indices)
-    (lookup,) = one.lookups
-    place = (server, model_name, lookup.name, lookup.emb_vec_size)
-    layer: TableModule
-    if one.form is EmbeddingForm.ROWS:
-        layer = ServedEmbedding(*place, version=version, max_norm=lookup.max_norm, wait=wait)
-    else:
-        layer = EmbeddingBag(
-            *place,
-            version=version,
-            mode=lookup.pooling,
-            max_norm=lookup.max_norm,
-            padding_idx=lookup.padding_idx,
-            include_last_offset=one.include_last_offset,
-            wait=wait,
-        )
-    weight: Any = getattr(one.module, "weight", None)
-    has_place = isinstance(weight, torch.Tensor) and not weight.is_meta
-    like = torch.empty(0, dtype=one.dtype, device=weight.device if has_place else "cpu")
-    layer.stand_for(
-        one.tables[lookup.name].shape[0], like, {name: vars(one.module)[name] for name in _KEPT if name in vars(one.module)}
-    )
-    return layer
+        bags = ServedBagCollection(server, model_name, one.lookups, version=version, is_weighted=one.is_weighted, wait=wait)
+        bags.stand_for(like, configs=one.configs)
+        return bags
+    kept = {name: value for name, value in vars(one.module).items() if name in _KEPT}
+    layers: list[Any] = []
+    for lookup in one.lookups:
+        table = (server, model_name, lookup.name, lookup.emb_vec_size)
+        common: dict[str, Any] = {"version": version, "max_norm": lookup.max_norm, "wait": wait}
+        if one.form is EmbeddingForm.BAGS:
+            common |= {"padding_idx": lookup.padding_idx, "include_last_offset": one.include_last_offset}
+            layers.append(EmbeddingBag(*table, mode=lookup.pooling, **common))
+        else:
+            layers.append(ServedEmbedding(*table, **common))
+        layers[-1].stand_for(like, num_embeddings=one.tables[lookup.name].shape[0], **kept)
+    if one.form is not EmbeddingForm.COLLECTION:
+        layer: nn.Module = layers[0]
+        return layer
+    features = [
+        (name, feature, number)
+        for number, (each, given) in enumerate(zip(one.lookups, one.outputs, strict=True))
+        for name, feature in zip(given, each.features, strict=True)
+    ]
+    return EmbeddingCollection(layers, features, one.configs, one.need_indices)

@@ -140,7 +140,7 @@ class EmbeddingBagCollection(ServedModule):
         if not tables:
             raise InvalidInputError(f"making a collection for model {model_name!r}: got no tables, expected at least one")
         self.tables = tuple(tables)
-        self.is_weighted = is_weighted
+        self._is_weighted = is_weighted
         self.feature_names = [feature for table in tables for feature in table.features]
         named = output_names([(table.name, table.features) for table in tables])
         self.output_names = [name for names in named for name in names]
@@ -157,6 +157,10 @@ class EmbeddingBagCollection(ServedModule):
                 for _ in table.features
             ]
         )
+
+    @property
+    def is_weighted(self) -> bool:
+        return self._is_weighted
 
     def forward(self, features: Any) -> Any:
         """Look up the bags of all features.
@@ -189,10 +193,10 @@ class EmbeddingBagCollection(ServedModule):
             its_keys, its_offsets, its_weights = (
                 (*given, None, None)[:3] if isinstance(given, (tuple, list)) else (given, None, None)
             )
-            if (its_weights is not None) != self.is_weighted:
+            if (its_weights is not None) != self._is_weighted:
                 raise InvalidInputError(
-                    f"looking up bags of feature {name!r}: got {'weights' if not self.is_weighted else 'no weights'}, but the "
-                    f"collection has is_weighted={self.is_weighted}"
+                    f"looking up bags of feature {name!r}: got {'weights' if not self._is_weighted else 'no weights'}, but the "
+                    f"collection has is_weighted={self._is_weighted}"
                 )
             keys.append(its_keys)
             offsets.append(its_offsets)
@@ -215,18 +219,18 @@ class EmbeddingBagCollection(ServedModule):
     def _jagged(self, features: Any) -> Any:
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
-        if features.variable_stride_per_key():
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise InvalidInputError(
-                "looking up a KeyedJaggedTensor: got another number of bags for each feature (variable stride), expected as "
-                "many of each"
+                "looking up a KeyedJaggedTensor: got another number of bags for each feature (variable stride), or inverse "
+                "indices, expected as many bags of each, in their order"
             )
         known: list[str] = features.keys()
         for name in self.feature_names:
             if name not in known:
                 self._refuse_missing(name, known)
         values = features.values()
-        weights = features.weights_or_none() if self.is_weighted else None
-        if self.is_weighted and weights is None:
+        weights = features.weights_or_none() if self._is_weighted else None
+        if self._is_weighted and weights is None:
             raise InvalidInputError("looking up a KeyedJaggedTensor: got no weights, but the collection has is_weighted=True")
         answer = lookup_jagged if called_directly(values) else torch.ops.hps.lookup_jagged
         out: Tensor = answer(
@@ -243,7 +247,8 @@ class EmbeddingBagCollection(ServedModule):
             self.training,
             self.version,
         )
-        return KeyedTensor(keys=self.output_names, length_per_key=self.dims, values=out)
+        like = self.like
+        return KeyedTensor(self.output_names, self.dims, out if like is None else out.to(like.dtype))
 
     def _refuse_missing(self, name: str, given: Any) -> None:
         raise InvalidInputError(
@@ -252,7 +257,7 @@ class EmbeddingBagCollection(ServedModule):
 
     def extra_repr(self) -> str:
         place = f"{self.ps_config_file!r}, {self.model_name!r}, {version_text(self.version)}"
-        lines = [f"{place}is_weighted={self.is_weighted}", *map(repr, self.tables)]
+        lines = [f"{place}is_weighted={self._is_weighted}", *map(repr, self.tables)]
         return "\n".join(lines)
 
 

@@ -41,6 +41,7 @@ class Embedding:
         tables: its tables by the name under which each is saved.
         lookups: a table and its features each, in the order of the outputs. Pooling `none` is a vector for each key.
         outputs: names of the outputs of each of `lookups`.
+        configs: of torchrec's tables.
         dtype: of the outputs.
         include_last_offset: of bags.
         is_weighted: of a collection of bags.
@@ -53,6 +54,7 @@ class Embedding:
     tables: Mapping[str, Table | ShardedTable]
     lookups: Sequence[BagTable]
     outputs: Sequence[Sequence[str]] = ()
+    configs: Sequence[Any] = ()
     dtype: torch.dtype = torch.float32
     include_last_offset: bool = False
     is_weighted: bool = False
@@ -239,6 +241,7 @@ def _pooled(
         {name_of(config.name): tables[config.name] for config in configs},
         [lookups[number] for number in order],
         [outputs[number] for number in order],
+        configs,
         dtype,
         is_weighted=module._is_weighted,
     )
@@ -276,6 +279,7 @@ def _rows(
             for one in configs
         ],
         _output_names(configs),
+        configs,
         need_indices=module._need_indices,
     )
 

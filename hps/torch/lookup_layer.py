@@ -39,6 +39,7 @@ class ServedModule(torch.nn.Module):
         like: an empty tensor of the dtype and device of the trained weights, if it replaces some; it follows `module.to`.
     """
 
+    __jit_unused_properties__ = ("embedding_dim", "dtype", "device", "weight", "table")
     like: Tensor | None
 
     def __init__(
@@ -63,6 +64,23 @@ class ServedModule(torch.nn.Module):
             with suppress(UnknownModelError):  # it may be deployed later
                 server.hold(model_name, self.version, self)
 
+    def stand_for(self, like: Tensor, **attributes: Any) -> None:
+        """Take the place of a trained embedding.
+
+        Args:
+            like: an empty tensor of the dtype and device of its outputs.
+            attributes: more of what code may read.
+        """
+        del self.like  # a plain attribute is read faster, and layers that replace nothing keep it
+        self.register_buffer("like", like, persistent=False)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the trained weights, or where the module was moved since; outputs are where the keys are."""
+        return torch.device("cpu") if self.like is None else self.like.device
+
 
 def ignore_rows(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Remove what a `state_dict` of the trained module has for a layer: its rows are in the server."""
@@ -73,7 +91,7 @@ def ignore_rows(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 class TableModule(ServedModule):
     """Base of the layers of one table. After `stand_for` it has the attributes of the embedding that it replaces."""
 
-    __jit_unused_properties__ = ("embedding_dim", "dtype", "device", "weight", "table")
+    num_embeddings: int
     norm_type = 2.0
     scale_grad_by_freq = sparse = False
 
@@ -84,20 +102,6 @@ class TableModule(ServedModule):
         self.max_norm: float | None = max_norm
         self.padding_idx: int | None = padding_idx
 
-    def stand_for(self, rows: int, like: Tensor, attributes: dict[str, Any]) -> None:
-        """Take the place of a trained embedding.
-
-        Args:
-            rows: number of rows of its weight.
-            like: an empty tensor of the dtype and device of its weight.
-            attributes: others of its attributes.
-        """
-        self.num_embeddings = rows
-        del self.like  # a plain attribute is read faster, and layers that replace nothing keep it
-        self.register_buffer("like", like, persistent=False)
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
     @property
     def embedding_dim(self) -> int:
         return self.emb_vec_size
@@ -106,11 +110,6 @@ class TableModule(ServedModule):
     def dtype(self) -> torch.dtype:
         """Of the outputs."""
         return torch.float32 if self.like is None else self.like.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the trained weights, or where the module was moved since; outputs are where the keys are."""
-        return torch.device("cpu") if self.like is None else self.like.device
 
     @property
     def weight(self) -> ServedWeight:

@@ -53,19 +53,21 @@ def convert(
     """Replace the embeddings of a trained module with layers that look the same rows up in a parameter server.
 
     `nn.Embedding` becomes `LookupLayer`, `nn.EmbeddingBag` becomes `EmbeddingBag`, and torchrec's `EmbeddingBagCollection` and
-    `EmbeddingCollection` become ours, with the same mode, `max_norm`, `padding_idx`, `include_last_offset` and weights. Inputs
-    and outputs keep their shapes and dtypes. Quantised and sharded embeddings become the same layers; where weights are
-    sharded, every rank makes the call, each with its own server. Three things differ: an absent key gets the table's default
-    vector, where torch raises IndexError; outputs have no gradient; layers have no `weight`.
+    `EmbeddingCollection` become ours, with the same attributes. Inputs and outputs keep their shapes and dtypes. Quantised and
+    sharded embeddings become the same layers; where weights are sharded, every rank makes the call, each with its own server.
+    Three things differ: an absent key gets the table's default vector, where torch raises IndexError; outputs have no gradient;
+    the `weight` of a layer can only be looked up in (`ServedWeight`).
 
     The layers are of the version that is deployed now, whose rows the rest of the module was trained with. If another one is
     deployed, a warning is logged, and they go on with theirs.
 
     Args:
-        module: the trained module, on any devices; without `repository` also on the meta device.
+        module: the trained module, on any devices, or compiled or data-parallel, which is unwrapped; without `repository` also on the meta device.
         server: an `HPS`, the path of a `ps.json`, the name of an attached server, or the address of one over HTTP, as for
             `LookupLayer`.
         model_name: the model of the server to look up in.
+        example_inputs: positional arguments of the module, or arguments by name. With them the module is run once before
+            anything is written, to find other uses of a `weight` than lookups.
         repository: path or URI; the weights are saved as `<repository>/<model_name>/<version>`, with the server's
             `model_source` settings, and deployed. Default: the model is already deployed from what `save` wrote. Not with an
             address.
@@ -80,8 +82,8 @@ def convert(
         The converted module in evaluation mode; if `module` is itself an embedding, its layer.
 
     Raises:
-        InvalidInputError: as for `save`; or an embedding without an equivalent layer: mode `max`, a `norm_type` other than 2, a
-            `forward` or hooks of its own; or a table that is deployed with another width.
+        InvalidInputError: as for `save`; or an embedding without an equivalent layer: a `norm_type` other than 2, a `forward`
+            or hooks of its own; or a table that is deployed with another width. `ServedWeightError`: see `example_inputs`.
         UnknownModelError, UnknownVersionError, UnknownTableError: the model or version is not deployed, or has no such table.
         CapacityError: the tables do not fit the server's tiers.
         HPSError: as for `save` and `HPS.deploy`. After any error `module` is unchanged.

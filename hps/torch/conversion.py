@@ -21,7 +21,7 @@ from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, refuse
 from hps.torch.lookup_layer import LookupLayer, ignore_rows, version_of
 from hps.torch.remote import RemoteTables
 from hps.torch.saving import save
-from hps.torch.served_weight import ServedWeight
+from hps.torch.served_weight import Rows, ServedWeight
 from hps.torch.servers import Server, place_of, server_of
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ def convert(
     deployed, a warning is logged, and they go on with theirs.
 
     Args:
-        module: the trained module, on any devices, or compiled or data-parallel, which is unwrapped; without `repository` also on the meta device.
+        module: the trained module, on any devices; without `repository` also on the meta device. It may be compiled, or within
+            DataParallel or DistributedDataParallel, and is converted without.
         server: an `HPS`, the path of a `ps.json`, the name of an attached server, or the address of one over HTTP, as for
             `LookupLayer`.
         model_name: the model of the server to look up in.
@@ -142,17 +143,25 @@ def _report_copies(module: nn.Module, found: Sequence[Embedding]) -> None:
 def _try(module: nn.Module, found: Sequence[Embedding], example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
     """Run a copy whose embeddings can only be looked up, as those of the converted module."""
     memo: dict[int, Any] = {id(weight): weight for weight in module.parameters()}
-    for one in found:
-        is_plain = isinstance(one.module, nn.Embedding | nn.EmbeddingBag) and type(one.module.weight) is nn.Parameter
-        memo[id(one.module)] = _Tried(one) if is_plain else one.module
-    tried = copy.deepcopy(module, memo).eval()
-    named = example_inputs if isinstance(example_inputs, Mapping) else {}
     served = {id(weight) for one in found for weight in one.module.parameters()}
-    others = {id(weight): name for name, weight in module.named_parameters() if id(weight) not in served}
-    selections = _Selections(others)
+    for one in found:
+        memo[id(one.module)] = one.module
+        weight: Any = one.module.weight if isinstance(one.module, nn.Embedding | nn.EmbeddingBag) else None
+        if type(weight) is nn.Parameter:
+            stand_in, looked_up = copy.copy(one.module), copy.copy(one.module)
+            vars(looked_up)["max_norm"] = None  # torch would scale the rows in place
+            rows = weight.detach()
+            named = ServedWeight(repr(one.path), rows.shape, rows[:0], _look_up(rows))
+            vars(stand_in).update(forward=looked_up.forward, weight=named)
+            memo[id(one.module)] = stand_in
+    tried = copy.deepcopy(module, memo)
+    for part in {*tried.modules()} - {*module.modules()}:  # collections are not copied, and stay as they are
+        part.training = False
+    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
+    selections = _Selections({id(weight): name for name, weight in module.named_parameters() if id(weight) not in served})
     try:
         with torch.no_grad(), selections:
-            tried(*(() if named else example_inputs), **named)
+            tried(*(() if by_name else example_inputs), **by_name)
     except ServedWeightError:
         raise
     except Exception as error:
@@ -163,26 +172,8 @@ def _try(module: nn.Module, found: Sequence[Embedding], example_inputs: Sequence
         _log.warning("converting: parameter %s is looked up, but is no nn.Embedding's weight, and stays in the module", name)
 
 
-class _Tried(nn.Module):
-    """Stands for an embedding whose weight is about to leave the module."""
-
-    def __init__(self, one: Embedding) -> None:
-        super().__init__()
-        trained: Any = one.module
-        running = copy.copy(trained)
-        running.max_norm = None  # torch would scale the trained rows
-        self._pair = trained, running  # no submodules
-        rows = trained.weight.detach()
-        self.weight = ServedWeight(repr(one.path), rows.shape, rows[:0], lambda keys, _: functional.embedding(keys, rows))
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        return self._pair[1](*args, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._pair[0], name)
+def _look_up(rows: torch.Tensor) -> Rows:
+    return lambda keys, _: functional.embedding(keys, rows)
 
 
 class _Selections(TorchFunctionMode):

@@ -78,6 +78,7 @@ _ERRORS = (
     "DatabaseLockedError",
     "DatabaseCorruptError",
     "ReadOnlyError",
+    "StaleCopyError",
     "TableWidthError",
     "UpdateLogError",
     "UpdateFormatError",

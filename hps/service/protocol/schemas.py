@@ -400,6 +400,7 @@ class VersionStatus(BaseModel):
     since: str = Field(description="Time it was put into service (ISO 8601, UTC).")
     rows: int = Field(description="Rows in its model files.")
     size_bytes: dict[str, int] = Field(description="Size of its vectors by tier.")
+    stale_copies: list[str] = Field(description="Tables that take no online writes, since its network has a copy of them.")
 
 
 class ModelDetails(BaseModel):

@@ -10,7 +10,7 @@ from torch import Tensor
 from hps.errors import InvalidInputError
 from hps.tensors.bags import COMBINERS
 from hps.torch.lookup_layer import ServedModule, TableModule, called_directly, version_text
-from hps.torch.operators import PooledFeature, as_text, lookup_bags, lookup_jagged
+from hps.torch.operators import BagCall, JaggedCall, PooledFeature, as_text
 from hps.torch.servers import Server
 
 
@@ -80,7 +80,7 @@ class EmbeddingBag(TableModule):
         )
         if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
             if called_directly(input):
-                pooled = lookup_bags(*given)
+                pooled = BagCall(*given).look_up()
                 return pooled if like is None else pooled.to(like.dtype)
         out: Tensor = torch.ops.hps.lookup_bags(*given)
         return out if like is None else out.to(like.dtype)
@@ -201,8 +201,7 @@ class EmbeddingBagCollection(ServedModule):
             keys.append(its_keys)
             offsets.append(its_offsets)
             weights.append(None if its_weights is None else its_weights.detach())
-        answer = lookup_bags if called_directly(keys[0]) else torch.ops.hps.lookup_bags
-        out: Tensor = answer(
+        call = BagCall(
             keys,
             offsets,
             weights,
@@ -214,6 +213,7 @@ class EmbeddingBagCollection(ServedModule):
             self.training,
             self.version,
         )
+        out: Tensor = call.look_up() if called_directly(keys[0]) else torch.ops.hps.lookup_bags(*call)
         return out
 
     def _jagged(self, features: Any) -> Any:
@@ -232,8 +232,7 @@ class EmbeddingBagCollection(ServedModule):
         weights = features.weights_or_none() if self._is_weighted else None
         if self._is_weighted and weights is None:
             raise InvalidInputError("looking up a KeyedJaggedTensor: got no weights, but the collection has is_weighted=True")
-        answer = lookup_jagged if called_directly(values) else torch.ops.hps.lookup_jagged
-        out: Tensor = answer(
+        call = JaggedCall(
             values,
             features.offsets(),
             None if weights is None else weights.detach(),
@@ -247,6 +246,7 @@ class EmbeddingBagCollection(ServedModule):
             self.training,
             self.version,
         )
+        out: Tensor = call.look_up() if called_directly(values) else torch.ops.hps.lookup_jagged(*call)
         like = self.like
         return KeyedTensor(self.output_names, self.dims, out if like is None else out.to(like.dtype))
 

@@ -65,7 +65,6 @@ class EmbeddingBag(TableModule):
             HPSError: as `HPS.lookup_pooled`, or with an address as `Client.lookup_pooled`.
         """
         weights = None if per_sample_weights is None else per_sample_weights.detach()
-        like = self.like
         given = (
             [input],
             [offsets],
@@ -80,10 +79,9 @@ class EmbeddingBag(TableModule):
         )
         if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
             if called_directly(input):
-                pooled = BagCall(*given).look_up()
-                return pooled if like is None else pooled.to(like.dtype)
+                return self.rounded(BagCall(*given).look_up())
         out: Tensor = torch.ops.hps.lookup_bags(*given)
-        return out if like is None else out.to(like.dtype)
+        return self.rounded(out)
 
     def extra_repr(self) -> str:
         return (
@@ -247,8 +245,7 @@ class EmbeddingBagCollection(ServedModule):
             self.version,
         )
         out: Tensor = call.look_up() if called_directly(values) else torch.ops.hps.lookup_jagged(*call)
-        like = self.like
-        return KeyedTensor(self.output_names, self.dims, out if like is None else out.to(like.dtype))
+        return KeyedTensor(self.output_names, self.dims, self.rounded(out))
 
     def _refuse_missing(self, name: str, given: Any) -> None:
         raise InvalidInputError(

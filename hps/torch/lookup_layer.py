@@ -76,6 +76,13 @@ class ServedModule(torch.nn.Module):
         for name, value in attributes.items():
             setattr(self, name, value)
 
+    def rounded(self, vectors: Tensor) -> Tensor:
+        """Return vectors in the dtype of the trained weights."""
+        like = self.like
+        if like is not None:  # the form that TorchScript takes
+            return vectors if like.dtype == vectors.dtype else vectors.to(like.dtype)
+        return vectors
+
     @property
     def device(self) -> torch.device:
         """Device of the trained weights, or where the module was moved since; outputs are where the keys are."""
@@ -136,8 +143,7 @@ class TableModule(ServedModule):
             self.training,
             self.version,
         )
-        like = self.like
-        return out if like is None else out.to(like.dtype)
+        return self.rounded(out)
 
 
 class LookupLayer(TableModule):
@@ -201,8 +207,7 @@ class LookupLayer(TableModule):
                 rows = lookup_rows(
                     keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait, self.version
                 )
-                like = self.like
-                return rows if like is None else rows.to(like.dtype)
+                return self.rounded(rows)
         return self._rows(keys, self.max_norm)
 
     def extra_repr(self) -> str:

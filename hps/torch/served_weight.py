@@ -12,6 +12,7 @@ from hps.errors import ServedWeightError
 Rows = Callable[[Tensor, float | None], Tensor]
 """Looks up keys of any shape, with the vectors limited to a norm."""
 
+_OF_AN_EMPTY_TENSOR = ("dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_floating_point", "element_size", "type")
 _REFUSED = (
     "add radd iadd sub rsub isub mul rmul imul truediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs lt le gt ge eq ne "
     "setitem iter array float int"
@@ -25,19 +26,16 @@ class ServedWeight:
 
     Attributes:
         shape: rows of the trained table, and its width.
-        dtype, device: of the layer's outputs.
+        dtype, device: of the layer's outputs; also `new_zeros` and the like, `tensor.to(weight)` and `tensor.type_as(weight)`.
     """
 
     requires_grad = False
     grad = None
     ndim = 2
-    is_meta = False
 
     def __init__(self, name: str, shape: Sequence[int], like: Tensor, rows: Rows) -> None:
         self.shape = torch.Size(shape)
-        self.dtype = like.dtype
-        self.device = like.device
-        self.is_cuda = like.is_cuda
+        self._like = like
         self._name = name
         self._rows = rows
 
@@ -76,6 +74,8 @@ class ServedWeight:
             if named.get("max_norm") is not None and named.get("norm_type", 2.0) != 2.0:
                 args[1]._refuse(f"nn.functional.embedding with norm_type {named['norm_type']}")
             return args[1]._rows(args[0], named.get("max_norm"))
+        if function in (torch.Tensor.to, torch.Tensor.type_as) and isinstance(args[1], cls):
+            return function(args[0], args[1]._like, *args[2:], **named)
         if function is torch.index_select and isinstance(args[0], cls):
             return args[0].index_select(*args[1:], **named)
         given = [leaf for one in (*args, *named.values()) for leaf in (one if isinstance(one, list | tuple) else (one,))]
@@ -88,7 +88,9 @@ class ServedWeight:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        self._refuse(name)
+        if name in _OF_AN_EMPTY_TENSOR or name.startswith("new_"):
+            return getattr(self._like, name)
+        return self._refuse(name)
 
     def _refuse(self, what: str) -> NoReturn:
         raise ServedWeightError(

@@ -35,6 +35,7 @@ class Net(nn.Module):
         vectors = self.item(input=keys) + weight[keys] + functional.embedding(keys, tags)
         vectors = vectors * self.item.embedding_dim**-0.5 + weight.index_select(0, keys[:, 0])[:, None]
         first = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device) + torch.index_select(tags, 0, keys[0])
+        first = first.double().to(tags) + weight.new_ones(3, 1) + keys[0][:, None].type_as(tags)
         return self.top(vectors.sum(1) + first.sum(0) + weight[2] + weight[-3:].sum(0) + self.tags(keys))
 
 
@@ -67,7 +68,7 @@ def test_a_layer_says_what_the_embedding_was_and_follows_the_module(served: Any,
             assert getattr(layer, attribute) == getattr(trained, attribute)
         assert getattr(layer, "mode", None) == getattr(trained, "mode", None)
         weight: Any = layer.weight
-        for attribute in ("shape", "dtype", "device", "ndim", "is_cuda", "grad"):
+        for attribute in ("shape", "dtype", "device", "ndim", "is_cuda", "is_meta", "grad"):
             assert getattr(weight, attribute) == getattr(trained.weight, attribute)
         assert (len(weight), weight.numel(), weight.dim(), weight.size(), weight.size(1)) == (
             ROWS,

@@ -40,6 +40,7 @@ CASES = {  # name: what is measured, and beside what
     "pooled": "GPU: pooled lookups, beside a plain kernel and torch",
     "layers": "GPU: layers of hps.torch, beside the calls beneath them",
     "scores": "scores of a whole model over HTTP, beside a plain FastAPI application (GPU or CPU)",
+    "cut_networks": "scores of networks that were cut at their lookups, beside inputs with tables, in process on a CPU",
     "loadgen": "scores under MLCommons LoadGen, scenarios Server and Offline (GPU or CPU)",
     "dlrmv3": "the sparse stage of MLPerf's DLRMv3: 8,048 rows of 512 float16 a query, also under LoadGen (GPU or CPU)",
 }

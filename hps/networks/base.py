@@ -1,7 +1,8 @@
 """The contract of an engine that runs dense networks.
 
-A network takes named tensors and returns named tensors. Each has the samples as its first dimension. Some of its inputs are
-vectors that were looked up, and are in the memory of the network's device already; `Network.empty` is where lookups write them.
+A network takes named tensors and returns named tensors. Each has the samples as its first dimension, unless the configuration
+says otherwise. Some of its inputs are vectors that were looked up, and are in the memory of the network's device already;
+`Network.empty` is where lookups write them. Programs that compute keys are networks, too.
 
 Another package adds an engine by an entry point of the group `hps.networks`, whose name is the `format` (docs/extending.md).
 """
@@ -24,15 +25,25 @@ class NetworkTensor:
     """An input or output of a network. *Immutable.*
 
     Attributes:
-        shape: -1 where the size is free; the first is the number of samples.
+        shape: -1 where the size is free; the first is usually the number of samples. None: even the rank is unknown.
     """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+        return f"{self.dtype} {'of any shape' if self.shape is None else list(self.shape)}"
+
+    def fits(self, other: "NetworkTensor") -> bool:
+        """Return whether dtype and shape may be those of another one."""
+        if self.dtype != other.dtype:
+            return False
+        if self.shape is None or other.shape is None:
+            return True
+        return len(self.shape) == len(other.shape) and all(
+            a == b or -1 in (a, b) for a, b in zip(self.shape, other.shape, strict=True)
+        )
 
 
 class Network(ABC):

@@ -13,8 +13,12 @@ from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
 _TYPES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
+    "tensor(double)": "float64",
     "tensor(int64)": "int64",
     "tensor(int32)": "int32",
+    "tensor(int16)": "int16",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
     "tensor(bool)": "bool",
 }
 
@@ -48,10 +52,7 @@ class OnnxNetwork(Network):
                 _TYPES.get(has[one.name].type, has[one.name].type),
                 tuple(size if isinstance(size, int) else -1 for size in has[one.name].shape),
             )
-            fits = len(found.shape) == len(one.shape) and all(
-                a == b or -1 in (a, b) for a, b in zip(found.shape, one.shape, strict=True)
-            )
-            if found.dtype != one.dtype or not fits:
+            if not found.fits(one):
                 raise ModelFileError(
                     f"opening the network {name}: got {one} for input {one.name!r} (dense.inputs), expected {found}"
                 )

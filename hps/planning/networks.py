@@ -11,17 +11,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from hps.configuration.load import ModelConfig
 from hps.configuration.networks import DenseConfig
 from hps.errors import HPSError, NetworkError
 from hps.ground.capacity import Need
 from hps.networks.base import Network
 from hps.registry import implementation
-from hps.scoring.deployed import OpenedNetwork
-from hps.scoring.features import Feature, features_of
+from hps.scoring.deployed import OpenedNetwork, unlooked
 from hps.scoring.forms import BatchForm, kept_forms, lay_out
+from hps.scoring.scorer import Scorer
+from hps.scoring.signature import Signature, signature_of
 
 _LIBRARIES: Final = {
     "pt2": ("PyTorch", 380 << 20),
@@ -47,8 +46,7 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
         on_cuda: whether embedding caches are on GPUs.
     """
     dense, on_device = _dense(config), _on_device(config, on_cuda)
-    features = features_of(dense, config.tables)
-    staged, vectors = _input_bytes(features, config.max_batch_size)
+    staged, vectors = _input_bytes(signature_of(dense, config.tables), config.max_batch_size)
     if on_device:
         for device in config.deployed_device_list:
             yield device, Need("gpu", "weights", file_bytes)
@@ -72,7 +70,7 @@ def activation_needs(config: ModelConfig, contents: Mapping[str, bytes], on_cuda
     """
     peak = _run_bytes(config, contents)
     if _on_device(config, on_cuda):
-        forms = kept_forms(features_of(_dense(config), config.tables), config.max_batch_size)
+        forms = kept_forms(signature_of(_dense(config), config.tables), config.max_batch_size)
         graphs = max(1.0, sum(form.samples for form in forms) / config.max_batch_size)
         for device in config.deployed_device_list:
             yield device, Need("gpu", "runs of batches", int(peak * graphs))
@@ -93,11 +91,13 @@ def _on_device(config: ModelConfig, on_cuda: bool) -> bool:
     return engine.on_cuda
 
 
-def _input_bytes(features: tuple[Feature, ...], most: int) -> tuple[int, int]:
+def _input_bytes(signature: Signature, most: int) -> tuple[int, int]:
     """Return the bytes of keys and features, and of vectors: those kept from the start, or else those of one full batch."""
-    forms = kept_forms(features, most) or [BatchForm(most, 0, (False,) * len(features))]
-    layouts = [lay_out(features, form, most) for form in forms]
-    return sum(one.size_bytes for one in layouts), sum(one.vector_bytes for one in layouts)
+    forms = kept_forms(signature, most) or [
+        BatchForm(most, 0, (False,) * len(signature.features), tuple(signature.sizes[name] for name in signature.inner))
+    ]
+    layouts = [lay_out(signature, form, most) for form in forms]
+    return sum(one.size_bytes for one in layouts), sum(one.beside_bytes for one in layouts)
 
 
 def _run_bytes(config: ModelConfig, contents: Mapping[str, bytes]) -> int:
@@ -123,16 +123,14 @@ def _run_bytes(config: ModelConfig, contents: Mapping[str, bytes]) -> int:
 def _run(config: ModelConfig, contents: Mapping[str, bytes], answer: "Connection[int | str, None]") -> None:
     try:
         opened = OpenedNetwork(config, _dense(config), contents, "", ())
-        network, samples = opened.networks[None].network, config.max_batch_size
-        inputs = {}
-        for one in opened.features:
-            array = np.empty((samples, *one.tensor().shape[1:]), one.tensor().dtype)
-            array.fill(0)  # np.zeros takes no memory until it is read
-            inputs[one.name] = network.put(array)
+        calls, most = opened.networks[None], config.max_batch_size
+        scorer = Scorer(config.model, config.tables, opened.signature, calls, unlooked)
+        numbers = (n for n in range(most, 0, -1) if opened.signature.refused_by(n, opened.signature.sizes) is None)
+        run = scorer.prepared_zeros(next(numbers, most))
         gc.collect()
         before = _memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc(5)
-        network.fetch(network.run(inputs))
+        calls.network.fetch(run())
         answer.send(max(0, _memory("VmHWM") - before))
     except HPSError as error:
         answer.send(str(error))

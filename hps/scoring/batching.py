@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hps.errors import DeadlineError, HPSError, NetworkBusyError, NetworkError, NotReadyError
+from hps.errors import DeadlineError, HPSError, InvalidInputError, NetworkBusyError, NetworkError, NotReadyError
 from hps.ground.workers import new_thread
 from hps.scoring.scorer import Outputs, Request, Scorer, ScoreTimes
 from hps.statistics.scores import ScoreCounters
@@ -38,7 +38,8 @@ class Batcher:
     A batch has all that wait, in their order, up to `max_samples` and the most keys of each table. It begins as soon as the
     batch before it has ended, or, with a delay, when the oldest has waited so long or the batch is full.
 
-    If the network fails on a batch, each of its requests is tried alone: a request can fail no other.
+    If the network fails on a batch, or keys that were computed for it are refused, each of its requests is tried alone: a
+    request can fail no other.
 
     Args:
         max_delay_us: how long a batch that is not full waits for more.
@@ -61,7 +62,7 @@ class Batcher:
         self._max_samples = max_samples
         self._alone = alone
         self._delay_s = max_delay_us * 1e-6
-        self._limits = {place: one.max_keys for place, one in enumerate(scorer.features) if one.is_lookup}
+        self._limits = scorer.signature.limits
         self._waiting: deque[tuple[ScoreCall, float]] = deque()
         self._samples = 0
         self._changed = threading.Condition()
@@ -144,7 +145,7 @@ class Batcher:
             self._idle = False
             batch: list[ScoreCall] = []
             late: list[ScoreCall] = []
-            samples, keys, now = 0, dict.fromkeys(self._limits, 0), time.perf_counter_ns()
+            samples, keys, now = 0, [0] * len(self._limits), time.perf_counter_ns()
             while self._waiting:
                 call = self._waiting[0][0]
                 request = call.request
@@ -153,14 +154,14 @@ class Batcher:
                 elif batch and (
                     self._alone
                     or samples + request.samples > self._max_samples
-                    or any(keys[place] + request.keys[place] > most for place, most in self._limits.items())
+                    or request.form != batch[0].request.form
+                    or any(have + more > most for have, more, most in zip(keys, request.keys, self._limits, strict=True))
                 ):
                     break
                 else:
                     batch.append(call)
                     samples += request.samples
-                    for place in keys:
-                        keys[place] += request.keys[place]
+                    keys = [have + more for have, more in zip(keys, request.keys, strict=True)]
                 self._waiting.popleft()
                 self._samples -= request.samples
         for call in late:
@@ -174,9 +175,10 @@ class Batcher:
     def _answer(self, batch: list[ScoreCall]) -> None:
         try:
             answers, times = self._scorer.score([call.request for call in batch])
-        except NetworkError as error:
+        except (NetworkError, InvalidInputError) as error:
             if len(batch) == 1:
-                self._counters.count_failure("network")
+                if isinstance(error, NetworkError):
+                    self._counters.count_failure("network")
                 self._tell(batch[0], error)
                 return
             for call in batch:

@@ -18,10 +18,11 @@ from hps.lookup.session import Session
 from hps.networks.base import Network
 from hps.registry import implementation
 from hps.scoring.batching import Batcher, ScoreCall
-from hps.scoring.features import Feature, Output, ScoreInputs, features_of, read_request
+from hps.scoring.features import Feature, Output, ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls, bounded
 from hps.scoring.packing import Description, PackedRequest, read_description
 from hps.scoring.scorer import Outputs, Request, Scorer
+from hps.scoring.signature import Signature, signature_of
 from hps.statistics.scores import ScoreCounters
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
@@ -39,7 +40,7 @@ class OpenedNetwork:
         devices: CUDA devices that answer lookups; empty: the CPU does.
 
     Attributes:
-        features: its inputs.
+        signature: what it needs of a request.
         outputs: its outputs.
         on_device: whether it runs on the devices that look up.
 
@@ -54,18 +55,29 @@ class OpenedNetwork:
     ) -> None:
         engine: type[Network] = implementation("network", dense.format)
         self.fingerprint = fingerprint
-        self.features: tuple[Feature, ...] = features_of(dense, config.tables)
+        self.signature: Signature = signature_of(dense, config.tables)
         self.on_device = bool(devices) and engine.on_cuda
         self.networks: dict[int | None, NetworkCalls] = {}
         self.outputs: tuple[Output, ...] = ()
         self._changing = threading.Lock()
         self._closed = False
-        tensors = [one.tensor() for one in self.features]
 
         def open_all() -> None:
+            programs = [(dense.file, self.signature.tensors(), dense.outputs)]
+            for said, program in zip(dense.keys, self.signature.programs, strict=True):
+                programs.append((said.file, self.signature.inputs_of(program), said.outputs))
             for device in devices if self.on_device else [None]:
-                network = self._add(device, engine.open(dense.file, contents[dense.file], tensors, dense.outputs, device))
-                self.outputs = Scorer(config.model, config.tables, self.features, network, _none).try_out()
+                opened: list[Network] = []
+                try:
+                    for name, tensors, outputs in programs:
+                        opened.append(engine.open(name, contents[name], tensors, outputs, device))
+                except BaseException:
+                    for one in opened:
+                        one.close()
+                    raise
+                network = self._add(device, NetworkCalls(opened[0], opened[1:]))
+                scorer = Scorer(config.model, config.tables, self.signature, network, unlooked, on_device=self.on_device)
+                self.outputs = scorer.try_out()
 
         try:
             doing = f"opening the network {dense.file} of model {config.model!r}, and trying it on zeros"
@@ -74,8 +86,12 @@ class OpenedNetwork:
             self.close()
             raise
 
-    def _add(self, device: int | None, network: Network) -> NetworkCalls:
-        calls = NetworkCalls(network)
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What requests give."""
+        return self.signature.features
+
+    def _add(self, device: int | None, calls: NetworkCalls) -> NetworkCalls:
         with self._changing:
             if not self._closed:
                 self.networks[device] = calls
@@ -93,7 +109,8 @@ class OpenedNetwork:
             network.close()
 
 
-def _none(segments: Sequence[Segment]) -> None:
+def unlooked(segments: Sequence[Segment]) -> None:
+    """Stand for the lookups of a network that is run on zeros."""
     raise NotImplementedError
 
 
@@ -127,7 +144,7 @@ class DeploymentScores:
                 made[id(session)] = Scorer(
                     config.model,
                     tables,
-                    opened.features,
+                    opened.signature,
                     network,
                     session.lookup,
                     bind=session.fixed,
@@ -140,9 +157,9 @@ class DeploymentScores:
                 bounded(dense.open_timeout_s, doing, made[id(session)].warm)
             self._scorers[device] = made[id(session)]
         self._described = lru_cache(_DESCRIPTIONS)(
-            partial(read_description, features=opened.features, max_samples=config.max_batch_size, model=config.model)
+            partial(read_description, signature=opened.signature, max_samples=config.max_batch_size, model=config.model)
         )
-        alone = not dense.dynamic_batching
+        alone = not (dense.dynamic_batching and opened.signature.merges)
         delay_us = 0 if alone else dense.max_queue_delay_us
         batchers = {
             id(scorer): Batcher(self._what, scorer, counters, config.max_batch_size, delay_us, alone=alone)
@@ -152,7 +169,7 @@ class DeploymentScores:
 
     def read(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ScoreInputs:
         """Check the inputs of a request; see `read_request`."""
-        return read_request(self.opened.features, arrays, self.max_samples, self._model)
+        return read_request(self.opened.signature, arrays, self.max_samples, self._model)
 
     def describe(self, text: bytes) -> Description:
         """Read the description of a request in shared memory; see `read_description`."""
@@ -160,7 +177,7 @@ class DeploymentScores:
 
     def unpack(self, request: PackedRequest) -> ScoreInputs:
         """Copy the values of a request in shared memory, and check them; see `read_request`."""
-        return request.unpacked(self.opened.features, self.max_samples, self._model)
+        return request.unpacked(self.opened.signature, self.max_samples, self._model)
 
     def score(self, request: Request, device: int) -> Outputs:
         """Score one request by itself.

@@ -1,11 +1,11 @@
 """The inputs of a network as requests give them.
 
-An input of a network is one of three:
+An input is one of three:
 
 - a *lookup*: keys of a table, answered with a vector a key (`pooling: none`) or one a bag. A request gives keys (samples,
   hotness), or (samples,) for one key each, or, where they are pooled, keys (n,) of bags with `<input>.offsets` (samples + 1,),
   and perhaps `<input>.weights` (n,);
-- a *feature*: values (samples, ...) of the configured dtype and shape;
+- a *feature*: values (samples, ...) of the configured dtype and shape, in which sizes may be free;
 - the *request index*: for each sample the number of its request within the batch, which nobody gives.
 
 An input that is given once per request (`per_request`) has one row, or one a sample. Its row counts for all samples of the
@@ -13,17 +13,21 @@ request.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from hps.configuration.networks import DenseConfig
+from hps.configuration.networks import SAMPLES
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError
+from hps.ground.sizes import SizeExpression
 from hps.networks.base import NetworkTensor
-from hps.tensors.bags import Bags, input_arrays
-from hps.types import KeyArray, TableSpec
+from hps.tensors.bags import input_arrays
+from hps.types import KeyArray
+
+if TYPE_CHECKING:
+    from hps.scoring.signature import Signature
 
 OFFSETS: Final = ".offsets"
 WEIGHTS: Final = ".weights"
@@ -32,32 +36,32 @@ _NONE: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """An input of a network. *Immutable.*
+    """An input of a request. *Immutable.*
 
     Attributes:
         table: index of the table of a lookup; -1 for others.
-        dim: width of its vectors.
         hotness: keys of a sample; None: one for vectors of keys, any number where they are pooled.
         combiner: how vectors are pooled; empty: they are not.
-        max_norm, padding_key: as of `Bags`.
-        dtype, shape: of a feature without its samples.
+        dtype: of a feature.
+        shape: of a feature without its first size; a string is a named size, or an expression of sizes.
         per_request: whether a request may give it once.
         index: whether it is the request index.
         max_keys: most keys of a lookup of the table.
+        first: first size of a feature: -1 for the samples, or as in `shape`.
+        offsets_of: place of the input that its offsets are of; -1: it has none.
     """
 
     name: str
     table: int = _NONE
-    dim: int = 0
     hotness: int | None = None
     combiner: str = ""
-    max_norm: float | None = None
-    padding_key: int | None = None
     dtype: str = "float32"
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | str, ...] = ()
     per_request: bool = False
     index: bool = False
     max_keys: int = 0
+    first: int | str = -1
+    offsets_of: int = _NONE
 
     @property
     def is_lookup(self) -> bool:
@@ -68,27 +72,22 @@ class Feature:
         """Whether bags of any size are allowed."""
         return bool(self.combiner) and self.hotness is None
 
-    def pools(self, keys: int) -> bool:
-        """Return whether bags of so many keys are pooled: without weights, one vector is its own sum and mean."""
-        return bool(self.combiner) and (keys != 1 or self.max_norm is not None or self.padding_key is not None)
+    @property
+    def drops_first(self) -> bool:
+        """Whether its offsets end with the number of keys: of later requests of a batch the first one is dropped."""
+        return self.offsets_of != _NONE and isinstance(self.first, str)
 
-    def bags_of(self, keys: Any, offsets: Any = None, weights: Any = None) -> Bags:
-        """Return bags of keys, pooled as configured."""
-        return Bags(
-            keys,
-            offsets,
-            weights,
-            combiner=self.combiner,  # type: ignore[arg-type]
-            max_norm=self.max_norm,
-            padding_key=self.padding_key,
-        )
+    def shape_with(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return its shape in a request of these sizes; of keys, one key a sample where any number is allowed."""
+        if self.is_lookup:
+            return sizes[SAMPLES], self.hotness or 1
+        first = sizes[SAMPLES] if self.first == -1 else self.first
+        return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in (first, *self.shape))
 
     def tensor(self) -> NetworkTensor:
-        """Return what the network gets."""
-        if self.is_lookup:
-            rows = () if self.combiner or self.hotness is None else (self.hotness,)
-            return NetworkTensor(self.name, "float32", (-1, *rows, self.dim))
-        return NetworkTensor(self.name, self.dtype, (-1, *self.shape))
+        """Return what a network gets of a feature."""
+        sizes = (self.first, *self.shape)
+        return NetworkTensor(self.name, self.dtype, tuple(-1 if isinstance(size, str) else size for size in sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,35 +97,6 @@ class Output:
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-
-def features_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> tuple[Feature, ...]:
-    """Return the inputs of a network, in the order of the configuration, which was checked against the tables."""
-    places = {table.table_name: place for place, table in enumerate(tables)}
-    found = []
-    for name, one in dense.inputs.items():
-        if one.table is not None:
-            place = places[one.table]
-            table = tables[place]
-            combiner = "" if one.pooling == "none" else one.pooling
-            found.append(
-                Feature(
-                    name,
-                    place,
-                    table.dim,
-                    one.hotness,
-                    combiner,
-                    one.max_norm,
-                    one.padding_key,
-                    per_request=one.per_request,
-                    max_keys=table.max_keys,
-                )
-            )
-        elif one.request_index:
-            found.append(Feature(name, dtype="int64", index=True))
-        else:
-            found.append(Feature(name, dtype=one.dtype, shape=one.shape[1:], per_request=one.per_request))
-    return tuple(found)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,17 +125,19 @@ class ScoreInputs:
     Attributes:
         given: in the order of the features; nothing for the request index.
         samples: number of samples.
-        keys: number of keys, by place of the feature; 0 of those that are no lookups.
+        keys: number of keys of each lookup in `Signature.counted`.
+        sizes: named sizes.
+        form: those that requests of one batch share.
     """
 
     given: Sequence[Given]
     samples: int
     keys: tuple[int, ...]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    form: tuple[int, ...] = ()
 
 
-def read_request(
-    features: Sequence[Feature], arrays: Mapping[str, npt.NDArray[Any]], max_samples: int, model: str
-) -> ScoreInputs:
+def read_request(signature: "Signature", arrays: Mapping[str, npt.NDArray[Any]], max_samples: int, model: str) -> ScoreInputs:
     """Check the inputs of a request.
 
     Args:
@@ -173,10 +145,11 @@ def read_request(
         max_samples: `max_batch_size` of the model.
 
     Raises:
-        InvalidInputError: an input is missing, unknown, or has another shape. `InvalidDtypeError`: or dtype.
+        InvalidInputError: an input is missing, unknown, or has another shape, or sizes with which the network does not run.
+            `InvalidDtypeError`: or dtype.
         TooManyKeysError: there are more samples or keys than the model allows.
     """
-    doing = f"scoring with model {model!r}"
+    doing, features = f"scoring with model {model!r}", signature.features
     given: list[Given] = []
     used = 0
     for one in features:
@@ -193,20 +166,36 @@ def read_request(
             continue
         offsets, weights = arrays.get(one.name + OFFSETS), arrays.get(one.name + WEIGHTS)
         used += (offsets is not None) + (weights is not None)
-        keys = _keys(doing, one, values, offsets, weights)
-        if values.size > one.max_keys:
-            raise TooManyKeysError(
-                f"{doing}: got {values.size} keys of input {one.name!r}, expected at most {one.max_keys} "
-                "(max_batch_size x maxnum_catfeature_query_per_table_per_sample); send fewer samples at once"
-            )
-        given.append(keys)
+        given.append(_keys(doing, one, values, offsets, weights))
     if used != len(arrays):
         ends = ("", OFFSETS, WEIGHTS)
         known = {one.name + end for one in features if not one.index for end in (ends if one.is_lookup else ends[:1])}
         extra = min(set(arrays) - known)
         raise InvalidInputError(f"{doing}: got input {extra[:120]!r}, which the network does not have")
-    keys_of = tuple(got.values.size if one.is_lookup else 0 for one, got in zip(features, given, strict=True))
-    return ScoreInputs(given, _samples(doing, features, given, max_samples), keys_of)
+    keys = tuple([given[place].rows if column is not None else given[place].values.size for place, column in signature.counted])
+    for (place, _), count, most in zip(signature.counted, keys, signature.limits, strict=True):
+        if count > most:
+            raise TooManyKeysError(
+                f"{doing}: got {count} keys of input {features[place].name!r}, expected at most {most} "
+                "(max_batch_size x maxnum_catfeature_query_per_table_per_sample); send fewer samples at once"
+            )
+    if not signature.is_sized:
+        return ScoreInputs(given, _samples(doing, features, given, max_samples, signature, {}), keys)
+    sizes: dict[str, int] = {}
+    for place, axis, name in signature.named:
+        values = given[place].values
+        if sizes.setdefault(name, values.shape[axis]) != values.shape[axis]:
+            raise _wrong_shape(doing, features[place], values, f" with {name} {sizes[name]}, as of another input")
+    samples = _samples(doing, features, given, max_samples, signature, sizes)
+    for place, axis, size in signature.derived:
+        values = given[place].values
+        if (wanted := size.value({**sizes, SAMPLES: samples})) != values.shape[axis]:
+            raise _wrong_shape(doing, features[place], values, f" with {size} = {wanted}")
+    for place in signature.shifted:
+        _refuse_offsets(doing, features, given, place)
+    if signature.padding(samples, sizes) is None:
+        raise InvalidInputError(f"{doing}: {_unfulfilled(signature, given, samples, sizes)}")
+    return ScoreInputs(given, samples, keys, sizes, tuple([sizes[name] for name in signature.inner]))
 
 
 def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
@@ -226,14 +215,53 @@ def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[st
 def _feature(doing: str, one: Feature, values: npt.NDArray[Any]) -> Given:
     if values.dtype != one.dtype:
         raise InvalidDtypeError(f"{doing}: got input {one.name!r} of {values.dtype}, expected {one.dtype}")
-    if not one.shape and values.ndim == 2 and values.shape[1] == 1:
+    if not one.shape and values.ndim == 2 and values.shape[1] == 1 and one.first == -1:
         values = values.reshape(-1)
-    if values.shape[1:] != one.shape or not values.ndim:
-        expected = ["samples", *one.shape]
-        raise InvalidInputError(
-            f"{doing}: got input {one.name!r} of shape {list(values.shape)}, expected [{', '.join(map(str, expected))}]"
+    if values.shape[1:] != one.shape or not values.ndim:  # or sizes are free
+        free = values.ndim == 1 + len(one.shape) and all(
+            isinstance(size, str) or size == got for size, got in zip(one.shape, values.shape[1:], strict=True)
         )
+        if not free:
+            raise _wrong_shape(doing, one, values)
+    if one.first != -1 and not isinstance(one.first, str) and len(values) != one.first:
+        raise _wrong_shape(doing, one, values)
     return Given(values, len(values))
+
+
+def _wrong_shape(doing: str, one: Feature, values: npt.NDArray[Any], which: str = "") -> InvalidInputError:
+    expected = [SAMPLES if one.first == -1 else one.first, *one.shape]
+    return InvalidInputError(
+        f"{doing}: got input {one.name!r} of shape {list(values.shape)}, expected [{', '.join(map(str, expected))}]{which}"
+    )
+
+
+def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Given], place: int) -> None:
+    """Check offsets into another input: in a batch they could point at values of other requests."""
+    one, offsets = features[place], given[place].values.reshape(-1)
+    n, ends = given[one.offsets_of].rows, one.drops_first
+    last = int(offsets[-1]) if offsets.size else 0
+    wrong = offsets.size and (offsets[0] != 0 or np.any(offsets[1:] < offsets[:-1]))
+    if wrong or last > n or (ends and last != n):
+        shown = f"begin with {offsets[0]} and end with {last}" if offsets.size else "are none"
+        raise InvalidInputError(
+            f"{doing}: got offsets {one.name!r} that {shown}, expected 0 to {'' if ends else 'at most '}{n}, the number of "
+            f"values of {features[one.offsets_of].name!r}, never falling"
+        )
+
+
+def _unfulfilled(signature: "Signature", given: Sequence[Given], samples: int, sizes: Mapping[str, int]) -> str:
+    """Say which guard refuses a request, and the input whose size it is about."""
+    known = {**sizes, SAMPLES: samples}
+    guard = signature.refused_by(samples, sizes)
+    if guard is None:
+        raise ValueError("no guard refuses it")
+    got = f"{known[guard.names[0]]}" if len(guard.names) == 1 else ", ".join(f"{name} = {known[name]}" for name in guard.names)
+    which = f"{samples} samples"
+    for one, values in zip(signature.features, given, strict=True):
+        if {one.first, *one.shape} & {*guard.names}:
+            which = f"input {one.name!r} of shape {list(values.values.shape)}"
+            break
+    return f"{which}: the network needs {guard}, got {got}"
 
 
 def _keys(
@@ -274,11 +302,20 @@ def _keys(
     return Given(values, rows, offsets, weights)
 
 
-def _samples(doing: str, features: Sequence[Feature], given: Sequence[Given], most: int) -> int:
+def _samples(
+    doing: str,
+    features: Sequence[Feature],
+    given: Sequence[Given],
+    most: int,
+    signature: "Signature",
+    sizes: Mapping[str, int],
+) -> int:
     """Find the number of samples that all inputs agree on."""
-    rows = {one.name: got.rows for one, got in zip(features, given, strict=True) if not one.index}
+    rows = {one.name: got.rows for one, got in zip(features, given, strict=True) if not one.index and one.first == -1}
     own = [rows[one.name] for one in features if one.name in rows and not one.per_request]
-    samples = own[0] if own else max(rows.values())
+    samples = own[0] if own else max(rows.values(), default=0)
+    if not rows:
+        samples = _solved(doing, signature, given, sizes)
     once = any(one.index for one in features)
     for one in features:
         if once and one.per_request and rows[one.name] != 1:
@@ -294,3 +331,15 @@ def _samples(doing: str, features: Sequence[Feature], given: Sequence[Given], mo
             + ("; send fewer at once" if samples else "")
         )
     return samples
+
+
+def _solved(doing: str, signature: "Signature", given: Sequence[Given], sizes: Mapping[str, int]) -> int:
+    """Find the number of samples from an expression of it, such as `2*samples`."""
+    for place, axis, size in signature.derived:
+        if SAMPLES in size.names:
+            values = given[place].values
+            samples = size.solve(SAMPLES, values.shape[axis], sizes)
+            if samples is None:
+                raise _wrong_shape(doing, signature.features[place], values)
+            return samples
+    raise InvalidInputError(f"{doing}: no input tells the number of samples")

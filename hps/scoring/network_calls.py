@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
@@ -17,14 +17,15 @@ _bounded = threading.Semaphore(_MOST_BOUNDED)
 
 
 class NetworkCalls:
-    """Counts the calls of one network on one device, and frees it after the last one. *Thread-safe.*
+    """Counts the calls of one network and its keys programs on one device, and frees them after the last. *Thread-safe.*
 
     A thread in a network cannot be interrupted. Nobody has to wait for it: the last call to return frees a network that was
     closed meanwhile.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, programs: Sequence[Network] = ()) -> None:
         self.network = network
+        self.programs = tuple(programs)
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[object, float]] = {}  # by thread: its caller, and when it entered the network
         self._closed = False
@@ -51,7 +52,7 @@ class NetworkCalls:
             del self._under_way[thread]
             is_last = self._closed and not self._under_way
         if is_last:
-            self.network.close()
+            self._free()
 
     @contextmanager
     def running(self, caller: object) -> Iterator[None]:
@@ -77,7 +78,11 @@ class NetworkCalls:
             self._closed = True
             in_use = bool(self._under_way)
         if not in_use:
-            self.network.close()
+            self._free()
+
+    def _free(self) -> None:
+        for network in (self.network, *self.programs):
+            network.close()
 
 
 def bounded(timeout_s: float, doing: str, call: Callable[[], T]) -> T:

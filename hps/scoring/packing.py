@@ -6,7 +6,7 @@ each input of each request, made by one call without the interpreter lock.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import int64, types, void
 
+from hps.configuration.networks import DTYPES
 from hps.errors import InvalidInputError
 from hps.ground.numba_kernels import kernel, read_only
-from hps.scoring.features import Feature, Given, ScoreInputs, read_request
+from hps.scoring.features import Given, ScoreInputs, read_request
+from hps.scoring.signature import Signature
 from hps.types import IndexArray
 
-_KINDS: Final = frozenset({"<f4", "<f2", "<f8", "<i8", "<i4", "|b1"})
+_KINDS: Final = frozenset({np.dtype(name).str for name in DTYPES})
 _MOST_RANK: Final = 8
 _MOST_BYTES: Final = 1 << 40
 _BLANK: Final = bytes(8)  # every value of an array without strides
@@ -84,7 +86,7 @@ class Description:
     Attributes:
         end: bytes that its tensors take.
         samples: number of samples; 0: only the values say it.
-        keys: by place of the feature, number of keys.
+        keys, sizes, form: as of `ScoreInputs`.
         layout: None if `gather` cannot read them: it cannot read bags of any size.
         offsets: of each feature but the request index, where its values are.
     """
@@ -97,6 +99,8 @@ class Description:
     keys: tuple[int, ...]
     layout: RequestLayout | None
     offsets: IndexArray = field(default_factory=lambda: np.empty(0, np.int64))
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    form: tuple[int, ...] = ()
 
 
 def describe(inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], timeout_us: int) -> bytes:
@@ -104,7 +108,7 @@ def describe(inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], 
     return json.dumps({"inputs": inputs, "outputs": outputs, "timeout_us": timeout_us}, separators=(",", ":")).encode()
 
 
-def read_description(text: bytes, features: Sequence[Feature], max_samples: int, model: str) -> Description:
+def read_description(text: bytes, signature: Signature, max_samples: int, model: str) -> Description:
     """Read a description of requests for a network, which may come from anybody.
 
     Raises:
@@ -117,18 +121,22 @@ def read_description(text: bytes, features: Sequence[Feature], max_samples: int,
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidInputError(f"reading a request for scores: its description is wrong: {error!r}") from error
     end = max(one.at + one.size for one in (*inputs, *outputs)) if inputs or outputs else 0
-    by_name = {one.name: one for one in inputs}
-    if any(one.name not in by_name for one in features if not one.index) or len(by_name) != len(features) - sum(
-        one.index for one in features
+    by_name, features = {one.name: one for one in inputs}, signature.features
+    if (
+        signature.shifted
+        or any(one.name not in by_name for one in features if not one.index)
+        or len(by_name) != len(features) - sum(one.index for one in features)
     ):
-        # its values say what is wrong, or it has bags
+        # its values say what is wrong, or it has bags or offsets
         return Description(inputs, outputs, timeout_us, end, 0, (), None)
     blank = {name: np.ndarray(one.shape, one.dtype, _BLANK, 0, (0,) * len(one.shape)) for name, one in by_name.items()}
-    request = read_request(features, blank, max_samples, model)
+    request = read_request(signature, blank, max_samples, model)
     asked = [(one, given) for one, given in zip(features, request.given, strict=True) if not one.index]
     layout = layout_of([given for _, given in asked])
     offsets = np.array([by_name[one.name].at for one, _ in asked], np.int64)
-    return Description(inputs, outputs, timeout_us, end, request.samples, request.keys, layout, offsets)
+    return Description(
+        inputs, outputs, timeout_us, end, request.samples, request.keys, layout, offsets, request.sizes, request.form
+    )
 
 
 def _described(name: str, dtype: str, shape: list[int], at: int) -> Described:
@@ -164,17 +172,25 @@ class PackedRequest:
 
     @property
     def keys(self) -> Sequence[int]:
-        """Number of keys, by place of the feature."""
+        """Number of keys of each lookup in `Signature.counted`."""
         return self.description.keys
 
-    def unpacked(self, features: Sequence[Feature], max_samples: int, model: str) -> ScoreInputs:
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.description.sizes
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        return self.description.form
+
+    def unpacked(self, signature: Signature, max_samples: int, model: str) -> ScoreInputs:
         """Copy its values, and check them.
 
         Raises:
             InvalidInputError, TooManyKeysError: as of `read_request`.
         """
         arrays = {one.name: one.array(self.memory, self.start).copy() for one in self.description.inputs}
-        return read_request(features, arrays, max_samples, model)
+        return read_request(signature, arrays, max_samples, model)
 
 
 def rows_of(requests: Sequence[PackedRequest | ScoreInputs]) -> tuple[RequestLayout, IndexArray] | None:

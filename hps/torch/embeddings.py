@@ -91,6 +91,11 @@ def embeddings_of(module: nn.Module, *, with_values: bool = True) -> list[Embedd
     return found
 
 
+def foreign_embeddings(module: nn.Module) -> list[Embedding]:
+    """List the quantised and sharded embeddings of a module, which torch.export cannot trace."""
+    return [one for one in _walk("", module, set(), only_foreign=True)]
+
+
 def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable]:
     """Return the tables of embeddings, by name."""
     return {name: table for one in embeddings for name, table in one.tables.items()}
@@ -154,7 +159,7 @@ def _shards(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
-def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
+def _walk(path: str, module: Any, seen: set[nn.Module], *, only_foreign: bool = False) -> Iterator[Embedding]:
     if module in seen:
         return
     seen.add(module)
@@ -169,6 +174,8 @@ def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
             raise InvalidInputError(
                 f"saving {path or 'a module'}: got {home}, expected {_EXPECTED}: load its state_dict into one of those first"
             )
+    elif only_foreign:
+        describe = None
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         describe = _plain
     elif isinstance(module, _known(_PLAIN, "EmbeddingBagCollection")):
@@ -179,7 +186,7 @@ def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
         yield describe(f"saving {path or kind.__name__}", path, module)
         return
     for name, child in module.named_children():
-        yield from _walk(f"{path}.{name}" if path else name, child, seen)
+        yield from _walk(f"{path}.{name}" if path else name, child, seen, only_foreign=only_foreign)
 
 
 def _plain(doing: str, path: str, module: Any) -> Embedding:

@@ -286,7 +286,7 @@ def _add_rows(arrays: dict[str, npt.NDArray[Any]], one: Feature, values: list[An
         shape: tuple[int, ...] = () if one.hotness is None else (one.hotness,)
         dtype = np.dtype(np.int64)
     else:
-        shape, dtype = one.shape, np.dtype(one.dtype)
+        shape, dtype = (one.tensor().shape or ())[1:], np.dtype(one.dtype)
     if shape == (1,):
         values = [value if type(value) is list else [value] for value in values]
     for width in shape:
@@ -313,7 +313,7 @@ def described(features: Sequence[Feature], outputs: Sequence[Output]) -> tuple[l
         if one.index:
             continue
         if not one.is_lookup:
-            inputs.append(DescribedTensor(one.name, _NAMES[one.dtype], one.shape or (1,)))
+            inputs.append(DescribedTensor(one.name, _NAMES[one.dtype], (one.tensor().shape or ())[1:] or (1,)))
             continue
         inputs.append(DescribedTensor(one.name, "INT64", (-1 if one.bags else one.hotness or 1,)))
         if one.bags:

@@ -16,9 +16,10 @@ import hps
 from hps.configuration.load import load_dense
 from hps.scoring import batching
 from hps.scoring.batching import Batcher, ScoreCall
-from hps.scoring.features import features_of, read_request
+from hps.scoring.features import read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
+from hps.scoring.signature import signature_of
 from hps.statistics.scores import ScoreCounters
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.clock import Clock
@@ -39,12 +40,12 @@ class Bench:
     def __init__(self, function: Any = first_keys, max_delay_us: int = 0, *, alone: bool = False) -> None:
         self.tables, self.network, self.counters = FakeTables(4, 2, max_keys=MOST_KEYS), ArrayNetwork(function), ScoreCounters()
         dense = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]})
-        features = features_of(dense, self.tables.specs)
+        signature = signature_of(dense, self.tables.specs)
         scorer = Scorer(
-            "m", self.tables.specs, features, NetworkCalls(self.network), self.tables.look_up, max_samples=MOST_SAMPLES
+            "m", self.tables.specs, signature, NetworkCalls(self.network), self.tables.look_up, max_samples=MOST_SAMPLES
         )
         self.batcher = Batcher("model 'm'", scorer, self.counters, MOST_SAMPLES, max_delay_us, alone=alone)
-        self._features = features
+        self._signature = signature
         self.told: dict[str, Any] = {}
         self._changed = threading.Condition()
 
@@ -66,7 +67,7 @@ class Bench:
             if fails:
                 raise RuntimeError("cannot be told")
 
-        self.batcher.submit(ScoreCall(read_request(self._features, arrays, MOST_SAMPLES, "m"), done, due_ns), most_s)
+        self.batcher.submit(ScoreCall(read_request(self._signature, arrays, MOST_SAMPLES, "m"), done, due_ns), most_s)
 
     def wait(self, *names: str) -> list[Any]:
         with self._changed:
@@ -166,7 +167,7 @@ def test_what_was_answered_is_not_kept_while_the_next_request_is_waited_for(benc
 
     for _ in range(2):
         answered, done = threading.Event(), Answers()
-        request = read_request(bench._features, {"item": np.array([1]), "tags": np.array([[1]])}, MOST_SAMPLES, "m")
+        request = read_request(bench._signature, {"item": np.array([1]), "tags": np.array([[1]])}, MOST_SAMPLES, "m")
         bench.batcher.submit(ScoreCall(request, done))
         assert answered.wait(PATIENCE_S)
         gone = weakref.ref(done)

@@ -8,7 +8,8 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import Feature, ScoreInputs, arrays_of, features_of, read_request
+from hps.scoring.features import ScoreInputs, arrays_of, read_request
+from hps.scoring.signature import Signature, signature_of
 from tests.fakes.region_front import tables_of
 
 INPUTS = {
@@ -22,9 +23,9 @@ INPUTS = {
 MOST = 8
 
 
-def features(**inputs: Any) -> tuple[Feature, ...]:
+def signature(**inputs: Any) -> Signature:
     said = {"format": "onnx", "file": "f", "inputs": inputs or INPUTS, "outputs": ["s"]}
-    return features_of(load_dense(said), tables_of(4, 2, max_keys=20))
+    return signature_of(load_dense(said), tables_of(4, 2, max_keys=20))
 
 
 def arrays(samples: int = 3, **changes: Any) -> dict[str, np.ndarray]:
@@ -42,14 +43,14 @@ def arrays(samples: int = 3, **changes: Any) -> dict[str, np.ndarray]:
 
 
 def read(given: dict[str, np.ndarray], **inputs: Any) -> ScoreInputs:
-    return read_request(features(**inputs), given, MOST, "m")
+    return read_request(signature(**inputs), given, MOST, "m")
 
 
 def test_inputs_are_in_the_order_of_the_configuration() -> None:
     said = "float32 [-1, 4]; float32 [-1, 2]; float32 [-1, 2, 2]; float32 [-1, 4]; float32 [-1]; int32 [-1, 2, 3]"
-    assert "; ".join(str(one.tensor()) for one in features()) == said
+    assert "; ".join(str(one) for one in signature().tensors()) == said
     request = read(arrays())
-    assert (request.samples, request.keys) == (3, (1, 5, 6, 3, 0, 0))
+    assert (request.samples, request.keys) == (3, (1, 5, 6, 3))
     assert [one.rows for one in request.given] == [1, 1, 3, 3, 3, 3]
 
 
@@ -67,7 +68,7 @@ def test_the_fewest_and_the_most_samples() -> None:
 
 def test_the_most_keys() -> None:
     most = arrays(history=np.arange(20), **{"history.offsets": np.array([0, 20])})
-    assert read(most).keys == (1, 20, 6, 3, 0, 0)
+    assert read(most).keys == (1, 20, 6, 3)
     more = arrays(history=np.arange(21), **{"history.offsets": np.array([0, 21])})
     with pytest.raises(hps.TooManyKeysError, match="got 21 keys of input 'history', expected at most 20"):
         read(more)
@@ -153,37 +154,37 @@ def test_with_a_request_index_what_is_given_once_is_given_once() -> None:
 
 
 def test_lists_become_arrays_of_the_inputs_dtype() -> None:
-    found = arrays_of(features(), {"item": [1, 2], "age": [1, 2.5], "grid": [[[1, 2, 3], [4, 5, 6]]], "other": [1]})
+    found = arrays_of(signature().features, {"item": [1, 2], "age": [1, 2.5], "grid": [[[1, 2, 3], [4, 5, 6]]], "other": [1]})
     assert {name: one.dtype.name for name, one in found.items()} == {
         "item": "int64",
         "age": "float32",
         "grid": "int32",
         "other": "int64",
     }
-    assert arrays_of(features(), {"item": np.arange(3, dtype=np.int32)})["item"].dtype == np.int64
+    assert arrays_of(signature().features, {"item": np.arange(3, dtype=np.int32)})["item"].dtype == np.int64
 
 
 def test_lists_of_fractions_are_no_keys() -> None:
     with pytest.raises(hps.InvalidDtypeError, match="got keys of input 'item' of float64"):
-        read(arrays_of(features(), {**arrays(), "item": [1.5, 2, 3]}))
+        read(arrays_of(signature().features, {**arrays(), "item": [1.5, 2, 3]}))
 
 
 def test_bags_become_keys_offsets_and_weights() -> None:
     ends = hps.Bags(np.arange(5), np.array([0, 2, 5]), np.ones(5, np.float32))
     starts = hps.Bags(np.arange(5, dtype=np.int32), np.array([0, 2], np.int32), include_last_offset=False)
     for bags in (ends, starts):
-        found = arrays_of(features(), {"history": bags})
+        found = arrays_of(signature().features, {"history": bags})
         assert found["history.offsets"].tolist() == [0, 2, 5]
         assert found["history"].dtype == found["history.offsets"].dtype == np.int64
         assert ("history.weights" in found) is (bags is ends)
-    square = arrays_of(features(), {"history": hps.Bags(np.zeros((2, 3), np.int64))})
+    square = arrays_of(signature().features, {"history": hps.Bags(np.zeros((2, 3), np.int64))})
     assert {name: one.shape for name, one in square.items()} == {"history": (2, 3)}
 
 
 @pytest.mark.parametrize("values", ["text", [[1, 2], [3]], object()])
 def test_what_is_no_array_is_refused(values: Any) -> None:
     with pytest.raises(hps.InvalidInputError, match="input 'item'"):
-        read(arrays_of(features(), {**arrays(), "item": values}))
+        read(arrays_of(signature().features, {**arrays(), "item": values}))
 
 
 def test_a_maximum_takes_no_weights() -> None:

@@ -10,10 +10,12 @@ import pytest
 import hps
 from hps.configuration.load import load_dense
 from hps.errors import TooManyKeysError
-from hps.scoring import scorer as scorer_module
-from hps.scoring.features import ScoreInputs, features_of, read_request
+from hps.scoring import kept as kept_module
+from hps.scoring.features import ScoreInputs, read_request
+from hps.scoring.kept import KeptBatches
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
+from hps.scoring.signature import signature_of
 from hps.tensors.segments import Segment
 from hps.testing.waiting import wait_until
 from tests.fakes.networks import ArrayNetwork, Arrays, DeviceNetwork, FakeTables
@@ -24,14 +26,15 @@ from tests.ring1.scoring.test_packing import MOST, TABLES, Region, everything
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Of each call, the number of its samples if it was answered in memory that is kept, or None."""
     calls: list[int | None] = []
-    score = Scorer._score_kept
+    score = KeptBatches.score
 
-    def counting(self: Scorer, requests: Any, counts: Any) -> Any:
+    def counting(self: KeptBatches, requests: Any, counts: Any) -> Any:
         found = score(self, requests, counts)
         calls.append(None if found[0] is None else int(counts.sum()))
         return found
 
-    monkeypatch.setattr(Scorer, "_score_kept", counting)
+    monkeypatch.setattr(KeptBatches, "score", counting)
+    monkeypatch.setattr(kept_module, "_SMALL_BYTES", 0)  # the batches of these tests are small
     return calls
 
 
@@ -57,7 +60,7 @@ def scorer_of(
     dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs, "outputs": ["all"]})
     calls = NetworkCalls(network or (DeviceNetwork if on_device else ArrayNetwork)(everything))
     more |= {"on_device": on_device, "max_samples": MOST}
-    return Scorer("m", tables.specs, features_of(dense, tables.specs), calls, tables.look_up, **more)
+    return Scorer("m", tables.specs, signature_of(dense, tables.specs), calls, tables.look_up, **more)
 
 
 @pytest.fixture(params=[False, True], ids=["on the CPU", "on a device"])
@@ -81,7 +84,7 @@ def arrays(rng: np.random.Generator, samples: int, once: Sequence[str] = ONCE, k
 
 
 def read(ours: Scorer, *given: Arrays) -> list[ScoreInputs]:
-    return [read_request(ours.features, one, MOST, "m") for one in given]
+    return [read_request(ours.signature, one, MOST, "m") for one in given]
 
 
 def compare(ours: Scorer, other: Scorer, *given: Arrays) -> None:
@@ -129,7 +132,7 @@ def test_requests_that_give_once_what_others_repeat_take_the_general_way(way: Wa
 
 def test_answers_of_requests_in_shared_memory_and_others_are_not_overwritten(way: Way, kept: list[int | None]) -> None:
     rng, ours, other = np.random.default_rng(3), way(), way()
-    region, before = Region(ours.features), list[tuple[Any, Any]]()
+    region, before = Region(ours.signature), list[tuple[Any, Any]]()
     batches: list[tuple[int, ...]] = [(1,), (16,), (1,), (17,), (3, 1, 2), (25, 25), (2,) * 25, (1,)]
     for sizes in batches:
         plain = [arrays(rng, n) for n in sizes]
@@ -189,7 +192,7 @@ def test_each_table_is_asked_once_in_a_lookup_and_what_is_given_once_once(way: W
     tables = FakeTables(4, 2)
     ours, asked = way(tables=tables), []
     look_up = tables.look_up
-    ours._lookup = lambda segments: (asked.append([(one.table, one.n) for one in segments]), look_up(segments))[1]
+    ours._runner.lookup = lambda segments: (asked.append([(one.table, one.n) for one in segments]), look_up(segments))[1]
     ours.score(read(ours, arrays(np.random.default_rng(0), 16)))
     assert asked == [[(0, 1), (1, 32)], [(1, 5)], [(1, 3)], [(0, 16)], [(1, 48)], [(0, 16)]]
 
@@ -198,7 +201,7 @@ def test_rows_that_fill_up_a_lookup_are_of_the_batch(kept: list[int | None]) -> 
     """Keys of an earlier batch may be missing by now, and would be fetched by every other one."""
     tables, asked = FakeTables(4, 2), []
     ours, look_up = scorer_of(True, tables=tables), tables.look_up
-    ours._lookup = lambda segments: (asked.extend(np.array(one.keys) for one in segments), look_up(segments))[1]
+    ours._runner.lookup = lambda segments: (asked.extend(np.array(one.keys) for one in segments), look_up(segments))[1]
     for at, samples in enumerate((50, 33, 35, 49)):
         asked.clear()
         given = arrays(np.random.default_rng(1), samples)
@@ -229,12 +232,12 @@ def test_rows_that_fill_up_a_lookup_are_no_more_than_it_may_have(way: Way, kept:
 def test_more_forms_than_are_kept_take_the_general_way_until_another_is_unused(
     way: Way, kept: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer_module, "_MOST_KEPT", 2)
-    monkeypatch.setattr(scorer_module, "_UNUSED", 4)
+    monkeypatch.setattr(kept_module, "_MOST_KEPT", 2)
+    monkeypatch.setattr(kept_module, "_UNUSED", 4)
     rng, ours, other = np.random.default_rng(5), way(), way()
     for once in (ONCE, (), ("age",), ONCE, ("age",), ONCE, ("age",), ()):
         compare(ours, other, arrays(rng, 3, once))
-        assert len(ours._kept) <= 2
+        assert len(ours._kept.memories) <= 2
     assert kept == [3, 3, None, 3, None, 3, 3, None]
 
 
@@ -243,7 +246,7 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
 ) -> None:
     class Full(DeviceNetwork):
         def staging(self, size: int) -> tuple[np.ndarray, Any]:
-            if len(ours._kept) == 1:
+            if len(ours._kept.memories) == 1:
                 raise RuntimeError("CUDA out of memory")
             return super().staging(size)
 
@@ -259,12 +262,12 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
 def test_more_sizes_than_are_prepared_are_prepared_again(
     way: Way, kept: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer_module, "_MOST_BOUND", 3)
+    monkeypatch.setattr(kept_module, "_MOST_BOUND", 3)
     rng, ours, other = np.random.default_rng(5), way(), way()
     sizes = [1, 2, 3, 4, 1, 5, 4, 3, 2, 1] * 2
     for samples in sizes:
         compare(ours, other, arrays(rng, samples))
-        assert all(len(one.bound) <= 3 for one in ours._kept.values())
+        assert all(len(one.bound) <= 3 for one in ours._kept.memories)
     assert kept == sizes
 
 
@@ -293,7 +296,7 @@ def test_all_that_a_network_does_counts_as_time_in_it(way: Way) -> None:
     ours.score(given)
     with ours._own:  # the general way
         ours.score(given)
-    assert found == {"fixed": {True} if ours._on_device else set(), "take": {True}, "run": {True}}
+    assert found == {"fixed": {True} if ours._runner.on_device else set(), "take": {True}, "run": {True}}
     assert ours.network_seconds() == {}
 
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import Feature, features_of, read_request
+from hps.scoring.features import read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import Description, PackedRequest, describe, read_description
 from hps.scoring.scorer import Scorer
+from hps.scoring.signature import Signature, signature_of
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 
 SIZE, MOST = 1 << 16, 50
@@ -34,16 +35,14 @@ def everything(given: Arrays) -> dict[str, np.ndarray]:
 
 
 TABLES = FakeTables(4, 2)
-FEATURES: tuple[Feature, ...] = features_of(
-    load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["all"]}), TABLES.specs
-)
+SIGNATURE = signature_of(load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["all"]}), TABLES.specs)
 
 
 class Region:
     """Memory with requests one behind the other, each at another distance from any boundary."""
 
-    def __init__(self, features: tuple[Feature, ...] = FEATURES) -> None:
-        self._features = features
+    def __init__(self, signature: Signature = SIGNATURE) -> None:
+        self._signature = signature
         self.memory = np.zeros(SIZE, np.uint8)
         self.at = 8
         self.described: dict[bytes, Description] = {}
@@ -57,7 +56,7 @@ class Region:
             at += array.nbytes + 5  # values need not be aligned
         text = describe(inputs, [["all", "<f4", [samples, 17], at]], 0)
         if text not in self.described:
-            self.described[text] = read_description(text, self._features, MOST, "m")
+            self.described[text] = read_description(text, self._signature, MOST, "m")
         packed = PackedRequest(self.described[text], self.memory.data, self.at, self.memory.ctypes.data + self.at)
         self.at += at + 3
         return packed
@@ -78,8 +77,8 @@ def request(rng: np.random.Generator, samples: int, form: str) -> dict[str, np.n
     return found
 
 
-def scorer(features: tuple[Feature, ...] = FEATURES) -> Scorer:
-    return Scorer("m", TABLES.specs, features, NetworkCalls(ArrayNetwork(everything)), TABLES.look_up, max_samples=MOST)
+def scorer(signature: Signature = SIGNATURE) -> Scorer:
+    return Scorer("m", TABLES.specs, signature, NetworkCalls(ArrayNetwork(everything)), TABLES.look_up, max_samples=MOST)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +90,8 @@ def test_requests_in_shared_memory_are_scored_like_any_others(forms: tuple[str, 
         plain = [request(rng, n, forms[at % len(forms)]) for at, n in enumerate(samples)]
         packed = [region.pack(one, n) for one, n in zip(plain, samples, strict=True)]
         assert [one.samples == 0 for one in packed] == ["tags.offsets" in one for one in plain]
-        wanted, _ = ours.score([read_request(FEATURES, one, MOST, "m") for one in plain])
-        got, _ = ours.score([one if one.samples else one.unpacked(FEATURES, MOST, "m") for one in packed])
+        wanted, _ = ours.score([read_request(SIGNATURE, one, MOST, "m") for one in plain])
+        got, _ = ours.score([one if one.samples else one.unpacked(SIGNATURE, MOST, "m") for one in packed])
         for one, other in zip(got, wanted, strict=True):
             np.testing.assert_array_equal(one["all"], other["all"])
 
@@ -101,7 +100,7 @@ INPUT = ["item", "<i8", [2], 64]
 
 
 def read(text: bytes) -> Description:
-    return read_description(text, FEATURES, MOST, "m")
+    return read_description(text, SIGNATURE, MOST, "m")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_inputs_of_another_network_are_refused_by_their_values() -> None:
     packed = region.pack(wrong, 2)
     assert packed.samples == 0
     with pytest.raises(hps.InvalidInputError, match="input 'flag' is missing"):
-        packed.unpacked(FEATURES, MOST, "m")
+        packed.unpacked(SIGNATURE, MOST, "m")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import Output, ScoreInputs, features_of, read_request
+from hps.scoring.features import Output, ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
+from hps.scoring.signature import signature_of
 from hps.testing.pooling_oracle import pooled
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 from tests.ring1.scoring.test_packing import everything
@@ -32,7 +33,7 @@ def scorer_of(
 ) -> tuple[Scorer, FakeTables, ArrayNetwork]:
     tables, network = FakeTables(4, 2), ArrayNetwork(function)
     dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs or INPUTS, "outputs": ["all"]})
-    scorer = Scorer("m", tables.specs, features_of(dense, tables.specs), NetworkCalls(network), tables.look_up, **more)
+    scorer = Scorer("m", tables.specs, signature_of(dense, tables.specs), NetworkCalls(network), tables.look_up, **more)
     return scorer, tables, network
 
 
@@ -74,7 +75,7 @@ def expected(tables: FakeTables, given: Arrays, samples: int) -> np.ndarray:
 
 
 def request_of(scorer: Scorer, given: Arrays) -> ScoreInputs:
-    return read_request(scorer.features, given, 100, "m")
+    return read_request(scorer.signature, given, 100, "m")
 
 
 def scores_of(scorer: Scorer, *given: Arrays) -> list[Any]:

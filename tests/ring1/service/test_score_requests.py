@@ -10,7 +10,8 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import Output, features_of
+from hps.scoring.features import Output
+from hps.scoring.signature import signature_of
 from hps.service.protocol import score_requests
 from hps.service.protocol.request_checks import PublishedNetwork
 from hps.service.protocol.score_requests import ScoreBody, answer_text, decode_rows, decode_scores, rows_text, text_of
@@ -33,7 +34,7 @@ MOST_KEYS, MOST_SAMPLES = 30, 4
 
 DENSE = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score", "pair"]})
 OUTPUTS = Output("score", "float32", ()), Output("pairs", "float64", (2,))
-NETWORK = PublishedNetwork(features_of(DENSE, tables_of(4, 2)), OUTPUTS, MOST_SAMPLES)
+NETWORK = PublishedNetwork(signature_of(DENSE, tables_of(4, 2)).features, OUTPUTS, MOST_SAMPLES)
 ARRAYS: dict[str, np.ndarray] = {
     "user": np.array([7]),
     "history": np.array([1, 2, 3]),

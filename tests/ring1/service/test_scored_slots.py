@@ -13,10 +13,11 @@ import hps
 from hps.configuration.load import ServiceConfig, load_dense
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES
 from hps.scoring.batching import ScoreCall
-from hps.scoring.features import Output, features_of
+from hps.scoring.features import Output
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import describe, read_description
 from hps.scoring.scorer import Scorer
+from hps.scoring.signature import signature_of
 from hps.service.fronts.scores import PlacedScores, score_plan
 from hps.service.owner import FrontLink
 from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
@@ -34,8 +35,8 @@ SIZE, MOST = 1 << 16, 50
 TENSORS = 1024
 """Where the tensors of a slot begin that a test describes."""
 TABLES = FakeTables(4, 2)
-FEATURES = features_of(load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]}), TABLES.specs)
-NETWORK = PublishedNetwork(FEATURES, (Output("score", "float32", ()), Output("pair", "int64", (2,))), MOST)
+SIGNATURE = signature_of(load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]}), TABLES.specs)
+NETWORK = PublishedNetwork(SIGNATURE.features, (Output("score", "float32", ()), Output("pair", "int64", (2,))), MOST)
 MODEL = ModelTables("m", TABLES.specs, network=NETWORK)
 
 
@@ -57,9 +58,9 @@ class Owner:
         self.completed: list[tuple[int, str]] = []
         self._lifecycle = SimpleNamespace(configuration=SimpleNamespace(service=ServiceConfig()))
         network = NetworkCalls(ArrayNetwork(first_keys))
-        self._scorer = Scorer("m", TABLES.specs, FEATURES, network, TABLES.look_up, max_samples=MOST)
-        self.describe = lambda text: read_description(text, FEATURES, MOST, "m")
-        self.unpack = lambda packed: packed.unpacked(FEATURES, MOST, "m")
+        self._scorer = Scorer("m", TABLES.specs, SIGNATURE, network, TABLES.look_up, max_samples=MOST)
+        self.describe = lambda text: read_description(text, SIGNATURE, MOST, "m")
+        self.unpack = lambda packed: packed.unpacked(SIGNATURE, MOST, "m")
         self._failure = lambda error, serial: (FAILED, repr(error).encode())
 
     def submit(self, call: ScoreCall, device: int, most_s: float) -> None:

@@ -1,0 +1,134 @@
+"""Puts the inputs of several requests together, for one lookup and one call of the network."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.scoring.features import Feature, Given, ScoreInputs
+from hps.scoring.packing import PackedRequest
+from hps.scoring.signature import Signature
+from hps.types import KeyArray
+
+
+class Keys(NamedTuple):
+    """The keys of a feature with a table.
+
+    Attributes:
+        values: int64: (rows, hotness) or (rows,); of bags of any size (n,).
+        offsets: (rows + 1,) int64; None: every bag has `hotness` keys.
+        weights: (n,) float32.
+    """
+
+    values: Any
+    offsets: KeyArray | None = None
+    weights: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(slots=True)
+class Merged:
+    """The inputs of a batch, in host memory.
+
+    Attributes:
+        values: by name of the feature, values; of one with a table, `Keys`.
+        times: by name, how often each row counts; without those that count once.
+        sizes: named sizes.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    times: dict[str, KeyArray] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def merge(signature: Signature, requests: Sequence[ScoreInputs], counts: KeyArray) -> Merged:
+    """Put the inputs of requests together.
+
+    Args:
+        counts: by request, number of samples.
+    """
+    found = Merged(sizes=merged_sizes(signature, requests))
+    for place, one in enumerate(signature.features):
+        if one.index:
+            found.values[one.name] = np.repeat(np.arange(len(requests)), counts)
+            continue
+        parts = [request.given[place] for request in requests]
+        if one.is_lookup:
+            found.values[one.name] = _merged_keys(one, parts)
+        elif len(parts) == 1:
+            found.values[one.name] = parts[0].values
+        elif one.offsets_of >= 0:
+            found.values[one.name] = _shifted(one, parts, [request.given[one.offsets_of].rows for request in requests])
+        else:
+            found.values[one.name] = np.concatenate([part.values for part in parts])
+        if one.per_request:
+            rows = np.array([part.rows for part in parts])
+            if not np.array_equal(rows, counts):  # a row that stands for all samples of its request, or one of several
+                found.times[one.name] = np.repeat(np.where(rows == 1, counts, 1), rows)
+    return found
+
+
+def merged_sizes(signature: Signature, requests: Sequence[ScoreInputs | PackedRequest]) -> Mapping[str, int]:
+    """Return the named sizes of requests that are put together."""
+    first = requests[0].sizes
+    if len(requests) == 1 or len(signature.inner) == len(first):
+        return first
+    return {name: size if name in signature.inner else sum(one.sizes[name] for one in requests) for name, size in first.items()}
+
+
+def padded(request: ScoreInputs, more: int) -> ScoreInputs:
+    """Repeat the last sample of a request."""
+    given = [one if one.rows < request.samples else _padded(one, more) for one in request.given]
+    return replace(request, given=given, samples=request.samples + more)
+
+
+def _padded(one: Given, more: int) -> Given:
+    if one.offsets is None:
+        weights = one.weights
+        if weights is not None:
+            rows = weights.reshape(one.rows, -1)
+            weights = np.concatenate([rows, *[rows[-1:]] * more]).reshape(-1)
+        return Given(np.concatenate([one.values, *[one.values[-1:]] * more]), one.rows + more, None, weights)
+    last = slice(int(one.offsets[-2]), int(one.offsets[-1]))
+    values = np.concatenate([one.values, *[one.values[last]] * more])
+    ends = one.offsets[-1] + np.arange(1, more + 1) * (last.stop - last.start)
+    weights = None if one.weights is None else np.concatenate([one.weights, *[one.weights[last]] * more])
+    return Given(values, one.rows + more, np.concatenate([one.offsets, ends]), weights)
+
+
+def _shifted(one: Feature, parts: Sequence[Given], rows: Sequence[int]) -> npt.NDArray[Any]:
+    """Concatenate offsets into values that are concatenated, too.
+
+    Args:
+        rows: number of values of each request.
+    """
+    starts = np.cumsum([0, *rows[:-1]])
+    shifted = [
+        part.values[1 if one.drops_first and place else 0 :] + part.values.dtype.type(start)
+        for place, (part, start) in enumerate(zip(parts, starts, strict=True))
+    ]
+    return np.concatenate(shifted)
+
+
+def _merged_keys(one: Feature, parts: Sequence[Given]) -> Keys:
+    """Concatenate the keys of a feature with a table: rows of one width, or bags of any."""
+    first = parts[0]
+    fixed = all(part.offsets is None for part in parts)
+    weighted = any(part.weights is not None for part in parts)
+    if fixed and not weighted and len({part.values.shape[1:] for part in parts}) == 1:
+        return Keys(first.values if len(parts) == 1 else np.concatenate([part.values for part in parts]))
+    if not one.combiner:  # some give (rows,), some (rows, 1)
+        return Keys(np.concatenate([part.values.reshape(part.rows) for part in parts]))
+    offsets, weights, start = [np.zeros(1, np.int64)], [], 0
+    for part in parts:
+        n = part.values.size
+        own = np.arange(1, part.rows + 1) * (n // part.rows) if part.offsets is None else part.offsets[1:]
+        offsets.append(own + start)
+        start += n
+        weights.append(np.ones(n, np.float32) if part.weights is None else part.weights.reshape(-1))
+    return Keys(
+        np.concatenate([part.values.reshape(-1) for part in parts]),
+        np.concatenate(offsets),
+        np.concatenate(weights) if weighted else None,
+    )

@@ -1,0 +1,320 @@
+"""What a network needs of a request: inputs, what is computed of them, lookups, and the sizes that it runs with.
+
+    features (of the request) -> keys programs -> lookups -> network
+
+Each of them is called by its name: a feature, an output of a keys program, or a lookup, whose vectors the network reads. Only
+the two names of an input with a table are the same: that of its keys, and that of their vectors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from hps.configuration.networks import SAMPLES, DenseConfig, SourceConfig
+from hps.ground.sizes import SizeCondition, SizeExpression
+from hps.networks.base import NetworkTensor
+from hps.scoring.features import Feature
+from hps.tensors.bags import Bags
+from hps.types import TableSpec
+
+_MOST_FULFILLED: Final = 10_000
+_MOST_PADDING: Final = 2
+_MOST_TRIED: Final = 64
+
+
+class Source(NamedTuple):
+    """The values that a lookup needs. `name` is that of a feature, or of an output of a keys program."""
+
+    name: str
+    column: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Vectors that a network reads. *Immutable.*
+
+    Attributes:
+        table: index of the table.
+        dim: width of its vectors.
+        combiner: how vectors are pooled; empty: they are not.
+        max_norm, padding_key: as of `Bags`.
+        keys, offsets, weights: where they come from. A feature with a table brings its own offsets and weights.
+        include_last_offset: as of `Bags`.
+        feature: place of the feature with a table whose keys they are; -1 for others.
+        max_keys: most keys of a lookup of the table.
+    """
+
+    name: str
+    table: int
+    dim: int
+    keys: Source
+    offsets: Source | None = None
+    weights: Source | None = None
+    combiner: str = ""
+    max_norm: float | None = None
+    padding_key: int | None = None
+    include_last_offset: bool = True
+    feature: int = -1
+    max_keys: int = 0
+
+    @property
+    def clips(self) -> bool:
+        """Whether vectors are clipped that are not pooled: each is a bag by itself."""
+        return not self.combiner and self.max_norm is not None
+
+    def pools(self, keys: int) -> bool:
+        """Return whether bags of so many keys are pooled: without weights, one vector is its own sum and mean."""
+        pooled = bool(self.combiner) and (keys != 1 or self.padding_key is not None or self.weights is not None)
+        return pooled or self.max_norm is not None
+
+    def bags_of(self, keys: Any, offsets: Any = None, weights: Any = None) -> Bags:
+        """Return bags of keys, pooled as configured."""
+        return Bags(
+            keys,
+            offsets,
+            weights,
+            combiner=self.combiner or "sum",  # type: ignore[arg-type]
+            max_norm=self.max_norm,
+            padding_key=self.padding_key,
+            include_last_offset=self.include_last_offset,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KeysProgram:
+    """A program that computes what lookups need. *Immutable.*
+
+    Attributes:
+        per_request: whether each of its inputs may be given once per request.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    per_request: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """What a network needs of a request. *Immutable*, but for what it remembers of sizes. *Thread-safe.*
+
+    Attributes:
+        features: inputs, in the order of the configuration.
+        lookups: those of features with a table first.
+        network_inputs: names of features and lookups that the network reads, in its order.
+        guards: conditions that the sizes of requests and batches must fulfil.
+        sizes: a value of each named size with which the network runs.
+        merges: whether requests can be put together.
+        pads: whether the last sample may be repeated until the number of samples is one with which the network runs.
+        inner: named sizes that requests must share to be put together.
+        named: of each size that is alone in a shape, place of the feature, axis, and name.
+        derived: of each size that is an expression of others, likewise.
+        shifted: places of features that are offsets of others.
+        counted: of lookups whose number of keys a request tells, place and column of the feature.
+        limits: by place in `counted`, most keys of a lookup.
+    """
+
+    features: tuple[Feature, ...]
+    lookups: tuple[Lookup, ...]
+    programs: tuple[KeysProgram, ...] = ()
+    network_inputs: tuple[str, ...] = ()
+    guards: tuple[SizeCondition, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    merges: bool = True
+    pads: bool = False
+    inner: tuple[str, ...] = ()
+    named: tuple[tuple[int, int, str], ...] = ()
+    derived: tuple[tuple[int, int, SizeExpression], ...] = ()
+    shifted: tuple[int, ...] = ()
+    counted: tuple[tuple[int, int | None], ...] = ()
+    limits: tuple[int, ...] = ()
+    _fulfilled: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether sizes other than the number of samples are free, or any is refused."""
+        return bool(self.named or self.derived or self.shifted or self.guards)
+
+    def tensors(self) -> list[NetworkTensor]:
+        """Return the inputs of the network."""
+        lookups = {one.name: one for one in self.lookups}
+        features = {one.name: one for one in self.features}
+        found = []
+        for name in self.network_inputs:
+            if (lookup := lookups.get(name)) is None:
+                found.append(features[name].tensor())
+            elif lookup.feature >= 0:
+                feature = self.features[lookup.feature]
+                rows = () if lookup.combiner or feature.hotness is None else (feature.hotness,)
+                found.append(NetworkTensor(name, "float32", (-1, *rows, lookup.dim)))
+            else:
+                found.append(NetworkTensor(name, "float32", self._vectors_shape(lookup)))
+        return found
+
+    def _vectors_shape(self, lookup: Lookup) -> tuple[int, ...] | None:
+        """Return the shape of vectors; None if only the keys program tells it."""
+        feature = next((one for one in self.features if one.name == lookup.keys.name), None)
+        if lookup.combiner or lookup.keys.column is not None:
+            return -1, lookup.dim
+        return None if feature is None else (*(feature.tensor().shape or ()), lookup.dim)
+
+    def inputs_of(self, program: KeysProgram) -> list[NetworkTensor]:
+        """Return the inputs of a keys program."""
+        features = {one.name: one for one in self.features}
+        return [features[name].tensor() for name in program.inputs]
+
+    def refused_by(self, samples: int, sizes: Mapping[str, int]) -> SizeCondition | None:
+        """Return the first guard that does not hold; None if all hold."""
+        if not self.guards:
+            return None
+        asked = samples, *[sizes[name] for name in self.sizes]
+        if asked in self._fulfilled:
+            return None
+        known = {**sizes, SAMPLES: samples}
+        if (found := next((one for one in self.guards if not one.holds(known)), None)) is None:
+            if len(self._fulfilled) >= _MOST_FULFILLED:
+                self._fulfilled.clear()
+            self._fulfilled.add(asked)
+        return found
+
+    def padding(self, samples: int, sizes: Mapping[str, int]) -> int | None:
+        """Return how often to repeat the last sample of a batch; None if the guards refuse it all the same."""
+        for more in range(1 + _MOST_PADDING if self.pads else 1):
+            if self.refused_by(samples + more, sizes) is None:
+                return more
+        return None
+
+    def trial_samples(self) -> tuple[int, ...]:
+        """Return numbers of samples with which to try the network: 1 and 3, or the next ones that it runs with."""
+        first = self._runs_from(1)
+        if first is None:
+            return ()
+        second = self._runs_from(max(3, first + 1))
+        return (first,) if second is None else (first, second)
+
+    def _runs_from(self, least: int) -> int | None:
+        numbers = range(least, least + _MOST_TRIED)
+        return next((samples for samples in numbers if self.refused_by(samples, self.sizes) is None), None)
+
+    def zeros(self, samples: int) -> dict[str, np.ndarray]:
+        """Return features of so many samples, of `sizes`: zeros, and offsets of bags of about one size."""
+        known = {**self.sizes, SAMPLES: samples}
+        found = {one.name: np.empty(one.shape_with(known), "int64" if one.is_lookup else one.dtype) for one in self.features}
+        for values in found.values():
+            values.fill(0)  # np.zeros takes no memory until it is read
+        for one in self.features:
+            if one.offsets_of >= 0 and found[one.name].ndim == 1:
+                bags = len(found[one.name]) - one.drops_first
+                count = len(found[self.features[one.offsets_of].name])
+                found[one.name][:] = np.arange(bags + one.drops_first) * count // max(bags, 1)
+        return found
+
+
+def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
+    """Return the signature of a network, whose configuration was checked against the tables."""
+    places = {table.table_name: place for place, table in enumerate(tables)}
+    names = list(dense.inputs)
+    features: list[Feature] = []
+    lookups: list[Lookup] = []
+    for name, one in dense.inputs.items():
+        if one.table is not None:
+            place = places[one.table]
+            table = tables[place]
+            combiner = "" if one.pooling == "none" else one.pooling
+            lookups.append(
+                Lookup(
+                    name,
+                    place,
+                    table.dim,
+                    Source(name),
+                    combiner=combiner,
+                    max_norm=one.max_norm,
+                    padding_key=one.padding_key,
+                    feature=len(features),
+                    max_keys=table.max_keys,
+                )
+            )
+            features.append(Feature(name, place, one.hotness, combiner, per_request=one.per_request, max_keys=table.max_keys))
+        elif one.request_index:
+            features.append(Feature(name, dtype="int64", index=True))
+        else:
+            first, *shape = one.shape
+            offsets_of = -1 if one.offsets_of is None else names.index(one.offsets_of)
+            first = -1 if first == SAMPLES else first
+            features.append(Feature(name, -1, None, "", one.dtype, tuple(shape), one.per_request, False, 0, first, offsets_of))
+    for name, lookup in dense.lookups.items():
+        place = places[lookup.table]
+        keys, offsets, weights = (_source(one) for one in (lookup.keys, lookup.offsets, lookup.weights))
+        lookups.append(
+            Lookup(
+                name,
+                place,
+                tables[place].dim,
+                keys or Source(name),
+                offsets,
+                weights,
+                "" if lookup.pooling == "none" else lookup.pooling,
+                lookup.max_norm,
+                lookup.padding_key,
+                lookup.include_last_offset,
+                max_keys=tables[place].max_keys,
+            )
+        )
+    counted = [(one, names.index(one.keys.name)) for one in lookups if one.keys.name in dense.inputs]
+    strings = [
+        (place, axis, SizeExpression(width))
+        for place, one in enumerate(features)
+        for axis, width in enumerate((one.first, *one.shape))
+        if isinstance(width, str)
+    ]
+    named = tuple((place, axis, one.text) for place, axis, one in strings if one.text in dense.sizes)
+    programs = tuple(
+        KeysProgram(one.inputs, one.outputs, all(dense.inputs[name].per_request for name in one.inputs)) for one in dense.keys
+    )
+    merges, inner = _merging(features, dense.sizes)
+    return Signature(
+        tuple(features),
+        tuple(lookups),
+        programs,
+        dense.network_inputs or (*dense.inputs, *dense.lookups),
+        tuple(map(SizeCondition, dense.guards)),
+        dense.sizes,
+        merges,
+        dense.dynamic_batching and merges and all(one.first == -1 for one in features),
+        inner,
+        named,
+        tuple(one for one in strings if one[2].text not in dense.sizes),
+        tuple(place for place, one in enumerate(features) if one.offsets_of >= 0),
+        tuple((place, one.keys.column) for one, place in counted),
+        tuple(one.max_keys for one, _ in counted),
+    )
+
+
+def _source(said: SourceConfig | None) -> Source | None:
+    return None if said is None else Source(said.input or said.output or "", said.column)
+
+
+def _merging(features: Sequence[Feature], sizes: Mapping[str, int]) -> tuple[bool, tuple[str, ...]]:
+    """Return whether requests can be put together, and the sizes that they must share.
+
+    The first sizes of two requests must add up to that of both: where they are named, or expressions such as `2*samples`.
+    Offsets that end with the number of keys lose their first one.
+    """
+    summed = {SAMPLES, *(str(one.first) for one in features if one.first in sizes)}
+    widths = [width for one in features for width in one.shape if isinstance(width, str)]
+    inner = {name for width in widths for name in SizeExpression(width).names}
+    if summed & inner:
+        return False, ()
+    shared = tuple(name for name in sizes if name not in summed)
+    one, other = ({name: size + at for at, name in enumerate(sorted(summed))} for size in (3, 8))
+    both = {name: one[name] + other[name] for name in one}
+    known = {name: sizes[name] for name in shared}
+    for feature in features:
+        if feature.index or feature.first == -1:
+            continue
+        first = SizeExpression(str(feature.first))
+        apart = first.value({**known, **one}) + first.value({**known, **other})
+        if apart - feature.drops_first != first.value({**known, **both}):
+            return False, ()
+    return True, shared

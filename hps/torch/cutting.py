@@ -2,10 +2,10 @@
 
     inputs --guards--> keys programs --keys, offsets, weights--> lookups --vectors--> network --> outputs
 
-A *lookup* is an embedding, an embedding bag or a selection of rows of a stored two-dimensional weight, by keys that depend on the
-request. What leads to its keys, offsets and weights is a *keys program*, all the rest is the *network*; what both need is in
-both. As all of it is one graph, a mask of keys, a rule or a length cannot be forgotten. The weights of looked up tables are in
-neither program, unless the module reads them otherwise, too (tied outputs).
+A *lookup* is an embedding, an embedding bag or a selection of rows of a stored two-dimensional weight, by keys that depend on
+the request. What leads to its keys, offsets and weights is a *keys program*, all the rest is the *network*; what both need is
+in both. As all of it is one graph, a mask of keys, a rule or a length cannot be forgotten. The weights of looked up tables
+are in neither program, unless the module reads them otherwise, too (tied outputs).
 
 torch.export bakes silently what is no tensor: Python's random numbers, clocks and counters, `torch.compiler.is_compiling()`,
 what an `except` swallows. `packaging.py` finds these by runs.
@@ -29,6 +29,8 @@ from hps.errors import InvalidInputError
 from hps.torch.module_inputs import FlatModule, ModuleInputs
 
 aten: Any = torch.ops.aten
+_LOOKUPS: Final = (aten.embedding.default, aten.embedding_bag.padding_idx, aten.index.Tensor, aten.index_select.default)
+_VIEWS: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _ROWS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _POOLINGS: Final = ("sum", "mean", "max")
@@ -83,7 +85,9 @@ class Cut:
 
     Attributes:
         shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
-        ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are computed.
+        ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are
+            computed.
+        why_apart: why requests cannot be put together; empty if the graph does not say so.
         sizes: of the examples, by name, without `samples`.
         guards: what the programs rely on, as conditions on sizes.
         lookups: in the order of the graph.
@@ -111,6 +115,7 @@ class Cut:
         self.lookups = self._find_lookups()
         self._refuse_two_levels()
         weights = {f"{name}.weights": offsets for name, offsets in inputs.ragged.items() if f"{name}.weights" in self.inputs}
+        self.why_apart = ""
         self.ragged = self._find_ragged() | inputs.ragged | weights
         sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
@@ -126,7 +131,7 @@ class Cut:
         attributes = {node.target for node in needed if node.op == "get_attr"}
         self.kept = sorted({lookup.weight for lookup in self.lookups} & attributes)
 
-    # -- what is refused ------------------------------------------------------------------------------------------------------
+    # -- what is refused
 
     def _refuse_changes(self) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -135,8 +140,8 @@ class Cut:
                 renormed = isinstance(source, fx.Node) and source.target is aten.embedding_renorm.default
                 if target.op == "get_attr" and not renormed:
                     raise InvalidInputError(
-                        f"{self._doing}: forward changes its state {target.target!r} in evaluation mode; a served module has no "
-                        "memory: make it an input, or change it only if self.training"
+                        f"{self._doing}: forward changes its state {target.target!r} in evaluation mode; a served module has "
+                        "no memory: make it an input, or change it only if self.training"
                     )
                 self.graph.erase_node(node)  # a renormed weight, or an input that is changed after it was read
             elif _draws(node):
@@ -177,21 +182,12 @@ class Cut:
                 "embedding bag or weight[keys] of a parameter"
             )
 
-    # -- lookups ---------------------------------------------------------------------------------------------------------------
+    # -- lookups
 
     def _find_lookups(self) -> list[Lookup]:
         depends = _depends_on_values(self.graph)
-        found: list[Lookup] = []
-        for node in self.graph.nodes:
-            if node.target in (
-                aten.embedding.default,
-                aten.embedding_bag.padding_idx,
-                aten.index.Tensor,
-                aten.index_select.default,
-            ):
-                if (lookup := self._lookup(node, depends)) is not None:
-                    found.append(lookup)
-        return found
+        nodes = [node for node in self.graph.nodes if node.target in _LOOKUPS]
+        return [lookup for node in nodes if (lookup := self._lookup(node, depends)) is not None]
 
     def _lookup(self, node: fx.Node, depends: set[fx.Node]) -> Lookup | None:
         got = _arguments(node)
@@ -218,7 +214,7 @@ class Cut:
                 raise InvalidInputError(
                     f"{self._doing}: got a norm_type other than 2, or vectors that are scaled for other keys{lookup.line}"
                 )
-            lookup.max_norm = float(renorm.args[2])
+            lookup.max_norm = float(renorm.args[2])  # type: ignore[arg-type]
         if node.target is not aten.embedding_bag.padding_idx:
             if node.target is aten.index.Tensor:
                 keys = self._from_the_end(keys, rows.shape[0])
@@ -261,8 +257,9 @@ class Cut:
                 if inner in names and len(inner.meta["val"].shape) == 2:
                     number, expands = _column(node)[1:]
                     node, column, casts = (inner, number, casts + below) if number is not None else (node, None, casts)
-            if column is not None and lookup.pooling == "none":
-                lookup.expands = expands
+            bag = lookup.pooling != "none"
+            if column is not None and not (bag and (not expands or lookup.padding is not None or "weights" in lookup.parts)):
+                lookup.pooling, lookup.expands = "none", expands and not bag  # a bag of one key is its vector
                 if isinstance(width := self.shapes[names[node]][1], str):
                     self.guards.append(f"{width} >= {column + 1}")
                 return Source(source.node, names[node], column)
@@ -273,17 +270,20 @@ class Cut:
     def _find_ragged(self) -> dict[str, str]:
         """Find the inputs with an element for each key of bags, and the inputs that are their offsets, if any is."""
         found: dict[str, str] = {}
+        counts: dict[fx.Node, Any] = {}
         names = {one: name for name, one in self.inputs.items()}
         for lookup in self.lookups:
             if (offsets := lookup.parts.get("offsets")) is None:
                 continue
             count = _expression(lookup.parts["keys"].node.meta["val"].shape[0])
+            if counts.setdefault(offsets.node, count) != count:  # they cannot be shifted for both
+                self.why_apart = f"offsets are of several inputs{lookup.line}"
             for name, node in self.inputs.items():
                 if node is not offsets.node and _expression(node.meta["val"].shape[0]) == count:
                     found[name] = names.get(offsets.node, "")
         return found
 
-    # -- programs ---------------------------------------------------------------------------------------------------------------
+    # -- programs
 
     def attribute(self, path: str) -> Any:
         """Return a weight, buffer or constant of the module."""
@@ -389,8 +389,8 @@ class _Named(nn.Module):
 def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None = None) -> Cut:
     """Export a module, and cut it at its lookups.
 
-    Tracing without dynamo takes most modules (KeyedJaggedTensors, autocast); what it refuses is tried with dynamo (`len`, `.item()`
-    as the end of a slice). Each is tried with all sizes free, then with the number of samples alone.
+    Tracing without dynamo takes most modules (KeyedJaggedTensors, autocast); what it refuses is tried with dynamo (`len`,
+    `.item()` as the end of a slice). Each is tried with all sizes free, then with the number of samples alone.
 
     Args:
         module: a copy that tracing may change.
@@ -415,8 +415,8 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
         after = _attributes(module)
         if changed := next((name for name, value in after.items() if not _same(before.get(name, ()), value)), None):
             raise InvalidInputError(
-                f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it in "
-                "__init__, as a buffer if it is a tensor"
+                f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it "
+                "in __init__, as a buffer if it is a tensor"
             )
         if strict:
             found.notes.append("traced with dynamo (strict=True)")
@@ -425,7 +425,9 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
 
 
 def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -> torch.export.ExportedProgram:
-    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix them."""
+    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix
+    them."""
+    patch: Any = tracing.patch  # type: ignore[attr-defined]
     failed: Exception | None = None
     for every in (True, False):
 
@@ -436,16 +438,17 @@ def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -
         if not isinstance(given[0], Mapping):
             shapes = (shapes,)  # of the one parameter *given
         try:
-            with torch.no_grad(), tracing.patch(backed_size_oblivious=True), warnings.catch_warnings():
+            with torch.no_grad(), patch(backed_size_oblivious=True), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
                 program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
-                return program.run_decompositions({})  # functional: nothing is changed in place any more
+                functional: torch.export.ExportedProgram = program.run_decompositions({})  # nothing is changed in place
+                return functional
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             failed = failed or error
     raise failed or AssertionError
 
 
-# -- sizes ------------------------------------------------------------------------------------------------------------------------
+# -- sizes
 
 
 class _Sizes:
@@ -482,7 +485,7 @@ class _Sizes:
             if (found := self._renamed(_expression(expression))) != _SAMPLES:
                 self._refuse_rows(inputs, dims, name, found)
         self.examples: dict[str, int] = {}
-        beside = {offsets: _SAMPLES + 1 for offsets in inputs.ragged.values()}
+        beside = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
         beside |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
         for name, expressions in dims.items():
             for dim, expression in enumerate(expressions):
@@ -503,11 +506,12 @@ class _Sizes:
         fixed = next((one for one, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None)
         if rows.is_Integer and fixed is not None:
             raise InvalidInputError(
-                f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input {fixed!r} in "
-                "the examples: does it use len(), int(), float() or tolist() of a size? Use x.shape[0] as it is"
+                f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input "
+                f"{fixed!r} in the examples: does it use len(), int(), float() or tolist() of a size? Use x.shape[0] as it is"
             )
         raise InvalidInputError(
-            f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all outputs"
+            f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all "
+            "outputs"
         )
 
     def _name(self, name: str, dim: int, expression: Any, size: int) -> None:
@@ -606,7 +610,7 @@ def _solved(samples: Any) -> dict[Any, Any]:
     return {symbol: _SAMPLES - shift} if shift.is_Integer else {}
 
 
-# -- the graph --------------------------------------------------------------------------------------------------------------------
+# -- the graph
 
 
 def line_of(node: fx.Node) -> str:
@@ -725,12 +729,12 @@ def _column(node: fx.Node) -> tuple[fx.Node, int | None, bool]:
     shape = [*map(_expression, source.meta["val"].shape)]  # type: ignore[union-attr]
     if len(shape) != 2 or got["dim"] not in (1, -1):
         return node, None, False
-    width = int(shape[1]) if shape[1].is_Integer else None
+    width = int(shape[1]) if shape[1].is_Integer else 0
     if node.target is aten.select.int:
-        column = got["index"] if width is None else got["index"] % width
+        column = got["index"] % width if width else got["index"]
         return (source, column, False) if column >= 0 else (node, None, False)  # type: ignore[return-value]
     start, end, step = got["start"] or 0, width if got["end"] in (None, _TO_THE_END) else got["end"], got["step"]
-    if not all(isinstance(one, int) for one in (start, end, step)) or (width is None and min(start, end) < 0):
+    if not all(isinstance(one, int) for one in (start, end, step)) or (not width and min(start, end - 1) < 0):
         return node, None, False
     chosen = range(width or end)[slice(start, end, step)]
     return (source, chosen[0], True) if len(chosen) == 1 else (node, None, False)  # type: ignore[return-value]
@@ -740,8 +744,10 @@ def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) ->
     """Give bags of a matrix of keys back: they are traced as its elements, and offsets at every row."""
 
     def matrix(node: fx.Node | None) -> Any:
-        shapes = node is not None and node.target in (aten.view.default, aten.reshape.default) and [*node.args[1]] == [-1]  # type: ignore[misc]
-        return node.args[0] if shapes and len(node.args[0].meta["val"].shape) == 2 else None  # type: ignore[union-attr]
+        if node is None or node.target not in _VIEWS or len(node.meta["val"].shape) != 1:
+            return None
+        of, _ = _uncast(node.args[0])  # type: ignore[arg-type]
+        return of if len(of.meta["val"].shape) == 2 and of.meta["val"].dtype == node.meta["val"].dtype else None
 
     found = matrix(keys)
     if found is None or offsets.target is not aten.arange.start_step or offsets.args[0] != 0:
@@ -753,7 +759,7 @@ def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) ->
     return found, None, matrix(weights)
 
 
-# -- what tracing must not change ---------------------------------------------------------------------------------------------------
+# -- what tracing must not change
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:

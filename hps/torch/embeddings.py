@@ -93,7 +93,7 @@ def embeddings_of(module: nn.Module, *, with_values: bool = True) -> list[Embedd
 
 def foreign_embeddings(module: nn.Module) -> list[Embedding]:
     """List the quantised and sharded embeddings of a module, which torch.export cannot trace."""
-    return [one for one in _walk("", module, set(), only_foreign=True)]
+    return list(_walk("", module, set(), only_foreign=True))
 
 
 def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable]:
@@ -102,7 +102,7 @@ def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module within those of torch.compile, DataParallel, DistributedDataParallel and DistributedModelParallel."""
+    """Return the module that torch.compile, DataParallel, DistributedDataParallel or DistributedModelParallel wraps."""
     parallel = (
         _known("torchrec.distributed.model_parallel", "DistributedModelParallel"),
         nn.DataParallel,

@@ -134,7 +134,8 @@ def _picture(dense: Mapping[str, Any]) -> str:
                 shapes.insert(0, f'<path d="M{left + _WIDTH} {at:.0f}L{x} {y:.0f}" stroke="#888" fill="none"/>')
             shapes.append(
                 f'<rect x="{x}" y="{y - 11:.0f}" width="{_WIDTH}" height="22" rx="4" fill="{_COLOURS[kind]}" stroke="#555"/>'
-                f'<text x="{x + 8}" y="{y + 4:.0f}">{escape(words if len(words) < 30 else words[:28] + "…")}<title>{escape(words)}</title></text>'
+                f'<text x="{x + 8}" y="{y + 4:.0f}">{escape(words if len(words) < 30 else words[:28] + "…")}'
+                f"<title>{escape(words)}</title></text>"
             )
     width = len(used) * (_WIDTH + _GAP) - _GAP + 20
     return (

@@ -54,10 +54,10 @@ class ModuleInputs:
     def __init__(self, module: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         self.module = type(module).__name__
         self._signature = inspect.signature(module.forward)
-        if isinstance(example_inputs, torch.Tensor | np.ndarray):
-            example_inputs = (example_inputs,)
-        mapping = isinstance(example_inputs, Mapping)
-        arguments = self._bind((), example_inputs) if mapping else self._bind(example_inputs, {})
+        if isinstance(example_inputs, Mapping):
+            arguments = self._bind((), example_inputs)
+        else:
+            arguments = self._bind(example_inputs if isinstance(example_inputs, Sequence) else (example_inputs,), {})
         found, self._spec = self._flattened(arguments)
         self._slots: list[_Slot] = []
         self._dtypes: dict[str, torch.dtype] = {}
@@ -94,7 +94,7 @@ class ModuleInputs:
                 )
             weighted = leaf.weights_or_none() is not None
             names: list[str] = []
-            for feature in leaf.keys():
+            for feature in [*leaf.keys()]:
                 own = feature if feature not in {**self.tensors, **self._signature.parameters} else f"{name}.{feature}"
                 self.ragged[own] = f"{own}.offsets"
                 names += [own, f"{own}.offsets", *([f"{own}.weights"] if weighted else [])]
@@ -115,7 +115,7 @@ class ModuleInputs:
             one = leaf[feature]
             offsets = one.offsets()
             weights = one.weights_or_none()
-            its = [one.values().float() if weights is None else weights] if slot.weighted else []  # none, where there are no keys
+            its = [one.values().float() if weights is None else weights] if slot.weighted else []  # none of no keys
             parts += [one.values(), offsets - offsets[:1], *its]
         return parts
 
@@ -147,7 +147,9 @@ class ModuleInputs:
                     )
                 if leaf.values().numel() and (leaf.weights_or_none() is not None) != slot.weighted:
                     got = "without weights" if slot.weighted else "with weights"
-                    raise InvalidInputError(f"calling a packaged {self.module}: got {self._name(path)!r} {got}, unlike the examples")
+                    raise InvalidInputError(
+                        f"calling a packaged {self.module}: got {self._name(path)!r} {got}, unlike the examples"
+                    )
             elif bool(slot.names) != isinstance(leaf, torch.Tensor | np.ndarray) or (not slot.names and leaf != slot.value):
                 expected = "a tensor" if slot.names else f"{slot.value!r}, as in the examples"
                 raise InvalidInputError(
@@ -162,7 +164,7 @@ class ModuleInputs:
         for slot in self._slots:
             own = [tensors[name].to(self._dtypes[name]) for name in slot.names]
             leaves.append(_jagged(slot, own) if slot.features else own[0] if own else slot.value)
-        bound = inspect.BoundArguments(self._signature, pytree.tree_unflatten(leaves, self._spec))  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self._signature, pytree.tree_unflatten(leaves, self._spec))
         return module(*bound.args, **bound.kwargs)
 
 

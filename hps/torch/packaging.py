@@ -1,4 +1,5 @@
-"""Packages a trained module as one version of a model: tables, keys programs and the network, cut out of the module's own graph."""
+"""Packages a trained module as one version of a model: tables, keys programs and the network, cut out of the module's own
+graph."""
 
 import io
 import logging
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from hps.configuration.load import DenseConfig, load_configuration
-from hps.errors import InvalidInputError
+from hps.errors import InvalidInputError, ModelFileError
 from hps.models.manifest import VERSION
 from hps.models.sources import ModelSources
 from hps.torch.cutting import Cut, Lookup, Source, cut, export
@@ -91,11 +92,12 @@ def package(
 ) -> PackagedModel:
     """Write a trained module as one version of a model, which `hps serve` answers with scores.
 
-    The module is exported with `torch.export` and cut at its lookups (`cutting.py`): embeddings, embedding bags and `weight[keys]`
-    of stored tables. What leads to their keys becomes a keys program, all the rest the network. So whatever else the module does
-    with its inputs (masks, rules on keys, lengths, hashes, offsets, positions) is served as it is, and what cannot be exported is
-    refused with the line of the module. Requests give the module's own inputs; those within a dict or list are named by their
-    path (`batch.item`, `lS_i.0`), and each feature `f` of a KeyedJaggedTensor has keys `f` and `f.offsets`. The package is then
+    The module is exported with `torch.export` and cut at its lookups (`cutting.py`): embeddings, embedding bags and
+    `weight[keys]` of stored tables. What leads to their keys becomes a keys program, all the rest the network. So whatever
+    else the module does with its inputs (masks, rules on keys, lengths, hashes, offsets, positions) is served as it is, and
+    what cannot be exported is refused with the line of the module. Requests give the module's own inputs; those within a dict
+    or list are named by their path (`batch.item`, `lS_i.0`), and each feature `f` of a KeyedJaggedTensor has keys `f` and
+    `f.offsets`. The package is then
     compared with the module on the examples and on inputs made of them: other orders, one sample, more samples, other lengths,
     other keys. The module itself is not touched.
 
@@ -103,18 +105,19 @@ def package(
         module: on any device; compiled and data-parallel modules are unwrapped. If weights are sharded, every rank makes the
             call, and rank 0's examples count.
         directory: path or URI of the version, `<repository>/<model>/<version>`; without the version, the next one is written.
-        example_inputs: arguments of the module, or arguments by name: tensors or NumPy arrays, samples first, KeyedJaggedTensors,
-            or any nesting of these. Numbers, strings and None are constants of the package.
+        example_inputs: arguments of the module, or arguments by name: tensors or NumPy arrays, samples first,
+            KeyedJaggedTensors, or any nesting of these. Numbers, strings and None are constants of the package.
         outputs: names of the outputs. Default: `score`, or the keys of a dict that the module returns, or `output0` and so on.
         per_request: names of inputs that a request may give once for all its samples.
         hotness: most keys of a sample, as for `save`. Default: those of the examples, and 100 where it may be any number.
         settings: as for `save`.
-        dynamic_batching, max_queue_delay_us: of the configuration's `dense`. Default: batches are made if rows of the inputs do not
-            depend on each other, which is tried.
-        tolerance: largest difference, absolute or relative, between outputs of the module and the package. Default: 1e-5, and of
-            half and bfloat16 outputs 2e-3 and 2e-2.
+        dynamic_batching, max_queue_delay_us: of the configuration's `dense`. Default: batches are made if rows of the inputs
+            do not depend on each other, which is tried.
+        tolerance: largest difference, absolute or relative, between outputs of the module and the package. Default: 1e-5, and
+            of half and bfloat16 outputs 2e-3 and 2e-2.
         format: what runs the programs: `pt2` (programs of torch.export), `aotinductor` (compiled for this processor) or `onnx`.
-        allow_stale_copy: let online updates reach tables of which the network has a copy (tied outputs), which they do not change.
+        allow_stale_copy: let online updates reach tables of which the network has a copy (tied outputs), which they do not
+            change.
         progress: is told what is done next.
         note, sources: as for `hps.write_version`.
 
@@ -150,17 +153,20 @@ def package(
             most = version_of.hotness(hotness)
             if proof.guards:
                 dense["guards"] = [*dense.get("guards", ()), *proof.guards]
-            if not proof.rows_are_independent and dense["dynamic_batching"]:
-                if dynamic_batching:
-                    raise InvalidInputError(f"packaging {place}: got dynamic_batching, but {proof.why_dependent}")
-                dense["dynamic_batching"] = False
-                proof.notes.append(f"requests are answered one by one: {proof.why_dependent}")
-            config = load_configuration({"models": [_tried_entry(place, job.tables, most, dense, settings or {})]}).models[0]
+            dense["dynamic_batching"] &= proof.rows_are_independent
+            entry = _tried_entry(place, job.tables, most, dense, settings or {})
+            config = load_configuration({"models": [entry]}).models[0]
             if config.dense is None:
                 raise ModelFileError(f"packaging {place}: the settings remove the network")
             tell("comparing the package with the module")
             proof.compare(config, config.dense, files, job.tables)
-            tried = _Tried(config.dense, files, most, proof.difference, (*found.notes, *_of_copies(dense), *proof.notes))
+            if not proof.rows_are_independent and dynamic_batching:
+                raise InvalidInputError(f"packaging {place}: got dynamic_batching, but {proof.why_dependent}")
+            if not proof.rows_are_independent and dynamic_batching is None:
+                entry["dense"]["dynamic_batching"] = False
+                proof.notes.append(f"requests are answered one by one: {proof.why_dependent}")
+            described = load_configuration({"models": [entry]}).models[0].dense or config.dense
+            tried = _Tried(described, files, most, proof.difference, (*found.notes, *_of_copies(dense), *proof.notes))
             job.finish(tried)
         else:
             tried = job.follow()
@@ -384,7 +390,8 @@ def _rows_of(lookup: Lookup, asked: Mapping[Any, torch.Tensor], tensors: Mapping
         return found if source.column is None else found[:, source.column]
 
     keys, offsets = part("keys"), part("offsets")
-    assert keys is not None
+    if keys is None:
+        return ()
     if lookup.pooling == "none":
         return tuple(keys.shape)
     return (len(keys) if offsets is None else len(offsets) - lookup.include_last_offset,)

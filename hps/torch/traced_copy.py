@@ -2,7 +2,6 @@
 
 import copy
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ class _StandIn(nn.Module):
     def __init__(self, one: Embedding) -> None:
         super().__init__()
         self._one = one
-        self.weights: Mapping[str, nn.Parameter] = nn.ParameterDict(
+        self.weights = nn.ParameterDict(
             {name: _blank(nn.Parameter(torch.empty(table.shape, device="meta"))) for name, table in one.tables.items()}
         )
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hps.client.remote_tables import RemoteTables
 from hps.errors import (
     InvalidDtypeError,
     InvalidInputError,
@@ -36,7 +37,6 @@ from hps.lookup.session import Session
 from hps.parameter_server import HPS
 from hps.tensors.bags import Bags, Columns, Pooling, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, refuse_repeated_tables, tensor_segment
-from hps.torch.remote import RemoteTables
 from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, repeated_after_takeover
 

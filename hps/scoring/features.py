@@ -137,12 +137,20 @@ class ScoreInputs:
     form: tuple[int, ...] = ()
 
 
-def read_request(signature: "Signature", arrays: Mapping[str, npt.NDArray[Any]], max_samples: int, model: str) -> ScoreInputs:
+def read_request(
+    signature: "Signature",
+    arrays: Mapping[str, npt.NDArray[Any]],
+    max_samples: int,
+    model: str,
+    *,
+    blank: bool = False,
+) -> ScoreInputs:
     """Check the inputs of a request.
 
     Args:
         arrays: by name, in host memory, C-contiguous.
         max_samples: `max_batch_size` of the model.
+        blank: the arrays have their dtypes and shapes alone: offsets are not checked.
 
     Raises:
         InvalidInputError: an input is missing, unknown, or has another shape, or sizes with which the network does not run.
@@ -166,7 +174,7 @@ def read_request(signature: "Signature", arrays: Mapping[str, npt.NDArray[Any]],
             continue
         offsets, weights = arrays.get(one.name + OFFSETS), arrays.get(one.name + WEIGHTS)
         used += (offsets is not None) + (weights is not None)
-        given.append(_keys(doing, one, values, offsets, weights))
+        given.append(_keys(doing, one, values, offsets, weights, blank))
     if used != len(arrays):
         ends = ("", OFFSETS, WEIGHTS)
         known = {one.name + end for one in features if not one.index for end in (ends if one.is_lookup else ends[:1])}
@@ -191,7 +199,7 @@ def read_request(signature: "Signature", arrays: Mapping[str, npt.NDArray[Any]],
         values = given[place].values
         if (wanted := size.value({**sizes, SAMPLES: samples})) != values.shape[axis]:
             raise _wrong_shape(doing, features[place], values, f" with {size} = {wanted}")
-    for place in signature.shifted:
+    for place in () if blank else signature.shifted:
         _refuse_offsets(doing, features, given, place)
     if signature.padding(samples, sizes) is None:
         raise InvalidInputError(f"{doing}: {_unfulfilled(signature, given, samples, sizes)}")
@@ -265,7 +273,12 @@ def _unfulfilled(signature: "Signature", given: Sequence[Given], samples: int, s
 
 
 def _keys(
-    doing: str, one: Feature, values: npt.NDArray[Any], offsets: npt.NDArray[Any] | None, weights: npt.NDArray[Any] | None
+    doing: str,
+    one: Feature,
+    values: npt.NDArray[Any],
+    offsets: npt.NDArray[Any] | None,
+    weights: npt.NDArray[Any] | None,
+    blank: bool,
 ) -> Given:
     if values.dtype != np.int64:
         raise InvalidDtypeError(f"{doing}: got keys of input {one.name!r} of {values.dtype}, expected int64")
@@ -289,6 +302,8 @@ def _keys(
     if values.ndim != 1 or offsets.ndim != 1 or offsets.dtype != np.int64 or not offsets.size:
         got = f"keys of shape {list(values.shape)} and offsets {list(offsets.shape)} of {offsets.dtype}"
         raise InvalidInputError(f"{doing}: got {got} for input {one.name!r}, expected [n] and [samples + 1] of int64")
+    if blank:
+        return Given(values, offsets.size - 1, offsets, weights)
     if offsets[0] != 0 or offsets[-1] != values.size or np.any(offsets[1:] < offsets[:-1]):
         raise InvalidInputError(
             f"{doing}: got offsets of input {one.name!r} that begin with {offsets[0]} and end with {offsets[-1]}, expected "

@@ -438,12 +438,16 @@ class FrontLink:
 
 def _published(deployment: Deployment) -> dict[str, Any]:
     """Return what fronts have to know of a deployment, which does not change."""
-    scores = deployment.scores
-    network = scores and {
-        "features": [asdict(one) for one in scores.opened.features],
-        "outputs": [asdict(one) for one in scores.opened.outputs],
-        "max_samples": scores.max_samples,
-    }
+    scores, dense = deployment.scores, deployment.config.dense
+    network = (
+        None
+        if scores is None or dense is None
+        else {
+            "dense": dense.model_dump(mode="json", exclude_defaults=True),
+            "outputs": [asdict(one) for one in scores.opened.outputs],
+            "max_samples": scores.max_samples,
+        }
+    )
     tables = [asdict(table) for table in deployment.tables]
     return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
 

@@ -36,7 +36,7 @@ TENSORS = 1024
 """Where the tensors of a slot begin that a test describes."""
 TABLES = FakeTables(4, 2)
 SIGNATURE = signature_of(load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]}), TABLES.specs)
-NETWORK = PublishedNetwork(SIGNATURE.features, (Output("score", "float32", ()), Output("pair", "int64", (2,))), MOST)
+NETWORK = PublishedNetwork("m", SIGNATURE, (Output("score", "float32", ()), Output("pair", "int64", (2,))), MOST)
 MODEL = ModelTables("m", TABLES.specs, network=NETWORK)
 
 

@@ -24,7 +24,8 @@ class ArrayNetwork(Network):
 
     `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with `"samples"` of them (2; 0 is when
     it is opened), `hang` until the file beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few);
-    `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs.
+    `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs. `"adds"`: each
+    output is its only input plus this, in int64: a keys program.
 
     Attributes:
         calls: numbers of samples of its runs.
@@ -54,6 +55,9 @@ class ArrayNetwork(Network):
             _misbehaving(said, np.zeros(0))
 
         def run(given: Arrays) -> Mapping[str, np.ndarray]:
+            if "adds" in said:
+                [keys] = given.values()
+                return dict.fromkeys(outputs, keys.astype(np.int64) + np.array(said["adds"]))
             sums = sum(one.reshape(len(one), -1).sum(1, dtype=np.float64) for one in given.values())
             scores = (said.get("factor", 1.0) * sums).astype(np.float32)
             np.empty(said.get("bytes_per_sample", 0) * len(scores), np.uint8).fill(1)

@@ -438,16 +438,13 @@ class FrontLink:
 
 def _published(deployment: Deployment) -> dict[str, Any]:
     """Return what fronts have to know of a deployment, which does not change."""
-    scores, dense = deployment.scores, deployment.config.dense
-    network = (
-        None
-        if scores is None or dense is None
-        else {
+    network = None
+    if (scores := deployment.scores) is not None and (dense := deployment.config.dense) is not None:
+        network = {
             "dense": dense.model_dump(mode="json", exclude_defaults=True),
             "outputs": [asdict(one) for one in scores.opened.outputs],
             "max_samples": scores.max_samples,
         }
-    )
     tables = [asdict(table) for table in deployment.tables]
     return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
 

@@ -6,8 +6,8 @@ and have `<input>.offsets` INT64 [samples + 1] and perhaps `<input>.weights` FP3
 in microseconds, is how long the scores are of use. With the parameter `vectors: true` a request is a lookup
 (`open_inference.py`), as it is if one of its inputs is none of the network's.
 
-What can be told of the shapes is checked with the JSON part, the guards of the network, too: requests that are refused for it
-reach no queue.
+Where a network has free sizes or guards, what can be told of the shapes is checked with the JSON part: requests that are
+refused for it reach no queue. Of others the owner checks the shapes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import orjson
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
-from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, ScoreInputs, read_request
+from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, read_request
 from hps.service.protocol.open_inference_header import (
     CACHED_BYTES,
     InputTensor,
@@ -55,7 +55,6 @@ DATATYPES: Final[dict[str, "np.dtype[Any]"]] = {
 MOST_TIMEOUT_US: Final = 3_600_000_000
 _NAMES: Final[dict[str, Any]] = {dtype.name: name for name, dtype in DATATYPES.items()}
 _CACHED = 1024
-_MOST_VALUES = 1 << 40
 _BLANK = bytes(8)  # every value of an array without strides
 
 
@@ -121,22 +120,52 @@ def _header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
             f"reading 'parameters': 'timeout' is {kind_of(timeout)}, expected microseconds, at most an hour"
         )
     device = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
-    read = _read_shapes(inputs, network)
-    return ScoreHeader(request_id, inputs, binary_size, read.samples, sum(read.keys), chosen, timeout, device)
+    shapes = {name: one.shape for name, one in inputs.items()}
+    samples = _checked_samples(inputs, network) if network.signature.is_sized else _samples(shapes, network)
+    return ScoreHeader(request_id, inputs, binary_size, samples, count_keys(shapes, network), chosen, timeout, device)
 
 
 _cached_header = lru_cache(_CACHED)(_header)
 
 
-def _read_shapes(inputs: Mapping[str, InputTensor], network: PublishedNetwork) -> ScoreInputs:
-    """Check all that does not depend on values."""
+def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
+    """Return the number of samples that an input has, which the owner compares with the others."""
+    rows = []
+    for name, one in network.features_by_name.items():
+        if name not in shapes or one.first != -1:
+            continue
+        count = shapes[name + OFFSETS][0] - 1 if name + OFFSETS in shapes else shapes[name][0]
+        if not one.per_request:
+            rows = [count]
+            break
+        rows.append(count)
+    samples = max(rows, default=0)
+    if not 0 < samples <= network.max_samples:
+        raise TooManyKeysError(
+            f"reading the request: got {samples} samples, expected 1 to {network.max_samples} (max_batch_size)"
+        )
+    return samples
+
+
+def _checked_samples(inputs: Mapping[str, InputTensor], network: PublishedNetwork) -> int:
+    """Check all that does not depend on values, and return the number of samples."""
     blank = {}
     for name, one in inputs.items():
-        if prod(max(1, width) for width in one.shape) > _MOST_VALUES:
-            raise TooManyKeysError(f"{reading_input(name)}: got shape {one.shape}, expected at most {_MOST_VALUES} values")
         dtype = np.dtype(np.int64) if _is_widened(one, network) else one.dtype
-        blank[name] = np.ndarray(one.shape, dtype, _BLANK, 0, (0,) * len(one.shape))
-    return read_request(network.signature, blank, network.max_samples, network.model, blank=True)
+        try:
+            blank[name] = np.ndarray(one.shape, dtype, _BLANK, 0, (0,) * len(one.shape))
+        except (ValueError, OverflowError) as error:
+            raise TooManyKeysError(f"{reading_input(name)}: got shape {one.shape}, which is too large") from error
+    return read_request(network.signature, blank, network.max_samples, network.model, blank=True).samples
+
+
+def count_keys(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
+    """Return the number of keys of all lookups that inputs of these shapes have."""
+    features, found = network.signature.features, 0
+    for place, column in network.signature.counted:
+        if (shape := shapes.get(features[place].name)) is not None:
+            found += prod(shape) if column is None else shape[0]
+    return found
 
 
 def _is_widened(one: InputTensor, network: PublishedNetwork) -> bool:

@@ -22,7 +22,7 @@ from hps.ground.sizes import SizeExpression
 from hps.scoring.features import OFFSETS, Feature, read_request
 from hps.scoring.signature import Signature
 from hps.service.protocol.request_checks import PublishedNetwork, flattened, int64_array, kind_of, parse_object, read_device
-from hps.service.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, check_keys, json_values
+from hps.service.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, check_keys, count_keys, json_values
 
 _EXAMPLE: Final = '{"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
 _LONGEST_EXAMPLE: Final = 2000
@@ -55,9 +55,12 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
     user = _named(user, network, "'user'")
     items = [_named(item, network, f"items[{place}]") for place, item in enumerate(items)]
     arrays = _Rows(network.signature, user, items).arrays()
-    read = read_request(network.signature, arrays, network.max_samples, network.model)
+    samples = len(items)
+    if network.signature.is_sized:  # of others the owner checks the shapes
+        samples = read_request(network.signature, arrays, network.max_samples, network.model).samples
+    keys = count_keys({name: one.shape for name, one in arrays.items()}, network)
     outputs = tuple((one, False) for one in network.outputs)
-    header = ScoreHeader(None, {}, 0, read.samples, sum(read.keys), outputs, timeout, device)
+    header = ScoreHeader(None, {}, 0, samples, keys, outputs, timeout, device)
     check_keys(header.keys, max_keys)
     return ScoreBody(header, arrays, rows=True)
 
@@ -104,10 +107,13 @@ class _Rows:
         self._features = signature.features
         self._user = user
         self._items = items
+        self._bags: set[int | str] = set()
+        self._ends: dict[int | str, npt.NDArray[np.int64]] = {}
+        if not signature.shifted:
+            return
         offsets = [one for one in self._features if one.offsets_of >= 0]
         whole = {self._features[one.offsets_of].first for one in offsets if one.name in user or not bag_ends(one, len(items))}
         self._bags = {self._features[one.offsets_of].first for one in offsets} - whole
-        self._ends: dict[int | str, npt.NDArray[np.int64]] = {}
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Make the arrays of all inputs."""
@@ -116,14 +122,14 @@ class _Rows:
         for one in self._features:
             if one.index:
                 continue
-            if one.offsets_of >= 0 and self._features[one.offsets_of].first in self._bags:
+            if one.first == -1 and one.offsets_of < 0:
+                _add_rows(found, one, self._rows(one))
+            elif one.offsets_of >= 0 and self._features[one.offsets_of].first in self._bags:
                 later.append(one)
             elif one.first in self._bags:
                 found[one.name] = self._bagged(one)
-            elif one.first != -1 or one.offsets_of >= 0:
-                found[one.name] = self._whole(one)
             else:
-                _add_rows(found, one, self._rows(one))
+                found[one.name] = self._whole(one)
         for one in later:
             ends = self._ends[self._features[one.offsets_of].first]
             self._refuse_in_items(one, "none: its bags are lists, which say it")

@@ -70,12 +70,12 @@ def _forms() -> dict[str, tuple[dict[str, Any], dict[str, bytes]]]:
     programs = [{"file": "keys.pt2", "inputs": ["x"], "outputs": ["keys"]}]
     offsets = {"lookups": {v: {"table": "item", "keys": {"output": "keys"}}}, "keys": programs, **read}
     columns = {f"v{k}": {"table": "item", "keys": {"input": "x", "column": k}} for k in range(_KEYS)}
-    one = torch.zeros(4, _DIM)
+    ones = [torch.zeros(4, _DIM) for _ in range(_KEYS)]
     matrix = {"inputs": {"x": {"shape": [-1, _KEYS]}, "age": {}}, "lookups": columns, "network_inputs": [*columns, "age"]}
     found |= {
         "identity": ({"inputs": {"x": x, "age": {}}, **identity}, whole),
         "offsets": ({"inputs": {"x": x, "age": {}}, **offsets}, {**whole, "keys.pt2": _program(Offsets(), keys)}),
-        "columns": (matrix, {"dense.pt2": _program(Sums(), one, one, one, age)}),
+        "columns": (matrix, {"dense.pt2": _program(Sums(), *ones, age)}),
     }
     return {name: ({**said, **form}, files) for name, (form, files) in found.items()}
 
@@ -107,15 +107,15 @@ def run(report: Report, quick: bool) -> None:
 
 
 def _compare(report: Report, servers: dict[str, Any], table: np.ndarray, samples: int, rng: Any, rounds: int) -> None:
-    keys, age = rng.integers(0, _ROWS // _KEYS, (samples, _KEYS)), rng.random(samples, np.float32)
-    offsets = np.arange(_KEYS) * (_ROWS // _KEYS)
+    x, age = rng.integers(0, _ROWS // _KEYS, (samples, _KEYS)), rng.random(samples, np.float32)
+    keys = x + np.arange(_KEYS) * (_ROWS // _KEYS)  # all forms look the same keys up
+    wanted = table[keys].sum((1, 2)) + age
     asks: dict[str, Callable[[], Any]] = {}
     for name, server in servers.items():
-        x = keys.astype(np.float32) if name == "columns" else keys
-        inputs = {"vectors" if name == "table" else "x": x, "age": age}
+        given = {"offsets": x, "columns": keys.astype(np.float32)}.get(name, keys)
+        inputs = {"vectors" if name == "table" else "x": given, "age": age}
         asks[name] = lambda server=server, inputs=inputs: server.score("m", inputs)
-        wanted = table[keys + offsets if name == "offsets" else keys].sum((1, 2)) + age
-        np.testing.assert_allclose(asks[name]().outputs["score"], wanted, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(asks[name]().outputs["score"], wanted, rtol=1e-4, atol=1e-4, err_msg=name)
     calls = 200 if samples < 1000 else 50
     found: dict[str, list[float]] = {name: [] for name in asks}
     for _ in range(rounds):

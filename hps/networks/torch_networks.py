@@ -20,6 +20,7 @@ from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
 
 _log = logging.getLogger(__name__)
 _WARM_UPS = 3
+_MOST_SIZES = 10_000
 _FORBIDDEN: Final = re.compile(rb"\b(save|from_file|rpc_\w+)\b")
 """What TorchScript can do beside arithmetic. Methods may do it while they are loaded: their text is read before."""
 
@@ -130,23 +131,18 @@ class ExportedProgram(_TorchNetwork):
                 warnings.filterwarnings("ignore", "The given buffer is not writable")  # of PyTorch's own reader
                 program = torch.export.load(io.BytesIO(content))
             names = [str(one) for one in program.graph_signature.user_inputs]
-            arguments = program.example_inputs
-            module = (program if device is None else move_to_device_pass(program, str(place))).module()
+            is_named, spec = program.example_inputs is not None, program.call_spec.in_spec
+            structure = spec.unflatten(range(spec.num_leaves))
+            moved = program if device is None else move_to_device_pass(program, str(place))
+            run = _run_of(moved, moved.module())
         except ModelFileError:
             raise
         except Exception as error:
             raise _failure(name, "a program of torch.export", error) from error
-        if arguments is not None:
-            names = _names(arguments, iter(names))
+        if is_named:
+            names = _names(structure, iter(names))
         refuse_inputs(name, names, inputs)
-        if arguments is None:
-            return cls(name, lambda given: module(*[given[one] for one in names]), outputs, place)
-
-        def call(given: Mapping[str, Tensor]) -> Any:
-            positional, named = _filled(arguments, iter([given[one] for one in names]))
-            return module(*positional, **named)
-
-        return cls(name, call, outputs, place)
+        return cls(name, lambda given: run([given[one] for one in names]), outputs, place)
 
 
 class TorchScript(_TorchNetwork):
@@ -202,13 +198,35 @@ def _package(content: bytes, inputs: Sequence[NetworkTensor], device: torch.devi
     return lambda given: package(*[given[one].contiguous() for one in names])
 
 
-def _filled(structure: Any, leaves: Any) -> Any:
-    """Put leaves into the places of tensors in nested tuples, lists and dicts."""
-    if isinstance(structure, Mapping):
-        return {key: _filled(one, leaves) for key, one in structure.items()}
-    if isinstance(structure, tuple | list):
-        return type(structure)(_filled(one, leaves) for one in structure)
-    return next(leaves)
+def _run_of(program: Any, module: Any) -> Callable[[list[Tensor]], Any]:
+    """Return what runs a program on its inputs in their order.
+
+    A call of a module of `torch.export` checks the structure of its arguments, and sizes, for 40 us. That is done once for
+    each combination of sizes; the same graph without these checks runs from then on.
+    """
+    inputs, outputs = program.call_spec.in_spec, program.call_spec.out_spec
+    order = outputs.unflatten(range(outputs.num_leaves))
+    named = isinstance(order, Mapping) and all(type(one) is int for one in order.values())
+    bare = program.module()
+    for node in list(bare.graph.nodes):
+        if node.op == "call_module" and not node.users:  # what checks sizes returns nothing
+            bare.graph.erase_node(node)
+    bare.graph.set_codegen(torch.fx.graph.CodeGen())
+    bare.recompile()
+    run, seen = bare.forward, set[tuple[torch.Size, ...]]()
+
+    def call(given: list[Tensor]) -> Any:
+        sizes = tuple([one.shape for one in given])
+        if sizes not in seen:
+            positional, keywords = inputs.unflatten(given)
+            found = module(*positional, **keywords)
+            if len(seen) < _MOST_SIZES:
+                seen.add(sizes)
+            return found
+        found = run(*given)
+        return {name: found[place] for name, place in order.items()} if named else found
+
+    return call
 
 
 def _names(structure: Any, placeholders: Iterator[str], key: str = "") -> list[str]:

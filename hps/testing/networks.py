@@ -104,7 +104,7 @@ class NetworkContract:
 
     # -- tensors --------------------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "int32", "bool"])
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"])
     def test_features_of_each_dtype_arrive(self, dtype: str) -> None:
         network = self.opened()
         array = np.array([[0, 1, 2], [3, 0, 1]]).astype(dtype)

@@ -50,9 +50,28 @@ def test_features_may_be_of_other_dtypes() -> None:
     for kind, dtype in ((TensorProto.FLOAT16, "float16"), (TensorProto.INT64, "int64"), (TensorProto.INT32, "int32")):
         network = opened(model(kind), *(NetworkTensor(name, dtype, (-1, 4)) for name in "ab"))
         assert network.run({name: np.ones((2, 4), dtype) for name in "ab"})["sum"].dtype == dtype
-    with pytest.raises(hps.ModelFileError, match=re.escape("expected tensor(double) [-1, 4]")):
+    with pytest.raises(hps.ModelFileError, match=re.escape("expected float64 [-1, 4]")):
         opened(model(TensorProto.DOUBLE))
     opened(model(width="any"), A, B)  # a width that the network leaves free fits
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int16", "int8", "uint8", "bool"])
+def test_keys_are_computed_of_any_dtype(dtype: str) -> None:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    given = helper.make_tensor_value_info("x", kind, ["samples", "n"])
+    found = helper.make_tensor_value_info("keys", TensorProto.INT64, ["samples", "n"])
+    graph = helper.make_graph([helper.make_node("Cast", ["x"], ["keys"], to=TensorProto.INT64)], "g", [given], [found])
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    made.ir_version = 8
+    network = opened(made.SerializeToString(), NetworkTensor("x", dtype, (-1, -1)), outputs=("keys",))
+    values = np.arange(6).reshape(2, 3).astype(dtype)
+    np.testing.assert_array_equal(network.run({"x": values})["keys"], values.astype(np.int64), strict=True)
+
+
+def test_a_lookup_of_computed_keys_may_have_vectors_of_any_shape() -> None:
+    assert opened(model(), A, NetworkTensor("b", "float32", None)).run({name: np.ones((2, 4), np.float32) for name in "ab"})
+    with pytest.raises(hps.ModelFileError, match=re.escape("got float64 of any shape for input 'b'")):
+        opened(model(), A, NetworkTensor("b", "float64", None))
 
 
 def test_threads_are_those_of_openmp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,39 @@ def test_inputs_in_lists_are_called_as_their_placeholders_and_outputs_in_their_o
     np.testing.assert_array_equal(found["y"], VALUES["a"])
 
 
+@pytest.mark.parametrize("form", [plain, of_dict, mixed])
+def test_sizes_that_were_seen_run_as_when_they_were_new(form: Callable[[], bytes]) -> None:
+    """Checks of sizes are made once for each of them; what runs later takes and returns the same."""
+    network = opened(form(), outputs=("score",) if form is plain else ("score", "other"))
+    for samples in (3, 1, 3, 3, 1):
+        values = {name: array[:samples] + 1 for name, array in VALUES.items()}
+        found = answer(network, values)
+        np.testing.assert_allclose(found["score"], values["a"].sum(1) - 2 * values["b"].sum(1))
+        assert len(found.get("other", values["a"])) == samples
+
+
+def test_other_sizes_are_refused_whatever_was_seen_before() -> None:
+    network = opened(plain())
+    wide = {"a": np.ones((3, 5), np.float32), "b": VALUES["b"]}
+    for _ in range(2):
+        answer(network)
+        with pytest.raises(Exception, match=r"shape\[1\]|size|Guard"):
+            answer(network, wide)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int16", "int8", "uint8"])
+def test_keys_are_computed_of_any_dtype(dtype: str) -> None:
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.long() + 1
+
+    content = exported(Cast(), torch.ones(2, 3, dtype=getattr(torch, dtype)), shapes=(ROWS,))
+    network = opened(content, NetworkTensor("x", dtype, (-1, 3)), outputs=("keys",))
+    for _ in range(2):
+        found = answer(network, {"x": np.arange(6).reshape(2, 3).astype(dtype)})
+        np.testing.assert_array_equal(found["keys"], np.arange(1, 7).reshape(2, 3), strict=True)
+
+
 def test_other_outputs_are_named() -> None:
     content = mixed()
     for outputs in (("score",), ("a", "b", "c")):

@@ -209,7 +209,7 @@ class Signature:
 def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     """Return the signature of a network, whose configuration was checked against the tables."""
     places = {table.table_name: place for place, table in enumerate(tables)}
-    names = list(dense.inputs)
+    names = {name: place for place, name in enumerate(dense.inputs)}
     features: list[Feature] = []
     lookups: list[Lookup] = []
     for name, one in dense.inputs.items():
@@ -235,7 +235,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
             features.append(Feature(name, dtype="int64", index=True))
         else:
             first, *shape = one.shape
-            offsets_of = -1 if one.offsets_of is None else names.index(one.offsets_of)
+            offsets_of = -1 if one.offsets_of is None else names[one.offsets_of]
             first = -1 if first == SAMPLES else first
             features.append(Feature(name, -1, None, "", one.dtype, tuple(shape), one.per_request, False, 0, first, offsets_of))
     for name, lookup in dense.lookups.items():
@@ -256,7 +256,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
                 max_keys=tables[place].max_keys,
             )
         )
-    counted = [(one, names.index(one.keys.name)) for one in lookups if one.keys.name in dense.inputs]
+    counted = [(one, names[one.keys.name]) for one in lookups if one.keys.name in dense.inputs]
     strings = [
         (place, axis, SizeExpression(width))
         for place, one in enumerate(features)

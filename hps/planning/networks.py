@@ -93,9 +93,11 @@ def _on_device(config: ModelConfig, on_cuda: bool) -> bool:
 
 def _input_bytes(signature: Signature, most: int) -> tuple[int, int]:
     """Return the bytes of keys and features, and of vectors: those kept from the start, or else those of one full batch."""
-    forms = kept_forms(signature, most) or [BatchForm(most, 0, (False,) * len(signature.features))]
+    forms = kept_forms(signature, most) or [
+        BatchForm(most, 0, (False,) * len(signature.features), tuple(signature.sizes[name] for name in signature.inner))
+    ]
     layouts = [lay_out(signature, form, most) for form in forms]
-    return sum(one.size_bytes for one in layouts), sum(one.vector_bytes for one in layouts)
+    return sum(one.size_bytes for one in layouts), sum(one.beside_bytes for one in layouts)
 
 
 def _run_bytes(config: ModelConfig, contents: Mapping[str, bytes]) -> int:

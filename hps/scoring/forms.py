@@ -1,12 +1,15 @@
 """The forms of batches that memory is kept for, and where their inputs lie in it: for the scorer, and for plans."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from hps.scoring.signature import Signature
+from hps.configuration.networks import SAMPLES
+from hps.scoring.features import Feature
+from hps.scoring.signature import Lookup, Signature, Source
 
 _ALIGNED = 64
 _LEAST = 16
@@ -19,11 +22,13 @@ class BatchForm(NamedTuple):
     Attributes:
         samples, requests: most of them; no requests if they give nothing once.
         once: by place of the feature, whether each request gives one row.
+        sizes: of `Signature.inner`.
     """
 
     samples: int
     requests: int
     once: tuple[bool, ...]
+    sizes: tuple[int, ...] = ()
 
     @property
     def rows(self) -> list[int]:
@@ -31,27 +36,54 @@ class BatchForm(NamedTuple):
         return [self.requests if once else self.samples for once in self.once]
 
 
+class Buffer(NamedTuple):
+    """Memory of keys or weights that a lookup reads, and that are copied or computed in each batch.
+
+    Attributes:
+        lookup: place of the lookup.
+        shape: of all rows.
+    """
+
+    lookup: int
+    source: Source
+    dtype: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where the inputs of batches of one form lie in one piece of memory. *Immutable.*
+    """Where the inputs of batches of one form lie in one piece of memory, and what memory there is beside it. *Immutable.*
 
     It begins with the index, (indices,) int64: the request of each sample.
 
     Attributes:
         indices: samples if anything is given once, else 0.
-        starts: by input, where its values begin; keys of lookups lie behind all else, from `keys_at` on.
-        limits: by input, how many bytes have room.
-        shapes: by input, of what the network gets, a row a request if it is given once.
-        vector_bytes: size of the vectors of all lookups, which have memory of their own.
+        starts: by feature, where its values begin; those that are nothing but keys lie behind all else, from `keys_at` on, one
+            behind the other as they are filled.
+        keys_only: names of these.
+        limits: by feature, how many bytes have room.
+        shapes: by feature, a row a request if it is given once.
+        once: names of features, outputs of keys programs, and lookups that have a row a request.
+        vectors: by lookup, the shape of its vectors.
+        buffers: memory of their own for keys and weights.
     """
 
     indices: int
     starts: tuple[int, ...]
     limits: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
+    keys_only: frozenset[str]
     keys_at: int
     size_bytes: int
-    vector_bytes: int
+    once: frozenset[str]
+    vectors: tuple[tuple[int, ...], ...]
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def beside_bytes(self) -> int:
+        """Size of vectors and buffers."""
+        buffers = sum(prod(one.shape) * np.dtype(one.dtype).itemsize for one in self.buffers)
+        return buffers + sum(4 * prod(shape) for shape in self.vectors)
 
 
 def room_for(count: int, most: int) -> int:
@@ -62,41 +94,116 @@ def room_for(count: int, most: int) -> int:
     return min(room, most)
 
 
+def can_be_kept(signature: Signature) -> bool:
+    """Return whether all features have a row a sample or a request, and the network does not expand them by itself."""
+    return (
+        signature.merges
+        and all(not one.index and one.first == -1 and one.offsets_of < 0 for one in signature.features)
+        and all(one.offsets is None for one in signature.lookups)
+    )
+
+
 def kept_forms(signature: Signature, max_samples: int) -> list[BatchForm]:
     """Return the forms that memory is kept for from the start: of all numbers of samples, with nothing and all given once.
 
-    None for networks that get the request index. Batches of many requests that give something once have other forms.
+    Named sizes are those of `dense.sizes`. Batches of many requests that give something once have other forms.
     """
-    features = signature.features
-    if any(one.index for one in features):
+    if not can_be_kept(signature):
         return []
-    none, once = (False,) * len(features), tuple(one.per_request for one in features)
+    none, once = (False,) * len(signature.features), tuple(one.per_request for one in signature.features)
+    sizes = tuple(signature.sizes[name] for name in signature.inner)
     forms: list[BatchForm] = []
     samples = 0
     while samples < max_samples:
         samples = room_for(samples + 1, max_samples)
-        forms += [BatchForm(samples, room_for(1, samples) if any(given) else 0, given) for given in dict.fromkeys((none, once))]
+        forms += [
+            BatchForm(samples, room_for(1, samples) if any(given) else 0, given, sizes) for given in dict.fromkeys((none, once))
+        ]
     return forms
 
 
-def lay_out(signature: Signature, form: BatchForm, max_samples: int) -> BatchLayout:
-    """Lay out the inputs of batches of a form, of a model of at most `max_samples`."""
+def lay_out(
+    signature: Signature, form: BatchForm, max_samples: int, computed: Mapping[str, tuple[int, ...]] | None = None
+) -> BatchLayout:
+    """Lay out the inputs of batches of a form, of a model of at most `max_samples`.
+
+    Args:
+        computed: by name of an output of a keys program, the shape of a row. Default: that of its largest input.
+    """
+    known = {**signature.sizes, **dict(zip(signature.inner, form.sizes, strict=True)), SAMPLES: 1}
+    rows = {one.name: one.shape_with(known)[1:] for one in signature.features}
+    once = {one.name for one, given in zip(signature.features, form.once, strict=True) if given}
+    for program in signature.programs:
+        largest = max((rows[name] for name in program.inputs), key=prod)
+        rows |= {name: largest if computed is None else computed[name] for name in program.outputs}
+        if once.issuperset(program.inputs):
+            once |= {*program.outputs}
+    features = {one.name: one for one in signature.features}
+    vectors, buffers = [], []
+    for place, lookup in enumerate(signature.lookups):
+        sources = [one for one in (lookup.keys, lookup.weights) if one is not None]
+        if once.issuperset(one.name for one in sources):
+            once.add(lookup.name)
+        count = form.requests if lookup.name in once else form.samples
+        for source, dtype in zip(sources, ("int64", "float32"), strict=False):
+            shape = () if source.column is not None else rows[source.name]
+            if not _reads(lookup, features.get(source.name), source, dtype, once):
+                buffers.append(Buffer(place, source, dtype, (count, *shape)))
+        vectors.append((count, *_row_of(signature, lookup, rows), lookup.dim))
     indices = form.samples if form.requests else 0
+    keys_only = _keys_only(signature, {(one.lookup, one.source) for one in buffers})
     starts, limits, shapes, at = [], [], [], aligned(8 * indices)
-    keys_bytes = vector_bytes = 0
-    tensors = {one.name: one for one in signature.tensors()}
+    keys_bytes = 0
     for one, n in zip(signature.features, form.rows, strict=True):
         starts.append(at)
-        shapes.append((n, *(tensors[one.name].shape or ())[1:]))
+        shapes.append((n, *rows[one.name]))
         if one.is_lookup:
             keys = one.max_keys // max_samples if one.bags else 0
             limits.append(8 * min(n * (one.hotness or keys or 1), one.max_keys))
-            keys_bytes += aligned(limits[-1])
-            vector_bytes += 4 * prod(shapes[-1])
         else:
-            limits.append(n * prod(shapes[-1][1:]) * np.dtype(one.dtype).itemsize)
+            limits.append(prod(shapes[-1]) * np.dtype(one.dtype).itemsize)
+        if one.name in keys_only:
+            keys_bytes += aligned(limits[-1])
+        else:
             at += aligned(limits[-1])
-    return BatchLayout(indices, tuple(starts), tuple(limits), tuple(shapes), at, at + keys_bytes, vector_bytes)
+    return BatchLayout(
+        indices,
+        tuple(starts),
+        tuple(limits),
+        tuple(shapes),
+        frozenset(keys_only),
+        at,
+        at + keys_bytes,
+        frozenset(once),
+        tuple(vectors),
+        tuple(buffers),
+    )
+
+
+def _reads(lookup: Lookup, feature: Feature | None, source: Source, dtype: str, once: set[str]) -> bool:
+    """Return whether a lookup reads a feature as it is given."""
+    if feature is None or source.column is not None or (not feature.is_lookup and feature.dtype != dtype):
+        return False
+    return feature.name not in once or lookup.name in once
+
+
+def _row_of(signature: Signature, lookup: Lookup, rows: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of a sample's vectors, without their width."""
+    if lookup.combiner or lookup.keys.column is not None:
+        return ()
+    if lookup.feature >= 0 and signature.features[lookup.feature].hotness is None:
+        return ()
+    return rows[lookup.keys.name]
+
+
+def _keys_only(signature: Signature, buffered: set[tuple[int, Source]]) -> set[str]:
+    """Return the names of features that nothing but lookups reads, as they are given."""
+    read = {name for program in signature.programs for name in program.inputs}
+    read |= {source.name for _, source in buffered}
+    lookups = {one.name for one in signature.lookups}
+    read |= {name for name in signature.network_inputs if name not in lookups}
+    keys = {one.keys.name for one in signature.lookups}
+    return {one.name for one in signature.features if one.name in keys and one.name not in read}
 
 
 def aligned(size: int) -> int:

@@ -69,10 +69,9 @@ def test_inputs_take_what_the_scorer_keeps(tmp_path: Path, inputs: Any, most: in
         scores = server.model("m").scores
         assert scores is not None
         scorer: Scorer = scores._scorers[0]
-        kept = scorer._kept
-        assert sorted(form.samples for form in kept) == (sizes if inputs is not ONCE else sorted(2 * sizes))
-        lookups = [name for name in inputs if name != "age"]
-        held = sum(one.staged.nbytes + sum(one.inputs[name].nbytes for name in lookups) for one in kept.values())
+        kept = scorer._kept.memories
+        assert sorted(one.form.samples for one in kept) == (sizes if inputs is not ONCE else sorted(2 * sizes))
+        held = sum(one.staged.nbytes + sum(vectors.nbytes for vectors in one.vectors) for one in kept)
     assert found == {
         ("ram", None, "weights"): file_bytes,
         ("ram", None, "inputs of batches"): held,

@@ -10,8 +10,9 @@ import pytest
 import hps
 from hps.configuration.load import load_dense
 from hps.errors import TooManyKeysError
-from hps.scoring import scorer as scorer_module
+from hps.scoring import kept as kept_module
 from hps.scoring.features import ScoreInputs, read_request
+from hps.scoring.kept import KeptBatches
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.scoring.signature import signature_of
@@ -25,14 +26,15 @@ from tests.ring1.scoring.test_packing import MOST, TABLES, Region, everything
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Of each call, the number of its samples if it was answered in memory that is kept, or None."""
     calls: list[int | None] = []
-    score = Scorer._score_kept
+    score = KeptBatches.score
 
-    def counting(self: Scorer, requests: Any, counts: Any) -> Any:
+    def counting(self: KeptBatches, requests: Any, counts: Any) -> Any:
         found = score(self, requests, counts)
         calls.append(None if found[0] is None else int(counts.sum()))
         return found
 
-    monkeypatch.setattr(Scorer, "_score_kept", counting)
+    monkeypatch.setattr(KeptBatches, "score", counting)
+    monkeypatch.setattr(kept_module, "_SMALL_BYTES", 0)  # the batches of these tests are small
     return calls
 
 
@@ -190,7 +192,7 @@ def test_each_table_is_asked_once_in_a_lookup_and_what_is_given_once_once(way: W
     tables = FakeTables(4, 2)
     ours, asked = way(tables=tables), []
     look_up = tables.look_up
-    ours._lookup = lambda segments: (asked.append([(one.table, one.n) for one in segments]), look_up(segments))[1]
+    ours._runner.lookup = lambda segments: (asked.append([(one.table, one.n) for one in segments]), look_up(segments))[1]
     ours.score(read(ours, arrays(np.random.default_rng(0), 16)))
     assert asked == [[(0, 1), (1, 32)], [(1, 5)], [(1, 3)], [(0, 16)], [(1, 48)], [(0, 16)]]
 
@@ -199,7 +201,7 @@ def test_rows_that_fill_up_a_lookup_are_of_the_batch(kept: list[int | None]) -> 
     """Keys of an earlier batch may be missing by now, and would be fetched by every other one."""
     tables, asked = FakeTables(4, 2), []
     ours, look_up = scorer_of(True, tables=tables), tables.look_up
-    ours._lookup = lambda segments: (asked.extend(np.array(one.keys) for one in segments), look_up(segments))[1]
+    ours._runner.lookup = lambda segments: (asked.extend(np.array(one.keys) for one in segments), look_up(segments))[1]
     for at, samples in enumerate((50, 33, 35, 49)):
         asked.clear()
         given = arrays(np.random.default_rng(1), samples)
@@ -230,12 +232,12 @@ def test_rows_that_fill_up_a_lookup_are_no_more_than_it_may_have(way: Way, kept:
 def test_more_forms_than_are_kept_take_the_general_way_until_another_is_unused(
     way: Way, kept: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer_module, "_MOST_KEPT", 2)
-    monkeypatch.setattr(scorer_module, "_UNUSED", 4)
+    monkeypatch.setattr(kept_module, "_MOST_KEPT", 2)
+    monkeypatch.setattr(kept_module, "_UNUSED", 4)
     rng, ours, other = np.random.default_rng(5), way(), way()
     for once in (ONCE, (), ("age",), ONCE, ("age",), ONCE, ("age",), ()):
         compare(ours, other, arrays(rng, 3, once))
-        assert len(ours._kept) <= 2
+        assert len(ours._kept.memories) <= 2
     assert kept == [3, 3, None, 3, None, 3, 3, None]
 
 
@@ -244,7 +246,7 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
 ) -> None:
     class Full(DeviceNetwork):
         def staging(self, size: int) -> tuple[np.ndarray, Any]:
-            if len(ours._kept) == 1:
+            if len(ours._kept.memories) == 1:
                 raise RuntimeError("CUDA out of memory")
             return super().staging(size)
 
@@ -260,12 +262,12 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
 def test_more_sizes_than_are_prepared_are_prepared_again(
     way: Way, kept: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer_module, "_MOST_BOUND", 3)
+    monkeypatch.setattr(kept_module, "_MOST_BOUND", 3)
     rng, ours, other = np.random.default_rng(5), way(), way()
     sizes = [1, 2, 3, 4, 1, 5, 4, 3, 2, 1] * 2
     for samples in sizes:
         compare(ours, other, arrays(rng, samples))
-        assert all(len(one.bound) <= 3 for one in ours._kept.values())
+        assert all(len(one.bound) <= 3 for one in ours._kept.memories)
     assert kept == sizes
 
 
@@ -294,7 +296,7 @@ def test_all_that_a_network_does_counts_as_time_in_it(way: Way) -> None:
     ours.score(given)
     with ours._own:  # the general way
         ours.score(given)
-    assert found == {"fixed": {True} if ours._on_device else set(), "take": {True}, "run": {True}}
+    assert found == {"fixed": {True} if ours._runner.on_device else set(), "take": {True}, "run": {True}}
     assert ours.network_seconds() == {}
 
 

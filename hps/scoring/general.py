@@ -1,0 +1,219 @@
+"""Batches of any requests, in new memory: inputs are put together, keys computed, vectors looked up."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hps.networks.base import Tensor
+from hps.scoring.merging import Keys, Merged
+from hps.scoring.runner import Runner, index_of
+from hps.scoring.signature import Lookup, Source
+from hps.tensors.bags import Bags, pooled_segments
+from hps.tensors.segments import Segment, named_segments
+from hps.types import KeyArray
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What is known of a batch, by name of a feature, an output of a keys program, or a lookup.
+
+    Attributes:
+        values: in the memory of lookups: on a CUDA device tensors, else arrays; of a feature with a table, `Keys`.
+        times, sizes: as of `Merged`.
+    """
+
+    values: dict[str, Any]
+    times: dict[str, KeyArray]
+    sizes: Mapping[str, int]
+
+
+class _Asked(NamedTuple):
+    """What a lookup asks of a batch.
+
+    Attributes:
+        keys: int64, of any shape.
+        shape: of the vectors, without their width.
+        bags: None if a vector is found for each key.
+    """
+
+    keys: Any
+    shape: tuple[int, ...]
+    bags: Bags | None
+
+
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+
+
+class NewBatches:
+    """Prepares batches in new memory. *Thread-safe.*"""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._signature = runner.signature
+        self._names = [table.table_name for table in runner.tables]
+        self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
+        self._dtypes = {one.name: one.dtype for one in runner.signature.features if not one.is_lookup}
+        self._expands = not any(one.index for one in runner.signature.features)  # else the network does
+
+    def prepared(self, merged: Merged, *, dry: bool = False) -> Callable[[], Mapping[str, Tensor]]:
+        """Look up the vectors of a batch, and return the run of the network on it.
+
+        Args:
+            dry: nothing is looked up; all vectors are zero.
+        """
+        batch = _Batch(self._placed(merged.values), dict(merged.times), merged.sizes)
+        self._compute_keys(batch)
+        self._find_vectors(batch, dry)
+        network, inputs, indices = self._runner.network, {}, {}
+        vectors = {one.name for one in self._signature.lookups}
+        for name in self._signature.network_inputs:
+            values = batch.values[_vectors_of(name) if name in vectors else name]
+            inputs[name] = values if self._runner.on_device else network.put(values)
+            if name in batch.times and self._expands:
+                indices[name] = network.put(index_of(batch.times[name]))
+        return self._runner.run_of(network, inputs, indices)
+
+    def _placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the values of features where lookups and programs read them."""
+        if not self._runner.on_device:
+            return dict(values)
+        put = self._runner.network.put
+        return {
+            name: Keys(*[one if one is None else put(np.ascontiguousarray(one)) for one in given])
+            if isinstance(given, Keys)
+            else put(np.ascontiguousarray(given))
+            for name, given in values.items()
+        }
+
+    def _compute_keys(self, batch: _Batch) -> None:
+        """Run the keys programs: those whose inputs were all given once, on a row a request."""
+        for program, network in zip(self._signature.programs, self._runner.calls.programs, strict=True):
+            times = self._shared_times(batch, program.inputs)
+            if times is not None and self._signature.refused_by(len(times), batch.sizes) is not None:
+                times = None
+            given = {name: batch.values[name] if times is not None else self._each(batch, name) for name in program.inputs}
+            if not self._runner.on_device:
+                given = {name: network.put(values) for name, values in given.items()}
+            outputs = self._runner.running(partial(network.run, given), "a keys program")
+            if not self._runner.on_device:
+                outputs = network.fetch(outputs)
+            for name in program.outputs:
+                batch.values[name] = outputs[name]
+                if times is not None:
+                    batch.times[name] = times
+
+    def _shared_times(self, batch: _Batch, names: Sequence[str]) -> KeyArray | None:
+        """Return how often each row of several values counts, if it is the same of all; None if each counts once."""
+        times = [batch.times.get(name) for name in names]
+        first = times[0]
+        if first is None or any(one is None or not np.array_equal(one, first) for one in times):
+            return None
+        return first
+
+    def _each(self, batch: _Batch, name: str) -> Any:
+        """Return values with a row for each sample."""
+        values, times = batch.values[name], batch.times.get(name)
+        if times is None:
+            return values
+        index = index_of(times)
+        return self._runner.network.take(values, self._runner.network.put(index)) if self._runner.on_device else values[index]
+
+    def _find_vectors(self, batch: _Batch, dry: bool) -> None:
+        """Look up the vectors of all lookups."""
+        asked = {place: self._ask(batch, one) for place, one in enumerate(self._signature.lookups)}
+        for pooled, places in self._runner.groups({place: one.bags is not None for place, one in asked.items()}):
+            tables: dict[str, Any] = {}
+            outs: dict[str, Any] = {}
+            for place in places:
+                lookup, one = self._signature.lookups[place], asked[place]
+                flat = (int(np.prod(one.shape)), lookup.dim)
+                out = (
+                    self._runner.network.empty(flat, "float32")
+                    if self._runner.on_device and not dry
+                    else np.empty(flat, np.float32)
+                )
+                if dry:
+                    out.fill(0)
+                    out = self._runner.network.put(out) if self._runner.on_device else out
+                name = self._names[lookup.table]
+                tables[name] = one.keys.reshape(-1) if one.bags is None else one.bags
+                outs[name], batch.values[_vectors_of(lookup.name)] = out, out.reshape((*one.shape, lookup.dim))
+            if not dry:
+                self._look_up(tables, outs, pooled)
+
+    def _look_up(self, tables: Mapping[str, Any], outs: Mapping[str, Any], pooled: bool) -> None:
+        """Look up one lookup of each table."""
+        index, on_device = self._indices.__getitem__, self._runner.on_device
+        if pooled:
+            segments: Sequence[Segment] = pooled_segments(tables, outs, index, self._runner.tables, on_cuda=on_device)
+        else:
+            segments = named_segments(
+                tables, outs, index, self._indices, self._runner.tables, on_cuda=on_device, with_found=False
+            )
+        self._runner.lookup(segments)
+
+    def _ask(self, batch: _Batch, lookup: Lookup) -> _Asked:
+        """Find the keys of a lookup, and its bags if it pools."""
+        if lookup.feature >= 0:
+            given: Keys = batch.values[lookup.name]
+            keys, offsets, weights = given
+            if not lookup.combiner:
+                rows = keys if self._signature.features[lookup.feature].hotness is not None else keys.reshape(-1)
+                return _Asked(rows, rows.shape, None)
+        else:
+            times = None
+            if batch.times:
+                sources = (lookup.keys, lookup.offsets, lookup.weights)
+                times = self._shared_times(batch, [one.name for one in sources if one is not None])
+            if times is not None:
+                batch.times[lookup.name] = times
+            keys = self._source(batch, lookup.keys, _INT64, times is None)
+            offsets = None if lookup.offsets is None else self._source(batch, lookup.offsets, _INT64, times is None).reshape(-1)
+            weights = None if lookup.weights is None else self._source(batch, lookup.weights, _FLOAT32, times is None)
+            weights = weights if weights is None else weights.reshape(-1)
+            if not lookup.combiner and not lookup.clips:
+                return _Asked(keys, keys.shape, None)
+            if lookup.clips:
+                return _Asked(keys, keys.shape, lookup.bags_of(keys.reshape(-1, 1)))
+        if offsets is not None:
+            bags = lookup.bags_of(keys.reshape(-1), offsets, weights)
+            return _Asked(bags.keys, (len(offsets) - lookup.include_last_offset,), bags)
+        rows = keys.reshape(len(keys), -1)
+        if weights is None and not lookup.pools(rows.shape[1]):
+            return _Asked(keys, (len(keys),), None)
+        return _Asked(rows, (len(keys),), lookup.bags_of(rows, None, weights))
+
+    def _source(self, batch: _Batch, source: Source, dtype: "np.dtype[Any]", each: bool) -> Any:
+        """Return the values of a source, C-contiguous and of a dtype.
+
+        Args:
+            each: with a row for each sample.
+        """
+        values = self._each(batch, source.name) if each else batch.values[source.name]
+        if source.column is not None:
+            values = values[:, source.column]
+        if not self._runner.on_device:
+            if values.dtype == dtype and values.flags.c_contiguous:
+                return values
+            converted = np.empty(values.shape, dtype)
+            self._runner.copy(converted, values)
+            return converted
+        if source.column is None and self._dtypes.get(source.name) == dtype.name:
+            return values
+        converted = self._runner.network.empty(tuple(values.shape), dtype.name)
+        self._runner.copy(converted, values)
+        return converted
+
+    def prepared_zeros(self, samples: int) -> Callable[[], Mapping[str, Tensor]]:
+        """Return a run of the network on zeros, without lookups."""
+        zeros = self._signature.zeros(samples)
+        given = {one.name: Keys(zeros[one.name]) if one.is_lookup else zeros[one.name] for one in self._signature.features}
+        return self.prepared(Merged(given, sizes=self._signature.sizes), dry=True)
+
+
+def _vectors_of(lookup: str) -> str:
+    """Return the name of vectors within a batch: a feature with a table has keys of the same name."""
+    return f"vectors of {lookup}"

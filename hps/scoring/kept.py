@@ -1,0 +1,407 @@
+"""Batches of requests that look alike, in memory that is kept.
+
+All memory from their keys to the inputs of the network is kept, for some forms of batches, and so is what their lookups
+prepare; on a CUDA device the keys programs and the network are CUDA graphs. Then a batch is one copy of its inputs, a launch of
+the keys programs, prepared lookups, and one launch.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from time import perf_counter_ns
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.configuration.networks import SAMPLES
+from hps.ground.numba_kernels import compile_kernels
+from hps.networks.base import Network, Tensor
+from hps.scoring.features import ScoreInputs
+from hps.scoring.forms import BatchForm, BatchLayout, aligned, can_be_kept, kept_forms, lay_out, room_for
+from hps.scoring.packing import PackedRequest, gather, gather_into, rows_of
+from hps.scoring.runner import Outputs, Runner
+from hps.scoring.signature import Source
+from hps.tensors.bags import pooling_of
+from hps.tensors.segments import Segment
+from hps.types import IndexArray, KeyArray
+
+_log = logging.getLogger(__name__)
+_MOST_KEPT = 16
+_UNUSED = 1000  # batches after which the memory of a form may be given to another
+_MOST_BOUND = 256
+_EXACT_BITS = 5  # of a number of rows that is rounded
+_SMALL_BYTES = 1 << 18  # of vectors: new memory for them costs less than what is kept saves, on the CPU
+
+
+@dataclass(slots=True)
+class _Bound:
+    """What batches with the same numbers of rows and keys prepare once.
+
+    Attributes:
+        starts: by feature, where its values begin in the memory of inputs.
+        target, source: the part of this memory that is used, and the same part of `KeptMemory.source`; None on the CPU.
+        keys: computes and copies keys; None if they are read as they are given.
+        run: of the network.
+    """
+
+    starts: IndexArray
+    target: Tensor
+    source: Tensor
+    keys: Callable[[], Mapping[str, Tensor]] | None
+    lookups: list[Sequence[Segment]]
+    run: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class KeptMemory:
+    """Memory of batches of one form.
+
+    Attributes:
+        staged, source: where inputs are gathered, as an array, and as what the network copies to `memory`.
+        memory: where lookups and network read them; `staged` itself on the CPU.
+        starts, limits: as arrays, those of the layout.
+        index: (samples,) int64, in `staged`: the request of each sample; empty if nothing is given once.
+        read_index: the same where the network reads it.
+        regions: of features that are read as they are, by name.
+        buffers: keys and weights that are computed or copied, by place of the lookup and source.
+        vectors: by lookup.
+        keys, run: of the keys programs and of the network, on all rows; on a CUDA device, captured.
+        used: number of the last batch.
+        bound: by numbers of rows of each input, and of elements of a row.
+    """
+
+    form: BatchForm
+    layout: BatchLayout
+    staged: npt.NDArray[np.uint8]
+    source: Tensor
+    memory: Tensor
+    index: KeyArray
+    read_index: Tensor
+    regions: dict[str, Tensor]
+    buffers: dict[tuple[int, Source], Tensor]
+    vectors: list[Tensor]
+    starts: IndexArray = field(init=False)
+    limits: IndexArray = field(init=False)
+    keys: Callable[[], Mapping[str, Tensor]] | None = None
+    run: Callable[[], Mapping[str, Tensor]] = dict
+    used: int = 0
+    bound: dict[tuple[Sequence[int], Sequence[int]], _Bound] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.starts, self.limits = np.array(self.layout.starts), np.array(self.layout.limits)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.layout.size_bytes + self.layout.beside_bytes
+
+
+class KeptBatches:
+    """Scores batches in memory that is kept. *One call at a time*."""
+
+    def __init__(self, runner: Runner, max_samples: int) -> None:
+        self._runner = runner
+        self._signature = runner.signature
+        self._max_samples = max_samples
+        self._programs = dict(zip(self._signature.programs, runner.calls.programs, strict=True))
+        self._memories: dict[BatchForm, KeptMemory] = {}
+        self._most_kept = _MOST_KEPT if can_be_kept(self._signature) else 0
+        self._most_bytes = 0  # of forms with other sizes than those of `dense.sizes`
+        self._batches = 0  # that were scored in it
+        forms = [] if runner.on_device else kept_forms(self._signature, 1)
+        self._sample_bytes = max((lay_out(self._signature, form, 1).beside_bytes for form in forms), default=0)
+        compile_kernels(gather)
+
+    @property
+    def memories(self) -> Sequence[KeptMemory]:
+        return list(self._memories.values())
+
+    def warm(self) -> None:
+        """Keep memory for `kept_forms`, and run the network on it once."""
+        forms = kept_forms(self._signature, self._max_samples)
+        if self._signature.inner:
+            layouts = [lay_out(self._signature, form, self._max_samples) for form in forms]
+            self._most_bytes = 2 * sum(one.size_bytes + one.beside_bytes for one in layouts)
+        for form in forms:
+            kept = self._kept_for(form)
+            if kept is not None and not self._runner.on_device:
+                self._runner.run(kept.run)
+
+    def score(self, requests: Sequence[ScoreInputs | PackedRequest], counts: KeyArray) -> tuple[Outputs | None, int]:
+        """Score requests that look alike; no outputs if they do not, no memory is left, or new memory costs less."""
+        alone = len(requests) == 1 or type(requests[0]) is ScoreInputs
+        if alone and not self._runner.on_device and int(counts.sum()) * self._sample_bytes < _SMALL_BYTES:
+            return None, 0
+        if not self._most_kept or (found := rows_of(requests)) is None:
+            return None, 0
+        layout, by_request = found
+        total, rows = int(counts.sum()), by_request.sum(axis=0)
+        each = (by_request == counts[:, None]).all(axis=0)
+        one_form = (each | (rows == len(requests))).all()  # else some give an input once, and some for each sample
+        if not one_form or total > self._max_samples or 0 in layout.sizes:
+            return None, 0
+        samples, once = room_for(total, self._max_samples), tuple((~each).tolist())
+        form = BatchForm(samples, room_for(len(requests), samples) if any(once) else 0, once, requests[0].form)
+        if (kept := self._kept_for(form)) is None or (rows * layout.widths > kept.limits).any():
+            return None, 0
+        if self._is_refused(kept, total, len(requests)):
+            return None, 0
+        network, on_device = self._runner.network, self._runner.on_device
+        filled = rows
+        if on_device:  # new numbers of rows cost it more than some rows more
+            most = np.where(once, min(_rounded(len(requests)), form.requests), min(_rounded(total), samples))
+            filled = np.where(most * layout.widths > kept.limits, rows, most)
+        key = tuple(filled.tolist()), layout.sizes
+        if (bound := kept.bound.get(key)) is None:
+            if len(kept.bound) >= _MOST_BOUND:
+                del kept.bound[next(iter(kept.bound))]
+            bound = kept.bound[key] = self._bound(kept, total, *key)
+        if kept.index.size:
+            kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
+        gather_into(requests, by_request * layout.widths, kept.staged, bound.starts, filled * layout.widths)
+        if on_device:
+            network.write(bound.target, bound.source)
+        if bound.keys is not None:
+            self._runner.running(bound.keys, "a keys program")
+        for segments in bound.lookups:
+            self._runner.lookup(segments)
+        looked_up = perf_counter_ns()
+        outputs = self._runner.run(bound.run)
+        if on_device:
+            return {name: values[:total] for name, values in outputs.items()}, looked_up
+        return {name: values.copy() for name, values in outputs.items()}, looked_up  # a network may return its inputs
+
+    def _is_refused(self, kept: KeptMemory, samples: int, requests: int) -> bool:
+        """Return whether the guards refuse numbers of rows that programs would run with."""
+        if not self._signature.guards:
+            return False
+        form = kept.form
+        sizes = dict(zip(self._signature.inner, form.sizes, strict=True))
+        rows = {form.samples if self._runner.on_device else samples}
+        if any(kept.layout.once.issuperset(program.inputs) for program in self._signature.programs):
+            rows.add(form.requests if self._runner.on_device else requests)
+        return any(self._signature.refused_by(count, sizes) is not None for count in rows)
+
+    def _kept_for(self, form: BatchForm) -> KeptMemory | None:
+        """Return the memory of batches of a form; None if that of others is in use and there may be no more."""
+        self._batches += 1
+        if (kept := self._memories.get(form)) is None:
+            while not self._has_room(form):
+                oldest = min(self._memories.values(), key=lambda one: one.used, default=None)
+                if oldest is None or self._batches - oldest.used < _UNUSED:
+                    return None
+                del self._memories[oldest.form]
+            try:
+                kept = self._new_memory(form)
+            except (MemoryError, RuntimeError) as error:  # the memory of one batch may be had
+                self._most_kept = len(self._memories)
+                _log.warning(
+                    "model %r: no memory is kept for batches of %d samples: %s", self._runner.model, form.samples, error
+                )
+                return None
+            if kept is None:
+                return None
+            self._memories[form] = kept
+        kept.used = self._batches
+        return kept
+
+    def _has_room(self, form: BatchForm) -> bool:
+        """Return whether memory may be kept for one more form: lengths of requests may have any value."""
+        if len(self._memories) >= self._most_kept:
+            return False
+        if not self._most_bytes:
+            return True
+        layout = lay_out(self._signature, form, self._max_samples)
+        held = sum(one.size_bytes for one in self._memories.values())
+        return held + layout.size_bytes + layout.beside_bytes <= self._most_bytes
+
+    def _new_memory(self, form: BatchForm) -> KeptMemory | None:
+        """Allocate the memory of batches of a form, and on a CUDA device capture the runs of programs and network on it.
+
+        Returns:
+            None if keys are computed that have no row for each sample.
+        """
+        runner, network = self._runner, self._runner.network
+        computed = self._computed(form)
+        if computed is None:
+            self._most_kept = 0
+            return None
+        layout = lay_out(self._signature, form, self._max_samples, computed)
+        staged, source = network.staging(layout.size_bytes)
+        staged[:] = 0
+        memory = network.empty((layout.size_bytes,), "uint8") if runner.on_device else staged
+        index = self._part(memory, 0, "int64", (layout.indices,))
+        regions = {
+            one.name: self._part(memory, start, one.dtype, shape)
+            for one, start, shape in zip(self._signature.features, layout.starts, layout.shapes, strict=True)
+            if one.name not in layout.keys_only
+        }
+        buffers = {(one.lookup, one.source): self._empty(one.shape, one.dtype) for one in layout.buffers}
+        vectors = [self._empty(shape, "float32") for shape in layout.vectors]
+        own = np.ndarray((layout.indices,), np.int64, staged)
+        kept = KeptMemory(form, layout, staged, source, memory, own, index, regions, buffers, vectors)
+        if runner.on_device:
+            network.write(memory, source)
+            keys = self._keys_run(kept, None, 0)
+            with runner.calls.running(runner):
+                kept.keys = None if keys is None else network.fixed(keys)
+                kept.run = network.fixed(self._network_run(kept, None, 0))
+        else:
+            kept.run = self._network_run(kept, None, 0)
+        return kept
+
+    def _computed(self, form: BatchForm) -> dict[str, tuple[int, ...]] | None:
+        """Run the keys programs on zeros, and return the shape of a row of each output; None if one has another first size."""
+        found: dict[str, tuple[int, ...]] = {}
+        known = {**self._signature.sizes, **dict(zip(self._signature.inner, form.sizes, strict=True)), SAMPLES: form.samples}
+        features = {one.name: one for one in self._signature.features}
+        for program, network in self._programs.items():
+            zeros = {name: np.zeros(features[name].shape_with(known), features[name].dtype) for name in program.inputs}
+            given = {name: network.put(values) for name, values in zeros.items()}
+            for name, values in self._runner.running(lambda: network.run(given), "a keys program").items():  # noqa: B023
+                if not len(values.shape) or values.shape[0] != form.samples:
+                    return None
+                found[name] = tuple(values.shape[1:])
+        return found
+
+    def _empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return self._runner.network.empty(shape, dtype) if self._runner.on_device else np.zeros(shape, dtype)
+
+    def _part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor that begins at a byte of the memory of inputs."""
+        if self._runner.on_device:
+            return self._runner.network.part(memory, start, dtype, shape)
+        return np.ndarray(shape, dtype, memory, start)
+
+    def _keys_run(
+        self, kept: KeptMemory, rows: Mapping[str, int] | None, samples: int
+    ) -> Callable[[], Mapping[str, Tensor]] | None:
+        """Return what computes and copies the keys of the memory of a form, or of some rows of it; None if nothing does.
+
+        Args:
+            rows: as for `_inputs`.
+        """
+        if not kept.buffers:
+            return None
+        runner, once = self._runner, kept.layout.once
+        given, index = self._inputs(kept, rows, samples)
+        programs = []
+        for program, network in self._programs.items():
+            inputs = {name: given[name] for name in program.inputs}
+            repeated = () if once.issuperset(program.inputs) else once.intersection(program.inputs)
+            programs.append((network, self._run_of(network, inputs, repeated, index)))
+        copies: list[tuple[Tensor, Source, bool]] = []
+        for (place, source), target in kept.buffers.items():
+            lookup = self._signature.lookups[place]
+            target = target if rows is None else target[: rows[lookup.name]]
+            copies.append((target, source, source.name in once and lookup.name not in once))
+
+        def run() -> Mapping[str, Tensor]:
+            values = dict(given)
+            for network, call in programs:
+                outputs = call()
+                values.update(outputs if runner.on_device else network.fetch(outputs))
+            for target, source, repeats in copies:
+                found = values[source.name] if source.column is None else values[source.name][:, source.column]
+                if repeats:
+                    found = runner.network.take(found, index) if runner.on_device else found[index]
+                runner.copy(target, found)
+            return {}
+
+        return run
+
+    def _network_run(
+        self, kept: KeptMemory, rows: Mapping[str, int] | None, samples: int
+    ) -> Callable[[], Mapping[str, Tensor]]:
+        """Return the run of the network on the memory of a form, or on some rows of it.
+
+        Args:
+            rows: as for `_inputs`.
+        """
+        given, index = self._inputs(kept, rows, samples)
+        for lookup, vectors in zip(self._signature.lookups, kept.vectors, strict=True):
+            given[lookup.name] = vectors if rows is None else vectors[: rows[lookup.name]]
+        inputs = {name: given[name] for name in self._signature.network_inputs}
+        return self._run_of(self._runner.network, inputs, kept.layout.once.intersection(inputs), index)
+
+    def _inputs(self, kept: KeptMemory, rows: Mapping[str, int] | None, samples: int) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the features that are read as they are, and the index.
+
+        Args:
+            rows: by name of the feature or lookup; None: all.
+        """
+        if rows is None:
+            return dict(kept.regions), kept.read_index
+        return {name: values[: rows[name]] for name, values in kept.regions.items()}, kept.read_index[:samples]
+
+    def _run_of(
+        self, network: Network, inputs: Mapping[str, Tensor], repeated: Collection[str], index: Tensor
+    ) -> Callable[[], Mapping[str, Tensor]]:
+        """Return the run of a network on inputs, of which some have a row a request."""
+        if not self._runner.on_device:
+            inputs, index = {name: network.put(values) for name, values in inputs.items()}, network.put(index)
+        return self._runner.run_of(network, inputs, dict.fromkeys(repeated, index))
+
+    def _bound(self, kept: KeptMemory, samples: int, rows: Sequence[int], sizes: Sequence[int]) -> _Bound:
+        """Prepare lookups and run of batches in the memory that is kept.
+
+        Args:
+            rows, sizes: by place of the feature, rows, and elements of a row.
+        """
+        runner, starts, at = self._runner, kept.starts.copy(), kept.layout.keys_at
+        keys_only: dict[str, Tensor] = {}
+        by_name = {one.name: count for one, count in zip(self._signature.features, rows, strict=True)}
+        for place, one in enumerate(self._signature.features):
+            if one.name not in kept.regions:
+                n = rows[place] * sizes[place]
+                keys_only[one.name] = self._part(kept.memory, at, "int64", (n,))
+                starts[place] = at
+                at += aligned(8 * n)
+        for program in self._signature.programs:
+            count = self._rows_of(kept, by_name, program.inputs)
+            by_name |= dict.fromkeys(program.outputs, count)
+        segments = []
+        for place, lookup in enumerate(self._signature.lookups):
+            count = self._rows_of(kept, by_name, [one.name for one in (lookup.keys, lookup.weights) if one is not None])
+            keys, weights = (self._values(kept, keys_only, place, source, count) for source in (lookup.keys, lookup.weights))
+            by_name[lookup.name] = count if lookup.feature < 0 else by_name[lookup.name]
+            segments.append(self._segment(kept, place, count, keys, weights))
+        groups = runner.groups({place: one.pooling is not None for place, one in enumerate(segments)})
+        lookups = [runner.bind([segments[place] for place in places]) for _, places in groups]
+        if runner.on_device:
+            target, source = (runner.network.part(memory, 0, "uint8", (at,)) for memory in (kept.memory, kept.source))
+            return _Bound(starts, target, source, kept.keys, lookups, kept.run)
+        keys_run = self._keys_run(kept, by_name, samples)
+        return _Bound(starts, None, None, keys_run, lookups, self._network_run(kept, by_name, samples))
+
+    def _rows_of(self, kept: KeptMemory, rows: Mapping[str, int], names: Sequence[str]) -> int:
+        """Return the number of rows of what is made of several values: that of those with a row a sample, if any."""
+        return rows[next((name for name in names if name not in kept.layout.once), names[0])]
+
+    def _values(
+        self, kept: KeptMemory, keys_only: Mapping[str, Tensor], place: int, source: Source | None, rows: int
+    ) -> Tensor | None:
+        """Return where the keys or weights of a lookup are, as one dimension."""
+        if source is None:
+            return None
+        if (buffer := kept.buffers.get((place, source))) is not None:
+            return buffer[:rows].reshape(-1)
+        return keys_only[source.name] if source.name in keys_only else kept.regions[source.name][:rows].reshape(-1)
+
+    def _segment(self, kept: KeptMemory, place: int, rows: int, keys: Tensor, weights: Tensor | None) -> Segment:
+        lookup, n = self._signature.lookups[place], prod(keys.shape)
+        out = kept.vectors[place][:rows].reshape(-1, lookup.dim)
+        if lookup.clips:
+            pooling = pooling_of(lookup.name, lookup.bags_of(keys), n, (n, 1), self._runner.on_device)
+        elif lookup.combiner and (weights is not None or lookup.pools(n // rows)):
+            bags = lookup.bags_of(keys, None, weights)
+            pooling = pooling_of(lookup.name, bags, n, (rows, n // rows), self._runner.on_device)
+        else:
+            pooling = None
+        return Segment(lookup.table, keys, out, None, n, pooling)
+
+
+def _rounded(rows: int) -> int:
+    """Round a number of rows up, by less than a sixteenth."""
+    step = 1 << max(0, (rows - 1).bit_length() - _EXACT_BITS)
+    return -(-rows // step) * step

@@ -1,0 +1,104 @@
+"""What the two ways of scoring a batch have in common: a network, its keys programs, and lookups of one deployment."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.errors import DeviceError, NetworkError
+from hps.networks.base import Network, Tensor
+from hps.scoring.network_calls import NetworkCalls
+from hps.scoring.signature import Signature
+from hps.tensors.segments import Segment
+from hps.types import KeyArray, TableSpec
+
+Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
+"""By name, (samples, ...) in host memory."""
+T = TypeVar("T")
+
+
+class Runner:
+    """Runs networks and lookups of one deployment on one device. *Thread-safe.*
+
+    Args:
+        model: its name, for errors.
+        lookup: looks segments up.
+        bind: prepares segments for lookups again and again.
+        on_device: whether lookups write to the memory of the network's device rather than to the host's.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tables: Sequence[TableSpec],
+        signature: Signature,
+        calls: NetworkCalls,
+        lookup: Callable[[Sequence[Segment]], None],
+        bind: Callable[[Sequence[Segment]], Sequence[Segment]],
+        *,
+        on_device: bool,
+    ) -> None:
+        self.model = model
+        self.tables = tuple(tables)
+        self.signature = signature
+        self.calls = calls
+        self.network: Network = calls.network
+        self.lookup = lookup
+        self.bind = bind
+        self.on_device = on_device
+
+    def run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:
+        """Run the network, and fetch its outputs.
+
+        Raises:
+            NetworkError: it fails. DeviceError: the device does.
+        """
+        return self.running(lambda: self.network.fetch(run()), "the network")
+
+    def running(self, run: Callable[[], T], what: str) -> T:
+        """Call what runs the network or a keys program; errors as of `run`."""
+        try:
+            with self.calls.running(self):
+                return run()
+        except DeviceError:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            raise NetworkError(
+                f"running {what} of model {self.model!r}: {type(error).__name__}: {lines[0][:300] if lines else ''}"
+            ) from error
+
+    @staticmethod
+    def run_of(
+        network: Network, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]
+    ) -> Callable[[], Mapping[str, Tensor]]:
+        """Return the run of a network on inputs; those that have an index are repeated by it."""
+        if not indices:
+            return lambda: network.run(inputs)
+        return lambda: network.run({**inputs, **{name: network.take(inputs[name], index) for name, index in indices.items()}})
+
+    def groups(self, pooled: Mapping[int, bool]) -> list[tuple[bool, list[int]]]:
+        """Group lookups, by their places, such that a group asks a table once, and pools all or none."""
+        groups: dict[tuple[bool, int], list[int]] = {}
+        turns: dict[tuple[bool, int], int] = {}
+        for place, pools in pooled.items():
+            asked = pools, self.signature.lookups[place].table
+            turns[asked] = turn = turns.get(asked, -1) + 1
+            groups.setdefault((pools, turn), []).append(place)
+        return [(pools, places) for (pools, _), places in groups.items()]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy values where lookups read them, cast as C does."""
+        if self.on_device:
+            self.network.write(target, source)
+        elif source.dtype.kind == "f":
+            with np.errstate(invalid="ignore"):
+                np.copyto(target, source, casting="unsafe")
+        else:
+            np.copyto(target, source, casting="unsafe")
+
+
+def index_of(times: KeyArray) -> KeyArray:
+    """Return the row of each sample, from how often each row counts."""
+    return np.repeat(np.arange(len(times)), times)

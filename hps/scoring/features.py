@@ -260,11 +260,10 @@ def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Giv
 def _unfulfilled(signature: "Signature", given: Sequence[Given], samples: int, sizes: Mapping[str, int]) -> str:
     """Say which guard refuses a request, and the input whose size it is about."""
     known = {**sizes, SAMPLES: samples}
-    guard = signature.refused_by(samples, sizes)
-    if guard is None:
-        raise ValueError("no guard refuses it")
+    refusing = [one for one in signature.guards if not one.holds(known)]
+    guard = next((one for one in refusing if SAMPLES not in one.names), refusing[0])  # samples may be added
     got = f"{known[guard.names[0]]}" if len(guard.names) == 1 else ", ".join(f"{name} = {known[name]}" for name in guard.names)
-    which = f"{samples} samples"
+    which = "1 sample" if samples == 1 else f"{samples} samples"
     for one, values in zip(signature.features, given, strict=True):
         if {one.first, *one.shape} & {*guard.names}:
             which = f"input {one.name!r} of shape {list(values.values.shape)}"

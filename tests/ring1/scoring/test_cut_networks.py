@@ -301,6 +301,15 @@ def test_the_last_sample_is_repeated_where_the_network_refuses_a_number_of_sampl
         assert ours.network.calls[-1] in (runs, 16)  # on a device, memory for 16 samples is kept
 
 
+def test_a_request_is_refused_by_the_size_that_no_repeated_sample_would_change() -> None:
+    ours = Cut(**ROWS, guards=["samples != 1", "n >= 2"], programs=())
+    with pytest.raises(hps.InvalidInputError, match=re.escape("input 'hist' of shape [1, 1]: the network needs n >= 2, got 1")):
+        ours.read(rows(1, 1))
+    alone = Cut(**ROWS, guards=["samples != 1"], programs=(), dynamic_batching=False)
+    with pytest.raises(hps.InvalidInputError, match="1 sample: the network needs samples != 1, got 1"):
+        alone.read(rows(1, 1))
+
+
 def test_what_cannot_be_repeated_is_refused_by_its_number_of_samples() -> None:
     arrays = rows(3)
     refused = "scoring with model 'm': 3 samples: the network needs samples != 3, got 3"

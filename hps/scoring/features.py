@@ -92,11 +92,19 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of a network. *Immutable.* `shape` is that of one sample."""
+    """An output of a network. *Immutable.*
+
+    Attributes:
+        shape: of one sample; a string is an expression of named sizes.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
+
+    def shape_with(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of one sample of a request of these sizes."""
+        return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in self.shape)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ Each of them is called by its name: a feature, an output of a keys program, or a
 the two names of an input with a table are the same: that of its keys, and that of their vectors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -197,9 +197,22 @@ class Signature:
         numbers = range(least, least + _MOST_TRIED)
         return next((samples for samples in numbers if self.refused_by(samples, self.sizes) is None), None)
 
-    def zeros(self, samples: int) -> dict[str, np.ndarray]:
-        """Return features of so many samples, all zero, of `sizes`."""
-        known = {**self.sizes, SAMPLES: samples}
+    def other_sizes(self, samples: int, names: Collection[str]) -> dict[str, int] | None:
+        """Return sizes with which the network runs, of which those of `names` differ from `sizes`; None if it finds none."""
+        for more in range(1, _MOST_TRIED):
+            for step in (more, -more):
+                found = {name: size + step if name in names else size for name, size in self.sizes.items()}
+                if min(found.values()) > 0 and self.refused_by(samples, found) is None:
+                    return found
+        return None
+
+    def zeros(self, samples: int, sizes: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
+        """Return features of so many samples, all zero.
+
+        Args:
+            sizes: default: `sizes` of the network.
+        """
+        known = {**(self.sizes if sizes is None else sizes), SAMPLES: samples}
         found = {one.name: np.empty(one.shape_with(known), "int64" if one.is_lookup else one.dtype) for one in self.features}
         for values in found.values():
             values.fill(0)  # np.zeros takes no memory until it is read

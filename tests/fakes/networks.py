@@ -25,7 +25,7 @@ class ArrayNetwork(Network):
     `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with `"samples"` of them (2; 0 is when
     it is opened), `hang` until the file beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few);
     `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs. `"adds"`: each
-    output is its only input plus this, in int64: a keys program.
+    output is its only input plus this, in int64: a keys program. `"keeps"`: outputs that are inputs, by name.
 
     Attributes:
         calls: numbers of samples of its runs.
@@ -63,7 +63,7 @@ class ArrayNetwork(Network):
             np.empty(said.get("bytes_per_sample", 0) * len(scores), np.uint8).fill(1)
             if len(scores) == wrong:
                 scores = _misbehaving(said, scores)
-            return dict.fromkeys(outputs, scores)
+            return dict.fromkeys(outputs, scores) | {name: given[of] for name, of in said.get("keeps", {}).items()}
 
         network = cls(run)
         cls.opened.append(network)

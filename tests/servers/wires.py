@@ -409,6 +409,9 @@ class Curl(Wire):
         return {name: np.array(answer[name], np.float32).reshape(-1, DIMS[name]).view(np.uint32) for name in tables}
 
     def score(self, inputs: Keys, model: str = "scored") -> np.ndarray:
+        return np.array(self.outputs(inputs, model)["score"], np.float32)
+
+    def outputs(self, inputs: Keys, model: str) -> Any:
         """Of the model that was cut, `of_bags` are lists, whose ends are left out; what is of the user is nested."""
         samples = len(inputs["age"])
         items: list[dict[str, Any]] = [{} for _ in range(samples)]
@@ -419,8 +422,7 @@ class Curl(Wire):
         user = {"user": {"id": items[0].pop("user.id")}} if "user.id" in inputs else {}
         for item in items:
             item.pop("ends", None)
-        answer = self._post(f"/v1/models/{model}/score", {"user": user, "items": items})
-        return np.array(answer["outputs"]["score"], np.float32)
+        return self._post(f"/v1/models/{model}/score", {"user": user, "items": items})["outputs"]
 
 
 CONTENTS = {"INT64": "int64_contents", "UINT8": "uint_contents", "BOOL": "bool_contents"}

@@ -73,7 +73,7 @@ def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
     """Lay the outputs out, one behind the other; also return their end."""
     outputs: list[list[Any]] = []
     for one, _ in header.outputs:
-        shape, dtype = [header.samples, *one.shape], np.dtype(one.dtype)
+        shape, dtype = header.shape_of(one), np.dtype(one.dtype)
         outputs.append([one.name, dtype.str, shape, at])
         at += prod(shape) * dtype.itemsize
     return outputs, at

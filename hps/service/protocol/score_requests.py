@@ -21,7 +21,7 @@ import numpy.typing as npt
 import orjson
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
-from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, read_request
+from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, ScoreInputs, read_request
 from hps.service.protocol.open_inference_header import (
     CACHED_BYTES,
     InputTensor,
@@ -64,6 +64,7 @@ class ScoreHeader:
 
     Attributes:
         samples: number of samples.
+        sizes: named sizes, of which shapes of outputs may be.
         keys: number of keys of all lookups that the inputs have.
         outputs: those that the answer has, and whether they are binary.
         timeout_us: 0: none.
@@ -73,10 +74,15 @@ class ScoreHeader:
     inputs: Mapping[str, InputTensor]
     binary_size: int
     samples: int
+    sizes: Mapping[str, int]
     keys: int
     outputs: tuple[tuple[Output, bool], ...]
     timeout_us: int
     device_id: int | None
+
+    def shape_of(self, output: Output) -> tuple[int, ...]:
+        """Return the shape of an output in the answer."""
+        return self.samples, *output.shape_with(self.sizes)
 
 
 def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
@@ -121,8 +127,14 @@ def _header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
         )
     device = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
     shapes = {name: one.shape for name, one in inputs.items()}
-    samples = _checked_samples(inputs, network) if network.signature.is_sized else _samples(shapes, network)
-    return ScoreHeader(request_id, inputs, binary_size, samples, count_keys(shapes, network), chosen, timeout, device)
+    keys = count_keys(shapes, network)
+    sizes: Mapping[str, int] = {}
+    if network.signature.is_sized:
+        read = _read_shapes(inputs, network)
+        samples, sizes = read.samples, read.sizes
+    else:
+        samples = _samples(shapes, network)
+    return ScoreHeader(request_id, inputs, binary_size, samples, sizes, keys, chosen, timeout, device)
 
 
 _cached_header = lru_cache(_CACHED)(_header)
@@ -147,8 +159,8 @@ def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> 
     return samples
 
 
-def _checked_samples(inputs: Mapping[str, InputTensor], network: PublishedNetwork) -> int:
-    """Check all that does not depend on values, and return the number of samples."""
+def _read_shapes(inputs: Mapping[str, InputTensor], network: PublishedNetwork) -> ScoreInputs:
+    """Check all that does not depend on values."""
     blank = {}
     for name, one in inputs.items():
         dtype = np.dtype(np.int64) if _is_widened(one, network) else one.dtype
@@ -156,7 +168,7 @@ def _checked_samples(inputs: Mapping[str, InputTensor], network: PublishedNetwor
             blank[name] = np.ndarray(one.shape, dtype, _BLANK, 0, (0,) * len(one.shape))
         except (ValueError, OverflowError) as error:
             raise TooManyKeysError(f"{reading_input(name)}: got shape {one.shape}, which is too large") from error
-    return read_request(network.signature, blank, network.max_samples, network.model, blank=True).samples
+    return read_request(network.signature, blank, network.max_samples, network.model, blank=True)
 
 
 def count_keys(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
@@ -306,7 +318,12 @@ def described(features: Sequence[Feature], outputs: Sequence[Output]) -> tuple[l
         if one.bags:
             inputs.append(DescribedTensor(one.name + OFFSETS, "INT64", (1,), optional=True))
             inputs.append(DescribedTensor(one.name + WEIGHTS, "FP32", (-1,), optional=True))
-    return inputs, [DescribedTensor(one.name, _NAMES[one.dtype], one.shape or (1,)) for one in outputs]
+    return inputs, [_described_output(one) for one in outputs]
+
+
+def _described_output(one: Output) -> DescribedTensor:
+    shape = tuple(-1 if isinstance(size, str) else size for size in one.shape)
+    return DescribedTensor(one.name, _NAMES[one.dtype], shape or (1,))
 
 
 def answer_text(header: ScoreHeader, model: str, version: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,7 +337,7 @@ def answer_text(header: ScoreHeader, model: str, version: str, data: Mapping[str
         members["id"] = header.request_id
     outputs = []
     for one, binary in header.outputs:
-        shape = [header.samples, *one.shape]
+        shape = header.shape_of(one)
         tensor: dict[str, Any] = {"name": one.name, "datatype": _NAMES[one.dtype], "shape": shape}
         if binary:
             tensor["parameters"] = {"binary_data_size": prod(shape) * np.dtype(one.dtype).itemsize}

@@ -56,11 +56,13 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
     items = [_named(item, network, f"items[{place}]") for place, item in enumerate(items)]
     arrays = _Rows(network.signature, user, items).arrays()
     samples = len(items)
+    sizes: Mapping[str, int] = {}
     if network.signature.is_sized:  # of others the owner checks the shapes
-        samples = read_request(network.signature, arrays, network.max_samples, network.model).samples
+        read = read_request(network.signature, arrays, network.max_samples, network.model)
+        samples, sizes = read.samples, read.sizes
     keys = count_keys({name: one.shape for name, one in arrays.items()}, network)
     outputs = tuple((one, False) for one in network.outputs)
-    header = ScoreHeader(None, {}, 0, samples, keys, outputs, timeout, device)
+    header = ScoreHeader(None, {}, 0, samples, sizes, keys, outputs, timeout, device)
     check_keys(header.keys, max_keys)
     return ScoreBody(header, arrays, rows=True)
 

@@ -171,7 +171,11 @@ def test_other_room_or_another_output_than_the_networks_fails_its_request_alone(
     for samples in (3, 1, 0):
         with pytest.raises(hps.InvalidInputError, match="got no room for 2 samples"):
             owner.score_text(describe(GOOD, [["score", "<f4", [samples], 4400]], 0))
-    for name, dtype, shape, error in (("other", "<f4", [2], "KeyError"), ("pair", "<i8", [2, 3], "ValueError")):
+    for name, dtype, shape, error in (
+        ("other", "<f4", [2], "KeyError"),
+        ("pair", "<i8", [2, 3], "NetworkError"),
+        ("pair", "<i8", [2, 1], "NetworkError"),
+    ):
         assert owner.score_text(describe(GOOD, [[name, dtype, shape, 4400]], 0)) == FAILED
         assert owner.completed[-1][1].startswith(error)
         assert owner.score_text(describe(GOOD, OUT, 0)) == ANSWERED

@@ -46,10 +46,9 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         more = {"row_dtype": ["float32", "int8", "float16"], "default_value_for_each_table": [0.1, 6e4, -0.3]}
         more |= {"maxnum_catfeature_query_per_table_per_sample": [MOST // 1000] * 3, "gpucacheper": 0.3}
         model = model_of("m", [place / name for name in DIMS], DIMS, hit_rate_threshold=1.1, **more)
-        files = {"dense.json": b'{"factor": 0.5}', "offsets.json": b'{"adds": [0, 40]}'}
-        hps.write_version(
-            place / "cut" / "1", {name: tables[name] for name in ("item", "word")}, network=({**said, **CUT}, files)
-        )
+        files = {"dense.json": b'{"factor": 0.5, "keeps": {"seen": "hist"}}', "offsets.json": b'{"adds": [0, 40]}'}
+        rows = {name: tables[name] for name in ("item", "word")}
+        hps.write_version(place / "cut" / "1", rows, network=({**said, **CUT, "outputs": ["score", "seen"]}, files))
         [scored, cut] = [
             model_of(name, list(used), used, hit_rate_threshold=1.1, version_path=str(place / name))
             for name, used in (("scored", {"item": DIMS["item"]}), ("cut", {one: DIMS[one] for one in ("item", "word")}))
@@ -257,6 +256,18 @@ def test_scores_of_a_network_that_was_cut_are_those_of_the_server_in_process(wir
             np.testing.assert_array_equal(wire.score(given, "cut"), expected)
 
 
+def test_outputs_have_the_sizes_of_the_request(served: ServedProcess) -> None:
+    raw, curl = wires.RawHTTP(served), wires.Curl(served)
+    for n in (2, 5, 3):
+        given = cut_inputs(4, n)
+        for binary in (True, True, False):
+            asked = [{"name": name, "parameters": {"binary_data": True}} for name in ("seen", "score")][: 1 + binary]
+            np.testing.assert_array_equal(raw.ask(given, asked, "cut")["seen"], given["hist"])
+        assert curl.outputs(given, "cut")["seen"] == given["hist"].tolist()
+    raw.close()
+    curl.close()
+
+
 def test_requests_of_equal_and_of_other_sizes_at_once_have_their_own_scores(served: ServedProcess) -> None:
     clients = [wires.RawHTTP(served) for _ in range(16)]
     for turn in range(4):
@@ -306,6 +317,7 @@ def test_metadata_has_the_inputs_of_requests_alone(served: ServedProcess) -> Non
     assert {one["name"]: one["dims"] for one in config["input"]} == {name: shape for name, (_, shape) in shapes.items()}
     with triton_grpc.InferenceServerClient(served.grpc) as grpc:
         same = grpc.get_model_metadata("cut")
+        assert {one.name: list(one.shape) for one in same.outputs} == {"score": [-1, 1], "seen": [-1, -1]}
         assert {one.name: (one.datatype, list(one.shape)) for one in same.inputs} == shapes
         assert {one.name: one.data_type for one in grpc.get_model_config("cut").config.input}["codes"] == 7  # TYPE_INT16
 

@@ -280,13 +280,14 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     programs = tuple(
         KeysProgram(one.inputs, one.outputs, all(dense.inputs[name].per_request for name in one.inputs)) for one in dense.keys
     )
-    merges, inner = _merging(features, dense.sizes)
+    guards = tuple(map(SizeCondition, dense.guards))
+    merges, inner = _merging(features, dense.sizes, guards)
     return Signature(
         tuple(features),
         tuple(lookups),
         programs,
         dense.network_inputs or (*dense.inputs, *dense.lookups),
-        tuple(map(SizeCondition, dense.guards)),
+        guards,
         dense.sizes,
         merges,
         dense.dynamic_batching and merges and all(one.first == -1 for one in features),
@@ -303,26 +304,23 @@ def _source(said: SourceConfig | None) -> Source | None:
     return None if said is None else Source(said.input or said.output or "", said.column)
 
 
-def _merging(features: Sequence[Feature], sizes: Mapping[str, int]) -> tuple[bool, tuple[str, ...]]:
+def _merging(
+    features: Sequence[Feature], sizes: Mapping[str, int], guards: Sequence[SizeCondition]
+) -> tuple[bool, tuple[str, ...]]:
     """Return whether requests can be put together, and the sizes that they must share.
 
-    The first sizes of two requests must add up to that of both: where they are named, or expressions such as `2*samples`.
-    Offsets that end with the number of keys lose their first one.
+    First sizes must be the samples, or have a name of their own; offsets may be one more than the samples. Values of which
+    there are several a sample may be grouped by something else, as the lengths of a KeyedJaggedTensor are by feature.
     """
     summed = {SAMPLES, *(str(one.first) for one in features if one.first in sizes)}
     widths = [width for one in features for width in one.shape if isinstance(width, str)]
-    inner = {name for width in widths for name in SizeExpression(width).names}
-    if summed & inner:
+    if summed & {name for width in widths for name in SizeExpression(width).names}:
         return False, ()
-    shared = tuple(name for name in sizes if name not in summed)
-    one, other = ({name: size + at for at, name in enumerate(sorted(summed))} for size in (3, 8))
-    both = {name: one[name] + other[name] for name in one}
-    known = {name: sizes[name] for name in shared}
-    for feature in features:
-        if feature.index or feature.first == -1:
-            continue
-        first = SizeExpression(str(feature.first))
-        apart = first.value({**known, **one}) + first.value({**known, **other})
-        if apart - feature.drops_first != first.value({**known, **both}):
+    own = summed - {SAMPLES}
+    if any("==" in one.text and own.intersection(one.names) for one in guards):  # such as m == 3*samples, or m % 3 == 0
+        return False, ()
+    for one in features:
+        ends = one.drops_first and SizeExpression(str(one.first)).value({**sizes, SAMPLES: 2}) == 3
+        if not (one.index or one.first == -1 or one.first in sizes or ends):
             return False, ()
-    return True, shared
+    return True, tuple(name for name in sizes if name not in summed)

@@ -17,7 +17,8 @@
 //             lane. number: any multiple of the segments. No bags is a segment without a block.
 // INVARIANTS  Every int64 is a key. A bag's vector is the sum of w_i v_i, divided as the combiner says; hps/tensors/bags.py says how.
 //             Resident keys are added in their order, then the others in theirs. out of a bag that lacks vectors is the sum
-//             without its division, until pool_rest. A wrong offset reads and writes nothing outside of the arrays.
+//             without its division, until pool_rest. A maximum starts from -inf; its divisor is 0 without keys, 1 if its first
+//             vector was found, -1 if not. A wrong offset reads and writes nothing outside of the arrays.
 // RACES       As in query.cu, also of static tables: a row counts only if its bucket's version and the slot's key are the same after it was read. That is
 //             seen once for all keys of a warp, when their rows have been added; if one is not, all are added again, to what was
 //             there before, and bags that were written are written again. After HPS_PATIENCE times the key counts as a miss.
@@ -43,6 +44,9 @@
 #ifndef HPS_PLAIN
 #define HPS_PLAIN 0  // 1: no segment has weights or a max_norm
 #endif
+#ifndef HPS_MAXIMA
+#define HPS_MAXIMA 0  // 1: some segments may be maxima
+#endif
 #ifndef HPS_KEYS
 #define HPS_KEYS 8  // whose rows a group reads at once
 #endif
@@ -53,7 +57,7 @@
 #define HPS_PATIENCE 256
 #endif
 
-constexpr u32 SQRTN = 2, COMBINER = 3;                          // of options: the combiner; 0 is the sum, 1 the mean
+constexpr u32 SQRTN = 2, MAX = 3, COMBINER = 3;                // of options: the combiner; 0 is the sum, 1 the mean
 constexpr u32 WIDE_OFFSETS = 4, LAST_OFFSET = 8, PADDED = 16;  // int64; there are bags + 1; padding_key counts
 
 struct PoolSegment {
@@ -105,11 +109,11 @@ struct Floats {
     Unit chunk[CHUNKS];
 };
 
-__device__ __forceinline__ void clear(Floats& floats) {
+__device__ __forceinline__ void fill(Floats& floats, float value) {
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-        for (u32 i = 0; i < UNIT; ++i) floats.chunk[c].value[i] = 0.0f;
+        for (u32 i = 0; i < UNIT; ++i) floats.chunk[c].value[i] = value;
     }
 }
 
@@ -118,6 +122,18 @@ __device__ __forceinline__ void add(Floats& sum, float weight, const Floats& row
     for (u32 c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (u32 i = 0; i < UNIT; ++i) sum.chunk[c].value[i] = fmaf(weight, row.chunk[c].value[i], sum.chunk[c].value[i]);
+    }
+}
+
+// Raise a maximum to a row; NaN counts in the first vector of a bag alone, as torch's own kernels compare.
+__device__ __forceinline__ void raise_to(Floats& sum, float factor, const Floats& row, bool is_first) {
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (u32 i = 0; i < UNIT; ++i) {
+            const float value = factor * row.chunk[c].value[i], largest = sum.chunk[c].value[i];
+            if (value > largest || (is_first && value != value)) sum.chunk[c].value[i] = value;
+        }
     }
 }
 
@@ -340,7 +356,9 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
     const u64 lane_near_rows = HPS_SHARED ? reinterpret_cast<u64>(near.rows) + min(in_group, units - 1) * sizeof(Unit) : 0;
 
     State now;
-    clear(now.sum);
+    const bool is_max = HPS_MAXIMA && combiner == MAX;
+    const float start = is_max ? __int_as_float(0xff800000) : 0.0f;
+    fill(now.sum, start);
     now.divisor = 0;
     now.lacks = now.bag = 0;
     u32 position = bags.begin;
@@ -492,7 +510,15 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
 #pragma unroll 1
                 while (now.bag < bags.count) {
                     const u32 to = min(end, until), range = bits(at, to - at), adds = (range & goods) >> from;
-                    if (plain && adds == (1u << KEYS) - 1) {
+                    if (is_max) {
+                        u32 first = now.divisor == 0 ? range & counted : 0;
+                        first &= -first;  // the bag's first key that counts
+                        if (first) now.divisor = first & goods ? 1 : -1;
+#pragma unroll
+                        for (u32 k = 0; k < KEYS; ++k) {
+                            if (adds >> k & 1) raise_to(now.sum, factors[from + k], rows[k], first >> from >> k & 1);
+                        }
+                    } else if (plain && adds == (1u << KEYS) - 1) {
 #pragma unroll
                         for (u32 k = 0; k < KEYS; ++k) add(now.sum, 1.0f, rows[k]);
                     } else {
@@ -502,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                         }
                     }
                     now.lacks |= range & lacking;
-                    if (combiner != 0) {
+                    if (combiner != 0 && !is_max) {
                         if (HPS_PLAIN || segment.weights == nullptr) {
                             now.divisor += __popc(range & counted);
                         } else {
@@ -515,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                     at = to;
                     if (end > until && !ends) break;  // the bag goes on
                     store_bag(segment, bags.first + now.bag, now, combiner);
-                    clear(now.sum);
+                    fill(now.sum, start);
                     now.divisor = 0;
                     now.lacks = 0;
                     if (++now.bag < bags.count) end = bags.end(now.bag, position);
@@ -585,6 +611,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) pool_rest(const __grid
     const u32 of_group = HPS_COPY == 32 ? FULL_WARP : ((1u << (HPS_COPY % 32)) - 1);
     const PoolSegment& segment = own_segment(request);
     const u32 units = units_of(segment.units);
+    const bool is_max = HPS_MAXIMA && (segment.options & COMBINER) == MAX;
     const GroupBags bags(request, segment, all_ends);
     u32 position = bags.begin;
 #pragma unroll 1
@@ -603,7 +630,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) pool_rest(const __grid
                 const u32 row = __shfl_sync(FULL_WARP, entry, from);
                 float factor = __shfl_sync(FULL_WARP, weight, from);
                 Floats value;
-                clear(value);
+                fill(value, 0.0f);
+                const bool is_first = is_max && open && !lacks && segment.divisors[bags.first + bag] < 0.0f;
                 if (open && !lacks) {
                     lacks = true;
 #pragma unroll
@@ -621,11 +649,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) pool_rest(const __grid
                     }
                 }
                 if (segment.max_norm > 0.0f) factor *= clip(value, segment.max_norm);
-                if (open) add(sum, factor, value);
+                if (open && is_max) raise_to(sum, factor, value, is_first);
+                if (open && !is_max) add(sum, factor, value);
                 open &= open - 1;
             }
             position = min(position + HPS_COPY, max(end, position));
         }
-        if (lacks) store_divided(segment, bags.first + bag, sum, segment.divisors[bags.first + bag]);
+        if (lacks) store_divided(segment, bags.first + bag, sum, is_max ? 1.0f : segment.divisors[bags.first + bag]);
     }
 }

@@ -77,6 +77,7 @@ _ERRORS = (
     "DatabaseLockedError",
     "DatabaseCorruptError",
     "ReadOnlyError",
+    "StaleCopyError",
     "TableWidthError",
     "UpdateLogError",
     "UpdateFormatError",

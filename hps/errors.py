@@ -16,6 +16,7 @@
     ├── UnknownTableError        (KeyError)
     ├── UnknownDeviceError       (KeyError)
     ├── ConflictError            (RuntimeError)       a change of a model conflicts with its state or another change
+    │   └── StaleCopyError                            its network has a copy of the table, which writes would not reach
     ├── CapacityError            (MemoryError)        a model does not fit in memory, on disk or on the device
     ├── NotReadyError            (RuntimeError)       still loading, or already closed
     │   └── ForkedProcessError                        opened by the parent process, before a fork
@@ -115,6 +116,10 @@ class UnknownDeviceError(HPSError, KeyError):
 
 class ConflictError(HPSError, RuntimeError):
     """A model's state forbids this change, or another change is in progress."""
+
+
+class StaleCopyError(ConflictError):
+    """Rows of a table were to be written of which the version's network has a copy."""
 
 
 class CapacityError(HPSError, MemoryError):

@@ -574,6 +574,7 @@ class HPS:
             InvalidInputError: keys or vectors have the wrong type or shape, or no database would keep them: there is none, or
                 none that is persistent for a `static` model.
             ReadOnlyError: the persistent database is read-only.
+            StaleCopyError: the version's network has a copy of the table.
             DatabaseError: the authoritative database failed; each key then has its old or its new vector.
         """
         flat, rows = as_host_keys(keys), as_host_vectors(vectors)

@@ -23,7 +23,7 @@ def lookup_command(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Name or number of a table.", show_default=False)],
     keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Keys; they may be negative.", show_default=False)],
     combiner: Annotated[
-        str | None, typer.Option(metavar="HOW", help="Also print the sum, mean or sqrtn of the keys as one bag.")
+        str | None, typer.Option(metavar="HOW", help="Also print the sum, mean, sqrtn or max of the keys as one bag.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

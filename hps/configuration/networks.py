@@ -396,6 +396,6 @@ def _unusable(source: SourceConfig, inputs: Mapping[str, NetworkInputConfig], ou
         return "an input with dtype and shape" if one is not None else f"inputs: {', '.join(inputs)}"
     if source.column is not None:
         width = one.shape[1] if len(one.shape) == 2 and one.shape[0] == -1 else 0
-        if not isinstance(width, int) or source.column >= width:
+        if isinstance(width, int) and source.column >= width:
             return f"an input of shape [-1, n] with at least {source.column + 1} columns"
     return ""

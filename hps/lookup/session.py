@@ -24,7 +24,7 @@ from hps.statistics.metrics import TIERS, LookupNs, LookupTimes, Metrics
 from hps.statistics.prometheus import Value
 from hps.statistics.tracing import LookupTrace, Span, current, ended
 from hps.tensors.bags import Pooling
-from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
+from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows, start_totals
 from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, SeparateSegments
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
@@ -641,12 +641,12 @@ class DirectSession:
         """
         keys, out = segment.keys, segment.out
         bags = bag_arrays(pooling)
-        out[...] = 0.0
         positions = np.arange(keys.size)
         counted = keys
         if pooling.padding_key is not None:
             positions = positions[: counted_positions(keys, pooling.padding_key, positions)]
             counted = keys[positions]
+        start_totals(bags, positions, keys.size, out)
         absent = 0
         at_once = min(max(1, _POOLED_BYTES // (4 * table.dim)), positions.size)
         rows, total = np.empty((at_once, table.dim), np.float32), np.empty(table.dim, np.float32)

@@ -222,7 +222,7 @@ class StreamOrderedLookups:
         bags = 0
         poolings = [segment.pooling for segment in segments if segment.pooling is not None]
         if poolings:
-            kind.append(-2 if any(one.weights is not None or one.max_norm for one in poolings) else -1)
+            kind.append(-1 - max([one.arithmetic for one in poolings]))
             bags = sum([one.count for one in poolings])
         floats = sum([segment.n * self._dims[segment.table] for segment in segments])
         return _Need(tuple(kind), sum([segment.n for segment in segments]), floats, bags)

@@ -293,6 +293,8 @@ def _keys(
         if not one.bags:
             what = "pooled vectors of any number of keys" if one.combiner else "pooled vectors"
             raise InvalidInputError(f"{doing}: got offsets or weights of input {one.name!r}, which has no {what}")
+        if weights is not None and one.combiner == "max":
+            raise InvalidInputError(f"{doing}: got weights of input {one.name!r}, whose pooling is max, expected none")
         if weights is not None and (weights.dtype != np.float32 or weights.size != values.size):
             got = f"{weights.size} weights of {weights.dtype}"
             raise InvalidInputError(f"{doing}: got {got} for input {one.name!r}, expected {values.size} of float32")

@@ -207,7 +207,7 @@ class Signature:
         return None
 
     def zeros(self, samples: int, sizes: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
-        """Return features of so many samples, all zero.
+        """Return features of so many samples: zeros, and offsets of bags of about one size.
 
         Args:
             sizes: default: `sizes` of the network.
@@ -216,6 +216,11 @@ class Signature:
         found = {one.name: np.empty(one.shape_with(known), "int64" if one.is_lookup else one.dtype) for one in self.features}
         for values in found.values():
             values.fill(0)  # np.zeros takes no memory until it is read
+        for one in self.features:
+            if one.offsets_of >= 0 and found[one.name].ndim == 1:
+                bags = len(found[one.name]) - one.drops_first
+                count = len(found[self.features[one.offsets_of].name])
+                found[one.name][:] = np.arange(bags + one.drops_first) * count // max(bags, 1)
         return found
 
 
@@ -282,6 +287,8 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     )
     guards = tuple(map(SizeCondition, dense.guards))
     merges, inner = _merging(features, dense.sizes, guards)
+    delimited = {features[one.offsets_of].first for one in features if one.offsets_of >= 0}
+    can_pad = all(one.first == -1 or one.offsets_of >= 0 or one.first in delimited for one in features)
     return Signature(
         tuple(features),
         tuple(lookups),
@@ -290,7 +297,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
         guards,
         dense.sizes,
         merges,
-        dense.dynamic_batching and merges and all(one.first == -1 for one in features),
+        dense.dynamic_batching and merges and can_pad,
         inner,
         named,
         tuple(one for one in strings if one[2].text not in dense.sizes),

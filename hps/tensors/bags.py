@@ -5,10 +5,13 @@ With v_i the vectors of a bag's keys, clipped to `max_norm`, and w_i their weigh
     sum      sum of w_i v_i                               torch.nn.functional.embedding_bag(mode="sum")
     mean     sum of w_i v_i / sum of w_i                  mode="mean"; with weights as TensorFlow's embedding_lookup_sparse
     sqrtn    sum of w_i v_i / sqrt(sum of w_i w_i)        embedding_lookup_sparse(combiner="sqrtn")
+    max      largest v_i, element by element              mode="max"; no weights
 
 A vector is clipped as torch does: if its L2 norm is above `max_norm`, it is multiplied by max_norm / (norm + 1e-7). Keys equal
 to the padding key are skipped and not looked up. A bag that is empty or has divisor 0 yields zeros. Keys that no tier has
 contribute the table's default vector, as in a lookup of rows.
+
+As in torch, an element of a maximum is NaN if that of the bag's first vector is; NaN in later vectors is ignored.
 """
 
 import math
@@ -16,7 +19,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +46,18 @@ class Combiner(IntEnum):
     SUM = 0
     MEAN = 1
     SQRTN = 2
+    MAX = 3
 
 
-_COMBINERS = {combiner.name.lower(): combiner for combiner in Combiner}
+class Arithmetic(IntEnum):
+    """What a CUDA kernel has to be compiled for to pool bags; each covers the ones before it."""
+
+    SUMS = 0
+    WEIGHTED_SUMS = 1  # weights, or a max_norm
+    MAXIMA = 2
+
+
+COMBINERS: Final = {combiner.name.lower(): combiner for combiner in Combiner}
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -59,7 +71,7 @@ class Bags:
             keys.
         offsets: (B + 1,) int64 or int32, C-contiguous: bag b has keys [offsets[b], offsets[b + 1]); they start at 0, never
             decrease, and end with n.
-        weights: float32, C-contiguous, one per key; None: every weight is 1.
+        weights: float32, C-contiguous, one per key; None: every weight is 1. Not with `max`.
         combiner: see the module's docstring.
         max_norm: above 0; None: vectors are not clipped.
         padding_key: key to skip; None: no key is skipped.
@@ -70,7 +82,7 @@ class Bags:
     offsets: Any = None
     weights: Any = None
     _: KW_ONLY
-    combiner: Literal["sum", "mean", "sqrtn"] = "sum"
+    combiner: Literal["sum", "mean", "sqrtn", "max"] = "sum"
     max_norm: float | None = None
     padding_key: int | None = None
     include_last_offset: bool = True
@@ -97,6 +109,12 @@ class Pooling:
     combiner: Combiner
     max_norm: float
     padding_key: int | None
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        if self.combiner is Combiner.MAX:
+            return Arithmetic.MAXIMA
+        return Arithmetic.SUMS if self.weights is None and not self.max_norm else Arithmetic.WEIGHTED_SUMS
 
 
 @dataclass(slots=True, eq=False)
@@ -231,9 +249,11 @@ def pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: boo
         InvalidDtypeError, InvalidInputError: they are not as `Bags` requires.
     """
     doing = f"looking up bags of table {name!r}"
-    combiner = _COMBINERS.get(bags.combiner) if isinstance(bags.combiner, str) else None
+    combiner = COMBINERS.get(bags.combiner) if isinstance(bags.combiner, str) else None
     if combiner is None:
-        raise InvalidInputError(f"{doing}: got combiner {bags.combiner!r}, expected 'sum', 'mean' or 'sqrtn'")
+        raise InvalidInputError(f"{doing}: got combiner {bags.combiner!r}, expected one of {list(COMBINERS)}")
+    if combiner is Combiner.MAX and bags.weights is not None:
+        raise InvalidInputError(f"{doing}: got weights with combiner 'max', expected none; leave them out, or use 'sum'")
     max_norm, padding_key = _checked(doing, bags)
     weights, size = _adopted(doing, bags.weights, on_cuda, "weights", (np.float32,))
     if weights is not None and size != n:

@@ -1,7 +1,7 @@
 """Pools vectors in host memory with numba kernels, and provides the kernel parts that a cache pools with.
 
 The arithmetic is defined in `bags.py`. Products and sums are float32, with or without fma; norms and sums of weights are
-float64, rounded once.
+float64, rounded once. The total of a maximum starts at -inf; `complete` writes zeros where a bag has no vector.
 """
 
 import math
@@ -17,7 +17,7 @@ from hps.tensors.bags import Pooling
 from hps.types import FloatArray, IndexArray, KeyArray
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-SUM, MEAN, SQRTN = 0, 1, 2  # of `Combiner`
+SUM, MEAN, SQRTN, MAX = 0, 1, 2, 3  # of `Combiner`
 KEYS, OFFSETS, WEIGHTS, OUT = (
     read_only(int64[::1]),
     read_only(int64[::1]),
@@ -100,7 +100,20 @@ def add_vector(total_at: int, row_at: int, row: FloatArray, weight: float, max_n
 
 
 @njit()
-def divide(
+def raise_to(total: FloatArray, row: FloatArray, max_norm: float, is_first: bool) -> None:
+    """Raise the total of a bag to a vector where that is larger, or NaN and the bag's first; clipped unless `max_norm` is 0."""
+    factor = float32(_clipped(row, 1.0, max_norm) if max_norm > 0.0 else 1.0)
+    for j in range(total.size):
+        value = factor * row[j]
+        total[j] = value if value > total[j] else total[j]
+    if is_first:
+        for j in range(total.size):
+            if math.isnan(row[j]):
+                total[j] = row[j]
+
+
+@njit()
+def complete(
     total: FloatArray,
     keys: KeyArray,
     begin: int,
@@ -110,7 +123,7 @@ def divide(
     padded: bool,
     padding_key: int,
 ) -> None:
-    """Divide the total of a bag with keys [begin, end) as its combiner requires; not for sums."""
+    """Turn the total of a bag with keys [begin, end) into its vector as its combiner requires; not for sums."""
     divisor = 0.0
     if weights.size == 0 and not padded:
         divisor = float64(end - begin)
@@ -121,7 +134,7 @@ def divide(
                 divisor += weight if combiner == MEAN or weights.size == 0 else weight * weight
     if combiner == SQRTN:
         divisor = math.sqrt(divisor)
-    rounded = float32(divisor)
+    rounded = float32(1.0 if combiner == MAX and divisor > 0.0 else divisor)
     for j in range(total.size):
         total[j] = total[j] / rounded if rounded != 0.0 else float32(0.0)
 
@@ -139,6 +152,20 @@ def counted_positions(
             positions[count] = i
             count += 1
     return count
+
+
+def start_totals(
+    bags: BagArrays,
+    positions: IndexArray,  # (p,) int64, ascending
+    n: int,
+    out: FloatArray,  # (B, dim) float32
+) -> None:
+    """Write what the totals of bags start from: zeros, but -inf for a maximum of any of the keys at `positions`."""
+    offsets, hotness, _weights, combiner = bags[:4]
+    out[...] = 0.0
+    if combiner == MAX:
+        starts = offsets[: out.shape[0]] if offsets.size else np.arange(out.shape[0]) * hotness
+        out[np.diff(np.searchsorted(positions, np.append(starts, n))) > 0] = -np.inf
 
 
 @kernel(
@@ -178,7 +205,7 @@ def pool_rows(
 ) -> None:
     """Add the vectors of the keys at `positions[start:stop]` to the totals of their bags in `out`.
 
-    The i-th position has row `places[i]`, or i - start. Also divides each bag that has no position after `stop`.
+    The i-th position has row `places[i]`, or i - start. Also completes each bag that has no position after `stop`.
     """
     n, count = keys.size, out.shape[0]
     total_at, rows_at, row_bytes = address_of(total), address_of(rows), 4 * rows.shape[1]
@@ -198,13 +225,20 @@ def pool_rows(
         end = min(bound(offsets, hotness, bag + 1, n), n)
         for j in range(total.size):  # to assign a slice compiles the text of its error message: 1.3 s
             total[j] = out[bag, j]
+        first = max(0, bound(offsets, hotness, bag, n))
+        if combiner == MAX and padded:
+            while keys[first] == padding_key:  # a counted key follows
+                first += 1
         while i < stop and (positions[i] < end or bag + 1 == count):
             position = positions[i]
             place = places[i] if places.size else i - start
-            weight = weights[position] if weights.size else 1.0
-            add_vector(total_at, rows_at + place * row_bytes, rows[place], weight, max_norm)
+            if combiner == MAX:
+                raise_to(total, rows[place], max_norm, position == first)
+            else:
+                weight = weights[position] if weights.size else 1.0
+                add_vector(total_at, rows_at + place * row_bytes, rows[place], weight, max_norm)
             i += 1
         if combiner != SUM and (i == positions.size or positions[i] >= end):
-            divide(total, keys, max(0, bound(offsets, hotness, bag, n)), end, weights, combiner, padded, padding_key)
+            complete(total, keys, max(0, bound(offsets, hotness, bag, n)), end, weights, combiner, padded, padding_key)
         for j in range(total.size):
             out[bag, j] = total[j]

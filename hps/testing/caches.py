@@ -7,6 +7,7 @@ class TestNumpyCache(CacheContract):
         ...
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import pytest
 
 from hps.cache.base import CacheLookup, EmbeddingCache
 from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, NotReadyError
-from hps.tensors.bags import Combiner, Pooling
+from hps.tensors.bags import COMBINERS, Combiner, Pooling
 from hps.tensors.segments import Segment
 from hps.testing.pooling_oracle import Expected, pooled
 from hps.types import BoolArray, DeviceArray, FloatArray, IndexArray, KeyArray, TableSpec
@@ -515,9 +516,9 @@ class CacheContract:
             cache.erase(0, keys[resident:])
             cache.insert(0, keys[:resident], small_vectors_of(keys[:resident], dim))
             case = {"table": 0, **self.random_bags(keys, GIVEN[nth % 5], nth)}
-            case |= {"combiner": ("sum", "mean", "sqrtn")[nth % 3], "max_norm": (None, 0.8)[nth % 2]}
+            case |= {"combiner": tuple(COMBINERS)[nth // 5], "max_norm": (None, 0.8)[nth % 2]}
             case |= {"padding_key": (None, int(keys[3]))[nth // 2 % 2]}
-            case["weights"] = case["weights"] if nth // 4 % 2 else None
+            case["weights"] = case["weights"] if nth // 4 % 2 and case["combiner"] != "max" else None
             self.check_bags(cache, [case], keys[:180])
 
     @pytest.mark.parametrize("given", [["host"], ["device", "int32", "short"], GIVEN], ids=["host", "device", "mixed"])
@@ -532,8 +533,10 @@ class CacheContract:
             cases = []
             for index in range(some):
                 case = self.random_bags(keys, given[index % len(given)], index, count=index % 9)
-                case |= {"table": index, "combiner": ("sum", "mean", "sqrtn")[index % 3], "padding_key": int(keys[index])}
+                case |= {"table": index, "combiner": tuple(COMBINERS)[index % 3], "padding_key": int(keys[index])}
                 case |= {"weights": case["weights"] if index % 2 else None, "max_norm": 0.7 if index % 4 == 0 else None}
+                if index > 33:
+                    case |= {"combiner": "max", "weights": None}
                 cases.append(case)
             self.check_bags(cache, cases, keys[:90], lookup)
 
@@ -571,6 +574,25 @@ class CacheContract:
         assert self.lookup(cache, segments, keys, vectors_below=small_vectors_of) == [4, 0, 0, 0]
         assert [self.to_host(segment.out).shape for segment in segments] == [(4, 5), (4, 6), (3, 7), (0, 8)]
         assert not any(self.to_host(segment.out).any() for segment in segments)
+
+    def test_a_maximum_is_zeros_without_keys_and_nan_where_its_first_vector_is(self, create: Create) -> None:
+        """As of torch, whichever of the vectors are resident."""
+        keys, nan = distinct_keys(4), np.nan
+        known = np.array([[1, nan, -3], [nan, -1, -2], [-np.inf] * 3, [9, 9, 9]], np.float32)
+        places = [0, 1, 1, 0, 3, 0, 2, 2, 3, 0]
+        bounds = np.array([0, 2, 4, 4, 7, 8, 9, 10])
+        expected = [[1, nan, -2], [nan, -1, -2], [0] * 3, [1, nan, -3], [-np.inf] * 3, [0] * 3, [1, nan, -3]]
+        for resident in itertools.product([False, True], repeat=3):
+            cache = create(spec(3), 100)
+            chosen = np.flatnonzero(resident)
+            cache.insert(0, keys[chosen], known[chosen])
+            segment = self.bags(cache, 0, keys[places], bounds, combiner="max", padding_key=int(keys[3]))
+
+            def vectors_below(asked: KeyArray, _dim: int) -> FloatArray:
+                return np.asarray(known[np.argmax(asked[:, None] == keys, 1)], np.float32)
+
+            self.lookup(cache, [segment], keys, vectors_below=vectors_below)
+            np.testing.assert_array_equal(self.to_host(segment.out), expected)
 
     def test_bags_that_are_answered_without_the_database_get_defaults(self, create: Create) -> None:
         cache, keys = create(spec(6), 1000), distinct_keys(60)

@@ -11,7 +11,8 @@ class Expected(NamedTuple):
     """Attributes:
     vectors: (B, dim) float64.
     bounds: (B, dim) float64: how far an answer may be: one ulp a term, and two more, of the sum of |w v|, divided as the
-        sum is. With max_norm, a term is clipped before: its own error is within the two.
+        sum is; of a maximum, three ulps of the largest |v|. With max_norm, a term is clipped before: its own error is
+        within the two.
     """
 
     vectors: np.ndarray
@@ -45,14 +46,17 @@ def pooled(
     factors = np.where(counted, 1 if weights is None else weights, 0).astype(np.float64)
     filled = np.flatnonzero(np.diff(bounds))
 
-    def of_bags(values: np.ndarray) -> np.ndarray:
+    def of_bags(values: np.ndarray, reduce: np.ufunc = np.add) -> np.ndarray:
         sums = np.zeros((len(bounds) - 1, *values.shape[1:]))
         if filled.size:
-            sums[filled] = np.add.reduceat(values[: bounds[-1]], bounds[filled])
+            sums[filled] = reduce.reduceat(values[: bounds[-1]], bounds[filled])
         return sums
 
     weighted = factors[:, None] * terms
     counts = of_bags(counted.astype(np.float64))
+    if combiner == "max":
+        largest = of_bags(np.where(counted[:, None], terms, -np.inf), np.maximum)
+        return Expected(np.where(counts[:, None] > 0, largest, 0.0), 3 * EPS * of_bags(np.abs(terms), np.maximum))
     divisors = {"sum": np.sign(counts), "mean": of_bags(factors), "sqrtn": np.sqrt(of_bags(factors**2))}[combiner][:, None]
     bounds_of_sums = (counts[:, None] + 2) * EPS * of_bags(np.abs(weighted))
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -12,6 +12,8 @@ from hps.torch.conversion import convert as convert
 from hps.torch.embedding_bags import BagTable as BagTable
 from hps.torch.embedding_bags import EmbeddingBag as EmbeddingBag
 from hps.torch.embedding_bags import EmbeddingBagCollection as EmbeddingBagCollection
+from hps.torch.explaining import Explanation as Explanation
+from hps.torch.explaining import explain as explain
 from hps.torch.lookup_layer import LookupLayer as LookupLayer
 from hps.torch.packaging import PackagedModel as PackagedModel
 from hps.torch.packaging import package as package
@@ -24,12 +26,14 @@ __all__ = [
     "BagTable",
     "EmbeddingBag",
     "EmbeddingBagCollection",
+    "Explanation",
     "LookupLayer",
     "PackagedModel",
     "SavedModel",
     "attach",
     "close",
     "convert",
+    "explain",
     "package",
     "save",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hps.errors import InvalidInputError
+from hps.tensors.bags import COMBINERS
 from hps.torch.lookup_layer import called_directly, hold, version_of, version_text
 from hps.torch.operators import PooledFeature, as_text, lookup_bags, lookup_jagged
 from hps.torch.servers import Server, place_of
@@ -21,7 +22,7 @@ class EmbeddingBag(torch.nn.Module):
 
     Args:
         ps_config_file, model_name, table_id, emb_vec_size, version, wait, timeout_s, fallback: as for `LookupLayer`.
-        mode: sum, mean or sqrtn.
+        mode: sum, mean, sqrtn or max.
         max_norm: vectors with a larger L2 norm are scaled down to it before pooling. Default: no limit.
         padding_idx: a key that is ignored.
         include_last_offset: offsets end with the number of keys.
@@ -62,9 +63,9 @@ class EmbeddingBag(torch.nn.Module):
         """Look up bags.
 
         Args:
-            input: keys, int64 or int32: (B, hotness), or (n,) with offsets.
+            input: keys, integers: (B, hotness), or (n,) with offsets.
             offsets: (B,) int64 or int32, or (B + 1,) with `include_last_offset`: where each bag begins.
-            per_sample_weights: float32, as `input`; with any mode.
+            per_sample_weights: floats, as `input`, rounded to float32; with any mode but max.
 
         Returns:
             (B, emb_vec_size) float32, on the device of the keys; zeros for an empty bag.
@@ -120,7 +121,7 @@ class BagTable:
         name: name of the table in the model.
         features: features looked up in this table; a feature may use several tables.
         emb_vec_size: width of the table.
-        pooling: sum, mean or sqrtn.
+        pooling: sum, mean, sqrtn or max.
         max_norm, padding_idx: as for `EmbeddingBag`.
     """
 
@@ -288,6 +289,6 @@ def output_names(tables: Sequence[tuple[str, Sequence[str]]]) -> list[list[str]]
 
 
 def check_combiner(mode: str) -> str:
-    if mode not in ("sum", "mean", "sqrtn"):
-        raise InvalidInputError(f"making a layer of bags: got mode {mode!r}, expected 'sum', 'mean' or 'sqrtn'")
+    if mode not in COMBINERS:
+        raise InvalidInputError(f"making a layer of bags: got mode {mode!r}, expected one of {list(COMBINERS)}")
     return mode

@@ -89,16 +89,34 @@ def embeddings_of(module: nn.Module, *, with_values: bool = True) -> list[Embedd
     return found
 
 
+def foreign_embeddings(module: nn.Module) -> list[Embedding]:
+    """List the quantised and sharded embeddings of a module, which torch.export cannot trace."""
+    return list(_walk("", module, set(), only_foreign=True))
+
+
 def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable]:
     """Return the tables of embeddings, by name."""
     return {name: table for one in embeddings for name, table in one.tables.items()}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module within torchrec's `DistributedModelParallel`; another module as it is."""
-    is_wrapped = isinstance(module, _known("torchrec.distributed.model_parallel", "DistributedModelParallel"))
-    inner: Any = module.module if is_wrapped else module
-    return inner  # type: ignore[no-any-return]
+    """Return the module that torch.compile, DataParallel, DistributedDataParallel or DistributedModelParallel wraps."""
+    parallel = (
+        _known("torchrec.distributed.model_parallel", "DistributedModelParallel"),
+        nn.DataParallel,
+        nn.parallel.DistributedDataParallel,
+    )
+    while True:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidInputError(
+                "got a ScriptModule, which has no Python to export, expected the nn.Module that was scripted"
+            )
+        if isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
+            module = compiled
+        elif any(isinstance(module, one) for one in parallel):
+            module = module.module  # type: ignore[assignment]
+        else:
+            return module
 
 
 def refuse_unequal(one: Embedding) -> None:
@@ -139,7 +157,7 @@ def _shards(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
-def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
+def _walk(path: str, module: Any, seen: set[nn.Module], *, only_foreign: bool = False) -> Iterator[Embedding]:
     if module in seen:
         return
     seen.add(module)
@@ -151,6 +169,8 @@ def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
             raise InvalidInputError(
                 f"saving {path or 'a module'}: got {home}, expected {_EXPECTED}: load its state_dict into one of those first"
             )
+    elif only_foreign:
+        describe = None
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         describe = _plain
     elif isinstance(module, _known(_PLAIN, "EmbeddingBagCollection")):
@@ -161,7 +181,7 @@ def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
         yield describe(f"saving {path or kind.__name__}", path, module)
         return
     for name, child in module.named_children():
-        yield from _walk(f"{path}.{name}" if path else name, child, seen)
+        yield from _walk(f"{path}.{name}" if path else name, child, seen, only_foreign=only_foreign)
 
 
 def _plain(doing: str, path: str, module: Any) -> Embedding:

@@ -89,7 +89,7 @@ class LookupLayer(torch.nn.Module):
         """Look up keys.
 
         Args:
-            keys: int64 or int32 of any shape, on the CPU or a CUDA device of the model.
+            keys: integers of any shape, on the CPU or a CUDA device of the model.
 
         Returns:
             (*shape, emb_vec_size) float32, on the device of the keys; absent keys get the table's default vector.

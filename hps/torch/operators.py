@@ -42,7 +42,9 @@ from hps.versions.deployment import Deployment, repeated_after_takeover
 
 _LIBRARY = torch.library.Library("hps", "DEF")
 _TAGS = (torch.Tag.nondeterministic_seeded,)
-_KEY_DTYPES = (torch.int64, torch.int32)
+_TAKEN = (torch.int64, torch.int32)  # by lookups, as they are
+_INTEGERS = (*_TAKEN, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_POOLINGS = 1 << 12
 _TENSORS = "keys", "offsets", "weights"  # of `Bags`
 _TO_TABLES = "str ps_config_file, str model_name"
@@ -126,14 +128,11 @@ def _doing(model_name: str, table: Any) -> str:
 
 
 def _check_keys(keys: Tensor, model_name: str, table: Any) -> None:
-    if keys.dtype not in _KEY_DTYPES:
-        _refuse_keys(keys, model_name, table)
-
-
-def _refuse_keys(keys: Tensor, model_name: str, table: Any) -> NoReturn:
-    raise InvalidDtypeError(
-        f"{_doing(model_name, table)}: got keys of {keys.dtype}, expected torch.int64 (or torch.int32, which is widened)"
-    )
+    if keys.dtype not in _INTEGERS:
+        raise InvalidDtypeError(
+            f"{_doing(model_name, table)}: got keys of {keys.dtype}, expected torch.int64 (or narrower integers, "
+            "which are widened)"
+        )
 
 
 def _check_beside(
@@ -205,8 +204,9 @@ def lookup_rows(
     version: str = "",
 ) -> Tensor:
     """Implement `hps::lookup` without max_norm; also called directly, bypassing the dispatcher."""
-    if keys.dtype not in _KEY_DTYPES:
-        _refuse_keys(keys, model_name, table)
+    if keys.dtype not in _TAKEN:
+        _check_keys(keys, model_name, table)
+        keys = keys.long()
     if not keys.is_contiguous():
         keys = keys.contiguous()
     server = server_of(ps_config_file)
@@ -337,9 +337,9 @@ def _check_bags(
     counts = []
     for feature, its_keys, its_offsets, its_weights in zip(described.of, keys, offsets, weights, strict=True):
         _check_keys(its_keys, model_name, feature.table)
-        _check_beside(its_keys, "keys of a feature", _KEY_DTYPES, keys[0], model_name, feature.table)
-        _check_beside(its_offsets, "offsets", _KEY_DTYPES, its_keys, model_name, feature.table)
-        _check_beside(its_weights, "weights", (torch.float32,), its_keys, model_name, feature.table)
+        _check_beside(its_keys, "keys of a feature", _INTEGERS, keys[0], model_name, feature.table)
+        _check_beside(its_offsets, "offsets", _TAKEN, its_keys, model_name, feature.table)
+        _check_beside(its_weights, "weights", _FLOATS, its_keys, model_name, feature.table)
         if its_weights is not None and its_weights.shape != its_keys.shape:
             raise InvalidInputError(
                 f"{_doing(model_name, feature.table)}: got weights of shape {tuple(its_weights.shape)} for keys of shape "
@@ -358,9 +358,9 @@ def _bags(
     feature: PooledFeature, keys: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool = True
 ) -> Bags:
     return Bags(
-        _adopted(keys),
+        _adopted(keys if keys.dtype in _TAKEN else keys.long()),
         None if offsets is None else _adopted(offsets),
-        None if weights is None else _adopted(weights.detach()),
+        None if weights is None else _adopted(weights.detach().float()),
         combiner=feature.combiner,  # type: ignore[arg-type]
         max_norm=feature.max_norm,
         padding_key=feature.padding_key,
@@ -545,8 +545,8 @@ def _check_jagged(
     width = _features_of(features).width
     doing = _doing(model_name, None)
     _check_keys(values, model_name, None)
-    _check_beside(offsets, "offsets", _KEY_DTYPES, values, model_name, None)
-    _check_beside(weights, "weights", (torch.float32,), values, model_name, None)
+    _check_beside(offsets, "offsets", _TAKEN, values, model_name, None)
+    _check_beside(weights, "weights", _FLOATS, values, model_name, None)
     if weights is not None and weights.shape != values.shape:
         raise InvalidInputError(f"{doing}: got {weights.numel()} weights for {values.numel()} keys, expected as many")
     if offsets.shape[0] == 0 or (offsets.shape[0] - 1) % feature_count:

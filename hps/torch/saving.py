@@ -27,7 +27,7 @@ from hps.models.sources import ModelSources
 from hps.models.writer import write_version
 from hps.torch.embeddings import embeddings_of, tables_of
 from hps.torch.ranks import gather
-from hps.torch.tables import Table
+from hps.torch.tables import ShardedTable, Table
 from hps.types import FloatArray, KeyArray
 
 
@@ -59,7 +59,7 @@ def save(
     settings: Mapping[str, Any] | None = None,
     note: str = "",
     updates: Mapping[str, Mapping[str, str]] | None = None,
-    network: tuple[DenseConfig, bytes] | None = None,
+    network: tuple[DenseConfig, Mapping[str, bytes]] | None = None,
     sources: ModelSources | None = None,
 ) -> SavedModel:
     """Write every embedding of a module as a table of one version of a model. Readers see all of it or nothing.
@@ -73,7 +73,8 @@ def save(
     makes the same call. Rank 0 writes, with its arguments, and all ranks return the same.
 
     Args:
-        module: the trained module, on any device; weights float32, or float16, bfloat16 and quantised rows, which are widened.
+        module: the trained module, on any device; weights float32, or what is converted: float16, bfloat16, float64 and
+            quantised rows.
         uri: path or URI of the model's directory on any supported file system; its last part is the model's name. Parents are
             created.
         version: version number. Default: one above the highest existing one, or 1.
@@ -99,10 +100,45 @@ def save(
             does not answer.
         ConfigError: settings or the name of the model are wrong.
     """
+    embeddings = embeddings_of(module)
+    named = {one.path: tuple(one.tables) for one in embeddings}
+    return write_tables(
+        tables_of(embeddings),
+        uri,
+        version=version,
+        keys=keys,
+        delta_of=delta_of,
+        changed=changed,
+        hotness=hotness,
+        settings=settings,
+        note=note,
+        updates=updates,
+        network=network,
+        sources=sources,
+        named=named,
+    )
+
+
+def write_tables(
+    given_tables: Mapping[str, Table | ShardedTable],
+    uri: str | os.PathLike[str],
+    *,
+    version: str | None = None,
+    keys: Mapping[str, torch.Tensor] | None = None,
+    delta_of: str = "",
+    changed: Mapping[str, torch.Tensor] | None = None,
+    hotness: int | Mapping[str, int] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    note: str = "",
+    updates: Mapping[str, Mapping[str, str]] | None = None,
+    network: tuple[DenseConfig, Mapping[str, bytes]] | None = None,
+    sources: ModelSources | None = None,
+    named: Mapping[str, tuple[str, ...]] | None = None,
+) -> SavedModel:
+    """Write tables as one version of a model; see `save`."""
     sources = sources or ModelSources()
     filesystem, place = sources.locate(os.fspath(uri))
-    embeddings = embeddings_of(module)
-    with gather(f"saving {place}", tables_of(embeddings)) as job:
+    with gather(f"saving {place}", given_tables) as job:
         if not job.leads():
             followed: SavedModel = job.follow()
             return followed
@@ -137,8 +173,7 @@ def save(
         )
         if entry != written:
             write_file(filesystem, within(place, MODEL_ENTRY), json.dumps(entry, indent=2).encode() + b"\n")
-        named = {one.path: tuple(one.tables) for one in embeddings}
-        return job.finish(SavedModel(place, version, entry | {"version_path": place}, named))
+        return job.finish(SavedModel(place, version, entry | {"version_path": place}, named or {}))
 
 
 def _row_keys(doing: str, keys: torch.Tensor, rows: int) -> torch.Tensor:

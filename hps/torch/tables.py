@@ -13,7 +13,7 @@ from hps.errors import InvalidDtypeError, InvalidInputError
 Rows = slice | torch.Tensor
 """Which rows to read: those between two numbers, or (n,) int64 numbers on the CPU, in any order."""
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _FUSED_BITS = {"int8": 8, "int4": 4, "int2": 2}
 _FUSED_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
@@ -66,18 +66,18 @@ class ShardedTable:
 
 
 class WeightTable(Table):
-    """A table of a tensor (rows, dim), on any device.
+    """A table of a tensor (rows, dim), on any device; float64 is rounded to float32.
 
     Raises:
-        InvalidInputError: the tensor is of a class of its own; `InvalidDtypeError`: or of another dtype than float32, float16
-            and bfloat16.
+        InvalidInputError: the tensor is of a class of its own; `InvalidDtypeError`: or of another dtype than float32, float16,
+            bfloat16 and float64.
     """
 
     def __init__(self, doing: str, weight: torch.Tensor) -> None:
         if type(weight) not in (torch.Tensor, torch.nn.Parameter):
             raise InvalidInputError(f"{doing}: got weights of type {type(weight).__name__}, expected torch.Tensor; gather them")
         if weight.dtype not in _DTYPES:
-            raise InvalidDtypeError(f"{doing}: got weights {weight.dtype}, expected float32, float16 or bfloat16")
+            raise InvalidDtypeError(f"{doing}: got weights {weight.dtype}, expected float32, float16, bfloat16 or float64")
         self._weight = weight.detach()
         self.shape = (weight.shape[0], weight.shape[1])
         self.has_values = not weight.is_meta

@@ -25,6 +25,7 @@ from hps.errors import (
     InvalidInputError,
     NotReadyError,
     ReadOnlyError,
+    StaleCopyError,
     UnknownDeviceError,
     UnknownTableError,
 )
@@ -185,6 +186,12 @@ class Deployment:
         own = "" if self.network is None else self.network.fingerprint
         return joint_fingerprint((*self.fingerprints, own))
 
+    @property
+    def stale_copies(self) -> tuple[str, ...]:
+        """Tables that take no online writes, which would not reach the copy that the network has of them."""
+        dense = self.config.dense
+        return () if dense is None or dense.allow_stale_copy else tuple(dense.stale_copies)
+
     def held_tables(self) -> list[HeldTable]:
         """Location of each table, for a version that modifies it."""
         whole = [one for one in self.chain.databases if one.in_process][-1:]
@@ -280,7 +287,7 @@ class Deployment:
     def insert(self, index: int, keys: KeyArray, vectors: FloatArray) -> None:
         """Add or replace vectors of a table in every tier; see `HPS.insert`."""
         table = self.tables[index]
-        self._refuse_what_nobody_keeps(f"inserting into {table.tag}")
+        self._check_writable(f"inserting into {table.tag}", table)
         if vectors.shape != (keys.size, table.dim):
             raise InvalidInputError(
                 f"inserting into {table.tag}: got vectors of shape {vectors.shape}, expected {(keys.size, table.dim)}"
@@ -304,7 +311,7 @@ class Deployment:
 
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
-        self._refuse_what_nobody_keeps(f"deleting from {self.tables[index].tag}")
+        self._check_writable(f"deleting from {self.tables[index].tag}", self.tables[index])
 
         def apply(written: bool) -> None:
             self._tell(index, keys)
@@ -404,8 +411,13 @@ class Deployment:
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]
 
-    def _refuse_what_nobody_keeps(self, doing: str) -> None:
-        """Reject a modification that no database would keep: it would be acknowledged, and lost with this deployment."""
+    def _check_writable(self, doing: str, table: TableSpec) -> None:
+        """Reject a write that the network would contradict, or that would be acknowledged and lost with this deployment."""
+        if table.table_name in self.stale_copies:
+            raise StaleCopyError(
+                f"{doing}: the network of version {self.version} has a copy of {table.table_name!r}, which online writes do "
+                "not reach, so that scores would mix old and new rows; deploy a new version, or set dense.allow_stale_copy"
+            )
         if any(database.read_only for database in self.chain.databases):
             raise ReadOnlyError(f"{doing}: the persistent database is configured as read-only (persistent_db.read_only)")
         static = self.config.embedding_cache_type == "static"

@@ -70,6 +70,7 @@ class VersionInfo:
         since: time it was put into service, in seconds since the epoch.
         rows: rows of all its tables in the model files.
         size_bytes: bytes of its vectors, by tier as in `metrics.TIERS`; only tiers in use.
+        stale_copies: tables that take no online writes, since its network has a copy of them.
     """
 
     model: str
@@ -78,6 +79,7 @@ class VersionInfo:
     since: float
     rows: int
     size_bytes: dict[str, int]
+    stale_copies: tuple[str, ...] = ()
 
 
 def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
@@ -91,8 +93,8 @@ def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
         with suppress(DatabaseError, NotReadyError, UnknownTableError):  # it is down, or the table is being dropped
             tier = TIERS[1 + database.persistent]
             sizes[tier] = sum(database.stats(database.stored(table).tag).vector_bytes for table in deployment.tables)
-    config = deployment.config
-    return VersionInfo(config.model, config.version, state, deployment.since, sum(deployment.rows), sizes)
+    config, copies = deployment.config, deployment.stale_copies
+    return VersionInfo(config.model, config.version, state, deployment.since, sum(deployment.rows), sizes, copies)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,14 @@ class LiveUpdates:
         tiers = [tier for tier in (configuration.volatile_db, configuration.persistent_db) if tier.type != "disabled"]
         self._filters = [one for tier in tiers for one in tier.update_filters]
         self._feeds: dict[UpdateFeed, Deployment] = {}
+        self._left_out: dict[Deployment, list[UpdateStatus]] = {}
         self._log_class: type[UpdateLog] | None = None
         if settings.type == "null":
             return
         self._log_class = implementation("update_log", settings.type)
         self._log_class.from_config(settings, "hps.check").close()  # report errors before anything is loaded
         self._metrics = metrics
+        metrics.feeds.add(self._shown)
         persistent = configuration.persistent_db
         beside = "" if persistent.type == "disabled" else persistent.path
         self._dead_letters = DeadLetters.from_config(settings, beside, metrics)
@@ -58,6 +60,7 @@ class LiveUpdates:
     def start(self, deployment: Deployment) -> UpdateFeed | None:
         """Start the feed of a deployment, which runs until the deployment is closed; None if no table follows the log."""
         tables = self._followed(deployment)
+        self._leave_out(deployment)
         if self._log_class is None or not tables:
             return None
         config = deployment.config
@@ -111,17 +114,24 @@ class LiveUpdates:
             )
 
     def hand_over(self, deployment: Deployment, successor: Deployment) -> None:
-        """Hand a deployment's feed over to the successor that has just taken over."""
-        for feed, target in list(self._feeds.items()):
-            if target is deployment and feed.replace_target(successor):
+        """Hand a deployment's feed over to the successor that has just taken over; if other tables follow now, start one."""
+        same = self._followed(deployment) == self._followed(successor)
+        starts = not same
+        for feed in [feed for feed, target in list(self._feeds.items()) if target is deployment]:
+            if same and feed.replace_target(successor):
                 self._feeds[feed] = successor
-            elif target is deployment:
+            else:
                 self._stop(feed, DRAIN_S)
-                self.start(successor)
+                starts = True
+        self._left_out.pop(deployment, None)
+        if starts:
+            self.start(successor)
+        else:
+            self._leave_out(successor)
 
     def status(self) -> list[UpdateStatus]:
         """Return the status of each table that follows the log, by model, version and table."""
-        found = [one for feed in list(self._feeds) for one in feed.status()]
+        found = [one for feed in list(self._feeds) for one in feed.status()] + self._shown()
         return sorted(found, key=lambda one: (one.model, int(one.version), one.table))
 
     def close(self) -> None:
@@ -134,6 +144,41 @@ class LiveUpdates:
         """In a forked child: drop the feeds, which belong to the parent. Returns them."""
         held, self._feeds = self._feeds, {}
         return held
+
+    def _leave_out(self, deployment: Deployment) -> None:
+        """Report the tables that would follow the log if the network had no copy of them."""
+        config, topics = deployment.config, {table.name: table.topic for table in self._topics(deployment)}
+        if not (names := [name for name in deployment.stale_copies if name in topics]):
+            return
+        problem = "not followed: the network has a copy, which updates do not reach (dense.stale_copies, allow_stale_copy)"
+        _log.warning("updates of model %r, version %s, %s: %s", config.model, config.version, ", ".join(names), problem)
+        self._left_out[deployment] = [
+            UpdateStatus(
+                model=config.model,
+                version=config.version,
+                table=name,
+                topic=topics[name],
+                positions={},
+                behind=None,
+                lag_s=None,
+                rows_per_s=0.0,
+                rows=0,
+                stale_rows=0,
+                future_times=0,
+                dead_letters={},
+                problem=problem,
+                connected=False,
+            )
+            for name in names
+        ]
+        deployment.stop_following.append(partial(self._forget, deployment))
+
+    def _forget(self, deployment: Deployment, _timeout_s: float) -> bool:
+        self._left_out.pop(deployment, None)
+        return True
+
+    def _shown(self) -> list[UpdateStatus]:
+        return [status for statuses in list(self._left_out.values()) for status in statuses]
 
     def _awaited(self, late: Sequence[UpdateStatus]) -> str:
         """Describe what a version waits for before it takes over."""
@@ -151,6 +196,10 @@ class LiveUpdates:
         return stopped
 
     def _followed(self, deployment: Deployment) -> list[TableTopic]:
+        return [table for table in self._topics(deployment) if table.name not in deployment.stale_copies]
+
+    def _topics(self, deployment: Deployment) -> list[TableTopic]:
+        """List the tables that have a topic, whether or not they may follow it."""
         followed = []
         for index, (table, start) in enumerate(zip(deployment.tables, deployment.log_starts, strict=True)):
             if start is not None:

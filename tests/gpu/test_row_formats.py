@@ -92,10 +92,10 @@ def test_tables_of_all_formats_are_answered_by_one_launch(n, attached):
                 check(tables, keys, cupy.asnumpy(segment.out), known, table=table)
 
 
-@pytest.mark.parametrize("combiner", [Combiner.SUM, Combiner.MEAN])
+@pytest.mark.parametrize("combiner", [Combiner.SUM, Combiner.MEAN, Combiner.MAX])
 @pytest.mark.parametrize("formats", [["int8"], ["float16"], ["bfloat16"], ["int8", "float32", "float16"]])
 @pytest.mark.parametrize("dim", [7, 32, 128, 300])
-def test_bags_have_the_sums_of_what_is_stored(dim, formats, combiner):
+def test_bags_are_pooled_from_what_is_stored(dim, formats, combiner):
     known = distinct_keys(5_000)
     with LinkedTables([dim] * len(formats), 2_000, row_dtypes=formats) as tables:
         for table in range(len(formats)):
@@ -112,7 +112,7 @@ def test_bags_have_the_sums_of_what_is_stored(dim, formats, combiner):
             lookup.finish()
             for table, segment in enumerate(segments):
                 rows = tables.stored(vectors_of(keys, dim), table).astype(np.float64).reshape(300, 3, dim)
-                wanted = rows.sum(1) if combiner == Combiner.SUM else rows.mean(1)
+                wanted = {Combiner.SUM: rows.sum, Combiner.MEAN: rows.mean, Combiner.MAX: rows.max}[combiner](1)
                 np.testing.assert_allclose(cupy.asnumpy(segment.out), wanted, rtol=1e-5, atol=1e-5)
 
 

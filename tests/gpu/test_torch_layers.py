@@ -41,14 +41,15 @@ Answer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def layers(server: hps.HPS) -> dict[str, Answer]:
-    """Each answers (n, HOTNESS) keys with the rows of table a, or with the sums of table b, or with both sums."""
+    """Each answers (n, HOTNESS) keys with the rows of table a, or with the sums or maxima of table b, or with both sums."""
     rows = LookupLayer(server, "m", "a", DIMS["a"], wait=False)
-    bag = EmbeddingBag(server, "m", "b", DIMS["b"], mode="sum", wait=False)
+    bag, largest = (EmbeddingBag(server, "m", "b", DIMS["b"], mode=mode, wait=False) for mode in ("sum", "max"))
     tables = [BagTable(name, (name,), dim) for name, dim in DIMS.items()]
     collection = EmbeddingBagCollection(server, "m", tables, wait=False)
     return {
         "rows": rows,
         "bag": bag,
+        "max": lambda keys: largest(keys.short()),
         "collection": lambda keys: torch.cat(list(collection(dict.fromkeys(DIMS, keys)).values()), 1),
     }
 
@@ -57,6 +58,8 @@ def expected(which: str, keys: torch.Tensor, tables: dict[str, np.ndarray]) -> t
     rows = {name: torch.from_numpy(table)[keys.cpu().clamp(max=ROWS)] for name, table in tables.items()}
     if which == "rows":
         return rows["a"]
+    if which == "max":
+        return rows["b"].amax(1)
     return rows["b"].sum(1) if which == "bag" else torch.cat([rows["a"].sum(1), rows["b"].sum(1)], 1)
 
 
@@ -64,7 +67,7 @@ def random_keys(n: int = 500) -> torch.Tensor:
     return torch.randint(0, ROWS + 100, (n, HOTNESS), device="cuda")
 
 
-every_layer = pytest.mark.parametrize("which", ["rows", "bag", "collection"])
+every_layer = pytest.mark.parametrize("which", ["rows", "bag", "max", "collection"])
 
 
 @every_layer

@@ -21,7 +21,7 @@ from hps.cache.cpu.sets import (
 from hps.ground.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
 from hps.ground.numba_kernels import kernel
 from hps.ground.rows import FLOAT32, decode_row
-from hps.tensors.pooling import KEYS, OFFSETS, OUT, SUM, WEIGHTS, add_vector, bound, divide
+from hps.tensors.pooling import KEYS, MAX, OFFSETS, OUT, SUM, WEIGHTS, add_vector, bound, complete, raise_to
 from hps.types import FloatArray, IndexArray, KeyArray, RowArray
 
 WRONG_OFFSETS = -2
@@ -104,10 +104,11 @@ def pool(
     row_at = vector_at if dtype == FLOAT32 else vector_at + 4 * scratch.shape[1]
     out_at, out_stride = address_of(out), out.strides[0]
     block_positions, block_lines, block_versions, block_slots, block_rows = np.empty((5, _BLOCK), np.int64)
-    misses = 0
+    start = float32(-np.inf) if combiner == MAX else float32(0.0)
+    misses, is_first = 0, True
     bag, bag_begin, bag_misses = first, begin, 0
     bag_end = bound(offsets, hotness, first + 1, n) if first < last else stop
-    total[:] = 0.0
+    total[:] = start
     position = begin
     while position < stop:
         size = 0
@@ -139,10 +140,11 @@ def pool(
             line, slot, at = block_lines[i], block_slots[i], block_positions[i]
             while at >= bag_end and bag + 1 < last:
                 if combiner != SUM and misses == bag_misses:
-                    divide(total, keys, bag_begin, bag_end, weights, combiner, padded, padding_key)
+                    complete(total, keys, bag_begin, bag_end, weights, combiner, padded, padding_key)
                 copy_bytes(out_at + bag * out_stride, total_at, vector_bytes)
                 for j in range(dim):
-                    total[j] = 0.0
+                    total[j] = start
+                is_first = True
                 bag, bag_begin, bag_misses = bag + 1, bag_end, misses
                 bag_end = min(bound(offsets, hotness, bag + 1, n), stop)
             if slot >= 0:
@@ -155,16 +157,20 @@ def pool(
                 touch(line, slot, epoch)
                 if dtype != FLOAT32:
                     decode_row(row_at, vector_at, dim, dtype)
-                add_vector(total_at, vector_at, row, weights[at] if weights.size else 1.0, max_norm)
+                if combiner == MAX:
+                    raise_to(total, row, max_norm, is_first)
+                else:
+                    add_vector(total_at, vector_at, row, weights[at] if weights.size else 1.0, max_norm)
             else:
                 missing[begin + misses] = at
                 misses += 1
+            is_first = False
     while bag < last:
         if combiner != SUM and misses == bag_misses:
-            divide(total, keys, bag_begin, bag_end, weights, combiner, padded, padding_key)
+            complete(total, keys, bag_begin, bag_end, weights, combiner, padded, padding_key)
         copy_bytes(out_at + bag * out_stride, total_at, vector_bytes)
         for j in range(dim):
-            total[j] = 0.0
+            total[j] = start
         bag, bag_begin, bag_misses = bag + 1, bag_end, misses
         if bag < last:
             bag_end = min(bound(offsets, hotness, bag + 1, n), stop)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hps.ground.host_tables import DENSE_ROWS_AT
+from hps.tensors.bags import Arithmetic
 from hps.types import ROW_DTYPES, TableSpec, row_width
 
 SLOTS = 7
@@ -319,20 +320,21 @@ def answer_threads(shape: Shape) -> int:
     return 512 if _copy_lanes(shape.unit, shape.widest) <= 8 else 256
 
 
-def pool_kernel(name: str, shape: Shape, plain: bool, kind: Kind = DYNAMIC) -> Kernel:
+def pool_kernel(name: str, shape: Shape, arithmetic: Arithmetic, kind: Kind = DYNAMIC) -> Kernel:
     """Return a kernel for pooling: pool, number, pool_rest; arguments as for `query_kernel`.
 
     Args:
-        plain: no segment has weights or a max_norm.
+        arithmetic: that of all segments.
     """
     unit, widest = shape.unit, shape.widest
     copy = _copy_lanes(unit, widest)
     chunks = 1 << (-(-widest // (unit * copy)) - 1).bit_length()
     rows = min(copy, max(1, 8 // chunks))  # rows in flight; more of them or more warps are slower (docs/gpu-cache.md)
-    blocks = 1 if name != "pool" or chunks > 2 else 5 if plain else 4
-    sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks), ("PLAIN", int(plain)))
+    blocks = 1 if name != "pool" or chunks > 2 else 5 if arithmetic is Arithmetic.SUMS else 4
+    sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks))
+    does = ("PLAIN", int(arithmetic is Arithmetic.SUMS)), ("MAXIMA", int(arithmetic is Arithmetic.MAXIMA))
     own = kind.constants if name == "pool" else ()
-    return Kernel(name, "pool", (*sizes, ("SEGMENTS", shape.segments), *shape.constants, *own))
+    return Kernel(name, "pool", (*sizes, *does, ("SEGMENTS", shape.segments), *shape.constants, *own))
 
 
 def pool_groups(shape: Shape) -> int:

@@ -32,6 +32,7 @@ from hps.cache.cuda.pooling import BagPooling
 from hps.cache.cuda.queries import Geometry, Queries
 from hps.cache.cuda.tensors import NO_ROWS, UNKNOWN_STREAM, AnyRows, AskedRows, PlacedSegment, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
+from hps.tensors.bags import Arithmetic
 from hps.tensors.segments import MADE_LATE, Segment
 from hps.types import BoolArray, KeyArray, RowArray
 
@@ -67,7 +68,7 @@ class LookupKernels:
         self.query_of = lru_cache(_MOST_QUERIES)(self._query_of)
         self.answer_of = lru_cache(_MOST_QUERIES)(self._answer_of)
         self._scatters: dict[Shape, int] = {}  # handles
-        self._pools: dict[tuple[str, Shape, bool], int] = {}  # handles, by name, shape, plain
+        self._pools: dict[tuple[str, Shape, Arithmetic], int] = {}  # handles
 
     def needed(self) -> list[Kernel]:
         """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
@@ -110,12 +111,12 @@ class LookupKernels:
             handle = self._scatters[shape] = self._compiled.handle(kernels.scatter_kernel(shape))
         return handle
 
-    def pool(self, name: str, shape: Shape, plain: bool) -> int:
+    def pool(self, name: str, shape: Shape, arithmetic: Arithmetic) -> int:
         """Return the handle of a kernel of `cuda/pool.cu`, compiled on first use."""
-        handle = self._pools.get((name, shape, plain))
+        handle = self._pools.get((name, shape, arithmetic))
         if handle is None:
-            handle = self._compiled.handle(kernels.pool_kernel(name, shape, plain, self._kind))
-            self._pools[name, shape, plain] = handle
+            handle = self._compiled.handle(kernels.pool_kernel(name, shape, arithmetic, self._kind))
+            self._pools[name, shape, arithmetic] = handle
         return handle
 
     def batch_kernels(self, shape: Shape) -> tuple[int, int]:

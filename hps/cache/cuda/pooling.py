@@ -15,7 +15,7 @@ from hps.cache.cuda.device import Arguments, DeviceBuffer, PinnedBuffer, launch
 from hps.cache.cuda.kernels import Rows, Shape
 from hps.cache.cuda.tensors import PlacedSegment, TensorReader
 from hps.errors import InvalidInputError
-from hps.tensors.bags import Columns, Pooling
+from hps.tensors.bags import Arithmetic, Columns, Pooling
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
 
@@ -58,7 +58,7 @@ class PoolKernels(Protocol):
 
     def shape_of(self, tables: Sequence[int], alignment: int) -> Shape: ...
 
-    def pool(self, name: str, shape: Shape, plain: bool) -> int: ...
+    def pool(self, name: str, shape: Shape, arithmetic: Arithmetic) -> int: ...
 
 
 class BagPooling:
@@ -163,7 +163,8 @@ class BagPooling:
         asked.sort(key=lambda one: -one[1].n // one[2].count)  # the longest work starts first
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            shape, plain = self._shape_of_bags([place for _index, place, _pooling in group])
+            shape = self._shape_of_bags([place for _index, place, _pooling in group])
+            arithmetic = max([pooling.arithmetic for _index, _place, pooling in group])
             per_block = kernels.pool_groups(shape)
             arguments = self._arguments[shape.segments]
             buffer = arguments.bytes
@@ -215,7 +216,7 @@ class BagPooling:
             )
             if name == "number":
                 blocks = _NUMBER_BLOCKS * len(group)
-            launch(known.pool(name, shape, plain), blocks, kernels.QUERY_THREADS, arguments, stream)
+            launch(known.pool(name, shape, arithmetic), blocks, kernels.QUERY_THREADS, arguments, stream)
 
     def _place(self, place: PlacedBags, reader: TensorReader, host: PinnedBuffer) -> None:
         segment, pooling = place.segment, place.pooling
@@ -245,13 +246,12 @@ class BagPooling:
         else:
             place.out = reader.rows(segment.out, count, dim)
 
-    def _shape_of_bags(self, group: Sequence[PlacedBags]) -> tuple[Shape, bool]:
-        """Return the shape of a group of segments, and whether none has weights or a max_norm."""
-        alignment, plain = 0, True
+    def _shape_of_bags(self, group: Sequence[PlacedBags]) -> Shape:
+        """Return the shape of a group of segments."""
+        alignment = 0
         for place in group:
             alignment |= place.out | 4 * place.stride
-            plain = plain and not place.weights and not place.pooling.max_norm
-        return self._kernels.shape_of([place.table for place in group], alignment & 15), plain
+        return self._kernels.shape_of([place.table for place in group], alignment & 15)
 
 
 def _mapped(array: np.ndarray, host: PinnedBuffer) -> int:

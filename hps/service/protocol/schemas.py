@@ -163,7 +163,7 @@ class InferenceRequest(BaseModel):
     parameters: dict[str, Any] | None = Field(
         default=None,
         description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too. `DeviceID`: "
-        "the device to answer; by default the least busy one. `combiner` (`sum`, `mean` or `sqrtn`), `max_norm` and "
+        "the device to answer; by default the least busy one. `combiner` (`sum`, `mean`, `sqrtn` or `max`), `max_norm` and "
         "`padding_key`: for the bags of all tables; `<table>.combiner` and the like: of one table. "
         "`datatype`: of all vectors, by default `FP32`. "
         "`report`: add the answering tiers and the times of stages to the answer's parameters.",
@@ -209,7 +209,7 @@ class LookupRequest(BaseModel):
     bags: dict[str, list[list[int]]] | None = Field(default=None, description="Instead of `tables`: each list gets a vector.")
     weights: dict[str, list[list[float]]] | None = Field(default=None, description="Weights of the keys in bags; 1 by default.")
     combiner: str | dict[str, str] | None = Field(
-        default=None, description="`sum` (the default), `mean` or `sqrtn`: for all bags, or by table."
+        default=None, description="`sum` (the default), `mean`, `sqrtn` or `max`: for all bags, or by table."
     )
     max_norm: float | dict[str, float] | None = Field(
         default=None, description="Maximum L2 norm; longer vectors in bags are scaled down. For all bags, or by table."
@@ -402,6 +402,7 @@ class VersionStatus(BaseModel):
     since: str = Field(description="Time it was put into service (ISO 8601, UTC).")
     rows: int = Field(description="Rows in its model files.")
     size_bytes: dict[str, int] = Field(description="Size of its vectors by tier.")
+    stale_copies: list[str] = Field(description="Tables that take no online writes, since its network has a copy of them.")
 
 
 class ModelDetails(BaseModel):

@@ -247,8 +247,6 @@ def example_of(signature: Signature) -> str:
         elif one.first == -1 and target is None and not one.per_request:
             parts = [*zeros]
         else:
-            if target is not None and one.drops_first:
-                zeros[-1:] = signature.sizes.get(str(target.first), 0)
             user[name] = _value(one, zeros[0] if one.per_request else zeros)
             continue
         for item, part in zip(items, parts, strict=True):

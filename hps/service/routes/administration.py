@@ -228,7 +228,12 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
                 hit_rates=server.metrics.hit_rates(one.name),
                 versions=[
                     schemas.VersionStatus(
-                        version=it.version, state=it.state, since=_time(it.since), rows=it.rows, size_bytes=it.size_bytes
+                        version=it.version,
+                        state=it.state,
+                        since=_time(it.since),
+                        rows=it.rows,
+                        size_bytes=it.size_bytes,
+                        stale_copies=list(it.stale_copies),
                     )
                     for it in versions
                 ],

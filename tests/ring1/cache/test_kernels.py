@@ -14,6 +14,7 @@ from hps.databases.hash_map import layout
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.ground import host_tables
 from hps.ground.hashing import mix
+from hps.tensors.bags import Arithmetic
 from tests import ROOT
 from tests.fakes.populating_pinner import PopulatingPinner
 
@@ -140,7 +141,7 @@ def test_keys_of_one_device_spread_over_the_whole_near_table_of_another(devices:
 def test_kernels_of_tables_know_whether_devices_share_them(static: bool, shared: bool):
     rows, kind = [Rows(32), Rows(7, INT8)], kernels.Kind(static, shared)
     made = kernels.lookup_kernels(rows, kind) + kernels.link_kernels(rows, kind) + kernels.modification_kernels(rows, kind)
-    made += [kernels.pool_kernel("pool", Shape.of(rows, kernels.ALIGNED), plain, kind) for plain in (False, True)]
+    made += [kernels.pool_kernel("pool", Shape.of(rows, kernels.ALIGNED), arithmetic, kind) for arithmetic in Arithmetic]
     for kernel in made:
         assert ("SHARED" in dict(kernel.constants)) == (shared and kernel.name not in ("unique", "scatter"))
     for kernel in kernels.near_kernels(rows):  # of those, promotions alone read the shared table
@@ -149,7 +150,7 @@ def test_kernels_of_tables_know_whether_devices_share_them(static: bool, shared:
 
 @pytest.mark.parametrize("dim", [1, 7, 64, 128, 300, 1024])
 def test_a_group_that_pools_holds_a_row_and_takes_its_keys_in_whole_batches(dim: int):
-    sizes = dict(kernels.pool_kernel("pool", shape(dim), plain=True).constants)
+    sizes = dict(kernels.pool_kernel("pool", shape(dim), Arithmetic.SUMS).constants)
     assert sizes["UNIT"] * sizes["COPY"] * sizes["CHUNKS"] >= dim
     assert sizes["COPY"] % sizes["KEYS"] == 0
 

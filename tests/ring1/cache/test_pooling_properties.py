@@ -68,12 +68,13 @@ def bags(draw: st.DrawFn, *, absent: bool = True) -> dict[str, Any]:
     keys = rng.integers(0, ROWS, n)
     some = rng.random(n) < 0.2
     keys[some] = rng.choice(np.array(draw(st.lists(few, min_size=1, max_size=4)), np.int64), int(some.sum()))
+    combiner = draw(st.sampled_from(["sum", "mean", "sqrtn", "max"]))
     return {
         "keys": keys,
         "bounds": bounds,
         "hotness": hotness,
-        "weights": rng.choice(np.array(WEIGHTS, np.float32), n) if draw(st.booleans()) else None,
-        "combiner": draw(st.sampled_from(["sum", "mean", "sqrtn"])),
+        "weights": rng.choice(np.array(WEIGHTS, np.float32), n) if draw(st.booleans()) and combiner != "max" else None,
+        "combiner": combiner,
         "max_norm": draw(st.none() | st.sampled_from([0.5, 2.0, 8.0])),
         "padding_key": draw(st.none() | few),
         "include_last_offset": draw(st.booleans()),

@@ -270,7 +270,7 @@ def test_lookup_prints_what_a_bag_of_the_keys_is_answered_with(config: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["shop", "item", "1", "--combiner", "max"], "got combiner 'max', expected 'sum', 'mean' or 'sqrtn'"),
+        (["shop", "item", "1", "--combiner", "min"], "got combiner 'min', expected one of ['sum', 'mean', 'sqrtn', 'max']"),
         (["shopp", "item", "1"], "model 'shopp': it is not in the configuration, which has: shop"),
         (["shop", "itm", "1"], "'itm'"),
         (["shop", "7", "1"], "'7'"),

@@ -323,9 +323,12 @@ def test_what_cannot_be_repeated_is_refused_by_its_number_of_samples() -> None:
         ours.answers(rows(2))
         with pytest.raises(hps.InvalidInputError, match=refused):
             ours.read(arrays)
-    bags = Cut(guards=["samples != 2"])  # bags of any size are not repeated
-    with pytest.raises(hps.InvalidInputError, match="2 samples: the network needs samples != 2, got 2"):
-        bags.read(two_samples())
+
+
+def test_an_empty_bag_is_added_where_the_network_refuses_a_number_of_samples() -> None:
+    ours, other = Cut(guards=["samples != 2"]), Cut()
+    np.testing.assert_array_equal(ours.answers(two_samples())[0], other.answers(two_samples())[0])
+    assert ours.network.calls[-1] == 3
 
 
 def test_a_batch_that_the_guards_refuse_is_no_batch() -> None:

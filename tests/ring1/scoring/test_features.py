@@ -194,3 +194,11 @@ def test_bags_become_keys_offsets_and_weights() -> None:
 def test_what_is_no_array_is_refused(values: Any) -> None:
     with pytest.raises(hps.InvalidInputError, match="input 'item'"):
         read(arrays_of(signature().features, {**arrays(), "item": values}))
+
+
+def test_a_maximum_takes_no_weights() -> None:
+    given = {"tags": np.arange(4), "tags.offsets": np.array([0, 4])}
+    tags = {"table": "t0", "pooling": "max"}
+    assert read(given, tags=tags).samples == 1
+    with pytest.raises(hps.InvalidInputError, match="got weights of input 'tags', whose pooling is max, expected none"):
+        read({**given, "tags.weights": np.ones(4, np.float32)}, tags=tags)

@@ -50,6 +50,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         patch.syspath_prepend(place / "engine")
         hps.write_sparse_model(place / "item", rows())
         said = {"format": "arrays", "file": "dense.json", "inputs": {"item": {"table": "item"}}, "outputs": ["score"]}
+        said["stale_copies"] = ["item"]
         hps.write_version(place / "scored" / "1", {"item": rows()}, network=(said, b'{"factor": 0.5}'))
         scored = model_of("scored", ["item"], {"item": DIM}, version_path=str(place / "scored"), hit_rate_threshold=1.1)
         document = document_of(model(place / "item"), scored, persistent=place / "rocksdb")
@@ -129,6 +130,17 @@ def test_scores_and_pooled_vectors_and_writes_come_through_the_client(service: R
             assert (client.lookup([500], "m", "item") == change).all()
         client.delete([500], "m", "item")
         assert client.lookup([500], "m", "item", return_found=True)[1].tolist() == [False]
+
+
+def test_writes_to_a_table_of_which_the_network_has_a_copy_are_refused(service: RunningService) -> None:
+    row = {"keys": [1], "vectors": [[0.0] * DIM]}
+    for method, body in (("POST", row), ("DELETE", {"keys": [1]})):
+        answer = service.client.request(method, "/v1/models/scored/tables/item/rows", json=body)
+        assert (answer.status_code, "allow_stale_copy" in answer.json()["error"]) == (409, True)
+    with hps.connect(service.url) as client, pytest.raises(hps.ConflictError, match="allow_stale_copy"):
+        client.insert([1], np.zeros((1, DIM), np.float32), "scored", "item")
+    listed = {one["name"]: one["versions"] for one in service.client.get("/v1/models").json()["models"]}
+    assert {name: versions[0]["stale_copies"] for name, versions in listed.items()} == {"m": [], "scored": ["item"]}
 
 
 # -- what is behind the server ----------------------------------------------------------------------------------------

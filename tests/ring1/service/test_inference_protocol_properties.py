@@ -83,7 +83,7 @@ def test_random_bytes_are_a_typed_error(body, length):
 
 
 OPTIONS = {
-    "combiner": st.sampled_from(["sum", "mean", "sqrtn"]),
+    "combiner": st.sampled_from(["sum", "mean", "sqrtn", "max"]),
     "user.max_norm": st.floats(0, 2),
     "DeviceID": st.integers(0, 3),
 }

@@ -108,7 +108,7 @@ def shown(layer: torch.nn.Module, way: Way, error: type[Exception], keys: Any) -
     ("arguments", "keys", "error", "message"),
     [
         (("m", "user", 8), torch.ones(3), hps.InvalidDtypeError, "got keys of torch.float32, expected torch.int64"),
-        (("m", "user", 8), torch.ones(3, dtype=torch.int16), hps.InvalidDtypeError, "got keys of torch.int16"),
+        (("m", "user", 8), torch.ones(3, dtype=torch.bool), hps.InvalidDtypeError, "got keys of torch.bool"),
         (("m", "user", 9), torch.arange(3), hps.InvalidInputError, "got emb_vec_size 9, expected 8, the table's width"),
         (("m", "shop", 8), torch.arange(3), hps.UnknownTableError, "got table 'shop', expected one of 0 (user), 1 (item)"),
         (("m", 2, 8), torch.arange(3), hps.UnknownTableError, "got table 2"),

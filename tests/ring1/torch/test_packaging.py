@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def dense_of(place: Path, version: str = "1") -> dict[str, Any]:
 def inputs_of(place: Path) -> dict[str, Any]:
     """What `version.json` says of the inputs, without defaults."""
     defaults = {"table": None, "pooling": "none", "hotness": None, "max_norm": None, "padding_key": None, "dtype": "float32"}
-    defaults |= {"shape": [-1], "per_request": False, "request_index": False}
+    defaults |= {"shape": [-1], "offsets_of": None, "per_request": False, "request_index": False}
     return {
         name: {key: value for key, value in one.items() if defaults[key] != value}
         for name, one in dense_of(place)["inputs"].items()
@@ -95,19 +96,30 @@ def check_served(place: Path, module: nn.Module, named: dict[str, Any], *given: 
     np.testing.assert_allclose(score(place, named)["score"], answers(module, *given), atol=1e-6)
 
 
-def test_columns_of_an_input_are_inputs_named_like_the_tables(tmp_path: Path) -> None:
+def lookups_of(place: Path) -> dict[str, Any]:
+    """What `version.json` says of lookups: table, and where the keys come from."""
+    return {
+        name: (one["table"], {key: got for key, got in one["keys"].items() if got is not None})
+        for name, one in dense_of(place)["lookups"].items()
+    }
+
+
+def test_columns_of_an_input_are_looked_up_without_a_program(tmp_path: Path) -> None:
     forward = lambda self, dense, ids: self.score(dense, self.user(ids[:, 0]), self.item(ids[:, 1]), self.item(ids[:, 2]))  # noqa: E731
     module = net(forward, 3 + 3 * DIM, user=embedding(), item=embedding())
     module.train()
     done = package(module, tmp_path / "m" / "1", (torch.rand(4, 3), keys(4, 3)))
     assert (module.training, done.difference <= 1e-6, done.command) == (True, True, f"hps serve {tmp_path}")
     assert (done.version, done.place) == ("1", str(tmp_path / "m"))
-    columns = {"user": {"table": "user"}, "item": {"table": "item"}, "item_2": {"table": "item"}}
-    assert inputs_of(tmp_path) == columns | {"dense": {"shape": [-1, 3]}}
+    assert inputs_of(tmp_path) == {"dense": {"shape": [-1, 3]}, "ids": {"dtype": "int64", "shape": [-1, "ids_1"]}}
+    columns = [(table, {"input": "ids", "column": place}) for place, table in enumerate(("user", "item", "item"))]
+    assert [*lookups_of(tmp_path).values()] == columns
+    assert (dense_of(tmp_path).get("keys", []), dense_of(tmp_path)["guards"]) == ([], ["ids_1 >= 3"])
     for samples in (1, 9):
         dense, ids = torch.rand(samples, 3), keys(samples, 3)
-        named = {"dense": dense, "user": ids[:, 0], "item": ids[:, 1], "item_2": ids[:, 2]}
-        check_served(tmp_path, module, named, dense, ids)
+        check_served(tmp_path, module, {"dense": dense, "ids": ids}, dense, ids)
+    with pytest.raises(hps.InvalidInputError, match="input 'ids' of shape \\[9, 2\\]: the network needs ids_1 >= 3, got 2"):
+        score(tmp_path, {"dense": dense, "ids": ids[:, :2]})
 
 
 CLIPPED = {"pooling": "mean", "max_norm": 1.5, "padding_key": ROWS - 1}
@@ -142,11 +154,16 @@ def test_a_bag_with_offsets(tmp_path: Path, include_last: bool) -> None:
     forward = lambda self, tags, offsets, age: self.score(self.tags(tags, offsets), age[:, None])  # noqa: E731
     module = net(forward, DIM + 1, tags=bag(mode="sum", include_last_offset=include_last))
     end = [7] if include_last else []
-    package(module, tmp_path / "m" / "1", (keys(7), torch.tensor([0, 2, 2, *end]), torch.rand(3)))
-    assert inputs_of(tmp_path) == {"tags": {"table": "tags", "pooling": "sum"}, "age": {}}
+    done = package(module, tmp_path / "m" / "1", (keys(7), torch.tensor([0, 2, 2, *end]), torch.rand(3)))
+    ends = {"dtype": "int64", "shape": ["(samples + 1)" if include_last else -1], "offsets_of": "tags"}
+    assert inputs_of(tmp_path) == {
+        "tags": {"dtype": "int64", "shape": ["tags_0"]},
+        "offsets": {name: one for name, one in ends.items() if one != [-1]},
+        "age": {},
+    }
+    assert done.dense.dynamic_batching
     tags, offsets, age = keys(7), torch.tensor([0, 4, *end]), torch.rand(2)
-    bags = hps.Bags(tags, offsets, include_last_offset=include_last)
-    check_served(tmp_path, module, {"tags": bags, "age": age}, tags, offsets, age)
+    check_served(tmp_path, module, {"tags": tags, "offsets": offsets, "age": age}, tags, offsets, age)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -170,7 +187,9 @@ def test_examples_are_compared_with_the_rows_of_their_keys_alone(tmp_path: Path,
     forward = lambda self, user, item, tags: self.score(self.user(user).float(), self.item(item).float(), self.tags(tags))  # noqa: E731
     module = net(forward, 3 * DIM, user=user, item=item, tags=bag(mode="mean", padding_idx=2))
     package(module, tmp_path / "m" / "1", (torch.tensor([5, 5]), torch.tensor([9, 1]), torch.tensor([[2, 2, 2], [7, 2, 7]])))
-    assert asked == [1, 2, 2, ROWS, ROWS, ROWS]  # the keys of the examples, and then what is written
+    assert asked[:3] == [1, 2, 2]  # the keys of the examples
+    assert max(asked[3:-3]) <= 2  # of what is made of them
+    assert asked[-3:] == [ROWS, ROWS, ROWS]  # what is written
     given = keys(6), keys(6), keys(6, 4)
     check_served(tmp_path, module, dict(zip(("user", "item", "tags"), given, strict=True)), *given)
 
@@ -181,20 +200,23 @@ def test_a_table_that_several_inputs_share(tmp_path: Path) -> None:
     module = net(forward, 3 * DIM, items=items, again=items)
     package(module, tmp_path / "m" / "1", (keys(4, 3), keys(4), keys(4)), per_request=("seen",))
     shared = {"table": "items"}
-    assert inputs_of(tmp_path) == {"seen": shared | {"hotness": 3, "per_request": True}, "item": shared, "last": shared}
+    history = {"dtype": "int64", "shape": [-1, "seen_1"], "per_request": True}
+    assert inputs_of(tmp_path) == {"seen": history, "item": shared, "last": shared}
+    assert lookups_of(tmp_path) == {"vectors_0": ("items", {"input": "seen"})}
     seen, item, last = keys(1, 3), keys(6), keys(6)
     check_served(tmp_path, module, {"seen": seen, "item": item, "last": last}, seen.expand(6, 3), item, last)
 
 
-def test_keys_may_be_narrow_an_example_a_single_sample_and_other_integers_are_features(tmp_path: Path) -> None:
+def test_requests_have_the_dtypes_of_the_examples(tmp_path: Path) -> None:
     module = age_of_ids()
     package(module, tmp_path / "m" / "1", (torch.arange(1, dtype=torch.int32), torch.rand(1)))
     package(module, tmp_path / "n" / "1", (torch.arange(4), torch.arange(4)))
     ids, age = keys(5), keys(5)
-    check_served(tmp_path, module, {"ids": ids, "age": age / 2}, ids, age / 2)
+    check_served(tmp_path, module, {"ids": ids.int(), "age": age / 2}, ids, age / 2)
+    with pytest.raises(hps.InvalidDtypeError, match="got input 'ids' of int64, expected int32"):
+        score(tmp_path, {"ids": ids, "age": age / 2})
     with hps.HPS(document_of(model_repository=str(tmp_path))) as server:
         np.testing.assert_allclose(server.score("n", {"ids": ids, "age": age})["score"], answers(module, ids, age), atol=1e-6)
-    assert inputs_of(tmp_path)["age"] == {}
     assert json.loads((tmp_path / "n" / "1" / "version.json").read_text())["dense"]["inputs"]["age"]["dtype"] == "int64"
 
 
@@ -244,29 +266,68 @@ def weighted(item: Any, ids: Any, age: Any) -> Any:
     return item(ids[:, None], per_sample_weights=age[:, None]).sum(1)
 
 
+FORMS: dict[str, tuple[nn.Module, Callable[..., Any]]] = {
+    "computed": (embedding(), lambda item, ids, age: item((ids * 31 + 7) % ROWS).sum(1)),
+    "of other samples": (embedding(), lambda item, ids, age: item(ids.roll(1, 0)).sum(1)),
+    "read outside": (embedding(), lambda item, ids, age: item(ids).sum(1) + ids.float() + (ids >= ROWS - 2)),
+    "weighted": (bag(mode="sum"), weighted),
+    "greatest": (bag(mode="max"), lambda item, ids, age: item(torch.stack([ids, ids // 2], 1)).sum(1)),
+    "of a small set": (embedding(), lambda item, ids, age: item(ids).sum(1) + torch.eye(ROWS)[ids].sum(1)),
+    "from the end": (embedding(), lambda item, ids, age: item.weight[ids - 3].sum(1)),
+    "read twice": (embedding(), lambda item, ids, age: item(ids) @ item.weight.T),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_a_module_does_with_keys_is_served(tmp_path: Path, name: str) -> None:
+    table, forward = FORMS[name]
+    module = net(lambda self, ids, age: forward(self.item, ids, age), item=table)
+    done = package(module, tmp_path / "m" / "1", (torch.arange(1, 5), torch.rand(4)))
+    assert done.dense.dynamic_batching == (name != "of other samples")
+    assert done.dense.stale_copies == (("item",) if name == "read twice" else ())
+    ids, age = keys(7), torch.rand(7)
+    ids[:3] = torch.tensor([0, ROWS - 1, ROWS - 2])
+    check_served(tmp_path, module, {"ids": ids, "age": age}, ids, age)
+
+
 REFUSED: dict[str, tuple[nn.Module, Callable[..., Any], str]] = {
-    "computed": (
+    "no tensor": (embedding(), lambda item, ids, age: float(item(ids).sum()), r"torch\.export cannot export it"),
+    "computed table": (
         embedding(),
-        lambda item, ids, age: item((ids * 31 + 7) % ROWS).sum(1),
-        "item: got keys that the module computes, expected them as it is given them",
+        lambda item, ids, age: nn.functional.embedding(ids, item.weight * 2).sum(1),
+        r"got no lookup .* \(a table that is computed stays in the network",
     ),
-    "shifted": (
+    "two levels": (embedding(), lambda item, ids, age: item(item(ids).argmax(1)).sum(1), "two levels of lookups"),
+    "random": (embedding(), lambda item, ids, age: item(ids).sum(1) * torch.rand(1), "draws random numbers in evaluation mode"),
+    "dropout": (
         embedding(),
-        lambda item, ids, age: item(ids.roll(1, 0)).sum(1),
-        "got keys of other samples from input 'ids', expected each sample's own",
+        lambda item, ids, age: nn.functional.dropout(item(ids)).sum(1),
+        "pass training=self.training to a dropout",
     ),
-    "used outside": (embedding(), lambda item, ids, age: item(ids).sum(1) + ids.float(), "output 'score' differs by up to"),
-    "weighted": (bag(mode="sum"), weighted, "item: got per_sample_weights, expected none"),
-    "greatest": (bag(mode="max"), lambda item, ids, age: item(ids[:, None]).sum(1), "max"),
-    "no tensor": (
+    "random numbers of Python": (
         embedding(),
-        lambda item, ids, age: float(item(ids).sum()),
-        "got output 'score' of type float, expected a tensor",
+        lambda item, ids, age: item(ids).sum(1) * random.random(),
+        "answers the same inputs differently from call to call",
     ),
-    "small integers": (
+    "traced": (
         embedding(),
-        lambda item, ids, age: item(ids).sum(1) + torch.eye(5)[ids].sum(1),
-        r"it cannot run with other keys than those of the examples \(IndexError",
+        lambda item, ids, age: item(ids).sum(1) + torch.compiler.is_compiling(),
+        r"output 'score' differs by up to 1 from the module's \(the examples\)",
+    ),
+    "one number": (
+        embedding(),
+        lambda item, ids, age: item(ids).sum().reshape(1),
+        "output 'score' has 1 rows, expected one for each",
+    ),
+    "fixed samples": (
+        embedding(),
+        lambda item, ids, age: item(torch.tensor(ids.tolist())).sum(1),
+        "fixes the number of samples to 4",
+    ),
+    "branch": (
+        embedding(),
+        lambda item, ids, age: item(ids).sum(1) if ids.max() > 2 else age,
+        "a branch on values cannot be exported: use torch.where",
     ),
 }
 
@@ -288,9 +349,11 @@ def test_a_module_is_refused(tmp_path: Path, name: str) -> None:
     [
         ((torch.arange(4),), "its forward does not take the examples: missing a required argument: 'age'"),
         ({"ids": torch.arange(4), "years": torch.rand(4)}, "its forward does not take the examples"),
-        ((torch.arange(4), torch.rand(4).double()), "got input 'age' of torch.float64, expected float32, float16"),
-        ((torch.arange(4, dtype=torch.int16), torch.rand(4)), "got input 'ids' of torch.int16"),
-        ((torch.arange(4), torch.tensor(1.0)), "got a number for input 'age', expected samples first"),
+        (
+            (torch.arange(4), torch.rand(4, dtype=torch.complex64)),
+            "got input 'age' of torch.complex64, expected float32, float16",
+        ),
+        ((torch.arange(4), torch.tensor(1.0)), "got a number for input 'age', expected one for each sample"),
     ],
 )
 def test_examples_are_refused(tmp_path: Path, examples: Any, message: str) -> None:
@@ -305,6 +368,6 @@ def test_names_are_refused(tmp_path: Path) -> None:
         package(age_of_ids(), tmp_path / "m" / "1", examples, per_request=("id",))
     with pytest.raises(hps.InvalidInputError, match="got 2 names of outputs, expected 1"):
         package(age_of_ids(), tmp_path / "m" / "1", examples, outputs=("a", "b"))
-    with pytest.raises(hps.InvalidInputError, match=r"it has none, expected nn\.Embedding"):
+    with pytest.raises(hps.InvalidInputError, match="it has no embedding"):
         package(nn.Linear(2, 1), tmp_path / "m" / "1", (torch.rand(2, 2),))
     assert not list(tmp_path.iterdir())

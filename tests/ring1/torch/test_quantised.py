@@ -113,13 +113,13 @@ def test_a_module_with_quantised_and_plain_embeddings_is_packaged(tmp_path: Path
         assert (done.version, done.difference < 1e-6, done.dense.inputs["tags"].pooling) == (number, True, "sum")
     ids, seen, tags = torch.randint(0, ROWS, (7, 2)), torch.randint(0, 4, (7, 2)), torch.randint(0, ROWS, (7, 9))
     seen[3] = 0
-    found = score(tmp_path, {"user": ids[:, 1], "seen": seen, "tags": tags})
+    found = score(tmp_path, {"ids": ids, "seen": seen, "tags": tags})
     assert found.version == "2"
     np.testing.assert_allclose(found["score"], module(ids, seen, tags).detach(), atol=1e-6)
 
 
-def test_what_a_quantised_bag_does_beyond_sums_is_refused(tmp_path: Path) -> None:
-    class Remapped(nn.Module):
+def test_a_weighted_quantised_bag_is_packaged(tmp_path: Path) -> None:
+    class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.item = packed(quantized.EmbeddingBag, 8)
@@ -127,6 +127,6 @@ def test_what_a_quantised_bag_does_beyond_sums_is_refused(tmp_path: Path) -> Non
         def forward(self, ids: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
             return self.item(ids[:, None], per_sample_weights=age[:, None]).sum(1)
 
-    with pytest.raises(hps.InvalidInputError, match="item: got per_sample_weights, expected none"):
-        package(Remapped(), tmp_path / "m" / "1", (torch.arange(4), torch.rand(4)))
-    assert not list(tmp_path.iterdir())
+    module, ids, age = Weighted(), torch.arange(4), torch.rand(4)
+    package(module, tmp_path / "m" / "1", (ids, age))
+    np.testing.assert_allclose(score(tmp_path, {"ids": ids + 1, "age": age})["score"], module(ids + 1, age).detach(), atol=1e-6)

@@ -89,7 +89,7 @@ def collision() -> nn.Module:
         (collision, {}, InvalidInputError, "'a.b' and 'a_b', which would both be table 'a_b'"),
         (lambda: nn.Linear(2, 2), {}, InvalidInputError, "Linear: it has none"),
         (lambda: nn.Embedding(3, 2, device="meta"), {}, InvalidInputError, "meta device"),
-        (lambda: nn.Embedding(3, 2, dtype=torch.float64), {}, InvalidDtypeError, "float64"),
+        (lambda: nn.Embedding(3, 2, dtype=torch.complex64), {}, InvalidDtypeError, "complex64"),
         (Towers, {"keys": {"tags": torch.arange(3)}}, InvalidInputError, r"shape \(3,\), expected int64 \(20,\)"),
         (Towers, {"keys": {"tags": torch.zeros(20, dtype=torch.int64)}}, InvalidInputError, "1 distinct keys for 20 rows"),
         (Towers, {"keys": {"tag": torch.arange(3)}}, InvalidInputError, "keys of 'tag', expected of item, user_id, tags"),

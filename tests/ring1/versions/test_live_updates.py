@@ -22,6 +22,7 @@ from hps.registry import IMPLEMENTATIONS, Ours
 from hps.statistics.snapshot import UpdateStatus
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.updates.publisher import Publisher, open_writer
+from tests.fakes import entry_points
 from tests.fakes.memory_log import MemoryBroker
 from tests.servers.redis_server import RedisServer
 from tests.servers.running_service import document_of, model_of
@@ -173,6 +174,40 @@ def test_what_is_published_is_in_every_tier(host: str, document: Make, log: Log)
 
         check(server, expected)
     assert feeds() == []
+
+
+@pytest.mark.parametrize("copied", [["item"], ["item", "user"]])
+def test_a_table_of_which_the_network_has_a_copy_follows_once_that_may_be_stale(
+    copied: list[str], document: Make, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_points.install(tmp_path / "engine", "hps.networks", {"arrays": "tests.fakes.networks:ArrayNetwork"})
+    monkeypatch.syspath_prepend(tmp_path / "engine")
+    (tmp_path / "dense.json").write_text("{}")
+    whole, reads = document(), {"item": {"table": "item"}}
+    dense = {"format": "arrays", "file": str(tmp_path / "dense.json"), "inputs": reads, "outputs": ["score"]}
+    whole["models"][0]["dense"] = {**dense, "stale_copies": copied}
+    row = KEYS[:1], np.zeros((1, DIMS["item"]), np.float32), "ranker", "item"
+    with hps.HPS(whole) as server:
+        [entry] = server.config.models
+        for change in (1, 2):
+            positions = log.publish(change)
+            statuses = caught_up(server, {table: {} if table in copied else positions[table] for table in DIMS})
+            assert {one.table for one in statuses if "has a copy" in one.problem and not one.connected} == set(copied)
+            np.testing.assert_array_equal(server.lookup(KEYS, "ranker", "item"), vectors_of(KEYS, DIMS["item"], 0))
+            for refused in (lambda: server.insert(*row), lambda: server.delete(row[0], *row[2:])):
+                with pytest.raises(hps.StaleCopyError, match=r"copy of 'item'.*allow_stale_copy"):
+                    refused()
+            assert (entry.dense is not None, server.versions("ranker")[0].stale_copies) == (True, tuple(copied))
+            allowed = entry.dense.model_copy(update={"allow_stale_copy": True})
+            server.deploy(entry.model_copy(update={"dense": allowed}))
+            assert not any(one.problem for one in caught_up(server, positions))
+            check(server, lambda keys, change=change: change * (keys % 2))
+            if change == 1:
+                server.undeploy("ranker")
+                server.deploy(entry, force=True)
+        assert server.insert(*row) == "1"
+        server.undeploy("ranker")
+        assert (server.updates(), feeds()) == ([], [])
 
 
 @pytest.mark.parametrize("host", ["hash_map", "rocks_db"])

@@ -155,9 +155,7 @@ def test_a_module_with_a_quantised_collection_is_packaged(tmp_path: Path, bits: 
         done = package(module, tmp_path / "m", (jagged(4), item), tolerance=tolerance)
         assert (done.version, done.difference <= tolerance) == (number, True)
     sparse, item = jagged(7), torch.randint(0, ROWS, (7,))
-    features = {name: sparse[name[0]] for name in done.dense.inputs if name != "item"}  # f_2 is f of the second table
-    bags = {name: hps.Bags(one.values(), one.offsets()) for name, one in features.items()}
-    found = score(tmp_path, {"item": item, **bags})
+    found = score(tmp_path, done.request(sparse, item))
     np.testing.assert_allclose(found["score"], module(sparse, item).detach(), atol=tolerance)
 
 
@@ -166,8 +164,8 @@ def test_what_cannot_be_read_as_rows_is_refused(tmp_path: Path) -> None:
     pruned._emb_modules[1].index_remappings_array = torch.arange(ROWS)
     with pytest.raises(hps.InvalidInputError, match="got a pruned table, whose keys are remapped"):
         save(pruned, tmp_path / "m")
-    with pytest.raises(hps.InvalidInputError, match="an EmbeddingCollection, whose rows are jagged"):
-        package(Jagged(collection("rows", 8)), tmp_path / "m", (jagged(4),))
+    with pytest.raises(hps.InvalidInputError, match="got no lookup of a stored table"):
+        package(Unread(collection("rows", 8)), tmp_path / "m", (jagged(4),))
 
     processed = collection("bags", 8)
     processed.__class__ = modules.FeatureProcessedEmbeddingBagCollection
@@ -176,7 +174,7 @@ def test_what_cannot_be_read_as_rows_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class Jagged(nn.Module):
+class Unread(nn.Module):
     def __init__(self, rows: Any) -> None:
         super().__init__()
         self.rows = rows

@@ -1,0 +1,779 @@
+"""Cuts a module at its embedding lookups, on the graph of torch.export.
+
+    inputs --guards--> keys programs --keys, offsets, weights--> lookups --vectors--> network --> outputs
+
+A *lookup* is an embedding, an embedding bag or a selection of rows of a stored two-dimensional weight, by keys that depend on
+the request. What leads to its keys, offsets and weights is a *keys program*, all the rest is the *network*; what both need is
+in both. As all of it is one graph, a mask of keys, a rule or a length cannot be forgotten. The weights of looked up tables
+are in neither program, unless the module reads them otherwise, too (tied outputs).
+
+torch.export bakes silently what is no tensor: Python's random numbers, clocks and counters, `torch.compiler.is_compiling()`,
+what an `except` swallows. `packaging.py` finds these by runs.
+"""
+
+import operator
+import re
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.fx.experimental import _config as tracing  # has the only switch that makes sizes of 0 and 1 guards; pinned by a test
+from torch.utils import _pytree as pytree
+
+from hps.errors import InvalidInputError
+from hps.torch.module_inputs import FlatModule, ModuleInputs
+
+aten: Any = torch.ops.aten
+_LOOKUPS: Final = (aten.embedding.default, aten.embedding_bag.padding_idx, aten.index.Tensor, aten.index_select.default)
+_VIEWS: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_ROWS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_POOLINGS: Final = ("sum", "mean", "max")
+_TO_THE_END: Final = 2**63 - 1
+_SAMPLES: Final = sympy.Symbol("samples", integer=True, nonnegative=True)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where keys, offsets or weights of a lookup come from. *Immutable.*
+
+    Attributes:
+        node: of the module's graph.
+        input: the input that it is, or a column of it; empty: a keys program computes it.
+        column: of the input; None: all of it.
+    """
+
+    node: fx.Node
+    input: str = ""
+    column: int | None = None
+
+
+@dataclass(eq=False)
+class Lookup:
+    """A lookup of a module.
+
+    Attributes:
+        weight: path of the weight that is looked up.
+        node: of the module's graph, whose value becomes an input of the network.
+        pooling: none, sum, mean or max.
+        padding: a key that is ignored.
+        parts: `keys`, and perhaps `offsets` and `weights`.
+        name: of the vectors, as an input of the network.
+        expands: the keys are a column, and the vectors get a dimension for it.
+        line: of the module.
+    """
+
+    weight: str
+    node: fx.Node
+    pooling: str = "none"
+    padding: int | None = None
+    max_norm: float | None = None
+    include_last_offset: bool = False
+    parts: dict[str, Source] = field(default_factory=dict)
+    name: str = ""
+    expands: bool = False
+    line: str = ""
+
+
+class Cut:
+    """A module cut at its lookups.
+
+    Attributes:
+        shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
+        ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are
+            computed.
+        why_apart: why requests cannot be put together; empty if the graph does not say so.
+        sizes: of the examples, by name, without `samples`.
+        guards: what the programs rely on, as conditions on sizes.
+        lookups: in the order of the graph.
+        kept: weights that are looked up, and read otherwise, too.
+        notes: what an owner should know.
+        samples: number of samples of the examples.
+    """
+
+    def __init__(self, inputs: ModuleInputs, program: torch.export.ExportedProgram) -> None:
+        self._doing = f"packaging a {inputs.module}"
+        self.notes: list[str] = []
+        self.whole: Any = program.module()  # parameters are attributes of it, by their paths
+        self.graph: fx.Graph = self.whole.graph
+        for node in list(self.graph.nodes):
+            if node.op == "call_module":  # its guards on sizes, which `_Sizes` has as data
+                self.graph.erase_node(node)
+        self._refuse_changes()
+        self._drop_whole_slices()
+        self.inputs: dict[str, fx.Node] = dict(
+            zip(inputs.tensors, [node for node in self.graph.nodes if node.op == "placeholder"], strict=True)
+        )
+        out = next(node for node in self.graph.nodes if node.op == "output")
+        self.outputs: dict[str, fx.Node] = dict(zip(program.call_spec.out_spec.context, _leaves(out), strict=True))
+        self._equal: dict[Any, Any] = {}
+        self.lookups = self._find_lookups()
+        self._refuse_two_levels()
+        weights = {f"{name}.weights": offsets for name, offsets in inputs.ragged.items() if f"{name}.weights" in self.inputs}
+        self.why_apart = ""
+        self.ragged = self._find_ragged() | inputs.ragged | weights
+        sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
+        self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
+        self.notes += sizes.notes
+        for number, lookup in enumerate(self.lookups):
+            lookup.name = f"vectors_{number}"
+            for what, source in lookup.parts.items():
+                lookup.parts[what] = self._recognised(lookup, source, what)
+        self.guards = _strongest(self.guards)
+        self._sized = self._find_sized()
+        needed = self._network_nodes()
+        self.reads = [name for name, node in self.inputs.items() if node in needed]
+        attributes = {node.target for node in needed if node.op == "get_attr"}
+        self.kept = sorted({lookup.weight for lookup in self.lookups} & attributes)
+
+    # -- what is refused
+
+    def _refuse_changes(self) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if node.target is aten.copy_.default and not node.users:
+                target, source = node.args[:2]
+                renormed = isinstance(source, fx.Node) and source.target is aten.embedding_renorm.default
+                if target.op == "get_attr" and not renormed:
+                    raise InvalidInputError(
+                        f"{self._doing}: forward changes its state {target.target!r} in evaluation mode; a served module has "
+                        "no memory: make it an input, or change it only if self.training"
+                    )
+                self.graph.erase_node(node)  # a renormed weight, or an input that is changed after it was read
+            elif _draws(node):
+                raise InvalidInputError(
+                    f"{self._doing}: {node.target} draws random numbers in evaluation mode{line_of(node)}; pass "
+                    "training=self.training to a dropout, and give random numbers as an input"
+                )
+
+    def _drop_whole_slices(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.target is aten.slice.Tensor:
+                got = _arguments(node)
+                if got["start"] in (None, 0) and got["step"] == 1 and got["end"] in (None, _TO_THE_END):
+                    node.replace_all_uses_with(node.args[0])
+                    self.graph.erase_node(node)
+
+    def _refuse_two_levels(self) -> None:
+        nodes = {lookup.node: lookup for lookup in self.lookups}
+        for lookup in self.lookups:
+            for above in _ancestors(source.node for source in lookup.parts.values()):
+                if above in nodes:
+                    raise InvalidInputError(
+                        f"{self._doing}: the keys of {lookup.weight!r} depend on the vectors of {nodes[above].weight!r}"
+                        f"{lookup.line}: two levels of lookups; package the first part as a model of its own, and ask the "
+                        "second with its answer"
+                    )
+        if not self.lookups:
+            inner = any(
+                isinstance(getattr(self.whole, str(node.target), None), fx.GraphModule)
+                for node in self.graph.nodes
+                if node.op == "get_attr"
+            )
+            reason = "; ".join(self.notes) or (
+                "its lookups are inside of torch.cond or the like" if inner else "it has no embedding"
+            )
+            raise InvalidInputError(
+                f"{self._doing}: got no lookup of a stored table by keys of the request ({reason}); expected an embedding, an "
+                "embedding bag or weight[keys] of a parameter"
+            )
+
+    # -- lookups
+
+    def _find_lookups(self) -> list[Lookup]:
+        depends = _depends_on_values(self.graph)
+        nodes = [node for node in self.graph.nodes if node.target in _LOOKUPS]
+        return [lookup for node in nodes if (lookup := self._lookup(node, depends)) is not None]
+
+    def _lookup(self, node: fx.Node, depends: set[fx.Node]) -> Lookup | None:
+        got = _arguments(node)
+        selects = node.target in (aten.index.Tensor, aten.index_select.default)
+        if selects:
+            keys = got["index"] if node.target is aten.index_select.default else got["indices"][0]
+            if node.target is aten.index.Tensor and len(got["indices"]) != 1:
+                return None
+            got |= {"weight": got["self"], "indices": keys}
+            if got.get("dim", 0) != 0 or not isinstance(keys, fx.Node) or keys.meta["val"].dtype not in _INTEGERS:
+                return None
+        weight, renorm = _stored(got["weight"])
+        keys = got["indices"]
+        if weight is None:
+            if not selects:
+                self.notes.append(f"a table that is computed stays in the network{line_of(node)}")
+            return None
+        rows = self.attribute(str(weight.target))
+        if rows.ndim != 2 or rows.dtype not in _ROWS or keys not in depends or (selects and not isinstance(rows, nn.Parameter)):
+            return None  # constant keys, such as positions: the small table stays where it is
+        lookup = Lookup(str(weight.target), node, line=line_of(node))
+        if renorm is not None:
+            if renorm.args[1] is not keys or (len(renorm.args) > 3 and renorm.args[3] != 2.0):
+                raise InvalidInputError(
+                    f"{self._doing}: got a norm_type other than 2, or vectors that are scaled for other keys{lookup.line}"
+                )
+            lookup.max_norm = float(renorm.args[2])  # type: ignore[arg-type]
+        if node.target is not aten.embedding_bag.padding_idx:
+            if node.target is aten.index.Tensor:
+                keys = self._from_the_end(keys, rows.shape[0])
+            lookup.parts["keys"] = Source(keys)
+            return lookup
+        lookup.pooling = _POOLINGS[got["mode"]]
+        lookup.include_last_offset = bool(got["include_last_offset"])
+        if (padding := got["padding_idx"]) is not None:
+            lookup.padding = int(padding) % rows.shape[0]
+        if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
+            raise InvalidInputError(f"{self._doing}: more than the vectors of a bag is read{lookup.line}")
+        parts = _matrix_of_bags(keys, got["offsets"], got["per_sample_weights"])
+        if parts[1] is None:  # traced as so many offsets, which is the number of rows
+            self._equal[_expression(got["offsets"].meta["val"].shape[0])] = _expression(parts[0].meta["val"].shape[0])
+        lookup.parts |= {
+            what: Source(one) for what, one in zip(("keys", "offsets", "weights"), parts, strict=True) if one is not None
+        }
+        return lookup
+
+    def _from_the_end(self, keys: fx.Node, rows: int) -> fx.Node:
+        """Count negative keys from the end, as `weight[keys]` does."""
+        with self.graph.inserting_before(keys.next):
+            value = keys.meta["val"]
+            below = self.graph.call_function(aten.lt.Scalar, (keys, 0))
+            other = self.graph.call_function(aten.add.Tensor, (keys, rows))
+            found = self.graph.call_function(aten.where.self, (below, other, keys))
+        below.meta["val"], other.meta["val"], found.meta["val"] = value.bool(), value, value
+        return found
+
+    def _recognised(self, lookup: Lookup, source: Source, what: str) -> Source:
+        """Find whether a part of a lookup is an input, or a column of one."""
+        node, column = source.node, None
+        names = {one: name for name, one in self.inputs.items()}
+        if what == "keys":
+            node, casts = _uncast(node)
+            if node.target in (aten.select.int, aten.slice.Tensor) and node.args[0] in {**names}:
+                node, column, expands = _column(node)
+            elif node.target in (aten.select.int, aten.slice.Tensor):
+                inner, below = _uncast(node.args[0])  # type: ignore[arg-type]
+                if inner in names and len(inner.meta["val"].shape) == 2:
+                    number, expands = _column(node)[1:]
+                    node, column, casts = (inner, number, casts + below) if number is not None else (node, None, casts)
+            bag = lookup.pooling != "none"
+            if column is not None and not (bag and (not expands or lookup.padding is not None or "weights" in lookup.parts)):
+                lookup.pooling, lookup.expands = "none", expands and not bag  # a bag of one key is its vector
+                if isinstance(width := self.shapes[names[node]][1], str):
+                    self.guards.append(f"{width} >= {column + 1}")
+                return Source(source.node, names[node], column)
+            if column is not None or (casts and node.meta["val"].dtype not in _INTEGERS):
+                return source
+        return Source(source.node, names[node]) if node in names else source
+
+    def _find_ragged(self) -> dict[str, str]:
+        """Find the inputs with an element for each key of bags, and the inputs that are their offsets, if any is."""
+        found: dict[str, str] = {}
+        counts: dict[fx.Node, Any] = {}
+        names = {one: name for name, one in self.inputs.items()}
+        for lookup in self.lookups:
+            if (offsets := lookup.parts.get("offsets")) is None:
+                continue
+            count = _expression(lookup.parts["keys"].node.meta["val"].shape[0])
+            if counts.setdefault(offsets.node, count) != count:  # they cannot be shifted for both
+                self.why_apart = f"offsets are of several inputs{lookup.line}"
+            for name, node in self.inputs.items():
+                if node is not offsets.node and _expression(node.meta["val"].shape[0]) == count:
+                    found[name] = names.get(offsets.node, "")
+        return found
+
+    # -- programs
+
+    def attribute(self, path: str) -> Any:
+        """Return a weight, buffer or constant of the module."""
+        return operator.attrgetter(path)(self.whole)
+
+    def attributes(self) -> set[str]:
+        """List the paths of weights, buffers and constants that the programs read."""
+        needed = self._network_nodes() | _ancestors(self.computed())
+        return {str(node.target) for node in needed if node.op == "get_attr"}
+
+    def put(self, path: str, value: torch.Tensor) -> None:
+        """Replace a weight that the programs read."""
+        owner, _, name = path.rpartition(".")
+        setattr(self.whole.get_submodule(owner), name, nn.Parameter(value, requires_grad=False))
+
+    def computed(self) -> list[fx.Node]:
+        """List what keys programs compute, each node once."""
+        every = [one.node for lookup in self.lookups for one in lookup.parts.values() if not one.input]
+        return list(dict.fromkeys(every))
+
+    def inputs_of(self, nodes: Iterable[fx.Node]) -> list[str]:
+        """List the inputs on whose values or sizes nodes depend."""
+        needed = _ancestors(nodes)
+        return [name for name, node in self.inputs.items() if node in needed]
+
+    def keys_program(self, nodes: Sequence[fx.Node], names: Sequence[str]) -> tuple[nn.Module, list[str]]:
+        """Return the program that computes nodes, by name, and its inputs."""
+        needed = _ancestors(nodes)
+        new, made = fx.Graph(), {}
+        inputs = self.inputs_of(nodes)
+        for place, name in enumerate(inputs):
+            made[self.inputs[name]] = new.placeholder(f"input_{place}")
+        for node in self.graph.nodes:
+            if node in needed and node not in made:
+                made[node] = new.node_copy(node, made.__getitem__)
+        new.output(tuple(made[node] for node in nodes))
+        return _Named(fx.GraphModule(self.whole, new), inputs, list(names)), inputs
+
+    def network(self) -> tuple[nn.Module, list[str]]:
+        """Return the network, whose inputs are vectors by the names of lookups, and what it reads of the inputs."""
+        new, made = fx.Graph(), {}
+        for place, name in enumerate(self.reads):
+            made[self.inputs[name]] = new.placeholder(f"input_{place}")
+        for place, lookup in enumerate(self.lookups):
+            vectors = new.placeholder(f"vectors_{place}")
+            value = lookup.node.meta["val"]
+            value = value[0] if isinstance(value, tuple | list) else value
+            if lookup.expands:
+                vectors = new.call_function(aten.unsqueeze.default, (vectors, 1))
+            if value.dtype is not torch.float32:
+                vectors = new.call_function(aten._to_copy.default, (vectors,), {"dtype": value.dtype})
+            made[lookup.node] = vectors
+        needed = self._network_nodes()
+        for node in self.graph.nodes:
+            if node in made or node not in needed:
+                continue
+            if node in self._sized:
+                of, dim = self._sized[node]
+                made[node] = new.call_function(aten.sym_size.int, (made[of], dim))
+                continue
+            if (
+                node.target is operator.getitem
+                and node.args[0] in made
+                and node.args[0].target is aten.embedding_bag.padding_idx
+            ):
+                made[node] = made[node.args[0]]
+            else:
+                made[node] = new.node_copy(node, made.__getitem__)
+        new.output(tuple(made[node] for node in self.outputs.values()))
+        names = [*self.reads, *(lookup.name for lookup in self.lookups)]
+        return _Named(fx.GraphModule(self.whole, new), names, list(self.outputs)), names
+
+    def _network_nodes(self) -> set[fx.Node]:
+        stops = {*(lookup.node for lookup in self.lookups), *self._sized}
+        return _ancestors(self.outputs.values(), stops)
+
+    def _find_sized(self) -> dict[fx.Node, tuple[fx.Node, int]]:
+        """Find sizes of inputs that are sizes of vectors, too: the network need not read these inputs for them."""
+        vectors: dict[Any, tuple[fx.Node, int]] = {}
+        for lookup in self.lookups:
+            value = lookup.node.meta["val"]
+            for dim, size in enumerate((value[0] if isinstance(value, tuple | list) else value).shape[:-1]):
+                vectors.setdefault(_expression(size).subs(self._equal), (lookup.node, dim))
+        sizes = [node for node in self.graph.nodes if node.target is aten.sym_size.int and node.args[0].op == "placeholder"]
+        return {node: vectors[size] for node in sizes if (size := _expression(node.meta["val"])) in vectors}
+
+
+class _Named(nn.Module):
+    """A program that takes and returns tensors by name."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        super().__init__()
+        for node in graph.graph.nodes:
+            node.meta = {}  # of the first trace: the next one makes its own, and engines believe what they find
+        self.program = graph
+        self._inputs = list(inputs)
+        self._outputs = list(outputs)
+
+    def forward(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(self._outputs, self.program(*[given[name] for name in self._inputs]), strict=True))
+
+
+def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None = None) -> Cut:
+    """Export a module, and cut it at its lookups.
+
+    Tracing without dynamo takes most modules (KeyedJaggedTensors, autocast); what it refuses is tried with dynamo (`len`,
+    `.item()` as the end of a slice). Each is tried with all sizes free, then with the number of samples alone.
+
+    Args:
+        module: a copy that tracing may change.
+
+    Raises:
+        InvalidInputError: it cannot be exported or cut, with the reason and the line of the module.
+    """
+    flat = FlatModule(module, inputs, outputs)
+    first: InvalidInputError | None = None
+    for strict in (False, True):
+        before = _attributes(module)
+        try:
+            program = export(flat, (inputs.tensors,), strict=strict)
+        except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
+            first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
+            continue
+        try:
+            found = Cut(inputs, program)
+        except InvalidInputError as error:
+            first = first or error
+            continue
+        after = _attributes(module)
+        if changed := next((name for name, value in after.items() if not _same(before.get(name, ()), value)), None):
+            raise InvalidInputError(
+                f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it "
+                "in __init__, as a buffer if it is a tensor"
+            )
+        if strict:
+            found.notes.append("traced with dynamo (strict=True)")
+        return found
+    raise first or AssertionError
+
+
+def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -> torch.export.ExportedProgram:
+    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix
+    them."""
+    patch: Any = tracing.patch  # type: ignore[attr-defined]
+    failed: Exception | None = None
+    for every in (True, False):
+
+        def free(one: torch.Tensor, every: bool = every) -> dict[int, Any]:
+            return dict.fromkeys(range(one.ndim if every else 1), torch.export.Dim.AUTO)
+
+        shapes = pytree.tree_map(free, given)
+        if not isinstance(given[0], Mapping):
+            shapes = (shapes,)  # of the one parameter *given
+        try:
+            with torch.no_grad(), patch(backed_size_oblivious=True), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
+                program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
+                functional: torch.export.ExportedProgram = program.run_decompositions({})  # nothing is changed in place
+                return functional
+        except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
+            failed = failed or error
+    raise failed or AssertionError
+
+
+# -- sizes
+
+
+class _Sizes:
+    """What a program says of sizes, in names: `samples`, and `hist_1` for dimension 1 of input `hist`."""
+
+    def __init__(
+        self,
+        doing: str,
+        inputs: ModuleInputs,
+        places: Mapping[str, fx.Node],
+        outputs: Mapping[str, fx.Node],
+        ragged: Mapping[str, str],
+        equal: Mapping[Any, Any],
+    ) -> None:
+        self._doing = doing
+        self._equal = equal
+        self.notes: list[str] = []
+        dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in places.items()}
+        environment = next(node.meta["val"].fake_mode.shape_env for node in places.values())
+        rows = {name: node.meta["val"].shape[0] for name, node in outputs.items()}
+        first = next(iter(rows.values()))
+        self.samples = first if isinstance(first, int) else first.node.hint
+        self._names: dict[Any, Any] = {}
+        for name, expressions in dims.items():
+            if expressions[0].is_Symbol and name not in ragged and inputs.tensors[name].shape[0] == self.samples:
+                # As many rows as there are samples are taken for samples: that refuses no less than the program does.
+                self._names[expressions[0]] = _SAMPLES
+        found = self._renamed(_expression(first))
+        if found != _SAMPLES and not (solved := _solved(found)):
+            self._refuse_rows(inputs, dims, next(iter(rows)), found)
+        if found != _SAMPLES:
+            self._names |= solved
+        for name, expression in rows.items():
+            if (found := self._renamed(_expression(expression))) != _SAMPLES:
+                self._refuse_rows(inputs, dims, name, found)
+        self.examples: dict[str, int] = {}
+        beside = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
+        beside |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
+        for name, expressions in dims.items():
+            for dim, expression in enumerate(expressions):
+                if not dim and expression.is_Symbol and expression not in self._names and name in beside:
+                    self._names[expression] = self._renamed(beside[name])
+                self._name(name, dim, expression, inputs.tensors[name].shape[dim])
+        self.shapes = {
+            name: tuple(int(one) if one.is_Integer else self._text(one) for one in expressions)
+            for name, expressions in dims.items()
+        }
+        for name, shape in self.shapes.items():
+            fixed = [str(size) for size in shape[1:] if isinstance(size, int)]
+            if fixed and inputs.tensors[name].dtype in _INTEGERS:
+                self.notes.append(f"input {name!r} always has {' x '.join(fixed)} values a sample, as in the examples")
+        self.guards = self._guards(environment)
+
+    def _refuse_rows(self, inputs: ModuleInputs, dims: Mapping[str, Any], name: str, rows: Any) -> None:
+        fixed = next((one for one, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None)
+        if rows.is_Integer and fixed is not None:
+            raise InvalidInputError(
+                f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input "
+                f"{fixed!r} in the examples: does it use len(), int(), float() or tolist() of a size? Use x.shape[0] as it is"
+            )
+        raise InvalidInputError(
+            f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all "
+            "outputs"
+        )
+
+    def _name(self, name: str, dim: int, expression: Any, size: int) -> None:
+        for symbol in expression.free_symbols:
+            if symbol not in self._names:
+                self._names[symbol] = sympy.Symbol(re.sub(r"\W", "_", f"{name}_{dim}"), integer=True, nonnegative=True)
+        if expression.is_Symbol and self._names[expression].is_Symbol and self._names[expression] != _SAMPLES:
+            self.examples[str(self._names[expression])] = size
+
+    def _renamed(self, expression: Any) -> Any:
+        return expression.subs(self._equal).xreplace(self._names)
+
+    def _text(self, expression: Any) -> str:
+        try:
+            return _written(self._renamed(expression))
+        except KeyError as error:
+            raise InvalidInputError(f"{self._doing}: forward makes a size of {expression}, which cannot be checked") from error
+
+    def _guards(self, environment: Any) -> list[str]:
+        guards: list[str] = []
+        for guard in environment.guards:
+            condition = environment.replace(guard.expr).subs(self._equal)
+            if condition is sympy.true or not condition.free_symbols <= {*self._names}:
+                continue  # holds always, or is of sizes that only values say
+            renamed = self._renamed(condition)
+            if renamed is sympy.true or renamed == True:  # noqa: E712 - sympy's own truth
+                continue
+            guards.append(self._text(condition))
+        for symbol, bounds in environment.var_to_range.items():
+            if symbol in self._names and environment.replace(symbol) == symbol:
+                named = self._text(symbol)
+                if bounds.lower > 0:
+                    guards.append(f"{named} >= {int(bounds.lower)}")
+                if bounds.upper < 1 << 40:
+                    guards.append(f"{named} <= {int(bounds.upper)}")
+        return list(dict.fromkeys(guards))
+
+
+_COMPARISONS: Final = {
+    sympy.Eq: "==",
+    sympy.Ne: "!=",
+    sympy.StrictLessThan: "<",
+    sympy.LessThan: "<=",
+    sympy.StrictGreaterThan: ">",
+    sympy.GreaterThan: ">=",
+}
+_OPERATORS: Final = {"FloorDiv": "//", "IntTrueDiv": "/", "Mod": "%", "PythonMod": "%", "CleanDiv": "//"}
+
+
+def _written(expression: Any) -> str:
+    """Write an expression of sizes; KeyError: it has what none may have."""
+    if expression.is_Integer:
+        return str(int(expression))
+    if expression.is_Symbol:
+        return str(expression)
+    parts = [_written(one) for one in expression.args]
+    if (sign := _COMPARISONS.get(type(expression))) is not None:
+        return f"{parts[0]} {sign} {parts[1]}"
+    if expression.is_Add:
+        return f"({' + '.join(reversed(parts))})" if len(parts) > 1 else parts[0]
+    if expression.is_Mul:
+        return f"({' * '.join(parts)})"
+    kind = type(expression).__name__
+    if kind in ("Max", "Min"):
+        return f"{kind.lower()}({', '.join(parts)})"
+    return f"({parts[0]} {_OPERATORS[kind]} {parts[1]})"
+
+
+def _strongest(guards: Sequence[str]) -> list[str]:
+    """Leave out lower bounds of a size that another one implies."""
+    bounds: dict[str, int] = {}
+    others: list[str] = []
+    for guard in guards:
+        if (found := re.fullmatch(r"(\w+) (>=?) (\d+)", guard)) is None:
+            others.append(guard)
+        else:
+            bounds[found[1]] = max(bounds.get(found[1], 0), int(found[3]) + (found[2] == ">"))
+    return list(dict.fromkeys([*others, *(f"{name} >= {least}" for name, least in bounds.items())]))
+
+
+def _expression(size: Any) -> Any:
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def _solved(samples: Any) -> dict[Any, Any]:
+    """Return what to write for the symbol in the number of samples, such that this is called `samples`."""
+    symbols = samples.free_symbols
+    if len(symbols) != 1:
+        return {}
+    (symbol,) = symbols
+    if samples == symbol:
+        return {symbol: _SAMPLES}
+    if type(samples).__name__ == "FloorDiv" and samples.args[0] == symbol:
+        return {symbol: _SAMPLES * samples.args[1]}
+    shift = sympy.expand(samples - symbol)
+    return {symbol: _SAMPLES - shift} if shift.is_Integer else {}
+
+
+# -- the graph
+
+
+def line_of(node: fx.Node) -> str:
+    """Return the line of the module that a node is of, in brackets; empty if nobody knows."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    home = torch.__file__.rpartition("/")[0]
+    ours = __file__.rpartition("/")[0]
+    places = [
+        place for place, text in enumerate(lines) if text.strip().startswith("File") and home not in text and ours not in text
+    ]
+    if not places:
+        return ""
+    text = lines[places[-1] + 1].strip() if places[-1] + 1 < len(lines) else ""
+    return f" ({lines[places[-1]].strip()}{f': {text}' if text else ''})"
+
+
+def _refused(inputs: ModuleInputs, error: Exception) -> InvalidInputError:
+    """Say why a module cannot be exported, with the last line outside of torch, and a way out if one is known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    home = torch.__file__.rpartition("/")[0]
+    own = [
+        one
+        for one in frames
+        if not one.filename.startswith(home) and "/hps/torch/" not in one.filename and "<" not in one.filename
+    ]
+    text = " ".join(str(error).split())
+    cure = ""
+    if "PackedSequence" in text or any("pack_padded_sequence" in f"{one.name} {one.line}" for one in frames):
+        cure = (
+            "; packed sequences cannot be exported: run the network on the padded matrix, and gather its output at length - 1"
+        )
+    elif "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or ".item()" in text:
+        cure = "; a branch on values cannot be exported: use torch.where, or masks"
+    line = f" ({own[-1].filename}:{own[-1].lineno}: {(own[-1].line or '')[:120]})" if own else ""
+    return InvalidInputError(
+        f"packaging a {inputs.module}: torch.export cannot export it: {type(error).__name__}: {text[:300]}{line}{cure}"
+    )
+
+
+def _leaves(out: fx.Node) -> list[Any]:
+    found = out.args[0]
+    if isinstance(found, fx.Node) and found.target is pytree.tree_unflatten:
+        found = found.args[0]
+    return list(found) if isinstance(found, tuple | list) else [found]
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of an operator by name, with defaults."""
+    known = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip([one.name for one in known], node.args, strict=False))
+    return {one.name: one.default_value for one in known} | given | dict(node.kwargs)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Return whether an operator draws random numbers: attention and recurrent ones are tagged so even without dropout."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    got = _arguments(node)
+    chance = next((got[name] for name in ("dropout_p", "dropout", "p") if name in got), 1.0)
+    return got.get("train", True) is not False and chance != 0
+
+
+def _depends_on_values(graph: fx.Graph) -> set[fx.Node]:
+    """Find the nodes that depend on the values of inputs; a size of an input is none."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        sized = node.target in (aten.sym_size.int, aten.sym_numel.default)
+        if node.op == "placeholder" or (not sized and any(one in found for one in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _ancestors(nodes: Iterable[fx.Node], stops: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """Find what nodes are computed of, with themselves; nothing that only `stops` are computed of."""
+    found: set[fx.Node] = set()
+    ends, todo = {*stops}, [*nodes]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [] if node in ends else node.all_input_nodes
+    return found
+
+
+def _stored(node: Any) -> tuple[fx.Node | None, fx.Node | None]:
+    """Follow a weight to where it is stored; returns the attribute, and what scales its vectors to a norm."""
+    renorm = None
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if node.target is aten.embedding_renorm.default:
+            renorm = renorm or node
+        elif node.target not in (aten.detach.default, aten.alias.default):
+            return None, None
+        node = node.args[0]
+    return (node, renorm) if isinstance(node, fx.Node) and node.op == "get_attr" else (None, None)
+
+
+def _uncast(node: fx.Node) -> tuple[fx.Node, int]:
+    """Follow copies, casts to int64, and casts of integers to wider ones; returns also how many casts there were."""
+    casts = 0
+    while node.target is aten.clone.default or (node.target is aten._to_copy.default and not {*node.kwargs} - {"dtype"}):
+        source: Any = node.args[0]
+        if node.target is aten.clone.default:
+            node = source
+            continue
+        before, after = source.meta["val"].dtype, node.meta["val"].dtype
+        if after is not torch.int64 and not (before in _INTEGERS and after in _INTEGERS and after.itemsize > before.itemsize):
+            break
+        node, casts = source, casts + 1
+    return node, casts
+
+
+def _column(node: fx.Node) -> tuple[fx.Node, int | None, bool]:
+    """Return the matrix of whose column a node is, its number, and whether the column is a matrix itself."""
+    got, source = _arguments(node), node.args[0]
+    shape = [*map(_expression, source.meta["val"].shape)]  # type: ignore[union-attr]
+    if len(shape) != 2 or got["dim"] not in (1, -1):
+        return node, None, False
+    width = int(shape[1]) if shape[1].is_Integer else 0
+    if node.target is aten.select.int:
+        column = got["index"] % width if width else got["index"]
+        return (source, column, False) if column >= 0 else (node, None, False)  # type: ignore[return-value]
+    start, end, step = got["start"] or 0, width if got["end"] in (None, _TO_THE_END) else got["end"], got["step"]
+    if not all(isinstance(one, int) for one in (start, end, step)) or (not width and min(start, end - 1) < 0):
+        return node, None, False
+    chosen = range(width or end)[slice(start, end, step)]
+    return (source, chosen[0], True) if len(chosen) == 1 else (node, None, False)  # type: ignore[return-value]
+
+
+def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
+    """Give bags of a matrix of keys back: they are traced as its elements, and offsets at every row."""
+
+    def matrix(node: fx.Node | None) -> Any:
+        if node is None or node.target not in _VIEWS or len(node.meta["val"].shape) != 1:
+            return None
+        of, _ = _uncast(node.args[0])  # type: ignore[arg-type]
+        return of if len(of.meta["val"].shape) == 2 and of.meta["val"].dtype == node.meta["val"].dtype else None
+
+    found = matrix(keys)
+    if found is None or offsets.target is not aten.arange.start_step or offsets.args[0] != 0:
+        return keys, offsets, weights
+    bags, width = map(_expression, found.meta["val"].shape)
+    end, step = (_expression(one.meta["val"] if isinstance(one, fx.Node) else one) for one in (*offsets.args[1:], 1)[:2])
+    if step != width or sympy.expand(end - bags * width) != 0 or (weights is not None and matrix(weights) is None):
+        return keys, offsets, weights
+    return found, None, matrix(weights)
+
+
+# -- what tracing must not change
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """Return what Python code could have changed of a module and its parts: fake tensors that are left behind count."""
+    found: dict[str, list[Any]] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules") and not name.startswith(("_forward", "_backward")):
+                found[f"{path}.{name}".lstrip(".")] = pytree.tree_leaves(value)
+    return found
+
+
+def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    plain = (int, float, str, bool, type(None), torch.dtype, torch.device)
+    return len(before) == len(after) and all(
+        one is other or (isinstance(one, plain) and one == other) for one, other in zip(before, after, strict=True)
+    )

@@ -1,0 +1,160 @@
+"""A copy of a module that can be traced on any machine, whatever its weights are: elsewhere, quantised, sharded."""
+
+import copy
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hps.errors import InvalidInputError
+from hps.models.discovery import name_of
+from hps.torch.cutting import Cut
+from hps.torch.embeddings import Embedding, EmbeddingForm, foreign_embeddings
+from hps.torch.tables import ShardedTable, Table, is_sharded, table_of
+
+
+class TracedCopy:
+    """A copy of a module for tracing. It shares the weights that are on the CPU; others are stood in for, without memory.
+
+    Attributes:
+        module: the copy, in evaluation mode.
+        is_sharded: whether the module needs other ranks to run.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kind = type(module).__name__
+        self._real: dict[int, torch.Tensor] = {}  # by id of what stands in for it
+        self._named: dict[int, tuple[str, Table | ShardedTable]] = {}
+        self._keeps: list[Any] = []
+        memo: dict[int, Any] = {}
+        own: set[int] = set()
+        for one in foreign_embeddings(module):
+            own |= {id(weight) for weight in (*one.module.parameters(), *one.module.buffers())}
+            memo[id(one.module)] = stand_in = _StandIn(one)
+            self._named |= {id(weight): (name, one.tables[name]) for name, weight in stand_in.weights.items()}
+        self.is_sharded = any(isinstance(table, ShardedTable) for _, table in self._named.values())
+        for weight in (*module.parameters(), *module.buffers()):
+            if id(weight) in own:
+                continue
+            memo[id(weight)] = weight
+            if type(weight) not in (torch.Tensor, nn.Parameter, nn.Buffer) or weight.device.type != "cpu":
+                memo[id(weight)] = blank = _blank(weight)
+                self._real[id(blank)] = weight
+                self.is_sharded |= is_sharded(weight)
+        self.module: nn.Module = copy.deepcopy(module, memo).eval()
+        every = self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
+        self._known = {path: id(weight) for found in every for path, weight in found}
+        self._paths = {weight: path for path, weight in reversed(self._known.items())}
+
+    def tables(self, found: Cut) -> dict[str, tuple[str, Table | ShardedTable]]:
+        """Return name and rows of each table that a module looks up, by the path of its weight in the cut.
+
+        Raises:
+            InvalidInputError: two tables get one name, or weights have no values.
+        """
+        tables: dict[str, tuple[str, Table | ShardedTable]] = {}
+        by_name: dict[str, int] = {}
+        for path in dict.fromkeys(lookup.weight for lookup in found.lookups):
+            weight = self._weight(path)
+            if (named := self._named.get(id(weight))) is None:
+                own = self._paths[id(weight)]
+                named = self._name(own), table_of(f"packaging {own}", self._real.get(id(weight), weight))
+            name, table = tables[path] = named
+            if not table.has_values:
+                raise InvalidInputError(
+                    f"packaging {name!r}: got weights on the meta device, which have no values; load them first"
+                )
+            if by_name.setdefault(name, id(weight)) != id(weight):
+                raise InvalidInputError(
+                    f"packaging a {self._kind}: got two weights that would both be table {name!r}; rename one"
+                )
+        return tables
+
+    def restore(self, found: Cut) -> None:
+        """Put the values of weights into the programs that read them, in place of what stood in for them."""
+        for path in found.attributes():
+            if path.removeprefix("module.") not in self._known:
+                continue  # a constant of the graph
+            if (real := self._real.get(id(self._weight(path)))) is None:
+                continue
+            if is_sharded(real) or real.is_meta:
+                got = "the meta device, without values" if real.is_meta else f"several ranks ({type(real).__name__})"
+                raise InvalidInputError(
+                    f"packaging {path.removeprefix('module.')}: got a weight of the network on {got}; gather it"
+                )
+            found.put(path, real.detach().cpu())
+
+    def _weight(self, path: str) -> Any:
+        return operator.attrgetter(path.removeprefix("module."))(self.module)
+
+    def _name(self, path: str) -> str:
+        owner, _, last = path.rpartition(".")
+        home, _, table = owner.rpartition(".")
+        if (
+            home.rpartition(".")[2] in ("embedding_bags", "embeddings")
+            and "torchrec"
+            in type(operator.attrgetter(home.rpartition(".")[0])(self.module) if "." in home else self.module).__module__
+        ):
+            return name_of(table)
+        return name_of((owner or self._kind) if last == "weight" else path)
+
+
+def _blank(weight: torch.Tensor) -> torch.Tensor:
+    """Return zeros of the shape of a weight, on the CPU, which take the memory of one."""
+    zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+    return nn.Parameter(zeros, requires_grad=False) if isinstance(weight, nn.Parameter) else zeros
+
+
+class _StandIn(nn.Module):
+    """Looks up like an embedding that cannot be exported, in tables without memory."""
+
+    def __init__(self, one: Embedding) -> None:
+        super().__init__()
+        self._one = one
+        self.weights = nn.ParameterDict(
+            {name: _blank(nn.Parameter(torch.empty(table.shape, device="meta"))) for name, table in one.tables.items()}
+        )
+
+    def forward(self, features: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
+        one = self._one
+        if one.form is EmbeddingForm.ROWS:
+            return functional.embedding(features, self.weights[one.lookups[0].name]).to(one.dtype)
+        if one.form is EmbeddingForm.BAGS:
+            return self._pooled(one.lookups[0], features, offsets, per_sample_weights, one.include_last_offset)
+        from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+        given = features.to_dict()
+        pairs = [
+            (name, lookup, given[feature])
+            for lookup, names in zip(one.lookups, one.outputs, strict=True)
+            for name, feature in zip(names, lookup.features, strict=True)
+        ]
+        if one.form is EmbeddingForm.COLLECTION:
+            return {
+                name: JaggedTensor(
+                    functional.embedding(keys.values(), self.weights[lookup.name]),
+                    keys.values() if one.need_indices else None,
+                    keys.lengths(),
+                    keys.offsets(),
+                )
+                for name, lookup, keys in pairs
+            }
+        weights = [keys.weights() if one.is_weighted else None for _, _, keys in pairs]
+        found = [
+            self._pooled(lookup, keys.values(), keys.offsets(), its, True)
+            for (_, lookup, keys), its in zip(pairs, weights, strict=True)
+        ]
+        return KeyedTensor([name for name, _, _ in pairs], [lookup.emb_vec_size for _, lookup, _ in pairs], torch.cat(found, 1))
+
+    def _pooled(self, lookup: Any, keys: torch.Tensor, offsets: Any, weights: Any, last: bool) -> torch.Tensor:
+        return functional.embedding_bag(
+            keys,
+            self.weights[lookup.name],
+            offsets,
+            mode=lookup.pooling,
+            per_sample_weights=weights,
+            include_last_offset=last,
+            padding_idx=lookup.padding_idx,
+        ).to(self._one.dtype)

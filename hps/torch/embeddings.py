@@ -41,6 +41,7 @@ class Embedding:
         tables: its tables by the name under which each is saved.
         lookups: a table and its features each, in the order of the outputs. Pooling `none` is a vector for each key.
         outputs: names of the outputs of each of `lookups`.
+        configs: of torchrec's tables.
         dtype: of the outputs.
         include_last_offset: of bags.
         is_weighted: of a collection of bags.
@@ -53,6 +54,7 @@ class Embedding:
     tables: Mapping[str, Table | ShardedTable]
     lookups: Sequence[BagTable]
     outputs: Sequence[Sequence[str]] = ()
+    configs: Sequence[Any] = ()
     dtype: torch.dtype = torch.float32
     include_last_offset: bool = False
     is_weighted: bool = False
@@ -100,7 +102,7 @@ def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module within torch.compile's, DataParallel, DistributedDataParallel or torchrec's DistributedModelParallel."""
+    """Return the module within those of torch.compile, DataParallel, DistributedDataParallel and DistributedModelParallel."""
     parallel = (
         _known("torchrec.distributed.model_parallel", "DistributedModelParallel"),
         nn.DataParallel,
@@ -131,8 +133,8 @@ def refuse_unequal(one: Embedding) -> None:
         kinds.insert(0, type(one.module))
     for part in one.module.modules():
         kind = next((kind for kind in kinds if isinstance(part, kind)), None)
-        own = getattr(part, "mode", None) == "max" and "mode 'max', expected sum or mean"
-        if kind and not own and getattr(part, "max_norm", None) is not None and part.norm_type != 2:
+        own = ""
+        if kind and getattr(part, "max_norm", None) is not None and part.norm_type != 2:
             own = f"norm_type {part.norm_type}, expected 2"
         if kind and getattr(part.forward, "__func__", None) is not kind.forward:  # of its class, or the object's
             own = f"a forward of {type(part).__name__}'s own, expected that of {kind.__name__}"
@@ -161,6 +163,9 @@ def _walk(path: str, module: Any, seen: set[nn.Module], *, only_foreign: bool = 
     if module in seen:
         return
     seen.add(module)
+    if not isinstance(module, torch.jit.ScriptModule) and (inner := unwrapped(module)) is not module:
+        yield from _walk(path, inner, seen)
+        return
     kind = type(module)
     home = f"{kind.__module__}.{kind.__qualname__}"
     describe: Callable[[str, str, Any], Embedding] | None = None
@@ -243,6 +248,7 @@ def _pooled(
         {name_of(config.name): tables[config.name] for config in configs},
         [lookups[number] for number in order],
         [outputs[number] for number in order],
+        configs,
         dtype,
         is_weighted=module._is_weighted,
     )
@@ -280,6 +286,7 @@ def _rows(
             for one in configs
         ],
         _output_names(configs),
+        configs,
         need_indices=module._need_indices,
     )
 

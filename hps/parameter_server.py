@@ -464,8 +464,8 @@ class HPS:
         """Look the vectors of samples up, and run the model's network on them: `dense` of its configuration.
 
         Args:
-            inputs: by name of the network's inputs. Of a lookup: int64 keys (samples, hotness), or (samples,) for one key each,
-                or `Bags` of keys and offsets; of a feature: values of its dtype and shape, samples first. Inputs that are
+            inputs: by name of the inputs in `dense`. Of one with a table: int64 keys (samples, hotness), or (samples,) for one
+                key each, or `Bags` of keys and offsets; of a feature: values of its dtype and shape. Inputs that are
                 `per_request` may have one row for all samples. Arrays or nested sequences in host memory.
             device_id: as for `lookup_tables`.
             version: default: the serving one.
@@ -475,7 +475,7 @@ class HPS:
 
         Raises:
             UnknownModelError: the model is not deployed, or has no network. UnknownVersionError: the version is not.
-            InvalidInputError: inputs are missing, unknown, or of another shape or dtype.
+            InvalidInputError: inputs are missing, unknown, of another shape or dtype, or of sizes that the network refuses.
             TooManyKeysError: more samples or keys than the model allows.
             NetworkError: the network failed, or an output is not a number.
             HPSError: as `lookup_tables`.

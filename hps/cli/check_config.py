@@ -166,7 +166,7 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
         report.findings.append(_file_problem("model_repository", error))
         catalog = ModelCatalog(configuration.model_copy(update={"model_repository": ""}), sources)
     with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host costs one timeout, not one a table
-        checks = []
+        checks, networks = [], []
         for name in catalog.names:
             try:
                 versions = [catalog.version(name, version) for version in catalog.to_serve(name)]
@@ -179,7 +179,14 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
                 for version in versions
                 for j, (table, source) in enumerate(zip(version.config.tables, version.sources, strict=True))
             ]
+            with_network = [version.network for version in versions if version.network is not None]
+            networks += [(places.get(name, name), pool.submit(one.size_bytes, sources)) for one in with_network]
         report.findings += [_file_problem(name, error) for name, error in catalog.problems.items()]
+        for place, sized in networks:
+            try:
+                sized.result()
+            except errors.ModelFileError as error:
+                report.findings.append(_file_problem(f"{place}.dense", error))
         for j, model, table, check in checks:
             try:
                 dim, rows = check.result()

@@ -35,8 +35,9 @@ class ScoreCall:
 class Batcher:
     """Scores requests of one deployment and device in batches, by one thread. *Thread-safe.*
 
-    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table. It begins as soon as the
-    batch before it has ended, or, with a delay, when the oldest has waited so long or the batch is full.
+    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table; those with other free sizes
+    than the oldest are left to later batches. It begins as soon as the batch before it has ended, or, with a delay, when the
+    oldest has waited so long or the batch is full.
 
     If the network fails on a batch, or keys that were computed for it are refused, each of its requests is tried alone: a
     request can fail no other.
@@ -145,16 +146,19 @@ class Batcher:
             self._idle = False
             batch: list[ScoreCall] = []
             late: list[ScoreCall] = []
+            others: list[tuple[ScoreCall, float]] = []
             samples, keys, now = 0, [0] * len(self._limits), time.perf_counter_ns()
             while self._waiting:
                 call = self._waiting[0][0]
                 request = call.request
                 if call.due_ns and call.due_ns <= now:
                     late.append(call)
+                elif batch and not self._alone and request.form != batch[0].request.form:
+                    others.append(self._waiting.popleft())
+                    continue
                 elif batch and (
                     self._alone
                     or samples + request.samples > self._max_samples
-                    or request.form != batch[0].request.form
                     or any(have + more > most for have, more, most in zip(keys, request.keys, self._limits, strict=True))
                 ):
                     break
@@ -164,6 +168,7 @@ class Batcher:
                     keys = [have + more for have, more in zip(keys, request.keys, strict=True)]
                 self._waiting.popleft()
                 self._samples -= request.samples
+            self._waiting.extendleft(reversed(others))
         for call in late:
             self._counters.count_late()
             self._tell(

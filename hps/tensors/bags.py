@@ -216,10 +216,20 @@ def _input_array(name: str, values: Any, dtype: npt.DTypeLike | None) -> npt.NDA
         if dtype is None:
             array = array.astype(np.float32) if array.dtype.kind == "f" else array
         elif array.dtype.kind in "iub" or (array.dtype.kind == "f" and np.dtype(dtype).kind == "f"):
+            _refuse_range(name, array, np.dtype(dtype))
             array = array.astype(dtype)
     if array.dtype == np.int32 and dtype is not None and np.dtype(dtype) == np.int64:
         array = array.astype(np.int64)
     return np.ascontiguousarray(array)
+
+
+def _refuse_range(name: str, array: npt.NDArray[Any], dtype: "np.dtype[Any]") -> None:
+    """Check that numbers of Python fit an integer dtype, which would take their lowest bits."""
+    if dtype.kind in "iu" and array.size and array.dtype.kind in "iu":
+        least, most = int(array.min()), int(array.max())
+        if not np.iinfo(dtype).min <= least <= most <= np.iinfo(dtype).max:
+            got = least if least < np.iinfo(dtype).min else most
+            raise InvalidInputError(f"reading input {name!r}: got {got}, which does not fit {dtype}")
 
 
 def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:

@@ -24,7 +24,8 @@ class ArrayNetwork(Network):
 
     `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with `"samples"` of them (2; 0 is when
     it is opened), `hang` until the file beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few);
-    `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs.
+    `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs. `"as_given"`: each
+    output is the first input, as of a keys program.
 
     Attributes:
         calls: numbers of samples of its runs.
@@ -59,7 +60,7 @@ class ArrayNetwork(Network):
             np.empty(said.get("bytes_per_sample", 0) * len(scores), np.uint8).fill(1)
             if len(scores) == wrong:
                 scores = _misbehaving(said, scores)
-            return dict.fromkeys(outputs, scores)
+            return dict.fromkeys(outputs, next(iter(given.values())) if said.get("as_given") else scores)
 
         network = cls(run)
         cls.opened.append(network)

@@ -83,6 +83,20 @@ def test_a_repository_that_is_not_there_hides_nothing(tmp_path: Path, content: d
     assert (code, set(found)) == (2, {"device", "model_repository", "models[0].sparse_files[1]"})
 
 
+def test_each_file_of_a_network_is_looked_for(tmp_path: Path, content: dict[str, Any]) -> None:
+    x = {"dtype": "int64", "shape": [-1]}
+    programs = [{"file": str(tmp_path / "keys"), "inputs": ["x"], "outputs": ["k"]}]
+    lookups = {"vectors": {"table": "user", "keys": {"output": "k"}}}
+    dense = {"format": "pt2", "file": str(tmp_path / "dense"), "inputs": {"x": x}, "outputs": ["s"], "lookups": lookups}
+    content["models"][0]["dense"] = {**dense, "keys": programs}
+    for name in ("dense", "keys"):
+        code, found = findings(written(tmp_path, content))
+        [(level, text)] = found["models[0].dense"]
+        assert (code, level, str(tmp_path / name) in text) == (2, "wrong", True), text
+        (tmp_path / name).write_bytes(b"a program")
+    assert findings(written(tmp_path, content))[0] == 0
+
+
 def test_files_of_tokens_and_certificates_are_checked(tmp_path: Path, content: dict[str, Any]) -> None:
     tokens, wrong = tmp_path / "tokens.json", tmp_path / "wrong"
     tokens.write_text('{"tokens": [{"name": "a", "rights": ["read"], "token": "s3cret"}, {"name": "b", "rights": []}]}')

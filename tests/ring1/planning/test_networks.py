@@ -79,6 +79,38 @@ def test_inputs_take_what_the_scorer_keeps(tmp_path: Path, inputs: Any, most: in
     }
 
 
+def test_computed_keys_count_as_the_memory_that_is_kept_for_them(tmp_path: Path) -> None:
+    """A program is taken to compute as many keys as its largest input has values."""
+    x = {"dtype": "int64", "shape": [-1, "n"]}
+    lookups = {
+        "computed": {"table": "item", "keys": {"output": "k"}},
+        "given": {"table": "item", "pooling": "sum", "keys": {"input": "x"}},
+        "column": {"table": "item", "keys": {"input": "age", "column": 2}},
+    }
+    said = {"inputs": {"x": x, "age": AGE}, "sizes": {"n": 3}, "lookups": lookups}
+    programs = [{"file": "keys.json", "inputs": ["x"], "outputs": ["k"]}]
+    hps.write_version(
+        tmp_path / "m" / "1",
+        {"item": (np.arange(ROWS), np.ones((ROWS, DIM), np.float32))},
+        network=(
+            {"format": "arrays", "file": "dense.json", "outputs": ["score"], "keys": programs, **said},
+            {"dense.json": b"{}", "keys.json": b'{"as_given": true}'},
+        ),
+    )
+    model = model_of("m", ["item"], {"item": DIM}, maxnum_catfeature_query_per_table_per_sample=[5], max_batch_size=64)
+    (tmp_path / "m" / "model.json").write_text(json.dumps(model))
+    config = load_configuration(document_of(model_repository=str(tmp_path)))
+    with hps.HPS(config) as server:
+        scores = server.model("m").scores
+        assert scores is not None
+        kept = scores._scorers[0]._kept.memories
+        assert sorted(one.form.samples for one in kept) == [16, 64]
+        parts = [[one.staged, *one.vectors, *one.buffers.values()] for one in kept]
+        held = sum(array.nbytes for memory in parts for array in memory)
+    assert planned(config)["ram", None, "inputs of batches"] == held
+    assert planned(config)["ram", None, "weights"] == len(b'{}{"as_given": true}')
+
+
 def test_where_nothing_is_kept_inputs_take_those_of_a_full_batch(tmp_path: Path) -> None:
     inputs = {"item": {**ITEM, "pooling": "sum"}, "age": AGE, "request": {"request_index": True}}
     found = planned(configuration(tmp_path, inputs, max_batch_size=64))

@@ -1,6 +1,8 @@
 """Networks that were cut at their lookups: free sizes, guards, keys that are computed, and bags of all requests of a batch."""
 
+import functools
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +13,15 @@ from hypothesis import strategies as st
 
 import hps
 from hps.configuration.load import load_dense
+from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import Output, ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import read_description
 from hps.scoring.scorer import Scorer
 from hps.scoring.signature import Signature, signature_of
+from hps.statistics.scores import ScoreCounters
 from hps.testing.pooling_oracle import pooled
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.networks import ArrayNetwork, Arrays, DeviceNetwork, FakeTables
 from tests.ring1.scoring.test_packing import Region
 
@@ -400,6 +405,75 @@ def test_a_keys_program_that_fails_is_named() -> None:
     ours = Cut(programs=(fails, of_both))
     with pytest.raises(hps.NetworkError, match=r"^running a keys program of model 'm': ValueError: no keys$"):
         ours.answers(arrays_of(np.random.default_rng(0), 2))
+
+
+# -- batches -------------------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """Requests that wait behind one whose lookup does not end; then all are answered."""
+
+    def __init__(self, scorer: Cut) -> None:
+        self.scorer, self.told = scorer, dict[int, Any]()
+        self._told = threading.Semaphore(0)
+
+    def answers(self, *every: Arrays) -> list[Any]:
+        batcher = Batcher("model 'm'", self.scorer, ScoreCounters(), MOST)
+        self.scorer.tables.may_answer.clear()
+        for number, arrays in enumerate((every[0], *every), -1):
+            batcher.submit(ScoreCall(self.scorer.read(arrays), functools.partial(self._tell, number)))
+            if number < 0:
+                wait_until(lambda: not batcher.waiting, "the batcher is busy")
+        self.scorer.tables.may_answer.set()
+        for _ in range(len(every) + 1):
+            assert self._told.acquire(timeout=PATIENCE_S)
+        assert batcher.close(PATIENCE_S)
+        return [self.told[number] for number in range(len(every))]
+
+    def _tell(self, number: int, answer: Any, times: Any) -> None:
+        self.told[number] = answer["all"] if isinstance(answer, dict) else answer
+        self._told.release()
+
+
+def test_requests_of_one_length_are_one_batch_whatever_waits_between_them() -> None:
+    ours, other = Cut(**ROWS, programs=()), Cut(**ROWS, programs=())
+    every = [rows(samples, n) for samples, n in ((2, 3), (1, 4), (3, 3), (4, 4), (1, 5), (5, 3))]
+    for answer, arrays in zip(Waiting(ours).answers(*every), every, strict=True):
+        np.testing.assert_array_equal(answer, other.answers(arrays)[0])
+    assert ours.network.calls == [2, 2 + 3 + 5, 1 + 4, 1]
+
+
+def test_a_batch_that_the_guards_refuse_is_answered_request_by_request() -> None:
+    guards = ["samples != 5", "samples != 6", "samples != 7"]
+    ours, other = Cut(**ROWS, guards=guards, programs=()), Cut(**ROWS, programs=())
+    every = [rows(2), rows(3)]
+    for answer, arrays in zip(Waiting(ours).answers(*every), every, strict=True):
+        np.testing.assert_array_equal(answer, other.answers(arrays)[0])
+    assert ours.network.calls == [2, 2, 3]
+
+
+def test_a_request_with_too_many_computed_keys_harms_no_other() -> None:
+    """How many keys a program computes is known when it has run: they are refused by the lookup."""
+
+    def repeated(given: Arrays) -> dict[str, np.ndarray]:
+        return {"many": np.repeat(given["x"], given["x"].max())}
+
+    inputs = {"x": {"dtype": "int64", "shape": [-1]}}
+    programs = [{"file": "0", "inputs": ["x"], "outputs": ["many"]}]
+    lookup = {"table": "t1", "keys": {"output": "many"}}
+    said: dict[str, Any] = {"inputs": inputs, "keys": programs, "sizes": {}, "network_inputs": ["x"]}
+    ours = Cut(function=lambda given: {"all": given["x"]}, programs=(repeated,), **said, lookups={"rows": lookup})
+    look_up = ours.tables.look_up
+
+    def bounded(segments: Any) -> None:
+        if segments[0].n > 20:
+            raise hps.TooManyKeysError(f"got {segments[0].n} keys")
+        look_up(segments)
+
+    ours._runner.lookup = bounded
+    answers = Waiting(ours).answers(*[{"x": np.array([number])} for number in (1, 30, 9)])
+    assert isinstance(answers[1], hps.TooManyKeysError)
+    assert [answers[0].tolist(), answers[2].tolist()] == [[1], [9]]
 
 
 # -- shared memory -------------------------------------------------------------------------------------------------------

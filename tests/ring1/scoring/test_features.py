@@ -164,6 +164,15 @@ def test_lists_become_arrays_of_the_inputs_dtype() -> None:
     assert arrays_of(signature().features, {"item": np.arange(3, dtype=np.int32)})["item"].dtype == np.int64
 
 
+def test_lists_of_numbers_that_do_not_fit_are_refused() -> None:
+    inputs = {"item": {"table": "t0"}, "hour": {"dtype": "uint8"}}
+    given = signature(**inputs).features
+    assert arrays_of(given, {"hour": [0, 255]})["hour"].dtype == np.uint8
+    for hours, got in (([1, 256], 256), ([-1, 3], -1)):
+        with pytest.raises(hps.InvalidInputError, match=f"reading input 'hour': got {got}, which does not fit uint8"):
+            arrays_of(given, {"hour": hours})
+
+
 def test_lists_of_fractions_are_no_keys() -> None:
     with pytest.raises(hps.InvalidDtypeError, match="got keys of input 'item' of float64"):
         read(arrays_of(signature().features, {**arrays(), "item": [1.5, 2, 3]}))

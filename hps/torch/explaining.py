@@ -1,5 +1,6 @@
 """Shows where `package` would cut a module: as text, and as a picture."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +14,7 @@ from hps.torch.module_inputs import ModuleInputs
 from hps.torch.packaging import Description
 from hps.torch.traced_copy import TracedCopy
 
+_LINE: Final = re.compile(r' \(File "(?:.*/)?([^"/]+)", line (\d+), in \w+: (.*)\)')
 _WIDTH, _ROW, _GAP = 190, 30, 60
 _COLOURS: Final = {"input": "#e8f0fe", "keys": "#fef3d8", "lookup": "#e2f5e5", "network": "#f3e8fd", "output": "#eeeeee"}
 
@@ -59,7 +61,7 @@ def explain(
     found = cut(traced.module, inputs, outputs)
     tables = {path: name for path, (name, _) in traced.tables(found).items()}
     dense = Description(found, inputs, tables, per_request, "pt2").entry
-    lines = {lookup.name: lookup.line for lookup in found.lookups}
+    lines = {lookup.name: _LINE.sub(r"  # \1:\2: \3", lookup.line) for lookup in found.lookups}
     return Explanation(_text(dense, lines, found.notes), _picture(dense), dense)
 
 

@@ -77,9 +77,16 @@ def merged_sizes(signature: Signature, requests: Sequence[ScoreInputs | PackedRe
     return {name: size if name in signature.inner else sum(one.sizes[name] for one in requests) for name, size in first.items()}
 
 
-def padded(request: ScoreInputs, more: int) -> ScoreInputs:
-    """Repeat the last sample of a request."""
-    given = [one if one.rows < request.samples else _padded(one, more) for one in request.given]
+def padded(signature: Signature, request: ScoreInputs, more: int) -> ScoreInputs:
+    """Repeat the last sample of a request; of bags that other inputs delimit, add empty ones."""
+    given = []
+    for feature, one in zip(signature.features, request.given, strict=True):
+        if feature.offsets_of >= 0:
+            ends = np.full(more, request.given[feature.offsets_of].rows, one.values.dtype)
+            given.append(Given(np.concatenate([one.values, ends]), one.rows + more))
+        else:
+            is_whole = isinstance(feature.first, str) or one.rows < request.samples
+            given.append(one if is_whole else _padded(one, more))
     return replace(request, given=given, samples=request.samples + more)
 
 

@@ -149,7 +149,7 @@ class Scorer:
             for one in requests
         ]
         if padding:
-            given[-1] = padded(given[-1], padding)
+            given[-1] = padded(self.signature, given[-1], padding)
             counts = counts.copy()
             counts[-1] += padding
         run = self._new.prepared(merge(self.signature, given, counts))

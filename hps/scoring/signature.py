@@ -273,6 +273,8 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
         KeysProgram(one.inputs, one.outputs, all(dense.inputs[name].per_request for name in one.inputs)) for one in dense.keys
     )
     merges, inner = _merging(features, dense.sizes)
+    delimited = {features[one.offsets_of].first for one in features if one.offsets_of >= 0}
+    can_pad = all(one.first == -1 or one.offsets_of >= 0 or one.first in delimited for one in features)
     return Signature(
         tuple(features),
         tuple(lookups),
@@ -281,7 +283,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
         tuple(map(SizeCondition, dense.guards)),
         dense.sizes,
         merges,
-        dense.dynamic_batching and merges and all(one.first == -1 for one in features),
+        dense.dynamic_batching and merges and can_pad,
         inner,
         named,
         tuple(one for one in strings if one[2].text not in dense.sizes),

@@ -30,6 +30,7 @@ from hps.torch.module_inputs import FlatModule, ModuleInputs
 
 aten: Any = torch.ops.aten
 _LOOKUPS: Final = (aten.embedding.default, aten.embedding_bag.padding_idx, aten.index.Tensor, aten.index_select.default)
+_VIEWS: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _ROWS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _POOLINGS: Final = ("sum", "mean", "max")
@@ -86,6 +87,7 @@ class Cut:
         shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
         ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are
             computed.
+        why_apart: why requests cannot be put together; empty if the graph does not say so.
         sizes: of the examples, by name, without `samples`.
         guards: what the programs rely on, as conditions on sizes.
         lookups: in the order of the graph.
@@ -113,6 +115,7 @@ class Cut:
         self.lookups = self._find_lookups()
         self._refuse_two_levels()
         weights = {f"{name}.weights": offsets for name, offsets in inputs.ragged.items() if f"{name}.weights" in self.inputs}
+        self.why_apart = ""
         self.ragged = self._find_ragged() | inputs.ragged | weights
         sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
@@ -254,8 +257,9 @@ class Cut:
                 if inner in names and len(inner.meta["val"].shape) == 2:
                     number, expands = _column(node)[1:]
                     node, column, casts = (inner, number, casts + below) if number is not None else (node, None, casts)
-            if column is not None and lookup.pooling == "none":
-                lookup.expands = expands
+            bag = lookup.pooling != "none"
+            if column is not None and not (bag and (not expands or lookup.padding is not None or "weights" in lookup.parts)):
+                lookup.pooling, lookup.expands = "none", expands and not bag  # a bag of one key is its vector
                 if isinstance(width := self.shapes[names[node]][1], str):
                     self.guards.append(f"{width} >= {column + 1}")
                 return Source(source.node, names[node], column)
@@ -266,11 +270,14 @@ class Cut:
     def _find_ragged(self) -> dict[str, str]:
         """Find the inputs with an element for each key of bags, and the inputs that are their offsets, if any is."""
         found: dict[str, str] = {}
+        counts: dict[fx.Node, Any] = {}
         names = {one: name for name, one in self.inputs.items()}
         for lookup in self.lookups:
             if (offsets := lookup.parts.get("offsets")) is None:
                 continue
             count = _expression(lookup.parts["keys"].node.meta["val"].shape[0])
+            if counts.setdefault(offsets.node, count) != count:  # they cannot be shifted for both
+                self.why_apart = f"offsets are of several inputs{lookup.line}"
             for name, node in self.inputs.items():
                 if node is not offsets.node and _expression(node.meta["val"].shape[0]) == count:
                     found[name] = names.get(offsets.node, "")
@@ -737,8 +744,10 @@ def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) ->
     """Give bags of a matrix of keys back: they are traced as its elements, and offsets at every row."""
 
     def matrix(node: fx.Node | None) -> Any:
-        shapes = node is not None and node.target in (aten.view.default, aten.reshape.default) and [*node.args[1]] == [-1]  # type: ignore[misc]
-        return node.args[0] if shapes and len(node.args[0].meta["val"].shape) == 2 else None  # type: ignore[union-attr]
+        if node is None or node.target not in _VIEWS or len(node.meta["val"].shape) != 1:
+            return None
+        of, _ = _uncast(node.args[0])  # type: ignore[arg-type]
+        return of if len(of.meta["val"].shape) == 2 and of.meta["val"].dtype == node.meta["val"].dtype else None
 
     found = matrix(keys)
     if found is None or offsets.target is not aten.arange.start_step or offsets.args[0] != 0:

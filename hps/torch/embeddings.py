@@ -102,7 +102,7 @@ def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module within those of torch.compile, DataParallel, DistributedDataParallel and DistributedModelParallel."""
+    """Return the module that torch.compile, DataParallel, DistributedDataParallel or DistributedModelParallel wraps."""
     parallel = (
         _known("torchrec.distributed.model_parallel", "DistributedModelParallel"),
         nn.DataParallel,

@@ -153,17 +153,20 @@ def package(
             most = version_of.hotness(hotness)
             if proof.guards:
                 dense["guards"] = [*dense.get("guards", ()), *proof.guards]
-            if not proof.rows_are_independent and dense["dynamic_batching"]:
-                if dynamic_batching:
-                    raise InvalidInputError(f"packaging {place}: got dynamic_batching, but {proof.why_dependent}")
-                dense["dynamic_batching"] = False
-                proof.notes.append(f"requests are answered one by one: {proof.why_dependent}")
-            config = load_configuration({"models": [_tried_entry(place, job.tables, most, dense, settings or {})]}).models[0]
+            dense["dynamic_batching"] &= proof.rows_are_independent
+            entry = _tried_entry(place, job.tables, most, dense, settings or {})
+            config = load_configuration({"models": [entry]}).models[0]
             if config.dense is None:
                 raise ModelFileError(f"packaging {place}: the settings remove the network")
             tell("comparing the package with the module")
             proof.compare(config, config.dense, files, job.tables)
-            tried = _Tried(config.dense, files, most, proof.difference, (*found.notes, *_of_copies(dense), *proof.notes))
+            if not proof.rows_are_independent and dynamic_batching:
+                raise InvalidInputError(f"packaging {place}: got dynamic_batching, but {proof.why_dependent}")
+            if not proof.rows_are_independent and dynamic_batching is None:
+                entry["dense"]["dynamic_batching"] = False
+                proof.notes.append(f"requests are answered one by one: {proof.why_dependent}")
+            described = load_configuration({"models": [entry]}).models[0].dense or config.dense
+            tried = _Tried(described, files, most, proof.difference, (*found.notes, *_of_copies(dense), *proof.notes))
             job.finish(tried)
         else:
             tried = job.follow()

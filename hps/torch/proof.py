@@ -15,7 +15,7 @@ from torch import nn
 from hps.configuration.load import DenseConfig, ModelConfig
 from hps.errors import HPSError, InvalidInputError, NetworkError, TooManyKeysError
 from hps.scoring.deployed import OpenedNetwork
-from hps.scoring.features import arrays_of, read_request
+from hps.scoring.features import ScoreInputs, arrays_of, read_request
 from hps.scoring.scorer import Scorer
 from hps.tensors.segments import Segment
 from hps.torch.cutting import Cut
@@ -25,6 +25,7 @@ from hps.torch.traced_copy import TracedCopy
 
 Tensors = Mapping[str, torch.Tensor]
 _TOLERANCES: Final = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
+_GIVEN_ONCE: Final = "what is per request given once"
 _KEYS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -62,6 +63,8 @@ class Proof:
         if self._alone:
             self._refuse_moods()
             self._find_dependence()
+        if found.why_apart:
+            self.rows_are_independent, self.why_dependent = False, found.why_apart
 
     def _run(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Call the module; in evaluation mode, on copies."""
@@ -127,6 +130,8 @@ class Proof:
     def compare(self, config: ModelConfig, dense: DenseConfig, files: Mapping[str, bytes], tables: Mapping[str, Table]) -> None:
         """Score the examples and inputs made of them as a server does, and compare the answers with the module's.
 
+        Answers to requests that are put together decide `rows_are_independent`, too.
+
         Raises:
             InvalidInputError: the answers differ.
         """
@@ -144,39 +149,68 @@ class Proof:
                 refuse_nan=False,
                 max_samples=config.max_batch_size,
             )
-            for what, tensors in self._variants():
-                is_example = tensors is self._inputs.tensors
-                try:
-                    expected = self._examples if is_example else self._run(tensors)
-                except Exception:  # noqa: BLE001 - no inputs that the module takes
-                    continue
-                arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(dense, name)}
-                try:
-                    request = read_request(
-                        opened.signature, arrays_of(opened.features, arrays), config.max_batch_size, config.model
-                    )
-                except (InvalidInputError, TooManyKeysError):
-                    if is_example:
-                        raise
-                    continue
-                try:
-                    (answer,), _ = scorer.score([request])
-                except NetworkError as error:
-                    if is_example:
-                        raise InvalidInputError(f"{self._doing}: the package does not run: {error}") from error
-                    self.notes.append(f"the package fails where the module answers ({what}): {error}")
-                    continue
-                if isinstance(answer, HPSError):
-                    raise answer
-                self._check(what, expected, answer)
+            asked = [one for one in self._requests(opened, config, dense) if self._is_answered(scorer, *one)]
+            if dense.dynamic_batching:
+                self._merge(scorer, asked)
         finally:
             opened.close()
+
+    def _requests(
+        self, opened: OpenedNetwork, config: ModelConfig, dense: DenseConfig
+    ) -> Iterator[tuple[str, ScoreInputs, Tensors]]:
+        """Make requests of the examples and their variants, with the module's answers; without those that either refuses."""
+        once = [name for name, one in dense.inputs.items() if one.per_request]
+        for what, tensors in self._variants(once):
+            is_example = tensors is self._inputs.tensors
+            try:
+                expected = self._examples if is_example else self._run(tensors)
+            except Exception:  # noqa: BLE001 - no inputs that the module takes
+                continue
+            arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(dense, name)}
+            if what == _GIVEN_ONCE:
+                arrays |= {name: arrays[name][:1] for name in once}
+            try:
+                given = arrays_of(opened.features, arrays)
+                yield what, read_request(opened.signature, given, config.max_batch_size, config.model), expected
+            except (InvalidInputError, TooManyKeysError):
+                if is_example:
+                    raise
+
+    def _is_answered(self, scorer: Scorer, what: str, request: ScoreInputs, expected: Tensors) -> bool:
+        """Compare the answer to a request with the module's; False if there is none."""
+        try:
+            (answer,), _ = scorer.score([request])
+        except NetworkError as error:
+            if expected is self._examples:
+                raise InvalidInputError(f"{self._doing}: the package does not run: {error}") from error
+            self.notes.append(f"the package fails where the module answers ({what}): {error}")
+            return False
+        self._check(what, expected, answer)
+        return True
+
+    def _merge(self, scorer: Scorer, asked: Sequence[tuple[str, ScoreInputs, Tensors]]) -> None:
+        """Score requests together that a server would."""
+        together: dict[Any, list[tuple[str, ScoreInputs, Tensors]]] = {}
+        for one in asked:
+            together.setdefault(one[1].form, []).append(one)
+        for group in together.values():
+            answers, _ = scorer.score([request for _, request, _ in group])
+            for (what, _, expected), answer in zip(group, answers, strict=True):
+                if self._differs(expected, answer):
+                    self.rows_are_independent = False
+                    self.why_dependent = f"a request ({what}) is answered otherwise when it is put together with others"
+                    return
+
+    def _differs(self, expected: Tensors, answer: Any) -> bool:
+        return any(self._worst(torch.from_numpy(np.array(answer[name])), one, name)[1] for name, one in expected.items())
 
     @staticmethod
     def _is_given(dense: Any, name: str) -> bool:
         return name in dense.inputs or name.rpartition(".")[0] in dense.inputs
 
-    def _check(self, what: str, expected: Tensors, answer: Mapping[str, Any]) -> None:
+    def _check(self, what: str, expected: Tensors, answer: Any) -> None:
+        if isinstance(answer, HPSError):
+            raise answer
         for name, theirs in expected.items():
             ours = torch.from_numpy(np.array(answer[name]))
             worst, differs = self._worst(ours, theirs, name)
@@ -192,7 +226,7 @@ class Proof:
                 )
             self.difference = max(self.difference, worst)
 
-    def _variants(self) -> Iterator[tuple[str, Tensors]]:
+    def _variants(self, once: Sequence[str] = ()) -> Iterator[tuple[str, Tensors]]:
         """Make inputs of the examples: the same samples otherwise, other keys, other lengths."""
         tensors, count = self._inputs.tensors, self._cut.samples
         yield "the examples", tensors

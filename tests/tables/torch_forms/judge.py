@@ -68,6 +68,8 @@ def difference(answer: Iterable[Any], expected: list[torch.Tensor]) -> float:
     worst = 0.0
     for got, wanted in zip(answer, expected, strict=True):
         number, other = np.asarray(got, np.float64), wanted.double().numpy()
+        if other.ndim == 0 and number.shape == (1,):  # squeeze() takes the one sample away, which a server does not
+            other = other.reshape(1)
         if number.shape != other.shape or not np.array_equal(np.isfinite(number), np.isfinite(other)):
             return np.inf
         finite = np.isfinite(other)

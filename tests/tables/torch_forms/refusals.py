@@ -103,7 +103,7 @@ def lazy_parts() -> nn.Module:
     return Lazy()
 
 
-@trap(refused="")
+@trap(refused="no such feature")
 def raises(self: Any, hist: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("no such feature")
 

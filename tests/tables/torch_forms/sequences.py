@@ -84,7 +84,7 @@ class SASRec(nn.Module):
         return self.last(seqs)[:, -1] @ self.item_emb.weight.t()
 
 
-@form(lambda draw: (draw.history(),))
+@form(lambda draw: (draw.history(),), within=not_empty)
 class BERT4Rec(nn.Module):
     """A mask token behind the history, positions by slice, an encoder of its own."""
 
@@ -104,7 +104,7 @@ class BERT4Rec(nn.Module):
         return self.out(self.norm(h + self.ff(h)))[:, -1]
 
 
-@form(lambda draw: {"hist": draw.history(), "item": draw.keys().clamp(min=1)})
+@form(lambda draw: {"hist": draw.history(), "item": draw.keys().clamp(min=1)}, within=not_empty)
 class BehaviourTransformer(nn.Module):
     """BST: the target behind the history, learned positions, torch's encoder layer, padding masked."""
 

@@ -251,7 +251,7 @@ def branch_on_dtype(self: Any, hist: torch.Tensor) -> torch.Tensor:
 )
 def a_cast_that_did_nothing(self: Any, item: torch.Tensor, price: torch.Tensor) -> torch.Tensor:
     """`.float()` of float32 leaves no trace in the graph."""
-    return self.fc(self.e(item)).squeeze(1) * (price.float() * 1e4).floor()
+    return self.fc(self.e(item)).squeeze(1) * (price.float() * 1e4).floor() / 1e4
 
 
 # -- Python -------------------------------------------------------------------------------------------------------------

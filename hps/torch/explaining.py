@@ -122,7 +122,10 @@ def _picture(dense: Mapping[str, Any]) -> str:
     for name, (words, read) in lookups.items():
         columns[2][1][f"lookup {name}"] = words, [programs.get(one, f"input {one}") for one in dict.fromkeys(read)]
     reads = dense.get("network_inputs", [*dense["inputs"]])
-    columns[3][1]["network"] = f"network {dense['file']}", [f"lookup {one}" if one in lookups else f"input {one}" for one in reads]
+    columns[3][1]["network"] = (
+        f"network {dense['file']}",
+        [f"lookup {one}" if one in lookups else f"input {one}" for one in reads],
+    )
     used = [(kind, boxes) for kind, boxes in columns if boxes]
     height = max(len(boxes) for _, boxes in used) * _ROW + 20
     places: dict[str, tuple[int, float]] = {}

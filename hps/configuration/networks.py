@@ -265,6 +265,7 @@ class DenseConfig(Section):
     open_timeout_s: Timeout = 120.0
     sizes: Annotated[dict[SizeName, NonNegative], Field(default_factory=dict, validate_default=True)]
     guards: ListOf[Annotated[str, AfterValidator(_guard)]] = ()
+    request_guards: ListOf[Annotated[str, AfterValidator(_guard)]] = ()
     keys: ListOf[KeysProgramConfig] = ()
     lookups: Annotated[dict[InputName, LookupConfig], Field(default_factory=dict)]
     network_inputs: NonEmptyListOf[InputName] | None = None
@@ -317,7 +318,7 @@ class DenseConfig(Section):
             raise problem(f"got a value of {json.dumps(unknown[0])}, which no input has in its shape")
         return value
 
-    @field_validator("guards")
+    @field_validator("guards", "request_guards")
     @classmethod
     def _of_known_sizes(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if (sizes := info.data.get("sizes")) is None:

@@ -209,7 +209,7 @@ def read_request(
             raise _wrong_shape(doing, features[place], values, f" with {size} = {wanted}")
     for place in () if blank else signature.shifted:
         _refuse_offsets(doing, features, given, place)
-    if signature.padding(samples, sizes) is None:
+    if not signature.admits(samples, sizes):
         raise InvalidInputError(f"{doing}: {_unfulfilled(signature, given, samples, sizes)}")
     return ScoreInputs(given, samples, keys, sizes, tuple([sizes[name] for name in signature.inner]))
 

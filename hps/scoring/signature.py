@@ -104,6 +104,7 @@ class Signature:
         lookups: those of features with a table first.
         network_inputs: names of features and lookups that the network reads, in its order.
         guards: conditions that the sizes of requests and batches must fulfil.
+        request_guards: those that a request must fulfil before it is padded.
         sizes: a value of each named size with which the network runs.
         merges: whether requests can be put together.
         pads: whether the last sample may be repeated until the number of samples is one with which the network runs.
@@ -129,6 +130,7 @@ class Signature:
     shifted: tuple[int, ...] = ()
     counted: tuple[tuple[int, int | None], ...] = ()
     limits: tuple[int, ...] = ()
+    request_guards: tuple[SizeCondition, ...] = ()
     _fulfilled: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
@@ -184,6 +186,11 @@ class Signature:
             if self.refused_by(samples + more, sizes) is None:
                 return more
         return None
+
+    def admits(self, samples: int, sizes: Mapping[str, int]) -> bool:
+        """Return whether a request of these sizes is answered, perhaps padded."""
+        known = {**sizes, SAMPLES: samples}
+        return all(one.holds(known) for one in self.request_guards) and self.padding(samples, sizes) is not None
 
     def trial_samples(self) -> tuple[int, ...]:
         """Return numbers of samples with which to try the network: 1 and 3, or the next ones that it runs with."""
@@ -285,7 +292,8 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     programs = tuple(
         KeysProgram(one.inputs, one.outputs, all(dense.inputs[name].per_request for name in one.inputs)) for one in dense.keys
     )
-    guards = tuple(map(SizeCondition, dense.guards))
+    request_guards = tuple(map(SizeCondition, dense.request_guards))
+    guards = (*map(SizeCondition, dense.guards), *request_guards)
     merges, inner = _merging(features, dense.sizes, guards)
     delimited = {features[one.offsets_of].first for one in features if one.offsets_of >= 0}
     can_pad = all(one.first == -1 or one.offsets_of >= 0 or one.first in delimited for one in features)
@@ -304,6 +312,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
         tuple(place for place, one in enumerate(features) if one.offsets_of >= 0),
         tuple((place, one.keys.column) for one, place in counted),
         tuple(one.max_keys for one, _ in counted),
+        request_guards,
     )
 
 

@@ -13,9 +13,10 @@ what an `except` swallows. `packaging.py` finds these by runs.
 
 import operator
 import re
+import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -87,6 +88,7 @@ class Cut:
         shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
         ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are
             computed.
+        branches: whether the module may branch on sizes, so that a request cannot be padded.
         why_apart: why requests cannot be put together; empty if the graph does not say so.
         sizes: of the examples, by name, without `samples`.
         guards: what the programs rely on, as conditions on sizes.
@@ -116,15 +118,15 @@ class Cut:
         self._refuse_two_levels()
         weights = {f"{name}.weights": offsets for name, offsets in inputs.ragged.items() if f"{name}.weights" in self.inputs}
         self.why_apart = ""
+        self.branches = True
         self.ragged = self._find_ragged() | inputs.ragged | weights
-        sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
+        self.names = sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
         self.notes += sizes.notes
         for number, lookup in enumerate(self.lookups):
             lookup.name = f"vectors_{number}"
             for what, source in lookup.parts.items():
                 lookup.parts[what] = self._recognised(lookup, source, what)
-        self.guards = _strongest(self.guards)
         self._sized = self._find_sized()
         needed = self._network_nodes()
         self.reads = [name for name, node in self.inputs.items() if node in needed]
@@ -289,6 +291,15 @@ class Cut:
         """Return a weight, buffer or constant of the module."""
         return operator.attrgetter(path)(self.whole)
 
+    def sizes_of(self, name: str) -> list[Any]:
+        """Return the sizes of an input, or of the vectors of a lookup, as expressions."""
+        lookup = next((one for one in self.lookups if one.name == name), None)
+        if lookup is None:
+            return self.names.of(self.inputs[name].meta["val"])
+        value = lookup.node.meta["val"]
+        sizes = self.names.of(value[0] if isinstance(value, tuple | list) else value)
+        return [*sizes[:1], *sizes[2:]] if lookup.expands else sizes
+
     def attributes(self) -> set[str]:
         """List the paths of weights, buffers and constants that the programs read."""
         needed = self._network_nodes() | _ancestors(self.computed())
@@ -403,7 +414,8 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     for strict in (False, True):
         before = _attributes(module)
         try:
-            program = export(flat, (inputs.tensors,), strict=strict, functional=True)
+            with _SizeBranches() as branches:
+                program = export(flat, (inputs.tensors,), strict=strict, functional=True)
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
             continue
@@ -418,6 +430,7 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
                 f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it "
                 "in __init__, as a buffer if it is a tensor"
             )
+        found.branches = strict or branches.found  # dynamo reads the code, and nobody sees where it branches
         if strict:
             found.notes.append("traced with dynamo (strict=True)")
         return found
@@ -425,29 +438,63 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
 
 
 def export(
-    module: nn.Module, given: tuple[Any, ...], *, strict: bool = False, functional: bool = False
+    module: nn.Module,
+    given: tuple[Any, ...],
+    *,
+    known: Mapping[str, Sequence[Any]] | None = None,
+    strict: bool = False,
+    functional: bool = False,
 ) -> torch.export.ExportedProgram:
-    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix
-    them."""
+    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix them.
+
+    Args:
+        known: sizes of the tensors by name, in their order; those that are numbers are fixed. Default: none is.
+        functional: leave nothing that is changed in place.
+    """
     patch: Any = tracing.patch  # type: ignore[attr-defined]
+    tensors = [*given[0].values()] if isinstance(given[0], Mapping) else given
+    sizes = [*known.values()] if known is not None else [[None] * one.ndim for one in tensors]
     failed: Exception | None = None
     for every in (True, False):
-
-        def free(one: torch.Tensor, every: bool = every) -> dict[int, Any]:
-            return dict.fromkeys(range(one.ndim if every else 1), torch.export.Dim.AUTO)
-
-        shapes = pytree.tree_map(free, given)
-        if not isinstance(given[0], Mapping):
-            shapes = (shapes,)  # of the one parameter *given
+        dims = [
+            {
+                dim: torch.export.Dim.AUTO
+                for dim, size in enumerate(own[: None if every else 1])
+                if size is None or not size.is_Integer
+            }
+            for own in sizes
+        ]
+        shapes: Any = (dict(zip(given[0], dims, strict=True)),) if isinstance(given[0], Mapping) else (tuple(dims),)
         try:
             with torch.no_grad(), patch(backed_size_oblivious=True), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
                 program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
-                # Functional: nothing is changed in place. AOTInductor of 2.13 cannot compile all that was decomposed so.
                 return program.run_decompositions({}) if functional else program
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             failed = failed or error
     raise failed or AssertionError
+
+
+class _SizeBranches:
+    """Notes whether code outside of torch branches on a size while it is traced: then another size is another program.
+
+    Conditions of torch's own operators, such as what broadcasts, do not change what a row is.
+    """
+
+    def __enter__(self) -> "_SizeBranches":
+        self.found = False
+        self._of_torch: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+        home, of_torch = torch.__file__.rpartition("/")[0], self._of_torch
+
+        def watched(condition: torch.SymBool) -> bool:
+            self.found |= not sys._getframe(1).f_code.co_filename.startswith(home)
+            return of_torch(condition)
+
+        torch.SymBool.__bool__ = watched  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.SymBool.__bool__ = self._of_torch  # type: ignore[method-assign]
 
 
 # -- sizes
@@ -469,7 +516,6 @@ class _Sizes:
         self._equal = equal
         self.notes: list[str] = []
         dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in places.items()}
-        environment = next(node.meta["val"].fake_mode.shape_env for node in places.values())
         rows = {name: node.meta["val"].shape[0] for name, node in outputs.items()}
         first = next(iter(rows.values()))
         self.samples = first if isinstance(first, int) else first.node.hint
@@ -495,14 +541,14 @@ class _Sizes:
                     self._names[expression] = self._renamed(beside[name])
                 self._name(name, dim, expression, inputs.tensors[name].shape[dim])
         self.shapes = {
-            name: tuple(int(one) if one.is_Integer else self._text(one) for one in expressions)
+            name: tuple(int(one) if one.is_Integer else self.written(self._renamed(one)) for one in expressions)
             for name, expressions in dims.items()
         }
         for name, shape in self.shapes.items():
             fixed = [str(size) for size in shape[1:] if isinstance(size, int)]
             if fixed and inputs.tensors[name].dtype in _INTEGERS:
                 self.notes.append(f"input {name!r} always has {' x '.join(fixed)} values a sample, as in the examples")
-        self.guards = self._guards(environment)
+        self.guards = self.conditions(next(iter(places.values())).meta["val"], self._names)
 
     def _refuse_rows(self, inputs: ModuleInputs, dims: Mapping[str, Any], name: str, rows: Any) -> None:
         fixed = next((one for one, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None)
@@ -526,30 +572,59 @@ class _Sizes:
     def _renamed(self, expression: Any) -> Any:
         return expression.subs(self._equal).xreplace(self._names)
 
-    def _text(self, expression: Any) -> str:
+    def of(self, value: torch.Tensor) -> list[Any]:
+        """Return the sizes of a tensor of the graph, in names."""
+        return [self._renamed(_expression(size)) for size in value.shape]
+
+    def written(self, expression: Any) -> str:
+        """Write an expression of sizes in names.
+
+        Raises:
+            InvalidInputError: it has what none may have.
+        """
         try:
-            return _written(self._renamed(expression))
+            return _written(expression)
         except KeyError as error:
             raise InvalidInputError(f"{self._doing}: forward makes a size of {expression}, which cannot be checked") from error
 
-    def _guards(self, environment: Any) -> list[str]:
-        guards: list[str] = []
+    def conditions(self, program: Any, names: Mapping[Any, Any]) -> list[str]:
+        """Write what a program that was traced relies on.
+
+        Args:
+            program: any symbolic tensor of it.
+            names: what its symbols are called here.
+        """
+        environment = program.fake_mode.shape_env
+        found: list[str] = []
         for guard in environment.guards:
             condition = environment.replace(guard.expr).subs(self._equal)
-            if condition is sympy.true or not condition.free_symbols <= {*self._names}:
-                continue  # holds always, or is of sizes that only values say
-            renamed = self._renamed(condition)
-            if renamed is sympy.true or renamed == True:  # noqa: E712 - sympy's own truth
-                continue
-            guards.append(self._text(condition))
+            if condition.free_symbols <= {*names}:  # others are of sizes that only values say
+                renamed = condition.xreplace(names)
+                found += [] if renamed == sympy.true else [self.written(renamed)]
         for symbol, bounds in environment.var_to_range.items():
-            if symbol in self._names and environment.replace(symbol) == symbol:
-                named = self._text(symbol)
-                if bounds.lower > 0:
-                    guards.append(f"{named} >= {int(bounds.lower)}")
-                if bounds.upper < 1 << 40:
-                    guards.append(f"{named} <= {int(bounds.upper)}")
-        return list(dict.fromkeys(guards))
+            if symbol in names and environment.replace(symbol) == symbol:
+                named = self.written(names[symbol])
+                found += [f"{named} >= {int(bounds.lower)}"] if bounds.lower > 0 else []
+                found += [f"{named} <= {int(bounds.upper)}"] if bounds.upper < 1 << 40 else []
+        return found
+
+    def conditions_of(self, program: torch.export.ExportedProgram, known: Sequence[Sequence[Any]]) -> list[str]:
+        """Write what a program relies on that was exported of a part.
+
+        Args:
+            known: the sizes of its inputs, in the names of this module.
+        """
+        values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+        inputs = [values[name] for name in program.graph_signature.user_inputs]
+        names: dict[Any, Any] = {}
+        found: list[str] = []
+        for value, sizes in zip(inputs, known, strict=True):
+            for size, own in zip(map(_expression, value.shape), sizes, strict=True):
+                if size.is_Symbol and size not in names:
+                    names[size] = own
+                elif (renamed := size.xreplace(names)) != own:
+                    found.append(f"{self.written(own)} == {self.written(renamed)}")
+        return found + self.conditions(inputs[0], names)
 
 
 _COMPARISONS: Final = {
@@ -582,7 +657,7 @@ def _written(expression: Any) -> str:
     return f"({parts[0]} {_OPERATORS[kind]} {parts[1]})"
 
 
-def _strongest(guards: Sequence[str]) -> list[str]:
+def strongest(guards: Sequence[str]) -> list[str]:
     """Leave out lower bounds of a size that another one implies."""
     bounds: dict[str, int] = {}
     others: list[str] = []

@@ -92,7 +92,7 @@ def _text(dense: Mapping[str, Any], lines: Mapping[str, str], notes: Sequence[st
         rows.append(
             ("input", f"{name}: " + (f"keys of table {one['table']}" if "table" in one else f"{one['dtype']} [{shape}]"))
         )
-    rows += [("guard", one) for one in dense.get("guards", ())]
+    rows += [("guard", one) for what in ("guards", "request_guards") for one in dense.get(what, ())]
     for one in dense.get("keys", ()):
         rows.append(("keys program", f"{', '.join(one['inputs'])} -> {', '.join(one['outputs'])}"))
     rows += [("lookup", f"{name} = {words}{lines.get(name, '')}") for name, (words, _) in _lookups(dense).items()]

@@ -21,7 +21,7 @@ from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidInputError, ModelFileError
 from hps.models.manifest import VERSION
 from hps.models.sources import ModelSources
-from hps.torch.cutting import Cut, Lookup, Source, cut, export
+from hps.torch.cutting import Cut, Lookup, Source, cut, export, strongest
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import DTYPES, ModuleInputs
 from hps.torch.proof import Proof
@@ -146,13 +146,12 @@ def package(
         proof = Proof(module, inputs, found, traced, outputs, tolerance)
         if job.leads():
             version_of = Description(found, inputs, {path: name for path, (name, _) in tables.items()}, per_request, format)
+            version_of.guard(proof.guards)
             files = version_of.files(tell)
             batching = {"dynamic_batching": dynamic_batching is not False, "max_queue_delay_us": max_queue_delay_us}
             stale = {"stale_copies": [tables[path][0] for path in found.kept], "allow_stale_copy": allow_stale_copy}
             dense = version_of.entry | batching | (stale if found.kept else {})
             most = version_of.hotness(hotness)
-            if proof.guards:
-                dense["guards"] = [*dense.get("guards", ()), *proof.guards]
             dense["dynamic_batching"] &= proof.rows_are_independent
             entry = _tried_entry(place, job.tables, most, dense, settings or {})
             config = load_configuration({"models": [entry]}).models[0]
@@ -265,12 +264,20 @@ class Description:
                 }
                 for place, nodes in enumerate(self._keys)
             ],
-            "guards": [guard for guard in found.guards if {*_sizes_in([guard])} <= sizes | {"samples"}],
             "sizes": {name: size for name, size in found.sizes.items() if name in sizes},
         }
         if self.reads != [*self.entry["inputs"]]:  # compiled programs take inputs by position
             more["network_inputs"] = self.reads
+        self._sizes = sizes | {"samples"}
         self.entry |= {what: one for what, one in more.items() if one}
+        self.guard(found.guards)
+
+    def guard(self, guards: Sequence[str]) -> None:
+        """Add conditions on sizes: on those of the batch, which may be padded, unless the module branches on sizes."""
+        what = "request_guards" if self._cut.branches else "guards"
+        known = [guard for guard in guards if {*_sizes_in([guard])} <= self._sizes]
+        if found := strongest([*self.entry.get(what, ()), *known]):
+            self.entry[what] = found
 
     def _is_unused_feature(self, name: str) -> bool:
         """Return whether an input belongs to a feature of a KeyedJaggedTensor that nothing reads."""
@@ -367,7 +374,7 @@ class Description:
             given = {name: tensors[name] for name in inputs}
             asked |= zip(nodes, program(given).values(), strict=True)
             tell(f"exporting {entry['file']}")
-            files[entry["file"]] = _program(program, given, entry["outputs"], self._format)
+            files[entry["file"]] = self._program(program, given, entry["outputs"])
         given = {name: tensors[name] for name in found.reads}
         for lookup in found.lookups:
             value = lookup.node.meta["val"]
@@ -375,8 +382,24 @@ class Description:
             rows = _rows_of(lookup, asked, tensors)
             given[lookup.name] = torch.zeros(*rows, dim)
         tell(f"exporting {self.entry['file']}")
-        files[self.entry["file"]] = _program(self.network, given, self.entry["outputs"], self._format)
+        files[self.entry["file"]] = self._program(self.network, given, self.entry["outputs"])
         return files
+
+    def _program(self, module: nn.Module, given: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> bytes:
+        """Export a program that takes and returns tensors by name, and note on which sizes it relies."""
+        known = {name: self._cut.sizes_of(name) for name in given}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
+                program, content = _saved(module, given, known, outputs, self._format)
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            raise InvalidInputError(
+                f"packaging: a program cannot be made for {self._format}: {type(error).__name__}: "
+                f"{lines[0][:400] if lines else ''}"
+            ) from error
+        self.guard(self._cut.names.conditions_of(program, [*known.values()]))
+        return content
 
 
 def _rows_of(lookup: Lookup, asked: Mapping[Any, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
@@ -419,26 +442,21 @@ class _Positional(nn.Module):
         return tuple(self.module(dict(zip(self._names, given, strict=True))).values())
 
 
-def _program(module: nn.Module, given: Mapping[str, torch.Tensor], outputs: Sequence[str], format: str) -> bytes:  # noqa: A002
-    """Export a program that takes and returns tensors by name; each engine gets an export of its own, which it may change."""
+def _saved(
+    module: nn.Module,
+    given: Mapping[str, torch.Tensor],
+    known: Mapping[str, Sequence[Any]],
+    outputs: Sequence[str],
+    format: str,  # noqa: A002
+) -> tuple[torch.export.ExportedProgram, bytes]:
+    """Export a program for an engine; each gets an export of its own, which it may change."""
     given = {name: one.clone() for name, one in given.items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
-            return _saved(module, given, outputs, format)
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise InvalidInputError(
-            f"packaging: a program cannot be made for {format}: {type(error).__name__}: {lines[0][:400] if lines else ''}"
-        ) from error
-
-
-def _saved(module: nn.Module, given: Mapping[str, torch.Tensor], outputs: Sequence[str], format: str) -> bytes:  # noqa: A002
     if format == "pt2":
         file = io.BytesIO()
-        torch.export.save(export(module, (dict(given),)), file)
-        return file.getvalue()
-    program = export(_Positional(module, [*given]), tuple(given.values()))
+        program = export(module, (given,), known=known)
+        torch.export.save(program, file)
+        return program, file.getvalue()
+    program = export(_Positional(module, [*given]), tuple(given.values()), known=known)
     with tempfile.TemporaryDirectory(prefix="hps-package-") as directory:
         place = Path(directory, _FILES[format])
         if format == "onnx":
@@ -448,7 +466,7 @@ def _saved(module: nn.Module, given: Mapping[str, torch.Tensor], outputs: Sequen
             from torch._inductor import aoti_compile_and_package  # its documented home
 
             aoti_compile_and_package(program, package_path=str(place))
-        return place.read_bytes()
+        return program, place.read_bytes()
 
 
 def _version_of(directory: str) -> tuple[str, str | None]:

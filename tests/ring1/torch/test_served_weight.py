@@ -78,7 +78,9 @@ def test_a_layer_says_what_the_embedding_was_and_follows_the_module(served: Any,
             DIM,
         )
         assert not weight.requires_grad
-        assert torch.equal(weight[KEYS], trained.weight[KEYS])
+        for integers in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            assert torch.equal(weight[KEYS.to(integers)], trained.weight[KEYS])
+            assert torch.equal(layer(KEYS.to(integers)), layer(KEYS))
         assert layer.dtype == dtype
         assert layer.half()(KEYS).dtype == torch.float16
         assert f"[{ROWS}, {DIM}]" in repr(weight)

@@ -56,8 +56,9 @@ class ServedWeight:
             rows = torch.arange(*rows.indices(len(self)), device=self.device)
         elif isinstance(rows, int | list):
             rows = torch.tensor(rows, device=self.device)
-        if not isinstance(rows, Tensor) or rows.is_floating_point() or rows.dtype == torch.bool:
+        if not isinstance(rows, Tensor) or rows.is_floating_point() or rows.dtype in (torch.bool, torch.uint8):  # masks
             self._refuse(f"weight[{rows.dtype if isinstance(rows, Tensor) else type(rows).__name__}]")
+        rows = rows.long()
         return self._rows(torch.where(rows < 0, rows + len(self), rows), None)
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:

@@ -79,6 +79,10 @@ def test_a_layer_says_what_the_embedding_was_and_follows_the_module(served: Any,
         )
         assert not weight.requires_grad
         assert torch.equal(weight[KEYS], trained.weight[KEYS])
+        assert torch.equal(weight[(KEYS - ROWS).to(torch.int8)], trained.weight[KEYS - ROWS])
+        for integers in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            assert torch.equal(weight.index_select(0, KEYS[0].to(integers)), trained.weight[KEYS[0]])
+            assert torch.equal(layer(KEYS.to(integers)), layer(KEYS))
         assert layer.dtype == dtype
         assert layer.half()(KEYS).dtype == torch.float16
         assert f"[{ROWS}, {DIM}]" in repr(weight)
@@ -111,6 +115,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "cat": lambda weight: torch.cat([weight, weight]),
     "linear": lambda weight: functional.linear(torch.ones(2, DIM), weight),
     "weight[torch.bool]": lambda weight: weight[torch.ones(ROWS, dtype=torch.bool)],
+    "weight[torch.uint8]": lambda weight: weight[torch.ones(ROWS, dtype=torch.uint8)],
     "weight[tuple]": lambda weight: weight[KEYS, 0],
     "index_select of dimension 1": lambda weight: weight.index_select(1, KEYS[0]),
     "norm_type 1": lambda weight: functional.embedding(KEYS, weight, max_norm=1.0, norm_type=1),

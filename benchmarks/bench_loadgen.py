@@ -99,8 +99,7 @@ def _samples(module: DLRM, rows: int, seed: int) -> tuple[list[bytes], list[np.n
         dense = rng.random((count, FEATURES), np.float32)
         with torch.inference_mode():
             answers.append(module(torch.from_numpy(dense), torch.from_numpy(keys)).numpy())
-        named = {f"emb_{table}": np.ascontiguousarray(keys[:, table]) for table in range(tables)} | {"dense": dense}
-        requests.append(binary_request("m", named))
+        requests.append(binary_request("m", {"dense": dense, "keys": keys}))
         pairs += count
     return requests, answers, pairs // _SAMPLES
 

@@ -57,6 +57,7 @@ _ERRORS = (
     "ModelSourceError",
     "InvalidInputError",
     "InvalidDtypeError",
+    "ServedWeightError",
     "TooManyKeysError",
     "UnknownModelError",
     "UnknownVersionError",

@@ -9,6 +9,7 @@
     │   └── ModelSourceError     (ConnectionError)    their host does not answer, or disconnects; transient
     ├── InvalidInputError        (ValueError)         keys or outputs of a call, or a request, are of the wrong kind
     │   ├── InvalidDtypeError    (TypeError)
+    │   ├── ServedWeightError    (AttributeError)     the weight of a layer of torch was used other than by a lookup
     │   └── TooManyKeysError                          more keys than the model is configured for
     ├── UnknownModelError        (KeyError)
     │   └── UnknownVersionError
@@ -88,6 +89,10 @@ class InvalidInputError(HPSError, ValueError):
 
 class InvalidDtypeError(InvalidInputError, TypeError):
     """Keys or outputs of a call have the wrong dtype."""
+
+
+class ServedWeightError(InvalidInputError, AttributeError):
+    """The weight of a converted layer was used other than by a lookup: its rows are in the server."""
 
 
 class TooManyKeysError(InvalidInputError):

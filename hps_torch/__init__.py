@@ -9,18 +9,13 @@ from hps.torch import operators
 __all__ = ["LookupLayer"]
 
 
-def _lookup(keys: Tensor, ps_config_file: str, model_name: str, table_id: int, emb_vec_size: int) -> Tensor:
-    return operators.lookup_rows(keys, ps_config_file, model_name, table_id, emb_vec_size, True)
-
-
-def _fake_lookup(keys: Tensor, ps_config_file: str, model_name: str, table_id: int, emb_vec_size: int) -> Tensor:
-    return operators.fake_lookup(keys, ps_config_file, model_name, table_id, "", emb_vec_size)
+def _call(keys: Tensor, ps_config_file: str, model_name: str, table_id: int, emb_vec_size: int) -> operators.RowCall:
+    return operators.RowCall(keys, ps_config_file, model_name, table_id, "", emb_vec_size)
 
 
 _LIBRARY = torch.library.Library("hps_torch", "DEF")
 operators.define(
     _LIBRARY,
     "hps_embedding_lookup(Tensor keys, str ps_config_file, str model_name, int table_id, int emb_vec_size) -> Tensor",
-    _lookup,
-    _fake_lookup,
+    _call,
 )

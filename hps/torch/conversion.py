@@ -1,24 +1,38 @@
 """Converts a trained PyTorch module to one that looks its embeddings up in a parameter server."""
 
 import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from hps.client.remote_tables import RemoteTables
 from hps.configuration.load import load_configuration
-from hps.errors import InvalidInputError
+from hps.errors import InvalidInputError, ServedWeightError
 from hps.models.manifest import within
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
 from hps.torch.embedding_bags import EmbeddingBag, EmbeddingBagCollection
 from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, refuse_unequal, unwrapped
-from hps.torch.lookup_layer import LookupLayer, version_of
-from hps.torch.remote import RemoteTables
+from hps.torch.lookup_layer import LookupLayer, ignore_rows, version_of
 from hps.torch.saving import save
+from hps.torch.served_weight import Rows, ServedWeight
 from hps.torch.servers import Server, place_of, server_of
+
+_log = logging.getLogger(__name__)
+_KEPT = ("padding_idx", "norm_type", "scale_grad_by_freq", "sparse")
+_SELECTIONS = (
+    functional.embedding,
+    functional.embedding_bag,
+    torch.index_select,
+    torch.Tensor.index_select,
+    torch.Tensor.__getitem__,
+)
 
 
 def convert(
@@ -26,6 +40,7 @@ def convert(
     server: Server,
     model_name: str,
     *,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     repository: str | os.PathLike[str] | None = None,
     version: str | int | None = None,
     in_place: bool = False,
@@ -38,19 +53,22 @@ def convert(
     """Replace the embeddings of a trained module with layers that look the same rows up in a parameter server.
 
     `nn.Embedding` becomes `LookupLayer`, `nn.EmbeddingBag` becomes `EmbeddingBag`, and torchrec's `EmbeddingBagCollection` and
-    `EmbeddingCollection` become ours, with the same mode, `max_norm`, `padding_idx`, `include_last_offset` and weights. Inputs
-    and outputs keep their shapes and dtypes. Quantised and sharded embeddings become the same layers; where weights are
-    sharded, every rank makes the call, each with its own server. Three things differ: an absent key gets the table's default
-    vector, where torch raises IndexError; outputs have no gradient; layers have no `weight`.
+    `EmbeddingCollection` become ours, with the same attributes. Inputs and outputs keep their shapes and dtypes. Quantised and
+    sharded embeddings become the same layers; where weights are sharded, every rank makes the call, each with its own server.
+    Three things differ: an absent key gets the table's default vector, where torch raises IndexError; outputs have no gradient;
+    the `weight` of a layer can only be looked up in (`ServedWeight`).
 
     The layers are of the version that is deployed now, whose rows the rest of the module was trained with. If another one is
     deployed, a warning is logged, and they go on with theirs.
 
     Args:
-        module: the trained module, on any devices; without `repository` also on the meta device.
+        module: the trained module, on any devices; without `repository` also on the meta device. It may be compiled, or within
+            DataParallel or DistributedDataParallel, and is converted without.
         server: an `HPS`, the path of a `ps.json`, the name of an attached server, or the address of one over HTTP, as for
             `LookupLayer`.
         model_name: the model of the server to look up in.
+        example_inputs: positional arguments of the module, or arguments by name. With them the module is run once before
+            anything is written, to find other uses of a `weight` than lookups.
         repository: path or URI; the weights are saved as `<repository>/<model_name>/<version>`, with the server's
             `model_source` settings, and deployed. Default: the model is already deployed from what `save` wrote. Not with an
             address.
@@ -65,8 +83,8 @@ def convert(
         The converted module in evaluation mode; if `module` is itself an embedding, its layer.
 
     Raises:
-        InvalidInputError: as for `save`; or an embedding without an equivalent layer: mode `max`, a `norm_type` other than 2, a
-            `forward` or hooks of its own; or a table that is deployed with another width.
+        InvalidInputError: as for `save`; or an embedding without an equivalent layer: a `norm_type` other than 2, a `forward`
+            or hooks of its own; or a table that is deployed with another width. `ServedWeightError`: see `example_inputs`.
         UnknownModelError, UnknownVersionError, UnknownTableError: the model or version is not deployed, or has no such table.
         CapacityError: the tables do not fit the server's tiers.
         HPSError: as for `save` and `HPS.deploy`. After any error `module` is unchanged.
@@ -75,6 +93,9 @@ def convert(
     found = embeddings_of(module, with_values=repository is not None)
     for one in found:
         refuse_unequal(one)
+    _report_copies(module, found)
+    if example_inputs is not None:
+        _try(module, found, example_inputs)
     place = place_of(server, timeout_s, fallback)
     hps = server_of(place)
     if repository is not None:
@@ -109,6 +130,66 @@ def convert(
     return layers.get(module, module).eval()
 
 
+def _report_copies(module: nn.Module, found: Sequence[Embedding]) -> None:
+    """Report parameters that other submodules share with an embedding; they keep what they have."""
+    replaced = {id(part) for one in found for part in one.module.modules()}
+    tables = {id(weight): one.path for one in found for weight in one.module.parameters()}
+    for path, part in module.named_modules():
+        for name, weight in part.named_parameters(path, recurse=False):
+            if id(part) not in replaced and id(weight) in tables:
+                _log.warning("converting %s: %s shares its weight and keeps a copy, without updates", tables[id(weight)], name)
+
+
+def _try(module: nn.Module, found: Sequence[Embedding], example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+    """Run a copy whose embeddings can only be looked up, as those of the converted module."""
+    memo: dict[int, Any] = {id(weight): weight for weight in module.parameters()}
+    served = {id(weight) for one in found for weight in one.module.parameters()}
+    for one in found:
+        memo[id(one.module)] = one.module
+        weight: Any = one.module.weight if isinstance(one.module, nn.Embedding | nn.EmbeddingBag) else None
+        if type(weight) is nn.Parameter:
+            stand_in, looked_up = copy.copy(one.module), copy.copy(one.module)
+            vars(looked_up)["max_norm"] = None  # torch would scale the rows in place
+            rows = weight.detach()
+            named = ServedWeight(repr(one.path), rows.shape, rows[:0], _look_up(rows))
+            vars(stand_in).update(forward=looked_up.forward, weight=named)
+            memo[id(one.module)] = stand_in
+    tried = copy.deepcopy(module, memo)
+    for part in {*tried.modules()} - {*module.modules()}:  # collections are not copied, and stay as they are
+        part.training = False
+    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
+    selections = _Selections({id(weight): name for name, weight in module.named_parameters() if id(weight) not in served})
+    try:
+        with torch.no_grad(), selections:
+            tried(*(() if by_name else example_inputs), **by_name)
+    except ServedWeightError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(
+            f"converting a {type(module).__name__}: it does not run on the examples: {type(error).__name__}: {error}"
+        ) from error
+    for name in selections.found:
+        _log.warning("converting: parameter %s is looked up, but is no nn.Embedding's weight, and stays in the module", name)
+
+
+def _look_up(rows: torch.Tensor) -> Rows:
+    return lambda keys, _: functional.embedding(keys, rows)
+
+
+class _Selections(TorchFunctionMode):
+    """Collects the parameters, given by id, whose rows are selected by keys."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.found: dict[str, None] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _SELECTIONS and any(isinstance(one, torch.Tensor) and not one.is_floating_point() for one in args):
+            self.found |= {self._names[id(one)]: None for one in args if id(one) in self._names and one.ndim == 2}
+        return function(*args, **(kwargs or {}))
+
+
 def _deployed(
     server: HPS | RemoteTables, model_name: str, version: str, tables: Sequence[str]
 ) -> tuple[str, Mapping[str, int]]:
@@ -119,20 +200,59 @@ def _deployed(
     return found.version, {name: found.tables[found.table_index(name)].dim for name in tables}
 
 
+class ServedEmbedding(LookupLayer):
+    """Replaces `nn.Embedding`, whose argument has another name than that of `LookupLayer`. *Thread-safe.*"""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return self.look_up(input)
+
+
+class ServedBagCollection(EmbeddingBagCollection):
+    """Replaces torchrec's `EmbeddingBagCollection`, with its methods. *Thread-safe.*"""
+
+    configs: Sequence[Any]
+
+    def embedding_bag_configs(self) -> Sequence[Any]:
+        return self.configs
+
+    def is_weighted(self) -> bool:  # type: ignore[override]
+        return self._is_weighted
+
+
 class EmbeddingCollection(nn.Module):
-    """Replaces torchrec's `EmbeddingCollection`; one lookup per feature. *Thread-safe.*
+    """Replaces torchrec's `EmbeddingCollection`, with its methods; one lookup per feature. *Thread-safe.*
 
     Args:
         features: name, feature and layer number of each output.
+        configs: torchrec's.
         need_indices: return the keys as weights of the outputs, as torchrec does.
     """
 
-    def __init__(self, layers: list[LookupLayer], features: list[tuple[str, str, int]], need_indices: bool) -> None:
+    def __init__(
+        self, layers: list[LookupLayer], features: list[tuple[str, str, int]], configs: Sequence[Any], need_indices: bool
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._features = features
+        self._configs = configs
         self._need_indices = need_indices
         self.training = False
+        self.register_load_state_dict_pre_hook(ignore_rows)  # type: ignore[no-untyped-call]
+
+    def embedding_configs(self) -> Sequence[Any]:
+        return self._configs
+
+    def embedding_dim(self) -> int:
+        dim: int = self._configs[0].embedding_dim
+        return dim
+
+    def need_indices(self) -> bool:
+        return self._need_indices
+
+    @property
+    def device(self) -> torch.device:
+        first: Any = self.layers[0]
+        return first.device  # type: ignore[no-any-return]
 
     def forward(self, features: Any) -> dict[str, Any]:
         """Look up a `KeyedJaggedTensor`; returns a `JaggedTensor` of rows for each feature."""
@@ -148,50 +268,30 @@ class EmbeddingCollection(nn.Module):
         return answer
 
 
-class _Rounded(nn.Module):
-    """Casts outputs and per-sample weights of a layer to the dtype of the weights that it replaces."""
-
-    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = layer
-        self.dtype = dtype
-
-    def forward(self, *args: Any, **named: Any) -> torch.Tensor:
-        answer: torch.Tensor = self.layer(*map(_widened, args), **{name: _widened(given) for name, given in named.items()})
-        return answer.to(self.dtype)
-
-
-def _widened(given: Any) -> Any:
-    return given.float() if isinstance(given, torch.Tensor) and given.is_floating_point() else given
-
-
 def _layer(one: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
+    weight = next((one for one in (*one.module.parameters(), *one.module.buffers()) if not one.is_meta), torch.empty(0))
+    like = torch.empty(0, dtype=one.dtype, device=weight.device)
     if one.form is EmbeddingForm.BAG_COLLECTION:
-        return EmbeddingBagCollection(server, model_name, one.lookups, version=version, is_weighted=one.is_weighted, wait=wait)
-    if one.form is EmbeddingForm.COLLECTION:
-        layers = [
-            LookupLayer(server, model_name, each.name, each.emb_vec_size, version=version, max_norm=each.max_norm, wait=wait)
-            for each in one.lookups
-        ]
-        features = [
-            (name, feature, number)
-            for number, (each, given) in enumerate(zip(one.lookups, one.outputs, strict=True))
-            for name, feature in zip(given, each.features, strict=True)
-        ]
-        return EmbeddingCollection(layers, features, one.need_indices)
-    (lookup,) = one.lookups
-    place = (server, model_name, lookup.name, lookup.emb_vec_size)
-    layer: nn.Module
-    if one.form is EmbeddingForm.ROWS:
-        layer = LookupLayer(*place, version=version, max_norm=lookup.max_norm, wait=wait)
-    else:
-        layer = EmbeddingBag(
-            *place,
-            version=version,
-            mode=lookup.pooling,
-            max_norm=lookup.max_norm,
-            padding_idx=lookup.padding_idx,
-            include_last_offset=one.include_last_offset,
-            wait=wait,
-        )
-    return layer if one.dtype == torch.float32 else _Rounded(layer, one.dtype)
+        bags = ServedBagCollection(server, model_name, one.lookups, version=version, is_weighted=one.is_weighted, wait=wait)
+        bags.stand_for(like, configs=one.configs)
+        return bags
+    kept = {name: value for name, value in vars(one.module).items() if name in _KEPT}
+    layers: list[Any] = []
+    for lookup in one.lookups:
+        table = (server, model_name, lookup.name, lookup.emb_vec_size)
+        common: dict[str, Any] = {"version": version, "max_norm": lookup.max_norm, "wait": wait}
+        if one.form is EmbeddingForm.BAGS:
+            common |= {"padding_idx": lookup.padding_idx, "include_last_offset": one.include_last_offset}
+            layers.append(EmbeddingBag(*table, mode=lookup.pooling, **common))
+        else:
+            layers.append(ServedEmbedding(*table, **common))
+        layers[-1].stand_for(like, num_embeddings=one.tables[lookup.name].shape[0], **kept)
+    if one.form is not EmbeddingForm.COLLECTION:
+        layer: nn.Module = layers[0]
+        return layer
+    features = [
+        (name, feature, number)
+        for number, (each, given) in enumerate(zip(one.lookups, one.outputs, strict=True))
+        for name, feature in zip(given, each.features, strict=True)
+    ]
+    return EmbeddingCollection(layers, features, one.configs, one.need_indices)

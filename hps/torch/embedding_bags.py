@@ -1,6 +1,5 @@
 """Layers that return one vector per bag of keys, like `torch.nn.EmbeddingBag` and torchrec's `EmbeddingBagCollection`."""
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +9,12 @@ from torch import Tensor
 
 from hps.errors import InvalidInputError
 from hps.tensors.bags import COMBINERS
-from hps.torch.lookup_layer import called_directly, hold, version_of, version_text
-from hps.torch.operators import PooledFeature, as_text, lookup_bags, lookup_jagged
-from hps.torch.servers import Server, place_of
+from hps.torch.lookup_layer import ServedModule, TableModule, called_directly, version_text
+from hps.torch.operators import BagCall, JaggedCall, PooledFeature, as_text
+from hps.torch.servers import Server
 
 
-class EmbeddingBag(torch.nn.Module):
+class EmbeddingBag(TableModule):
     """Looks up bags of keys of one table and pools each. *Thread-safe*; it has no parameters.
 
     Vectors are float32, also under autocast, without gradient; weights are detached.
@@ -44,20 +43,11 @@ class EmbeddingBag(torch.nn.Module):
         timeout_s: float | None = None,
         fallback: float | None = None,
     ) -> None:
-        super().__init__()
-        self.ps_config_file: str = place_of(ps_config_file, timeout_s, fallback)
-        self.model_name: str = model_name
-        self.table_id = table_id if isinstance(table_id, str) else operator.index(table_id)
-        self.emb_vec_size = emb_vec_size
+        super().__init__(ps_config_file, model_name, version, wait, timeout_s, fallback)
+        self.set_table(table_id, emb_vec_size, max_norm, padding_idx)
         self.mode = check_combiner(mode)
-        self.max_norm = max_norm
-        self.padding_idx = padding_idx
         self.include_last_offset: bool = include_last_offset
-        self.wait: bool = wait
-        self.features: str = as_text([PooledFeature(self.table_id, emb_vec_size, mode, max_norm, padding_idx)])
-        self.version: str = version_of(version)
-        self.training = False
-        hold(self, self.ps_config_file, model_name, self.version)
+        self.features: str = as_text([PooledFeature(self.table, emb_vec_size, mode, max_norm, padding_idx)])
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:  # noqa: A002
         """Look up bags.
@@ -74,24 +64,8 @@ class EmbeddingBag(torch.nn.Module):
             TrainingModeError: the layer is in training mode.
             HPSError: as `HPS.lookup_pooled`, or with an address as `Client.lookup_pooled`.
         """
-        weights = per_sample_weights
-        if weights is not None:
-            weights = weights.detach()
-        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
-            if called_directly(input):
-                return lookup_bags(
-                    [input],
-                    [offsets],
-                    [weights],
-                    self.ps_config_file,
-                    self.model_name,
-                    self.features,
-                    self.include_last_offset,
-                    self.wait,
-                    self.training,
-                    self.version,
-                )
-        out: Tensor = torch.ops.hps.lookup_bags(
+        weights = None if per_sample_weights is None else per_sample_weights.detach()
+        given = (
             [input],
             [offsets],
             [weights],
@@ -103,11 +77,15 @@ class EmbeddingBag(torch.nn.Module):
             self.training,
             self.version,
         )
-        return out
+        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
+            if called_directly(input):
+                return self.rounded(BagCall(*given).look_up())
+        out: Tensor = torch.ops.hps.lookup_bags(*given)
+        return self.rounded(out)
 
     def extra_repr(self) -> str:
         return (
-            f"{self.ps_config_file!r}, {self.model_name!r}, {self.table_id!r}, {self.emb_vec_size}, "
+            f"{self.ps_config_file!r}, {self.model_name!r}, {self.table!r}, {self.emb_vec_size}, "
             f"{version_text(self.version)}mode={self.mode!r}, "
             f"max_norm={self.max_norm}, padding_idx={self.padding_idx}, include_last_offset={self.include_last_offset}"
         )
@@ -133,7 +111,7 @@ class BagTable:
     padding_idx: int | None = None
 
 
-class EmbeddingBagCollection(torch.nn.Module):
+class EmbeddingBagCollection(ServedModule):
     """Looks up bags of many features at once, like torchrec's `EmbeddingBagCollection`. *Thread-safe.*
 
     One kernel looks up and pools all features; features that share a table need one launch each. It has no parameters.
@@ -156,14 +134,11 @@ class EmbeddingBagCollection(torch.nn.Module):
         timeout_s: float | None = None,
         fallback: float | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(ps_config_file, model_name, version, wait, timeout_s, fallback)
         if not tables:
             raise InvalidInputError(f"making a collection for model {model_name!r}: got no tables, expected at least one")
-        self.ps_config_file = place_of(ps_config_file, timeout_s, fallback)
-        self.model_name = model_name
         self.tables = tuple(tables)
-        self.is_weighted = is_weighted
-        self.wait = wait
+        self._is_weighted = is_weighted
         self.feature_names = [feature for table in tables for feature in table.features]
         named = output_names([(table.name, table.features) for table in tables])
         self.output_names = [name for names in named for name in names]
@@ -180,9 +155,10 @@ class EmbeddingBagCollection(torch.nn.Module):
                 for _ in table.features
             ]
         )
-        self.version = version_of(version)
-        self.training = False
-        hold(self, self.ps_config_file, model_name, self.version)
+
+    @property
+    def is_weighted(self) -> bool:
+        return self._is_weighted
 
     def forward(self, features: Any) -> Any:
         """Look up the bags of all features.
@@ -215,16 +191,15 @@ class EmbeddingBagCollection(torch.nn.Module):
             its_keys, its_offsets, its_weights = (
                 (*given, None, None)[:3] if isinstance(given, (tuple, list)) else (given, None, None)
             )
-            if (its_weights is not None) != self.is_weighted:
+            if (its_weights is not None) != self._is_weighted:
                 raise InvalidInputError(
-                    f"looking up bags of feature {name!r}: got {'weights' if not self.is_weighted else 'no weights'}, but the "
-                    f"collection has is_weighted={self.is_weighted}"
+                    f"looking up bags of feature {name!r}: got {'weights' if not self._is_weighted else 'no weights'}, but the "
+                    f"collection has is_weighted={self._is_weighted}"
                 )
             keys.append(its_keys)
             offsets.append(its_offsets)
             weights.append(None if its_weights is None else its_weights.detach())
-        answer = lookup_bags if called_directly(keys[0]) else torch.ops.hps.lookup_bags
-        out: Tensor = answer(
+        call = BagCall(
             keys,
             offsets,
             weights,
@@ -236,26 +211,26 @@ class EmbeddingBagCollection(torch.nn.Module):
             self.training,
             self.version,
         )
+        out: Tensor = call.look_up() if called_directly(keys[0]) else torch.ops.hps.lookup_bags(*call)
         return out
 
     def _jagged(self, features: Any) -> Any:
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
-        if features.variable_stride_per_key():
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise InvalidInputError(
-                "looking up a KeyedJaggedTensor: got another number of bags for each feature (variable stride), expected as "
-                "many of each"
+                "looking up a KeyedJaggedTensor: got another number of bags for each feature (variable stride), or inverse "
+                "indices, expected as many bags of each, in their order"
             )
         known: list[str] = features.keys()
         for name in self.feature_names:
             if name not in known:
                 self._refuse_missing(name, known)
         values = features.values()
-        weights = features.weights_or_none() if self.is_weighted else None
-        if self.is_weighted and weights is None:
+        weights = features.weights_or_none() if self._is_weighted else None
+        if self._is_weighted and weights is None:
             raise InvalidInputError("looking up a KeyedJaggedTensor: got no weights, but the collection has is_weighted=True")
-        answer = lookup_jagged if called_directly(values) else torch.ops.hps.lookup_jagged
-        out: Tensor = answer(
+        call = JaggedCall(
             values,
             features.offsets(),
             None if weights is None else weights.detach(),
@@ -269,7 +244,8 @@ class EmbeddingBagCollection(torch.nn.Module):
             self.training,
             self.version,
         )
-        return KeyedTensor(keys=self.output_names, length_per_key=self.dims, values=out)
+        out: Tensor = call.look_up() if called_directly(values) else torch.ops.hps.lookup_jagged(*call)
+        return KeyedTensor(self.output_names, self.dims, self.rounded(out))
 
     def _refuse_missing(self, name: str, given: Any) -> None:
         raise InvalidInputError(
@@ -278,7 +254,7 @@ class EmbeddingBagCollection(torch.nn.Module):
 
     def extra_repr(self) -> str:
         place = f"{self.ps_config_file!r}, {self.model_name!r}, {version_text(self.version)}"
-        lines = [f"{place}is_weighted={self.is_weighted}", *map(repr, self.tables)]
+        lines = [f"{place}is_weighted={self._is_weighted}", *map(repr, self.tables)]
         return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """Shows where `package` would cut a module: as text, and as a picture."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +14,7 @@ from hps.torch.module_inputs import ModuleInputs
 from hps.torch.packaging import Description
 from hps.torch.traced_copy import TracedCopy
 
+_LINE: Final = re.compile(r' \(File "(?:.*/)?([^"/]+)", line (\d+), in \w+: (.*)\)')
 _WIDTH, _ROW, _GAP = 190, 30, 60
 _COLOURS: Final = {"input": "#e8f0fe", "keys": "#fef3d8", "lookup": "#e2f5e5", "network": "#f3e8fd", "output": "#eeeeee"}
 
@@ -59,7 +61,7 @@ def explain(
     found = cut(traced.module, inputs, outputs)
     tables = {path: name for path, (name, _) in traced.tables(found).items()}
     dense = Description(found, inputs, tables, per_request, "pt2").entry
-    lines = {lookup.name: lookup.line for lookup in found.lookups}
+    lines = {lookup.name: _LINE.sub(r"  # \1:\2: \3", lookup.line) for lookup in found.lookups}
     return Explanation(_text(dense, lines, found.notes), _picture(dense), dense)
 
 
@@ -108,7 +110,7 @@ def _picture(dense: Mapping[str, Any]) -> str:
         (
             "keys",
             {
-                f"keys {one['file']}": (one["file"], [f"input {name}" for name in one["inputs"]])
+                f"keys {one['file']}": (f"keys program {one['file']}", [f"input {name}" for name in one["inputs"]])
                 for one in dense.get("keys", ())
             },
         ),
@@ -120,7 +122,10 @@ def _picture(dense: Mapping[str, Any]) -> str:
     for name, (words, read) in lookups.items():
         columns[2][1][f"lookup {name}"] = words, [programs.get(one, f"input {one}") for one in dict.fromkeys(read)]
     reads = dense.get("network_inputs", [*dense["inputs"]])
-    columns[3][1]["network"] = dense["file"], [f"lookup {one}" if one in lookups else f"input {one}" for one in reads]
+    columns[3][1]["network"] = (
+        f"network {dense['file']}",
+        [f"lookup {one}" if one in lookups else f"input {one}" for one in reads],
+    )
     used = [(kind, boxes) for kind, boxes in columns if boxes]
     height = max(len(boxes) for _, boxes in used) * _ROW + 20
     places: dict[str, tuple[int, float]] = {}

@@ -2,6 +2,7 @@
 
 import operator
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from hps.errors import InvalidInputError, UnknownModelError
 from hps.models.manifest import VERSION
 from hps.torch.operators import lookup_rows
+from hps.torch.served_weight import ServedWeight
 from hps.torch.servers import Server, known, place_of
 
 
@@ -25,20 +27,126 @@ def version_text(version: str) -> str:
     return f"version={version!r}, " if version else ""
 
 
-def hold(layer: torch.nn.Module, place: str, model_name: str, version: str) -> None:
-    """Keep the version of a layer in service while the layer lives, if its server is open in this process and has it."""
-    server = known(place)
-    if version and server is not None:
-        with suppress(UnknownModelError):  # it may be deployed later
-            server.hold(model_name, version, layer)
-
-
 def called_directly(tensor: Tensor) -> bool:
     """Tell whether a call can bypass the dispatcher: it is not compiled, exported or traced."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
-class LookupLayer(torch.nn.Module):
+class ServedModule(torch.nn.Module):
+    """Base of the layers: where they look up. It has no parameters, an empty `state_dict`, and ignores rows that are loaded.
+
+    Attributes:
+        like: an empty tensor of the dtype and device of the trained weights, if it replaces some; it follows `module.to`.
+    """
+
+    __jit_unused_properties__ = ("embedding_dim", "dtype", "device", "weight", "table")
+    like: Tensor | None
+
+    def __init__(
+        self,
+        ps_config_file: Server,
+        model_name: str,
+        version: str | int | None,
+        wait: bool,
+        timeout_s: float | None,
+        fallback: float | None,
+    ) -> None:
+        super().__init__()
+        self.ps_config_file: str = place_of(ps_config_file, timeout_s, fallback)
+        self.model_name: str = model_name
+        self.wait: bool = wait
+        self.version: str = version_of(version)
+        self.training = False
+        self.like = None
+        self.register_load_state_dict_pre_hook(ignore_rows)  # type: ignore[no-untyped-call]
+        server = known(self.ps_config_file)
+        if self.version and server is not None:
+            with suppress(UnknownModelError):  # it may be deployed later
+                server.hold(model_name, self.version, self)
+
+    def stand_for(self, like: Tensor, **attributes: Any) -> None:
+        """Take the place of a trained embedding.
+
+        Args:
+            like: an empty tensor of the dtype and device of its outputs.
+            attributes: more of what code may read.
+        """
+        del self.like  # a plain attribute is read faster, and layers that replace nothing keep it
+        self.register_buffer("like", like, persistent=False)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def rounded(self, vectors: Tensor) -> Tensor:
+        """Return vectors in the dtype of the trained weights."""
+        like = self.like
+        if like is not None:  # the form that TorchScript takes
+            return vectors if like.dtype == vectors.dtype else vectors.to(like.dtype)
+        return vectors
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the trained weights, or where the module was moved since; outputs are where the keys are."""
+        return torch.device("cpu") if self.like is None else self.like.device
+
+
+def ignore_rows(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Remove what a `state_dict` of the trained module has for a layer: its rows are in the server."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        del state_dict[name]
+
+
+class TableModule(ServedModule):
+    """Base of the layers of one table. After `stand_for` it has the attributes of the embedding that it replaces."""
+
+    num_embeddings: int
+    norm_type = 2.0
+    scale_grad_by_freq = sparse = False
+
+    def set_table(self, table_id: int | str, emb_vec_size: int, max_norm: float | None, padding_idx: int | None) -> None:
+        self.table_id: int = -1 if isinstance(table_id, str) else operator.index(table_id)
+        self.table_name: str = table_id if isinstance(table_id, str) else ""
+        self.emb_vec_size: int = emb_vec_size
+        self.max_norm: float | None = max_norm
+        self.padding_idx: int | None = padding_idx
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.emb_vec_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the outputs."""
+        return torch.float32 if self.like is None else self.like.dtype
+
+    @property
+    def weight(self) -> ServedWeight:
+        """The table, for code that reads `weight`; of a layer that replaces an embedding."""
+        if self.like is None:
+            raise AttributeError("weight")
+        name = f"table {self.table!r} of model {self.model_name!r}"
+        return ServedWeight(name, (self.num_embeddings, self.emb_vec_size), self.like, self._rows)
+
+    @property
+    def table(self) -> int | str:
+        return self.table_name or self.table_id
+
+    def _rows(self, keys: Tensor, max_norm: float | None) -> Tensor:
+        out: Tensor = torch.ops.hps.lookup(
+            keys,
+            self.ps_config_file,
+            self.model_name,
+            self.table_id,
+            self.table_name,
+            self.emb_vec_size,
+            max_norm,
+            self.wait,
+            self.training,
+            self.version,
+        )
+        return self.rounded(out)
+
+
+class LookupLayer(TableModule):
     """Looks up keys of one table. *Thread-safe*; it has no parameters and an empty `state_dict`.
 
     Vectors are float32, also under autocast, without gradient.
@@ -73,17 +181,8 @@ class LookupLayer(torch.nn.Module):
         timeout_s: float | None = None,
         fallback: float | None = None,
     ) -> None:
-        super().__init__()
-        self.ps_config_file: str = place_of(ps_config_file, timeout_s, fallback)
-        self.model_name: str = model_name
-        self.table_id: int = -1 if isinstance(table_id, str) else operator.index(table_id)
-        self.table_name: str = table_id if isinstance(table_id, str) else ""
-        self.emb_vec_size: int = emb_vec_size
-        self.max_norm: float | None = max_norm
-        self.wait: bool = wait
-        self.version: str = version_of(version)
-        self.training = False
-        hold(self, self.ps_config_file, model_name, self.version)
+        super().__init__(ps_config_file, model_name, version, wait, timeout_s, fallback)
+        self.set_table(table_id, emb_vec_size, max_norm, None)
 
     def forward(self, keys: Tensor) -> Tensor:
         """Look up keys.
@@ -99,29 +198,20 @@ class LookupLayer(torch.nn.Module):
             VersionMismatchError: its version is not in service any more.
             HPSError: as `HPS.lookup_fromdlpack`, or with an address as `Client.lookup`.
         """
+        return self.look_up(keys)
+
+    def look_up(self, keys: Tensor) -> Tensor:
         if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
             if self.max_norm is None and not self.training and called_directly(keys):
                 table = self.table_name or self.table_id
-                return lookup_rows(
+                rows = lookup_rows(
                     keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait, self.version
                 )
-        out: Tensor = torch.ops.hps.lookup(
-            keys,
-            self.ps_config_file,
-            self.model_name,
-            self.table_id,
-            self.table_name,
-            self.emb_vec_size,
-            self.max_norm,
-            self.wait,
-            self.training,
-            self.version,
-        )
-        return out
+                return self.rounded(rows)
+        return self._rows(keys, self.max_norm)
 
     def extra_repr(self) -> str:
-        table = self.table_name or self.table_id
         return (
-            f"{self.ps_config_file!r}, {self.model_name!r}, {table!r}, {self.emb_vec_size}, "
+            f"{self.ps_config_file!r}, {self.model_name!r}, {self.table!r}, {self.emb_vec_size}, "
             f"{version_text(self.version)}max_norm={self.max_norm}"
         )

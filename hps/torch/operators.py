@@ -14,17 +14,18 @@ them at compile time, even for constant keys. It may merge two lookups of the sa
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from time import perf_counter_ns
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hps.client.remote_tables import RemoteTables
 from hps.errors import (
     InvalidDtypeError,
     InvalidInputError,
@@ -36,7 +37,6 @@ from hps.lookup.session import Session
 from hps.parameter_server import HPS
 from hps.tensors.bags import Bags, Columns, Pooling, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, refuse_repeated_tables, tensor_segment
-from hps.torch.remote import RemoteTables
 from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, repeated_after_takeover
 
@@ -48,6 +48,7 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_POOLINGS = 1 << 12
 _TENSORS = "keys", "offsets", "weights"  # of `Bags`
 _TO_TABLES = "str ps_config_file, str model_name"
+_HOW = "bool wait=True, bool training=False, str version='') -> Tensor"
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,16 @@ class _Features:
                 self.calls.append([])
             self.calls[seen[feature.table]].append(place)
             seen[feature.table] += 1
+        self.widths = [sum(self.of[place].dim for place in places) for places in self.calls]
 
     def indices(self, deployment: Deployment) -> list[int]:
         """Return the index of each feature's table, whose width is checked once for each deployment."""
         of, found = self._indices
         if of is None or of() is not deployment:
-            _check_widths(deployment, self.of)
             found = [deployment.table_index(feature.table) for feature in self.of]
+            for feature, index in zip(self.of, found, strict=True):
+                if (spec := deployment.tables[index]).dim != feature.dim:
+                    _refuse_width(spec.model_name, feature.table, feature.dim, spec.dim)
             if len(self.calls) == 1:
                 refuse_repeated_tables(found, deployment.tables)  # by name and by id
             self._indices = ref(deployment), found
@@ -113,8 +117,7 @@ def _features_of(text: str) -> _Features:
     return _Features(PooledFeature(**one) for one in json.loads(text))
 
 
-def refuse_training() -> None:
-    """Raise the error for a layer in training mode."""
+def _refuse_training() -> NoReturn:
     raise TrainingModeError(
         "looking up through a layer of hps.torch: got training mode, expected inference: vectors have no gradient; call "
         ".eval() on the layer, or on the whole model, before it is called, compiled or exported"
@@ -127,33 +130,16 @@ def _doing(model_name: str, table: Any) -> str:
     return f"looking up {what} of model {model_name!r} through a layer"
 
 
-def _check_keys(keys: Tensor, model_name: str, table: Any) -> None:
-    if keys.dtype not in _INTEGERS:
-        raise InvalidDtypeError(
-            f"{_doing(model_name, table)}: got keys of {keys.dtype}, expected torch.int64 (or narrower integers, "
-            "which are widened)"
-        )
-
-
-def _check_beside(
+def _check(
     tensor: Tensor | None, what: str, dtypes: tuple[torch.dtype, ...], keys: Tensor, model_name: str, table: Any
 ) -> None:
+    """Check the dtype of a tensor, if there is one, and that it is where the keys are."""
     if tensor is None or (tensor.dtype in dtypes and tensor.device == keys.device):
         return
     doing = _doing(model_name, table)
     if tensor.dtype not in dtypes:
         raise InvalidDtypeError(f"{doing}: got {what} of {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
-    if tensor.device != keys.device:
-        raise InvalidInputError(
-            f"{doing}: got {what} on {tensor.device} and keys on {keys.device}, expected them on one device"
-        )
-
-
-def _check_widths(deployment: Deployment, features: Sequence[PooledFeature]) -> None:
-    for feature in features:
-        spec = deployment.tables[deployment.table_index(feature.table)]
-        if spec.dim != feature.dim:
-            _refuse_width(spec.model_name, feature.table, feature.dim, spec.dim)
+    raise InvalidInputError(f"{doing}: got {what} on {tensor.device} and keys on {keys.device}, expected them on one device")
 
 
 def _refuse_width(model_name: str, table: int | str, dim: int, expected: int) -> NoReturn:
@@ -205,7 +191,7 @@ def lookup_rows(
 ) -> Tensor:
     """Implement `hps::lookup` without max_norm; also called directly, bypassing the dispatcher."""
     if keys.dtype not in _TAKEN:
-        _check_keys(keys, model_name, table)
+        _check(keys, "keys", _INTEGERS, keys, model_name, table)
         keys = keys.long()
     if not keys.is_contiguous():
         keys = keys.contiguous()
@@ -254,104 +240,181 @@ def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int |
     return out
 
 
-def _lookup(
-    keys: Tensor,
-    ps_config_file: str,
-    model_name: str,
-    table_id: int,
-    table_name: str,
-    emb_vec_size: int,
-    max_norm: float | None = None,
-    wait: bool = True,
-    training: bool = False,
-    version: str = "",
-) -> Tensor:
-    if training:
-        refuse_training()
-    table = table_name or table_id
-    if max_norm is None:
-        return lookup_rows(keys, ps_config_file, model_name, table, emb_vec_size, wait, version)
-    _check_keys(keys, model_name, table)
-    feature = PooledFeature(table, emb_vec_size, max_norm=max_norm)
-    bags = [_bags(feature, keys.reshape(-1, 1), None, None)]  # of one key each
-    server = server_of(ps_config_file)
-    out = _pooled(server, model_name, version, _Features((feature,)), bags, keys.numel(), keys.device, wait)
-    return out.view(*keys.shape, emb_vec_size)
+class RowCall(NamedTuple):
+    """A call of `hps::lookup`."""
+
+    keys: Tensor
+    ps_config_file: str
+    model_name: str
+    table_id: int
+    table_name: str
+    emb_vec_size: int
+    max_norm: float | None = None
+    wait: bool = True
+    training: bool = False
+    version: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    def shape(self) -> tuple[Any, ...]:
+        if self.training:
+            _refuse_training()
+        _check(self.keys, "keys", _INTEGERS, self.keys, self.model_name, self.table_name or self.table_id)
+        return *self.keys.shape, self.emb_vec_size
+
+    def look_up(self) -> Tensor:
+        shape, table = self.shape(), self.table_name or self.table_id
+        if self.max_norm is None:
+            return lookup_rows(
+                self.keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait, self.version
+            )
+        feature = PooledFeature(table, self.emb_vec_size, max_norm=self.max_norm)
+        bags = [_bags(feature, self.keys.reshape(-1, 1), None, None)]  # of one key each
+        return _pooled(self, _Features((feature,)), bags, self.keys.numel()).view(shape)
 
 
-def fake_lookup(
-    keys: Tensor,
-    ps_config_file: str,
-    model_name: str,
-    table_id: int,
-    table_name: str,
-    emb_vec_size: int,
-    max_norm: float | None = None,
-    wait: bool = True,
-    training: bool = False,
-    version: str = "",
-) -> Tensor:
-    if training:
-        refuse_training()
-    _check_keys(keys, model_name, table_name or table_id)
-    return keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
+class BagCall(NamedTuple):
+    """A call of `hps::lookup_bags`."""
+
+    keys: Sequence[Tensor]
+    offsets: Sequence[Tensor | None]
+    weights: Sequence[Tensor | None]
+    ps_config_file: str
+    model_name: str
+    features: str
+    include_last_offset: bool
+    wait: bool = True
+    training: bool = False
+    version: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    def shape(self) -> tuple[Any, ...]:
+        if self.training:
+            _refuse_training()
+        model, described = self.model_name, _features_of(self.features)
+        given = self.keys, self.offsets, self.weights
+        if {len(one) for one in given} != {len(described.of)} or not self.keys:
+            raise InvalidInputError(
+                f"looking up bags of model {model!r}: got {len(given[0])} keys, {len(given[1])} offsets, {len(given[2])} "
+                f"weights, expected {len(described.of)} of each, one for each feature"
+            )
+        counts = []
+        for feature, keys, offsets, weights in zip(described.of, *given, strict=True):
+            doing = _doing(model, feature.table)
+            _check(keys, "keys", _INTEGERS, self.keys[0], model, feature.table)
+            _check(offsets, "offsets", _TAKEN, keys, model, feature.table)
+            _check(weights, "weights", _FLOATS, keys, model, feature.table)
+            if weights is not None and weights.shape != keys.shape:
+                raise InvalidInputError(
+                    f"{doing}: got weights of shape {tuple(weights.shape)} for keys of shape {tuple(keys.shape)}, expected "
+                    "the same shape"
+                )
+            counts.append(_count_of(doing, keys, offsets, self.include_last_offset))
+            if counts[-1] != counts[0]:
+                raise InvalidInputError(
+                    f"{doing}: got {counts[-1]} bags, expected {counts[0]}, as many as of the first feature"
+                )
+        return counts[0], described.width
+
+    def look_up(self) -> Tensor:
+        features = _features_of(self.features)
+        is_plain = len(features.calls) == 1 and not self.training
+        if is_plain and [*self.offsets, *self.weights] == [None] * (2 * len(self.keys)):
+            server = server_of(self.ps_config_file)
+            if isinstance(server, HPS) and (plain := _plain_bags(server, self, features)) is not None:
+                return plain
+        count, _ = self.shape()
+        given = zip(features.of, self.keys, self.offsets, self.weights, strict=True)
+        return _pooled(self, features, [_bags(*one, self.include_last_offset) for one in given], count)
 
 
-def _count_of(keys: Tensor, offsets: Tensor | None, include_last_offset: bool, model_name: str, table: Any) -> Any:
+class JaggedCall(NamedTuple):
+    """A call of `hps::lookup_jagged`."""
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    ps_config_file: str
+    model_name: str
+    features: str
+    places: Sequence[int]
+    feature_count: int
+    borders: Sequence[int] | None = None
+    wait: bool = True
+    training: bool = False
+    version: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def shape(self) -> tuple[Any, ...]:
+        if self.training:
+            _refuse_training()
+        model, values, weights = self.model_name, self.values, self.weights
+        _check(values, "keys", _INTEGERS, values, model, None)
+        _check(self.offsets, "offsets", _TAKEN, values, model, None)
+        _check(weights, "weights", _FLOATS, values, model, None)
+        if weights is not None and weights.shape != values.shape:
+            got = f"{weights.numel()} weights for {values.numel()} keys"
+            raise InvalidInputError(f"{_doing(model, None)}: got {got}, expected as many")
+        ends = self.offsets.shape[0]
+        if ends == 0 or (ends - 1) % self.feature_count:
+            raise InvalidInputError(
+                f"{_doing(model, None)}: got {ends} offsets for {self.feature_count} features, expected one for each bag, as "
+                "many bags of each feature, and one at the end"
+            )
+        return (ends - 1) // self.feature_count, _features_of(self.features).width
+
+    def look_up(self) -> Tensor:
+        count, _ = self.shape()
+        values, offsets, weights, doing = self.values, self.offsets, self.weights, _doing(self.model_name, None)
+        features, borders, size = _features_of(self.features), self.borders, self.values.shape[0]
+        if borders is None:
+            if values.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise InvalidInputError(
+                    f"{doing}: got keys of unknown counts while a CUDA graph is captured, expected their counts on the host; "
+                    "call offset_per_key() of the KeyedJaggedTensor before"
+                )
+            # the only synchronisation
+            borders = offsets[::count].tolist() if count else [0] * (self.feature_count + 1)
+        if any(after < before for before, after in zip([0, *borders], [*borders, size], strict=True)) or borders[0]:
+            raise InvalidInputError(
+                f"{doing}: got offsets {list(borders)[:8]} of the features' first bags for {size} keys, expected them to begin "
+                f"with 0, never to fall, and to end with {size}"
+            )
+        if count:
+            own = offsets.unfold(0, count + 1, count) - offsets[:-1:count].unsqueeze(1)
+        else:
+            own = offsets.expand(self.feature_count, 1)
+        bags = []
+        for feature, place in zip(features.of, self.places, strict=True):
+            part = slice(borders[place], borders[place + 1])
+            bags.append(_bags(feature, values[part], own[place], None if weights is None else weights[part]))
+        return _pooled(self, features, bags, count)
+
+
+_Call: TypeAlias = RowCall | BagCall | JaggedCall
+
+
+def _count_of(doing: str, keys: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Any:
     if offsets is None:
         if keys.dim() != 2:
-            raise InvalidInputError(
-                f"{_doing(model_name, table)}: got keys of shape {tuple(keys.shape)} without offsets, expected (bags, hotness)"
-            )
+            raise InvalidInputError(f"{doing}: got keys of shape {tuple(keys.shape)} without offsets, expected (bags, hotness)")
         return keys.shape[0]
     if keys.dim() != 1 or offsets.dim() != 1:
         raise InvalidInputError(
-            f"{_doing(model_name, table)}: got keys of shape {tuple(keys.shape)} and offsets of shape "
-            f"{tuple(offsets.shape)}, expected one dimension of both"
+            f"{doing}: got keys of shape {tuple(keys.shape)} and offsets of shape {tuple(offsets.shape)}, expected one "
+            "dimension of both"
         )
     if include_last_offset and offsets.shape[0] == 0:
-        raise InvalidInputError(
-            f"{_doing(model_name, table)}: got no offsets, expected one for each bag and the number of keys at the end"
-        )
+        raise InvalidInputError(f"{doing}: got no offsets, expected one for each bag and the number of keys at the end")
     return offsets.shape[0] - include_last_offset
-
-
-def _check_bags(
-    keys: Sequence[Tensor],
-    offsets: Sequence[Tensor | None],
-    weights: Sequence[Tensor | None],
-    model_name: str,
-    features: str,
-    include_last_offset: bool,
-    training: bool,
-) -> tuple[Any, int]:
-    """Check everything but values. Returns the bags per feature and the sum of dims."""
-    if training:
-        refuse_training()
-    described = _features_of(features)
-    if not len(keys) == len(offsets) == len(weights) == len(described.of) or not keys:
-        raise InvalidInputError(
-            f"looking up bags of model {model_name!r}: got {len(keys)} keys, {len(offsets)} offsets, {len(weights)} weights, "
-            f"expected {len(described.of)} of each, one for each feature"
-        )
-    counts = []
-    for feature, its_keys, its_offsets, its_weights in zip(described.of, keys, offsets, weights, strict=True):
-        _check_keys(its_keys, model_name, feature.table)
-        _check_beside(its_keys, "keys of a feature", _INTEGERS, keys[0], model_name, feature.table)
-        _check_beside(its_offsets, "offsets", _TAKEN, its_keys, model_name, feature.table)
-        _check_beside(its_weights, "weights", _FLOATS, its_keys, model_name, feature.table)
-        if its_weights is not None and its_weights.shape != its_keys.shape:
-            raise InvalidInputError(
-                f"{_doing(model_name, feature.table)}: got weights of shape {tuple(its_weights.shape)} for keys of shape "
-                f"{tuple(its_keys.shape)}, expected the same shape"
-            )
-        counts.append(_count_of(its_keys, its_offsets, include_last_offset, model_name, feature.table))
-    for feature, count in zip(described.of, counts, strict=True):
-        if count != counts[0]:
-            raise InvalidInputError(
-                f"{_doing(model_name, feature.table)}: got {count} bags, expected {counts[0]}, as many as of the first feature"
-            )
-    return counts[0], described.width
 
 
 def _bags(
@@ -374,21 +437,13 @@ def _adopted(tensor: Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-def _pooled(
-    server: HPS | RemoteTables,
-    model_name: str,
-    version: str,
-    features: _Features,
-    bags: Sequence[Bags],
-    count: int,
-    device: torch.device,
-    wait: bool,
-) -> Tensor:
-    """Look up bags of all features in one version: the k-th feature of every table in the k-th call."""
+def _pooled(call: _Call, features: _Features, bags: Sequence[Bags], count: int) -> Tensor:
+    """Look up bags of all features in one version: the k-th feature of every table in the k-th part."""
+    server = server_of(call.ps_config_file)
     if isinstance(server, RemoteTables):
-        parts = _remote_parts(server, model_name, version, features, bags, count, device, wait)
+        parts = _remote_parts(server, call, features, bags, count)
     else:
-        parts = _parts(server, model_name, version, features, bags, count, device, wait)
+        parts = _parts(server, call, features, bags, count)
     if len(parts) == 1:
         return parts[0]
     columns: dict[int, Tensor] = {}
@@ -397,77 +452,51 @@ def _pooled(
     return torch.cat([columns[place] for place in range(len(features.of))], 1)
 
 
-def _remote_parts(
-    server: RemoteTables,
-    model_name: str,
-    version: str,
-    features: _Features,
-    bags: Sequence[Bags],
-    count: int,
-    device: torch.device,
-    wait: bool,
-) -> list[Tensor]:
-    """Look up bags over HTTP; returns the answer of each call."""
-    _refuse_unwaited(_doing(model_name, None), device.type == "cuda", wait)
+def _remote_parts(server: RemoteTables, call: _Call, features: _Features, bags: Sequence[Bags], count: int) -> list[Tensor]:
+    device = call.device
+    _refuse_unwaited(_doing(call.model_name, None), device.type == "cuda", call.wait)
     if device.type != "cpu":
         bags = [
             replace(one, **{name: getattr(one, name).cpu().numpy() for name in _TENSORS if getattr(one, name) is not None})
             for one in bags
         ]
     turns = [{features.of[place].table: bags[place] for place in places} for places in features.calls]
-    found = server.pooled(turns, model_name, version)
-    parts = []
-    for nth, places in enumerate(features.calls):
-        dims = [features.of[place].dim for place in places]
-        if found is None:
-            parts.append(torch.full((count, sum(dims)), server.options.fallback or 0.0, dtype=torch.float32, device=device))
-            continue
-        for place, vectors in zip(places, found[nth], strict=True):
-            if vectors.shape[1] != features.of[place].dim:
-                _refuse_width(model_name, features.of[place].table, features.of[place].dim, vectors.shape[1])
-        part = found[nth][0] if len(places) == 1 else np.concatenate(found[nth], 1)
-        parts.append(torch.from_numpy(part).to(device))
+    found = server.pooled(turns, call.model_name, call.version)
+    if found is None:
+        fallback, width = server.options.fallback or 0.0, features.width
+        return list(torch.full((count, width), fallback, device=device).split(features.widths, 1))
+    for places, answers in zip(features.calls, found, strict=True):
+        for feature, vectors in zip([features.of[place] for place in places], answers, strict=True):
+            if vectors.shape[1] != feature.dim:
+                _refuse_width(call.model_name, feature.table, feature.dim, vectors.shape[1])
+    return [torch.from_numpy(one[0] if len(one) == 1 else np.concatenate(one, 1)).to(device) for one in found]
+
+
+@repeated_after_takeover
+def _parts(server: HPS, call: _Call, features: _Features, bags: Sequence[Bags], count: int) -> list[Tensor]:
+    deployment = _deployment(server, call.model_name, call.version)
+    features.indices(deployment)
+    device, parts = call.device, []
+    on_host = device.type == "cpu"
+    for places, width in zip(features.calls, features.widths, strict=True):
+        session = deployment.session(device.index)
+        out: Any = np.empty((count, width), np.float32) if on_host else torch.empty((count, width), device=device)
+        tables = {features.of[place].table: bags[place] for place in places}
+        segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
+        _look_up(session, segments, not on_host, call.wait)
+        parts.append(torch.from_numpy(out) if on_host else out)
     return parts
 
 
 @repeated_after_takeover
-def _parts(
-    server: HPS,
-    model_name: str,
-    version: str,
-    features: _Features,
-    bags: Sequence[Bags],
-    count: int,
-    device: torch.device,
-    wait: bool,
-) -> list[Tensor]:
-    """Look up bags in this process; returns the answer of each call."""
-    deployment = _deployment(server, model_name, version)
-    features.indices(deployment)
-
-    def call(places: Sequence[int]) -> Tensor:
-        session = deployment.session(device.index)
-        shape = count, sum([features.of[place].dim for place in places])
-        on_host = device.type == "cpu"
-        out: Any = np.empty(shape, np.float32) if on_host else torch.empty(shape, dtype=torch.float32, device=device)
-        tables = {features.of[place].table: bags[place] for place in places}
-        segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        _look_up(session, segments, not on_host, wait)
-        return torch.from_numpy(out) if on_host else out
-
-    return [call(places) for places in features.calls]
-
-
-@repeated_after_takeover
-def _plain_bags(
-    server: HPS, model_name: str, version: str, features: _Features, keys: Sequence[Tensor], wait: bool
-) -> Tensor | None:
+def _plain_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | None:
     """Look up bags that all have as many keys and no weights, the fastest way; None for keys that have to be checked."""
+    keys = call.keys
     if not keys or len(keys) != len(features.of) or keys[0].dim() != 2:
         return None
     device, count = keys[0].device, keys[0].shape[0]
     on_host, poolings = device.type == "cpu", features.poolings
-    deployment = _deployment(server, model_name, version)
+    deployment = _deployment(server, call.model_name, call.version)
     indices = features.indices(deployment)
     session = deployment.session(device.index)
     if not on_host and not session.on_cuda:
@@ -492,133 +521,20 @@ def _plain_bags(
             columns = Columns(out, column, count, features.width)
         segments.append(Segment(index, flat, columns, None, count * hotness, pooling))
         column += feature.dim
-    _look_up(session, segments, not on_host, wait)
+    _look_up(session, segments, not on_host, call.wait)
     return torch.from_numpy(out) if on_host else out
 
 
-def lookup_bags(
-    keys: Sequence[Tensor],
-    offsets: Sequence[Tensor | None],
-    weights: Sequence[Tensor | None],
-    ps_config_file: str,
-    model_name: str,
-    features: str,
-    include_last_offset: bool,
-    wait: bool = True,
-    training: bool = False,
-    version: str = "",
-) -> Tensor:
-    """Implement `hps::lookup_bags`; also called directly, bypassing the dispatcher."""
-    described = _features_of(features)
-    if len(described.calls) == 1 and not training and [*offsets, *weights] == [None] * (2 * len(keys)):
-        server = server_of(ps_config_file)
-        if isinstance(server, HPS):
-            plain = _plain_bags(server, model_name, version, described, keys, wait)
-            if plain is not None:
-                return plain
-    count, _ = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
-    bags = [_bags(*one, include_last_offset) for one in zip(described.of, keys, offsets, weights, strict=True)]
-    return _pooled(server_of(ps_config_file), model_name, version, described, bags, count, keys[0].device, wait)
+def define(library: torch.library.Library, schema: str, call: Callable[..., _Call]) -> None:
+    """Define an operator that is opaque to compilers and runs on the device of its tensors; `call` takes its arguments."""
 
+    def real(*args: Any, **named: Any) -> Tensor:
+        return call(*args, **named).look_up()
 
-def _fake_lookup_bags(
-    keys: Sequence[Tensor],
-    offsets: Sequence[Tensor | None],
-    weights: Sequence[Tensor | None],
-    ps_config_file: str,
-    model_name: str,
-    features: str,
-    include_last_offset: bool,
-    wait: bool = True,
-    training: bool = False,
-    version: str = "",
-) -> Tensor:
-    count, width = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
-    return keys[0].new_empty((count, width), dtype=torch.float32)
+    def fake(*args: Any, **named: Any) -> Tensor:
+        made = call(*args, **named)
+        return torch.empty(made.shape(), dtype=torch.float32, device=made.device)
 
-
-def _check_jagged(
-    values: Tensor, offsets: Tensor, weights: Tensor | None, model_name: str, features: str, feature_count: int, training: bool
-) -> tuple[Any, int]:
-    if training:
-        refuse_training()
-    width = _features_of(features).width
-    doing = _doing(model_name, None)
-    _check_keys(values, model_name, None)
-    _check_beside(offsets, "offsets", _TAKEN, values, model_name, None)
-    _check_beside(weights, "weights", _FLOATS, values, model_name, None)
-    if weights is not None and weights.shape != values.shape:
-        raise InvalidInputError(f"{doing}: got {weights.numel()} weights for {values.numel()} keys, expected as many")
-    if offsets.shape[0] == 0 or (offsets.shape[0] - 1) % feature_count:
-        raise InvalidInputError(
-            f"{doing}: got {offsets.shape[0]} offsets for {feature_count} features, expected one for each bag, as many bags of "
-            "each feature, and one at the end"
-        )
-    return (offsets.shape[0] - 1) // feature_count, width
-
-
-def lookup_jagged(
-    values: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    ps_config_file: str,
-    model_name: str,
-    features: str,
-    places: Sequence[int],
-    feature_count: int,
-    borders: Sequence[int] | None = None,
-    wait: bool = True,
-    training: bool = False,
-    version: str = "",
-) -> Tensor:
-    """Implement `hps::lookup_jagged`; also called directly, bypassing the dispatcher."""
-    count, _ = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
-    described = _features_of(features)
-    if borders is None:
-        if values.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise InvalidInputError(
-                f"{_doing(model_name, None)}: got keys of unknown counts while a CUDA graph is captured, expected their "
-                "counts on the host; call offset_per_key() of the KeyedJaggedTensor before"
-            )
-        borders = offsets[::count].tolist() if count else [0] * (feature_count + 1)  # the only synchronisation
-    if any(after < before for before, after in zip([0, *borders], [*borders, values.shape[0]], strict=True)) or borders[0]:
-        raise InvalidInputError(
-            f"{_doing(model_name, None)}: got offsets {list(borders)[:8]} of the features' first bags for {values.shape[0]} "
-            f"keys, expected them to begin with 0, never to fall, and to end with {values.shape[0]}"
-        )
-    own = offsets.unfold(0, count + 1, count) - offsets[:-1:count].unsqueeze(1) if count else offsets.expand(feature_count, 1)
-    bags = [
-        _bags(
-            feature,
-            values[borders[place] : borders[place + 1]],
-            own[place],
-            None if weights is None else weights[borders[place] : borders[place + 1]],
-        )
-        for feature, place in zip(described.of, places, strict=True)
-    ]
-    return _pooled(server_of(ps_config_file), model_name, version, described, bags, count, values.device, wait)
-
-
-def _fake_lookup_jagged(
-    values: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    ps_config_file: str,
-    model_name: str,
-    features: str,
-    places: Sequence[int],
-    feature_count: int,
-    borders: Sequence[int] | None = None,
-    wait: bool = True,
-    training: bool = False,
-    version: str = "",
-) -> Tensor:
-    count, width = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
-    return values.new_empty((count, width), dtype=torch.float32)
-
-
-def define(library: torch.library.Library, schema: str, real: Any, fake: Any) -> None:
-    """Define an operator that is opaque to compilers and runs on the device of its tensors."""
     library.define(schema, "CONSERVATIVE", tags=_TAGS)  # else TorchScript evaluates it where its keys are constants
     name = schema.partition("(")[0]
     library.impl(name, real, "CompositeExplicitAutograd")
@@ -627,22 +543,18 @@ def define(library: torch.library.Library, schema: str, real: Any, fake: Any) ->
 
 define(
     _LIBRARY,
-    f"lookup(Tensor keys, {_TO_TABLES}, int table_id, str table_name, int emb_vec_size, float? max_norm=None, bool wait=True, "
-    "bool training=False, str version='') -> Tensor",
-    _lookup,
-    fake_lookup,
+    f"lookup(Tensor keys, {_TO_TABLES}, int table_id, str table_name, int emb_vec_size, float? max_norm=None, {_HOW}",
+    RowCall,
 )
 define(
     _LIBRARY,
     f"lookup_bags(Tensor[] keys, Tensor?[] offsets, Tensor?[] weights, {_TO_TABLES}, str features, bool include_last_offset, "
-    "bool wait=True, bool training=False, str version='') -> Tensor",
-    lookup_bags,
-    _fake_lookup_bags,
+    f"{_HOW}",
+    BagCall,
 )
 define(
     _LIBRARY,
     f"lookup_jagged(Tensor values, Tensor offsets, Tensor? weights, {_TO_TABLES}, str features, int[] places, "
-    "int feature_count, SymInt[]? borders=None, bool wait=True, bool training=False, str version='') -> Tensor",
-    lookup_jagged,
-    _fake_lookup_jagged,
+    f"int feature_count, SymInt[]? borders=None, {_HOW}",
+    JaggedCall,
 )

@@ -268,7 +268,7 @@ class Description:
             "guards": [guard for guard in found.guards if {*_sizes_in([guard])} <= sizes | {"samples"}],
             "sizes": {name: size for name, size in found.sizes.items() if name in sizes},
         }
-        if {*self.reads} != {*self.entry["inputs"]} or lookups:
+        if self.reads != [*self.entry["inputs"]]:  # compiled programs take inputs by position
             more["network_inputs"] = self.reads
         self.entry |= {what: one for what, one in more.items() if one}
 

@@ -115,9 +115,12 @@ def test_jagged_tensors_that_do_not_fit_are_refused(served: Served) -> None:
     five = torch.ones(5, dtype=torch.int64)
     with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got keys of torch.float32"):
         collection(torchrec.KeyedJaggedTensor(FEATURES, torch.zeros(5), lengths=five))
-    half = torchrec.KeyedJaggedTensor(FEATURES, five, five.half(), lengths=five)
-    with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got weights of torch.float16"):
-        EmbeddingBagCollection(served.server, "m", TABLES, is_weighted=True)(half)
+    whole = torchrec.KeyedJaggedTensor(FEATURES, five, five, lengths=five)
+    with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got weights of torch.int64"):
+        EmbeddingBagCollection(served.server, "m", TABLES, is_weighted=True)(whole)
+    reordered = torchrec.KeyedJaggedTensor(FEATURES, five, lengths=five, inverse_indices=(FEATURES, five[:, None]))
+    with pytest.raises(hps.InvalidInputError, match="inverse indices"):
+        collection(reordered)
 
 
 def collections() -> nn.Module:
@@ -153,6 +156,35 @@ def test_torchrec_collections_answer_as_before(tmp_path: Path, server: hps.HPS) 
         assert torch.equal(got[name].values(), one.values())
         assert torch.equal(got[name].lengths(), one.lengths())
         assert torch.equal(got[name].weights(), one.weights())
+
+
+class Ranking(nn.Module):
+    """Makes its KeyedJaggedTensor, with weights if its collection has some, and reads what torchrec's collections say."""
+
+    def __init__(self, *, weighted: bool) -> None:
+        super().__init__()
+        self.bags = bag_collection(("a", 4, ["f", "g"], "SUM"), ("b", 6, ["h", "f"], "SUM"), weighted=weighted)
+        self.rows = row_collection(("c", 4, ["f", "g"]), ("d", 4, ["h"]))
+        self.top = nn.Linear(20, 1)
+
+    def forward(self, f: torch.Tensor, h: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        lengths = torch.full((3 * len(f),), f.shape[1], device=self.bags.device)
+        values, given = torch.cat([h, f, f.flip(0)]).flatten(), weights if self.bags.is_weighted() else None
+        kjt = torchrec.KeyedJaggedTensor(["h", "f", "g"], values, weights=given, lengths=lengths)
+        pooled = torchrec.KeyedTensor.regroup([self.bags(kjt)], [["f@a", "g"], ["h", "f@b"]])
+        rows = self.rows(kjt)["f"].to_padded_dense(3).reshape(len(f), 3, self.rows.embedding_dim())
+        scale = sum(config.num_embeddings for config in self.bags.embedding_bag_configs()) + self.rows.need_indices()
+        return self.top(torch.cat(pooled, 1)) * scale + rows.sum((1, 2))[:, None] * len(self.rows.embedding_configs())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_module_that_makes_its_jagged_tensor_runs_as_before(tmp_path: Path, server: hps.HPS, weighted: bool) -> None:
+    module = Ranking(weighted=weighted).eval()
+    given = torch.randint(0, 40, (5, 2)), torch.randint(0, 40, (5, 2)), torch.rand(30)
+    converted = convert(module, server, "rec", repository=tmp_path, hotness=30, example_inputs=given)
+    assert not any(converted.load_state_dict(module.state_dict()))
+    for one in (given, (given[0].int(), given[1].int(), given[2].double())):
+        torch.testing.assert_close(converted(*one), module(*given))
 
 
 def test_a_collection_with_a_forward_of_its_own_is_refused(tmp_path: Path, server: hps.HPS) -> None:

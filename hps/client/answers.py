@@ -53,6 +53,9 @@ DTYPES: Final[dict[str, "np.dtype[Any]"]] = {
     "FP64": np.dtype("<f8"),
     "INT64": np.dtype("<i8"),
     "INT32": np.dtype("<i4"),
+    "INT16": np.dtype("<i2"),
+    "INT8": np.dtype("i1"),
+    "UINT8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
 """Of tensors, by the names of the Open Inference Protocol."""
@@ -107,7 +110,7 @@ class Expected:
         version: the requested version; None for any.
         shared: outputs that are to be in shared memory.
         datatypes: of outputs whose vectors are not FP32.
-        samples: number of samples of scores, which have outputs of any names in place of vectors; None for a lookup.
+        scores: whether they are scores: outputs of any names, with the same number of samples, in place of vectors.
         first_bytes: length of head and JSON part of the last answer.
     """
 
@@ -115,7 +118,7 @@ class Expected:
     masks: Mapping[str, tuple[int, ...]]
     version: str | None
     shared: frozenset[str] = frozenset()
-    samples: int | None = None
+    scores: bool = False
     datatypes: Mapping[str, str] = field(default_factory=dict)
     first_bytes: int = _FIRST_BYTES
     _layouts: dict[bytes, Layout] = field(default_factory=dict)
@@ -137,7 +140,8 @@ class Expected:
         return layout
 
     def _read(self, text: bytes) -> Layout:
-        tensors, start = [], 0
+        tensors: list[Tensor] = []
+        start = 0
         try:
             answer = orjson.loads(text)
             if self.version is not None and answer["model_version"] != self.version:
@@ -145,9 +149,10 @@ class Expected:
             for output in answer["outputs"]:
                 name, shape, parameters = output["name"], tuple(output["shape"]), output["parameters"]
                 datatype, is_bfloat16 = output["datatype"], False
-                if self.samples is not None:
-                    keys: tuple[int, ...] = (self.samples,)
-                    good = shape[:1] == keys and type(name) is str and all(type(one) is int and one >= 0 for one in shape)
+                if self.scores:  # how many, depends on what the network takes for a sample
+                    keys: tuple[int, ...] = (tensors[0].shape if tensors else shape)[:1]
+                    good = type(name) is str and all(type(one) is int and one >= 0 for one in shape)
+                    good = good and shape[:1] == keys != ()
                 elif name in self.vectors:
                     keys = self.vectors[name]
                     is_bfloat16 = datatype == "BF16"
@@ -174,7 +179,7 @@ class Expected:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise RemoteError(f"reading an answer: got {text[:200]!r}, expected the outputs of this request") from error
         got = [one.name for one in tensors]
-        expected = [*self.vectors, *self.masks] if self.samples is None else list(dict.fromkeys(got))
+        expected = list(dict.fromkeys(got)) if self.scores else [*self.vectors, *self.masks]
         if sorted(got) != sorted(expected) or not got:
             raise RemoteError(f"reading an answer: got outputs {got!r:.200}, expected {expected or 'some'!r:.200}")
         aligned = all(one.start % one.dtype.itemsize == 0 for one in tensors)

@@ -269,11 +269,11 @@ class Calls:
         """
         if self._router is not None:
             raise InvalidInputError("scoring: got a client that routes keys, expected one without a route")
-        arrays, samples = score_inputs(inputs)
+        arrays = score_inputs(inputs)
         parameters = deadline(self.timeout_s if timeout_s is None else timeout_s)
         if device_id is not None:
             parameters["DeviceID"] = device_id
-        return self._ask(self._encoder.score(model_name, version, arrays, samples, parameters), timeout_s)
+        return self._ask(self._encoder.score(model_name, version, arrays, parameters), timeout_s)
 
     def report(
         self, tables: Mapping[str, Any], model_name: str, *, version: str | None = None, timeout_s: float | None = None

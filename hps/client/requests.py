@@ -160,14 +160,11 @@ class Encoder:
             options["found"] = True
         return _Form(*_infer(model, version, document, size), Expected(dict(rows), masks, version, shared, datatypes=datatypes))
 
-    def score(
-        self, model: str, version: str | None, inputs: Sequence[Input], samples: int, parameters: Mapping[str, Any]
-    ) -> RemoteCall:
+    def score(self, model: str, version: str | None, inputs: Sequence[Input], parameters: Mapping[str, Any]) -> RemoteCall:
         """Encode a request for scores.
 
         Args:
             inputs: C-contiguous arrays of any dtype that has a name in `DTYPES`.
-            samples: number of samples of the answer.
             parameters: of the request.
         """
         arrays = [one.array for one in inputs]
@@ -175,7 +172,6 @@ class Encoder:
             model,
             version,
             tuple((one.name, one.array.shape, one.array.dtype.str) for one in inputs),
-            samples,
             tuple(parameters.items()),
         )
         form = self._forms.get(key)
@@ -183,7 +179,7 @@ class Encoder:
             options = {**parameters, "binary_data_output": True}
             document = {"inputs": [_tensor(one) for one in inputs], "parameters": options}
             start, rest = _infer(model, version, document, sum(one.nbytes for one in arrays))
-            form = self._keep(key, _Form(start, rest, Expected({}, {}, version, samples=samples)))
+            form = self._keep(key, _Form(start, rest, Expected({}, {}, version, scores=True)))
         expected = form.expected
         return RemoteCall(
             form.start,
@@ -300,24 +296,20 @@ def bag_inputs(name: str, bags: Bags) -> tuple[list[Input], int, dict[str, Any]]
     return inputs, pooling.count, parameters
 
 
-def score_inputs(inputs: Mapping[str, Any]) -> tuple[list[Input], int]:
-    """Return the inputs of a request for scores, and its number of samples.
+def score_inputs(inputs: Mapping[str, Any]) -> list[Input]:
+    """Return the inputs of a request for scores.
 
     Raises:
         InvalidInputError, InvalidDtypeError: an input is no array in host memory, or of a dtype that no request has.
     """
     found: list[Input] = []
-    samples = 0
     for name, given in inputs.items():
-        arrays = input_arrays(name, given)
-        for its_name, array in arrays.items():
+        for its_name, array in input_arrays(name, given).items():
             if array.dtype.str not in _DATATYPES:
                 names = ", ".join(map(str, DTYPES.values()))
                 raise InvalidDtypeError(f"scoring: got input {its_name!r} of {array.dtype}, expected one of {names}")
             found.append(Input(its_name, array))
-        offsets = arrays.get(f"{name}.offsets")
-        samples = max(samples, len(arrays[name]) if offsets is None else len(offsets) - 1)
-    return found, samples
+    return found
 
 
 def deadline(timeout_s: float) -> dict[str, int]:

@@ -6,6 +6,7 @@ comparison. The syntax tree is checked before it is compiled; nothing else of Py
 
 import ast
 from collections.abc import Mapping
+from functools import lru_cache
 from types import CodeType
 from typing import Final
 
@@ -89,6 +90,7 @@ def _is_name(text: str) -> bool:
         return False
 
 
+@lru_cache(1024)  # all inputs of a network have the same few sizes
 def _compiled(text: str, *, condition: bool) -> tuple[CodeType, tuple[str, ...]]:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"{len(text)} characters, expected at most {MOST_CHARACTERS}")

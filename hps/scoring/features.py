@@ -92,11 +92,19 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of a network. *Immutable.* `shape` is that of one sample."""
+    """An output of a network. *Immutable.*
+
+    Attributes:
+        shape: of one sample; a string is an expression of named sizes.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
+
+    def shape_with(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of one sample of a request of these sizes."""
+        return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in self.shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -137,12 +145,20 @@ class ScoreInputs:
     form: tuple[int, ...] = ()
 
 
-def read_request(signature: "Signature", arrays: Mapping[str, npt.NDArray[Any]], max_samples: int, model: str) -> ScoreInputs:
+def read_request(
+    signature: "Signature",
+    arrays: Mapping[str, npt.NDArray[Any]],
+    max_samples: int,
+    model: str,
+    *,
+    blank: bool = False,
+) -> ScoreInputs:
     """Check the inputs of a request.
 
     Args:
         arrays: by name, in host memory, C-contiguous.
         max_samples: `max_batch_size` of the model.
+        blank: the arrays have their dtypes and shapes alone: offsets are not checked.
 
     Raises:
         InvalidInputError: an input is missing, unknown, or has another shape, or sizes with which the network does not run.
@@ -166,7 +182,7 @@ def read_request(signature: "Signature", arrays: Mapping[str, npt.NDArray[Any]],
             continue
         offsets, weights = arrays.get(one.name + OFFSETS), arrays.get(one.name + WEIGHTS)
         used += (offsets is not None) + (weights is not None)
-        given.append(_keys(doing, one, values, offsets, weights))
+        given.append(_keys(doing, one, values, offsets, weights, blank))
     if used != len(arrays):
         ends = ("", OFFSETS, WEIGHTS)
         known = {one.name + end for one in features if not one.index for end in (ends if one.is_lookup else ends[:1])}
@@ -191,7 +207,7 @@ def read_request(signature: "Signature", arrays: Mapping[str, npt.NDArray[Any]],
         values = given[place].values
         if (wanted := size.value({**sizes, SAMPLES: samples})) != values.shape[axis]:
             raise _wrong_shape(doing, features[place], values, f" with {size} = {wanted}")
-    for place in signature.shifted:
+    for place in () if blank else signature.shifted:
         _refuse_offsets(doing, features, given, place)
     if signature.padding(samples, sizes) is None:
         raise InvalidInputError(f"{doing}: {_unfulfilled(signature, given, samples, sizes)}")
@@ -252,11 +268,10 @@ def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Giv
 def _unfulfilled(signature: "Signature", given: Sequence[Given], samples: int, sizes: Mapping[str, int]) -> str:
     """Say which guard refuses a request, and the input whose size it is about."""
     known = {**sizes, SAMPLES: samples}
-    guard = signature.refused_by(samples, sizes)
-    if guard is None:
-        raise ValueError("no guard refuses it")
+    refusing = [one for one in signature.guards if not one.holds(known)]
+    guard = next((one for one in refusing if SAMPLES not in one.names), refusing[0])  # samples may be added
     got = f"{known[guard.names[0]]}" if len(guard.names) == 1 else ", ".join(f"{name} = {known[name]}" for name in guard.names)
-    which = f"{samples} samples"
+    which = "1 sample" if samples == 1 else f"{samples} samples"
     for one, values in zip(signature.features, given, strict=True):
         if {one.first, *one.shape} & {*guard.names}:
             which = f"input {one.name!r} of shape {list(values.values.shape)}"
@@ -265,7 +280,12 @@ def _unfulfilled(signature: "Signature", given: Sequence[Given], samples: int, s
 
 
 def _keys(
-    doing: str, one: Feature, values: npt.NDArray[Any], offsets: npt.NDArray[Any] | None, weights: npt.NDArray[Any] | None
+    doing: str,
+    one: Feature,
+    values: npt.NDArray[Any],
+    offsets: npt.NDArray[Any] | None,
+    weights: npt.NDArray[Any] | None,
+    blank: bool,
 ) -> Given:
     if values.dtype != np.int64:
         raise InvalidDtypeError(f"{doing}: got keys of input {one.name!r} of {values.dtype}, expected int64")
@@ -291,6 +311,8 @@ def _keys(
     if values.ndim != 1 or offsets.ndim != 1 or offsets.dtype != np.int64 or not offsets.size:
         got = f"keys of shape {list(values.shape)} and offsets {list(offsets.shape)} of {offsets.dtype}"
         raise InvalidInputError(f"{doing}: got {got} for input {one.name!r}, expected [n] and [samples + 1] of int64")
+    if blank:
+        return Given(values, offsets.size - 1, offsets, weights)
     if offsets[0] != 0 or offsets[-1] != values.size or np.any(offsets[1:] < offsets[:-1]):
         raise InvalidInputError(
             f"{doing}: got offsets of input {one.name!r} that begin with {offsets[0]} and end with {offsets[-1]}, expected "

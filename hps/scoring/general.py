@@ -207,11 +207,16 @@ class NewBatches:
         self._runner.copy(converted, values)
         return converted
 
-    def prepared_zeros(self, samples: int) -> Callable[[], Mapping[str, Tensor]]:
-        """Return a run of the network on zeros, without lookups."""
-        zeros = self._signature.zeros(samples)
+    def prepared_zeros(self, samples: int, sizes: Mapping[str, int] | None = None) -> Callable[[], Mapping[str, Tensor]]:
+        """Return a run of the network on zeros, without lookups.
+
+        Args:
+            sizes: default: those of the configuration.
+        """
+        sizes = self._signature.sizes if sizes is None else sizes
+        zeros = self._signature.zeros(samples, sizes)
         given = {one.name: Keys(zeros[one.name]) if one.is_lookup else zeros[one.name] for one in self._signature.features}
-        return self.prepared(Merged(given, sizes=self._signature.sizes), dry=True)
+        return self.prepared(Merged(given, sizes=sizes), dry=True)
 
 
 def _vectors_of(lookup: str) -> str:

@@ -5,10 +5,10 @@ that look alike take the other way, in memory that is kept (`kept.py`).
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from hps.types import KeyArray, TableSpec
 __all__ = ["Outputs", "Request", "ScoreTimes", "Scorer"]
 
 Request: TypeAlias = ScoreInputs | PackedRequest
+_Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 _OUTPUT_DTYPES = ("float32", "float16", "int64", "int32", "bool", "float64")
 
 
@@ -38,6 +39,13 @@ class ScoreTimes:
     began_ns: int
     looked_up_ns: int
     ended_ns: int
+
+
+class _OtherShapes(NamedTuple):
+    """Sizes, and shapes of the outputs of a sample with them."""
+
+    sizes: Mapping[str, int]
+    shapes: _Shapes
 
 
 class Scorer:
@@ -193,8 +201,48 @@ class Scorer:
                     f"trying the network of model {self._model!r}: output {name!r} is of {dtype}, expected "
                     f"{', '.join(_OUTPUT_DTYPES)}"
                 )
-        self.outputs = tuple(Output(name, dtype, shape) for name, (dtype, shape) in found.items())
+        free = self._free_shapes(first, {name: shape for name, (_, shape) in found.items()})
+        self.outputs = tuple(Output(name, dtype, free[name]) for name, (dtype, _) in found.items())
         return self.outputs
+
+    def _free_shapes(self, samples: int, shapes: _Shapes) -> Mapping[str, tuple[int | str, ...]]:
+        """Find how the shapes of outputs follow from named sizes, by runs with other ones.
+
+        Each size of an output is taken for a sum of multiples of them; a service refuses to answer where it is another.
+
+        Args:
+            shapes: with the sizes of the configuration, without the samples.
+        """
+        known = self.signature.sizes
+        if not known or ((every := self._shapes_with(samples, known)) is not None and every.shapes == shapes):
+            return shapes
+        terms: dict[tuple[str, int], list[tuple[int, str]]] = {}
+        for name, size in known.items():
+            if (other := self._shapes_with(samples, [name])) is None:
+                continue
+            for output, shape in shapes.items():
+                for axis, (width, moved) in enumerate(zip(shape, other.shapes[output], strict=False)):
+                    if times := (moved - width) // (other.sizes[name] - size):
+                        terms.setdefault((output, axis), []).append((times, name))
+
+        def free(output: str, axis: int, width: int) -> int | str:
+            if not (of := terms.get((output, axis))):
+                return width
+            rest = width - sum(times * known[name] for times, name in of)
+            text = " + ".join([name if times == 1 else f"{times}*{name}" for times, name in of])
+            return f"{text} + {rest}" if rest else text
+
+        return {name: tuple(free(name, axis, width) for axis, width in enumerate(shape)) for name, shape in shapes.items()}
+
+    def _shapes_with(self, samples: int, names: Collection[str]) -> "_OtherShapes | None":
+        """Run the network on zeros where sizes of these names are others; None if it does not run with any."""
+        if (sizes := self.signature.other_sizes(samples, names)) is None:
+            return None
+        try:
+            outputs = self._runner.run(self._new.prepared_zeros(samples, sizes))
+        except NetworkError:  # guards that nobody wrote down
+            return None
+        return _OtherShapes(sizes, {name: values.shape[1:] for name, values in outputs.items()})
 
     def warm(self) -> None:
         """Keep memory for the forms of batches that are known, and run the network on it, before the first request does."""

@@ -6,7 +6,7 @@ Each of them is called by its name: a feature, an output of a keys program, or a
 the two names of an input with a table are the same: that of its keys, and that of their vectors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -197,9 +197,22 @@ class Signature:
         numbers = range(least, least + _MOST_TRIED)
         return next((samples for samples in numbers if self.refused_by(samples, self.sizes) is None), None)
 
-    def zeros(self, samples: int) -> dict[str, np.ndarray]:
-        """Return features of so many samples, of `sizes`: zeros, and offsets of bags of about one size."""
-        known = {**self.sizes, SAMPLES: samples}
+    def other_sizes(self, samples: int, names: Collection[str]) -> dict[str, int] | None:
+        """Return sizes with which the network runs, of which those of `names` differ from `sizes`; None if it finds none."""
+        for more in range(1, _MOST_TRIED):
+            for step in (more, -more):
+                found = {name: size + step if name in names else size for name, size in self.sizes.items()}
+                if min(found.values()) > 0 and self.refused_by(samples, found) is None:
+                    return found
+        return None
+
+    def zeros(self, samples: int, sizes: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
+        """Return features of so many samples: zeros, and offsets of bags of about one size.
+
+        Args:
+            sizes: default: `sizes` of the network.
+        """
+        known = {**(self.sizes if sizes is None else sizes), SAMPLES: samples}
         found = {one.name: np.empty(one.shape_with(known), "int64" if one.is_lookup else one.dtype) for one in self.features}
         for values in found.values():
             values.fill(0)  # np.zeros takes no memory until it is read
@@ -214,7 +227,7 @@ class Signature:
 def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     """Return the signature of a network, whose configuration was checked against the tables."""
     places = {table.table_name: place for place, table in enumerate(tables)}
-    names = list(dense.inputs)
+    names = {name: place for place, name in enumerate(dense.inputs)}
     features: list[Feature] = []
     lookups: list[Lookup] = []
     for name, one in dense.inputs.items():
@@ -240,7 +253,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
             features.append(Feature(name, dtype="int64", index=True))
         else:
             first, *shape = one.shape
-            offsets_of = -1 if one.offsets_of is None else names.index(one.offsets_of)
+            offsets_of = -1 if one.offsets_of is None else names[one.offsets_of]
             first = -1 if first == SAMPLES else first
             features.append(Feature(name, -1, None, "", one.dtype, tuple(shape), one.per_request, False, 0, first, offsets_of))
     for name, lookup in dense.lookups.items():
@@ -261,7 +274,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
                 max_keys=tables[place].max_keys,
             )
         )
-    counted = [(one, names.index(one.keys.name)) for one in lookups if one.keys.name in dense.inputs]
+    counted = [(one, names[one.keys.name]) for one in lookups if one.keys.name in dense.inputs]
     strings = [
         (place, axis, SizeExpression(width))
         for place, one in enumerate(features)
@@ -272,7 +285,8 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     programs = tuple(
         KeysProgram(one.inputs, one.outputs, all(dense.inputs[name].per_request for name in one.inputs)) for one in dense.keys
     )
-    merges, inner = _merging(features, dense.sizes)
+    guards = tuple(map(SizeCondition, dense.guards))
+    merges, inner = _merging(features, dense.sizes, guards)
     delimited = {features[one.offsets_of].first for one in features if one.offsets_of >= 0}
     can_pad = all(one.first == -1 or one.offsets_of >= 0 or one.first in delimited for one in features)
     return Signature(
@@ -280,7 +294,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
         tuple(lookups),
         programs,
         dense.network_inputs or (*dense.inputs, *dense.lookups),
-        tuple(map(SizeCondition, dense.guards)),
+        guards,
         dense.sizes,
         merges,
         dense.dynamic_batching and merges and can_pad,
@@ -297,26 +311,23 @@ def _source(said: SourceConfig | None) -> Source | None:
     return None if said is None else Source(said.input or said.output or "", said.column)
 
 
-def _merging(features: Sequence[Feature], sizes: Mapping[str, int]) -> tuple[bool, tuple[str, ...]]:
+def _merging(
+    features: Sequence[Feature], sizes: Mapping[str, int], guards: Sequence[SizeCondition]
+) -> tuple[bool, tuple[str, ...]]:
     """Return whether requests can be put together, and the sizes that they must share.
 
-    The first sizes of two requests must add up to that of both: where they are named, or expressions such as `2*samples`.
-    Offsets that end with the number of keys lose their first one.
+    First sizes must be the samples, or have a name of their own; offsets may be one more than the samples. Values of which
+    there are several a sample may be grouped by something else, as the lengths of a KeyedJaggedTensor are by feature.
     """
     summed = {SAMPLES, *(str(one.first) for one in features if one.first in sizes)}
     widths = [width for one in features for width in one.shape if isinstance(width, str)]
-    inner = {name for width in widths for name in SizeExpression(width).names}
-    if summed & inner:
+    if summed & {name for width in widths for name in SizeExpression(width).names}:
         return False, ()
-    shared = tuple(name for name in sizes if name not in summed)
-    one, other = ({name: size + at for at, name in enumerate(sorted(summed))} for size in (3, 8))
-    both = {name: one[name] + other[name] for name in one}
-    known = {name: sizes[name] for name in shared}
-    for feature in features:
-        if feature.index or feature.first == -1:
-            continue
-        first = SizeExpression(str(feature.first))
-        apart = first.value({**known, **one}) + first.value({**known, **other})
-        if apart - feature.drops_first != first.value({**known, **both}):
+    own = summed - {SAMPLES}
+    if any("==" in one.text and own.intersection(one.names) for one in guards):  # such as m == 3*samples, or m % 3 == 0
+        return False, ()
+    for one in features:
+        ends = one.drops_first and SizeExpression(str(one.first)).value({**sizes, SAMPLES: 2}) == 3
+        if not (one.index or one.first == -1 or one.first in sizes or ends):
             return False, ()
-    return True, shared
+    return True, tuple(name for name in sizes if name not in summed)

@@ -17,7 +17,7 @@ import numpy as np
 
 from hps.cache.base import BatchDriver
 from hps.configuration.load import ServiceConfig
-from hps.errors import HPSError, InvalidInputError, NotReadyError, WorkspaceTimeoutError
+from hps.errors import HPSError, InvalidInputError, NetworkError, NotReadyError, WorkspaceTimeoutError
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.workers import new_thread
 from hps.lookup.session import CachedSession
@@ -387,6 +387,9 @@ class FrontLink:
                 if isinstance(answer, Exception):
                     raise answer
                 for name, place in outputs:
+                    if answer[name].shape != place.shape:  # NumPy would repeat one value
+                        got = f"got output {name!r} of shape {list(answer[name].shape)}, expected {list(place.shape)}"
+                        raise NetworkError(f"scoring: {got}, which follows from the sizes of the request")
                     place[...] = answer[name]
                 self._complete(board, job, ANSWERED, began if times is None else times.began_ns)
             except Exception as error:  # noqa: BLE001 - the client gets an answer
@@ -438,12 +441,13 @@ class FrontLink:
 
 def _published(deployment: Deployment) -> dict[str, Any]:
     """Return what fronts have to know of a deployment, which does not change."""
-    scores = deployment.scores
-    network = scores and {
-        "features": [asdict(one) for one in scores.opened.features],
-        "outputs": [asdict(one) for one in scores.opened.outputs],
-        "max_samples": scores.max_samples,
-    }
+    network = None
+    if (scores := deployment.scores) is not None and (dense := deployment.config.dense) is not None:
+        network = {
+            "dense": dense.model_dump(mode="json", exclude_defaults=True),
+            "outputs": [asdict(one) for one in scores.opened.outputs],
+            "max_samples": scores.max_samples,
+        }
     tables = [asdict(table) for table in deployment.tables]
     return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import socket
 import tempfile
@@ -34,6 +35,7 @@ from hps.service.fronts.supervisor import Supervisor, url_of
 from hps.service.fronts.tls import context_of
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import LogFormat, use
+from hps.service.protocol.score_rows import example_of
 from hps.service.reload import compare
 
 _log = logging.getLogger(__name__)
@@ -362,13 +364,18 @@ class Server:
         """Log an example lookup of a model in service."""
         server = self._app.lifecycle.opened
         if server is not None and server.models:
-            model = server.model(server.models[0]).config
+            deployment = server.model(server.models[0])
+            model = deployment.config
             settings = self._settings
             options = " --cacert <ca.pem>" if settings.tls_certificate_path else ""
             options += " --cert <client.pem>" if settings.tls_client_ca_path else ""
             options += " -H 'Authorization: Bearer <token>'" if settings.bearer_token or settings.tokens_path else ""
-            url, table = f"{self.url}/v1/models/{model.model}/lookup", model.embedding_table_names[0]
-            _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", options, url, table)
+            url, scores = f"{self.url}/v1/models/{model.model}", deployment.scores
+            if scores is not None and (example := example_of(scores.opened.signature)):
+                _log.info("ready; try: curl -s%s %s/score -d %s", options, url, shlex.quote(example))
+                return
+            table = model.embedding_table_names[0]
+            _log.info("""ready; try: curl -s%s %s/lookup -d '{"tables": {"%s": [1, 2, 3]}}'""", options, url, table)
 
 
 def listen(host: str, port: int, key: str = "port") -> socket.socket:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hps.client.remote_tables import RemoteTables
 from hps.configuration.load import load_configuration
 from hps.errors import InvalidInputError, ServedWeightError
 from hps.models.manifest import within
@@ -19,7 +20,6 @@ from hps.parameter_server import HPS
 from hps.torch.embedding_bags import EmbeddingBag, EmbeddingBagCollection
 from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, refuse_unequal, unwrapped
 from hps.torch.lookup_layer import LookupLayer, ignore_rows, version_of
-from hps.torch.remote import RemoteTables
 from hps.torch.saving import save
 from hps.torch.served_weight import Rows, ServedWeight
 from hps.torch.servers import Server, place_of, server_of

@@ -403,7 +403,7 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     for strict in (False, True):
         before = _attributes(module)
         try:
-            program = export(flat, (inputs.tensors,), strict=strict)
+            program = export(flat, (inputs.tensors,), strict=strict, functional=True)
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
             continue
@@ -424,7 +424,9 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     raise first or AssertionError
 
 
-def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -> torch.export.ExportedProgram:
+def export(
+    module: nn.Module, given: tuple[Any, ...], *, strict: bool = False, functional: bool = False
+) -> torch.export.ExportedProgram:
     """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix
     them."""
     patch: Any = tracing.patch  # type: ignore[attr-defined]
@@ -441,8 +443,8 @@ def export(module: nn.Module, given: tuple[Any, ...], *, strict: bool = False) -
             with torch.no_grad(), patch(backed_size_oblivious=True), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
                 program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
-                functional: torch.export.ExportedProgram = program.run_decompositions({})  # nothing is changed in place
-                return functional
+                # Functional: nothing is changed in place. AOTInductor of 2.13 cannot compile all that was decomposed so.
+                return program.run_decompositions({}) if functional else program
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             failed = failed or error
     raise failed or AssertionError

@@ -177,7 +177,7 @@ def _walk(path: str, module: Any, seen: set[nn.Module], *, only_foreign: bool = 
     elif only_foreign:
         describe = None
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        describe = _plain
+        describe = _module
     elif isinstance(module, _known(_PLAIN, "EmbeddingBagCollection")):
         describe = _bag_collection
     elif isinstance(module, _known(_PLAIN, "EmbeddingCollection")):
@@ -189,110 +189,73 @@ def _walk(path: str, module: Any, seen: set[nn.Module], *, only_foreign: bool = 
         yield from _walk(f"{path}.{name}" if path else name, child, seen, only_foreign=only_foreign)
 
 
-def _plain(doing: str, path: str, module: Any) -> Embedding:
-    table, name = table_of(doing, module.weight), name_of(path or type(module).__name__)
-    is_bag = isinstance(module, nn.EmbeddingBag)
-    pooling, padding = (module.mode, module.padding_idx) if is_bag else ("none", None)
-    lookup = BagTable(name, (), table.shape[1], pooling, module.max_norm, padding)
-    last = is_bag and module.include_last_offset
+def _module(doing: str, path: str, module: Any) -> Embedding:
+    """Describe an embedding of torch."""
+    name = name_of(path or type(module).__name__)
+    is_bag = isinstance(module, (nn.EmbeddingBag, torch.ao.nn.quantized.EmbeddingBag))
+    table: Table | ShardedTable
+    if _is_foreign(module):
+        table, dtype = PackedTable(doing, module), torch.float32
+        lookup = BagTable(name, (), table.shape[1], "sum" if is_bag else "none")  # its operator sums, whatever `mode` says
+    else:
+        table, dtype = table_of(doing, module.weight), module.weight.dtype
+        pooling, padding = (module.mode, module.padding_idx) if is_bag else ("none", None)
+        lookup = BagTable(name, (), table.shape[1], pooling, module.max_norm, padding)
     form = EmbeddingForm.BAGS if is_bag else EmbeddingForm.ROWS
-    return Embedding(path, module, form, {name: table}, [lookup], dtype=module.weight.dtype, include_last_offset=last)
-
-
-def _packed(doing: str, path: str, module: Any) -> Embedding:
-    table, name = PackedTable(doing, module), name_of(path or type(module).__name__)
-    is_bag = isinstance(module, torch.ao.nn.quantized.EmbeddingBag)
-    lookup = BagTable(name, (), table.shape[1], "sum" if is_bag else "none")  # its operator sums, whatever `mode` says
     last = is_bag and module.include_last_offset
-    return Embedding(
-        path, module, EmbeddingForm.BAGS if is_bag else EmbeddingForm.ROWS, {name: table}, [lookup], include_last_offset=last
-    )
+    return Embedding(path, module, form, {name: table}, [lookup], dtype=dtype, include_last_offset=last)
 
 
 def _bag_collection(doing: str, path: str, module: Any) -> Embedding:
-    bags = dict(module.embedding_bags.items())
-    tables = {name: table_of(doing, bag.weight) for name, bag in bags.items()}
-    said = {name: (bag.mode, bag.max_norm, bag.padding_idx) for name, bag in bags.items()}
-    return _pooled(path, module, module.embedding_bag_configs(), tables, said)
-
-
-def _quantised_bag_collection(doing: str, path: str, module: Any) -> Embedding:
-    return _pooled(path, module, module.embedding_bag_configs(), _fused(doing, module), {}, module.output_dtype())
-
-
-def _sharded_bag_collection(doing: str, path: str, module: Any) -> Embedding:
-    configs = module._embedding_bag_configs
-    return _pooled(path, module, configs, _shards_of(doing, module, "embedding_bags", configs), {})
-
-
-def _pooled(
-    path: str,
-    module: Any,
-    configs: Sequence[Any],
-    tables: Mapping[str, Table | ShardedTable],
-    said: Mapping[str, tuple[str, float | None, int | None]],  # mode, max_norm and padding_idx, where they are not the config's
-    dtype: torch.dtype = torch.float32,  # of torchrec's outputs, also where weights are half
-) -> Embedding:
+    parts, configs, tables = _torchrec(doing, module, "embedding_bags", "embedding_bag_configs")
     lookups = []
     for config in configs:
-        mode, max_norm, padding = said.get(config.name, (config.pooling.value.lower(), None, None))
-        features = tuple(config.feature_names)
-        lookups.append(BagTable(name_of(config.name), features, config.embedding_dim, mode, max_norm, padding))
-    outputs = _output_names(configs)
+        part = parts.get(config.name)  # what torchrec calls may have been changed after its configuration
+        said = (part.mode, part.max_norm, part.padding_idx) if part else (config.pooling.value.lower(), None, None)
+        lookups.append(BagTable(name_of(config.name), tuple(config.feature_names), config.embedding_dim, *said))
+    outputs = output_names([(config.name, config.feature_names) for config in configs])
     place = {name: number for number, name in reversed([*enumerate(module._embedding_names)])}
     order = sorted(range(len(configs)), key=lambda number: min((place[name] for name in outputs[number]), default=0))
     return Embedding(
         path,
         module,
         EmbeddingForm.BAG_COLLECTION,
-        {name_of(config.name): tables[config.name] for config in configs},
+        tables,
         [lookups[number] for number in order],
         [outputs[number] for number in order],
         configs,
-        dtype,
+        module.output_dtype() if hasattr(module, "output_dtype") else torch.float32,  # else whatever the weights are
         is_weighted=module._is_weighted,
     )
 
 
 def _collection(doing: str, path: str, module: Any) -> Embedding:
-    tables = {name: table_of(doing, one.weight) for name, one in module.embeddings.items()}
-    norms = {name: one.max_norm for name, one in module.embeddings.items()}
-    return _rows(path, module, module.embedding_configs(), tables, norms)
+    parts, configs, tables = _torchrec(doing, module, "embeddings", "embedding_configs")
+    norms = {name: part.max_norm for name, part in parts.items()}
+    lookups = [
+        BagTable(name_of(one.name), tuple(one.feature_names), one.embedding_dim, "none", norms.get(one.name)) for one in configs
+    ]
+    outputs = output_names([(config.name, config.feature_names) for config in configs])
+    form = EmbeddingForm.COLLECTION
+    return Embedding(path, module, form, tables, lookups, outputs, configs, need_indices=module._need_indices)
 
 
-def _quantised_collection(doing: str, path: str, module: Any) -> Embedding:
-    return _rows(path, module, module.embedding_configs(), _fused(doing, module), {})
-
-
-def _sharded_collection(doing: str, path: str, module: Any) -> Embedding:
-    configs = module._embedding_configs
-    return _rows(path, module, configs, _shards_of(doing, module, "embeddings", configs), {})
-
-
-def _rows(
-    path: str,
-    module: Any,
-    configs: Sequence[Any],
-    tables: Mapping[str, Table | ShardedTable],
-    norms: Mapping[str, float | None],
-) -> Embedding:
-    return Embedding(
-        path,
-        module,
-        EmbeddingForm.COLLECTION,
-        {name_of(config.name): tables[config.name] for config in configs},
-        [
-            BagTable(name_of(one.name), tuple(one.feature_names), one.embedding_dim, "none", norms.get(one.name))
-            for one in configs
-        ],
-        _output_names(configs),
-        configs,
-        need_indices=module._need_indices,
-    )
-
-
-def _output_names(configs: Sequence[Any]) -> list[list[str]]:
-    return output_names([(config.name, config.feature_names) for config in configs])
+def _torchrec(
+    doing: str, module: Any, room: str, called: str
+) -> tuple[Mapping[str, Any], Sequence[Any], Mapping[str, Table | ShardedTable]]:
+    """Return a collection's embeddings of torch, if it has some, the configurations of its tables, and the tables."""
+    parts: dict[str, Any] = {}
+    tables: Mapping[str, Table | ShardedTable]
+    home = type(module).__module__
+    configs = getattr(module, f"_{called}") if home.startswith("torchrec.distributed.") else getattr(module, called)()
+    if home.startswith("torchrec.distributed."):
+        tables = _shards_of(doing, module, room, configs)
+    elif home.startswith("torchrec.quant."):
+        tables = _fused(doing, module)
+    else:
+        parts = dict(getattr(module, room).items())
+        tables = {name: table_of(doing, part.weight) for name, part in parts.items()}
+    return parts, configs, {name_of(config.name): tables[config.name] for config in configs}
 
 
 def _fused(doing: str, module: Any) -> dict[str, Table | ShardedTable]:
@@ -315,10 +278,10 @@ def _shards_of(doing: str, module: Any, room: str, configs: Sequence[Any]) -> di
 
 
 _FOREIGN_KINDS: dict[str, Callable[[str, str, Any], Embedding]] = {
-    "torch.ao.nn.quantized.modules.embedding_ops.Embedding": _packed,
-    "torch.ao.nn.quantized.modules.embedding_ops.EmbeddingBag": _packed,
-    "torchrec.quant.embedding_modules.EmbeddingBagCollection": _quantised_bag_collection,
-    "torchrec.quant.embedding_modules.EmbeddingCollection": _quantised_collection,
-    "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": _sharded_bag_collection,
-    "torchrec.distributed.embedding.ShardedEmbeddingCollection": _sharded_collection,
+    "torch.ao.nn.quantized.modules.embedding_ops.Embedding": _module,
+    "torch.ao.nn.quantized.modules.embedding_ops.EmbeddingBag": _module,
+    "torchrec.quant.embedding_modules.EmbeddingBagCollection": _bag_collection,
+    "torchrec.quant.embedding_modules.EmbeddingCollection": _collection,
+    "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": _bag_collection,
+    "torchrec.distributed.embedding.ShardedEmbeddingCollection": _collection,
 }

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hps.client.remote_tables import RemoteTables
 from hps.errors import (
     InvalidDtypeError,
     InvalidInputError,
@@ -36,7 +37,6 @@ from hps.lookup.session import Session
 from hps.parameter_server import HPS
 from hps.tensors.bags import Bags, Columns, Pooling, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, refuse_repeated_tables, tensor_segment
-from hps.torch.remote import RemoteTables
 from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, repeated_after_takeover
 
@@ -130,17 +130,10 @@ def _doing(model_name: str, table: Any) -> str:
     return f"looking up {what} of model {model_name!r} through a layer"
 
 
-def _check_keys(keys: Tensor, model_name: str, table: Any) -> None:
-    if keys.dtype not in _INTEGERS:
-        raise InvalidDtypeError(
-            f"{_doing(model_name, table)}: got keys of {keys.dtype}, expected torch.int64 (or narrower integers, "
-            "which are widened)"
-        )
-
-
-def _check_beside(
+def _check(
     tensor: Tensor | None, what: str, dtypes: tuple[torch.dtype, ...], keys: Tensor, model_name: str, table: Any
 ) -> None:
+    """Check the dtype of a tensor, if there is one, and that it is where the keys are."""
     if tensor is None or (tensor.dtype in dtypes and tensor.device == keys.device):
         return
     doing = _doing(model_name, table)
@@ -198,7 +191,7 @@ def lookup_rows(
 ) -> Tensor:
     """Implement `hps::lookup` without max_norm; also called directly, bypassing the dispatcher."""
     if keys.dtype not in _TAKEN:
-        _check_keys(keys, model_name, table)
+        _check(keys, "keys", _INTEGERS, keys, model_name, table)
         keys = keys.long()
     if not keys.is_contiguous():
         keys = keys.contiguous()
@@ -268,7 +261,7 @@ class RowCall(NamedTuple):
     def shape(self) -> tuple[Any, ...]:
         if self.training:
             _refuse_training()
-        _check_keys(self.keys, self.model_name, self.table_name or self.table_id)
+        _check(self.keys, "keys", _INTEGERS, self.keys, self.model_name, self.table_name or self.table_id)
         return *self.keys.shape, self.emb_vec_size
 
     def look_up(self) -> Tensor:
@@ -313,10 +306,9 @@ class BagCall(NamedTuple):
         counts = []
         for feature, keys, offsets, weights in zip(described.of, *given, strict=True):
             doing = _doing(model, feature.table)
-            _check_keys(keys, model, feature.table)
-            _check_beside(keys, "keys of a feature", _INTEGERS, self.keys[0], model, feature.table)
-            _check_beside(offsets, "offsets", _TAKEN, keys, model, feature.table)
-            _check_beside(weights, "weights", _FLOATS, keys, model, feature.table)
+            _check(keys, "keys", _INTEGERS, self.keys[0], model, feature.table)
+            _check(offsets, "offsets", _TAKEN, keys, model, feature.table)
+            _check(weights, "weights", _FLOATS, keys, model, feature.table)
             if weights is not None and weights.shape != keys.shape:
                 raise InvalidInputError(
                     f"{doing}: got weights of shape {tuple(weights.shape)} for keys of shape {tuple(keys.shape)}, expected "
@@ -365,9 +357,9 @@ class JaggedCall(NamedTuple):
         if self.training:
             _refuse_training()
         model, values, weights = self.model_name, self.values, self.weights
-        _check_keys(values, model, None)
-        _check_beside(self.offsets, "offsets", _TAKEN, values, model, None)
-        _check_beside(weights, "weights", _FLOATS, values, model, None)
+        _check(values, "keys", _INTEGERS, values, model, None)
+        _check(self.offsets, "offsets", _TAKEN, values, model, None)
+        _check(weights, "weights", _FLOATS, values, model, None)
         if weights is not None and weights.shape != values.shape:
             got = f"{weights.numel()} weights for {values.numel()} keys"
             raise InvalidInputError(f"{_doing(model, None)}: got {got}, expected as many")

@@ -29,15 +29,43 @@ class RankJob:
     """What the ranks of a job do together to write tables. *One thread on each rank.*
 
     Every rank of the default group makes one (`gather`) and asks `leads`. The rank that leads reads from `tables` and ends with
-    `finish`; the others call `follow`. A process without sharded tables leads alone.
+    `finish`; the others call `follow`. A process without sharded tables, and so without a `group`, leads alone.
 
     Attributes:
         tables: readable tables by name; on the rank that leads.
     """
 
-    def __init__(self, doing: str, tables: Mapping[str, Table]) -> None:
+    def __init__(self, doing: str, tables: Mapping[str, Table | ShardedTable], group: Any = None) -> None:
         self.doing = doing
-        self.tables = tables
+        self.tables: Mapping[str, Table] = {name: table for name, table in tables.items() if isinstance(table, Table)}
+        self._group = group
+        self._rank, self._others = 0, list[int]()
+        self._ended = False
+        self._heard = time.monotonic()
+        if group is not None:
+            self._share(tables)
+
+    def _share(self, tables: Mapping[str, Table | ShardedTable]) -> None:
+        self._rank = torch.distributed.get_rank()
+        self._others = [rank for rank in range(torch.distributed.get_world_size()) if rank]
+        self._held = {name: [piece.rows for piece in _held(table)] for name, table in tables.items()}
+        boxes = {
+            name: [(piece.row, piece.column, *piece.rows.shape) for piece in _held(table)] for name, table in tables.items()
+        }
+        said: list[Any] = [None] * (len(self._others) + 1)
+        try:
+            torch.distributed.all_gather_object(said, boxes, group=self._group)
+        except RuntimeError as error:
+            raise ModelFileError(f"{self.doing}: a rank does not answer: {error}") from error
+        if any(list(one) != list(tables) for one in said):
+            names = ", ".join(tables)
+            raise InvalidInputError(f"{self.doing}: got other tables on other ranks, expected {names} on all of them")
+        self.tables = {
+            name: _GatheredTable(
+                self, name, table.shape, _owners(f"{self.doing}, table {name!r}", table.shape, [one[name] for one in said])
+            )
+            for name, table in tables.items()
+        }
 
     def leads(self) -> bool:
         """Return whether this rank writes; it then waits until the others are ready.
@@ -45,10 +73,17 @@ class RankJob:
         Raises:
             ModelFileError: another rank failed, or does not answer.
         """
+        if self._rank:
+            return False
+        for rank in self._others:
+            self._ask(rank, ("ready",))
         return True
 
     def finish(self, result: Result) -> Result:
         """Give the others the result, which `follow` returns there."""
+        self._ended = True
+        for rank in self._others:
+            self._send(rank, ("done", result))
         return result
 
     def follow(self) -> Any:
@@ -57,84 +92,6 @@ class RankJob:
         Raises:
             ModelFileError: it failed, or does not answer; InvalidInputError: if that is what it raised.
         """
-        raise NotImplementedError
-
-
-@contextmanager
-def gather(doing: str, tables: Mapping[str, Table | ShardedTable]) -> Iterator[RankJob]:
-    """Make tables readable; if some are sharded, on all ranks together, until the block ends.
-
-    Args:
-        doing: begins the text of errors.
-        tables: by name; every rank has the same names, shards of the same tables, and unsharded tables in full.
-
-    Raises:
-        InvalidInputError: the shards do not cover a table.
-        ModelFileError: a rank does not answer.
-    """
-    alone = {name: table for name, table in tables.items() if isinstance(table, Table)}
-    if len(alone) == len(tables):
-        yield RankJob(doing, alone)
-        return
-    import torch.distributed as distributed
-
-    if not distributed.is_initialized():
-        raise InvalidInputError(f"{doing}: got sharded tables without a process group, expected init_process_group before")
-    try:
-        group = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
-    except RuntimeError as error:
-        raise ModelFileError(f"{doing}: the ranks cannot connect: {error}") from error
-    try:
-        job = _SharedJob(doing, tables, group)
-        try:
-            yield job
-        except BaseException as error:
-            job.give_up(error)
-            raise
-    finally:
-        distributed.destroy_process_group(group)
-
-
-class _SharedJob(RankJob):
-    def __init__(self, doing: str, tables: Mapping[str, Table | ShardedTable], group: Any) -> None:
-        super().__init__(doing, {})
-        self._group = group
-        self._rank: int = torch.distributed.get_rank()
-        self._others = [rank for rank in range(torch.distributed.get_world_size()) if rank]
-        self._ended = False
-        self._heard = time.monotonic()
-        self._held = {name: [piece.rows for piece in _held(table)] for name, table in tables.items()}
-        boxes = {
-            name: [(piece.row, piece.column, *piece.rows.shape) for piece in _held(table)] for name, table in tables.items()
-        }
-        said: list[Any] = [None] * (len(self._others) + 1)
-        try:
-            torch.distributed.all_gather_object(said, boxes, group=group)
-        except RuntimeError as error:
-            raise ModelFileError(f"{doing}: a rank does not answer: {error}") from error
-        if any(list(one) != list(tables) for one in said):
-            raise InvalidInputError(f"{doing}: got other tables on other ranks, expected {', '.join(tables)} on all of them")
-        self.tables = {
-            name: _GatheredTable(
-                self, name, table.shape, _owners(f"{doing}, table {name!r}", table.shape, [one[name] for one in said])
-            )
-            for name, table in tables.items()
-        }
-
-    def leads(self) -> bool:
-        if self._rank:
-            return False
-        for rank in self._others:
-            self._ask(rank, ("ready",))
-        return True
-
-    def finish(self, result: Result) -> Result:
-        self._ended = True
-        for rank in self._others:
-            self._send(rank, ("done", result))
-        return result
-
-    def follow(self) -> Any:
         return self._answer(None)
 
     def give_up(self, error: BaseException) -> None:
@@ -221,10 +178,44 @@ class _SharedJob(RankJob):
             raise ModelFileError(f"{self.doing}: rank {rank} does not answer: {cause}; look for its own error") from error
 
 
+@contextmanager
+def gather(doing: str, tables: Mapping[str, Table | ShardedTable]) -> Iterator[RankJob]:
+    """Make tables readable; if some are sharded, on all ranks together, until the block ends.
+
+    Args:
+        doing: begins the text of errors.
+        tables: by name; every rank has the same names, shards of the same tables, and unsharded tables in full.
+
+    Raises:
+        InvalidInputError: the shards do not cover a table.
+        ModelFileError: a rank does not answer.
+    """
+    if all(isinstance(table, Table) for table in tables.values()):
+        yield RankJob(doing, tables)
+        return
+    import torch.distributed as distributed
+
+    if not distributed.is_initialized():
+        raise InvalidInputError(f"{doing}: got sharded tables without a process group, expected init_process_group before")
+    try:
+        group = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
+    except RuntimeError as error:
+        raise ModelFileError(f"{doing}: the ranks cannot connect: {error}") from error
+    try:
+        job = RankJob(doing, tables, group)
+        try:
+            yield job
+        except BaseException as error:
+            job.give_up(error)
+            raise
+    finally:
+        distributed.destroy_process_group(group)
+
+
 class _GatheredTable(Table):
     """A table that several ranks hold; read by the one that leads. *One thread.*"""
 
-    def __init__(self, job: _SharedJob, name: str, shape: tuple[int, int], owners: Mapping[_Box, tuple[int, int]]) -> None:
+    def __init__(self, job: RankJob, name: str, shape: tuple[int, int], owners: Mapping[_Box, tuple[int, int]]) -> None:
         self.shape = shape
         self._job = job
         self._name = name

@@ -14,10 +14,10 @@ from typing import Final, TypeAlias
 
 from hps.client.addresses import read_addresses
 from hps.client.client import Client, connect
+from hps.client.remote_tables import Options, RemoteTables, is_address, split_options
 from hps.errors import InvalidInputError, NotReadyError
 from hps.ground.lifetimes import disown_in_children
 from hps.parameter_server import HPS
-from hps.torch.remote import Options, RemoteTables, is_address, split_options
 
 Server: TypeAlias = str | Sequence[str] | HPS | Client
 """What a layer is made with: a path, a name, addresses, a server or a client."""

@@ -24,8 +24,8 @@ class ArrayNetwork(Network):
 
     `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with `"samples"` of them (2; 0 is when
     it is opened), `hang` until the file beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few);
-    `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs. `"as_given"`: each
-    output is the first input, as of a keys program.
+    `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs. `"adds"`: each
+    output is its only input plus this, in int64: a keys program. `"keeps"`: outputs that are inputs, by name.
 
     Attributes:
         calls: numbers of samples of its runs.
@@ -55,12 +55,15 @@ class ArrayNetwork(Network):
             _misbehaving(said, np.zeros(0))
 
         def run(given: Arrays) -> Mapping[str, np.ndarray]:
+            if "adds" in said:
+                [keys] = given.values()
+                return dict.fromkeys(outputs, keys.astype(np.int64) + np.array(said["adds"]))
             sums = sum(one.reshape(len(one), -1).sum(1, dtype=np.float64) for one in given.values())
             scores = (said.get("factor", 1.0) * sums).astype(np.float32)
             np.empty(said.get("bytes_per_sample", 0) * len(scores), np.uint8).fill(1)
             if len(scores) == wrong:
                 scores = _misbehaving(said, scores)
-            return dict.fromkeys(outputs, next(iter(given.values())) if said.get("as_given") else scores)
+            return dict.fromkeys(outputs, scores) | {name: given[of] for name, of in said.get("keeps", {}).items()}
 
         network = cls(run)
         cls.opened.append(network)

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-DTYPES = {"FP32": "<f4", "FP16": "<f2", "BF16": "<u2", "FP64": "<f8", "BOOL": "?"}
-NAMES = {"int64": "INT64", "int32": "INT32", "float64": "FP64", "float32": "FP32", "float16": "FP16", "bool": "BOOL"}
+DTYPES = {"FP32": "<f4", "FP16": "<f2", "BF16": "<u2", "FP64": "<f8", "BOOL": "?", "INT64": "<i8"}
+NAMES = {"int64": "INT64", "int32": "INT32", "int16": "INT16", "int8": "INT8", "uint8": "UINT8", "bool": "BOOL"}
+NAMES |= {"float64": "FP64", "float32": "FP32", "float16": "FP16"}
 LENGTH = "Inference-Header-Content-Length"
 
 

@@ -86,7 +86,7 @@ class Wire:
     def pooled(self, tables: Mapping[str, hps.Bags], datatype: str = "FP32") -> dict[str, np.ndarray]:
         raise NotImplementedError
 
-    def score(self, inputs: Keys) -> np.ndarray:
+    def score(self, inputs: Keys, model: str = "scored") -> np.ndarray:
         raise NotImplementedError
 
 
@@ -101,8 +101,8 @@ class InProcess(Wire):
     def pooled(self, tables: Mapping[str, hps.Bags], datatype: str = "FP32") -> dict[str, np.ndarray]:
         return {name: narrowed(one, datatype) for name, one in self._server.lookup_pooled(tables, "m").items()}
 
-    def score(self, inputs: Keys) -> np.ndarray:
-        return np.asarray(self._server.score("scored", inputs)["score"])
+    def score(self, inputs: Keys, model: str = "scored") -> np.ndarray:
+        return np.asarray(self._server.score(model, inputs)["score"])
 
 
 class OurClient(Wire):
@@ -137,8 +137,8 @@ class OurClient(Wire):
         vectors = self._result(self._client.lookup_pooled(tables, "m", out=out))
         return {name: bits_of(vectors[name], datatype) for name in tables}
 
-    def score(self, inputs: Keys) -> np.ndarray:
-        return np.asarray(self._result(self._client.score("scored", inputs))["score"])
+    def score(self, inputs: Keys, model: str = "scored") -> np.ndarray:
+        return np.asarray(self._result(self._client.score(model, inputs))["score"])
 
 
 class OurAsynchronousClient(OurClient):
@@ -209,7 +209,7 @@ class TritonHTTP(Wire):
 
     def _input(self, name: str, array: np.ndarray) -> Any:
         made = self.library.InferInput(name, list(array.shape), kind_of(array))
-        made.set_data_from_numpy(array, **self.binary)
+        made.set_data_from_numpy(array, **(self.binary if array.dtype != np.float16 else {}))  # which JSON does not have
         return made
 
     def _outputs(self, sizes: Mapping[str, int]) -> list[Any] | None:
@@ -237,10 +237,10 @@ class TritonHTTP(Wire):
         result = self._client.infer("m", inputs, outputs=outputs, parameters=parameters)
         return {name: self._output(result, name, datatype, shape) for name, shape in shapes.items()}
 
-    def score(self, inputs: Keys) -> np.ndarray:
+    def score(self, inputs: Keys, model: str = "scored") -> np.ndarray:
         tensors = [self._input(name, array) for name, array in inputs.items()]
-        samples = len(inputs["age"])
-        result = self._client.infer("scored", tensors, outputs=self._outputs({"score": 4 * samples}))
+        samples = len(inputs.get("age", ()))  # what shared memory has room for
+        result = self._client.infer(model, tensors, outputs=self._outputs({"score": 4 * samples}))
         return self._output(result, "score", "FP32", (samples,)).view(np.float32)
 
 
@@ -354,9 +354,12 @@ class RawHTTP(Wire):
         found = self.ask(bag_tensors(tables), outputs, **bag_parameters(tables))
         return {name: bits_of(found[name], datatype) for name in tables}
 
-    def score(self, inputs: Keys) -> np.ndarray:
-        output = {"name": "score", "parameters": {"binary_data": True}}
-        return np.asarray(self.ask(inputs, [output], "scored")["score"])
+    def score(self, inputs: Keys, model: str = "scored") -> np.ndarray:
+        self.send_scores(inputs, model)
+        return np.asarray(self.take()["score"])
+
+    def send_scores(self, inputs: Keys, model: str = "scored") -> None:
+        self.send(inputs, [{"name": "score", "parameters": {"binary_data": True}}], model)
 
 
 class RawHTTPWithReport(RawHTTP):
@@ -405,9 +408,25 @@ class Curl(Wire):
         answer = self._post("/v1/models/m/lookup", request)["tables"]
         return {name: np.array(answer[name], np.float32).reshape(-1, DIMS[name]).view(np.uint32) for name in tables}
 
-    def score(self, inputs: Keys) -> np.ndarray:
-        items = [{name: one[nth].item() for name, one in inputs.items()} for nth in range(len(inputs["age"]))]
-        return np.array(self._post("/v1/models/scored/score", {"user": {}, "items": items})["outputs"]["score"], np.float32)
+    def score(self, inputs: Keys, model: str = "scored") -> np.ndarray:
+        return np.array(self.outputs(inputs, model)["score"], np.float32)
+
+    def outputs(self, inputs: Keys, model: str) -> Any:
+        """Of the model that was cut, `of_bags` are lists, whose ends are left out; what is of the user is nested."""
+        samples = len(inputs["age"])
+        items: list[dict[str, Any]] = [{} for _ in range(samples)]
+        for name, one in inputs.items():
+            ends = inputs["ends"].tolist() if name.startswith("of_bags") else range(len(one) + 1)
+            for item, (start, end) in zip(items, pairwise(ends), strict=False):
+                item[name] = one[start:end].tolist() if name.startswith("of_bags") else one[start].tolist()
+        user = {"user": {"id": items[0].pop("user.id")}} if "user.id" in inputs else {}
+        for item in items:
+            item.pop("ends", None)
+        return self._post(f"/v1/models/{model}/score", {"user": user, "items": items})["outputs"]
+
+
+CONTENTS = {"INT64": "int64_contents", "UINT8": "uint_contents", "BOOL": "bool_contents"}
+CONTENTS |= dict.fromkeys(("INT32", "INT16", "INT8"), "int_contents") | {"FP32": "fp32_contents", "FP64": "fp64_contents"}
 
 
 class Stubs(Wire):
@@ -423,9 +442,11 @@ class Stubs(Wire):
         request = pb.ModelInferRequest(model_name=model)
         for name, array in arrays.items():
             kind = kind_of(array)
-            contents = request.inputs.add(name=name, datatype=kind, shape=array.shape).contents
-            field = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_contents"}[kind]
-            getattr(contents, field).extend(array.ravel().tolist())
+            tensor = request.inputs.add(name=name, datatype=kind, shape=array.shape)
+            if any(one.dtype == np.float16 for one in arrays.values()):
+                request.raw_input_contents.append(array.tobytes())
+            else:
+                getattr(tensor.contents, CONTENTS[kind]).extend(array.ravel().tolist())
         for name, datatype in outputs.items():
             output = request.outputs.add(name=name)
             if datatype:
@@ -449,8 +470,8 @@ class Stubs(Wire):
         raw = self._ask(bag_tensors(tables), "m", dict.fromkeys(tables, datatype), **bag_parameters(tables))
         return {name: _vectors(raw[name], name, datatype) for name in tables}
 
-    def score(self, inputs: Keys) -> np.ndarray:
-        return np.frombuffer(self._ask(inputs, "scored", {"score": ""})["score"], np.float32)
+    def score(self, inputs: Keys, model: str = "scored") -> np.ndarray:
+        return np.frombuffer(self._ask(inputs, model, {"score": ""})["score"], np.float32)
 
 
 class TorchLayers(Wire):

@@ -13,7 +13,8 @@ from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import lay_out_body
 from hps.service.protocol.schemas import LOOKUP, SCORE
-from hps.service.protocol.score_requests import ScoreBody, decode_rows, decode_scores
+from hps.service.protocol.score_requests import ScoreBody, decode_scores
+from hps.service.protocol.score_rows import decode_rows
 from hps.service.targets import LookupTarget
 
 

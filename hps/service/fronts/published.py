@@ -1,12 +1,14 @@
 """What the owner publishes to a front: models, their versions, and settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from hps.configuration.networks import DenseConfig
 from hps.errors import NotReadyError, UnknownModelError, UnknownVersionError
 from hps.regions import layout
 from hps.regions.layout import Memory
-from hps.scoring.features import Feature, Output
+from hps.scoring.features import Output
+from hps.scoring.signature import signature_of
 from hps.service.fronts.lookups import FrontVersion
 from hps.service.http_metrics import InferenceCounts, counted_as
 from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
@@ -63,7 +65,7 @@ class Published:
                 if version is None or version.serials != serials:
                     tables = tuple(TableSpec(**table) for table in one["tables"])
                     counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
-                    network = _network(one["network"]) if one.get("network") else None
+                    network = _network(name, one["network"], tables) if one.get("network") else None
                     known = ModelTables(name, tables, number, one["keys_per_sample"], network)
                     version = FrontVersion(known, serials, counts)
                 version.leave_out(one["lost"])
@@ -100,7 +102,7 @@ class Published:
         return found
 
 
-def _network(published: dict[str, Any]) -> PublishedNetwork:
-    features = tuple(Feature(**{**one, "shape": tuple(one["shape"])}) for one in published["features"])
+def _network(model: str, published: dict[str, Any], tables: Sequence[TableSpec]) -> PublishedNetwork:
+    signature = signature_of(DenseConfig.model_validate(published["dense"]), tables)
     outputs = tuple(Output(one["name"], one["dtype"], tuple(one["shape"])) for one in published["outputs"])
-    return PublishedNetwork(features, outputs, published["max_samples"])
+    return PublishedNetwork(model, signature, outputs, published["max_samples"])

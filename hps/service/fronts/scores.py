@@ -24,11 +24,11 @@ from hps.service.protocol.score_requests import (
     ScoreHeader,
     answer_text,
     check_keys,
-    keys_of_header,
-    rows_text,
+    is_taken_as_sent,
     score_header,
     text_of,
 )
+from hps.service.protocol.score_rows import rows_text
 
 _ALIGNED: Final = 64
 _WORDS: Final = struct.Struct("<5q")
@@ -51,14 +51,13 @@ def score_plan(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     Raises:
         HPSError: as `score_header`.
     """
-    network = model.network
-    header = None if network is None else score_header(text, network)
-    if header is None or not all(binary for _, binary in header.outputs):
+    if (network := model.network) is None or (header := score_header(text, network)) is None:
         return None
-    keys = keys_of_header(header, network)  # type: ignore[arg-type]  # there is one
-    if keys is None or any(one.start < 0 for one in header.inputs.values()):
+    if not all(binary for _, binary in header.outputs) or any(one.start < 0 for one in header.inputs.values()):
         return None
-    check_keys(keys, max_keys)
+    if not is_taken_as_sent(header, network):
+        return None
+    check_keys(header.keys, max_keys)
     written = text_of(answer_text(header, model.name, model.version, {}))
     written += b" " * (-len(written) % 16)
     inputs = [[one.name, one.dtype.str, one.shape, one.start] for one in header.inputs.values()]
@@ -67,14 +66,14 @@ def score_plan(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     vectors_at, end = begin + outputs[0][3], begin + end
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(written))
     answer = answer_head(200, headers, len(written) + end - vectors_at, b"", close=False).removesuffix(b"\r\n\r\n")
-    return Plan(descriptor, begin, header.binary_size, written, vectors_at, end, end, header.device_id, answer, keys)
+    return Plan(descriptor, begin, header.binary_size, written, vectors_at, end, end, header.device_id, answer, header.keys)
 
 
 def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
     """Lay the outputs out, one behind the other; also return their end."""
     outputs: list[list[Any]] = []
     for one, _ in header.outputs:
-        shape, dtype = [header.samples, *one.shape], np.dtype(one.dtype)
+        shape, dtype = header.shape_of(one), np.dtype(one.dtype)
         outputs.append([one.name, dtype.str, shape, at])
         at += prod(shape) * dtype.itemsize
     return outputs, at
@@ -96,7 +95,7 @@ class PlacedScores:
         self._model = model
         header = body.header
         self.device_id = header.device_id
-        self.keys = body.keys
+        self.keys = header.keys
         at = 0
         self._inputs: list[list[Any]] = []
         for name, array in body.arrays.items():

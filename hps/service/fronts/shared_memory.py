@@ -13,10 +13,11 @@ from hps.errors import InvalidInputError
 from hps.service.fronts.answers import EncodedAnswer
 from hps.service.protocol.open_inference_header import CACHED_BYTES
 from hps.service.protocol.request_checks import kind_of, parse_object
+from hps.service.protocol.score_requests import DATATYPES
 from hps.service.shared_memory import Region, check_local, open_segment
 
 MARK: Final = b'"shared_memory_region"'
-_SIZES: Final = {"INT64": 8, "INT32": 4, "FP32": 4}
+_SIZES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in DATATYPES.items()}
 _PLACE: Final = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 _CACHED: Final = 256
 

@@ -21,10 +21,15 @@ _CACHED: Final = 1024
 _RAW_INPUT: Final = 7 << 3 | 2  # tag of `raw_input_contents`
 _RAW_OUTPUT: Final = bytes([6 << 3 | 2])
 _STREAMED: Final = bytes([2 << 3 | 2])
-_CONTENTS: Final = {  # of datatypes that lookups accept
+_CONTENTS: Final = {  # FP16 has none
     "INT64": ("int64_contents", "<i8"),
     "INT32": ("int_contents", "<i4"),
+    "INT16": ("int_contents", "<i2"),
+    "INT8": ("int_contents", "i1"),
+    "UINT8": ("uint_contents", "u1"),
+    "BOOL": ("bool_contents", "?"),
     "FP32": ("fp32_contents", "<f4"),
+    "FP64": ("fp64_contents", "<f8"),
 }
 
 
@@ -146,7 +151,10 @@ def _contents(tensor: Any) -> bytes:
         raise InvalidInputError(
             f"reading input {tensor.name[:120]!r}: got {given[0]!r}, expected {name!r} for datatype {tensor.datatype}"
         )
-    return np.array(getattr(tensor.contents, name), dtype).tobytes() if name else b""
+    try:
+        return np.array(getattr(tensor.contents, name), dtype).tobytes() if name else b""
+    except OverflowError as error:
+        raise InvalidInputError(f"reading input {tensor.name[:120]!r}: a value does not fit {tensor.datatype}") from error
 
 
 def _parameters(given: Any) -> dict[str, Any]:

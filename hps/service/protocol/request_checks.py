@@ -1,16 +1,18 @@
 """Checks shared by both kinds of request: strict JSON values, the tables of the model, the limits on keys."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
 from hps.scoring.features import Feature, Output
+from hps.scoring.signature import Signature
 from hps.types import FloatArray, KeyArray, TableSpec
 
 BAG_OPTIONS = ("combiner", "max_norm", "padding_key")
@@ -90,17 +92,26 @@ def float32_array(values: Any, what: str, width: int = 0) -> FloatArray:
         InvalidDtypeError: it is not a list, or an element is not a number.
         InvalidInputError: a number does not fit float32.
     """
+    with np.errstate(over="ignore"):
+        floats = float64_array(values, what, width).astype(np.float32)
+    if not np.isfinite(floats).all():
+        position = int(np.argmin(np.isfinite(floats)))
+        raise InvalidInputError(f"{what}: got {values[position]!r}: the number {_place(position, width)} does not fit float32")
+    return floats
+
+
+def float64_array(values: Any, what: str, width: int = 0) -> npt.NDArray[np.float64]:
+    """Convert a JSON list of numbers to float64; as `float32_array`.
+
+    Raises:
+        InvalidDtypeError: it is not a list, or an element is not a number.
+    """
     if type(values) is not list:
         raise InvalidDtypeError(f"{what}: got {kind_of(values)}, expected a list of numbers")
     if not {float, int}.issuperset(map(type, values)):
         position, value = next((i, value) for i, value in enumerate(values) if type(value) not in (float, int))
         raise InvalidDtypeError(f"{what}: got {kind_of(value)} {_place(position, width)}, expected numbers")
-    with np.errstate(over="ignore"):
-        floats = np.array(values, np.float64).astype(np.float32)
-    if not np.isfinite(floats).all():
-        position = int(np.argmin(np.isfinite(floats)))
-        raise InvalidInputError(f"{what}: got {values[position]!r}: the number {_place(position, width)} does not fit float32")
-    return floats
+    return np.array(values, np.float64)
 
 
 def _place(position: int, width: int) -> str:
@@ -161,12 +172,21 @@ class PublishedNetwork:
     """What a front knows of a network. *Immutable*; equal only to itself.
 
     Attributes:
+        model: its name.
+        signature: what it needs of a request.
         max_samples: of a request.
+        features_by_name: what requests give.
     """
 
-    features: tuple[Feature, ...]
+    model: str
+    signature: Signature
     outputs: tuple[Output, ...]
     max_samples: int
+    features_by_name: Mapping[str, Feature] = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = {one.name: one for one in self.signature.features if not one.index}
+        object.__setattr__(self, "features_by_name", given)
 
 
 class ModelTables:

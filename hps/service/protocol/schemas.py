@@ -13,7 +13,7 @@ ROW: Final = "/v1/models/{model}/tables/{table}/rows/{key}"
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]
 TableState = Literal["waiting", "loading", "done", "failed"]
-Datatype = Literal["INT64", "INT32", "FP32", "BOOL", "FP16", "FP64"]
+Datatype = Literal["INT64", "INT32", "INT16", "INT8", "UINT8", "FP64", "FP32", "FP16", "BOOL"]
 Version = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
@@ -124,7 +124,7 @@ class RequestInput(BaseModel):
     """
 
     name: str
-    datatype: Literal["INT64", "INT32", "FP32"] = Field(description="FP32 only for weights.")
+    datatype: Datatype = Field(description="Of keys INT64 or INT32, of weights FP32; others for features of networks.")
     shape: list[int]
     parameters: dict[str, Any] | None = Field(
         default=None, description="`binary_data_size`: its size in the binary part, in bytes."
@@ -257,7 +257,9 @@ class LookupResponse(BaseModel):
 class ScoreRequest(BaseModel):
     """Samples to score."""
 
-    user: dict[str, Any] = Field({}, description="Inputs that all samples share, by name.")
+    user: dict[str, Any] = Field(
+        {}, description='Inputs that all samples share, by name; `{"x": {"id": 7}}` gives the input `x.id`.'
+    )
     items: list[dict[str, Any]] = Field(description="For each sample, its own inputs by name.")
     timeout_us: int = Field(0, description="How long the scores are of use, in microseconds; 0: always.")
     device: int | None = Field(None, description="The device that shall answer.")

@@ -50,13 +50,13 @@ def triton_config(
         _tensor("WEIGHTS", "TYPE_FP32", -1) | {"format": "FORMAT_NONE", "optional": True},
     ]
     outputs = [_tensor("OUTPUT0", "TYPE_FP32", -1)]
-    batching = {}
+    batching: dict[str, Any] = {}
+    most = model.max_batch_size
     if network is not None and model.dense is not None:
-        inputs = [
-            _tensor(one.name, f"TYPE_{one.datatype}", *one.shape) | ({"optional": True} if one.optional else {})
-            for one in network[0]
-        ]
-        outputs = [_tensor(one.name, f"TYPE_{one.datatype}", *one.shape) for one in network[1]]
+        if not all(one.sampled for one in network[0]):
+            most = 0  # then Triton's clients read sizes as they are, without the samples in front
+        inputs = [_network_tensor(one, most) | ({"optional": True} if one.optional else {}) for one in network[0]]
+        outputs = [_network_tensor(one, most) for one in network[1]]
         if model.dense.dynamic_batching:
             batching = {"dynamic_batching": {"max_queue_delay_microseconds": model.dense.max_queue_delay_us}}
     return {
@@ -64,7 +64,7 @@ def triton_config(
         "platform": "hps",
         "backend": "hps",
         "version_policy": model.version_policy.as_written(),
-        "max_batch_size": model.max_batch_size,
+        "max_batch_size": most,
         "input": inputs,
         "output": outputs,
         **batching,
@@ -87,6 +87,8 @@ def entry_changes(name: str, config: dict[str, Any]) -> dict[str, Any]:
         got = changes.pop(key, accepted[0])
         if got not in accepted:
             raise InvalidInputError(f"{key}: got {got!r}, expected {accepted[0]!r}")
+    if changes.get("max_batch_size") == 0:
+        del changes["max_batch_size"]  # as `triton_config` describes some networks
     changes.pop("input", None)  # they follow from the tables
     changes.pop("output", None)
     changes.pop("dynamic_batching", None)
@@ -119,6 +121,10 @@ def tensors_of(model: ModelConfig, *, pooled: bool) -> tuple[list[dict[str, Any]
 
 def _tensor(name: str, datatype: str, *dims: int) -> dict[str, Any]:
     return {"name": name, "data_type": datatype, "dims": list(dims)}  # after the batch dimension
+
+
+def _network_tensor(one: DescribedTensor, most: int) -> dict[str, Any]:
+    return _tensor(one.name, f"TYPE_{one.datatype}", *(one.shape if most else one.full_shape))
 
 
 def _text(value: Any) -> str:

@@ -336,7 +336,7 @@ def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetad
     outputs = [schemas.TensorMetadata(name="OUTPUT0", datatype="FP32", shape=[-1])]
     if (scores := deployment.scores) is not None:
         inputs, outputs = (
-            [schemas.TensorMetadata(name=one.name, datatype=one.datatype, shape=[-1, *one.shape]) for one in tensors]
+            [schemas.TensorMetadata(name=one.name, datatype=one.datatype, shape=one.full_shape) for one in tensors]
             for tensors in described(scores.opened.features, scores.opened.outputs)
         )
     return schemas.ModelMetadata(

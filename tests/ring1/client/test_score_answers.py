@@ -17,8 +17,12 @@ SCORES = {
     "ids": np.array([2**62, -1, 0]),
     "small": np.arange(3, dtype=np.int32),
     "none": np.empty((3, 0), np.float32),
+    "codes": np.array([[-(2**15), 1]] * 3, np.int16),
+    "signs": np.array([-128, 0, 127], np.int8),
+    "bytes": np.array([255, 0, 7], np.uint8),
 }
-NAMES = {"bool": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64", "int64": "INT64", "int32": "INT32"}
+NAMES = {"int16": "INT16", "int8": "INT8", "uint8": "UINT8"}
+NAMES |= {"bool": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64", "int64": "INT64", "int32": "INT32"}
 
 
 def described(scores: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,7 +56,7 @@ def read(data: bytes, piece: int, expected: Expected) -> Answer:
 @pytest.mark.parametrize("names", [list(SCORES), ["score"], ["wide", "score", "known"], ["known", "none"]])
 def test_outputs_of_all_dtypes_are_read_in_any_pieces(piece: int, names: list[str]) -> None:
     scores = {name: SCORES[name] for name in names}
-    expected = Expected({}, {}, None, samples=3)
+    expected = Expected({}, {}, None, scores=True)
     for _ in range(3):  # the second is read by what is remembered of the first
         answer = read(answer_of(described(scores), b"".join(one.tobytes() for one in scores.values())), piece, expected)
         assert answer.error() is None
@@ -64,8 +68,8 @@ def test_outputs_of_all_dtypes_are_read_in_any_pieces(piece: int, names: list[st
 
 
 WRONG = {
-    "shape": [[], [3, -1], [3, 2]],
-    "datatype": ["FP16", "UINT8"],
+    "shape": [[], [3, -1], [3, 2], [1.5], ["3"]],
+    "datatype": ["FP16", "UINT8", "UINT16"],
     "name": [7],
     "parameters": [{"binary_data_size": 11}, {}],
 }
@@ -73,10 +77,13 @@ SCORE = described({"score": SCORES["score"]})
 DESCRIPTIONS = [[SCORE[0] | {name: value}] for name, values in WRONG.items() for value in values]
 
 
-@pytest.mark.parametrize("outputs", [[], described({"score": SCORES["score"][:2]}), SCORE * 2, *DESCRIPTIONS])
+OTHER = SCORE + described({"known": SCORES["known"][:2]})  # has not as many samples
+
+
+@pytest.mark.parametrize("outputs", [[], described({"score": SCORES["score"][:2]}), SCORE * 2, OTHER, *DESCRIPTIONS])
 def test_an_answer_that_does_not_fit_the_request_is_an_error(outputs: list[dict[str, Any]]) -> None:
     body = SCORES["score"].tobytes() * max(1, len(outputs))
-    expected = Expected({}, {}, None, samples=3)
+    expected = Expected({}, {}, None, scores=True)
     for _ in range(2):
         with pytest.raises(hps.RemoteError):
             read(answer_of(outputs, body), 1 << 20, expected)
@@ -85,8 +92,8 @@ def test_an_answer_that_does_not_fit_the_request_is_an_error(outputs: list[dict[
 
 def test_an_answer_of_another_version_or_length_is_an_error() -> None:
     body = SCORES["score"].tobytes()
-    assert read(answer_of(SCORE, body), 9, Expected({}, {}, "4", samples=3)).outputs
+    assert read(answer_of(SCORE, body), 9, Expected({}, {}, "4", scores=True)).outputs
     with pytest.raises(hps.RemoteError, match="got version '4', expected '5'"):
-        read(answer_of(SCORE, body), 9, Expected({}, {}, "5", samples=3))
+        read(answer_of(SCORE, body), 9, Expected({}, {}, "5", scores=True))
     with pytest.raises(hps.RemoteError, match="got 13 bytes of tensors, expected 12"):
-        read(answer_of(SCORE, body + b"\0"), 1 << 20, Expected({}, {}, None, samples=3))
+        read(answer_of(SCORE, body + b"\0"), 1 << 20, Expected({}, {}, None, scores=True))

@@ -94,7 +94,7 @@ def test_computed_keys_count_as_the_memory_that_is_kept_for_them(tmp_path: Path)
         {"item": (np.arange(ROWS), np.ones((ROWS, DIM), np.float32))},
         network=(
             {"format": "arrays", "file": "dense.json", "outputs": ["score"], "keys": programs, **said},
-            {"dense.json": b"{}", "keys.json": b'{"as_given": true}'},
+            {"dense.json": b"{}", "keys.json": b'{"adds": 0}'},
         ),
     )
     model = model_of("m", ["item"], {"item": DIM}, maxnum_catfeature_query_per_table_per_sample=[5], max_batch_size=64)
@@ -108,7 +108,7 @@ def test_computed_keys_count_as_the_memory_that_is_kept_for_them(tmp_path: Path)
         parts = [[one.staged, *one.vectors, *one.buffers.values()] for one in kept]
         held = sum(array.nbytes for memory in parts for array in memory)
     assert planned(config)["ram", None, "inputs of batches"] == held
-    assert planned(config)["ram", None, "weights"] == len(b'{}{"as_given": true}')
+    assert planned(config)["ram", None, "weights"] == len(b'{}{"adds": 0}')
 
 
 def test_where_nothing_is_kept_inputs_take_those_of_a_full_batch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Requests for scores as clients write them, and what is refused of them."""
+"""Requests for scores by the Open Inference Protocol, and what is refused of them."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from hps.scoring.features import Output
 from hps.scoring.signature import signature_of
 from hps.service.protocol import score_requests
 from hps.service.protocol.request_checks import PublishedNetwork
-from hps.service.protocol.score_requests import ScoreBody, answer_text, decode_rows, decode_scores, rows_text, text_of
+from hps.service.protocol.score_requests import ScoreBody, answer_text, decode_scores, text_of
 from tests.fakes.region_front import tables_of
 from tests.servers.binary_tensors import with_tensors
 
@@ -32,9 +32,15 @@ INPUTS: dict[str, Any] = {
 MOST_KEYS, MOST_SAMPLES = 30, 4
 
 
-DENSE = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score", "pair"]})
 OUTPUTS = Output("score", "float32", ()), Output("pairs", "float64", (2,))
-NETWORK = PublishedNetwork(signature_of(DENSE, tables_of(4, 2)).features, OUTPUTS, MOST_SAMPLES)
+
+
+def network_of(inputs: dict[str, Any], **more: Any) -> PublishedNetwork:
+    dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs, "outputs": ["score", "pairs"], **more})
+    return PublishedNetwork("m", signature_of(dense, tables_of(4, 2)), OUTPUTS, MOST_SAMPLES)
+
+
+NETWORK = network_of(INPUTS)
 ARRAYS: dict[str, np.ndarray] = {
     "user": np.array([7]),
     "history": np.array([1, 2, 3]),
@@ -59,7 +65,7 @@ def decode(arrays: dict[str, np.ndarray], *, binary: bool = True, most: int = MO
 @pytest.mark.parametrize("binary", [True, False])
 def test_inputs_become_arrays_by_name(binary: bool) -> None:
     found = decode(ARRAYS, binary=binary)
-    assert (found.header.samples, found.keys, found.arrays.keys()) == (2, 1 + 3 + 4 + 2, ARRAYS.keys())
+    assert (found.header.samples, found.header.keys, found.arrays.keys()) == (2, 1 + 3 + 4 + 2, ARRAYS.keys())
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(found.arrays[name], array, strict=True)
     narrow = {name: array.astype(np.int32) for name, array in ARRAYS.items() if array.dtype == np.int64}
@@ -121,125 +127,60 @@ def test_another_amount_of_binary_data_is_refused() -> None:
             decode_scores(wrong, length, NETWORK, MOST_KEYS)
 
 
+def of_samples(samples: int, **changes: Any) -> dict[str, np.ndarray]:
+    """Inputs of so many samples."""
+    names = "pair", "item", "age", "half", "grid", "flag"
+    return {**ARRAYS, **{name: np.resize(ARRAYS[name], (samples, *ARRAYS[name].shape[1:])) for name in names}, **changes}
+
+
 def test_the_numbers_of_samples_and_of_keys_are_bounded() -> None:
-    assert decode({"item": np.arange(MOST_SAMPLES)}).header.samples == MOST_SAMPLES
+    assert decode(of_samples(MOST_SAMPLES)).header.samples == MOST_SAMPLES
     for samples in (0, MOST_SAMPLES + 1):
         with pytest.raises(hps.TooManyKeysError, match=re.escape(f"got {samples} samples, expected 1 to 4 (max_batch_size)")):
-            decode({"item": np.arange(samples)})
-    assert decode(ARRAYS, most=10).keys == rows(10, user=USER, items=[ITEM, ITEM]).keys == 10
+            decode(of_samples(samples))
+    assert decode(ARRAYS, most=10).header.keys == 10
     says = re.escape("got 10 keys, expected at most 9 (service.max_keys_per_request)")
     with pytest.raises(hps.TooManyKeysError, match=says):
         decode(ARRAYS, most=9)
-    with pytest.raises(hps.TooManyKeysError, match="got 10 keys, expected at most 9"):
-        rows(9, user=USER, items=[ITEM, ITEM])
 
 
 def test_samples_are_those_of_what_is_given_with_each() -> None:
-    offsets = {"history": np.arange(5), "history.offsets": np.array([0, 2, 4, 5])}
-    given = (({"user": np.array([1])}, 3), ({"user": np.arange(4)}, 4), ({"item": np.array([1, 2])}, 2))
-    assert [decode({**one, **offsets}).header.samples for one, _ in given] == [samples for _, samples in given]
+    said = {name: {**one, "per_request": False} for name, one in INPUTS.items() if name != "at"}
+    arrays = of_samples(3, user=np.arange(3), history=np.arange(5))
+    arrays["history.offsets"] = np.array([0, 2, 4, 5])
+    del arrays["history.weights"]
+    found = decode_scores(*with_tensors(arrays, binary=True), network_of(said), MOST_KEYS)
+    assert found is not None
+    assert found.header.samples == 3
 
 
 def test_a_tensor_is_refused_and_named() -> None:
     for name, datatype, shape, data, message in (
-        ("age", "FP64", [1], [1.0], "reading input 'age'"),
+        ("age", "UINT16", [2], [1, 2], "reading input 'age': got datatype 'UINT16', expected FP32, FP16, FP64, INT64"),
         ("age", "FP32", [2], [1.0], "reading input 'age': got 1 values, expected 2"),
-        ("age", "FP32", [1], [1e39], "does not fit float32"),
-        ("age", "FP32", [1], ["1"], "got a string at position 0, expected numbers"),
-        ("half", "FP16", [1, 1], [65520], "reading input 'half': a value does not fit FP16"),
-        ("grid", "INT32", [1], [2**31], "reading input 'grid': a value does not fit INT32"),
-        ("item", "INT64", [1], [2**63], "expected signed 64-bit integers"),
-        ("item", "INT64", [1], [1.0], "got a float (1.0) at position 0"),
-        ("flag", "BOOL", [1], [1], "expected a list of true and false"),
+        ("age", "FP32", [2], [1e39, 0], "does not fit float32"),
+        ("age", "FP32", [2], ["1", 0], "got a string at position 0, expected numbers"),
+        ("half", "FP16", [2, 1], [65520, 0], "reading input 'half': a value does not fit FP16"),
+        ("grid", "INT32", [2, 2, 2], [2**31] * 8, "reading input 'grid': a value does not fit INT32"),
+        ("item", "INT64", [2], [2**63, 0], "expected signed 64-bit integers"),
+        ("item", "INT64", [2], [1.0, 0], "got a float (1.0) at position 0"),
+        ("flag", "BOOL", [2], [1, 0], "expected a list of true and false"),
         ("item", "INT64", [], [], "reading input 'item'"),
         ("item", "INT64", [-1], [], "reading input 'item'"),
     ):
-        tensor = {"name": name, "datatype": datatype, "shape": shape, "data": data}
+        tensors = json.loads(with_tensors(ARRAYS, binary=False)[0])["inputs"]
+        wrong = {"name": name, "datatype": datatype, "shape": shape, "data": data}
+        inputs = [wrong if one["name"] == name else one for one in tensors]
         with pytest.raises(hps.InvalidInputError, match=re.escape(message)):
-            decode_scores(json.dumps({"inputs": [tensor]}).encode(), None, NETWORK, MOST_KEYS)
+            decode_scores(json.dumps({"inputs": inputs}).encode(), None, NETWORK, MOST_KEYS)
 
 
 def test_the_greatest_values_fit() -> None:
-    greatest = {"half": np.array([[65504]], np.float16), "grid": np.array([[[2**31 - 1, -(2**31)]] * 2], np.int32)}
-    greatest |= {"item": np.array([-(2**63)])}
-    found = decode(greatest).arrays
+    greatest = {"half": np.array([[65504]] * 2, np.float16), "grid": np.array([[[2**31 - 1, -(2**31)]] * 2] * 2, np.int32)}
+    greatest |= {"item": np.array([-(2**63), 2**63 - 1])}
+    found = decode({**ARRAYS, **greatest}, binary=False).arrays
     for name, array in greatest.items():
         np.testing.assert_array_equal(found[name], array, strict=True)
-
-
-ITEM = {"pair": [1, 2], "item": 5, "age": 0.5, "half": 1, "grid": [[1, 2], [3, 4]], "flag": True}
-USER = {"user": 7, "history": [1, 2, 3]}
-
-
-def rows(most: int = MOST_KEYS, **request: Any) -> ScoreBody:
-    return decode_rows(json.dumps(request).encode(), NETWORK, most)
-
-
-def test_rows_become_arrays() -> None:
-    found = rows(user=USER, items=[ITEM, {**ITEM, "item": 6, "half": [2]}], timeout_us=7, device=1)
-    assert (found.rows, found.header.samples, found.keys) == (True, 2, 10)
-    assert (found.header.timeout_us, found.header.device_id) == (7, 1)
-    assert {name: one.tolist() for name, one in found.arrays.items()} == {
-        "user": [7],
-        "history": [1, 2, 3],
-        "history.offsets": [0, 3],
-        "pair": [[1, 2], [1, 2]],
-        "item": [5, 6],
-        "age": [0.5, 0.5],
-        "half": [[1], [2]],
-        "grid": [[[1, 2], [3, 4]]] * 2,
-        "flag": [True, True],
-    }
-    assert {one.dtype == ARRAYS[name].dtype for name, one in found.arrays.items()} == {True}
-
-
-def test_inputs_may_be_of_the_user_or_of_each_item_and_a_single_key_is_a_bag() -> None:
-    found = rows(user={**USER, **ITEM, "history": 9})
-    assert (found.header.samples, found.arrays["history.offsets"].tolist()) == (1, [0, 1])
-    assert rows(user={**USER, **ITEM}, items=[{}, {}, {}]).arrays["item"].tolist() == [5, 5, 5]
-    found = rows(items=[{**ITEM, "user": 1, "history": []}, {**ITEM, "user": 2, "history": [4, 5]}])
-    assert (found.arrays["user"].tolist(), found.arrays["history.offsets"].tolist()) == ([1, 2], [0, 0, 2])
-
-
-EXPECTED = 'expected {"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({}, f"got something else, {EXPECTED}"),
-        ({"user": [], "items": [ITEM]}, f"got something else, {EXPECTED}"),
-        ({"items": []}, f"got something else, {EXPECTED}"),
-        ({"items": [ITEM, 5]}, f"got something else, {EXPECTED}"),
-        ({"rows": []}, f"got the member 'rows', {EXPECTED}"),
-        ({"items": [ITEM] * 5}, "got 5 items, expected at most 4 (max_batch_size)"),
-        ({"items": [ITEM], "timeout_us": -1}, "'timeout_us' is an integer (-1), expected an integer, at most an hour"),
-        ({"items": [ITEM], "timeout_us": 3_600_000_001}, "'timeout_us' is an integer (3600000001)"),
-        ({"items": [ITEM], "device": "x"}, "reading the request: 'device'"),
-        ({"user": {"itme": 1}, "items": [ITEM]}, "reading 'user': got 'itme', expected some of age, flag, grid, half, history"),
-        ({"user": USER, "items": [ITEM, {**ITEM, "itme": 1}]}, "reading items[1]: got 'itme'"),
-        ({"user": {**USER, "age": 1}, "items": [ITEM]}, "reading items: got 'age', which 'user' has, too; expected it once"),
-        ({"user": USER, "items": [ITEM, {}]}, "reading items[1]: 'pair' is missing, and 'user' has none"),
-        ({"items": [ITEM]}, "reading items[0]: 'user' is missing, and 'user' has none"),
-        ({"user": {**USER, "user": [7]}, "items": [ITEM]}, "reading 'user': got a list at position 0"),
-        ({"user": {**USER, "history": ["a"]}, "items": [ITEM]}, "reading 'history': got a string at position 0"),
-        ({"user": USER, "items": [{**ITEM, "pair": [1]}]}, "reading 'pair': expected lists of shape [2] for each sample"),
-        ({"user": USER, "items": [{**ITEM, "grid": [[1, 2], [3]]}]}, "reading 'grid': expected lists of shape [2, 2]"),
-        ({"user": USER, "items": [{**ITEM, "age": True}]}, "reading 'age': got a boolean at position 0, expected numbers"),
-        ({"user": USER, "items": [{**ITEM, "half": 1e5}]}, "reading 'half': a value does not fit FP16"),
-        ({"user": USER, "items": [{**ITEM, "flag": 1}]}, "reading 'flag': expected a list of true and false"),
-        ({"user": USER, "items": [{**ITEM, "item": 1.5}]}, "reading 'item': got a float (1.5) at position 0"),
-    ],
-)
-def test_rows_are_refused_by_their_place(request_: dict[str, Any], message: str) -> None:
-    with pytest.raises(hps.InvalidInputError, match=re.escape(message)):
-        rows(**request_)
-
-
-def test_what_is_no_object_is_refused() -> None:
-    for text in (b"", b"[]", b"{", b'{"items": [], "items": []}', b"\xff"):
-        with pytest.raises(hps.InvalidInputError, match="reading the request"):
-            decode_rows(text, NETWORK, MOST_KEYS)
 
 
 def test_answers_have_the_outputs_of_the_header() -> None:
@@ -249,17 +190,128 @@ def test_answers_have_the_outputs_of_the_header() -> None:
     pairs = {"name": "pairs", "datatype": "FP64", "shape": [2, 2], "parameters": {"binary_data_size": 32}}
     answer = {"model_name": "m", "model_version": "3", "id": "a", "outputs": [score, pairs]}
     assert orjson.loads(text_of(answer_text(header, "m", "3", values))) == answer
-    outputs = {"score": [0.5, None], "pairs": [[1, 1], [1, 1]]}
-    assert orjson.loads(text_of(rows_text("m", "3", values))) == {"model": "m", "version": "3", "outputs": outputs}
-    halves = {"score": np.array([0.5], np.float16), "flags": np.array([True, False])}
-    assert orjson.loads(text_of(rows_text("m", "3", halves)))["outputs"] == {"score": [0.5], "flags": [True, False]}
 
 
 def test_networks_are_described_to_clients() -> None:
-    inputs, outputs = score_requests.described(NETWORK.features, NETWORK.outputs)
+    inputs, outputs = score_requests.described(NETWORK.signature.features, NETWORK.outputs)
     keys = {"user": (1,), "history": (-1,), "history.offsets": (1,), "history.weights": (-1,), "pair": (2,), "item": (1,)}
     others = {"age": ("FP32", (1,)), "half": ("FP16", (1,)), "grid": ("INT32", (2, 2)), "flag": ("BOOL", (1,))}
     kinds = {name: ("FP32" if name == "history.weights" else "INT64", shape) for name, shape in keys.items()} | others
     optional = ("history.offsets", "history.weights")
-    assert [(*one,) for one in inputs] == [(name, *kind, name in optional) for name, kind in kinds.items()]
-    assert [(*one,) for one in outputs] == [("score", "FP32", (1,), False), ("pairs", "FP64", (2,), False)]
+    assert [one[:4] for one in inputs] == [(name, *kind, name in optional) for name, kind in kinds.items()]
+    assert [one[:4] for one in outputs] == [("score", "FP32", (1,), False), ("pairs", "FP64", (2,), False)]
+    assert all(one.full_shape == [-1, *one.shape] for one in (*inputs, *outputs))
+
+
+# -- networks that were cut: free sizes, offsets, more dtypes ---------------------------------------------------------
+
+CUT_INPUTS: dict[str, Any] = {
+    "hist": {"dtype": "int64", "shape": [-1, "n"]},
+    "mask": {"dtype": "bool", "shape": [-1, "n", 2]},
+    "batch.age": {"dtype": "float64"},
+    "lS_i.0": {"dtype": "uint8"},
+    "lS_i.1": {"dtype": "int16", "shape": [-1, 2]},
+    "user.x": {"dtype": "int8", "per_request": True},
+    "tags": {"dtype": "int64", "shape": ["m"]},
+    "ends": {"dtype": "int64", "shape": ["samples + 1"], "offsets_of": "tags"},
+    "starts": {"dtype": "int32", "shape": [-1], "offsets_of": "tags"},
+    "weights": {"dtype": "float32", "shape": ["m"]},
+    "pair": {"dtype": "int32", "shape": ["2*samples"]},
+}
+CUT: dict[str, Any] = {
+    "inputs": CUT_INPUTS,
+    "sizes": {"n": 3, "m": 4},
+    "guards": ["n >= 2", "samples != 3", "m <= 9"],
+    "lookups": {
+        "vectors": {"table": "t0", "keys": {"input": "hist"}},
+        "bags": {"table": "t1", "pooling": "sum", "keys": {"input": "tags"}, "offsets": {"input": "starts"}},
+    },
+    "dynamic_batching": False,
+}
+
+
+def cut(**changes: Any) -> PublishedNetwork:
+    return network_of(**{**CUT, **changes})
+
+
+CUT_NETWORK = cut()
+CUT_ARRAYS: dict[str, np.ndarray] = {
+    "hist": np.array([[1, 2]] * 2),
+    "mask": np.ones((2, 2, 2), np.bool_),
+    "batch.age": np.array([0.1, 1e300]),
+    "lS_i.0": np.array([255, 0], np.uint8),
+    "lS_i.1": np.array([[-(2**15), 2**15 - 1]] * 2, np.int16),
+    "user.x": np.array([-128], np.int8),
+    "tags": np.array([7, 8, 9, 6]),
+    "ends": np.array([0, 3, 4]),
+    "starts": np.array([0, 3], np.int32),
+    "weights": np.array([0.5, 1, 2, 3], np.float32),
+    "pair": np.array([1, 2, 3, 4], np.int32),
+}
+
+
+def decode_cut(changes: dict[str, np.ndarray], binary: bool = True) -> ScoreBody:
+    found = decode_scores(*with_tensors({**CUT_ARRAYS, **changes}, binary=binary), CUT_NETWORK, MOST_KEYS)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_inputs_of_a_cut_network_become_arrays_by_name(binary: bool) -> None:
+    found = decode_cut({}, binary)
+    assert (found.header.samples, found.header.keys) == (2, 4 + 4)
+    for name, array in CUT_ARRAYS.items():
+        np.testing.assert_array_equal(found.arrays[name], array, strict=True)
+    assert score_requests.is_taken_as_sent(found.header, CUT_NETWORK)
+    narrow = decode_cut({name: CUT_ARRAYS[name].astype(np.int32) for name in ("hist", "tags", "ends")}, binary)
+    assert {one.dtype for one in map(narrow.arrays.__getitem__, ("hist", "tags", "ends"))} == {np.dtype(np.int64)}
+    assert narrow.arrays["starts"].dtype == np.int32
+    assert not score_requests.is_taken_as_sent(narrow.header, CUT_NETWORK)
+
+
+CUT_REFUSED: list[tuple[dict[str, np.ndarray], str]] = [
+    ({"hist": np.ones((2, 1), int), "mask": np.ones((2, 1, 2), bool)},
+     "input 'hist' of shape [2, 1]: the network needs n >= 2, got 1"),
+    ({"mask": np.ones((2, 3, 2), bool)}, "got input 'mask' of shape [2, 3, 2], expected [samples, n, 2] with n 2, as of"),
+    ({"ends": np.array([0, 1, 3, 4])}, "got input 'ends' of shape [4], expected [samples + 1] with samples + 1 = 3"),
+    ({"tags": np.ones(10, int), "weights": np.ones(10, np.float32)}, "input 'tags' of shape [10]: the network needs m <= 9"),
+    ({"weights": np.ones(3, np.float32)}, "got input 'weights' of shape [3], expected [m] with m 4, as of another input"),
+    ({"lS_i.0": np.array([1, 2], np.int8)}, "got input 'lS_i.0' of int8, expected uint8"),
+    ({"lS_i.0": np.array([1, 2, 3], np.uint8)}, "got 3 samples of input 'lS_i.0', expected 2, as of 'hist'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), CUT_REFUSED)
+def test_sizes_are_refused_with_the_header(changes: dict[str, np.ndarray], message: str) -> None:
+    for _ in range(2):
+        body, length = with_tensors({**CUT_ARRAYS, **changes}, binary=True)
+        with pytest.raises(hps.InvalidInputError, match=re.escape(f"scoring with model 'm': {message}")):
+            score_requests.score_header(body[:length], CUT_NETWORK)
+        assert decode_cut({}).header.samples == 2
+
+
+def test_inputs_of_cut_networks_are_described_with_their_free_sizes() -> None:
+    inputs, _ = score_requests.described(CUT_NETWORK.signature.features, ())
+    assert [(one.name, one.datatype, one.full_shape) for one in inputs] == [
+        ("hist", "INT64", [-1, -1]),
+        ("mask", "BOOL", [-1, -1, 2]),
+        ("batch.age", "FP64", [-1, 1]),
+        ("lS_i.0", "UINT8", [-1, 1]),
+        ("lS_i.1", "INT16", [-1, 2]),
+        ("user.x", "INT8", [-1, 1]),
+        ("tags", "INT64", [-1]),
+        ("ends", "INT64", [-1]),
+        ("starts", "INT32", [-1, 1]),
+        ("weights", "FP32", [-1]),
+        ("pair", "INT32", [-1]),
+    ]
+
+
+def test_an_input_may_be_missing_or_too_large_to_be_thought_of() -> None:
+    tensors = json.loads(with_tensors(CUT_ARRAYS, binary=False)[0])["inputs"]
+    with pytest.raises(hps.InvalidInputError, match="scoring with model 'm': input 'pair' is missing"):
+        score_requests.score_header(json.dumps({"inputs": tensors[:-1]}).encode(), CUT_NETWORK)
+    for shape in ([1 << 40, 1 << 40, 1 << 40], [1 << 62], [0, 1 << 62]):
+        large = {"name": "pair", "datatype": "INT32", "shape": shape, "data": []}
+        with pytest.raises(hps.InvalidInputError, match=r"reading input 'pair': got shape|got input 'pair' of shape"):
+            score_requests.score_header(json.dumps({"inputs": [*tensors[:-1], large]}).encode(), CUT_NETWORK)

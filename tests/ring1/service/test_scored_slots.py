@@ -36,7 +36,7 @@ TENSORS = 1024
 """Where the tensors of a slot begin that a test describes."""
 TABLES = FakeTables(4, 2)
 SIGNATURE = signature_of(load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]}), TABLES.specs)
-NETWORK = PublishedNetwork(SIGNATURE.features, (Output("score", "float32", ()), Output("pair", "int64", (2,))), MOST)
+NETWORK = PublishedNetwork("m", SIGNATURE, (Output("score", "float32", ()), Output("pair", "int64", (2,))), MOST)
 MODEL = ModelTables("m", TABLES.specs, network=NETWORK)
 
 
@@ -171,7 +171,11 @@ def test_other_room_or_another_output_than_the_networks_fails_its_request_alone(
     for samples in (3, 1, 0):
         with pytest.raises(hps.InvalidInputError, match="got no room for 2 samples"):
             owner.score_text(describe(GOOD, [["score", "<f4", [samples], 4400]], 0))
-    for name, dtype, shape, error in (("other", "<f4", [2], "KeyError"), ("pair", "<i8", [2, 3], "ValueError")):
+    for name, dtype, shape, error in (
+        ("other", "<f4", [2], "KeyError"),
+        ("pair", "<i8", [2, 3], "NetworkError"),
+        ("pair", "<i8", [2, 1], "NetworkError"),
+    ):
         assert owner.score_text(describe(GOOD, [[name, dtype, shape, 4400]], 0)) == FAILED
         assert owner.completed[-1][1].startswith(error)
         assert owner.score_text(describe(GOOD, OUT, 0)) == ANSWERED

@@ -9,8 +9,8 @@ import torch
 
 import hps
 from hps.client.addresses import read_addresses
+from hps.client.remote_tables import Options, split_options
 from hps.torch import LookupLayer, attach, close
-from hps.torch.remote import Options, split_options
 
 ORDERS = {"1": ("a", "b"), "2": ("b", "a"), "3": ("c", "b", "a"), "4": ("a", "b")}
 

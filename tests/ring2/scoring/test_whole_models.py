@@ -1,6 +1,7 @@
 """A DLRM, from its module to scores over HTTP and gRPC, through PyTorch and ONNX Runtime: they are the module's."""
 
 import json
+import shlex
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,13 @@ def test_scores_of_rows_are_the_modules(served: ServedProcess, whole: Whole, mod
     items = [{name: one[at].tolist() for name, one in given.items()} for at in range(250)]
     answer = httpx.post(f"{served.url}/v1/models/{model}/score", json={"items": items}, timeout=60)
     np.testing.assert_allclose(answer.json()["outputs"]["score"], whole.scores[:250], atol=1e-6)
+
+
+def test_the_request_that_a_server_prints_is_answered(served: ServedProcess) -> None:
+    [line] = [one for one in served.log().splitlines() if "ready; try:" in one]
+    url, _, text = shlex.split(line.partition("curl -s ")[2])
+    assert url.endswith("/v1/models/dlrm/score")
+    assert len(httpx.post(url, content=text, timeout=60).json()["outputs"]["score"]) == 1
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -4,6 +4,7 @@ What a wire alone has is tested in a module of its own; what all have is a row o
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def rows_of(table: str) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Model `m` with rows in bytes, half floats and floats; model `scored` with a network of another package's engine."""
+    """Model `m` with rows in bytes, half floats and floats; `scored` and `cut` with networks of another package's engine."""
     place = tmp_path_factory.mktemp("wires")
     entry_points.install(place / "engine", "hps.networks", {"arrays": "tests.fakes.networks:ArrayNetwork"})
     with pytest.MonkeyPatch.context() as patch:
@@ -45,10 +46,15 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         more = {"row_dtype": ["float32", "int8", "float16"], "default_value_for_each_table": [0.1, 6e4, -0.3]}
         more |= {"maxnum_catfeature_query_per_table_per_sample": [MOST // 1000] * 3, "gpucacheper": 0.3}
         model = model_of("m", [place / name for name in DIMS], DIMS, hit_rate_threshold=1.1, **more)
-        place = {"version_path": str(place / "scored")}
-        scored = model_of("scored", ["item"], {"item": DIMS["item"]}, hit_rate_threshold=1.1, **place)
+        files = {"dense.json": b'{"factor": 0.5, "keeps": {"seen": "hist"}}', "offsets.json": b'{"adds": [0, 40]}'}
+        rows = {name: tables[name] for name in ("item", "word")}
+        hps.write_version(place / "cut" / "1", rows, network=({**said, **CUT, "outputs": ["score", "seen"]}, files))
+        [scored, cut] = [
+            model_of(name, list(used), used, hit_rate_threshold=1.1, version_path=str(place / name))
+            for name, used in (("scored", {"item": DIMS["item"]}), ("cut", {one: DIMS[one] for one in ("item", "word")}))
+        ]
         service = {"max_keys_per_request": MOST_OF_REQUEST, "shared_memory_bytes": 1 << 24, "access_log_per_s": 0}
-        yield document_of(model, scored, service=service)
+        yield document_of(model, scored, cut, service=service)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +173,154 @@ def test_scores_are_those_of_the_server_in_process(wire: Any, reference: InProce
         given = {"item": np.arange(samples) * 19 % 320, "age": np.arange(samples, dtype=np.float32) / 4}
         for _ in range(2):
             np.testing.assert_array_equal(wire.score(given), reference.score(given))
+
+
+CUT: dict[str, Any] = {
+    "inputs": {
+        "age": {"dtype": "float64"},
+        "hist": {"dtype": "int64", "shape": [-1, "n"]},
+        "pair": {"dtype": "int32", "shape": [-1, 2]},
+        "grid": {"shape": [-1, 3]},
+        "half": {"dtype": "float16"},
+        "codes": {"dtype": "int16", "shape": [-1, "n"]},
+        "sign": {"dtype": "int8"},
+        "byte": {"dtype": "uint8"},
+        "known": {"dtype": "bool"},
+        "user.id": {"dtype": "int64", "per_request": True},
+        "of_bags": {"dtype": "int64", "shape": ["m"]},
+        "of_bags.by": {"shape": ["m"]},
+        "ends": {"dtype": "int64", "shape": ["samples + 1"], "offsets_of": "of_bags"},
+    },
+    "sizes": {"n": 2, "m": 5},
+    "guards": ["n >= 2", "m <= 40", "samples != 3", "samples != 13", "samples != 14", "samples != 15"],
+    "keys": [{"file": "offsets.json", "inputs": ["pair"], "outputs": ["shifted"]}],
+    "lookups": {
+        "rows": {"table": "item", "keys": {"input": "hist"}},
+        "column": {"table": "item", "keys": {"input": "grid", "column": 1}},
+        "pairs": {"table": "word", "pooling": "sum", "keys": {"output": "shifted"}},
+        "user": {"table": "word", "keys": {"input": "user.id"}},
+        "bags": {
+            "table": "item",
+            "pooling": "sum",
+            "keys": {"input": "of_bags"},
+            "offsets": {"input": "ends"},
+            "weights": {"input": "of_bags.by"},
+            "include_last_offset": True,
+        },
+    },
+    "network_inputs": [*("hist", "age", "half", "codes", "sign", "byte", "known", "rows", "column", "pairs", "user", "bags")],
+}
+
+
+def cut_inputs(samples: int, n: int = 2, m: int | None = None, seed: int = 0) -> dict[str, np.ndarray]:
+    """Inputs of model `cut`, whose sums are the same in any order."""
+    rng = np.random.default_rng(seed)
+    ends = np.concatenate([[0], np.cumsum(rng.integers(0, 4, samples))])
+    ends[-1] = ends[-1] if m is None else m
+    return {
+        "age": rng.integers(0, 800, samples) / 8,
+        "hist": rng.integers(0, ROWS + 9, (samples, n)),
+        "pair": rng.integers(0, 250, (samples, 2), np.int32),
+        "grid": rng.integers(0, ROWS, (samples, 3)).astype(np.float32),
+        "half": rng.integers(-9, 9, samples).astype(np.float16) / 8,
+        "codes": rng.integers(-(2**15), 2**15, (samples, n), np.int16),
+        "sign": rng.integers(-128, 128, samples, np.int8),
+        "byte": rng.integers(0, 256, samples, np.uint8),
+        "known": rng.random(samples) < 0.5,
+        "user.id": rng.integers(0, ROWS, 1),
+        "of_bags": rng.integers(0, ROWS, ends[-1]),
+        "of_bags.by": rng.integers(0, 9, ends[-1]).astype(np.float32) / 8,
+        "ends": ends,
+    }
+
+
+def cut_scores(given: Mapping[str, np.ndarray]) -> np.ndarray:
+    """What model `cut` answers, said in the plainest way."""
+    item, word = (np.append(rows_of(name), np.zeros((1000, DIMS[name])), 0).astype(np.float64) for name in ("item", "word"))
+    weighted = item[given["of_bags"]] * given["of_bags.by"][:, None]
+    bags = np.array([weighted[start:end].sum() for start, end in pairwise(given["ends"])])
+    sums = [given[name].astype(np.float64).reshape(len(bags), -1).sum(1) for name in CUT["network_inputs"] if name in given]
+    sums += [item[given["hist"]].sum((1, 2)), item[given["grid"][:, 1].astype(int)].sum(1), bags]
+    sums += [word[given["pair"] + [0, 40]].sum((1, 2)), word[given["user.id"]].sum(1)]
+    scores: np.ndarray = (0.5 * sum(sums)).astype(np.float32)
+    return scores
+
+
+def test_scores_of_a_network_that_was_cut_are_those_of_the_server_in_process(wire: Any, reference: InProcess) -> None:
+    if not wire.scores:
+        pytest.skip("it does not score")
+    for samples, n in ((1, 2), (2, 5), (17, 2), (3, 2), (2, 5)):  # three are scored as four
+        given = cut_inputs(samples, n)
+        expected = cut_scores(given)
+        np.testing.assert_array_equal(reference.score(given, "cut"), expected)
+        for _ in range(2):
+            np.testing.assert_array_equal(wire.score(given, "cut"), expected)
+
+
+def test_outputs_have_the_sizes_of_the_request(served: ServedProcess) -> None:
+    raw, curl = wires.RawHTTP(served), wires.Curl(served)
+    for n in (2, 5, 3):
+        given = cut_inputs(4, n)
+        for binary in (True, True, False):
+            asked = [{"name": name, "parameters": {"binary_data": True}} for name in ("seen", "score")][: 1 + binary]
+            np.testing.assert_array_equal(raw.ask(given, asked, "cut")["seen"], given["hist"])
+        assert curl.outputs(given, "cut")["seen"] == given["hist"].tolist()
+    raw.close()
+    curl.close()
+
+
+def test_requests_of_equal_and_of_other_sizes_at_once_have_their_own_scores(served: ServedProcess) -> None:
+    clients = [wires.RawHTTP(served) for _ in range(16)]
+    for turn in range(4):
+        asked = [cut_inputs(1 + nth % 2 + 4 * (nth % 3), 2 + nth % 3 // 2, seed=nth + turn) for nth in range(len(clients))]
+        for wire, given in zip(clients, asked, strict=True):
+            wire.send_scores(given, "cut")
+        for wire, given in zip(clients, asked, strict=True):
+            np.testing.assert_array_equal(wire.take()["score"], cut_scores(given))
+    for wire in clients:
+        wire.close()
+
+
+REFUSED_SIZES = {
+    "a short history": (cut_inputs(2, 1), "input 'hist' of shape [2, 1]: the network needs n >= 2, got 1"),
+    "many keys in bags": (cut_inputs(2, m=41), "input 'of_bags' of shape [41]: the network needs m <= 40, got 41"),
+    "a number of samples": (cut_inputs(13, m=30), "13 samples: the network needs samples != 13, got 13"),
+    "offsets that fall": (
+        cut_inputs(2, m=5) | {"ends": np.array([0, 7, 5])},
+        "got offsets 'ends' that begin with 0 and end with 5, expected 0 to 5, the number of values of 'of_bags', never "
+        "falling",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_SIZES)
+def test_sizes_are_refused_in_the_same_words(wire: Any, reference: InProcess, what: str) -> None:
+    if not wire.scores or (what.startswith("offsets") and not wire.ragged):
+        pytest.skip("it does not score, or says no offsets")
+    given, says = REFUSED_SIZES[what]
+    good = cut_inputs(2)
+    assert refusal(lambda: reference.score(given, "cut")) == ("InvalidInputError", f"scoring with model 'cut': {says}")
+    for _ in range(2):
+        error, message = refusal(lambda: wire.score(given, "cut"))
+        assert error in ("InvalidInputError", "400", "INVALID_ARGUMENT")
+        assert message.removesuffix(" (status 400)") == f"scoring with model 'cut': {says}"
+        np.testing.assert_array_equal(wire.score(good, "cut"), cut_scores(good))
+
+
+def test_metadata_has_the_inputs_of_requests_alone(served: ServedProcess) -> None:
+    with triton_http.InferenceServerClient(served.url.removeprefix("http://")) as client:
+        described, config = client.get_model_metadata("cut"), client.get_model_config("cut")
+    shapes = {one["name"]: (one["datatype"], one["shape"]) for one in described["inputs"]}
+    assert shapes.keys() == CUT["inputs"].keys()
+    assert (shapes["hist"], shapes["of_bags"], shapes["ends"]) == (("INT64", [-1, -1]), ("INT64", [-1]), ("INT64", [-1]))
+    assert (shapes["pair"], shapes["age"], shapes["byte"]) == (("INT32", [-1, 2]), ("FP64", [-1, 1]), ("UINT8", [-1, 1]))
+    assert config["max_batch_size"] == 0
+    assert {one["name"]: one["dims"] for one in config["input"]} == {name: shape for name, (_, shape) in shapes.items()}
+    with triton_grpc.InferenceServerClient(served.grpc) as grpc:
+        same = grpc.get_model_metadata("cut")
+        assert {one.name: list(one.shape) for one in same.outputs} == {"score": [-1, 1], "seen": [-1, -1]}
+        assert {one.name: (one.datatype, list(one.shape)) for one in same.inputs} == shapes
+        assert {one.name: one.data_type for one in grpc.get_model_config("cut").config.input}["codes"] == 7  # TYPE_INT16
 
 
 # -- what all of them refuse ------------------------------------------------------------------------------------------

@@ -63,6 +63,14 @@ def served(repository: tuple[Path, dict[str, Packaged]], tmp_path_factory: pytes
 # -- the wires ----------------------------------------------------------------------------------------------------------
 
 
+def rows_of(name: str, inputs: Mapping[str, np.ndarray]) -> list[Any]:
+    """Return what each sample has of an input."""
+    ends = inputs.get(f"{name}.offsets")
+    if ends is None:
+        return inputs[name].tolist()  # type: ignore[no-any-return]
+    return [inputs[name][at:to].tolist() for at, to in itertools.pairwise(ends)]
+
+
 class Rows:
     """`/v1`: what all samples share, and rows of each."""
 
@@ -76,8 +84,8 @@ class Rows:
         return all(one.shape[0] == -1 for one in done.dense.inputs.values())
 
     def score(self, model: str, done: PackagedModel, inputs: Mapping[str, np.ndarray]) -> Answers:
-        samples = max(len(one) for one in inputs.values())
-        items = [{name: one[row].tolist() for name, one in inputs.items()} for row in range(samples)]
+        columns = [rows_of(name, inputs) for name in done.dense.inputs]
+        items = [dict(zip(done.dense.inputs, row, strict=True)) for row in zip(*columns, strict=True)]
         answer = self._client.post(f"/v1/models/{model}/score", json={"user": {}, "items": items})
         assert answer.status_code == 200, answer.text
         return [np.array(answer.json()["outputs"][name]) for name in done.dense.outputs]

@@ -341,7 +341,7 @@ def keys_reshaped(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return self.fc(flat.amax(1) + self.e(hist.t()).sum(0)).squeeze(1)
 
 
-@form(lambda draw: {"hist": draw.history()}, e=embedding(), fc=linear())
+@form(lambda draw: {"hist": draw.history()}, within=lambda samples, length: length > 1, e=embedding(), fc=linear())
 def last_key_by_negative_index(self: Any, hist: torch.Tensor) -> torch.Tensor:
     """`weight[keys - 1]`: index -1 is the last row, which no lookup of keys knows."""
     return self.fc(self.e.weight[hist - 1].sum(1)).squeeze(1)

@@ -122,6 +122,14 @@ def test_columns_of_an_input_are_looked_up_without_a_program(tmp_path: Path) -> 
         score(tmp_path, {"dense": dense, "ids": ids[:, :2]})
 
 
+def test_a_version_says_in_which_order_its_program_takes_its_inputs(tmp_path: Path) -> None:
+    """Compiled programs take them by position, features first."""
+    module = net(lambda self, item, age: self.item(item).sum(1) + age, item=embedding())
+    done = package(module, tmp_path / "m" / "1", (keys(4), torch.rand(4)))
+    assert [*done.dense.inputs] == ["item", "age"]
+    assert dense_of(tmp_path)["network_inputs"] == ["age", "item"]
+
+
 CLIPPED = {"pooling": "mean", "max_norm": 1.5, "padding_key": ROWS - 1}
 
 

@@ -488,7 +488,7 @@ class _SizeBranches:
 
         def watched(condition: torch.SymBool) -> bool:
             self.found |= not sys._getframe(1).f_code.co_filename.startswith(home)
-            return of_torch(condition)
+            return bool(of_torch(condition))  # type: ignore[no-untyped-call]
 
         torch.SymBool.__bool__ = watched  # type: ignore[method-assign]
         return self

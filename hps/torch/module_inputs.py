@@ -155,7 +155,12 @@ class ModuleInputs:
                 raise InvalidInputError(
                     f"calling a packaged {self.module}: got {leaf!r} as {self._name(path)!r}, expected {expected}"
                 )
-            tensors |= zip(slot.names, self._parts(slot, leaf), strict=True)
+            for name, one in zip(slot.names, self._parts(slot, leaf), strict=True):
+                if one.dtype != self._dtypes[name]:
+                    raise InvalidInputError(
+                        f"calling a packaged {self.module}: got input {name!r} of {one.dtype}, expected {self._dtypes[name]}"
+                    )
+                tensors[name] = one
         return {name: self._checked(name, one) for name, one in tensors.items()}
 
     def call(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:

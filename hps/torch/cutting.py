@@ -11,12 +11,14 @@ torch.export bakes silently what is no tensor: Python's random numbers, clocks a
 what an `except` swallows. `packaging.py` finds these by runs.
 """
 
+import io
 import operator
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -142,8 +144,8 @@ class Cut:
                 renormed = isinstance(source, fx.Node) and source.target is aten.embedding_renorm.default
                 if target.op == "get_attr" and not renormed:
                     raise InvalidInputError(
-                        f"{self._doing}: forward changes its state {target.target!r} in evaluation mode; a served module has "
-                        "no memory: make it an input, or change it only if self.training"
+                        f"{self._doing}: forward changes its state {plain_path(target.target)!r} in evaluation mode; a served "
+                        "module has no memory: make it an input, or change it only if self.training"
                     )
                 self.graph.erase_node(node)  # a renormed weight, or an input that is changed after it was read
             elif _draws(node):
@@ -166,7 +168,8 @@ class Cut:
             for above in _ancestors(source.node for source in lookup.parts.values()):
                 if above in nodes:
                     raise InvalidInputError(
-                        f"{self._doing}: the keys of {lookup.weight!r} depend on the vectors of {nodes[above].weight!r}"
+                        f"{self._doing}: the keys of {plain_path(lookup.weight)!r} depend on the vectors of "
+                        f"{plain_path(nodes[above].weight)!r}"
                         f"{lookup.line}: two levels of lookups; package the first part as a model of its own, and ask the "
                         "second with its answer"
                     )
@@ -415,7 +418,10 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
         before = _attributes(module)
         try:
             with _SizeBranches() as branches:
-                program = export(flat, (inputs.tensors,), strict=strict, functional=True)
+                traced = export(flat, (inputs.tensors,), strict=strict)
+            code = traced.graph_module.code
+            with quiet():
+                program = traced.run_decompositions({})  # functional: nothing is changed in place
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
             continue
@@ -430,6 +436,11 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
                 f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it "
                 "in __init__, as a buffer if it is a tensor"
             )
+        if export(flat, (inputs.tensors,), strict=strict).graph_module.code != code:
+            raise InvalidInputError(
+                f"packaging a {inputs.module}: forward is another program each time it is traced: does it read a clock, a "
+                "counter or a random number of Python? Give them as inputs"
+            )
         found.branches = strict or branches.found  # dynamo reads the code, and nobody sees where it branches
         if strict:
             found.notes.append("traced with dynamo (strict=True)")
@@ -443,13 +454,11 @@ def export(
     *,
     known: Mapping[str, Sequence[Any]] | None = None,
     strict: bool = False,
-    functional: bool = False,
 ) -> torch.export.ExportedProgram:
     """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix them.
 
     Args:
         known: sizes of the tensors by name, in their order; those that are numbers are fixed. Default: none is.
-        functional: leave nothing that is changed in place.
     """
     patch: Any = tracing.patch  # type: ignore[attr-defined]
     tensors = [*given[0].values()] if isinstance(given[0], Mapping) else given
@@ -466,13 +475,19 @@ def export(
         ]
         shapes: Any = (dict(zip(given[0], dims, strict=True)),) if isinstance(given[0], Mapping) else (tuple(dims),)
         try:
-            with torch.no_grad(), patch(backed_size_oblivious=True), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
-                program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
-                return program.run_decompositions({}) if functional else program
+            with torch.no_grad(), patch(backed_size_oblivious=True), quiet():
+                return torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             failed = failed or error
     raise failed or AssertionError
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what torch's exporters print and warn of: the caller gets the error, and can do nothing about their own code."""
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _SizeBranches:
@@ -688,6 +703,11 @@ def _solved(samples: Any) -> dict[Any, Any]:
 
 
 # -- the graph
+
+
+def plain_path(path: Any) -> str:
+    """Return the path of a weight in the module itself, without that of what calls it."""
+    return str(path).removeprefix("module.")
 
 
 def line_of(node: fx.Node) -> str:

@@ -7,7 +7,6 @@ import os
 import posixpath
 import re
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidInputError, ModelFileError
 from hps.models.manifest import VERSION
 from hps.models.sources import ModelSources
-from hps.torch.cutting import Cut, Lookup, Source, cut, export, strongest
+from hps.torch.cutting import Cut, Lookup, Source, cut, export, quiet, strongest
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import DTYPES, ModuleInputs
 from hps.torch.proof import Proof
@@ -389,8 +388,7 @@ class Description:
         """Export a program that takes and returns tensors by name, and note on which sizes it relies."""
         known = {name: self._cut.sizes_of(name) for name in given}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
+            with quiet():
                 program, content = _saved(module, given, known, outputs, self._format)
         except Exception as error:
             lines = str(error).strip().splitlines()

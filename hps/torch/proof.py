@@ -18,7 +18,7 @@ from hps.scoring.deployed import OpenedNetwork
 from hps.scoring.features import ScoreInputs, arrays_of, read_request
 from hps.scoring.scorer import Scorer
 from hps.tensors.segments import Segment
-from hps.torch.cutting import Cut
+from hps.torch.cutting import Cut, plain_path
 from hps.torch.module_inputs import ModuleInputs, outputs_of
 from hps.torch.tables import Table
 from hps.torch.traced_copy import TracedCopy
@@ -297,7 +297,7 @@ class Proof:
 
 def _to_run(module: nn.Module, found: Cut) -> nn.Module:
     """Copy a module that may change itself when it runs. Weights are shared, but those that running scales to a norm."""
-    scaled = {lookup.weight.removeprefix("module.") for lookup in found.lookups if lookup.max_norm is not None}
+    scaled = {plain_path(lookup.weight) for lookup in found.lookups if lookup.max_norm is not None}
     memo: dict[int, Any] = {id(one): one for name, one in module.named_parameters() if name not in scaled}
     memo |= {id(part): part for part in module.modules() if type(part).__module__.startswith(("torch.ao.", "torchrec.quant."))}
     copied: nn.Module = copy.deepcopy(module, memo)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hps.errors import InvalidInputError
 from hps.models.discovery import name_of
-from hps.torch.cutting import Cut
+from hps.torch.cutting import Cut, plain_path
 from hps.torch.embeddings import Embedding, EmbeddingForm, foreign_embeddings
 from hps.torch.tables import ShardedTable, Table, is_sharded, table_of
 
@@ -75,7 +75,7 @@ class TracedCopy:
     def restore(self, found: Cut) -> None:
         """Put the values of weights into the programs that read them, in place of what stood in for them."""
         for path in found.attributes():
-            if path.removeprefix("module.") not in self._known:
+            if plain_path(path) not in self._known:
                 continue  # a constant of the graph
             if (real := self._real.get(id(self._weight(path)))) is None:
                 continue
@@ -87,7 +87,7 @@ class TracedCopy:
             found.put(path, real.detach().cpu())
 
     def _weight(self, path: str) -> Any:
-        return operator.attrgetter(path.removeprefix("module."))(self.module)
+        return operator.attrgetter(plain_path(path))(self.module)
 
     def _name(self, path: str) -> str:
         owner, _, last = path.rpartition(".")

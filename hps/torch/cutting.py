@@ -420,7 +420,7 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
             with _SizeBranches() as branches:
                 traced = export(flat, (inputs.tensors,), strict=strict)
             code = traced.graph_module.code
-            with quiet():
+            with _tracing():
                 program = traced.run_decompositions({})  # functional: nothing is changed in place
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
@@ -460,7 +460,6 @@ def export(
     Args:
         known: sizes of the tensors by name, in their order; those that are numbers are fixed. Default: none is.
     """
-    patch: Any = tracing.patch  # type: ignore[attr-defined]
     tensors = [*given[0].values()] if isinstance(given[0], Mapping) else given
     sizes = [*known.values()] if known is not None else [[None] * one.ndim for one in tensors]
     failed: Exception | None = None
@@ -475,7 +474,7 @@ def export(
         ]
         shapes: Any = (dict(zip(given[0], dims, strict=True)),) if isinstance(given[0], Mapping) else (tuple(dims),)
         try:
-            with torch.no_grad(), patch(backed_size_oblivious=True), quiet():
+            with _tracing():
                 return torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             failed = failed or error
@@ -487,6 +486,14 @@ def quiet() -> Iterator[None]:
     """Drop what torch's exporters print and warn of: the caller gets the error, and can do nothing about their own code."""
     with redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """Trace sizes of 0 and 1 like others: what distinguishes them becomes a guard."""
+    patch: Any = tracing.patch  # type: ignore[attr-defined]
+    with torch.no_grad(), patch(backed_size_oblivious=True), quiet():
         yield
 
 

@@ -41,6 +41,10 @@ _TO_THE_END: Final = 2**63 - 1
 _SAMPLES: Final = sympy.Symbol("samples", integer=True, nonnegative=True)
 
 
+class _FixedSizesError(InvalidInputError):
+    """The number of rows of the outputs is not that of the samples: another way of tracing may make it so."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Where keys, offsets or weights of a lookup come from. *Immutable.*
@@ -126,7 +130,7 @@ class Cut:
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
         self.notes += sizes.notes
         for number, lookup in enumerate(self.lookups):
-            lookup.name = f"vectors_{number}"
+            lookup.name = self.free_name(f"vectors_{number}")
             for what, source in lookup.parts.items():
                 lookup.parts[what] = self._recognised(lookup, source, what)
         self._sized = self._find_sized()
@@ -294,6 +298,12 @@ class Cut:
         """Return a weight, buffer or constant of the module."""
         return operator.attrgetter(path)(self.whole)
 
+    def free_name(self, name: str) -> str:
+        """Return a name that no input has."""
+        while name in self.inputs:
+            name += "_"
+        return name
+
     def sizes_of(self, name: str) -> list[Any]:
         """Return the sizes of an input, or of the vectors of a lookup, as expressions."""
         lookup = next((one for one in self.lookups if one.name == name), None)
@@ -414,11 +424,11 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     """
     flat = FlatModule(module, inputs, outputs)
     first: InvalidInputError | None = None
-    for strict in (False, True):
+    for strict, every in ((False, True), (False, False), (True, True), (True, False)):
         before = _attributes(module)
         try:
             with _SizeBranches() as branches:
-                traced = export(flat, (inputs.tensors,), strict=strict)
+                traced = export(flat, (inputs.tensors,), strict=strict, every=every)
             code = traced.graph_module.code
             with _tracing():
                 program = traced.run_decompositions({})  # functional: nothing is changed in place
@@ -427,7 +437,7 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
             continue
         try:
             found = Cut(inputs, program)
-        except InvalidInputError as error:
+        except _FixedSizesError as error:
             first = first or error
             continue
         after = _attributes(module)
@@ -436,7 +446,7 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
                 f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it "
                 "in __init__, as a buffer if it is a tensor"
             )
-        if export(flat, (inputs.tensors,), strict=strict).graph_module.code != code:
+        if export(flat, (inputs.tensors,), strict=strict, every=every).graph_module.code != code:
             raise InvalidInputError(
                 f"packaging a {inputs.module}: forward is another program each time it is traced: does it read a clock, a "
                 "counter or a random number of Python? Give them as inputs"
@@ -454,31 +464,27 @@ def export(
     *,
     known: Mapping[str, Sequence[Any]] | None = None,
     strict: bool = False,
+    every: bool = True,
 ) -> torch.export.ExportedProgram:
     """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix them.
 
     Args:
         known: sizes of the tensors by name, in their order; those that are numbers are fixed. Default: none is.
+        every: free all sizes; false: the first ones alone.
     """
     tensors = [*given[0].values()] if isinstance(given[0], Mapping) else given
     sizes = [*known.values()] if known is not None else [[None] * one.ndim for one in tensors]
-    failed: Exception | None = None
-    for every in (True, False):
-        dims = [
-            {
-                dim: torch.export.Dim.AUTO
-                for dim, size in enumerate(own[: None if every else 1])
-                if size is None or not size.is_Integer
-            }
-            for own in sizes
-        ]
-        shapes: Any = (dict(zip(given[0], dims, strict=True)),) if isinstance(given[0], Mapping) else (tuple(dims),)
-        try:
-            with _tracing():
-                return torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
-        except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
-            failed = failed or error
-    raise failed or AssertionError
+    dims = [
+        {
+            dim: torch.export.Dim.AUTO
+            for dim, size in enumerate(own[: None if every else 1])
+            if size is None or not size.is_Integer
+        }
+        for own in sizes
+    ]
+    shapes: Any = (dict(zip(given[0], dims, strict=True)),) if isinstance(given[0], Mapping) else (tuple(dims),)
+    with _tracing():
+        return torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
 
 
 @contextmanager
@@ -554,6 +560,8 @@ class _Sizes:
         for name, expression in rows.items():
             if (found := self._renamed(_expression(expression))) != _SAMPLES:
                 self._refuse_rows(inputs, dims, name, found)
+        if not any(_SAMPLES in self._renamed(sizes[0]).free_symbols for sizes in dims.values()):
+            self._refuse_rows(inputs, dims, next(iter(rows)), _SAMPLES)
         self.examples: dict[str, int] = {}
         beside = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
         beside |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
@@ -575,11 +583,11 @@ class _Sizes:
     def _refuse_rows(self, inputs: ModuleInputs, dims: Mapping[str, Any], name: str, rows: Any) -> None:
         fixed = next((one for one, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None)
         if rows.is_Integer and fixed is not None:
-            raise InvalidInputError(
+            raise _FixedSizesError(
                 f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input "
                 f"{fixed!r} in the examples: does it use len(), int(), float() or tolist() of a size? Use x.shape[0] as it is"
             )
-        raise InvalidInputError(
+        raise _FixedSizesError(
             f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all "
             "outputs"
         )

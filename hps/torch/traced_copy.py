@@ -27,7 +27,6 @@ class TracedCopy:
         self._kind = type(module).__name__
         self._real: dict[int, torch.Tensor] = {}  # by id of what stands in for it
         self._named: dict[int, tuple[str, Table | ShardedTable]] = {}
-        self._keeps: list[Any] = []
         memo: dict[int, Any] = {}
         own: set[int] = set()
         for one in foreign_embeddings(module):
@@ -38,12 +37,17 @@ class TracedCopy:
         for weight in (*module.parameters(), *module.buffers()):
             if id(weight) in own:
                 continue
-            memo[id(weight)] = weight
+            if nn.parameter.is_lazy(weight):
+                raise InvalidInputError(
+                    f"packaging a {self._kind}: got a lazy weight without values; call the module once before"
+                )
+            memo[id(weight)] = alias = _alias(weight)
+            self._real[id(alias)] = weight
             if type(weight) not in (torch.Tensor, nn.Parameter, nn.Buffer) or weight.device.type != "cpu":
                 memo[id(weight)] = blank = _blank(weight)
                 self._real[id(blank)] = weight
                 self.is_sharded |= is_sharded(weight)
-        self.module: nn.Module = copy.deepcopy(module, memo).eval()
+        self.module = copied(module, memo).eval()
         every = self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
         self._known = {path: id(weight) for found in every for path, weight in found}
         self._paths = {weight: path for path, weight in reversed(self._known.items())}
@@ -57,7 +61,10 @@ class TracedCopy:
         tables: dict[str, tuple[str, Table | ShardedTable]] = {}
         by_name: dict[str, int] = {}
         for path in dict.fromkeys(lookup.weight for lookup in found.lookups):
-            weight = self._weight(path)
+            known = plain_path(path) in self._known  # else a constant of the graph: a tensor that is neither weight nor buffer
+            weight = self._weight(path) if known else found.attribute(path)
+            if not known:
+                self._named[id(weight)] = name_of(path), table_of(f"packaging {path}", weight)
             if (named := self._named.get(id(weight))) is None:
                 own = self._paths[id(weight)]
                 named = self._name(own), table_of(f"packaging {own}", self._real.get(id(weight), weight))
@@ -79,6 +86,8 @@ class TracedCopy:
                 continue  # a constant of the graph
             if (real := self._real.get(id(self._weight(path)))) is None:
                 continue
+            if not is_sharded(real) and real.device.type == "cpu" and type(real) in (torch.Tensor, nn.Parameter):
+                continue
             if is_sharded(real) or real.is_meta:
                 got = "the meta device, without values" if real.is_meta else f"several ranks ({type(real).__name__})"
                 raise InvalidInputError(
@@ -99,6 +108,31 @@ class TracedCopy:
         ):
             return name_of(table)
         return name_of((owner or self._kind) if last == "weight" else path)
+
+
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module.
+
+    Args:
+        memo: as for `copy.deepcopy`: what takes the place of an object, by its id.
+
+    Raises:
+        InvalidInputError: it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise InvalidInputError(
+            f"packaging a {type(module).__name__}: it cannot be copied ({type(error).__name__}: {error}), which tracing needs; "
+            "make what cannot be copied (a lock, a computed tensor) outside of the module"
+        ) from error
+
+
+def _alias(weight: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same memory, so that a forward that assigns to `data` changes no weight of the module."""
+    if type(weight) is nn.Parameter:
+        return nn.Parameter(weight.detach(), requires_grad=False)
+    return weight.detach() if type(weight) is torch.Tensor else weight
 
 
 def _blank(weight: torch.Tensor) -> torch.Tensor:

@@ -133,16 +133,26 @@ def awkward_names(draw: Draw) -> dict[str, Any]:
         "samples": draw.keys(),
         "keys_0": draw.keys(),
         "vectors_0": draw.floats(draw.samples, 2),
-        "input": {"a.b": draw.keys(), "a": {"b": draw.keys()}, "price €": draw.floats(), 7: draw.floats()},
+        "input": {"a.b": draw.keys(), "a": {"c": draw.keys()}, "price €": draw.floats(), 7: draw.floats()},
         "min": draw.history(),
     }
 
 
 @form(awkward_names, e=embedding(), fc=linear(4 * DIM + 4))
 def awkward_names_of_inputs(self: Any, samples: Any, keys_0: Any, vectors_0: Any, input: Any, min: Any) -> torch.Tensor:  # noqa: A002
-    """Names that the format uses itself, and two that are equal when they are joined."""
-    vectors = [self.e(samples), self.e(keys_0), self.e(input["a.b"]) * 2, self.e(input["a"]["b"]) + self.e(min).sum(1)]
+    """Names that the format uses itself."""
+    vectors = [self.e(samples), self.e(keys_0), self.e(input["a.b"]) * 2, self.e(input["a"]["c"]) + self.e(min).sum(1)]
     return self.fc(torch.cat([*vectors, vectors_0, input["price €"][:, None], input[7][:, None]], 1)).squeeze(1)
+
+
+@form(
+    lambda draw: ({"a.b": draw.keys(), "a": {"b": draw.keys()}},),
+    refused="got two inputs that are called 'input.a.b'",
+    e=embedding(),
+)
+def two_inputs_of_one_name(self: Any, input: Any) -> torch.Tensor:  # noqa: A002
+    """Names that are equal when they are joined."""
+    return self.e(input["a.b"]).sum(1) - self.e(input["a"]["b"]).sum(1)
 
 
 def suffixes(draw: Draw) -> tuple[dict[str, torch.Tensor]]:

@@ -218,7 +218,8 @@ def agreed(doing: str, is_sharded: bool) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - raised below, when the others know
         own = error
-    rank, said = torch.distributed.get_rank(), [None] * torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    said: list[tuple[bool, str] | None] = [None] * torch.distributed.get_world_size()
     told = None if own is None else (isinstance(own, InvalidInputError), _text(doing, rank, own))
     with _connected(doing) as group:
         try:

@@ -1,5 +1,6 @@
 """Networks of PyTorch: programs of `torch.export`, packages of AOTInductor, and TorchScript."""
 
+import importlib
 import io
 import logging
 import re
@@ -7,6 +8,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -23,6 +25,10 @@ _WARM_UPS = 3
 _MOST_SIZES = 10_000
 _FORBIDDEN: Final = re.compile(rb"\b(save|from_file|rpc_\w+)\b")
 """What TorchScript can do beside arithmetic. Methods may do it while they are loaded: their text is read before."""
+
+_OPERATOR: Final = re.compile(rb"\btorch\.ops\.(?!higher_order\b)(\w+)\.(\w+)")
+_LIBRARIES: Final = {"fbgemm": "fbgemm_gpu"}
+"""Packages that register operators when they are imported, by the operators' namespace."""
 
 
 class _TorchNetwork(Network):
@@ -125,6 +131,7 @@ class ExportedProgram(_TorchNetwork):
         place = _device(device)
         members = _members(name, content)
         try:
+            _register_operators(name, content, members)
             if any("/data/aotinductor/" in f"/{one}" for one in members):
                 return cls(name, _package(content, inputs, place), outputs, place)
             with warnings.catch_warnings():
@@ -185,6 +192,21 @@ def _members(name: str, content: bytes) -> list[str]:
             f"opening the network {name}: got a file that is no archive of PyTorch, expected what torch.export.save or "
             "torch.jit.save writes"
         ) from error
+
+
+def _register_operators(name: str, content: bytes, members: Sequence[str]) -> None:
+    """Import the library of the operators that a program calls, if it is known; refuse those that nothing registers."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        called = {one for member in members if member.endswith(".json") for one in _OPERATOR.findall(archive.read(member))}
+    operators = sorted((space.decode(), one.decode()) for space, one in called)
+    for space in {space for space, one in operators if not hasattr(getattr(torch.ops, space), one)} & {*_LIBRARIES}:
+        with suppress(ImportError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own
+            importlib.import_module(_LIBRARIES[space])
+    if missing := [(space, one) for space, one in operators if not hasattr(getattr(torch.ops, space), one)]:
+        space, one = missing[0]
+        wanted = f"expected the package {_LIBRARIES[space]}" if space in _LIBRARIES else "expected operators of torch"
+        raise ModelFileError(f"opening the network {name}: got operator {space}.{one}, which nothing here registers; {wanted}")
 
 
 def _package(content: bytes, inputs: Sequence[NetworkTensor], device: torch.device) -> Callable[[Mapping[str, Tensor]], Any]:

@@ -144,6 +144,16 @@ def refuse_unequal(one: Embedding) -> None:
             raise InvalidInputError(f"converting {one.path or type(one.module).__name__}: got {own}")
 
 
+def drop_shard_hooks(module: nn.Module) -> None:
+    """Remove the hooks by which torch brings inputs to shards and outputs back; they cannot be traced."""
+    for part in module.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if _shards(hook)]:
+                del hooks[key]
+                part._forward_hooks_with_kwargs.pop(key, None)
+                part._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def _known(home: str, name: str) -> Any:
     """Return a class of a module that may not be installed; an empty tuple if it was not imported, for `isinstance`."""
     return getattr(sys.modules.get(home), name, ())

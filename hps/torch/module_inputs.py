@@ -135,6 +135,8 @@ class ModuleInputs:
         one = one.detach().to("cpu", _NARROW.get(one.dtype, one.dtype), copy=True).contiguous()
         if not one.ndim:
             raise InvalidInputError(f"packaging a {self.module}: got a number for input {name!r}, expected one for each sample")
+        if not len(one) and name not in self.ragged:
+            raise InvalidInputError(f"packaging a {self.module}: got input {name!r} that is empty, expected a few samples")
         if one.dtype not in DTYPES:
             raise InvalidInputError(
                 f"packaging a {self.module}: got input {name!r} of {one.dtype}, expected {', '.join(DTYPES.values())}"

@@ -24,7 +24,7 @@ from hps.torch.cutting import Cut, Lookup, Source, cut, export, quiet, strongest
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import DTYPES, ModuleInputs
 from hps.torch.proof import Proof, run_once
-from hps.torch.ranks import gather
+from hps.torch.ranks import agreed, gather
 from hps.torch.saving import write_tables
 from hps.torch.traced_copy import TracedCopy
 
@@ -140,9 +140,10 @@ def package(
     if not traced.is_sharded:
         run_once(module, inputs)
     tell(f"exporting a {inputs.module}")
-    found = cut(traced.module, inputs, outputs)
-    tables = traced.tables(found)
-    traced.restore(found)
+    with agreed(f"packaging {place}", traced.is_sharded):
+        found = cut(traced.module, inputs, outputs)
+        tables = traced.tables(found)
+        traced.restore(found)
     with gather(f"packaging {place}", dict(tables.values())) as job, torch.no_grad():
         proof = Proof(module, inputs, found, traced, outputs, tolerance)
         if job.leads():

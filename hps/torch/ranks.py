@@ -154,8 +154,7 @@ class RankJob:
         raise (InvalidInputError if is_of_input else ModelFileError)(f"{self.doing}: {text}")
 
     def _text(self, error: BaseException) -> str:
-        kind = "" if isinstance(error, HPSError) else f"{type(error).__name__}: "
-        return f"rank {self._rank} failed: {kind}{str(error).removeprefix(f'{self.doing}: ')}"
+        return _text(self.doing, self._rank, error)
 
     def _send(self, rank: int, message: Any) -> None:
         with self._checked(rank):
@@ -193,23 +192,62 @@ def gather(doing: str, tables: Mapping[str, Table | ShardedTable]) -> Iterator[R
     if all(isinstance(table, Table) for table in tables.values()):
         yield RankJob(doing, tables)
         return
-    import torch.distributed as distributed
-
-    if not distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         raise InvalidInputError(f"{doing}: got sharded tables without a process group, expected init_process_group before")
-    try:
-        group = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
-    except RuntimeError as error:
-        raise ModelFileError(f"{doing}: the ranks cannot connect: {error}") from error
-    try:
+    with _connected(doing) as group:
         job = RankJob(doing, tables, group)
         try:
             yield job
         except BaseException as error:
             job.give_up(error)
             raise
+
+
+@contextmanager
+def agreed(doing: str, is_sharded: bool) -> Iterator[None]:
+    """Fail on all ranks of a job if the block fails on one: else the others would wait for it in the next collective.
+
+    Raises:
+        InvalidInputError, ModelFileError: another rank failed, or does not answer.
+    """
+    if not is_sharded or not torch.distributed.is_initialized():
+        yield
+        return
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        own = error
+    rank = torch.distributed.get_rank()
+    said: list[tuple[bool, str] | None] = [None] * torch.distributed.get_world_size()
+    told = None if own is None else (isinstance(own, InvalidInputError), _text(doing, rank, own))
+    with _connected(doing) as group:
+        try:
+            torch.distributed.all_gather_object(said, told, group=group)
+        except RuntimeError as error:
+            raise own or ModelFileError(f"{doing}: a rank does not answer: {error}") from error
+    if own is not None:
+        raise own
+    for is_of_input, text in filter(None, said):
+        raise (InvalidInputError if is_of_input else ModelFileError)(f"{doing}: {text}")
+
+
+@contextmanager
+def _connected(doing: str) -> Iterator[Any]:
+    """Make a group of all ranks for the block."""
+    try:
+        group = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)
+    except RuntimeError as error:
+        raise ModelFileError(f"{doing}: the ranks cannot connect: {error}") from error
+    try:
+        yield group
     finally:
-        distributed.destroy_process_group(group)
+        torch.distributed.destroy_process_group(group)
+
+
+def _text(doing: str, rank: int, error: BaseException) -> str:
+    kind = "" if isinstance(error, HPSError) else f"{type(error).__name__}: "
+    return f"rank {rank} failed: {kind}{str(error).removeprefix(f'{doing}: ')}"
 
 
 class _GatheredTable(Table):

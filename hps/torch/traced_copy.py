@@ -11,7 +11,7 @@ from torch.nn import functional
 from hps.errors import InvalidInputError
 from hps.models.discovery import name_of
 from hps.torch.cutting import Cut, plain_path
-from hps.torch.embeddings import Embedding, EmbeddingForm, foreign_embeddings
+from hps.torch.embeddings import Embedding, EmbeddingForm, drop_shard_hooks, foreign_embeddings
 from hps.torch.tables import ShardedTable, Table, is_sharded, table_of
 
 
@@ -48,6 +48,7 @@ class TracedCopy:
                 self._real[id(blank)] = weight
                 self.is_sharded |= is_sharded(weight)
         self.module = copied(module, memo).eval()
+        drop_shard_hooks(self.module)  # its weights are whole
         every = self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
         self._known = {path: id(weight) for found in every for path, weight in found}
         self._paths = {weight: path for path, weight in reversed(self._known.items())}

@@ -192,6 +192,15 @@ def test_what_is_no_program_is_refused() -> None:
         opened(whole[:third] + bytes(half - third) + whole[half:])
 
 
+def test_operators_that_nothing_registers_are_named() -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(plain())) as whole, zipfile.ZipFile(file, "w") as changed:
+        for one in whole.namelist():
+            changed.writestr(one, re.sub(rb"torch\.ops\.aten\.\w+", b"torch.ops.ours.rank", whole.read(one)))
+    with pytest.raises(hps.ModelFileError, match=r"got operator ours\.rank, which nothing here registers"):
+        opened(file.getvalue())
+
+
 def scripted(module: nn.Module) -> bytes:
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module), file)

@@ -370,6 +370,11 @@ def test_examples_are_refused(tmp_path: Path, examples: Any, message: str) -> No
     assert not list(tmp_path.iterdir())
 
 
+def test_examples_without_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(hps.InvalidInputError, match="got input 'ids' that is empty, expected a few samples"):
+        package(age_of_ids(), tmp_path / "m" / "1", (torch.arange(0), torch.rand(0)))
+
+
 def test_names_are_refused(tmp_path: Path) -> None:
     examples = torch.arange(4), torch.rand(4)
     with pytest.raises(hps.InvalidInputError, match="got per_request 'id', expected some of ids, age"):

@@ -70,12 +70,12 @@ def check_saved(job: Job, world: int) -> None:
 
 
 def check_packaged(job: Job, world: int) -> None:
-    inputs, place = ["by_row", "by_column", "tags"], job.place / "packaged"
+    inputs, place = ["ids", "tags"], job.place / "packaged"
     assert job.of("packaged") == [[["1", True, inputs], ["2", True, inputs]]] * world
     assert versions(place / "m") == ["1", "2"]
     ids, tags = (torch.cat([one, one.flip(0)]) for one in examples())
     ids[1] = 3  # the padding of a table, which lookups ignore
-    found = score(place, {"by_row": ids[:, 0], "by_column": ids[:, 1], "tags": tags})
+    found = score(place, {"ids": ids, "tags": tags})
     assert found.version == "2"
     np.testing.assert_allclose(found["score"], Net()(ids, tags).detach(), atol=1e-6)
 

@@ -1,5 +1,7 @@
 """Modules with torchrec's collections, plain and quantised ones, are saved, converted and packaged."""
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,29 @@ def test_collections_of_torchrec(tmp_path: Path) -> None:
     dense, sparse = torch.rand(5, 2), jagged(5)
     bags = {name: hps.Bags(sparse[name].values(), sparse[name].offsets()) for name in "fgh"}
     np.testing.assert_allclose(score(tmp_path, {"dense": dense, **bags})["score"], answers(module, dense, sparse), atol=1e-6)
+
+
+def test_another_process_knows_the_operators_of_jagged_tensors(tmp_path: Path) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = row_collection(("t", 4, ["f"]), rows=ROWS)
+
+        def forward(self, sparse: Any) -> torch.Tensor:
+            return self.rows(sparse)["f"].to_padded_dense(3).sum((1, 2))
+
+    sparse = torchrec.KeyedJaggedTensor(["f"], keys(5), lengths=torch.tensor([3, 0, 2]))
+    module = Padded()
+    done = package(module, tmp_path / "m" / "1", (sparse,))
+    np.savez(tmp_path / "given.npz", **done.request(sparse))
+    asks = (
+        "import sys, hps, numpy as np\n"
+        "with hps.HPS(sys.argv[1]) as server: print(*server.score('m', dict(np.load(sys.argv[1] + '/given.npz')))['score'])"
+    )
+    said = subprocess.run([sys.executable, "-c", asks, tmp_path], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    found = np.array(said.stdout.split(), np.float32)
+    np.testing.assert_allclose(found, answers(module, sparse), atol=1e-6)
 
 
 def collection(kind: str, bits: int | torch.dtype, *, shared: bool = False, output: torch.dtype = torch.float32) -> Any:

@@ -2,17 +2,21 @@
 
 import copy
 import operator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from hps.errors import InvalidInputError
 from hps.models.discovery import name_of
 from hps.torch.cutting import Cut
 from hps.torch.embeddings import Embedding, EmbeddingForm, foreign_embeddings
 from hps.torch.tables import ShardedTable, Table, is_sharded, table_of
+
+_COPIED: Final = (nn.Module, torch.Tensor, str, int, float, type(None))
+"""What is copied without a trial."""
 
 
 class TracedCopy:
@@ -43,7 +47,7 @@ class TracedCopy:
                 memo[id(weight)] = blank = _blank(weight)
                 self._real[id(blank)] = weight
                 self.is_sharded |= is_sharded(weight)
-        self.module: nn.Module = copy.deepcopy(module, memo).eval()
+        self.module: nn.Module = copied(module, memo).eval()
         every = self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
         self._known = {path: id(weight) for found in every for path, weight in found}
         self._paths = {weight: path for path, weight in reversed(self._known.items())}
@@ -99,6 +103,35 @@ class TracedCopy:
         ):
             return name_of(table)
         return name_of((owner or self._kind) if last == "weight" else path)
+
+
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module, which may hold tensors of its last call, which have gradients, and what cannot be copied, such as a lock.
+
+    Args:
+        memo: by id, what the copy has in place of parts of the module; gets more.
+
+    Raises:
+        InvalidInputError: a container of it has what cannot be copied.
+    """
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            leaves = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor) and not one.is_leaf]
+            memo |= {id(one): one.detach() for one in leaves}
+            if isinstance(value, _COPIED) or callable(value):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except (TypeError, RuntimeError) as error:
+                if isinstance(value, list | dict | set | tuple):
+                    raise InvalidInputError(
+                        f"packaging a {type(module).__name__}: its attribute {name!r} cannot be copied: {error}"
+                    ) from error
+                memo[id(value)] = value  # a lock, a file, a connection: the copy has the module's own
+    found: nn.Module = copy.deepcopy(module, memo)
+    return found
 
 
 def _blank(weight: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,14 @@ torch.export bakes silently what is no tensor: Python's random numbers, clocks a
 what an `except` swallows. `packaging.py` finds these by runs.
 """
 
+import io
 import operator
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -38,6 +40,10 @@ _POOLINGS: Final = ("sum", "mean", "max")
 _TO_THE_END: Final = 2**63 - 1
 _HOMES: Final = tuple(f"{torch.__file__.rpartition('/')[0]}{end}" for end in ("/", "rec/"))  # of torch and torchrec
 _SAMPLES: Final = sympy.Symbol("samples", integer=True, nonnegative=True)
+
+
+class _FixedSizesError(InvalidInputError):
+    """The number of rows of the outputs is not that of the samples: another way of tracing may make it so."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class Cut:
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
         self.notes += sizes.notes
         for number, lookup in enumerate(self.lookups):
-            lookup.name = f"vectors_{number}"
+            lookup.name = self.free_name(f"vectors_{number}")
             for what, source in lookup.parts.items():
                 lookup.parts[what] = self._recognised(lookup, source, what)
         self._sized = self._find_sized()
@@ -151,8 +157,8 @@ class Cut:
                 renormed = isinstance(source, fx.Node) and source.target is aten.embedding_renorm.default
                 if target.op == "get_attr" and not renormed:
                     raise InvalidInputError(
-                        f"{self._doing}: forward changes its state {target.target!r} in evaluation mode; a served module has "
-                        "no memory: make it an input, or change it only if self.training"
+                        f"{self._doing}: forward changes its state {plain_path(target.target)!r} in evaluation mode; a served "
+                        "module has no memory: make it an input, or change it only if self.training"
                     )
                 self.graph.erase_node(node)  # a renormed weight, or an input that is changed after it was read
             elif _draws(node):
@@ -175,7 +181,8 @@ class Cut:
             for above in _ancestors(source.node for source in lookup.parts.values()):
                 if above in nodes:
                     raise InvalidInputError(
-                        f"{self._doing}: the keys of {lookup.weight!r} depend on the vectors of {nodes[above].weight!r}"
+                        f"{self._doing}: the keys of {plain_path(lookup.weight)!r} depend on the vectors of "
+                        f"{plain_path(nodes[above].weight)!r}"
                         f"{lookup.line}: two levels of lookups; package the first part as a model of its own, and ask the "
                         "second with its answer"
                     )
@@ -300,6 +307,12 @@ class Cut:
         """Return a weight, buffer or constant of the module."""
         return operator.attrgetter(path)(self.whole)
 
+    def free_name(self, name: str) -> str:
+        """Return a name that no input has."""
+        while name in self.inputs:
+            name += "_"
+        return name
+
     def sizes_of(self, name: str) -> list[Any]:
         """Return the sizes of an input, or of the vectors of a lookup, as expressions."""
         lookup = next((one for one in self.lookups if one.name == name), None)
@@ -420,27 +433,32 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     """
     flat = FlatModule(module, inputs, outputs)
     first: InvalidInputError | None = None
-    for strict in (False, True):
+    for strict, every in ((False, True), (False, False), (True, True), (True, False)):
         before = _attributes(module)
         try:
-            with _SizeBranches() as branches, _MissedAttributes() as missed:
-                program = export(flat, (inputs.tensors,), strict=strict, functional=True)
+            with _SizeBranches() as branches:
+                traced = export(flat, (inputs.tensors,), strict=strict, every=every)
+            code = traced.graph_module.code
+            with _tracing():
+                program = traced.run_decompositions({})  # functional: nothing is changed in place
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
             continue
         try:
             found = Cut(inputs, program)
-        except InvalidInputError as error:
+        except _FixedSizesError as error:
             first = first or error
             continue
         after = _attributes(module)
-        kept = set() if strict else _only_set(module, missed.names) - {*before}
-        if changed := next(
-            (name for name, value in after.items() if name not in kept and not _same(before.get(name, ()), value)), None
-        ):
+        if changed := next((name for name, value in after.items() if not _same(before.get(name, ()), value)), None):
             raise InvalidInputError(
                 f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it "
                 "in __init__, as a buffer if it is a tensor"
+            )
+        if export(flat, (inputs.tensors,), strict=strict, every=every).graph_module.code != code:
+            raise InvalidInputError(
+                f"packaging a {inputs.module}: forward is another program each time it is traced: does it read a clock, a "
+                "counter or a random number of Python? Give them as inputs"
             )
         found.branches = strict or branches.found  # dynamo reads the code, and nobody sees where it branches
         found.need_filled(None if strict or branches.foregone else branches.symbols)
@@ -456,60 +474,43 @@ def export(
     *,
     known: Mapping[str, Sequence[Any]] | None = None,
     strict: bool = False,
-    functional: bool = False,
+    every: bool = True,
 ) -> torch.export.ExportedProgram:
     """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix them.
 
     Args:
         known: sizes of the tensors by name, in their order; those that are numbers are fixed. Default: none is.
-        functional: leave nothing that is changed in place.
+        every: free all sizes; false: the first ones alone.
     """
-    patch: Any = tracing.patch  # type: ignore[attr-defined]
     tensors = [*given[0].values()] if isinstance(given[0], Mapping) else given
     sizes = [*known.values()] if known is not None else [[None] * one.ndim for one in tensors]
-    failed: Exception | None = None
-    for every in (True, False):
-        dims = [
-            {
-                dim: torch.export.Dim.AUTO
-                for dim, size in enumerate(own[: None if every else 1])
-                if size is None or not size.is_Integer
-            }
-            for own in sizes
-        ]
-        shapes: Any = (dict(zip(given[0], dims, strict=True)),) if isinstance(given[0], Mapping) else (tuple(dims),)
-        try:
-            with torch.no_grad(), patch(backed_size_oblivious=True), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
-                program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
-                return program.run_decompositions({}) if functional else program
-        except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
-            failed = failed or error
-    raise failed or AssertionError
+    dims = [
+        {
+            dim: torch.export.Dim.AUTO
+            for dim, size in enumerate(own[: None if every else 1])
+            if size is None or not size.is_Integer
+        }
+        for own in sizes
+    ]
+    shapes: Any = (dict(zip(given[0], dims, strict=True)),) if isinstance(given[0], Mapping) else (tuple(dims),)
+    with _tracing():
+        return torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
 
 
-class _MissedAttributes:
-    """Notes which attributes of modules are asked for that are not there.
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what torch's exporters print and warn of: the caller gets the error, and can do nothing about their own code."""
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
-    Attributes:
-        names: with the ids of the modules.
-    """
 
-    def __enter__(self) -> "_MissedAttributes":
-        self.names: set[tuple[int, str]] = set()
-        self._of_torch: Callable[[nn.Module, str], Any] = nn.Module.__getattr__
-        of_torch = self._of_torch
-
-        def watched(module: nn.Module, name: str) -> Any:
-            if not any(name in vars(module).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
-                self.names.add((id(module), name))
-            return of_torch(module, name)
-
-        nn.Module.__getattr__ = watched  # type: ignore[method-assign, assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        nn.Module.__getattr__ = self._of_torch  # type: ignore[method-assign, assignment]
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """Trace sizes of 0 and 1 like others: what distinguishes them becomes a guard."""
+    patch: Any = tracing.patch  # type: ignore[attr-defined]
+    with torch.no_grad(), patch(backed_size_oblivious=True), quiet():
+        yield
 
 
 class _SizeBranches:
@@ -581,6 +582,8 @@ class _Sizes:
         for name, expression in rows.items():
             if (found := self._renamed(_expression(expression))) != _SAMPLES:
                 self._refuse_rows(inputs, dims, name, found)
+        if not any(_SAMPLES in self._renamed(sizes[0]).free_symbols for sizes in dims.values()):
+            self._refuse_rows(inputs, dims, next(iter(rows)), _SAMPLES)
         self.examples: dict[str, int] = {}
         beside = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
         beside |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
@@ -602,11 +605,11 @@ class _Sizes:
     def _refuse_rows(self, inputs: ModuleInputs, dims: Mapping[str, Any], name: str, rows: Any) -> None:
         fixed = next((one for one, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None)
         if rows.is_Integer and fixed is not None:
-            raise InvalidInputError(
+            raise _FixedSizesError(
                 f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input "
                 f"{fixed!r} in the examples: does it use len(), int(), float() or tolist() of a size? Use x.shape[0] as it is"
             )
-        raise InvalidInputError(
+        raise _FixedSizesError(
             f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all "
             "outputs"
         )
@@ -744,6 +747,11 @@ def _solved(samples: Any) -> dict[Any, Any]:
 
 
 # -- the graph
+
+
+def plain_path(path: Any) -> str:
+    """Return the path of a weight in the module itself, without that of what calls it."""
+    return str(path).removeprefix("module.")
 
 
 def line_of(node: fx.Node) -> str:
@@ -904,16 +912,6 @@ def _attributes(module: nn.Module) -> dict[str, list[Any]]:
             if name not in ("_parameters", "_buffers", "_modules") and not name.startswith(("_forward", "_backward")):
                 found[f"{path}.{name}".lstrip(".")] = pytree.tree_leaves(value)
     return found
-
-
-def _only_set(module: nn.Module, missed: Set[tuple[int, str]]) -> set[str]:
-    """List tensors that forward keeps for others to see (attention weights), and never asked for before."""
-    return {
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, torch.Tensor) and (id(part), name) not in missed
-    }
 
 
 def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ first of a list. A `KeyedJaggedTensor` becomes one ragged input a feature: keys 
 What is no tensor (a number, a string, None) is a constant, as in the examples.
 """
 
+import enum
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from hps.errors import InvalidInputError
 
 _NARROW: Final = {torch.bfloat16: torch.float32}
 """Dtypes that requests cannot have, and what they give instead."""
+
+_CONSTANTS: Final = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, np.generic)
 
 DTYPES: Final = {
     getattr(torch, name): name for name in ("float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -67,11 +70,11 @@ class ModuleInputs:
             self._slots.append(self._slot(self._name(path), leaf))
             for name, one in zip(self._slots[-1].names, self._parts(self._slots[-1], leaf), strict=True):
                 if name in self.tensors:
-                    raise InvalidInputError(
-                        f"packaging a {self.module}: got two inputs that requests would both name {name!r}; rename one"
-                    )
+                    raise InvalidInputError(f"packaging a {self.module}: got two inputs that are called {name!r}; rename one")
                 self._dtypes[name] = one.dtype
                 self.tensors[name] = self._checked(name, one)
+        if not self.tensors:
+            raise InvalidInputError(f"packaging a {self.module}: got no tensor in the examples, expected one at least")
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -113,6 +116,11 @@ class ModuleInputs:
                     f"packaging a {self.module}: got input {name!r} as a sparse tensor, expected a dense one"
                 )
             return _Slot((name,))
+        if not isinstance(leaf, _CONSTANTS):
+            raise InvalidInputError(
+                f"packaging a {self.module}: got a {type(leaf).__name__} as {name!r}, in which no tensor can be seen; expected "
+                "tensors in dicts, lists and tuples, or a class that is registered (torch.export.register_dataclass)"
+            )
         return _Slot((), value=leaf)
 
     @staticmethod
@@ -162,7 +170,9 @@ class ModuleInputs:
                     raise InvalidInputError(
                         f"calling a packaged {self.module}: got {self._name(path)!r} {got}, unlike the examples"
                     )
-            elif bool(slot.names) != isinstance(leaf, torch.Tensor | np.ndarray) or (not slot.names and leaf != slot.value):
+            elif bool(slot.names) != isinstance(leaf, torch.Tensor | np.ndarray) or (
+                not slot.names and (type(leaf) is not type(slot.value) or leaf != slot.value)
+            ):
                 expected = "a tensor" if slot.names else f"{slot.value!r}, as in the examples"
                 raise InvalidInputError(
                     f"calling a packaged {self.module}: got {leaf!r} as {self._name(path)!r}, expected {expected}"

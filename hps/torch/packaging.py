@@ -7,7 +7,6 @@ import os
 import posixpath
 import re
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +20,10 @@ from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidInputError, ModelFileError
 from hps.models.manifest import VERSION
 from hps.models.sources import ModelSources
-from hps.torch.cutting import Cut, Lookup, Source, cut, export, strongest
+from hps.torch.cutting import Cut, Lookup, Source, cut, export, quiet, strongest
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import DTYPES, ModuleInputs
-from hps.torch.proof import Proof
+from hps.torch.proof import Proof, run_once
 from hps.torch.ranks import gather
 from hps.torch.saving import write_tables
 from hps.torch.traced_copy import TracedCopy
@@ -138,6 +137,8 @@ def package(
             f"packaging {place}: got per_request {unknown[0]!r}, expected some of {', '.join(inputs.tensors)}"
         )
     traced = TracedCopy(module)
+    if not traced.is_sharded:
+        run_once(module, inputs)
     tell(f"exporting a {inputs.module}")
     found = cut(traced.module, inputs, outputs)
     tables = traced.tables(found)
@@ -223,7 +224,7 @@ class Description:
         self._tables = tables
         self._format = format
         self._keys = self._grouped(set(per_request))
-        self._names = {node: f"keys_{place}" for place, node in enumerate(found.computed())}
+        self._names = {node: found.free_name(f"keys_{place}") for place, node in enumerate(found.computed())}
         plain = {lookup.name: self._plain(lookup) for lookup in found.lookups}
         taken: set[str] = set()
         described: dict[str, Any] = {}
@@ -389,9 +390,11 @@ class Description:
         """Export a program that takes and returns tensors by name, and note on which sizes it relies."""
         known = {name: self._cut.sizes_of(name) for name in given}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch's own, which the caller cannot do anything about
-                program, content = _saved(module, given, known, outputs, self._format)
+            with quiet():
+                try:
+                    program, content = _saved(module, given, known, outputs, self._format)
+                except Exception:  # noqa: BLE001 - of torch's exporters, which raise anything
+                    program, content = _saved(module, given, known, outputs, self._format, every=False)
         except Exception as error:
             lines = str(error).strip().splitlines()
             raise InvalidInputError(
@@ -448,15 +451,17 @@ def _saved(
     known: Mapping[str, Sequence[Any]],
     outputs: Sequence[str],
     format: str,  # noqa: A002
+    *,
+    every: bool = True,
 ) -> tuple[torch.export.ExportedProgram, bytes]:
     """Export a program for an engine; each gets an export of its own, which it may change."""
     given = {name: one.clone() for name, one in given.items()}
     if format == "pt2":
         file = io.BytesIO()
-        program = export(module, (given,), known=known)
+        program = export(module, (given,), known=known, every=every)
         torch.export.save(program, file)
         return program, file.getvalue()
-    program = export(_Positional(module, [*given]), tuple(given.values()), known=known)
+    program = export(_Positional(module, [*given]), tuple(given.values()), known=known, every=every)
     with tempfile.TemporaryDirectory(prefix="hps-package-") as directory:
         place = Path(directory, _FILES[format])
         if format == "onnx":

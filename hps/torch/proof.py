@@ -4,7 +4,7 @@ The graph is what makes masks, lengths and rules right. Runs find what no graph 
 Python, `torch.compiler.is_compiling()`, what an `except` swallows, and whether rows depend on each other.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,13 +17,14 @@ from hps.scoring.deployed import OpenedNetwork
 from hps.scoring.features import ScoreInputs, arrays_of, read_request
 from hps.scoring.scorer import Scorer
 from hps.tensors.segments import Segment
-from hps.torch.cutting import Cut
+from hps.torch.cutting import Cut, plain_path
 from hps.torch.module_inputs import ModuleInputs, outputs_of
 from hps.torch.tables import Table
 from hps.torch.traced_copy import TracedCopy, copied
 
 Tensors = Mapping[str, torch.Tensor]
 _TOLERANCES: Final = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
+_SMALL_BYTES: Final = 16 << 20
 _GIVEN_ONCE: Final = "what is per request given once"
 _KEYS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -51,7 +52,8 @@ class Proof:
         self._inputs, self._cut, self._outputs = inputs, found, outputs
         self._doing = f"packaging a {inputs.module}"
         self._alone = not traced.is_sharded
-        self._module = _to_run(module, found) if self._alone else module
+        scaled = {plain_path(lookup.weight) for lookup in found.lookups if lookup.max_norm is not None}
+        self._module = _to_run(module, scaled) if self._alone else module
         self._device = next((one.device for one in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self._tolerance = tolerance
         self.notes: list[str] = []
@@ -95,9 +97,11 @@ class Proof:
         half = max((_TOLERANCES.get(self._cut.outputs[name].meta["val"].dtype, 0.0), *self._of_weights()))
         tolerance = self._tolerance or max(half, 1e-5)
         ours, theirs = ours.double(), theirs.double()
-        difference = (ours - theirs).abs()
-        worst = float(torch.nan_to_num(difference, nan=0.0).max()) if difference.numel() else 0.0
-        return worst, not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+        known = ~(ours.isnan() | theirs.isnan())  # a server refuses what is not a number
+        ours, theirs = ours[known], theirs[known]
+        difference = torch.nan_to_num((ours - theirs).abs())
+        worst = float(difference.max()) if difference.numel() else 0.0
+        return worst, not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
     def _of_weights(self) -> list[float]:
         """Return the tolerances of the dtypes that the module computes in."""
@@ -261,6 +265,7 @@ class Proof:
             ("other keys", lambda one: one.flatten().roll(1).reshape(one.shape)),
             ("keys in reverse", lambda one: one.flatten().flip(0).reshape(one.shape)),
             ("the smallest key everywhere", lambda one: torch.full_like(one, int(one.min()))),
+            ("zeros behind and a row of zeros", _with_zeros),
             ("the largest key everywhere", lambda one: torch.full_like(one, int(one.max()))),
         ):
             yield what, {name: change(one) if name in keys else one for name, one in tensors.items()}
@@ -308,10 +313,53 @@ class Proof:
         return {name: torch.cat(parts), offsets_name: new if ends is offsets else new[:-1]}
 
 
-def _to_run(module: nn.Module, found: Cut) -> nn.Module:
-    """Copy a module that may change itself when it runs. Weights are shared, but those that running scales to a norm."""
-    scaled = {lookup.weight.removeprefix("module.") for lookup in found.lookups if lookup.max_norm is not None}
-    memo: dict[int, Any] = {id(one): one for name, one in module.named_parameters() if name not in scaled}
+def _with_zeros(one: torch.Tensor) -> torch.Tensor:
+    """Set the second half of each row, and all of the first row, to zero: what is usual for padding."""
+    one = one.clone()
+    if one.ndim > 1:
+        one[:, one.shape[1] // 2 :] = 0
+    one[:1] = 0
+    return one
+
+
+def run_once(module: nn.Module, inputs: ModuleInputs) -> None:
+    """Run a copy of a module on the examples before it is traced, so that what it caches elsewhere holds no traced tensors.
+
+    Raises:
+        InvalidInputError: it does not run.
+    """
+    scaled = {
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        if getattr(part, "max_norm", None) is not None
+        for name, _ in part.named_parameters()
+    }
+    device = next((one.device for one in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    if device.type == "meta":
+        return
+    ours = _to_run(module, scaled).eval()
+    try:
+        with torch.no_grad():
+            inputs.call(ours, {name: one.to(device, copy=True) for name, one in inputs.tensors.items()})
+    except Exception as error:
+        raise InvalidInputError(
+            f"packaging a {inputs.module}: it does not run on the examples: {type(error).__name__}: {error}"
+        ) from error
+    for (path, one), own in zip(ours.named_parameters(), module.parameters(), strict=True):
+        shared = one.data_ptr() == own.data_ptr()
+        if path not in scaled and not shared and not torch.equal(torch.nan_to_num(one), torch.nan_to_num(own)):
+            raise InvalidInputError(
+                f"packaging a {inputs.module}: forward changes its weight {path!r}; a served module has no memory: change it "
+                "once, before it is packaged"
+            )
+
+
+def _to_run(module: nn.Module, scaled: Collection[str]) -> nn.Module:
+    """Copy a module that may change itself when it runs. Large weights are shared, but those that running scales to a norm."""
+    memo: dict[int, Any] = {}
+    for path, one in module.named_parameters():
+        if path not in scaled and one.numel() * one.element_size() > _SMALL_BYTES:
+            memo[id(one)] = nn.Parameter(one.detach(), requires_grad=False)
     memo |= {id(part): part for part in module.modules() if type(part).__module__.startswith(("torch.ao.", "torchrec.quant."))}
     return copied(module, memo)
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from hps.errors import InvalidInputError
 from hps.models.discovery import name_of
-from hps.torch.cutting import Cut
+from hps.torch.cutting import Cut, plain_path
 from hps.torch.embeddings import Embedding, EmbeddingForm, foreign_embeddings
 from hps.torch.tables import ShardedTable, Table, is_sharded, table_of
 
@@ -31,7 +31,6 @@ class TracedCopy:
         self._kind = type(module).__name__
         self._real: dict[int, torch.Tensor] = {}  # by id of what stands in for it
         self._named: dict[int, tuple[str, Table | ShardedTable]] = {}
-        self._keeps: list[Any] = []
         memo: dict[int, Any] = {}
         own: set[int] = set()
         for one in foreign_embeddings(module):
@@ -42,12 +41,17 @@ class TracedCopy:
         for weight in (*module.parameters(), *module.buffers()):
             if id(weight) in own:
                 continue
-            memo[id(weight)] = weight
+            if nn.parameter.is_lazy(weight):
+                raise InvalidInputError(
+                    f"packaging a {self._kind}: got a lazy weight without values; call the module once before"
+                )
+            memo[id(weight)] = alias = _alias(weight)
+            self._real[id(alias)] = weight
             if type(weight) not in (torch.Tensor, nn.Parameter, nn.Buffer) or weight.device.type != "cpu":
                 memo[id(weight)] = blank = _blank(weight)
                 self._real[id(blank)] = weight
                 self.is_sharded |= is_sharded(weight)
-        self.module: nn.Module = copied(module, memo).eval()
+        self.module = copied(module, memo).eval()
         every = self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
         self._known = {path: id(weight) for found in every for path, weight in found}
         self._paths = {weight: path for path, weight in reversed(self._known.items())}
@@ -61,7 +65,10 @@ class TracedCopy:
         tables: dict[str, tuple[str, Table | ShardedTable]] = {}
         by_name: dict[str, int] = {}
         for path in dict.fromkeys(lookup.weight for lookup in found.lookups):
-            weight = self._weight(path)
+            known = plain_path(path) in self._known  # else a constant of the graph: a tensor that is neither weight nor buffer
+            weight = self._weight(path) if known else found.attribute(path)
+            if not known:
+                self._named[id(weight)] = name_of(path), table_of(f"packaging {path}", weight)
             if (named := self._named.get(id(weight))) is None:
                 own = self._paths[id(weight)]
                 named = self._name(own), table_of(f"packaging {own}", self._real.get(id(weight), weight))
@@ -79,9 +86,11 @@ class TracedCopy:
     def restore(self, found: Cut) -> None:
         """Put the values of weights into the programs that read them, in place of what stood in for them."""
         for path in found.attributes():
-            if path.removeprefix("module.") not in self._known:
+            if plain_path(path) not in self._known:
                 continue  # a constant of the graph
             if (real := self._real.get(id(self._weight(path)))) is None:
+                continue
+            if not is_sharded(real) and real.device.type == "cpu" and type(real) in (torch.Tensor, nn.Parameter):
                 continue
             if is_sharded(real) or real.is_meta:
                 got = "the meta device, without values" if real.is_meta else f"several ranks ({type(real).__name__})"
@@ -91,7 +100,7 @@ class TracedCopy:
             found.put(path, real.detach().cpu())
 
     def _weight(self, path: str) -> Any:
-        return operator.attrgetter(path.removeprefix("module."))(self.module)
+        return operator.attrgetter(plain_path(path))(self.module)
 
     def _name(self, path: str) -> str:
         owner, _, last = path.rpartition(".")
@@ -130,8 +139,20 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                         f"packaging a {type(module).__name__}: its attribute {name!r} cannot be copied: {error}"
                     ) from error
                 memo[id(value)] = value  # a lock, a file, a connection: the copy has the module's own
-    found: nn.Module = copy.deepcopy(module, memo)
-    return found
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise InvalidInputError(
+            f"packaging a {type(module).__name__}: it cannot be copied ({type(error).__name__}: {error}), which tracing needs; "
+            "make what cannot be copied outside of the module"
+        ) from error
+
+
+def _alias(weight: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same memory, so that a forward that assigns to `data` changes no weight of the module."""
+    if type(weight) is nn.Parameter:
+        return nn.Parameter(weight.detach(), requires_grad=False)
+    return weight.detach() if type(weight) is torch.Tensor else weight
 
 
 def _blank(weight: torch.Tensor) -> torch.Tensor:

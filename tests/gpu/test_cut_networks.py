@@ -105,6 +105,7 @@ def test_scores_are_the_modules_and_all_is_captured(served: tuple[Fields, hps.HP
         assert (one.keys.__name__, one.run.__name__) == ("replay", "replay")
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_nothing_is_copied_to_the_host_but_scores(served: tuple[Fields, hps.HPS]) -> None:
     module, server = served
     asked = given(np.random.default_rng(0), 100)

@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[nn.Module, Callable[..., Any], str]] = {
     "random numbers of Python": (
         embedding(),
         lambda item, ids, age: item(ids).sum(1) * random.random(),
-        "answers the same inputs differently from call to call",
+        "forward is another program each time it is traced",
     ),
     "traced": (
         embedding(),

@@ -38,6 +38,7 @@ _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uin
 _ROWS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _POOLINGS: Final = ("sum", "mean", "max")
 _TO_THE_END: Final = 2**63 - 1
+_HOMES: Final = tuple(f"{torch.__file__.rpartition('/')[0]}{end}" for end in ("/", "rec/"))  # of torch and torchrec
 _SAMPLES: Final = sympy.Symbol("samples", integer=True, nonnegative=True)
 
 
@@ -138,6 +139,14 @@ class Cut:
         self.reads = [name for name, node in self.inputs.items() if node in needed]
         attributes = {node.target for node in needed if node.op == "get_attr"}
         self.kept = sorted({lookup.weight for lookup in self.lookups} & attributes)
+
+    def need_filled(self, symbols: Iterable[Any] | None) -> None:
+        """Note that sizes are at least 1, for a module that branches on them; None: all sizes.
+
+        Torch takes them for positive, so that no guard tells that the other branch is for 0.
+        """
+        names = {*self.sizes} if symbols is None else {str(one) for one in self.names.symbols_in(symbols)}
+        self.guards += [f"{name} >= 1" for name in self.sizes if name in names]
 
     # -- what is refused
 
@@ -452,6 +461,7 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
                 "counter or a random number of Python? Give them as inputs"
             )
         found.branches = strict or branches.found  # dynamo reads the code, and nobody sees where it branches
+        found.need_filled(None if strict or branches.foregone else branches.symbols)
         if strict:
             found.notes.append("traced with dynamo (strict=True)")
         return found
@@ -507,15 +517,27 @@ class _SizeBranches:
     """Notes whether code outside of torch branches on a size while it is traced: then another size is another program.
 
     Conditions of torch's own operators, such as what broadcasts, do not change what a row is.
+
+    Attributes:
+        found: whether it does.
+        symbols: in the conditions.
+        foregone: whether a condition has none left: torch takes sizes for positive, so `size == 0` is false without a guard.
     """
 
     def __enter__(self) -> "_SizeBranches":
-        self.found = False
+        self.found = self.foregone = False
+        self.symbols: set[Any] = set()
         self._of_torch: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
-        home, of_torch = torch.__file__.rpartition("/")[0], self._of_torch
+        of_torch, of_size = self._of_torch, torch.SymInt.__bool__.__code__
 
         def watched(condition: torch.SymBool) -> bool:
-            self.found |= not sys._getframe(1).f_code.co_filename.startswith(home)
+            frame: Any = sys._getframe(1)
+            if frame.f_code is of_size:  # `if size:` is `if size != 0:`
+                frame = frame.f_back
+            if not frame.f_code.co_filename.startswith(_HOMES):
+                symbols = condition.node.expr.free_symbols
+                self.found, self.foregone = True, self.foregone or not symbols
+                self.symbols |= symbols
             return bool(of_torch(condition))  # type: ignore[no-untyped-call]
 
         torch.SymBool.__bool__ = watched  # type: ignore[method-assign]
@@ -602,6 +624,10 @@ class _Sizes:
     def _renamed(self, expression: Any) -> Any:
         return expression.subs(self._equal).xreplace(self._names)
 
+    def symbols_in(self, symbols: Iterable[Any]) -> set[Any]:
+        """Return the names that symbols of the graph have, or are made of."""
+        return {name for one in symbols for name in self._renamed(one).free_symbols}
+
     def of(self, value: torch.Tensor) -> list[Any]:
         """Return the sizes of a tensor of the graph, in names."""
         return [self._renamed(_expression(size)) for size in value.shape]
@@ -627,10 +653,11 @@ class _Sizes:
         environment = program.fake_mode.shape_env
         found: list[str] = []
         for guard in environment.guards:
-            condition = environment.replace(guard.expr).subs(self._equal)
-            if condition.free_symbols <= {*names}:  # others are of sizes that only values say
-                renamed = condition.xreplace(names)
-                found += [] if renamed == sympy.true else [self.written(renamed)]
+            every = environment.replace(guard.expr).subs(self._equal)
+            for condition in sympy.And.make_args(every):
+                if condition.free_symbols <= {*names}:  # others are of sizes that only values say
+                    renamed = condition.xreplace(names)
+                    found += [] if renamed == sympy.true else [self.written(renamed)]
         for symbol, bounds in environment.var_to_range.items():
             if symbol in names and environment.replace(symbol) == symbol:
                 named = self.written(names[symbol])
@@ -684,6 +711,8 @@ def _written(expression: Any) -> str:
     kind = type(expression).__name__
     if kind in ("Max", "Min"):
         return f"{kind.lower()}({', '.join(parts)})"
+    if len(parts) != 2:
+        raise KeyError(kind)
     return f"({parts[0]} {_OPERATORS[kind]} {parts[1]})"
 
 
@@ -728,10 +757,11 @@ def plain_path(path: Any) -> str:
 def line_of(node: fx.Node) -> str:
     """Return the line of the module that a node is of, in brackets; empty if nobody knows."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    home = torch.__file__.rpartition("/")[0]
     ours = __file__.rpartition("/")[0]
     places = [
-        place for place, text in enumerate(lines) if text.strip().startswith("File") and home not in text and ours not in text
+        place
+        for place, text in enumerate(lines)
+        if text.strip().startswith("File") and not any(one in text for one in (*_HOMES, ours))
     ]
     if not places:
         return ""
@@ -742,11 +772,10 @@ def line_of(node: fx.Node) -> str:
 def _refused(inputs: ModuleInputs, error: Exception) -> InvalidInputError:
     """Say why a module cannot be exported, with the last line outside of torch, and a way out if one is known."""
     frames = traceback.extract_tb(error.__traceback__)
-    home = torch.__file__.rpartition("/")[0]
     own = [
         one
         for one in frames
-        if not one.filename.startswith(home) and "/hps/torch/" not in one.filename and "<" not in one.filename
+        if not one.filename.startswith(_HOMES) and "/hps/torch/" not in one.filename and "<" not in one.filename
     ]
     text = " ".join(str(error).split())
     cure = ""
@@ -783,7 +812,8 @@ def _draws(node: fx.Node) -> bool:
         return False
     got = _arguments(node)
     chance = next((got[name] for name in ("dropout_p", "dropout", "p") if name in got), 1.0)
-    return got.get("train", True) is not False and chance != 0
+    training = got.get("train", got.get("training", True))  # of recurrent layers, and of rrelu
+    return training is not False and chance != 0
 
 
 def _depends_on_values(graph: fx.Graph) -> set[fx.Node]:

@@ -107,6 +107,14 @@ class ModuleInputs:
                 names += [own, f"{own}.offsets", *([f"{own}.weights"] if weighted else [])]
             return _Slot(tuple(names), tuple(leaf.keys()), weighted)
         if isinstance(leaf, torch.Tensor | np.ndarray):
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biuf":
+                raise InvalidInputError(
+                    f"packaging a {self.module}: got input {name!r} of {leaf.dtype}, expected {', '.join(DTYPES.values())}"
+                )
+            if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+                raise InvalidInputError(
+                    f"packaging a {self.module}: got input {name!r} as a sparse tensor, expected a dense one"
+                )
             return _Slot((name,))
         if not isinstance(leaf, _CONSTANTS):
             raise InvalidInputError(
@@ -249,7 +257,10 @@ def outputs_of(found: Any, names: Sequence[str] | None, *, squeezed: bool = Fals
             raise InvalidInputError(f"packaging: got {len(names)} names of outputs, expected {len(leaves)}")
         named = dict(zip(names, [leaf for _, leaf in leaves], strict=True))
     else:
-        named = {".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): leaf for path, leaf in leaves}
+        paths = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in leaves]
+        if twice := next((name for place, name in enumerate(paths) if name in paths[:place]), None):
+            raise InvalidInputError(f"packaging: got two outputs that would both be {twice!r}; rename one")
+        named = dict(zip(paths, [leaf for _, leaf in leaves], strict=True))
         if names is not None and set(names) - set(named):
             raise InvalidInputError(f"packaging: got outputs {list(names)}, expected some of {', '.join(named)}")
         named = {name: named[name] for name in names or named}

@@ -120,15 +120,29 @@ class Proof:
                 self.rows_are_independent = False
                 self.why_dependent = "its inputs cannot be taken apart by samples"
                 return
-            try:
-                found = self._run(tensors)
-            except Exception:  # noqa: BLE001 - the module does not take them
-                continue
-            for name, one in found.items():
-                if self._worst(one, self._examples[name][order], name)[1]:
-                    self.rows_are_independent = False
-                    self.why_dependent = f"the module answers a sample {what} otherwise (output {name!r})"
-                    return
+            if self._depends(what, tensors, {name: one[order] for name, one in self._examples.items()}):
+                return
+        for factor in (1e3, -1e3):
+            tensors = dict(self._inputs.tensors)
+            for name, one in tensors.items():
+                if one.is_floating_point() and self._cut.shapes[name][0] == "samples" and len(one) == count > 1:
+                    tensors[name] = torch.cat([one[:-1], one[-1:] * factor])
+            first = {name: one[:-1] for name, one in self._examples.items()}
+            if self._depends("beside one of large numbers", tensors, first):
+                return
+
+    def _depends(self, what: str, tensors: Tensors, expected: Tensors) -> bool:
+        """Return whether the first samples are answered otherwise than expected."""
+        try:
+            found = self._run(tensors)
+        except Exception:  # noqa: BLE001 - the module does not take them
+            return False
+        for name, one in expected.items():
+            if self._worst(found[name][: len(one)], one, name)[1]:
+                self.rows_are_independent = False
+                self.why_dependent = f"the module answers a sample {what} otherwise (output {name!r})"
+                return True
+        return False
 
     def compare(self, config: ModelConfig, dense: DenseConfig, files: Mapping[str, bytes], tables: Mapping[str, Table]) -> None:
         """Score the examples and inputs made of them as a server does, and compare the answers with the module's.

@@ -2,17 +2,21 @@
 
 import copy
 import operator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from hps.errors import InvalidInputError
 from hps.models.discovery import name_of
 from hps.torch.cutting import Cut, plain_path
 from hps.torch.embeddings import Embedding, EmbeddingForm, drop_shard_hooks, foreign_embeddings
 from hps.torch.tables import ShardedTable, Table, is_sharded, table_of
+
+_COPIED: Final = (nn.Module, torch.Tensor, str, int, float, type(None))
+"""What is copied without a trial."""
 
 
 class TracedCopy:
@@ -112,20 +116,36 @@ class TracedCopy:
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module.
+    """Copy a module, which may hold tensors of its last call, which have gradients, and what cannot be copied, such as a lock.
 
     Args:
-        memo: as for `copy.deepcopy`: what takes the place of an object, by its id.
+        memo: by id, what the copy has in place of parts of the module; gets more.
 
     Raises:
-        InvalidInputError: it cannot be copied.
+        InvalidInputError: a container of it has what cannot be copied.
     """
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            leaves = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor) and not one.is_leaf]
+            memo |= {id(one): one.detach() for one in leaves}
+            if isinstance(value, _COPIED) or callable(value):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except (TypeError, RuntimeError) as error:
+                if isinstance(value, list | dict | set | tuple):
+                    raise InvalidInputError(
+                        f"packaging a {type(module).__name__}: its attribute {name!r} cannot be copied: {error}"
+                    ) from error
+                memo[id(value)] = value  # a lock, a file, a connection: the copy has the module's own
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise InvalidInputError(
             f"packaging a {type(module).__name__}: it cannot be copied ({type(error).__name__}: {error}), which tracing needs; "
-            "make what cannot be copied (a lock, a computed tensor) outside of the module"
+            "make what cannot be copied outside of the module"
         ) from error
 
 

@@ -153,7 +153,7 @@ def settings_of_the_training(self: Any, tags: torch.Tensor) -> torch.Tensor:
     return self.fc((self.e(tags) + self.s(tags)).sum(1)).squeeze(1)
 
 
-@form(tags, one=embedding(1), narrow=embedding(dim=1), wide=embedding(dim=130), fc=linear(DIM + 131))
+@form(tags, within=not_empty, one=embedding(1), narrow=embedding(dim=1), wide=embedding(dim=130), fc=linear(DIM + 131))
 def widths_and_rows(self: Any, tags: torch.Tensor) -> torch.Tensor:
     """A table of one row, of one column, and of 130."""
     first = tags[:, :1].sum(1) if tags.shape[1] > 100 else tags.sum(1) % ROWS

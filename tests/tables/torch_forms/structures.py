@@ -1,8 +1,10 @@
 """Structures of inputs and outputs, names, wrappers and parts of modules."""
 
+import threading
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -465,3 +467,45 @@ def attributes_of_a_table(self: Any, item: torch.Tensor) -> torch.Tensor:
     keys = (item * 7) % self.e.num_embeddings
     ones = torch.ones(item.shape[0], self.e.weight.shape[1], dtype=self.e.weight.dtype, device=self.e.weight.device)
     return self.fc(self.e(keys) * ones / self.e.embedding_dim + self.e.weight.new_ones(1)).squeeze(1)
+
+
+@form(lambda draw: {"hist": draw.history()})
+def what_cannot_be_copied() -> nn.Module:
+    """A lock, a computed tensor of the last call, and a weight that a hook makes."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.fc = nn.Embedding(ROWS, DIM), nn.utils.weight_norm(nn.Linear(DIM, 1))
+            self.lock, self.last = threading.Lock(), self.fc(torch.ones(DIM))
+
+        def forward(self, hist: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.e(hist).sum(1)).squeeze(1)
+
+    return Kept()
+
+
+@form(lambda draw: {"item": draw.keys(), "image": draw.floats(draw.samples, 3, 4, 4)}, e=embedding(), fc=linear())
+def an_image(self: Any, item: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """Pooling needs several sizes at once."""
+    return self.fc(self.e(item)).squeeze(1) + F.avg_pool2d(image, 2).flatten(1).sum(1)
+
+
+@form(lambda draw: {"item": draw.keys()}, refused="both be 'a.b'", e=embedding(), fc=linear())
+def outputs_called_alike(self: Any, item: torch.Tensor) -> dict[str, Any]:
+    y = self.fc(self.e(item)).squeeze(1)
+    return {"a": {"b": y}, "a.b": y * 2}
+
+
+@form(
+    lambda draw: {"item": draw.keys(), "name": np.array(["a"] * draw.samples)}, refused="name.*<U1", e=embedding(), fc=linear()
+)
+def strings_as_an_array(self: Any, item: torch.Tensor, name: Any) -> torch.Tensor:
+    return self.fc(self.e(item)).squeeze(1)
+
+
+@form(
+    lambda draw: {"item": draw.keys(), "s": torch.eye(draw.samples).to_sparse()}, refused="sparse", e=embedding(), fc=linear()
+)
+def a_sparse_input(self: Any, item: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return self.fc(torch.sparse.mm(s, self.e(item))).squeeze(1)

@@ -67,13 +67,26 @@ def branch_on_odd_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return y - 4 if hist.size(0) % 2 else y
 
 
+@trap(within=lambda samples, length: length > 0)
+def empty_history_branch(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    """Torch takes sizes for positive, so no guard says that the module branches here."""
+    y = self.fc(self.e(hist).sum(1)).squeeze(1)
+    return y + 5 if hist.size(1) == 0 else y
+
+
+@trap(within=lambda samples, length: length > 0)
+def a_size_as_a_condition(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    y = self.fc(self.e(hist).sum(1)).squeeze(1)
+    return y if hist.shape[1] else y + 5
+
+
 @trap(within=lambda samples, length: length % 2 == 1)
 def branch_on_odd_length(self: Any, hist: torch.Tensor) -> torch.Tensor:
     y = score(self, hist)
     return y if hist.size(1) % 2 else y - 1
 
 
-@trap(within=lambda samples, length: samples * length <= 100)
+@trap(within=lambda samples, length: 0 < samples * length <= 100)
 def branch_on_numel(self: Any, hist: torch.Tensor) -> torch.Tensor:
     y = score(self, hist)
     return y if hist.numel() <= 100 else y + 1
@@ -311,6 +324,11 @@ def gumbel_softmax(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return self.fc(F.gumbel_softmax(self.e(hist).sum(1), tau=0.5)).squeeze(1)
 
 
+@trap()
+def rrelu_of_the_training(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    return self.fc(F.rrelu(self.e(hist).sum(1), training=self.training)).squeeze(1)
+
+
 @form(history)
 def dropout_of_the_training() -> nn.Module:
     class Dropped(nn.Module):
@@ -532,6 +550,17 @@ def softmax_over_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
 def rare_rule_over_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
     """Only where a sample of the request has the last key: no example need show that samples depend on each other."""
     return self.fc(self.e(hist).sum(1)).squeeze(1) + (hist == ROWS - 1).any().float()
+
+
+@form(
+    lambda draw: {"item": draw.keys(), "price": draw.floats() * (1 if draw.examples else 20)},
+    alone=True,
+    e=embedding(),
+    fc=linear(),
+)
+def rare_rule_on_numbers_of_samples(self: Any, item: torch.Tensor, price: torch.Tensor) -> torch.Tensor:
+    """Samples depend on each other only beside numbers that are larger than the examples'."""
+    return self.fc(self.e(item)).squeeze(1) + price / price.max().clamp(min=10)
 
 
 @form(lambda draw: {"user": draw.keys(), "item": draw.keys()}, within=None, alone=True, u=embedding(), i=embedding())

@@ -6,6 +6,7 @@ first of a list. A `KeyedJaggedTensor` becomes one ragged input a feature: keys 
 What is no tensor (a number, a string, None) is a constant, as in the examples.
 """
 
+import dataclasses
 import enum
 import inspect
 from collections.abc import Mapping, Sequence
@@ -249,6 +250,10 @@ def outputs_of(found: Any, names: Sequence[str] | None, *, squeezed: bool = Fals
     """
     if hasattr(found, "to_dict") and not isinstance(found, Mapping):  # torchrec's KeyedTensor
         found = found.to_dict()
+    if isinstance(found, Mapping):
+        found = dict(found)  # of any class
+    elif dataclasses.is_dataclass(found):
+        found = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
     leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(found)[0] if leaf is not None]
     if not isinstance(found, Mapping):
         if names is None:

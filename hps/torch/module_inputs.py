@@ -72,6 +72,10 @@ class ModuleInputs:
             for name, one in zip(self._slots[-1].names, self._parts(self._slots[-1], leaf), strict=True):
                 if name in self.tensors:
                     raise InvalidInputError(f"packaging a {self.module}: got two inputs that are called {name!r}; rename one")
+                if one.ndim and not len(one) and name not in self.ragged:
+                    raise InvalidInputError(
+                        f"packaging a {self.module}: got input {name!r} that is empty, expected a few samples"
+                    )
                 self._dtypes[name] = one.dtype
                 self.tensors[name] = self._checked(name, one)
         if not self.tensors:
@@ -144,8 +148,6 @@ class ModuleInputs:
         one = one.detach().to("cpu", _NARROW.get(one.dtype, one.dtype), copy=True).contiguous()
         if not one.ndim:
             raise InvalidInputError(f"packaging a {self.module}: got a number for input {name!r}, expected one for each sample")
-        if not len(one) and name not in self.ragged:
-            raise InvalidInputError(f"packaging a {self.module}: got input {name!r} that is empty, expected a few samples")
         if one.dtype not in DTYPES:
             raise InvalidInputError(
                 f"packaging a {self.module}: got input {name!r} of {one.dtype}, expected {', '.join(DTYPES.values())}"
@@ -181,9 +183,11 @@ class ModuleInputs:
                     f"calling a packaged {self.module}: got {leaf!r} as {self._name(path)!r}, expected {expected}"
                 )
             for name, one in zip(slot.names, self._parts(slot, leaf), strict=True):
-                if one.dtype != self._dtypes[name]:
+                if one.dtype != self._dtypes[name] or one.ndim != self.tensors[name].ndim:
+                    expected = f"{self._dtypes[name]} of {self.tensors[name].ndim} dimensions"
                     raise InvalidInputError(
-                        f"calling a packaged {self.module}: got input {name!r} of {one.dtype}, expected {self._dtypes[name]}"
+                        f"calling a packaged {self.module}: got input {name!r} of {one.dtype} of shape {list(one.shape)}, "
+                        f"expected {expected}"
                     )
                 tensors[name] = one
         return {name: self._checked(name, one) for name, one in tensors.items()}

@@ -161,7 +161,7 @@ def one_column_that_broadcasts(self: Any, hist: torch.Tensor, weights: torch.Ten
     return self.fc((self.e(hist) * weights.unsqueeze(2)).sum(1)).squeeze(1) + weights.sum(1)
 
 
-@trap()
+@trap(within=lambda samples, length: samples > 1)
 def expand_hidden_batch(self: Any, hist: torch.Tensor) -> torch.Tensor:
     samples = hist.shape[0]
     found = self.fc(self.e(hist).reshape(samples, -1, DIM).sum(1)).squeeze()
@@ -276,7 +276,7 @@ def python_counter(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return score(self, hist) * self.n
 
 
-@trap(refused="sets 'calls'", calls=lambda: [])
+@trap(refused="sets 'calls'|another program|differs by up to", calls=lambda: [])
 def counter_in_a_list(self: Any, hist: torch.Tensor) -> torch.Tensor:
     self.calls.append(1)
     return score(self, hist) + 100 * (len(self.calls) > 3)
@@ -291,12 +291,12 @@ def global_that_is_read(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return self.fc(self.e(hist).sum(1)).squeeze(1) * (2 + len(COUNTED))
 
 
-@trap(refused="differently")
+@trap(refused="differently|another program")
 def python_random(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return score(self, hist) * random.random()
 
 
-@trap(refused="differently")
+@trap(refused="differently|another program")
 def numpy_random(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return score(self, hist) + torch.from_numpy(np.random.rand(1).astype("f"))  # noqa: NPY002 - the trap
 
@@ -343,7 +343,7 @@ def dropout_of_the_training() -> nn.Module:
     return Dropped()
 
 
-@trap(refused="differently")
+@trap(refused="differently|another program")
 def by_date(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return score(self, hist) * (1 + time.time() % 1)
 

@@ -124,8 +124,9 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Raises:
         InvalidInputError: a container of it has what cannot be copied.
     """
+    replaced = {id(below) for part in module.modules() if id(part) in memo for below in part.modules()}
     for part in module.modules():
-        for name, value in vars(part).items():
+        for name, value in () if id(part) in replaced else vars(part).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
             leaves = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor) and not one.is_leaf]

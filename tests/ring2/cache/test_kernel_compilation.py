@@ -8,6 +8,7 @@ import pytest
 
 from hps.cache.cuda import kernels
 from hps.cache.cuda.kernels import Kernel
+from hps.tensors.bags import Arithmetic
 from hps.testing.waiting import PATIENCE_S
 from tests.ring1.cache.test_kernels import BFLOAT16, FLOAT16, FLOAT32, INT8, shape
 
@@ -31,7 +32,7 @@ SPECIALISATIONS = [
     kernels.query_kernel(shape(32), kind=kernels.STATIC),
     kernels.query_kernel(shape(128, 64), kind=kernels.STATIC, settles=True),
     kernels.query_kernel(shape(301), kind=kernels.STATIC, settles=True),
-    kernels.pool_kernel("pool", shape(32), plain=True, kind=kernels.STATIC),
+    kernels.pool_kernel("pool", shape(32), Arithmetic.SUMS, kernels.STATIC),
     kernels.insert_kernel(4, 32, kind=kernels.STATIC),
     kernels.insert_kernel(1, 300, kind=kernels.STATIC),
     kernels.erase_kernel(kernels.STATIC),
@@ -42,13 +43,13 @@ SPECIALISATIONS = [
     kernels.answer_kernel("answer", shape(128, dtypes=(INT8,))),
     kernels.answer_kernel("answer", shape(1001, 6, 5, dtypes=(FLOAT32, BFLOAT16, INT8))),
     kernels.answer_kernel("admit_answers", shape(64, dtypes=(FLOAT16,))),
-    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True),
-    kernels.pool_kernel("pool_rest", shape(300, 6, dtypes=(FLOAT16, FLOAT32)), plain=False),
+    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), Arithmetic.SUMS),
+    kernels.pool_kernel("pool_rest", shape(300, 6, dtypes=(FLOAT16, FLOAT32)), Arithmetic.WEIGHTED_SUMS),
     *(kernels.query_kernel(shape(32, dtypes=(dtype,)), kind=SHARED) for dtype in (FLOAT32, INT8)),
     kernels.query_kernel(shape(128, 64), kind=SHARED_STATIC, settles=True),
     kernels.answer_kernel("answer", shape(128), kind=SHARED),
-    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), plain=True, kind=SHARED),
-    kernels.pool_kernel("pool", shape(32), plain=False, kind=SHARED_STATIC),
+    kernels.pool_kernel("pool", shape(128, dtypes=(INT8,)), Arithmetic.SUMS, SHARED),
+    kernels.pool_kernel("pool", shape(32), Arithmetic.MAXIMA, SHARED_STATIC),
     *(kernels.insert_kernel(4, 128, kind=kind) for kind in (SHARED, SHARED_STATIC)),
     *(kernels.erase_kernel(kind) for kind in (SHARED, SHARED_STATIC)),
     kernels.promote_kernel(1, 33),

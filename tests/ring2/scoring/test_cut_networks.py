@@ -70,7 +70,8 @@ SAID: dict[str, Any] = {
     },
     "outputs": ["score"],
     "sizes": {"n": 4, "m": 6},
-    "guards": ["n >= 2", "samples != 3"],
+    "guards": ["n >= 2"],
+    "request_guards": ["samples != 3"],
     "lookups": {
         "items": {"table": "item", "keys": {"input": "x", "column": 2}},
         "history": {"table": "hashed", "keys": {"output": "hashed_keys"}},

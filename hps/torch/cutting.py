@@ -47,7 +47,7 @@ class _FixedSizesError(InvalidInputError):
 
 
 @dataclass(frozen=True)
-class Source:
+class TracedSource:
     """Where keys, offsets or weights of a lookup come from. *Immutable.*
 
     Attributes:
@@ -62,7 +62,7 @@ class Source:
 
 
 @dataclass(eq=False)
-class Lookup:
+class TracedLookup:
     """A lookup of a module.
 
     Attributes:
@@ -82,7 +82,7 @@ class Lookup:
     padding: int | None = None
     max_norm: float | None = None
     include_last_offset: bool = False
-    parts: dict[str, Source] = field(default_factory=dict)
+    parts: dict[str, TracedSource] = field(default_factory=dict)
     name: str = ""
     expands: bool = False
     line: str = ""
@@ -202,12 +202,12 @@ class Cut:
 
     # -- lookups
 
-    def _find_lookups(self) -> list[Lookup]:
+    def _find_lookups(self) -> list[TracedLookup]:
         depends = _depends_on_values(self.graph)
         nodes = [node for node in self.graph.nodes if node.target in _LOOKUPS]
         return [lookup for node in nodes if (lookup := self._lookup(node, depends)) is not None]
 
-    def _lookup(self, node: fx.Node, depends: set[fx.Node]) -> Lookup | None:
+    def _lookup(self, node: fx.Node, depends: set[fx.Node]) -> TracedLookup | None:
         got = _arguments(node)
         selects = node.target in (aten.index.Tensor, aten.index_select.default)
         if selects:
@@ -226,7 +226,7 @@ class Cut:
         rows = self.attribute(str(weight.target))
         if rows.ndim != 2 or rows.dtype not in _ROWS or keys not in depends or (selects and not isinstance(rows, nn.Parameter)):
             return None  # constant keys, such as positions: the small table stays where it is
-        lookup = Lookup(str(weight.target), node, line=line_of(node))
+        lookup = TracedLookup(str(weight.target), node, line=line_of(node))
         if renorm is not None:
             if renorm.args[1] is not keys or (len(renorm.args) > 3 and renorm.args[3] != 2.0):
                 raise InvalidInputError(
@@ -236,7 +236,7 @@ class Cut:
         if node.target is not aten.embedding_bag.padding_idx:
             if node.target is aten.index.Tensor:
                 keys = self._from_the_end(keys, rows.shape[0])
-            lookup.parts["keys"] = Source(keys)
+            lookup.parts["keys"] = TracedSource(keys)
             return lookup
         lookup.pooling = _POOLINGS[got["mode"]]
         lookup.include_last_offset = bool(got["include_last_offset"])
@@ -248,7 +248,7 @@ class Cut:
         if parts[1] is None:  # traced as so many offsets, which is the number of rows
             self._equal[_expression(got["offsets"].meta["val"].shape[0])] = _expression(parts[0].meta["val"].shape[0])
         lookup.parts |= {
-            what: Source(one) for what, one in zip(("keys", "offsets", "weights"), parts, strict=True) if one is not None
+            what: TracedSource(one) for what, one in zip(("keys", "offsets", "weights"), parts, strict=True) if one is not None
         }
         return lookup
 
@@ -262,7 +262,7 @@ class Cut:
         below.meta["val"], other.meta["val"], found.meta["val"] = value.bool(), value, value
         return found
 
-    def _recognised(self, lookup: Lookup, source: Source, what: str) -> Source:
+    def _recognised(self, lookup: TracedLookup, source: TracedSource, what: str) -> TracedSource:
         """Find whether a part of a lookup is an input, or a column of one."""
         node, column = source.node, None
         names = {one: name for name, one in self.inputs.items()}
@@ -280,10 +280,10 @@ class Cut:
                 lookup.pooling, lookup.expands = "none", expands and not bag  # a bag of one key is its vector
                 if isinstance(width := self.shapes[names[node]][1], str):
                     self.guards.append(f"{width} >= {column + 1}")
-                return Source(source.node, names[node], column)
+                return TracedSource(source.node, names[node], column)
             if column is not None or (casts and node.meta["val"].dtype not in _INTEGERS):
                 return source
-        return Source(source.node, names[node]) if node in names else source
+        return TracedSource(source.node, names[node]) if node in names else source
 
     def _find_ragged(self) -> dict[str, str]:
         """Find the inputs with an element for each key of bags, and the inputs that are their offsets, if any is."""
@@ -353,7 +353,7 @@ class Cut:
             if node in needed and node not in made:
                 made[node] = new.node_copy(node, made.__getitem__)
         new.output(tuple(made[node] for node in nodes))
-        return _Named(fx.GraphModule(self.whole, new), inputs, list(names)), inputs
+        return _NamedProgram(fx.GraphModule(self.whole, new), inputs, list(names)), inputs
 
     def network(self) -> tuple[nn.Module, list[str]]:
         """Return the network, whose inputs are vectors by the names of lookups, and what it reads of the inputs."""
@@ -387,7 +387,7 @@ class Cut:
                 made[node] = new.node_copy(node, made.__getitem__)
         new.output(tuple(made[node] for node in self.outputs.values()))
         names = [*self.reads, *(lookup.name for lookup in self.lookups)]
-        return _Named(fx.GraphModule(self.whole, new), names, list(self.outputs)), names
+        return _NamedProgram(fx.GraphModule(self.whole, new), names, list(self.outputs)), names
 
     def _network_nodes(self) -> set[fx.Node]:
         stops = {*(lookup.node for lookup in self.lookups), *self._sized}
@@ -404,7 +404,7 @@ class Cut:
         return {node: vectors[size] for node in sizes if (size := _expression(node.meta["val"])) in vectors}
 
 
-class _Named(nn.Module):
+class _NamedProgram(nn.Module):
     """A program that takes and returns tensors by name."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[str], outputs: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from hps.torch.cutting import cut
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import ModuleInputs
-from hps.torch.packaging import Description
+from hps.torch.packaging import VersionDescription
 from hps.torch.traced_copy import TracedCopy
 
 _LINE: Final = re.compile(r' \(File "(?:.*/)?([^"/]+)", line (\d+), in \w+: (.*)\)')
@@ -60,7 +60,7 @@ def explain(
     traced = TracedCopy(module)
     found = cut(traced.module, inputs, outputs)
     tables = {path: name for path, (name, _) in traced.tables(found).items()}
-    dense = Description(found, inputs, tables, per_request, "pt2").entry
+    dense = VersionDescription(found, inputs, tables, per_request, "pt2").entry
     lines = {lookup.name: _LINE.sub(r"  # \1:\2: \3", lookup.line) for lookup in found.lookups}
     return Explanation(_text(dense, lines, found.notes), _picture(dense), dense)
 

@@ -20,12 +20,12 @@ from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidInputError, ModelFileError
 from hps.models.manifest import VERSION
 from hps.models.sources import ModelSources
-from hps.torch.cutting import Cut, Lookup, Source, cut, export, quiet, strongest
+from hps.torch.cutting import Cut, TracedLookup, TracedSource, cut, export, quiet, strongest
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import DTYPES, ModuleInputs
-from hps.torch.proof import Proof, run_once
+from hps.torch.proof import Proof, is_given, run_once
 from hps.torch.ranks import agreed, gather
-from hps.torch.saving import write_tables
+from hps.torch.saving import save
 from hps.torch.traced_copy import TracedCopy
 
 _log = logging.getLogger(__name__)
@@ -66,9 +66,7 @@ class PackagedModel:
         if self.inputs is None:
             raise InvalidInputError("making a request: this rank did not trace the module, expected rank 0")
         tensors = self.inputs.flatten(args, kwargs)
-        named = self.dense.inputs
-        given = {name for name in tensors if name in named or name.rpartition(".")[0] in named}
-        return {name: one.numpy() for name, one in tensors.items() if name in given}
+        return {name: one.numpy() for name, one in tensors.items() if is_given(self.dense, name)}
 
 
 def package(
@@ -147,7 +145,9 @@ def package(
     with gather(f"packaging {place}", dict(tables.values())) as job, torch.no_grad():
         proof = Proof(module, inputs, found, traced, outputs, tolerance)
         if job.leads():
-            version_of = Description(found, inputs, {path: name for path, (name, _) in tables.items()}, per_request, format)
+            version_of = VersionDescription(
+                found, inputs, {path: name for path, (name, _) in tables.items()}, per_request, format
+            )
             version_of.guard(proof.guards)
             files = version_of.files(tell)
             batching = {"dynamic_batching": dynamic_batching is not False, "max_queue_delay_us": max_queue_delay_us}
@@ -171,7 +171,7 @@ def package(
             job.finish(tried)
         else:
             tried = job.follow()
-    saved = write_tables(
+    saved = save(
         dict(tables.values()),
         place,
         version=version,
@@ -205,7 +205,7 @@ class _Tried:
     notes: tuple[str, ...]
 
 
-class Description:
+class VersionDescription:
     """What `version.json` says of a cut module, and its programs.
 
     Attributes:
@@ -302,7 +302,7 @@ class Description:
         first, *others = self._cut.shapes[name]
         return [-1 if first == "samples" else first, *others]
 
-    def _plain(self, lookup: Lookup) -> dict[str, Any] | None:
+    def _plain(self, lookup: TracedLookup) -> dict[str, Any] | None:
         """Describe a lookup whose keys are an input that nothing else reads; None for others."""
         keys, offsets, weights = (lookup.parts.get(what) for what in ("keys", "offsets", "weights"))
         if keys is None or not keys.input or keys.column is not None or self._inputs.tensors[keys.input].dtype != torch.int64:
@@ -338,18 +338,18 @@ class Description:
         return entry | self._options(lookup)
 
     @staticmethod
-    def _options(lookup: Lookup) -> dict[str, Any]:
+    def _options(lookup: TracedLookup) -> dict[str, Any]:
         found = {"max_norm": lookup.max_norm, "padding_key": lookup.padding}
         return {name: one for name, one in found.items() if one is not None}
 
-    def _lookup(self, lookup: Lookup) -> dict[str, Any]:
+    def _lookup(self, lookup: TracedLookup) -> dict[str, Any]:
         entry: dict[str, Any] = {"table": self._tables[lookup.weight]}
         if lookup.pooling != "none":
             entry["pooling"] = lookup.pooling
         entry |= {what: self._source(source) for what, source in lookup.parts.items()} | self._options(lookup)
         return entry | ({"include_last_offset": True} if lookup.include_last_offset and "offsets" in lookup.parts else {})
 
-    def _source(self, source: Source) -> dict[str, Any]:
+    def _source(self, source: TracedSource) -> dict[str, Any]:
         if not source.input:
             return {"output": self._names[source.node]}
         return {"input": source.input} | ({} if source.column is None else {"column": source.column})
@@ -406,7 +406,7 @@ class Description:
         return content
 
 
-def _rows_of(lookup: Lookup, asked: Mapping[Any, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+def _rows_of(lookup: TracedLookup, asked: Mapping[Any, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
     """Return how many vectors a lookup has for the examples."""
 
     def part(what: str) -> torch.Tensor | None:

@@ -183,7 +183,7 @@ class Proof:
                 expected = self._examples if is_example else self._run(tensors)
             except Exception:  # noqa: BLE001 - no inputs that the module takes
                 continue
-            arrays = {name: one.numpy() for name, one in tensors.items() if self._is_given(dense, name)}
+            arrays = {name: one.numpy() for name, one in tensors.items() if is_given(dense, name)}
             if what == _GIVEN_ONCE:
                 arrays |= {name: arrays[name][:1] for name in once}
             try:
@@ -223,10 +223,6 @@ class Proof:
 
     def _differs(self, expected: Tensors, answer: Any) -> bool:
         return any(self._worst(torch.from_numpy(np.array(answer[name])), one, name)[1] for name, one in expected.items())
-
-    @staticmethod
-    def _is_given(dense: Any, name: str) -> bool:
-        return name in dense.inputs or name.rpartition(".")[0] in dense.inputs
 
     def _check(self, what: str, expected: Tensors, answer: Any) -> None:
         if isinstance(answer, HPSError):
@@ -320,6 +316,11 @@ def _with_zeros(one: torch.Tensor) -> torch.Tensor:
         one[:, one.shape[1] // 2 :] = 0
     one[:1] = 0
     return one
+
+
+def is_given(dense: DenseConfig, name: str) -> bool:
+    """Return whether requests give a tensor of a module: an input, or offsets or weights of one."""
+    return name in dense.inputs or name.rpartition(".")[0] in dense.inputs
 
 
 def run_once(module: nn.Module, inputs: ModuleInputs) -> None:

@@ -48,7 +48,7 @@ class SavedModel:
 
 
 def save(
-    module: nn.Module,
+    module: nn.Module | Mapping[str, Table | ShardedTable],
     uri: str | os.PathLike[str],
     *,
     version: str | None = None,
@@ -74,7 +74,7 @@ def save(
 
     Args:
         module: the trained module, on any device; weights float32, or what is converted: float16, bfloat16, float64 and
-            quantised rows.
+            quantised rows. Or its tables by name, as `package` finds them.
         uri: path or URI of the model's directory on any supported file system; its last part is the model's name. Parents are
             created.
         version: version number. Default: one above the highest existing one, or 1.
@@ -100,42 +100,12 @@ def save(
             does not answer.
         ConfigError: settings or the name of the model are wrong.
     """
-    embeddings = embeddings_of(module)
-    named = {one.path: tuple(one.tables) for one in embeddings}
-    return write_tables(
-        tables_of(embeddings),
-        uri,
-        version=version,
-        keys=keys,
-        delta_of=delta_of,
-        changed=changed,
-        hotness=hotness,
-        settings=settings,
-        note=note,
-        updates=updates,
-        network=network,
-        sources=sources,
-        named=named,
-    )
-
-
-def write_tables(
-    given_tables: Mapping[str, Table | ShardedTable],
-    uri: str | os.PathLike[str],
-    *,
-    version: str | None = None,
-    keys: Mapping[str, torch.Tensor] | None = None,
-    delta_of: str = "",
-    changed: Mapping[str, torch.Tensor] | None = None,
-    hotness: int | Mapping[str, int] | None = None,
-    settings: Mapping[str, Any] | None = None,
-    note: str = "",
-    updates: Mapping[str, Mapping[str, str]] | None = None,
-    network: tuple[DenseConfig, Mapping[str, bytes]] | None = None,
-    sources: ModelSources | None = None,
-    named: Mapping[str, tuple[str, ...]] | None = None,
-) -> SavedModel:
-    """Write tables as one version of a model; see `save`."""
+    named: Mapping[str, tuple[str, ...]] = {}
+    if isinstance(module, nn.Module):
+        embeddings = embeddings_of(module)
+        given_tables, named = tables_of(embeddings), {one.path: tuple(one.tables) for one in embeddings}
+    else:
+        given_tables = dict(module)
     sources = sources or ModelSources()
     filesystem, place = sources.locate(os.fspath(uri))
     with gather(f"saving {place}", given_tables) as job:
@@ -173,7 +143,7 @@ def write_tables(
         )
         if entry != written:
             write_file(filesystem, within(place, MODEL_ENTRY), json.dumps(entry, indent=2).encode() + b"\n")
-        return job.finish(SavedModel(place, version, entry | {"version_path": place}, named or {}))
+        return job.finish(SavedModel(place, version, entry | {"version_path": place}, named))
 
 
 def _row_keys(doing: str, keys: torch.Tensor, rows: int) -> torch.Tensor:

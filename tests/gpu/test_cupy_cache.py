@@ -484,3 +484,9 @@ def copy_of(pointer: int, size: int, dtype: type) -> np.ndarray:
     host = np.empty(size, dtype)
     cupy.cuda.runtime.memcpy(host.ctypes.data, pointer, host.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
     return host
+
+
+def write_to(address: int, values: np.ndarray) -> None:
+    """Write to device memory; queries that are launched after the call see it."""
+    cupy.cuda.runtime.memcpy(address, values.ctypes.data, values.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
+    cupy.cuda.runtime.deviceSynchronize()  # a copy of little from the host may end after its call

@@ -86,7 +86,7 @@ def stress(caches: list[Any], dim: int, capacity: int, *, near: bool = False) ->
         writing = [pool.submit(write, writer) for writer in range(WRITERS)]
         reading = [pool.submit(read, reader) for reader in range(READERS)]
         begin, most = time.monotonic(), 0  # a change drops copies, and fewer may be left at the end
-        while (age := time.monotonic() - begin) < SECONDS or (age < 60 and complete.min() < 2):  # until there is something
+        while (age := time.monotonic() - begin) < SECONDS or (age < 60 and (complete.min() < 2 or (near and not most))):
             time.sleep(0.05)
             if near:
                 with cache._copying:

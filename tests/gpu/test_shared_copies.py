@@ -26,7 +26,7 @@ from hps.testing.caches import bits, distinct_keys, spec, vectors_of
 from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
-from tests.gpu.test_cupy_cache import copy_of
+from tests.gpu.test_cupy_cache import copy_of, write_to
 from tests.gpu.test_sharing import DEVICES, close, fill_copies, query
 from tests.gpu.test_sharing import two_devices as two_devices  # a fixture
 
@@ -296,8 +296,7 @@ def test_all_samples_are_staged_and_copied_at_once(monkeypatch: pytest.MonkeyPat
         near = cache._near
         counts = np.array([100, near_tables.SAMPLES + 1], np.uint64)  # of which one found no room
         cupy.cuda.runtime.memset(int(near._samples.ptr), 0, 8 * near_tables.SAMPLES * 2)
-        cupy.cuda.runtime.memcpy(near._counts_at, counts.ctypes.data, counts.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
-        cupy.cuda.runtime.deviceSynchronize()
+        write_to(near._counts_at, counts)
         cache._make_copies()
         assert blocks == [kernels.tile_blocks(100), kernels.tile_blocks(near_tables.SAMPLES)]
 
@@ -560,8 +559,7 @@ def test_all_devices_are_told_of_every_table_whether_the_cache_is_complete() -> 
 
 def test_keys_of_lookups_that_nobody_waits_for_count_once(static: EmbeddingCache) -> None:
     absent_and_unread = np.array([7, 2], np.uint64)
-    place = static.memory.open[0].counters + 8 * 4
-    cupy.cuda.runtime.memcpy(place, absent_and_unread.ctypes.data, 16, cupy.cuda.runtime.memcpyHostToDevice)
+    write_to(static.memory.open[0].counters + 8 * 4, absent_and_unread)
     first, second = (static.on(device).stream_ordered_counts(0) for device in DEVICES)
     assert (first.misses, first.settled, first.unread) == (9, 7, 2)
     assert (second.misses, second.settled, second.unread) == (0, 0, 2)  # the error reaches the callers of both

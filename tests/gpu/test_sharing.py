@@ -14,7 +14,7 @@ from hps.tensors.segments import Segment
 from hps.testing.caches import distinct_keys, spec, vectors_of
 from hps.types import TableSpec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
-from tests.gpu.test_cupy_cache import CupyContract, copy_of
+from tests.gpu.test_cupy_cache import CupyContract, copy_of, write_to
 from tests.gpu.test_cupy_stress import stress
 
 pytestmark = [pytest.mark.gpu]
@@ -59,8 +59,7 @@ class VersionWord:
         return int(copy_of(self._address, 1, np.uint16)[0])
 
     def _set(self, value: int) -> "VersionWord":
-        word = np.array([value], np.uint16)
-        cupy.cuda.runtime.memcpy(self._address, word.ctypes.data, 2, cupy.cuda.runtime.memcpyHostToDevice)
+        write_to(self._address, np.array([value], np.uint16))
         return self
 
     def __ior__(self, bits: int) -> "VersionWord":

@@ -139,6 +139,12 @@ class Cut:
         self.reads = [name for name, node in self.inputs.items() if node in needed]
         attributes = {node.target for node in needed if node.op == "get_attr"}
         self.kept = sorted({lookup.weight for lookup in self.lookups} & attributes)
+        for lookup in self.lookups:
+            if lookup.max_norm is not None and lookup.weight in self.kept:
+                raise InvalidInputError(
+                    f"{self._doing}: {plain_path(lookup.weight)!r} is read otherwise, too, and lookups scale its rows in place"
+                    f"{lookup.line}; scale them once and drop max_norm, or look up in a copy"
+                )
 
     def need_filled(self, symbols: Iterable[Any] | None) -> None:
         """Note that sizes are at least 1, for a module that branches on them; None: all sizes.
@@ -435,27 +441,44 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     first: InvalidInputError | None = None
     for strict, every in ((False, True), (False, False), (True, True), (True, False)):
         before = _attributes(module)
+
+        def trace(strict: bool = strict, every: bool = every) -> torch.export.ExportedProgram:
+            return export(flat, (inputs.tensors,), strict=strict, every=every)
+
         try:
             with _SizeBranches() as branches:
-                traced = export(flat, (inputs.tensors,), strict=strict, every=every)
+                traced = trace()
             code = traced.graph_module.code
             with _tracing():
                 program = traced.run_decompositions({})  # functional: nothing is changed in place
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
+            _drop_made(module, before)
             continue
         try:
             found = Cut(inputs, program)
         except _FixedSizesError as error:
             first = first or error
+            _drop_made(module, before)
             continue
         after = _attributes(module)
-        if changed := next((name for name, value in after.items() if not _same(before.get(name, ()), value)), None):
+        changed = [name for name, value in after.items() if name in before and not _same(before[name], value)]
+        made = {name: _Asked() for name in after if name not in before}
+        again = ""
+        try:
+            for name, asked in made.items():
+                _set(module, name, asked)
+            again = trace().graph_module.code
+        except Exception:
+            if not made:
+                raise
+        _drop_made(module, before)
+        if changed or (made and again != code):
             raise InvalidInputError(
-                f"packaging a {inputs.module}: forward sets {changed!r} of the module; a served module has no memory: make it "
-                "in __init__, as a buffer if it is a tensor"
+                f"packaging a {inputs.module}: forward sets {[*changed, *made][0]!r} of the module; a served module has no "
+                "memory: make it in __init__, as a buffer if it is a tensor"
             )
-        if export(flat, (inputs.tensors,), strict=strict, every=every).graph_module.code != code:
+        if again != code:
             raise InvalidInputError(
                 f"packaging a {inputs.module}: forward is another program each time it is traced: does it read a clock, a "
                 "counter or a random number of Python? Give them as inputs"
@@ -692,7 +715,8 @@ _COMPARISONS: Final = {
     sympy.StrictGreaterThan: ">",
     sympy.GreaterThan: ">=",
 }
-_OPERATORS: Final = {"FloorDiv": "//", "IntTrueDiv": "/", "Mod": "%", "PythonMod": "%", "CleanDiv": "//"}
+_OPERATORS: Final = {"FloorDiv": "//", "Mod": "%", "PythonMod": "%", "CleanDiv": "//"}
+_ROUNDED: Final = {"TruncToInt": "({} // {})", "FloorToInt": "({} // {})", "CeilToInt": "(-(-{} // {}))"}
 
 
 def _written(expression: Any) -> str:
@@ -701,6 +725,11 @@ def _written(expression: Any) -> str:
         return str(int(expression))
     if expression.is_Symbol:
         return str(expression)
+    kind = type(expression).__name__
+    if kind in _ROUNDED and type(quotient := expression.args[0]).__name__ == "IntTrueDiv":
+        above, below = map(_written, quotient.args)
+        if kind != "TruncToInt" or quotient.args[0].is_nonnegative:
+            return _ROUNDED[kind].format(above, below)
     parts = [_written(one) for one in expression.args]
     if (sign := _COMPARISONS.get(type(expression))) is not None:
         return f"{parts[0]} {sign} {parts[1]}"
@@ -708,7 +737,6 @@ def _written(expression: Any) -> str:
         return f"({' + '.join(reversed(parts))})" if len(parts) > 1 else parts[0]
     if expression.is_Mul:
         return f"({' * '.join(parts)})"
-    kind = type(expression).__name__
     if kind in ("Max", "Min"):
         return f"{kind.lower()}({', '.join(parts)})"
     if len(parts) != 2:
@@ -912,6 +940,28 @@ def _attributes(module: nn.Module) -> dict[str, list[Any]]:
             if name not in ("_parameters", "_buffers", "_modules") and not name.startswith(("_forward", "_backward")):
                 found[f"{path}.{name}".lstrip(".")] = pytree.tree_leaves(value)
     return found
+
+
+def _set(module: nn.Module, path: str, value: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    vars(module.get_submodule(owner))[name] = value
+
+
+def _drop_made(module: nn.Module, before: Mapping[str, Any]) -> None:
+    """Drop the attributes that forward has made."""
+    for path in _attributes(module):
+        if path not in before:
+            owner, _, name = path.rpartition(".")
+            del vars(module.get_submodule(owner))[name]
+
+
+class _Asked:
+    """Stands for an attribute that forward makes: if it is asked for before it is made again, forward remembers by it."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("what the last call made is asked for")
+
+    __hash__ = __bool__ = __eq__  # type: ignore[assignment]
 
 
 def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:

@@ -176,7 +176,7 @@ class ModuleInputs:
                         f"calling a packaged {self.module}: got {self._name(path)!r} {got}, unlike the examples"
                     )
             elif bool(slot.names) != isinstance(leaf, torch.Tensor | np.ndarray) or (
-                not slot.names and (type(leaf) is not type(slot.value) or leaf != slot.value)
+                not slot.names and (type(leaf) is not type(slot.value) or (leaf != slot.value and leaf == leaf))  # not a number
             ):
                 expected = "a tensor" if slot.names else f"{slot.value!r}, as in the examples"
                 raise InvalidInputError(

@@ -61,6 +61,11 @@ def branch_at_five_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return y * 3 if hist.size(0) == 5 else y
 
 
+@trap(within=lambda samples, length: length // 2 == LENGTH // 2)
+def half_of_the_length(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    return self.fc(self.e(hist)[:, : int(hist.size(1) / 2)].sum(1)).squeeze(1)
+
+
 @trap(within=lambda samples, length: samples % 2 == 0)
 def branch_on_odd_samples(self: Any, hist: torch.Tensor) -> torch.Tensor:
     y = self.fc(self.e(hist).sum(1)).squeeze(1)
@@ -382,6 +387,27 @@ def cached_in_a_dict(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return self.fc(self.e(hist)[:, :1].sum(1) * cache["m"].sum()).squeeze(1)
 
 
+@trap()
+def attention_left_for_plots(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    """DeepCTR-Torch's AutoInt and AFM: forward makes an attribute, and reads only what it has made itself."""
+    self.attention = F.softmax(self.e(hist).sum(2), 1)
+    self.length = hist.shape[1]
+    return self.fc((self.attention.unsqueeze(2) * self.e(hist)).sum(1)).squeeze(1) * (self.length > 0)
+
+
+@trap(refused="forward sets 'calls'")
+def rare_attribute_that_counts(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    """No run of a few calls shows it."""
+    self.calls = getattr(self, "calls", 0) + 1
+    return score(self, hist) * (1 if self.calls < 100_000 else 2)
+
+
+@trap(refused="forward sets 'total'")
+def tensor_that_remembers(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    self.total = self.total + 1 if hasattr(self, "total") else torch.zeros(1)
+    return score(self, hist) + (self.total > 100_000)
+
+
 MASKS: dict[Any, torch.Tensor] = {}
 
 
@@ -503,6 +529,11 @@ def clipped_rows_and_not() -> nn.Module:
             return (self.a(hist).sum(1) * self.b(item)).sum(1)
 
     return Shared()
+
+
+@form(history, refused="scale its rows in place", e=embedding(max_norm=0.5))
+def clipped_and_tied(self: Any, hist: torch.Tensor) -> torch.Tensor:
+    return (self.e(hist).sum(1) @ self.e.weight.t())[:, :3]
 
 
 @form(history_and_item, within=None)

@@ -8,7 +8,7 @@ in both. As all of it is one graph, a mask of keys, a rule or a length cannot be
 are in neither program, unless the module reads them otherwise, too (tied outputs).
 
 torch.export bakes silently what is no tensor: Python's random numbers, clocks and counters, `torch.compiler.is_compiling()`,
-what an `except` swallows. `packaging.py` finds these by runs.
+what an `except` swallows. `proof.py` finds these by runs.
 """
 
 import io
@@ -20,7 +20,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import sympy
 import torch
@@ -425,6 +426,16 @@ class _NamedProgram(nn.Module):
         return dict(zip(self._outputs, self.program(*[given[name] for name in self._inputs]), strict=True))
 
 
+class _Way(NamedTuple):
+    """How a module is traced: with dynamo, and with all sizes free or the number of samples alone."""
+
+    strict: bool
+    every: bool
+
+
+_WAYS: Final = [_Way(strict=strict, every=every) for strict in (False, True) for every in (True, False)]
+
+
 def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None = None) -> Cut:
     """Export a module, and cut it at its lookups.
 
@@ -439,12 +450,10 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     """
     flat = FlatModule(module, inputs, outputs)
     first: InvalidInputError | None = None
-    for strict, every in ((False, True), (False, False), (True, True), (True, False)):
-        before = _attributes(module)
-
-        def trace(strict: bool = strict, every: bool = every) -> torch.export.ExportedProgram:
-            return export(flat, (inputs.tensors,), strict=strict, every=every)
-
+    before = _attributes(module)
+    for way in _WAYS:
+        _drop_made(module, before)
+        trace = partial(export, flat, (inputs.tensors,), strict=way.strict, every=way.every)
         try:
             with _SizeBranches() as branches:
                 traced = trace()
@@ -453,39 +462,16 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
                 program = traced.run_decompositions({})  # functional: nothing is changed in place
         except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
-            _drop_made(module, before)
             continue
         try:
             found = Cut(inputs, program)
         except _FixedSizesError as error:
             first = first or error
-            _drop_made(module, before)
             continue
-        after = _attributes(module)
-        changed = [name for name, value in after.items() if name in before and not _same(before[name], value)]
-        made = {name: _Asked() for name in after if name not in before}
-        again = ""
-        try:
-            for name, asked in made.items():
-                _set(module, name, asked)
-            again = trace().graph_module.code
-        except Exception:
-            if not made:
-                raise
-        _drop_made(module, before)
-        if changed or (made and again != code):
-            raise InvalidInputError(
-                f"packaging a {inputs.module}: forward sets {[*changed, *made][0]!r} of the module; a served module has no "
-                "memory: make it in __init__, as a buffer if it is a tensor"
-            )
-        if again != code:
-            raise InvalidInputError(
-                f"packaging a {inputs.module}: forward is another program each time it is traced: does it read a clock, a "
-                "counter or a random number of Python? Give them as inputs"
-            )
-        found.branches = strict or branches.found  # dynamo reads the code, and nobody sees where it branches
-        found.need_filled(None if strict or branches.foregone else branches.symbols)
-        if strict:
+        _refuse_memory(inputs, module, before, trace, code)
+        found.branches = way.strict or branches.found  # dynamo reads the code, and nobody sees where it branches
+        found.need_filled(None if way.strict or branches.foregone else branches.symbols)
+        if way.strict:
             found.notes.append("traced with dynamo (strict=True)")
         return found
     raise first or AssertionError
@@ -942,21 +928,64 @@ def _attributes(module: nn.Module) -> dict[str, list[Any]]:
     return found
 
 
-def _set(module: nn.Module, path: str, value: Any) -> None:
-    owner, _, name = path.rpartition(".")
-    vars(module.get_submodule(owner))[name] = value
+def _refuse_memory(
+    inputs: ModuleInputs,
+    module: nn.Module,
+    before: Mapping[str, Sequence[Any]],
+    trace: Callable[[], torch.export.ExportedProgram],
+    code: str,
+) -> None:
+    """Refuse a module that remembers a call, or whose program differs from trace to trace, by tracing it once more.
+
+    Attributes that forward has made are replaced, so that asking for one fails unless forward has made it anew.
+
+    Args:
+        before: its attributes before it was traced.
+        code: of the first trace.
+
+    Raises:
+        InvalidInputError: it does.
+    """
+    after = _attributes(module)
+    changed = [name for name, value in after.items() if name in before and not _same(before[name], value)]
+    made = [name for name in after if name not in before]
+    for path in made:
+        owner, name = _owner_of(module, path)
+        owner[name] = _LastCall()
+    again, cause = "", None
+    try:
+        again = trace().graph_module.code
+    except Exception as error:
+        if not made:
+            raise
+        cause = error
+    _drop_made(module, before)
+    if changed or (made and again != code):
+        raise InvalidInputError(
+            f"packaging a {inputs.module}: forward sets {[*changed, *made][0]!r} of the module; a served module has no "
+            "memory: make it in __init__, as a buffer if it is a tensor"
+        ) from cause
+    if again != code:
+        raise InvalidInputError(
+            f"packaging a {inputs.module}: forward is another program each time it is traced: does it read a clock, a "
+            "counter or a random number of Python? Give them as inputs"
+        )
 
 
 def _drop_made(module: nn.Module, before: Mapping[str, Any]) -> None:
     """Drop the attributes that forward has made."""
-    for path in _attributes(module):
-        if path not in before:
-            owner, _, name = path.rpartition(".")
-            del vars(module.get_submodule(owner))[name]
+    for path in [path for path in _attributes(module) if path not in before]:
+        owner, name = _owner_of(module, path)
+        del owner[name]
 
 
-class _Asked:
-    """Stands for an attribute that forward makes: if it is asked for before it is made again, forward remembers by it."""
+def _owner_of(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    owner, _, name = path.rpartition(".")
+    return vars(module.get_submodule(owner)), name
+
+
+class _LastCall:
+    """Stands for an attribute that the last call has made: nothing can be done with it, not even a comparison."""
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("what the last call made is asked for")

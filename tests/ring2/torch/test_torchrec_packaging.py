@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hps
+from hps.testing.waiting import PATIENCE_S
 from hps.torch import convert, package, save
 from tests.ring1.torch.conftest import server as server  # a fixture
 from tests.ring1.torch.test_packaging import DIM, answers, inputs_of, keys, score
@@ -96,7 +97,8 @@ def test_another_process_knows_the_operators_of_jagged_tensors(tmp_path: Path) -
         "import sys, hps, numpy as np\n"
         "with hps.HPS(sys.argv[1]) as server: print(*server.score('m', dict(np.load(sys.argv[1] + '/given.npz')))['score'])"
     )
-    said = subprocess.run([sys.executable, "-c", asks, tmp_path], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", asks, tmp_path]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert said.returncode == 0, said.stderr
     found = np.array(said.stdout.split(), np.float32)
     np.testing.assert_allclose(found, answers(module, sparse), atol=1e-6)

@@ -359,8 +359,13 @@ class EmbeddingCache(ABC):
 
     @classmethod
     def kernels(cls) -> Sequence[Callable[..., Any]]:
-        """Return the numba kernels of lookups of rows, to be compiled at once with those of the databases."""
+        """Return the numba kernels of lookups and changes, to be compiled at once with those of the databases."""
         return ()
+
+    @classmethod
+    def batch_kernels(cls) -> Sequence[Callable[..., Any]]:
+        """Return the numba kernels of the loops of `batches`."""
+        raise NotImplementedError
 
     @classmethod
     def batches(cls, board: Board) -> BatchDriver:

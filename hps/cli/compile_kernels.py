@@ -95,9 +95,9 @@ def _architectures(options: list[str]) -> list[str]:
 
 
 def _kernels(configuration: "Configuration") -> "list[Callable[..., Any]]":
-    from hps.versions.deployment import choose_cache, kernels_of
+    from hps.versions.deployment import choose_cache, served_kernels
 
-    return list(dict.fromkeys(kernels_of(configuration, choose_cache(configuration.device))))
+    return served_kernels(configuration, choose_cache(configuration.device))
 
 
 def _compile_for_gpu(configuration: "Configuration | None", architecture: str) -> tuple[int, int]:

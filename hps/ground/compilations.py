@@ -1,6 +1,8 @@
-"""Counts the kernels that this process compiles."""
+"""Counts the kernels that this process compiles, and says how far it is."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 
@@ -10,6 +12,41 @@ class Compilations:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._done: dict[str, tuple[int, float]] = {}
+        self._running = 0
+        self._weight = self._compiled = 0.0  # of the compilations that overlap
+
+    @contextmanager
+    def running(self, weight: float) -> Iterator[Callable[[float], None]]:
+        """Compile in the block, which gets a function that takes the weight of what has been compiled.
+
+        Args:
+            weight: of all that is to be compiled, in any unit.
+        """
+        with self._lock:
+            self._running += 1
+            self._weight += weight
+        left = weight
+
+        def advance(by: float) -> None:
+            nonlocal left
+            with self._lock:
+                left -= by
+                self._compiled += by
+
+        try:
+            yield advance
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._compiled += left  # what was not reported, also after an error
+                if not self._running:
+                    self._weight = self._compiled = 0.0
+
+    @property
+    def progress(self) -> str:
+        """What is being compiled, as "compiling kernels, 42 %"; empty if nothing is."""
+        with self._lock:
+            return f"compiling kernels, {100 * self._compiled / self._weight:.0f} %" if self._weight else ""
 
     def add(self, compiler: str, kernels: int, seconds: float) -> None:
         with self._lock:

@@ -62,8 +62,8 @@ class KeySet:
 
 
 def set_kernels() -> tuple[Callable[..., Any], ...]:
-    """Return the kernels of `KeySet`."""
-    return _add_keys, _add_hashes, _contains
+    """Return the kernels of `KeySet` and `last_of_each`."""
+    return _add_keys, _add_hashes, _contains, _mark_last
 
 
 def _slots_for(keys: int) -> int:

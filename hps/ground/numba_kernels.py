@@ -208,14 +208,14 @@ def _compile(missing: "Sequence[_Kernel]", most_processes: int) -> None:
         math.ceil(seconds / processes + (_START_S if processes > 1 else 0)),
         place or "nowhere: each start compiles",
     )
-    with CompilerProcesses(processes - 1, _settings(place)) as others:
+    with COMPILATIONS.running(work.weight) as work.advance, CompilerProcesses(processes - 1, _settings(place)) as others:
         others.start(work.take_shared, work.tell)
         while one := work.take():
             one.compile()
             work.tell(one.name)
         others.wait()
-    for one in missing:
-        one.compile()  # loads what others compiled, and compiles what they did not
+        for one in missing:
+            one.compile()  # loads what others compiled, and compiles what they did not
     seconds = time.monotonic() - began
     COMPILATIONS.add("numba", len(missing), seconds)
     _log.info("compiled the kernels in %.1f s", seconds)
@@ -227,7 +227,11 @@ def _most_processes() -> int:
 
 
 class _Work:
-    """Kernels to compile, the largest first, and how far that is. *Thread-safe.*"""
+    """Kernels to compile, the largest first, and how far that is. *Thread-safe.*
+
+    Attributes:
+        advance: receives the weight of each compiled kernel.
+    """
 
     def __init__(self, missing: "Sequence[_Kernel]") -> None:
         largest_last = sorted(missing, key=lambda one: one.weight)
@@ -235,6 +239,7 @@ class _Work:
         self._own = [one for one in largest_last if not one.ours]
         self._weights = {one.name: one.weight for one in missing}
         self.weight = sum(one.weight for one in missing)
+        self.advance: Callable[[float], None] = lambda weight: None
         self._done = 0
         self._began = self._told_at = time.monotonic()
         self._lock = threading.Lock()
@@ -252,6 +257,7 @@ class _Work:
         """Count a compiled kernel, and log the progress every few seconds."""
         with self._lock:
             self._done += self._weights[name]
+            self.advance(self._weights[name])
             now = time.monotonic()
             if now - self._told_at < _NEWS_S or self._done == self.weight:
                 return

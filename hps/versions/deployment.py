@@ -47,10 +47,13 @@ from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.warm_up import DatabaseRows, WarmUpSource, last_rows, warm_up
+from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
 from hps.registry import implementation
 from hps.scoring.deployed import DeploymentScores, OpenedNetwork
+from hps.scoring.packing import gather
 from hps.statistics.metrics import TIERS, Metrics
 from hps.tensors.dlpack import cuda_device_of
+from hps.tensors.pooling import counted_positions, pool_rows
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 from hps.versions.catalog import ModelVersion
 
@@ -480,8 +483,11 @@ class Deployment:
         return replace(self, config=config, tables=tables, sessions=sessions, since=time.time(), log_positions=positions)
 
 
-def choose_cache(device: str) -> type[EmbeddingCache]:
+def choose_cache(device: str, *, quiet: bool = False) -> type[EmbeddingCache]:
     """Return the cache class of a configured `device`; `auto` is CUDA if a GPU and CuPy are available.
+
+    Args:
+        quiet: do not log why `auto` is the CPU.
 
     Raises:
         DeviceError, MissingDependencyError: `cuda` is configured and not available.
@@ -489,7 +495,7 @@ def choose_cache(device: str) -> type[EmbeddingCache]:
     if device == "auto":
         reason = why_unavailable("cuda")
         device = "cpu" if reason else "cuda"
-        if reason:
+        if reason and not quiet:
             _log.warning("device auto: serving from the CPU with the NumPy cache (%s)", reason)
     chosen: type[EmbeddingCache] = implementation("cache", device)
     return chosen
@@ -921,14 +927,25 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
 
 
 def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:
-    """Return the numba kernels of loads and lookups; those of rarer calls are compiled by the first one."""
-    found = [*set_kernels()]  # of loads
+    """Return the numba kernels of loads, lookups of rows and bags, and changes of rows.
+
+    Those of rarer calls are compiled by the first one, and those of rows in formats that only a repository names when a model
+    of it is deployed.
+    """
+    found = [*set_kernels(), counted_positions, pool_rows]  # of loads, and of bags without a cache
     for section in (configuration.volatile_db, configuration.persistent_db):
         if section.type != "disabled":
             found += implementation("database", section.type).kernels(section)
     if not all(is_direct(model, cache_class) for model in configuration.models):
         found += [*cache_class.kernels(), *places_kernels()]
-    return [*found, *row_kernels(table.row_dtype for model in configuration.models for table in model.tables)]
+    found += row_kernels(table.row_dtype for model in configuration.models for table in model.tables)
+    return list(dict.fromkeys(found))
+
+
+def served_kernels(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:
+    """Return the numba kernels of all that clients of a service may ask for: `kernels_of`, and those of fronts and owner."""
+    found = [*kernels_of(configuration, cache_class), *cache_class.batch_kernels(), *FRONT_KERNELS, *OWNER_KERNELS, gather]
+    return list(dict.fromkeys(found))
 
 
 def open_database(config: VolatileDbConfig | PersistentDbConfig) -> Database:

@@ -79,7 +79,14 @@ class NumpyCache(EmbeddingCache):
 
     @classmethod
     def kernels(cls) -> Sequence[Callable[..., Any]]:
-        return numpy_kernels.query, numpy_kernels.write, numpy_kernels.scatter, *distinct_kernels()
+        rows = numpy_kernels.query, numpy_kernels.write, numpy_kernels.scatter, numpy_kernels.settle, *distinct_kernels()
+        return *rows, pool, pool_rows, numpy_kernels.erase, numpy_kernels.dump
+
+    @classmethod
+    def batch_kernels(cls) -> Sequence[Callable[..., Any]]:
+        from hps.cache.cpu.batches import run  # it reads our tables
+
+        return (run,)
 
     @classmethod
     def batches(cls, board: Board) -> BatchDriver:

@@ -88,6 +88,12 @@ class CupyCache(EmbeddingCache):
 
         return CupyBatches(board)
 
+    @classmethod
+    def batch_kernels(cls) -> Sequence[Callable[..., Any]]:
+        from hps.cache.cuda.batch_loop import run
+
+        return (run,)
+
     @property
     def failure(self) -> str | None:
         return self.memory.error

@@ -21,6 +21,7 @@ from hps.cache.cuda import geometry
 from hps.cache.cuda.compiler import machine_code_of
 from hps.cache.cuda.kernels import SLOTS, Kernel, KernelCache
 from hps.errors import DeviceError, DeviceMemoryError
+from hps.ground.compilations import COMPILATIONS
 from hps.ground.lifetimes import disown_in_children, refusal
 from hps.types import TableSpec
 
@@ -203,8 +204,10 @@ def kernels_of(device_id: int) -> KernelCache:
 
 def compile_all(device_id: int, kernels: list[Kernel]) -> None:
     """Compile missing kernels concurrently: each takes a second the first time on a machine."""
-    with ThreadPoolExecutor(8) as compilers:
-        list(compilers.map(kernels_of(device_id).handle, dict.fromkeys(kernels)))
+    wanted = dict.fromkeys(kernels)
+    with COMPILATIONS.running(len(wanted)) as advance, ThreadPoolExecutor(8) as compilers:
+        for _ in compilers.map(kernels_of(device_id).handle, wanted):
+            advance(1)
 
 
 def copy_to_device(target: int, source: int, size_bytes: int, stream: int) -> None:

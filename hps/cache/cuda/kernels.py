@@ -320,8 +320,12 @@ def answer_threads(shape: Shape) -> int:
     return 512 if _copy_lanes(shape.unit, shape.widest) <= 8 else 256
 
 
+POOLS = ("pool", "number", "pool_rest")
+"""The kernels of `cuda/pool.cu`."""
+
+
 def pool_kernel(name: str, shape: Shape, arithmetic: Arithmetic, kind: Kind = DYNAMIC) -> Kernel:
-    """Return a kernel for pooling: pool, number, pool_rest; arguments as for `query_kernel`.
+    """Return one of POOLS, for bags; arguments as for `query_kernel`.
 
     Args:
         arithmetic: that of all segments.
@@ -392,17 +396,33 @@ def scatter_kernel(shape: Shape) -> Kernel:
     return Kernel("scatter", "scatter", (("UNIT", shape.unit), *shape.constants))
 
 
+def shape_of(tables: Sequence[Rows], asked: Sequence[int], outputs: int) -> Shape:
+    """Return the shape of a launch for some of a cache's tables.
+
+    Several tables take the shape of all of them, whichever they are: it can do all that theirs could, and it is compiled, where
+    the shapes of all the subsets of tables of different widths would be too many to compile before the first lookup.
+
+    Args:
+        tables: all tables of the cache.
+        asked: the table of each segment.
+        outputs: see `outputs_code`.
+    """
+    if len(asked) == 1:
+        return Shape.of([tables[asked[0]]], outputs)
+    return Shape.of(tables, outputs)._replace(segments=SEGMENTS_AT_ONCE)
+
+
 def _shapes(tables: Sequence[Rows]) -> list[Shape]:
-    """Return the shapes of lookups of one of the tables, and of all, with aligned outputs."""
-    alone = [Shape.of([rows], ALIGNED) for rows in sorted(set(tables))]
-    return [*alone, Shape.of(tables, ALIGNED)] if len(tables) > 1 else alone
+    """Return the shapes of lookups of one segment, and of several, with aligned outputs."""
+    return [*(Shape.of([rows], ALIGNED) for rows in sorted(set(tables))), shape_of(tables, (0, 0), ALIGNED)]
 
 
 def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:
-    """Return the kernels for lookups of tables, with aligned outputs; others are compiled on first use."""
-    found = [UNIQUE]
+    """Return the kernels for lookups of rows and bags, with aligned outputs; others are compiled on first use."""
+    found = [UNIQUE, MARK_HEADS, RANK_SORTED_KERNEL]
     for shape in _shapes(tables):
         found += [query_kernel(shape, kind, settles) for settles in ((False, True) if kind.static else (False,))]
+        found += [pool_kernel(name, shape, arithmetic, kind) for name in POOLS for arithmetic in Arithmetic]
         if shape.segments == 1:
             found.append(scatter_kernel(shape))
     return found

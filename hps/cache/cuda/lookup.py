@@ -98,7 +98,7 @@ class LookupKernels:
 
     def shape_of(self, tables: Sequence[int], alignment: int) -> Shape:
         """Return the shape of a kernel; arguments as above."""
-        return Shape.of([self.rows[table] for table in tables], alignment)
+        return kernels.shape_of(self.rows, tables, alignment)
 
     def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int) -> tuple[int, Shape, int]:
         """Return handle, shape and threads of a kernel of `cuda/answer.cu`; arguments as above, found again by `answer_of`."""
@@ -112,7 +112,7 @@ class LookupKernels:
         return handle
 
     def pool(self, name: str, shape: Shape, arithmetic: Arithmetic) -> int:
-        """Return the handle of a kernel of `cuda/pool.cu`, compiled on first use."""
+        """Return the handle of a kernel of `cuda/pool.cu`."""
         handle = self._pools.get((name, shape, arithmetic))
         if handle is None:
             handle = self._compiled.handle(kernels.pool_kernel(name, shape, arithmetic, self._kind))

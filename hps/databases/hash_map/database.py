@@ -236,6 +236,14 @@ def _evicts(overflow_margin: int) -> bool:
 
 def _kernels(overflow_margin: int) -> tuple[Callable[..., Any], ...]:
     """Return the kernels of lookups, loads and writes; scans compile theirs."""
-    used = (kernels.fetch, kernels.insert, kernels.delete, kernels.rehash, kernels.retire, kernels.count_by_hash)
+    used = (
+        kernels.fetch,
+        kernels.insert,
+        kernels.delete,
+        kernels.rehash,
+        kernels.retire,
+        kernels.count_by_hash,
+        kernels.count_present,
+    )
     dense = (kernels.mark_keys, kernels.count_holes, kernels.show_all_holes)
     return (*used, *EVICTION_KERNELS) if _evicts(overflow_margin) else (*used, *dense)

@@ -16,6 +16,7 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import ModelConfig, load_configuration
 from hps.databases.base import RowChanges
 from hps.errors import CapacityError
+from hps.ground.numba_kernels import declared_kernels
 from hps.models.sources import ModelSources
 from hps.registry import IMPLEMENTATIONS, Ours, implementation
 from hps.statistics.metrics import Metrics
@@ -30,6 +31,7 @@ from hps.versions.deployment import (
     kernels_of,
     open_databases,
     repeated_after_takeover,
+    served_kernels,
     usable_sharing,
     why_unavailable,
 )
@@ -248,12 +250,12 @@ def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_t
 
 # -- kernels ---------------------------------------------------------------------------------------------------------------
 
-SETS = {"_add_keys", "_add_hashes", "_contains"}
-HASH_MAP = {"fetch", "insert", "delete", "rehash", "retire", "count_by_hash"}
+SETS = {"_add_keys", "_add_hashes", "_contains", "_mark_last", "pool_rows", "counted_positions"}
+HASH_MAP = {"fetch", "insert", "delete", "rehash", "retire", "count_by_hash", "count_present"}
 DENSE = {"mark_keys", "count_holes", "show_all_holes"}
 EVICTION = {"_plan", "_protect", "_gather", "_evict"}
 REDIS = {"group_by_partition", "write_fields", "write_rows", "read_rows"}
-CACHE = {"query", "write", "scatter"}
+CACHE = {"query", "write", "scatter", "settle", "erase", "dump", "pool"}
 DISTINCT = {"_find_distinct", "_count_parts", "_fill_parts", "_find_distinct_of_parts", "_close_ranks"}
 PLACES = {"_index", "_match"}
 LOOKUP = CACHE | DISTINCT | PLACES
@@ -284,6 +286,33 @@ def test_a_configuration_has_the_kernels_that_it_uses(tmp_path, volatile, settin
     kernels = kernels_of(configuration, implementation("cache", "cpu"))
     assert len(kernels) == len(expected)
     assert {kernel.__name__ for kernel in kernels} == expected
+
+
+NOT_ASKED_FOR = {
+    "cache.cpu.miniature": "planning",
+    "cache.cuda.batch_loop": "the CUDA cache's `batch_kernels`",
+    "databases.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
+    "databases.rocks_db.change_order": "updates from a log",
+    "models.differences": "writing models",
+    "models.formats.quantised_rows": "imports",
+    "models.sample": "samples",
+    "planning": "planning",
+    "statistics.key_traces": "recordings, which compile theirs when they begin",
+    "updates.publisher": "publishers",
+}
+"""Kernels that no request to a service on the CPU calls, and what does."""
+
+
+def test_what_a_request_can_call_is_compiled_before_a_service_is_ready(tmp_path):
+    """A new kernel is in the one list of those that are compiled ahead, or says here what calls it."""
+    kinds = [("hash_map", {}), ("hash_map", {"overflow_margin": 1000}), ("redis_cluster", {})]
+    documents = [kernels_document(tmp_path, {"type": kind, **more}, row_dtype="int8") for kind, more in kinds]
+    cpu = implementation("cache", "cpu")
+    served = {kernel for one in documents for kernel in served_kernels(load_configuration(one), cpu)}
+    others = [one.py_func for one in declared_kernels() if one not in served]
+    names = {f"{one.__module__}:{one.__name__}".removeprefix("hps.") for one in others}
+    assert not [one for one in names if not one.startswith(tuple(NOT_ASKED_FOR))]
+    assert not [one for one in NOT_ASKED_FOR if not any(name.startswith(one) for name in names)]
 
 
 # -- devices that share their rows, and how many rows they have room for -----------------------------------------------------

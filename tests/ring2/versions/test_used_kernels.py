@@ -1,4 +1,4 @@
-"""Loads and lookups use the kernels that a configuration compiles before its first lookup, and no others."""
+"""Loads, lookups and changes use the kernels that a configuration compiles before its first lookup, and no others."""
 
 import json
 import subprocess
@@ -21,6 +21,15 @@ with hps.HPS(json.loads(sys.argv[1])) as server:
     prepared = sorted(one.name for one in numba_kernels._declared.values() if one.ready)
     for count in (10, 300, 20_000):  # the last by several threads
         vectors = server.lookup(np.arange(count) % 1000, "m", "t")
+    server.lookup(np.arange(990, 1010, dtype=np.int32), "m", "t", return_found=True)
+    for combiner in ("sum", "mean", "sqrtn", "max"):
+        for count in (20, 20_000):
+            weights = None if combiner == "max" else np.ones(count, np.float32)
+            bags = hps.Bags(np.arange(count) % 1100, np.array([0, 7, count]), weights, combiner=combiner, padding_key=3)
+            server.lookup_pooled({"t": bags}, "m")
+            server.lookup_pooled({"t": hps.Bags((np.arange(count) % 1100).reshape(-1, 2), combiner=combiner)}, "m")
+    server.insert(np.arange(2000, 2010), np.ones((10, 16), np.float32), "m", "t")
+    server.delete(np.arange(2000, 2005), "m", "t")
     used = sorted(one.name for one in numba_kernels._declared.values() if one.ready)
 print(json.dumps([prepared, used, float(vectors.sum())]))
 """

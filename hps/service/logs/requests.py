@@ -76,10 +76,11 @@ class Served:
         identity: named token or certificate of the client, which has a `name`; None if there is none.
         outlived: whether it began a change that continues without it and logs its own line.
         unsaid: whether its failed lookup is not logged elsewhere.
+        unready: whether the service, or its model, was not ready.
     """
 
     bytes_in = bytes_out = lookup_ns = queue_ns = infer_ns = 0  # on the class: a request only pays for those it sets
-    logged = traced = unsaid = outlived = False
+    logged = traced = unsaid = outlived = unready = False
     who = ""
     identity: Any = None
     span: RequestSpan | None = None
@@ -93,8 +94,9 @@ class Served:
 
     def failed(self, error: Exception) -> None:
         self.error = str(error)
+        self.unready = isinstance(error, NotReadyError)
         # Not for requests without a lookup, bugs (already logged), or models that are not ready.
-        self.unsaid = self.model is not None and isinstance(error, HPSError) and not isinstance(error, NotReadyError)
+        self.unsaid = self.model is not None and isinstance(error, HPSError) and not self.unready
 
     @property
     def report(self) -> LookupBreakdown | None:
@@ -116,12 +118,14 @@ class RequestLog:
     def __init__(self, settings: ServiceConfig, spans: RequestSpans | None) -> None:
         self._spans = spans
         self._lines, self._failed = LineLimit(0, 1.0), LineLimit(0, 1.0)
+        self._unready = LineLimit(1, 1.0)  # while a service starts, every request gets the same answer
         self._slow, self._problems = LineLimit(_MOST_PROBLEM_LINES_PER_S, 1.0), LineLimit(_MOST_PROBLEM_LINES_PER_S, 1.0)
         self.left_out = 0
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
         self._lines.lines = self._failed.lines = settings.access_log_per_s
+        self._unready.lines = min(1, settings.access_log_per_s)
         self._slow_ms = settings.slow_lookup_ms
         self._slow_ns = settings.slow_lookup_ms * 1e6
         self._always = self._spans is not None or settings.slow_lookup_ms > 0
@@ -150,7 +154,11 @@ class RequestLog:
             self._end_span(served.span, served, scope, route, status)
         if 0 < self._slow_ns < served.lookup_ns:
             self._say_slow(served)
-        if served.logged or (status >= 400 and self._failed.take()):
+        if served.unready and scope["path"] not in POLLED:
+            said = self._unready.take()
+        else:
+            said = served.logged or (status >= 400 and self._failed.take())
+        if said:
             if _access.isEnabledFor(_level_of(scope)):
                 self._say(served, scope, route, status, seconds)
         elif scope["path"] not in POLLED:

@@ -102,7 +102,11 @@ class HPS:
         POOL.limit_to(self.config.fetch_threads)
         self._updates = LiveUpdates(self.config, self.metrics)
         compile_kernels(*kernels_of(self.config, self.cache_class))
-        self._chain, targets = open_databases(self.config, self.metrics)
+        try:
+            self._chain, targets = open_databases(self.config, self.metrics)
+        except BaseException:
+            self._updates.close()
+            raise
         pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(targets.sources, kept_files(self._chain, FLEET))
         self.catalog = ModelCatalog(self.config, targets.sources, pins, fleet)
         self._watch = CatalogWatch(self.catalog, self.live)

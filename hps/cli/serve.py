@@ -30,6 +30,12 @@ def serve_command(
         typer.Option(case_sensitive=False, help="Write log lines as text or as JSON, instead of CONFIG's setting."),
     ] = None,
     force: console.Force = False,
+    allow_empty: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-empty", help="Be ready without any model, as before the first one is published.", show_default=False
+        ),
+    ] = None,
     record_trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record a sample of the requested keys for hps plan and profile."),
@@ -72,6 +78,7 @@ def serve_command(
                 on_open=record,
                 fronts=fronts,
                 grpc_port=grpc_port,
+                allow_empty=allow_empty,
             )
         if not closed:
             console.leave(1)

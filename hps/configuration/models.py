@@ -112,6 +112,7 @@ class ServiceConfig(Section):
     otlp_endpoint: str = ""
     model_control_mode: ControlMode = "none"
     load_models: ListOf[Annotated[str, Field(min_length=1)]] = ()
+    allow_empty: Flag = False
     repository_poll_s: Timeout = 15.0
     triton_metrics: Flag = False
     shared_memory_bytes: Annotated[Whole, Field(ge=0)] = 0

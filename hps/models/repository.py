@@ -29,6 +29,7 @@ from hps.models.sources import ModelSources
 MODEL_ENTRY = "model.json"
 _log = logging.getLogger(__name__)
 
+_MOST_SHOWN = 4
 _MODEL = re.compile(r"[a-zA-Z0-9_-]{1,120}")
 
 
@@ -80,6 +81,47 @@ def list_models(place: str, sources: ModelSources) -> dict[str, dict[str, Any] |
         except HPSError as error:
             found[name] = error
     return found
+
+
+def explain_no_models(
+    place: str, sources: ModelSources, wanted: Sequence[str] = (), problems: Mapping[str, HPSError] | None = None
+) -> str:
+    """Say what was looked for in a repository, and what was found, where there is no model to serve.
+
+    Args:
+        place: path or URI of the repository; empty: there is none.
+        wanted: names of the models that were looked for; empty: any.
+        problems: errors of models that were left out.
+    """
+    what = f"no model {', '.join(wanted)} (service.load_models)" if wanted else "no model to serve"
+    if not place:
+        return f"{what}: it is not in `models`, and model_repository is not set"
+    try:
+        found = _contents(place, sources)
+    except HPSError as error:
+        found = str(error)
+    left_out = "".join(f"; model {name} is left out: {error}" for name, error in (problems or {}).items())
+    return (
+        f"{what}: looked in {place} for {wanted[0] if wanted else '<model>'}/{MODEL_ENTRY}, got {found}{left_out}; a model's "
+        f"directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct model_repository, or "
+        "put the models there; where that is meant, set service.allow_empty, or serve with --allow-empty"
+    )
+
+
+def _contents(place: str, sources: ModelSources) -> str:
+    """Describe what a directory holds, and what the directories in it hold."""
+    filesystem, directory = sources.locate(place)
+    names = filesystem.directories(directory)
+    files = [name for name in filesystem.list(directory) if name not in names]
+    held = [f"{name} ({_some(filesystem.list(within(directory, name)))})" for name in names[:_MOST_SHOWN]]
+    if not names:
+        return f"no directory; {_some(files)}" if files else "nothing"
+    return f"{len(names)} director{'y' if len(names) == 1 else 'ies'}: {_some(held, len(names))}"
+
+
+def _some(names: Sequence[str], count: int = 0) -> str:
+    more = max(count, len(names)) - len(names[:_MOST_SHOWN])
+    return ", ".join([*names[:_MOST_SHOWN], *([f"{more} more"] if more else [])]) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)

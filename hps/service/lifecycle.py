@@ -6,19 +6,24 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from hps.configuration.load import Configuration, ModelConfig
-from hps.errors import ConfigError, ConflictError, HPSError, ModelSourceError, NotReadyError
+from hps.errors import ConfigError, ConflictError, HPSError, NotReadyError
+from hps.ground.compilations import COMPILATIONS
+from hps.ground.numba_kernels import compile_kernels
 from hps.ground.progress import FailureProgress, LogProgress, Progress, time_text
 from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.service.readiness import Readiness
 from hps.versions.changes import cause_of
-from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
+from hps.versions.deployment import choose_cache, served_kernels
+from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 STOPPING = "shutting down"
@@ -56,8 +61,10 @@ class Lifecycle:
 
     One thread loads the models at the start, retries failed ones, polls the catalog, and applies changes of the configuration.
     Two others read the serving documents of a fleet, and follow them. Each model answers as soon as it is loaded. A model that
-    cannot be loaded does not stop the others: it is not ready, and is retried if the cause may be transient. Loading as a whole
-    fails if the databases cannot be opened or no model can be loaded.
+    cannot be loaded does not stop the others: it is not ready, and is retried if the cause may pass. What may pass never ends
+    the process: the databases are opened again, and models are found and loaded again, with rising pauses, for ever. Loading as
+    a whole fails where only another configuration or another program helps: the databases cannot be opened, or no model can be
+    loaded, and none may be later.
 
     Args:
         parameter_server: an already loaded one; the caller closes it.
@@ -68,7 +75,8 @@ class Lifecycle:
     Attributes:
         on_open: called with the new parameter server before any model is loaded; what they raise ends the service.
         on_block: called when `blocked` has changed.
-        unpublished: returns which model in service the fronts do not know yet; empty if they know all.
+        unpublished: returns which version in service the fronts cannot name, and why; empty if they can name all. Takes a
+            model and a version to ask for that one alone.
         configuration: replaced when changes of its file are applied.
         live: states of the models; those of the parameter server once it is opened.
         states: a view of them for operators and Prometheus.
@@ -97,14 +105,16 @@ class Lifecycle:
         self._progress = _StoppableProgress(progress or LogProgress(), self._end_when_stopping)
         self.on_open: list[Callable[[HPS], object]] = []
         self.on_block: list[Callable[[], object]] = []
-        self.unpublished: Callable[[], str] = lambda: ""
+        self.unpublished: Callable[..., str] = lambda *version: ""
         self._stopping = threading.Event()
         self.live = LiveModels() if parameter_server is None else parameter_server.live
         self.states = Readiness(lambda: self.live)
         for model in configuration.models if self._owned else ():
             if self._loads(model.model):
                 self.live.want(model)
-        self._blocked = "not started"  # why no request at all is answered
+        self._absent: set[str] = set()  # names that `load_models` has, and the catalog has not
+        self._lack = ""  # what was looked for, and found, where models are lacking
+        self._blocked = "the service is starting"  # why no request at all is answered
         self._all_tried = not self._owned
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
@@ -114,19 +124,20 @@ class Lifecycle:
     @property
     def settled(self) -> bool:
         """Whether lookups are answered for every model that has not failed."""
-        blocked = self.leaving or self._blocked or self.unpublished() or self.live.refused()
+        blocked = self.leaving or self._blocked or self._lacking() or self.unpublished() or self.live.refused()
         return not blocked and (self._all_tried or not self.states.summary())
 
     @property
     def blocked(self) -> str:
         """Why no lookup at all is answered; empty if some are."""
-        return self._blocked
+        starting = self._blocked and self.failure is None and not self._stopping.is_set()
+        return (COMPILATIONS.progress if starting else "") or self._blocked
 
     @property
     def not_ready_reason(self) -> str:
         """Why lookups of some models are not answered, or soon will not be; empty if all are."""
-        reason = self._blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
-        return reason or self.unpublished() or self.live.refused()
+        reason = self.blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
+        return reason or self._lacking() or self.unpublished() or self.live.refused()
 
     @property
     def degraded(self) -> str:
@@ -142,7 +153,7 @@ class Lifecycle:
             NotReadyError: it is being opened, failed or is closed.
         """
         if (server := self.opened) is None or self._blocked:
-            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
+            raise NotReadyError(f"the parameter server is not ready: {self.blocked}")
         return server
 
     def server_of(self, model_name: str) -> HPS:
@@ -159,12 +170,13 @@ class Lifecycle:
 
     def start(self) -> None:
         if self.opened is not None:
+            compile_kernels(*served_kernels(self.opened.config, self.opened.cache_class))
             for tell in self.on_open:
                 tell(self.opened)
             self._block("")
             self._follow_fleet(self.opened)
         elif self._owned:
-            self._block("opening the databases")
+            self._block("loading the kernels")
             self._loader = new_thread("load", self._load)
             self._loader.start()
 
@@ -226,7 +238,9 @@ class Lifecycle:
     def _load(self) -> None:
         started = time.monotonic()
         try:
-            server = HPS(self.configuration, deploy_models=False)
+            compile_kernels(*served_kernels(self.configuration, choose_cache(self.configuration.device, quiet=True)))
+            self._block("opening the databases")
+            server = self._insisted(partial(HPS, self.configuration, deploy_models=False))
             self._opened(server)
         except BaseException as error:  # noqa: BLE001 - the end of a thread: `failure` carries it to the caller of serve
             self._end(error)
@@ -244,7 +258,7 @@ class Lifecycle:
         errors = {name: failed for name, failed in outcomes.items() if failed is not None}
         if self._stopping.is_set():
             return
-        if errors and not server.models:
+        if errors and not server.models and not _may_pass(server.live, errors):
             self._end(_all_failed(errors))
             with self._changing:
                 self.opened = None
@@ -252,30 +266,39 @@ class Lifecycle:
             return
         seconds, names = time.monotonic() - started, ", ".join(server.models)
         if errors:
-            _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names, self.states.summary())
-        else:
+            _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names or "no model", self.states.summary())
+        elif not self._lacking():  # which is logged when they are looked for
             _log.info("ready after %.1f s: %s", seconds, names)
         self._all_tried = True
         self._tend(server)
 
     def _tend(self, server: HPS) -> None:
         """Retry failed models, poll the catalog, and apply queued changes, until the service stops."""
-        poll_at = self._next_poll()
+        poll_at, find_at, pause_s = self._next_poll(), math.inf, self._first_retry_s
         while not self._stopping.is_set():
             states = {life.state for life in server.live.models()}
-            if states <= {"serving"}:
+            now = time.monotonic()
+            if lack := self._lacking():
+                if find_at == math.inf:
+                    pause_s *= random.uniform(0.75, 1.0)
+                    find_at, pause_s = now + pause_s, min(2 * pause_s, LONGEST_RETRY_S)
+                    _log.error("%s; looking again in %s", lack, time_text(find_at - now))
+            elif states <= {"serving"}:
+                pause_s = self._first_retry_s
                 with self._changing:
                     if not self._blocked:
                         self.serving = server
-            now = time.monotonic()
-            if due := [name for name, at in server.live.due().items() if at <= now]:
+            if find_at <= now:
+                self._find_models(server)
+                find_at = math.inf
+            elif due := [name for name, at in server.live.due().items() if at <= now]:
                 self._deploy(server, due[0])
             elif poll_at <= now:
                 self._report("polling", partial(server.poll, progress=self._progress))
                 poll_at = self._next_poll()
             else:
                 longest_s = _BUSY_WAIT_S if "loading" in states else _LONGEST_WAIT_S
-                wait_s = min(longest_s, *(max(0.0, at - now) for at in (poll_at, *server.live.due().values())))
+                wait_s = min(longest_s, *(max(0.0, at - now) for at in (poll_at, find_at, *server.live.due().values())))
                 with suppress(queue.Empty):
                     self._make(server, self._changes.get(timeout=wait_s))
 
@@ -341,28 +364,61 @@ class Lifecycle:
         try:
             for tell in self.on_open:
                 tell(server)
-            for name in self._listed(server):
-                if self._loads(name):
-                    server.live.want(server.catalog.model(name))
+            self._want(server, self._insisted(lambda: server.catalog.names, versioned=True))
         except BaseException:
             server.close()
             raise
         for name, problem in server.catalog.problems.items():
             _log.error("model %s of the repository is left out: %s", name, problem)
 
-    def _listed(self, server: HPS) -> list[str]:
-        """Return the names of all models; wait while the host of the repository does not answer."""
+    def _insisted(self, call: Callable[[], _T], *, versioned: bool = False) -> _T:
+        """Call until it succeeds, with rising pauses; raise what does not pass by itself.
+
+        Args:
+            versioned: see `may_pass`.
+        """
         pause_s = self._first_retry_s
         while True:
             try:
-                return server.catalog.names
-            except ModelSourceError as error:
+                return call()
+            except HPSError as error:
+                if not may_pass(error, versioned=versioned):
+                    raise
                 pause_s *= random.uniform(0.75, 1.0)
                 _log.error("%s; trying again in %s", error, time_text(pause_s))
                 self._block(f"{error}; next try in {time_text(pause_s)}")
                 if self._stopping.wait(pause_s):
                     raise
                 pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    def _want(self, server: HPS, names: Sequence[str]) -> None:
+        """Wait for the models of the catalog to serve, and find out which of those that should are not there."""
+        known = {life.name for life in server.live.models()}
+        for name in names:
+            if self._loads(name) and name not in known:
+                server.live.want(server.catalog.model(name))
+        self._absent = {*self.configuration.service.load_models} - {"*", *names}
+        self._lack = ""
+        if self._absent or not server.live.models():
+            self._lack = server.catalog.explain_no_models(*sorted(self._absent))
+
+    def _lacking(self) -> str:
+        """Why a model that should be in service is neither that nor awaited; empty if none is lacking."""
+        settings, known = self.configuration.service, {life.name for life in self.live.models()}
+        if not self._owned or self._blocked:
+            return ""
+        if self._absent - known:
+            return self._lack
+        none_wanted = settings.allow_empty or (settings.model_control_mode == "explicit" and not settings.load_models)
+        return "" if known or none_wanted else self._lack or "no model is in service"
+
+    def _find_models(self, server: HPS) -> None:
+        """Look for models that are lacking, which somebody may have put there meanwhile."""
+        try:
+            server.catalog.scan()
+            self._want(server, server.catalog.names)
+        except HPSError as error:
+            self._lack = str(error)
 
     def _loads(self, name: str) -> bool:
         settings = self.configuration.service
@@ -412,6 +468,11 @@ class Lifecycle:
                 return
             self._blocked, self.failure = f"loading failed: {cause}", error
         _log.error("loading failed: %s", cause, exc_info=bug)
+
+
+def _may_pass(live: LiveModels, errors: Iterable[str]) -> bool:
+    """Return True if one of these models, none of which could be loaded, is tried again."""
+    return any((failure := live.failure(name)) is not None and failure.may_pass for name in errors)
 
 
 def _all_failed(errors: dict[str, Exception]) -> BaseException:

@@ -124,6 +124,7 @@ class FrontLink:
         self.tokens: list[dict[str, Any]] = []
         self._memories: list[Memory] = []
         self._boards: list[Board] = []
+        self._drivers: list[BatchDriver] = []
         self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
         self._left_out: set[tuple[int, int]] = set()  # for which there was no room
         self._by_serial: dict[int, _Served] = {}
@@ -185,11 +186,20 @@ class FrontLink:
         made = [self._served.get((id(deployment), device)) for device in self._devices(deployment)]
         return dict(self._serials_of(deployment, [one for one in made if one is not None]))
 
-    def _unpublished(self) -> str:
-        server, known = self._lifecycle.opened, self._published.get("serving", {})
-        for name, one in server.live.serving.items() if server is not None else ():
-            if known.get(name) != one.version:
+    def _unpublished(self, *version: str) -> str:
+        for nth, memory in enumerate(self._memories):
+            if memory[layout.FRONT_EPOCH] != memory[layout.OWNER_EPOCH]:
+                return f"front {nth} is being connected"
+        server, models, serving = self._lifecycle.opened, self._published.get("models", {}), self._published.get("serving", {})
+        for one in server.live.all() if server is not None else ():
+            name = one.config.model
+            if version and version != (name, one.version):
+                continue
+            known, latest = models.get(name, {}).get(one.version), server.live.serving.get(name)  # type: ignore[union-attr]
+            if known is None or (latest is not None and serving.get(name) != latest.version):
                 return f"model {name!r} is being made known to the fronts"
+            if not known["serials"]:
+                return f"model {name!r}: too many deployments are served"
         return ""
 
     def settle(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from hps.ground.compilations import COMPILATIONS
 from hps.ground.progress import time_text
 from hps.service.protocol.schemas import ModelState, ModelStatus, TableStatus
 from hps.statistics.prometheus import Family, family, label_text
@@ -104,6 +105,8 @@ def _reason(life: ModelLife) -> str:
         return life.failure.cause + again
     if life.state == "wanted":
         return "waiting for the models before it"
+    if compiling := COMPILATIONS.progress:  # perhaps of another model's kernels, which are waited for
+        return compiling
     if life.waiting:
         return life.waiting
     for table in life.tables:

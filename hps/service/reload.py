@@ -10,6 +10,7 @@ CHANGEABLE = frozenset(
     {
         "access_log_per_s",
         "admin_token",
+        "allow_empty",
         "answer_timeout_s",
         "bearer_token",
         "drain_s",

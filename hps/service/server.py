@@ -58,6 +58,7 @@ def serve(
     on_open: Callable[[HPS], object] = lambda server: None,
     fronts: int | None = None,
     grpc_port: int | None = None,
+    allow_empty: bool | None = None,
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread of a process without others.
 
@@ -74,6 +75,7 @@ def serve(
         on_open: receives the parameter server before any model is loaded; what it raises ends the service.
         fronts: overrides the configured number of front processes; 0: this process does all.
         grpc_port: overrides the configured port for gRPC; 0 picks a free one, which is logged.
+        allow_empty: overrides whether a service without models is ready.
 
     Returns:
         Whether everything was closed. If not, a thread waits for an unresponsive source or database, and would keep the
@@ -95,7 +97,11 @@ def serve(
         load_tokens(configuration.service.tokens_path)
     if configuration.service.tls_certificate_path:
         context_of(configuration.service)
-    given = [key for key, value in (("log_level", log_level), ("log_format", log_format)) if value is not None]
+    overriding = {"log_level": log_level, "log_format": log_format, "allow_empty": allow_empty}
+    given = [key for key, value in overriding.items() if value is not None]
+    if allow_empty is not None:
+        service = configuration.service.model_copy(update={"allow_empty": allow_empty})
+        configuration = configuration.model_copy(update={"service": service})
 
     def own(
         place: socket.socket | None,

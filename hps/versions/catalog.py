@@ -16,6 +16,7 @@ from hps.models.manifest import within
 from hps.models.network_files import NetworkFiles
 from hps.models.repository import (
     VersionFiles,
+    explain_no_models,
     list_models,
     list_versions,
     log_starts_beside,
@@ -92,6 +93,10 @@ class ModelCatalog:
         # The repository of a fleet's model may be away: an empty mount point looks like a removed model.
         away = {name: model for name, model in (self._found or {}).items() if self.fleet.shown(name) and name not in problems}
         self._found, self.problems = {**away, **found}, problems
+
+    def explain_no_models(self, *wanted: str) -> str:
+        """Say what was looked for, where, and what was found, as there is no model to serve, or none of these names."""
+        return explain_no_models(self._repository, self._sources, wanted, self.problems)
 
     def add(self, model: ModelConfig) -> ModelConfig | None:
         """Add or replace the entry of a model. Returns the entry it replaces, if any."""

@@ -27,12 +27,14 @@ from hps.errors import (
     DatabaseError,
     HPSError,
     ModelFileChangedError,
+    ModelFileError,
     ModelSourceError,
     NotReadyError,
     TableWidthError,
     UnknownModelError,
     UnknownTableError,
     UnknownVersionError,
+    UpdateLogError,
 )
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.workers import new_thread
@@ -48,8 +50,9 @@ _MOST_REMEMBERED = 256
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
 """First and longest pause before retrying a model that could not be deployed. Each failure doubles the pause."""
 
-_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError, UnknownTableError, NotReadyError)
+_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError, UnknownTableError, UpdateLogError, NotReadyError)
 _STAYS = (DatabaseCorruptError, TableWidthError)
+_OF_VERSIONS = (UnknownVersionError, ModelFileError)  # a publisher may put other files there, or those that are away back
 
 REFRESHING = "refreshing"
 """A change requested over the network that leaves the versions alone; one per model at a time."""
@@ -80,6 +83,18 @@ class VersionInfo:
     rows: int
     size_bytes: dict[str, int]
     stale_copies: tuple[str, ...] = ()
+
+
+def may_pass(error: BaseException, *, versioned: bool = False) -> bool:
+    """Return True if what failed may succeed later without another configuration or program.
+
+    Args:
+        versioned: its files are versions that somebody publishes, in a repository or a model's `version_path`, and not files
+            that the configuration names one by one.
+    """
+    if isinstance(error, _STAYS):
+        return False
+    return isinstance(error, _MAY_PASS) or (versioned and isinstance(error, _OF_VERSIONS))
 
 
 def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
@@ -334,8 +349,8 @@ class LiveModels:
             failures = 1 + (model.failure.count if model.failure else 0)
             pause = min(self.first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
             pause *= random.uniform(0.75, 1.0)  # spread the retries of replicas that failed together
-            may_pass = isinstance(error, _MAY_PASS) and not isinstance(error, _STAYS)
-            model.failure = Failure(cause_of(error)[0], failures, self._clock() + pause, may_pass)
+            passes = may_pass(error, versioned=model.wanted is not None and bool(model.wanted.version_path))
+            model.failure = Failure(cause_of(error)[0], failures, self._clock() + pause, passes)
             model.failures += 1
 
     def forget_failure(self, name: str) -> None:

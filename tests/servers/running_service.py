@@ -114,7 +114,7 @@ def running_service(document, parameter_server=None, *, ready=True, grpc=False, 
     service.start()
     try:
         if ready:
-            is_ready = lambda: lifecycle.serving and not lifecycle.not_ready_reason and service.front.exchange._connected  # noqa: E731
+            is_ready = lambda: lifecycle.serving and not lifecycle.not_ready_reason and service.front.exchange._answers  # noqa: E731
             wait_until(lambda: is_ready() or lifecycle.failure, "the service is ready, and its front knows the owner")
             if lifecycle.failure:
                 raise lifecycle.failure

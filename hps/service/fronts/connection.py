@@ -341,6 +341,7 @@ class Connection(ClientConnection):
                     self._lookup = self.front.decoded(self, target, served, self._body, length, shared)
                     self._post()
                 else:
+                    self.front.check_ready(head.path)
                     self._proxied = True
                     if head.method == "GET":
                         self.front.publish()  # the answer may tell of the requests before

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+from array import array
 from collections import deque
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from hps.ground.numba_kernels import compile_kernels
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
-from hps.regions.layout import ANSWERED, FAILED, RETIRED, RING, FrontDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, FrontDescriptors, Memory
 from hps.service.fronts.answers import EncodedAnswer, Plan
 from hps.service.fronts.pending import Lookup, Requester, decode
 from hps.service.fronts.published import Published
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 _SLOT_WAIT_S: Final = 1.0
 _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
+_CHECK: Final = (0, 0, 0, HEADER_BYTES, 0)
+"""Serial, flags, segments, and place and size of what is beside them, of a request that names no deployment."""
 MOST_PENDING: Final = RING // 2
 """Maximum number of lookups that the owner works on for one front."""
 
@@ -72,7 +75,10 @@ class OwnerExchange:
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
         self._epoch = 0
-        self._connected = False
+        self._connected = self._was_connected = False
+        self._check = -1  # slot of a check that has no answer yet
+        self._check_since = 0.0
+        self._answers = False  # whether a check of this epoch was answered
         self._spinning = False
         self._spun_ns = 0
         self._begin_epoch()
@@ -109,7 +115,7 @@ class OwnerExchange:
     def _begin_epoch(self) -> None:
         """Ask the owner for empty rings; what is under way is posted again once it has them."""
         region = self.region
-        self._connected = False
+        self._connected = self._answers = False
         self._tail = 0
         self._epoch = 1 + secrets.randbits(62)  # the last one may be garbage, if that front was broken into
         store_word(region.address + layout.SUBMITTED, 0)
@@ -129,13 +135,48 @@ class OwnerExchange:
                 )
                 self._begin_epoch()
         elif epoch == self._epoch:
-            self._connected = True
+            self._connected = self._was_connected = True
+            if self._check >= 0:
+                self.release(self._check)
+            self._check = -1
+            self.check()
             for lookup in list(self.pending.values()):
                 if lookup.requester is None:
                     del self.pending[lookup.slot]
                     self.release(lookup.slot)
                 else:
                     self._submit(lookup)
+
+    def check(self) -> None:
+        """Post a request that names no deployment, unless one is under way: its answer shows that lookups are answered."""
+        if not self._connected or self._check >= 0:
+            return
+        slot = -1 if len(self.pending) >= MOST_PENDING else self.slots.take(HEADER_BYTES)
+        if slot >= 0:  # else lookups show it
+            self.region.longs[slot >> 3 : (slot >> 3) + len(_CHECK)] = array("q", _CHECK)
+            self._check, self._check_since = slot, time.monotonic()
+            if post(self.region.address, slot):
+                self._wake_owner()
+
+    def unanswered(self) -> str:
+        """Why the owner does not answer what this front posts; empty if it does. Checks that anew."""
+        if not self._connected:
+            self._look_at_owner()
+        if not self._connected:
+            return self.away()
+        late_s, limit_s = time.monotonic() - self._check_since, self.settings.request_timeout_s
+        if not self._answers:
+            return "the parameter server is not ready: its first answer to this front is awaited"
+        if self._check >= 0 and late_s > limit_s:
+            return f"the parameter server has not answered this front for {late_s:.0f} s; lookups end after {limit_s:g} s"
+        self.check()
+        return ""
+
+    def away(self) -> str:
+        """Why there is no owner that works for this front."""
+        if blocked := self._published.blocked or ("" if self._was_connected else "the service is starting"):
+            return f"the parameter server is not ready: {blocked}"
+        return "the parameter server is being started again; send the request again later"
 
     # -- posting ----------------------------------------------------------------------------------------------------------
 
@@ -166,7 +207,7 @@ class OwnerExchange:
     def _expect_owner(self) -> None:
         self._look_at_owner()
         if not self._connected:
-            raise NotReadyError("the parameter server is being started again; send the request again later")
+            raise NotReadyError(self.away())
 
     def keys_of(self, lookup: Lookup) -> memoryview:
         """Return where the keys of a planned lookup go."""
@@ -244,6 +285,9 @@ class OwnerExchange:
         for slot in slots:
             lookup = self.pending.pop(slot, None)
             if lookup is None:
+                if slot == self._check:
+                    self._check, self._answers = -1, True
+                    self.release(slot)
                 continue
             if lookup.requester is None:
                 self.release(slot)

@@ -313,7 +313,22 @@ class Front:
         """
         if head is not None and head.path == "/v2/health/live" and head.method in ("GET", "HEAD"):
             return HTTPAnswer(200, [JSON], (b'{"live":true}',))
-        raise NotReadyError("the parameter server is being started again; send the request again later")
+        self.published.look()
+        raise NotReadyError(self.exchange.away())
+
+    def check_ready(self, path: str) -> None:
+        """Check, before the owner is asked whether it or a model is ready, that it answers lookups of this front.
+
+        The owner's application speaks for its models, and not for the way from here to them. While it is blocked, it says why
+        and how far it is.
+
+        Raises:
+            NotReadyError: it does not answer them.
+        """
+        if path.startswith("/v2/") and path.endswith("/ready"):
+            self.published.look()
+            if not self.published.blocked and (reason := self.exchange.unanswered()):
+                raise NotReadyError(reason)
 
     def error_answer(self, error: Exception, client: str, head: Head | None, served: Served) -> HTTPAnswer:
         self.note_error(error, client, head, served)

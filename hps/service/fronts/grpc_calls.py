@@ -20,7 +20,7 @@ import orjson
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
-from hps.errors import InvalidInputError
+from hps.errors import InvalidInputError, NotReadyError
 from hps.service.authorization import Identity
 from hps.service.fronts.answers import EncodedAnswer
 from hps.service.fronts.connection import Beginning
@@ -78,9 +78,14 @@ class CallHead(NamedTuple):
 
 
 class _OwnerAnswer:
-    """Collects an answer of the owner's application. *One request.*"""
+    """Collects an answer of the owner's application. *One request.*
 
-    def __init__(self) -> None:
+    Args:
+        away: returns why there is no owner.
+    """
+
+    def __init__(self, away: Callable[[], str]) -> None:
+        self._away = away
         self.found: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._body = bytearray()
@@ -102,9 +107,7 @@ class _OwnerAnswer:
     def unrelayed(self, began: bool) -> None:
         self.upstream = None
         if not self.found.done():
-            self.found.set_exception(
-                RequestError(503, "the parameter server is being started again; send the call again later")
-            )
+            self.found.set_exception(RequestError(503, self._away()))
 
     def on_body(self, data: bytes) -> None:
         self._body += data
@@ -404,12 +407,14 @@ class GrpcCall:
 
         Raises:
             RequestError: 503, it is not there.
+            NotReadyError: it is asked whether it is ready, and does not answer lookups of this front.
         """
+        self.front.check_ready(path)
         own = (b":", b"grpc-", b"content-type", b"host")
         lines = [(name, value) for name, value in self.head.headers.items() if not name.startswith(own)]
         headers = [(b"host", b"hps"), *lines]
         request = forwarded(method, path.encode(), headers, body, self.client, self.connection.certificate)
-        answer = _OwnerAnswer()
+        answer = _OwnerAnswer(self.front.exchange.away)
         self.front.owner.ask(answer, request, head_only=False, chosen=answer.chosen)
         try:
             return await answer.found
@@ -625,7 +630,7 @@ async def _live(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
 async def _is_ready(call: GrpcCall) -> bool:
     try:
         return (await call.ask("GET", "/v2/health/ready"))[0] == 200
-    except RequestError:
+    except (RequestError, NotReadyError):
         return False
 
 
@@ -636,8 +641,8 @@ async def _ready(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
 async def _model_ready(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     try:
         await call.json("GET", _model_path(request, "/ready"))
-    except RequestError as error:
-        if error.status not in (404, 503):
+    except (RequestError, NotReadyError) as error:
+        if status_of(error) not in (404, 503):
             raise
         yield message("inference.ModelReadyResponse")(ready=False)  # as Triton, also for a model that it does not know
     else:

@@ -317,7 +317,7 @@ def _model_ready(lifecycle: Lifecycle, model: str, version: str | None) -> schem
     deployment = lifecycle.server_of(model).model(model, version)
     if lifecycle.leaving:
         raise NotReadyError(f"model {model!r} is not ready: {STOPPING}")
-    if reason := deployment.refuses:
+    if reason := deployment.refuses or lifecycle.unpublished(deployment.config.model, deployment.version):
         raise NotReadyError(f"model {model!r} is not ready: {reason}")
     if deployment.scores is not None:
         deployment.scores.refuse_if_busy(lifecycle.configuration.service.request_timeout_s)

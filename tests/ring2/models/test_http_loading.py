@@ -213,8 +213,32 @@ def test_when_no_model_can_be_loaded_the_loading_fails_and_names_all(tmp_path, g
         lifecycle.server_of("a")
     assert lifecycle.close(WAIT_S)
     found = document_of(good, persistent=persistent)  # RocksDB's lock is free
-    with hps.HPS(found), pytest.raises(DatabaseLockedError), running_service(found):
-        pass
+    with hps.HPS(found), pytest.raises(DatabaseLockedError):
+        hps.HPS(found)
+
+
+def test_a_database_that_another_process_holds_is_waited_for(tmp_path, good):
+    """As that of the replica before this one, which still stops."""
+    document = document_of(good, persistent=tmp_path / "rocksdb")
+    with hps.HPS(document), service_of(document, first_retry_s=0.01) as service:
+        for _ in range(2):
+            wait_until(lambda: "has the directory open" in readiness(service)[1], "it says so")
+            before = service.app.lifecycle.not_ready_reason
+            wait_until(lambda before=before: service.app.lifecycle.not_ready_reason != before, "it tries again")
+        assert "next try in" in look_up(service, "good").json()["error"]
+        assert service.client.get("/v2/health/live").status_code == 200
+    with service_of(document, first_retry_s=0.01) as service:
+        settle(service)
+        assert answers(service, "good", 7)
+
+
+def test_a_service_stops_while_it_waits_for_a_database(tmp_path, good):
+    document = document_of(good, persistent=tmp_path / "rocksdb")
+    with hps.HPS(document):
+        with service_of(document) as service:
+            wait_until(lambda: "has the directory open" in readiness(service)[1], "it waits")
+        assert service.app.closed
+        assert service.app.lifecycle.failure is None
 
 
 def test_models_that_others_deploy_and_undeploy_are_reported_as_they_are(tmp_path, good):

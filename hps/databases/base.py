@@ -24,6 +24,9 @@ from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, 
 UNBOUNDED_ROWS: Final = 2**64 - 1
 """The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
 
+LOAD_AGAIN: Final = "Load its model again with `hps load CONFIG --force`, which replaces the table"
+"""The advice for a table that is damaged or not what the configuration says."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:

@@ -34,8 +34,18 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakSet
 
-from hps.databases.base import DatabaseReport, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges, TableStats
+from hps.databases.base import (
+    LOAD_AGAIN,
+    DatabaseReport,
+    LoadRecord,
+    LogPosition,
+    Partition,
+    PersistentDatabase,
+    RowChanges,
+    TableStats,
+)
 from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import (
     BLOCK_BYTES,
@@ -67,6 +77,7 @@ from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, 
 
 _log = logging.getLogger(__name__)
 
+_LOAD_POLL_S = 0.02
 _RECOVER_EVERY_S = 0.5  # between two checks of a database that refuses writes
 _DRAIN_TIMEOUT_S = 0.1  # for other calls, such as a merge, before it is reopened
 _DATABASE_BYTES = 28 << 10  # options, manifest and logs of an idle database
@@ -76,6 +87,18 @@ _BLOCK_OVERHEAD_BYTES = 25  # per block: trailer, properties and index entry
 _FILTER_BYTES = 1.25  # a row
 _MERGED = "a second copy of a table that is being merged"
 _ROOM_BYTES = 4 << 20  # written by RocksDB at an opening, beside the content of the write-ahead logs
+
+
+_written_here: WeakSet["RocksDatabase"] = WeakSet()
+
+
+def _writer_of(path: Path) -> int:
+    """Return the process that has a database open for writing; 0 if none has.
+
+    Were the lock asked for by the process that holds it, closing the file would give the lock up: locks of POSIX.
+    """
+    here = any(one.path == path and not one.closed for one in list(_written_here))
+    return os.getpid() if here else directory.holder(path)
 
 
 class RocksDatabase(PersistentDatabase):
@@ -88,12 +111,13 @@ class RocksDatabase(PersistentDatabase):
         path: the directory; created with its parents if missing. One process at a time may write to it.
         num_threads: for flushing and compacting.
         read_only: write nothing: for use beside a process that writes, whose later writes are not seen, or on a read-only
-            volume.
+            volume. A table that the other process is loading is waited for.
         max_batch_size: maximum rows of one multi-get or write.
         block_cache_bytes: memory for blocks of the files. Fetching is a sixth faster if it holds all rows in use, and a fifth
             slower if it holds a quarter of them.
         write_timeout_s: how long a write waits for a slow disk.
         close_timeout_s: how long `close` waits for running calls.
+        load_timeout_s: with `read_only`, how long `open_table` waits for a table that another process is loading.
 
     Raises:
         DatabaseLockedError: another process has it open for writing.
@@ -114,12 +138,14 @@ class RocksDatabase(PersistentDatabase):
         block_cache_bytes: int = 0,
         write_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
+        load_timeout_s: float = 10.0,
     ) -> None:
         self.path = self.directory = Path(path).absolute()  # RocksDB would follow the process to another directory
         self.read_only = read_only
         self._max_batch_size = max_batch_size
         self._write_timeout_s = write_timeout_s
         self._close_timeout_s = close_timeout_s
+        self._load_timeout_s = load_timeout_s
         self._calls = OpenCalls(f"the database {self.path}")
         self._tables_lock = threading.Lock()
         self._tables: dict[str, RocksTable] = {}
@@ -132,13 +158,15 @@ class RocksDatabase(PersistentDatabase):
         self._recovering = threading.Lock()
         self._recover_at = 0.0
         self._refusal: DatabaseError | None = None  # of the last recovery, if it failed
-        self._engine = Engine(
+        self._new_engine = partial(
+            Engine,
             self.path,
             read_only=read_only,
             num_threads=num_threads,
             block_cache_bytes=block_cache_bytes,
             write_timeout_s=write_timeout_s,
         )
+        self._engine = self._new_engine()
         self._records = LoadRecords(self._engine)
         self._open()
         disown_in_children(self)
@@ -146,17 +174,15 @@ class RocksDatabase(PersistentDatabase):
     def _open(self) -> None:
         """Open the engine if all acknowledged rows are there; on a full disk a view of them, which `_recover` replaces."""
         self._leave_view()
-        exists = directory.check_directory(self.path, self.read_only)
-        logs = check_logs(self.path, partial(oldest_needed_log, self.path)) if exists else CheckedLogs(True, {}, {})
-        for name, what in logs.damages.items():
-            raise damaged(self.path, name, what)
-        open_at = partial(self._engine.open, exists=exists, torn=logs.sealed)
         if self.read_only:
-            self._view = directory.opened_in_view(self.path, open_at, logs.ends)
+            self._view = self._opened_in_view(self._engine)
             return
+        exists, logs = self._checked()
+        open_at = partial(self._engine.open, exists=exists, torn=logs.sealed)
         try:
             directory.cut_logs(self.path, logs.ends)
             open_at(self.path)
+            _written_here.add(self)
             directory.clear_staging(self.path)
             self._drop_the_rest()
             self._seal_now()
@@ -178,6 +204,30 @@ class RocksDatabase(PersistentDatabase):
         except DatabaseError:
             self._engine.close()
             raise
+
+    def _checked(self) -> tuple[bool, CheckedLogs]:
+        """Return whether a database is there, and the state of its logs, of which none is damaged."""
+        exists = directory.check_directory(self.path, self.read_only)
+        logs = check_logs(self.path, partial(oldest_needed_log, self.path)) if exists else CheckedLogs(True, {}, {})
+        for name, what in logs.damages.items():
+            raise damaged(self.path, name, what)
+        return exists, logs
+
+    def _opened_in_view(self, engine: Engine) -> directory.View:
+        """Open an engine on what is there at one moment."""
+
+        def attempt() -> directory.View:
+            files = directory.files_of(self.path)
+            exists, logs = self._checked()
+            view = directory.opened_in_view(self.path, partial(engine.open, exists=exists, torn=logs.sealed), logs.ends)
+            view.files = files
+            return view
+
+        return directory.settled(self.path, attempt)
+
+    @property
+    def closed(self) -> bool:
+        return self._released
 
     def _leave_view(self) -> None:
         if self._view:
@@ -205,14 +255,18 @@ class RocksDatabase(PersistentDatabase):
         if not config.read_only and not os.access(place, os.W_OK | os.X_OK):
             return [CheckResult("wrong", where, f"{place}: this user may not write there; give it the right, or another path")]
         held: set[str] = set()
-        holder = 0 if config.read_only else directory.holder(path)
+        holder = 0 if config.read_only else _writer_of(path)
         try:
             if config.read_only or (path == place and directory.check_directory(path, read_only=False)):
-                with closing(cls(path, read_only=True, num_threads=1)) as database:
+                with closing(cls(path, read_only=True, num_threads=1, load_timeout_s=0)) as database:
                     held = set(database.tags())
                     for spec in tables:
-                        if spec.tag in held:
+                        if spec.tag not in held:
+                            continue
+                        if config.read_only:
                             database.open_table(spec.tag, spec.width)
+                        else:
+                            database.check_width(spec.tag, spec.width)
         except DatabaseError as error:
             return [CheckResult("unreachable" if holder else "wrong", where, str(error))]
         there = sum(spec.tag in held for spec in tables)
@@ -239,7 +293,9 @@ class RocksDatabase(PersistentDatabase):
         check_positive(f"opening table {tag}", "dim", dim)
         if tag == DEFAULT:
             raise InvalidInputError(f"opening table {tag}: got the name of RocksDB's own column family, expected another tag")
-        if not self._engine.is_open or self._engine.family(tag) is None:
+        if self.read_only:
+            self._await_table(tag)
+        elif not self._engine.is_open or self._engine.family(tag) is None:
             self._recover()
         with self._calls, self._tables_lock:
             table = self._tables.get(tag)
@@ -250,27 +306,110 @@ class RocksDatabase(PersistentDatabase):
                     "Correct the configured width, or drop the table and load it again"
                 )
             if table is None:
-                self._tables[tag] = RocksTable(
-                    self._engine,
-                    self._records,
-                    tag,
-                    dim,
-                    max_batch_size=self._max_batch_size,
-                    write_timeout_s=self._write_timeout_s,
-                )
+                self._tables[tag] = self._make_table(tag, dim)
 
     def _width(self, tag: str) -> int | None:
         if self._engine.family(tag) is not None:
             return width_of(self._engine, tag)
-        if self.read_only:
-            raise ReadOnlyError(
-                f"opening table {tag} in {self.path} with read_only: it is not there; there are: "
-                f"{', '.join(sorted(self._engine.names())) or 'none'}. Load it first, without read_only"
-            )
         self._drop_families(tag)  # an earlier release dropped the table without its times
         self._engine.create(tag)
         self._seal_now()
         return None
+
+    def _await_table(self, tag: str) -> None:
+        """Wait until a table that another process is loading is whole: the view is renewed when that process has written.
+
+        Raises:
+            DatabaseTimeoutError: it was not whole in time.
+            ReadOnlyError: it is not there, and no process writes here.
+            DatabaseError: it has no rows, although its load record says so, or it has none.
+        """
+        doing, give_up = f"opening table {tag} in {self.path} with read_only", time.monotonic() + self._load_timeout_s
+        while lack := self._lack(tag):
+            seen = self._view.files if self._view else None
+            writer, changed = _writer_of(self.path), directory.files_of(self.path) != seen
+            if not (writer or changed):
+                return self._refuse_lack(tag, doing, lack)
+            if time.monotonic() >= give_up:
+                who = f"process {writer}" if writer > 0 else "another process"
+                raise DatabaseTimeoutError(
+                    f"{doing}: {lack}, and {who} writes there: its load is running, and was not done within "
+                    f"{self._load_timeout_s:g} s. Try again when it is"
+                )
+            if changed:
+                self._renew_view(doing)
+            else:
+                time.sleep(_LOAD_POLL_S)
+        return None
+
+    def _refuse_lack(self, tag: str, doing: str, lack: str) -> None:
+        if self._engine.family(tag) is None:
+            there = ", ".join(sorted(self._engine.names())) or "none"
+            raise ReadOnlyError(f"{doing}: {lack}; there are: {there}. Load it first, without read_only")
+        record = self._records.get(tag)
+        if record is None or record.complete:  # else its load was interrupted, which the record says
+            raise DatabaseError(f"{doing}: {lack}. {LOAD_AGAIN}")
+
+    def _lack(self, tag: str) -> str:
+        """Say why a table cannot be the whole of what was loaded; empty if it can."""
+        with self._calls:
+            if tag in self._tables:
+                return ""
+            if self._engine.family(tag) is None:
+                return "it is not there"
+            record = self._records.get(tag)
+            if record is None:
+                return "it has no rows, and no load of it is recorded" if self._is_empty(tag) else ""
+            if not record.complete:
+                return f"it holds {record.rows_done} of {record.rows_total} rows of a load"
+            if record.rows_total and not record.modified and self._is_empty(tag):
+                return f"its load record says that it has {record.rows_total} rows, and none is there"
+            return ""
+
+    def _is_empty(self, tag: str) -> bool:
+        return not self._engine.read_keys(self._engine.family(tag), b"", 1, f"opening table {tag}")
+
+    def _renew_view(self, doing: str) -> None:
+        """Replace the view by one of the present state.
+
+        Raises:
+            DatabaseError: a table in use may have other rows there.
+        """
+        engine = self._new_engine()
+        view: directory.View | None = self._opened_in_view(engine)
+        records = LoadRecords(engine)
+        try:
+            with self._calls.alone(self._close_timeout_s), self._tables_lock:
+                for tag in self._tables:
+                    before = self._records.get(tag)
+                    if before is None or before.modified or before != records.get(tag):
+                        raise DatabaseError(
+                            f"{doing}: it was loaded after this process opened the database, and so, perhaps, were other rows "
+                            f"of table {tag}, which is in use here. Start this process again to use both"
+                        )
+                self._engine, engine = engine, self._engine
+                self._records, self._view, view = records, view, self._view
+                for table in self._tables.values():
+                    table.renew(self._engine, self._records)
+        finally:  # of the two, that which is not in use
+            engine.close()
+            if view:
+                view.cleanup()
+
+    def release_table(self, tag: str) -> None:
+        if self.read_only:  # so that the next opening may show another state of it
+            with self._tables_lock:
+                self._tables.pop(tag, None)
+
+    def _make_table(self, tag: str, dim: int) -> RocksTable:
+        return RocksTable(
+            self._engine,
+            self._records,
+            tag,
+            dim,
+            max_batch_size=self._max_batch_size,
+            write_timeout_s=self._write_timeout_s,
+        )
 
     def _table(self, tag: str) -> RocksTable:
         try:
@@ -393,7 +532,7 @@ class RocksDatabase(PersistentDatabase):
             self._engine.close()
             self._open()
             for table in self._tables.values():
-                table.renew()
+                table.renew(self._engine, self._records)
 
     def close(self) -> None:
         if not self._calls.close(self._close_timeout_s):  # new calls stay refused, and `close` may be called again

@@ -8,6 +8,11 @@ opening, and HugeCTR may have written here meanwhile.
 **Read-only opening.** The binding writes its log and settings into the directory even then, and fails if it cannot. So it opens
 a directory of links to the files instead, which also works on a read-only volume. So does a start on a full disk, with
 the links in memory.
+
+**A state of one moment.** Another process may write meanwhile. RocksDB reads the list of tables, then the list of files, then
+the newest log. Were a table replaced in between, the log would say that rows are loaded which the list of files does not have:
+an empty table without an error. So the list of files is copied, with the size that the newest log had at that time, and both
+are read again if the list changed while they were read.
 """
 
 import fcntl
@@ -17,19 +22,22 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 from weakref import finalize
 
 from hps.databases.rocks_db.engine import database_error
 from hps.databases.rocks_db.write_ahead_log import SEAL as LOG_SEAL
-from hps.databases.rocks_db.write_ahead_log import check_manifest, checksum_of
-from hps.errors import DatabaseCorruptError, DatabaseError
+from hps.databases.rocks_db.write_ahead_log import check_manifest, checksum_of, logs_in
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 STAGING = "hps-ingest"
 """Subdirectory for files to load, on the database's file system, so that they can be moved into it."""
@@ -37,9 +45,34 @@ _SEAL = "hps-manifest.json"
 _CURRENT = "CURRENT"
 _NOT_LINKED = frozenset({_CURRENT, "LOCK", "LOG", "rocksdict-config.json", _SEAL, LOG_SEAL})
 _READ_BYTES = 1 << 20
-_VIEW_ATTEMPTS = 3
+_SETTLE_TIMEOUT_S = 10.0  # for a moment in which another process does not change the list of files
 _MEMORY = "/dev/shm"
 _FLOCK = "hhqqi"  # struct flock of Linux: type, whence, start, length, process
+
+
+class Files(NamedTuple):
+    """What changes when a process writes to a database: equal twice, nothing changed in between. Empty without a database."""
+
+    manifest: str = ""
+    identity: tuple[int, ...] = ()  # inode, size and time of the MANIFEST
+    newest_log: int = -1
+    log_bytes: int = 0
+
+    @property
+    def list_of_files(self) -> tuple[str, tuple[int, ...]]:
+        return self.manifest, self.identity
+
+
+def files_of(path: Path) -> Files:
+    """Look at the MANIFEST and the newest log of a database."""
+    try:
+        name = (path / _CURRENT).read_text().strip()
+        there = os.stat(path / name)
+        newest = max((logs := logs_in(path)), default=-1)
+        size = os.stat(path / logs[newest]).st_size if logs else 0
+    except (OSError, ValueError):  # none is there, or it is just being replaced
+        return Files()
+    return Files(name, (there.st_ino, there.st_size, there.st_mtime_ns), newest, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +253,12 @@ class View:
     """A temporary directory for links. *Thread-safe.*
 
     `cleanup` removes it, as do its last reference and the exit of the process that made it, but not of a forked child.
+
+    Attributes:
+        files: the linked state, or an earlier one.
     """
+
+    files = Files()
 
     def __init__(self, parent: str | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="hps-rocks-db-", dir=parent))
@@ -239,43 +277,92 @@ def opened_in_view(
 
     Args:
         ends: sizes to which files are copied, by name; 0 leaves a file out.
-        in_memory: make the directory on a file system in memory, if there is one: the disk of others may be full.
+        in_memory: make the directory on a file system in memory, if there is one: the disk of others may be full. This process
+            then holds the database, so nothing of it changes.
 
     Raises:
         DatabaseError: the last error of `open_at`.
     """
-    attempts = 0
-    while True:
-        attempts += 1
+
+    def attempt() -> View:
         try:
             view = View(_MEMORY if in_memory and os.access(_MEMORY, os.W_OK | os.X_OK) else None)
         except OSError as error:
             raise database_error(str(error), "making a directory of links", path) from error
         try:
-            _link_files(path, view.path, ends or {})
+            _link_files(path, view.path, ends or {}, held=in_memory)
             open_at(view.path)
-            return view
-        except DatabaseCorruptError:
-            view.cleanup()
-            if attempts == _VIEW_ATTEMPTS:  # a process that writes may replace files after we listed them
-                raise
         except BaseException:
             view.cleanup()
             raise
+        return view
+
+    return attempt() if in_memory else settled(path, attempt)
 
 
-def _link_files(path: Path, view: Path, ends: dict[str, int]) -> None:
+def settled(path: Path, attempt: Callable[[], _Result]) -> _Result:
+    """Return the result of `attempt`; repeat it if it failed while another process changed the database, within some seconds.
+
+    Raises:
+        DatabaseError: that of `attempt`, if nothing changed.
+        DatabaseTimeoutError: the database kept changing.
+    """
+    give_up = time.monotonic() + _SETTLE_TIMEOUT_S
+    while True:
+        before = files_of(path)
+        try:
+            return attempt()
+        except DatabaseTimeoutError:
+            raise
+        except DatabaseError as error:
+            if files_of(path).list_of_files == before.list_of_files:
+                raise
+            if time.monotonic() >= give_up:
+                raise DatabaseTimeoutError(
+                    f"opening the database {path}: another process kept replacing its files for {_SETTLE_TIMEOUT_S:g} s, the "
+                    f"last time with: {error}. Try again when it writes less"
+                ) from error
+
+
+def _link_files(path: Path, view: Path, ends: dict[str, int], *, held: bool) -> None:
+    """Link or copy the files of one moment.
+
+    Args:
+        ends: as for `opened_in_view`.
+        held: whether this process keeps others from writing, so that no file need be copied for fear of it.
+    """
     try:
-        # Copied first: a link would follow a writer to a new MANIFEST, which is not linked here.
-        shutil.copyfile(path / _CURRENT, view / _CURRENT)
-        for entry in os.scandir(path):
-            if entry.name in _NOT_LINKED or entry.name.startswith("LOG.") or not entry.is_file():
+        state = files_of(path)
+        names = {entry.name for entry in os.scandir(path) if entry.is_file()}
+        ends = dict(ends)
+        if not held:
+            # Copied first, from one moment: a link would follow a writer to a state that is not linked here.
+            manifest = (path / state.manifest).read_bytes() if state.manifest else b""
+            if files_of(path).list_of_files != state.list_of_files:
+                raise DatabaseError(f"opening the database {path} with read_only: another process is changing it; try again")
+            if state.manifest:
+                (view / state.manifest).write_bytes(manifest)
+                names = {name for name in names if not name.startswith("MANIFEST-")}
+            for number, name in logs_in(path).items():
+                if number >= state.newest_log:  # a later one may say what the list of files does not have yet
+                    ends[name] = min(ends.get(name, state.log_bytes), state.log_bytes if number == state.newest_log else 0)
+        if state.manifest:
+            (view / _CURRENT).write_text(state.manifest + "\n")
+        else:
+            shutil.copyfile(path / _CURRENT, view / _CURRENT)
+        for name in names - _NOT_LINKED:
+            if name.startswith("LOG."):
                 continue
-            end = ends.get(entry.name)
+            end = ends.get(name)
             if end:
-                shutil.copyfile(entry.path, view / entry.name)
-                os.truncate(view / entry.name, end)
+                _copy_beginning(path / name, view / name, end)
             elif end is None:
-                os.symlink(os.path.abspath(entry.path), view / entry.name)
+                os.symlink(os.path.abspath(path / name), view / name)
     except OSError as error:
         raise DatabaseError(f"opening the database {path} with read_only: {error}; it must be possible to read it") from error
+
+
+def _copy_beginning(source: Path, target: Path, size: int) -> None:
+    with open(source, "rb") as read, open(target, "wb") as written:
+        while size and (sent := os.sendfile(written.fileno(), read.fileno(), None, size)):
+            size -= sent

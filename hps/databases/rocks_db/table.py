@@ -406,8 +406,9 @@ class RocksTable:
         self._engine.settle(self._family, doing)
         self._loading = False
 
-    def renew(self) -> None:
-        """Continue after the engine was reopened; no other call may run."""
+    def renew(self, engine: Engine, records: LoadRecords) -> None:
+        """Continue after the engine was reopened, or with another one; no other call may run."""
+        self._engine, self._records = engine, records
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._order = ChangeOrder(self._engine, self.tag)
         self._loading = False  # the engine merges by itself again

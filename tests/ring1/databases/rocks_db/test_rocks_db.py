@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 import rocksdict
 
 from hps.databases.base import Database, LoadRecord
-from hps.databases.rocks_db import engine
+from hps.databases.rocks_db import directory, engine
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.engine import Engine
 from hps.databases.rocks_db.load_records import LoadRecords
@@ -419,6 +420,111 @@ def test_read_only_serves_and_writes_nothing(filled: Path, tmp_path: Path, monke
         assert_holds(database, ROWS)
     assert contents(filled) == before
     assert list(views.iterdir()) == []
+
+
+def replaced(writer: RocksDatabase, version: int, rows: int = 2000) -> None:
+    """Replace the table by another one, as a load does."""
+    writer.drop_table(TAG)
+    writer.open_table(TAG, DIM)
+    load(writer, ROWS[:rows], version, LoadRecord(f"v{version}", rows, 2000))
+
+
+def test_a_view_is_of_one_moment_whatever_is_written_meanwhile(filled: Path):
+    def content(view: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in (*view.glob("CURRENT"), *view.glob("MANIFEST-*"), *view.glob("*.log"))}
+
+    with opened(filled) as writer:
+        load(writer, ROWS[:2000])
+
+        def open_at(view: Path) -> None:
+            before = content(view)
+            replaced(writer, 1)
+            insert(writer, ROWS)
+            assert content(view) == before
+
+        directory.opened_in_view(filled, open_at).cleanup()
+
+
+@pytest.mark.parametrize("look", range(1, 6))
+def test_a_table_that_is_replaced_while_a_view_is_made_is_whole(filled: Path, monkeypatch: pytest.MonkeyPatch, look: int):
+    looks, files_of = count(1), directory.files_of
+    with opened(filled) as writer:
+
+        def replacing(path: Path) -> directory.Files:
+            files = files_of(path)
+            if next(looks) == look:
+                replaced(writer, 1)
+            return files
+
+        monkeypatch.setattr(directory, "files_of", replacing)
+        with opened(filled, read_only=True) as reader:
+            whole = next(looks) > look
+            assert_holds(reader, ROWS[:2000], 1 if whole else 0)
+
+
+def test_read_only_waits_for_a_load_that_is_running(filled: Path, monkeypatch: pytest.MonkeyPatch):
+    with opened(filled) as writer:
+        for version in (1, 2):
+            replaced(writer, version, 500)
+            with monkeypatch.context() as patch:
+                rest = LoadRecord(f"v{version}", 2000, 2000)
+                patch.setattr("time.sleep", lambda _, version=version, rest=rest: load(writer, ROWS[:2000], version, rest))
+                with opened(filled, read_only=True) as reader:
+                    assert_holds(reader, ROWS[:2000], version)
+
+
+def test_read_only_says_that_a_load_is_running_which_does_not_end(filled: Path):
+    with opened(filled) as writer:
+        replaced(writer, 1, 500)
+        refused = pytest.raises(DatabaseTimeoutError, match=rf"{TAG}.*500 of 2000 rows of a load, and process \d+.*running")
+        with refused, opened(filled, read_only=True, load_timeout_s=0):
+            pass
+        writer.drop_table(TAG)
+        for there in ("it is not there", "it has no rows, and no load"):
+            with pytest.raises(DatabaseTimeoutError, match=there), opened(filled, read_only=True, load_timeout_s=0):
+                pass
+            writer.open_table(TAG, DIM)
+
+
+def test_read_only_refuses_a_table_without_the_rows_of_its_record(filled: Path):
+    with opened(filled) as writer:
+        record = LoadRecord("z", 2000, 2000)
+        replaced(writer, 1, 0)
+        load(writer, ROWS[:0], record=record)
+    with pytest.raises(DatabaseError, match=rf"{TAG}.*says that it has 2000 rows, and none is there.*hps load"):
+        RocksDatabase(filled, read_only=True).open_table(TAG, DIM)
+
+
+def test_a_table_that_waits_for_another_state_does_not_change_those_in_use(path: Path):
+    with closing(RocksDatabase(path)) as writer:
+        for tag in (TAG, OTHER):
+            writer.open_table(tag, DIM)
+            load(writer, ROWS, tag=tag)
+        with closing(RocksDatabase(path, read_only=True)) as reader:
+            reader.open_table(TAG, DIM)
+            chunks = reader.scan(TAG, 1000)
+            read = next(chunks)[0].size
+            writer.drop_table(OTHER)
+            for tag in (OTHER, "third"):
+                writer.open_table(tag, DIM)
+                load(writer, ROWS, 1, LoadRecord("y", 3000, 3000), tag)
+            for tag in (OTHER, "third"):  # the second is not in the first view
+                reader.open_table(tag, DIM)
+                assert_holds(reader, ROWS, 0 if tag == OTHER else 1, tag)
+                if tag == OTHER:
+                    reader.release_table(OTHER)
+            assert read + sum(keys.size for keys, _ in chunks) == ROWS.size
+            replaced(writer, 2)
+            writer.open_table("fourth", DIM)
+            load(writer, ROWS, tag="fourth")
+            with pytest.raises(DatabaseError, match=f"fourth.*of table {TAG}, which is in use here.*again"):
+                reader.open_table("fourth", DIM)
+            assert_holds(reader, ROWS)
+            reader.release_table(TAG)
+            reader.release_table("third")
+            reader.open_table("fourth", DIM)
+            reader.open_table(TAG, DIM)
+            assert_holds(reader, ROWS[:2000], 2)
 
 
 def test_read_only_of_no_database_is_refused_and_makes_none(path: Path):

@@ -10,7 +10,7 @@ import sys
 import tempfile  # noqa: F401 - for the children
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress  # noqa: F401 - the last for the children
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,24 @@ def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure
         RocksDatabase(path, read_only=True).close()
         holder.communicate("")
     RocksDatabase(path).close()
+
+
+def test_a_reader_that_waits_leaves_the_lock_to_the_writer_of_its_process(path: Path):
+    code = """
+        with opened(sys.argv[1]) as writer:
+            reader = RocksDatabase(sys.argv[1], read_only=True, load_timeout_s=0)
+            with suppress(DatabaseTimeoutError):
+                reader.open_table("another", DIM)
+            print("waited", flush=True)
+            sys.stdin.read()
+    """
+    with child(code, path, stdin=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == "waited\n", holder.stderr.read()
+        with pytest.raises(DatabaseLockedError):
+            RocksDatabase(path)
+        with pytest.raises(DatabaseTimeoutError, match=f"it is not there, and process {holder.pid} writes there"):
+            RocksDatabase(path, read_only=True, load_timeout_s=0).open_table("another", DIM)
+        holder.communicate("")
 
 
 # -- damaged -----------------------------------------------------------------------------------------------------------

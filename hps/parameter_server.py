@@ -73,6 +73,7 @@ class HPS:
 
     Args:
         config: path of a `ps.json`, its content as a dict, a `ParameterServerConfig`, or a `Configuration`.
+        ps_config, hps_json_config_file: HugeCTR's names of the same.
         force: load the models' files even if a database already holds them; its online updates are lost.
         deploy_models: deploy the configured models; if False, call `deploy` for each.
 
@@ -84,12 +85,20 @@ class HPS:
 
     def __init__(
         self,
-        config: str | os.PathLike[str] | Mapping[str, Any] | ParameterServerConfig | Configuration,
+        config: str | os.PathLike[str] | Mapping[str, Any] | ParameterServerConfig | Configuration | None = None,
         *,
+        ps_config: ParameterServerConfig | None = None,
+        hps_json_config_file: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
         force: bool = False,
         deploy_models: bool = True,
     ) -> None:
+        given = [one for one in (config, ps_config, hps_json_config_file) if one is not None]
+        if len(given) != 1:
+            got = f"{len(given)} configurations" if given else "no configuration"
+            expected = "expected one of config, ps_config and hps_json_config_file"
+            raise InvalidInputError(f"opening a parameter server: got {got}, {expected}")
+        [config] = given
         self.config = load_configuration(config)
         self.path = os.path.abspath(config) if isinstance(config, str | os.PathLike) and os.path.exists(config) else ""
         self.metrics = Metrics()
@@ -186,20 +195,20 @@ class HPS:
 
     @overload
     def lookup(
-        self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[False] = False
+        self, h_keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[False] = False
     ) -> FloatArray: ...
     @overload
     def lookup(
-        self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[True]
+        self, h_keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[True]
     ) -> tuple[FloatArray, BoolArray]: ...
     @repeated_after_takeover
     def lookup(
-        self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: bool = False
+        self, h_keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: bool = False
     ) -> FloatArray | tuple[FloatArray, BoolArray]:
         """Look up the vectors of host keys in one table.
 
         Args:
-            keys: (n,) integers: a sequence or an array of int64, int32 or uint64 (reinterpreted bit for bit); duplicates
+            h_keys: (n,) integers: a sequence or an array of int64, int32 or uint64 (reinterpreted bit for bit); duplicates
                 allowed.
             table_id: id (position in `sparse_files`) or name of the table.
             device_id: device of the embedding cache to use.
@@ -217,7 +226,7 @@ class HPS:
         began = perf_counter_ns()
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
-        flat = as_host_keys(keys)
+        flat = as_host_keys(h_keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
         self._answer(deployment, deployment.session(device_id), [Segment(index, flat, vectors, found)], True, began)

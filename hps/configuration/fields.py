@@ -29,12 +29,14 @@ class Notices:
     Attributes:
         quoted: keys with numbers or booleans in quotes.
         ignored: keys without effect.
+        databases: keys by which HugeCTR up to 3.2 named databases.
         older: keys of HugeCTR 4.1.
         warnings: whole sentences.
     """
 
     quoted: set[str] = field(default_factory=set)
     ignored: set[str] = field(default_factory=set)
+    databases: set[str] = field(default_factory=set)
     older: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hps.configuration.document import Location, path_of, plain, shown
 from hps.configuration.models import ModelConfig
@@ -57,7 +57,7 @@ def _filters() -> list[str]:
 
 @dataclass
 class VolatileDatabaseParams:
-    """The tier in memory; `volatile_db` of a `ps.json`."""
+    """The tier in memory; `volatile_db` of a `ps.json`. The last three are HugeCTR's up to 4.2, by keyword alone."""
 
     type: DatabaseType_t | str = DatabaseType_t.parallel_hash_map
     address: str = "127.0.0.1:7000"
@@ -82,11 +82,14 @@ class VolatileDatabaseParams:
     initial_cache_rate: float = 1.0
     cache_missed_embeddings: bool = False
     update_filters: list[str] = field(default_factory=_filters)
+    max_get_batch_size: int | None = field(default=None, kw_only=True)
+    max_set_batch_size: int | None = field(default=None, kw_only=True)
+    refresh_time_after_fetch: bool | None = field(default=None, kw_only=True)
 
 
 @dataclass
 class PersistentDatabaseParams:
-    """The tier on disk; `persistent_db` of a `ps.json`, whose `type` is `backend` here."""
+    """The tier on disk; `persistent_db` of a `ps.json`, whose `type` is `backend` here. The last two are as in the other."""
 
     backend: DatabaseType_t | str = DatabaseType_t.disabled
     path: str = field(default_factory=lambda: str(Path(tempfile.gettempdir(), "rocksdb")))
@@ -95,6 +98,8 @@ class PersistentDatabaseParams:
     max_batch_size: int = 65536
     initialize_after_startup: bool = True
     update_filters: list[str] = field(default_factory=_filters)
+    max_get_batch_size: int | None = field(default=None, kw_only=True)
+    max_set_batch_size: int | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -207,13 +212,28 @@ _DATABASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def document_of(config: ParameterServerConfig) -> tuple[dict[str, Any], list[str]]:
-    """Translate structs to a document; also return the problems that only structs can have, one line each."""
+class StructDocument(NamedTuple):
+    """A document made of structs.
+
+    Attributes:
+        problems: those that only structs can have, one line each.
+        warnings: what was read in another way than it is written, one sentence each.
+    """
+
+    content: dict[str, Any]
+    problems: list[str]
+    warnings: list[str]
+
+
+def document_of(config: ParameterServerConfig) -> StructDocument:
+    """Translate structs to a document."""
     problems: list[str] = []
+    warnings: list[str] = []
     tables = {key: plain(getattr(config, name), problems, (name,)) for key, name in _TABLE_DICTS.items()}
     models = _models(config, problems)
     problems.extend(_table_problems(tables, [model["model_name"] for model in models]))
     problems.extend(_model_problems(models, tables))
+    warnings.extend(filter(None, map(_fill_default_values, models)))
     document: dict[str, Any] = {"models": [_model_document(model, tables) for model in models]}
     if models:
         document["supportlonglong"] = models[0]["i64_input_key"]
@@ -229,7 +249,7 @@ def document_of(config: ParameterServerConfig) -> tuple[dict[str, Any], list[str
             for i, model in enumerate(config.inference_params_array if models else [])
             if getattr(model, key) not in (struct(), given)
         )
-    return document, problems
+    return StructDocument(document, problems, warnings)
 
 
 def python_path(config: ParameterServerConfig) -> Callable[[Location], str]:
@@ -320,6 +340,26 @@ def _model_document(model: dict[str, Any], tables: dict[str, Any]) -> dict[str, 
         elif name not in ("device_id", "i64_input_key") and (key not in dense or value not in ("", _MODEL_DEFAULTS[name])):
             document[key] = value
     return document
+
+
+def _fill_default_values(model: dict[str, Any]) -> str:
+    """Give each table the first default value where there are not as many as tables, as HugeCTR's struct does.
+
+    Returns:
+        The warning, if a value is not as it is written; else empty.
+    """
+    given, files = model["default_value_for_each_table"], model["sparse_model_files"]
+    if not (isinstance(given, list) and isinstance(files, list)) or len(given) == len(files):
+        return ""
+    first = given[0] if given else 0.0
+    model["default_value_for_each_table"] = [first] * len(files)
+    if not any(given):
+        return ""
+    got = f"{len(given)} values" if len(given) != 1 else "1 value"
+    return (
+        f"model {model['model_name']}: default_value_for_each_table has {got} for {len(files)} sparse_model_files; every "
+        f"table has the first, {shown(first)}, as in HugeCTR; write one for each"
+    )
 
 
 def _database_document(struct: Any, problems: list[str], key: str) -> dict[str, Any]:

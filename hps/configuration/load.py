@@ -17,7 +17,14 @@ from hps.configuration.fields import Notices
 from hps.configuration.hugectr_structs import PYTHON_NAMES, ParameterServerConfig, document_of, python_path
 from hps.configuration.models import Configuration, ModelConfig, ServiceConfig, VersionConfig
 from hps.configuration.networks import DenseConfig, KeysProgramConfig, LookupConfig, NetworkInputConfig, SourceConfig
-from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
+from hps.configuration.tiers import (
+    OLD_DATABASES,
+    ModelSourceConfig,
+    PersistentDbConfig,
+    Section,
+    UpdateSourceConfig,
+    VolatileDbConfig,
+)
 from hps.errors import ConfigError
 
 __all__ = [
@@ -64,7 +71,7 @@ _OF_A_NETWORK: dict[str, type[Section]] = {
 }
 for _name, _section in _OF_A_NETWORK.items():
     _SECTIONS |= {f"models.dense{_name}": _section, f"models.versions.dense{_name}": _section}
-_KEYS = {name: section.model_fields.keys() for name, section in _SECTIONS.items()}
+_KEYS = {name: [key for key in section.model_fields if key not in OLD_DATABASES] for name, section in _SECTIONS.items()}
 _SECRETS = {
     ("service", "bearer_token"): "HPS_BEARER_TOKEN",
     ("service", "admin_token"): "HPS_ADMIN_TOKEN",
@@ -109,12 +116,14 @@ class Document(NamedTuple):
         name: its name in reports.
         content: plain dicts, lists and scalars, with the secrets of the environment.
         problems: problems found so far.
+        warnings: what was read in another way than it is written, one sentence each.
         path: formats a location in the author's terms.
     """
 
     name: str
     content: dict[str, Any]
     problems: list[str]
+    warnings: list[str]
     path: Callable[[Location], str]
 
 
@@ -125,13 +134,14 @@ def document_of_source(source: Source) -> Document:
         ConfigError: it is not a JSON object.
     """
     problems: list[str] = []
+    warnings: list[str] = []
     path: Callable[[Location], str] = path_of
     document: Any = source
     name = "configuration"
     try:
         if isinstance(source, ParameterServerConfig):
             name, path = "ParameterServerConfig", python_path(source)
-            document, problems = document_of(source)
+            document, problems, warnings = document_of(source)
         elif isinstance(source, str | os.PathLike):
             place = os.fsdecode(source)
             name = place.encode(errors="backslashreplace").decode()  # a file name need not be Unicode, a message must
@@ -145,7 +155,7 @@ def document_of_source(source: Source) -> Document:
         expected = "an object with the key models" if isinstance(source, str | os.PathLike) else _SOURCES
         raise ConfigError(name, [f"top level: got {shown(content)}, expected {expected}"])
     origins = _take_secrets(content)
-    return Document(name, content, problems, lambda location: origins.get(location) or path(location))
+    return Document(name, content, problems, warnings, lambda location: origins.get(location) or path(location))
 
 
 def _repository(place: str) -> str:
@@ -157,8 +167,8 @@ def _repository(place: str) -> str:
 
 def read_configuration(source: Source) -> Configuration:
     """Load a configuration without logging its notices: they are logged when the configuration is used."""
-    name, content, problems, path = document_of_source(source)
-    notices = Notices()
+    name, content, problems, warnings, path = document_of_source(source)
+    notices = Notices(warnings=warnings)
     try:
         configuration = Configuration.model_validate(content, context=notices)
     except ValidationError as error:
@@ -241,4 +251,7 @@ def _written(notices: Notices) -> list[tuple[int, str]]:
         ("these numbers or booleans are in quotes and are read without them", notices.quoted),
     )
     lines = [(logging.INFO, f"{meaning}: {', '.join(sorted(names))}") for meaning, names in keys if names]
+    if notices.databases:
+        told = "have no effect; volatile_db and persistent_db say which databases there are"
+        lines.append((logging.WARNING, f"these keys of HugeCTR 3.2 and earlier {told}: {', '.join(sorted(notices.databases))}"))
     return [*lines, *((logging.WARNING, warning) for warning in notices.warnings)]

@@ -218,10 +218,23 @@ _COUNTED = {
     "embedding_table_names": "name",
     "embedding_vecsize_per_table": "width",
     "maxnum_catfeature_query_per_table_per_sample": "maximum",
-    "default_value_for_each_table": "default value",
     "row_dtype": "row format",
 }
-_REPEATED = ("default_value_for_each_table", "row_dtype")
+
+
+def _one_default_a_table(value: Any, info: ValidationInfo) -> Any:
+    """Read a list of another length as HugeCTR's core does since 23.06: missing values are 0, further ones have no effect."""
+    files = info.data.get("sparse_files")
+    if not isinstance(value, list | tuple) or files is None or len(value) == len(files):
+        return value
+    if any(value):
+        got = f"{len(value)} values" if len(value) != 1 else "1 value"
+        others = "the other tables have 0" if len(value) < len(files) else "the last ones have no effect"
+        notices_of(info).warnings.append(
+            f"model {info.data.get('model')}: default_value_for_each_table has {got} for {len(files)} sparse_files; {others}, "
+            "as in HugeCTR; write one for each"
+        )
+    return [*value[: len(files)], *[0.0] * (len(files) - len(value))]
 
 
 class ModelConfig(Section):
@@ -237,7 +250,7 @@ class ModelConfig(Section):
     embedding_vecsize_per_table: ListOf[Positive]
     max_batch_size: Positive = 64
     maxnum_catfeature_query_per_table_per_sample: ListOf[Positive]
-    default_value_for_each_table: ListOf[Float32]
+    default_value_for_each_table: Annotated[ListOf[Float32], BeforeValidator(_one_default_a_table)]
     deployed_device_list: NonEmptyListOf[NonNegative]
 
     row_dtype: ListOf[RowDtype] = Field(default_factory=lambda data: _float32_rows(len(data["sparse_files"])))
@@ -282,10 +295,15 @@ class ModelConfig(Section):
     slot_num: Ignored = None
     maxnum_des_feature_per_sample: Ignored = None
     use_mixed_precision: Ignored = None
+    mixed_precision: Ignored = None
     scaler: Ignored = None
     use_algorithm_search: Ignored = None
     use_cuda_graph: Ignored = None
     non_trainable_params_file: Ignored = None
+    db_type: Ignored = None
+    redis_ip: Ignored = None
+    rocksdb_path: Ignored = None
+    cache_size_percentage_redis: Ignored = None
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -320,8 +338,8 @@ class ModelConfig(Section):
         text = None
         if info.field_name == "row_dtype" and isinstance(value, str):
             value = [value]
-        if info.field_name in _REPEATED and files is not None and type(value) is list and len(value) == 1:
-            value = value * len(files)  # as HugeCTR, which repeats the first default value
+        if info.field_name == "row_dtype" and files is not None and type(value) is list and len(value) == 1:
+            value = value * len(files)
         if files is not None and isinstance(value, list | tuple) and len(value) != len(files):
             what = _COUNTED[str(info.field_name)]
             text = f"{len(value)} {what}{'' if len(value) == 1 else 's'} for {len(files)} sparse_files"
@@ -488,6 +506,10 @@ class Configuration(Section):
     service: ServiceConfig = Field(default_factory=ServiceConfig)
     model_repository: str = ""
     models: Annotated[ListOf[ModelConfig], Field(validate_default=True)] = ()
+    db_type: Ignored = None
+    redis_ip: Ignored = None
+    rocksdb_path: Ignored = None
+    cache_size_percentage_redis: Ignored = None
     _unheard: _Unheard = PrivateAttr(default_factory=_Unheard)
 
     @property

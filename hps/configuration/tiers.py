@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -113,6 +113,10 @@ UpdateSourceType: TypeAlias = Annotated[
 ]
 
 
+OLD_DATABASES: Final = {"db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis"}
+"""Keys by which HugeCTR up to 3.2 named databases."""
+
+
 class Section(BaseModel):
     """An object of the configuration. *Immutable.* Its title is its path in notices."""
 
@@ -129,8 +133,10 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _note_keys(self, info: ValidationInfo) -> Self:
         notices = notices_of(info)
-        title = self.model_config["title"]
-        notices.ignored.update(f"{title}.{key}" for key in self.model_fields_set & self.ignored_keys())
+        title = str(self.model_config["title"])
+        ignored = {key: f"{title}.{key}".removeprefix(".") for key in self.model_fields_set & self.ignored_keys()}
+        notices.databases.update(ignored[key] for key in ignored.keys() & OLD_DATABASES)
+        notices.ignored.update(ignored[key] for key in ignored.keys() - OLD_DATABASES)
         notices.older.update(f"{title}.{key}" for key in self.model_fields_set & self.older_keys)
         if not self.model_fields_set & {"type", "backend"} and "type" in type(self).model_fields:
             notices.warnings.append(f"{title} has no type and is disabled; write a type, or leave {title} out")

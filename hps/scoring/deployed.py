@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from hps.configuration.load import ModelConfig
@@ -186,6 +187,8 @@ class DeploymentScores:
             NotReadyError: the deployment is closed. NetworkError: the network failed. HPSError: a tier failed.
         """
         with self._calls:
+            if not request.samples:
+                return self._of_no_samples(request)
             try:
                 (answer,), times = self._scorers[device].score([request])
             except NetworkError:
@@ -206,7 +209,14 @@ class DeploymentScores:
         Raises:
             NotReadyError: the deployment is closed, or too many requests wait. NetworkBusyError: as of `Batcher.submit`.
         """
+        if not call.request.samples:
+            call.done(self._of_no_samples(call.request), None)
+            return
         self._batchers[device].submit(call, most_s)
+
+    def _of_no_samples(self, request: Request) -> Outputs:
+        """Answer a request without samples, which the network need not run with."""
+        return {one.name: np.empty((0, *one.shape_with(request.sizes)), one.dtype) for one in self.opened.outputs}
 
     def refuse_if_busy(self, most_s: float) -> None:
         """Check that no device's batch has been in the network for longer than `most_s`.

@@ -12,8 +12,9 @@ An input that is given once per request (`per_request`) has one row, or one a sa
 request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -174,6 +175,7 @@ def read_request(
             continue
         values = arrays.get(one.name)
         if values is None:
+            refuse_unknown(doing, arrays, features)  # which may be this one, misspelled
             names = ", ".join(other.name for other in features if not other.index)
             raise InvalidInputError(f"{doing}: input {one.name!r} is missing; expected {names}")
         used += 1
@@ -184,10 +186,7 @@ def read_request(
         used += (offsets is not None) + (weights is not None)
         given.append(_keys(doing, one, values, offsets, weights, blank))
     if used != len(arrays):
-        ends = ("", OFFSETS, WEIGHTS)
-        known = {one.name + end for one in features if not one.index for end in (ends if one.is_lookup else ends[:1])}
-        extra = min(set(arrays) - known)
-        raise InvalidInputError(f"{doing}: got input {extra[:120]!r}, which the network does not have")
+        refuse_unknown(doing, arrays, features)
     keys = tuple([given[place].rows if column is not None else given[place].values.size for place, column in signature.counted])
     for (place, _), count, most in zip(signature.counted, keys, signature.limits, strict=True):
         if count > most:
@@ -198,20 +197,42 @@ def read_request(
     if not signature.is_sized:
         return ScoreInputs(given, _samples(doing, features, given, max_samples, signature, {}), keys)
     sizes: dict[str, int] = {}
-    for place, axis, name in signature.named:
+    for place, axis, name in sorted(signature.named, key=lambda one: not given[one[0]].rows):
         values = given[place].values
-        if sizes.setdefault(name, values.shape[axis]) != values.shape[axis]:
+        if sizes.setdefault(name, values.shape[axis]) != values.shape[axis] and (given[place].rows or not axis):
             raise _wrong_shape(doing, features[place], values, f" with {name} {sizes[name]}, as of another input")
     samples = _samples(doing, features, given, max_samples, signature, sizes)
-    for place, axis, size in signature.derived:
+    for place, axis, size in signature.derived if samples else ():  # no samples have no sizes: the answer is empty
         values = given[place].values
         if (wanted := size.value({**sizes, SAMPLES: samples})) != values.shape[axis]:
             raise _wrong_shape(doing, features[place], values, f" with {size} = {wanted}")
     for place in () if blank else signature.shifted:
         _refuse_offsets(doing, features, given, place)
-    if not signature.admits(samples, sizes):
+    if samples and not signature.admits(samples, sizes):
         raise InvalidInputError(f"{doing}: {_unfulfilled(signature, given, samples, sizes)}")
     return ScoreInputs(given, samples, keys, sizes, tuple([sizes[name] for name in signature.inner]))
+
+
+def refuse_unknown(doing: str, names: Iterable[str], features: Sequence[Feature], hint: str = "") -> None:
+    """Check that a network has all inputs of these names.
+
+    Args:
+        hint: what else to do, for errors.
+
+    Raises:
+        InvalidInputError: it lacks one; the error has the input that was probably meant.
+    """
+    asked = [one for one in features if not one.index]
+    known = {one.name + end for one in asked for end in (("", OFFSETS, WEIGHTS) if one.is_lookup else ("",))}
+    if unknown := next((name for name in names if name not in known), None):
+        expected = f"expected {', '.join(one.name for one in asked)}{meant(unknown, known)}{hint}"
+        raise InvalidInputError(f"{doing}: got input {unknown[:120]!r}, which the network does not have; {expected}")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the hint at the known name that is like an unknown one; empty if there is none."""
+    near = get_close_matches(name[:120], known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
@@ -340,18 +361,15 @@ def _samples(
         samples = _solved(doing, signature, given, sizes)
     once = any(one.index for one in features)
     for one in features:
-        if once and one.per_request and rows[one.name] != 1:
+        if samples and once and one.per_request and rows[one.name] != 1:
             got = f"got {rows[one.name]} rows of input {one.name!r}"
             raise InvalidInputError(f"{doing}: {got}, expected 1, since the network gets it once a request")
         if one.name in rows and rows[one.name] != samples and not (one.per_request and rows[one.name] == 1):
             expected = f"{samples}, as of {next(name for name in rows if rows[name] == samples)!r}"
             expected = f"1 or {expected}" if one.per_request else expected
             raise InvalidInputError(f"{doing}: got {rows[one.name]} samples of input {one.name!r}, expected {expected}")
-    if not 0 < samples <= most:
-        raise TooManyKeysError(
-            f"{doing}: got {samples} samples, expected 1 to {most} (max_batch_size)"
-            + ("; send fewer at once" if samples else "")
-        )
+    if samples > most:
+        raise TooManyKeysError(f"{doing}: got {samples} samples, expected at most {most} (max_batch_size); send fewer at once")
     return samples
 
 

@@ -180,11 +180,15 @@ class Application:
         return answer.status
 
     async def _serve_control(self, scope: Scope, who: str, served: Served, receive: Receive, send: Send) -> int:
-        """Serve a request by FastAPI, and log it if it changes something: then `who` sent it."""
-        status = DISCONNECTED
+        """Serve a request by FastAPI, and log it if it changes something: then `who` sent it.
+
+        FastAPI's routes know GET and no HEAD, which is served as GET; the server leaves out the body.
+        """
+        status, method = DISCONNECTED, scope["method"]
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
+            scope["method"] = method
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", served.id)]
@@ -195,6 +199,8 @@ class Application:
         started, served.who = time.monotonic(), who
         if (control := self._control) is None:
             control = await asyncio.to_thread(self._made_control)
+        if method == "HEAD":
+            scope["method"] = "GET"
         try:
             with suppress(Exception):  # FastAPI raises an error again after answering it
                 await control(scope, receive, send_and_note)

@@ -419,9 +419,10 @@ class Curl(Wire):
             ends = inputs["ends"].tolist() if name.startswith("of_bags") else range(len(one) + 1)
             for item, (start, end) in zip(items, pairwise(ends), strict=False):
                 item[name] = one[start:end].tolist() if name.startswith("of_bags") else one[start].tolist()
-        user = {"user": {"id": items[0].pop("user.id")}} if "user.id" in inputs else {}
+        user = {"user": {"id": inputs["user.id"][0].item()}} if "user.id" in inputs else {}
         for item in items:
             item.pop("ends", None)
+            item.pop("user.id", None)
         return self._post(f"/v1/models/{model}/score", {"user": user, "items": items})["outputs"]
 
 

@@ -404,7 +404,7 @@ class Connection(ClientConnection):
         size = sum(map(len, answer.chunks))
         close = close or self.closes_after
         self._closing = close
-        head = answer_head(answer.status, answer.headers, size, self._served.id, close=close)
+        head = answer_head(answer.status, answer.headers, size, self._served.id, self._connection(close))
         chunks = () if self._head is not None and self._head.method == "HEAD" else answer.chunks
         self.send(answer.status, [head, *chunks])
 
@@ -413,11 +413,11 @@ class Connection(ClientConnection):
         plan, view = cast(Plan, lookup.plan), self.front.exchange.region.view
         size = len(plan.text) + plan.end - plan.vectors_at
         close = self._closing = self.closes_after
-        if deferred or close:
+        if (connection := self._connection(close)) or deferred:
             headers = [BINARY, (b"inference-header-content-length", b"%d" % len(plan.text))]
             if deferred:
                 headers.append((DEFERRED_KEYS, b"%d" % deferred))
-            head = answer_head(200, headers, size, self._served.id, close=close) + plan.text
+            head = answer_head(200, headers, size, self._served.id, connection) + plan.text
         else:
             head = b"%b%b\r\n\r\n%b" % (plan.answer, self._served.id, plan.text)
         start = slot + plan.vectors_at - len(head)
@@ -441,13 +441,17 @@ class Connection(ClientConnection):
         size = sum(map(len, pieces))
         close = self._closing = self.closes_after
         self._served.bytes_out = size
-        self.send(200, [answer_head(200, headers, size, self._served.id, close=close), *pieces], slot)
+        self.send(200, [answer_head(200, headers, size, self._served.id, self._connection(close)), *pieces], slot)
 
     @property
     def closes_after(self) -> bool:
         """Whether this answer is the connection's last."""
         last = (self._eof or self.front.leaving) and self._at == self._have  # what has arrived is answered
         return last or (self._head is not None and not self._head.keeps_alive)
+
+    def _connection(self, close: bool) -> bytes:
+        """Return what an answer says of its connection; empty if it stays as its client expects."""
+        return b"close" if close else b"keep-alive" if self._head is not None and self._head.asks_to_stay else b""
 
     def refuse(self, error: Exception) -> None:
         """Answer an error. The connection closes after it if the body has not arrived, unless the client shall try again."""
@@ -479,8 +483,8 @@ class Connection(ClientConnection):
         if not self._ended:
             if not self._out and not self._bytes_out:
                 self._unread_since = time.monotonic()
-                if self.closes_after:
-                    data = data.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
+                if connection := self._connection(self.closes_after):
+                    data = data.replace(b"\r\n", b"\r\nconnection: %b\r\n" % connection, 1)
             self._bytes_out += len(data)
             self._out.append(data)
             self._pump()

@@ -24,6 +24,7 @@ from hps.errors import InvalidInputError, NotReadyError
 from hps.service.authorization import Identity
 from hps.service.fronts.answers import EncodedAnswer
 from hps.service.fronts.connection import Beginning
+from hps.service.fronts.heads import Headers, given_twice
 from hps.service.fronts.http2 import HTTP2Connection, Stream, literal
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import DEFERRED_KEYS, RequestError, message_of, status_of
@@ -131,7 +132,7 @@ class GrpcCall:
     _started = _ended = False  # sent headers; sent trailers, or lost
     _slot = -1
 
-    def __init__(self, connection: HTTP2Connection, stream: Stream, headers: dict[bytes, bytes]) -> None:
+    def __init__(self, connection: HTTP2Connection, stream: Stream, headers: Headers) -> None:
         self.front: Front = connection.front
         self.client = connection.client
         self.connection, self._stream = connection, stream
@@ -146,7 +147,9 @@ class GrpcCall:
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             self.fail(error)
 
-    def _admit(self, headers: dict[bytes, bytes]) -> None:
+    def _admit(self, headers: Headers) -> None:
+        if headers.repeated:
+            raise InvalidInputError(given_twice(headers))
         if headers.get(b":method") != b"POST" or not headers.get(b"content-type", b"").startswith(b"application/grpc"):
             self._end(b"\x08\x03415" + literal(b"content-length", b"0"))
             return

@@ -43,19 +43,62 @@ class MalformedRequestError(InvalidInputError):
     """What a client sent is not HTTP/1.1; its connection closes after the answer."""
 
 
+_SINGLE: Final = frozenset(
+    {
+        *(b":method", b":path", b":scheme", b":authority"),  # of HTTP/2
+        *(b"authorization", b"content-encoding", b"content-length", b"content-type", b"host"),
+        *(b"inference-header-content-length", b"transfer-encoding", b"grpc-encoding", b"grpc-timeout"),
+    }
+)
+
+
+class Headers(dict[bytes, bytes]):
+    """Headers by name, of several with one name the last. *Immutable.*
+
+    Attributes:
+        repeated: name of which there are several, though only one may be: readers could differ over which of them counts.
+            Empty if there is none.
+    """
+
+    __slots__ = ("repeated",)
+
+    def __init__(self, lines: Iterable[tuple[bytes, bytes]]) -> None:
+        lines = list(lines)
+        super().__init__(lines)
+        names = [name for name, _ in lines if name in _SINGLE] if len(self) != len(lines) else []
+        self.repeated = next((name for name in names if names.count(name) > 1), b"")
+
+
+def given_twice(headers: Headers) -> str:
+    """Return what is wrong with headers of which one is `repeated`."""
+    return f"reading a request: got the header {headers.repeated.decode('latin-1')!r} twice, expected it once"
+
+
 class Head:
     """The head of a request. *Immutable*, and shared by requests with the same bytes.
 
     Attributes:
         method, path, target: `path` is decoded and without a query; `target` is as sent, but without an authority.
-        headers: lower-case names; of several with one name, the last.
+        headers: with lower-case names.
         lines: all of them, in order.
         length: of the body in bytes; -1 if it comes in chunks.
         keeps_alive: whether the client expects the connection to stay.
+        asks_to_stay: whether the answer has to say that it stays: HTTP/1.0 closes by default.
         expects_continue: whether it waits for our word before it sends the body.
     """
 
-    __slots__ = ("_parser", "expects_continue", "headers", "keeps_alive", "length", "lines", "method", "path", "target")
+    __slots__ = (
+        "_parser",
+        "asks_to_stay",
+        "expects_continue",
+        "headers",
+        "keeps_alive",
+        "length",
+        "lines",
+        "method",
+        "path",
+        "target",
+    )
 
     def __init__(self, raw: bytes) -> None:
         self.target, self.keeps_alive = b"", False
@@ -76,14 +119,16 @@ class Head:
         self.method = parser.get_method().decode("latin-1")
         if self.method == "CONNECT":
             raise MalformedRequestError("reading a request: got CONNECT, but this is no proxy")
-        self.headers = headers = dict(self.lines)
+        self.headers = headers = Headers(self.lines)
+        if headers.repeated:
+            raise MalformedRequestError(given_twice(headers))
+        self.asks_to_stay = version == "1.0" and self.keeps_alive
         if not self.target.startswith(b"/"):
             self.target = _ABSOLUTE_FORM.sub(rb"/\1", self.target)
         path, _, _ = self.target.partition(b"?")
         self.path = unquote(path.decode("latin-1")) if b"%" in path else path.decode("latin-1")
         if (encoding := headers.get(b"transfer-encoding")) is not None:
-            several = [name for name, _ in self.lines].count(b"transfer-encoding") > 1
-            if encoding.strip().lower() != b"chunked" or b"content-length" in headers or several or version == "1.0":
+            if encoding.strip().lower() != b"chunked" or b"content-length" in headers or version == "1.0":
                 raise MalformedRequestError("reading a request: got a Transfer-Encoding other than chunked alone")
             self.length = -1
         else:
@@ -118,13 +163,19 @@ def read_head(raw: bytes) -> Head:
     return _cached(raw) if len(raw) <= _CACHED_BYTES else Head(raw)
 
 
-def answer_head(status: int, headers: Iterable[tuple[bytes, bytes]], size: int, request_id: bytes, *, close: bool) -> bytes:
-    """Return the head of an answer of `size` bytes."""
+def answer_head(
+    status: int, headers: Iterable[tuple[bytes, bytes]], size: int, request_id: bytes, connection: bytes = b""
+) -> bytes:
+    """Return the head of an answer of `size` bytes.
+
+    Args:
+        connection: what the header of this name says; empty: there is none.
+    """
     lines = [b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b"Error"))]
     lines += [b"%s: %s" % header for header in headers]
     lines += [b"content-length: %d" % size, b"x-request-id: " + request_id]
-    if close:
-        lines.append(b"connection: close")
+    if connection:
+        lines.append(b"connection: " + connection)
     lines += [b"", b""]
     return b"\r\n".join(lines)
 

@@ -18,6 +18,7 @@ from hpack import Decoder
 from hpack.exceptions import HPACKError
 
 from hps.service.fronts.connections import ClientConnection
+from hps.service.fronts.heads import Headers
 
 if TYPE_CHECKING:
     from hps.service.fronts.connection import Beginning
@@ -139,13 +140,13 @@ class HTTP2Connection(ClientConnection):
     """One connection. *Used only by its event loop.*
 
     Args:
-        begin: begins the request of a stream with these headers; of several with one name, the last.
+        begin: begins the request of a stream with these headers.
 
     Attributes:
         last: what the last lookup began with.
     """
 
-    def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, dict[bytes, bytes]], StreamRequest]) -> None:
+    def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, Headers], StreamRequest]) -> None:
         super().__init__(front, front.grpc_tls)
         self._idle_since = self.opened
         self.last: Beginning | None = None
@@ -158,7 +159,7 @@ class HTTP2Connection(ClientConnection):
         self._leaving = self._said_goodbye = False  # told the client to leave: soon, and at once
         self._ends = self._closing = False  # refuses streams, and closes after the last one; waits for the client to close
         self._decoder = Decoder(_MOST_HEADERS)
-        self._known: dict[bytes, dict[bytes, bytes]] = {}  # blocks of headers that left the decoder's table and its size alone
+        self._known: dict[bytes, Headers] = {}  # blocks of headers that left the decoder's table and its size alone
         self._block: bytearray | None = None  # headers that are not complete
         self._block_of = (0, 0)
         self._streams: dict[int, Stream] = {}
@@ -343,13 +344,13 @@ class HTTP2Connection(ClientConnection):
         stream.ended = self.completed = self.used = True
         stream.request.end()
 
-    def _decode(self, block: bytes) -> dict[bytes, bytes]:
+    def _decode(self, block: bytes) -> Headers:
         if (found := self._known.get(block)) is not None:
             return found
         table = self._decoder.header_table.dynamic_entries
         before = (len(table), table[0] if table else None, self._decoder.header_table_size)
         try:
-            found = dict(self._decoder.decode(block, raw=True))
+            found = Headers(self._decoder.decode(block, raw=True))
         except HPACKError as error:
             raise _ProtocolError(COMPRESSION_ERROR, str(error)) from error
         if not all(map(_NAME, found)) or any(map(_ILLEGAL, found.values())):

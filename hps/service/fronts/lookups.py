@@ -114,7 +114,7 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
         out += one.step
         mask += count if one.masked else 0
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(layout.text))
-    answer = answer_head(200, headers, layout.answer_size, b"", close=False).removesuffix(b"\r\n\r\n")
+    answer = answer_head(200, headers, layout.answer_size, b"").removesuffix(b"\r\n\r\n")
     return Plan(
         _descriptor(0, len(layout.ranges), ASIDE_ROOM, words),
         keys_at,

@@ -105,4 +105,4 @@ class Published:
 def _network(model: str, published: dict[str, Any], tables: Sequence[TableSpec]) -> PublishedNetwork:
     signature = signature_of(DenseConfig.model_validate(published["dense"]), tables)
     outputs = tuple(Output(one["name"], one["dtype"], tuple(one["shape"])) for one in published["outputs"])
-    return PublishedNetwork(model, signature, outputs, published["max_samples"])
+    return PublishedNetwork(model, signature, outputs, published["max_samples"], tuple(one.table_name for one in tables))

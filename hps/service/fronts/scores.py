@@ -65,7 +65,7 @@ def score_plan(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     descriptor, begin = _descriptor(describe(inputs, outputs, header.timeout_us))
     vectors_at, end = begin + outputs[0][3], begin + end
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(written))
-    answer = answer_head(200, headers, len(written) + end - vectors_at, b"", close=False).removesuffix(b"\r\n\r\n")
+    answer = answer_head(200, headers, len(written) + end - vectors_at, b"").removesuffix(b"\r\n\r\n")
     return Plan(descriptor, begin, header.binary_size, written, vectors_at, end, end, header.device_id, answer, header.keys)
 
 

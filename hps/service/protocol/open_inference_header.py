@@ -241,7 +241,7 @@ def _binary_size(name: str, given: dict[str, Any]) -> int | None:
         raise InvalidInputError(
             f"{reading_input(name)}: 'binary_data_size' is {kind_of(size)}, expected an integer of at least 0"
         )
-    if "data" in given:
+    if given.get("data") is not None:
         raise InvalidInputError(f"{reading_input(name)}: it has both 'data' and 'binary_data_size', expected one of them")
     return size
 
@@ -277,15 +277,17 @@ def _bag_options(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_outputs(outputs: Any, binary: bool) -> dict[str, RequestedOutput] | None:
-    """Read the outputs that a request names; None if it names none.
+    """Read the outputs that a request names; None if it names none: then it gets all.
 
     Raises:
         InvalidInputError, InvalidDtypeError: they are invalid.
     """
     if outputs is None:
         return None
-    if type(outputs) is not list or not outputs:
-        raise InvalidInputError("reading the request: 'outputs' is empty or not a list; leave it out to get all vectors")
+    if type(outputs) is not list:
+        raise InvalidInputError("reading the request: 'outputs' is not a list; leave it out to get all outputs")
+    if not outputs:
+        return None
     requested: dict[str, RequestedOutput] = {}
     for output in outputs:
         what = f"reading outputs[{len(requested)}]"

@@ -175,18 +175,24 @@ class PublishedNetwork:
         model: its name.
         signature: what it needs of a request.
         max_samples: of a request.
+        tables: names of the tables.
         features_by_name: what requests give.
+        lookup_inputs: what inputs of lookups are called.
     """
 
     model: str
     signature: Signature
     outputs: tuple[Output, ...]
     max_samples: int
+    tables: tuple[str, ...] = ()
     features_by_name: Mapping[str, Feature] = field(init=False)
+    lookup_inputs: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         given = {one.name: one for one in self.signature.features if not one.index}
         object.__setattr__(self, "features_by_name", given)
+        of_tables = {name + end for name in self.tables for end in ("", ".offsets", ".weights")}
+        object.__setattr__(self, "lookup_inputs", of_tables | {"KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"})
 
 
 class ModelTables:

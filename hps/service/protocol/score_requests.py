@@ -4,7 +4,7 @@ Over `/v2/models/{model}/infer`, of a model that has a network, an input is name
 a lookup, or a feature of one of `DATATYPES`, in the shape that the network says. Keys of a lookup in bags of any size are flat,
 and have `<input>.offsets` INT64 [samples + 1] and perhaps `<input>.weights` FP32 beside them. The request parameter `timeout`,
 in microseconds, is how long the scores are of use. With the parameter `vectors: true` a request is a lookup
-(`open_inference.py`), as it is if one of its inputs is none of the network's.
+(`open_inference.py`), as it is if its inputs are named like those of a lookup, and not all like the network's.
 
 Where a network has free sizes or guards, what can be told of the shapes is checked with the JSON part: requests that are
 refused for it reach no queue. Of others the owner checks the shapes.
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import orjson
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
-from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, ScoreInputs, read_request
+from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, ScoreInputs, read_request, refuse_unknown
 from hps.service.protocol.open_inference_header import (
     CACHED_BYTES,
     InputTensor,
@@ -99,10 +99,15 @@ def _header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
     request = parse_object(text)
     parameters = read_parameters(request, "reading the request")
     given = request.get("inputs")
-    names = [one.get("name") for one in given if type(one) is dict] if type(given) is list else [None]
-    known = {name for one in network.features_by_name for name in (one, one + OFFSETS, one + WEIGHTS)}
-    if parameters.get("vectors") is True or not all(type(name) is str and name in known for name in names):
+    names: list[Any] = [one.get("name") for one in given if type(one) is dict] if type(given) is list else [None]
+    if parameters.get("vectors") is True or not all(type(name) is str for name in names):
         return None
+    known = {name for one in network.features_by_name for name in (one, one + OFFSETS, one + WEIGHTS)}
+    if not known.issuperset(names):
+        if network.lookup_inputs.issuperset(names):
+            return None
+        hint = '; vectors of tables are asked with the parameter "vectors": true'
+        refuse_unknown(f"scoring with model {network.model!r}", names, network.signature.features, hint)
     request_id = request.get("id")
     if request_id is not None and type(request_id) is not str:
         raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
@@ -152,9 +157,9 @@ def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> 
             break
         rows.append(count)
     samples = max(rows, default=0)
-    if not 0 < samples <= network.max_samples:
+    if samples > network.max_samples:
         raise TooManyKeysError(
-            f"reading the request: got {samples} samples, expected 1 to {network.max_samples} (max_batch_size)"
+            f"reading the request: got {samples} samples, expected at most {network.max_samples} (max_batch_size)"
         )
     return samples
 

@@ -19,7 +19,7 @@ import orjson
 from hps.configuration.networks import SAMPLES
 from hps.errors import InvalidInputError, TooManyKeysError
 from hps.ground.sizes import SizeExpression
-from hps.scoring.features import OFFSETS, Feature, read_request
+from hps.scoring.features import OFFSETS, Feature, meant, read_request
 from hps.scoring.signature import Signature
 from hps.service.protocol.request_checks import PublishedNetwork, flattened, int64_array, kind_of, parse_object, read_device
 from hps.service.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, check_keys, count_keys, json_values
@@ -40,7 +40,7 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
         got = f"got the member {min(unknown)[:120]!r}"
         raise InvalidInputError(f"reading the request: {got}, expected {_EXAMPLE} and, optionally, timeout_us, device")
     user, items = request.get("user", {}), request.get("items", [{}] if "user" in request else None)
-    if type(user) is not dict or type(items) is not list or not items or not {dict}.issuperset(map(type, items)):
+    if type(user) is not dict or type(items) is not list or not {dict}.issuperset(map(type, items)):
         raise InvalidInputError(f"reading the request: got something else, expected {_EXAMPLE}")
     if len(items) > network.max_samples:
         raise TooManyKeysError(
@@ -76,7 +76,8 @@ def _named(given: Mapping[str, Any], network: PublishedNetwork, where: str) -> M
     for key, value in given.items():
         for name, one in _leaves(key, value, names, _prefixes(network)):
             if name not in names:
-                raise InvalidInputError(f"reading {where}: got {name[:120]!r}, expected some of {', '.join(sorted(names))}")
+                expected = f"expected some of {', '.join(sorted(names))}{meant(name, names)}"
+                raise InvalidInputError(f"reading {where}: got {name[:120]!r}, {expected}")
             if name in found:
                 raise InvalidInputError(f"reading {where}: {name[:120]!r} is given twice, expected it once")
             found[name] = one
@@ -114,7 +115,8 @@ class _Rows:
         if not signature.shifted:
             return
         offsets = [one for one in self._features if one.offsets_of >= 0]
-        whole = {self._features[one.offsets_of].first for one in offsets if one.name in user or not bag_ends(one, len(items))}
+        given = [one for one in offsets if one.name in user or bag_ends(one, len(items)) is None]
+        whole = {self._features[one.offsets_of].first for one in given}
         self._bags = {self._features[one.offsets_of].first for one in offsets} - whole
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -173,12 +175,12 @@ class _Rows:
             raise InvalidInputError(f"reading items: got {one.name!r}{why}; expected {expected}")
 
 
-def bag_ends(one: Feature, samples: int) -> int:
-    """Return how many offsets there are of one bag a sample; 0 if there are as many bags as only the client knows."""
+def bag_ends(one: Feature, samples: int) -> int | None:
+    """Return how many offsets there are of one bag a sample; None if there are as many bags as only the client knows."""
     if one.first in (-1, SAMPLES):
         return samples
     first = SizeExpression(str(one.first))
-    return samples + 1 if first.names == (SAMPLES,) and first.value({SAMPLES: samples}) == samples + 1 else 0
+    return samples + 1 if first.names == (SAMPLES,) and first.value({SAMPLES: samples}) == samples + 1 else None
 
 
 def _add_rows(arrays: dict[str, npt.NDArray[Any]], one: Feature, values: list[Any]) -> None:
@@ -232,7 +234,7 @@ def example_of(signature: Signature) -> str:
     items: list[dict[str, Any]] = [{} for _ in range(samples)]
     features = signature.features
     offsets = [one for one in features if one.offsets_of >= 0]
-    whole = {features[one.offsets_of].first for one in offsets if not bag_ends(one, samples)}
+    whole = {features[one.offsets_of].first for one in offsets if bag_ends(one, samples) is None}
     bags = {features[one.offsets_of].first for one in offsets} - whole
     values = signature.zeros(samples)
     for one in features:

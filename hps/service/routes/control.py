@@ -108,7 +108,7 @@ def control_app(
         got = f"got {request.method} {request.url.path[:300]}"
         if isinstance(error, HTTPException):
             if error.status_code == 405:
-                allowed = (error.headers or {}).get("Allow", "GET")
+                allowed = (error.headers or {}).get("Allow", "GET").replace("GET", "GET, HEAD")  # see `Application`
                 error = RequestError(405, f"{got}, expected {allowed}", (b"allow", allowed.encode()))
             else:
                 error = RequestError(404, f"{got}, which is not served; /openapi.json lists the routes")

@@ -125,6 +125,36 @@ def test_dense_keys_of_all_models_are_ignored_with_one_log_line(caplog: pytest.L
     assert all(key in caplog.text for key in dense)
 
 
+def test_keys_by_which_hugectr_3_2_named_databases_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    old = {"db_type": "redis", "redis_ip": "127.0.0.1:7000", "rocksdb_path": 5, "cache_size_percentage_redis": 0.5}
+    with caplog.at_level(logging.INFO, "hps"):
+        configuration = load_configuration({**old, "models": [{**MODEL, **old, "mixed_precision": True}]})
+    assert configuration.volatile_db.type == "parallel_hash_map"
+    assert sorted(record.levelname for record in caplog.records) == ["INFO", "WARNING"]
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "HugeCTR 3.2 and earlier have no effect; volatile_db and persistent_db say which databases there are" in warning
+    assert all(f" {key}," in f"{warning}," and f"models[].{key}" in warning for key in old)
+    assert "models[].mixed_precision" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "warns"),
+    [
+        ([0.0], (0.0, 0.0), ""),
+        ([], (0.0, 0.0), ""),
+        ([1.0], (1.0, 0.0), "has 1 value for 2 sparse_files; the other tables have 0, as in HugeCTR; write one for each"),
+        ([1.0, 0.5, 2], (1.0, 0.5), "has 3 values for 2 sparse_files; the last ones have no effect, as in HugeCTR; write"),
+        (["1.0"], (1.0, 0.0), "has 1 value for 2 sparse_files"),
+        ([0.0, 0.5], (0.0, 0.5), ""),
+    ],
+)
+def test_tables_without_a_default_value_have_0_as_in_hugectr(given: Any, read: tuple[float, ...], warns: str) -> None:
+    assert load({"default_value_for_each_table": given}).models[0].default_value_for_each_table == read
+    told = notices({"default_value_for_each_table": given})
+    assert told.count("model ranker: default_value_for_each_table") == bool(warns)
+    assert warns in told
+
+
 def test_numbers_and_booleans_in_quotes_are_read_with_a_log_line() -> None:
     quoted: dict[str, Any] = {"max_batch_size": "8", "gpucache": "False", "gpucacheper": " 0.25 ", "hit_rate_threshold": "1"}
     quoted |= {"embedding_vecsize_per_table": ["16", 32], "default_value_for_each_table": ["0.0", "0.5"]}

@@ -46,7 +46,6 @@ MODEL_VALUES = [
     ("embedding_table_names", ["user"], "1 name for 2 sparse_files"),
     ("embedding_table_names", ["user", "user"], '"user" is at positions 0 and 1; expected it once'),
     ("maxnum_catfeature_query_per_table_per_sample", [1], "1 maximum for 2 sparse_files"),
-    ("default_value_for_each_table", [0.0] * 3, "3 default values for 2 sparse_files"),
     ("deployed_device_list", [1, 0, 1], "1 is at positions 0 and 2; expected it once"),
     ("max_batch_size", 0, "got 0, expected at least 1"),
     ("max_batch_size", 2**31, "got 2147483648, expected at most 2147483647"),

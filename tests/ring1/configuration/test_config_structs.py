@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import logging
 import os
 import tempfile
@@ -9,8 +10,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hps import HPS, InvalidInputError, write_sparse_model
 from hps.configuration.hugectr_structs import (
     DatabaseOverflowPolicy_t,
     DatabaseType_t,
@@ -77,16 +80,81 @@ ARGUMENTS = {
 """The structs' arguments in HugeCTR's order with its defaults; without one that is required or depends on something else."""
 
 
+OLDER = {
+    VolatileDatabaseParams: "max_get_batch_size max_set_batch_size refresh_time_after_fetch",
+    PersistentDatabaseParams: "max_get_batch_size max_set_batch_size",
+}
+"""Arguments of HugeCTR up to 4.2, which later ones have replaced."""
+METHODS = {
+    "lookup": "h_keys model_name table_id device_id=0",
+    "lookup_fromdlpack": "keys out_tensor model_name table_id device_id=0",
+}
+
+
 @pytest.mark.parametrize("struct", ARGUMENTS)
 def test_keywords_their_order_and_defaults_are_hugectrs(struct: type) -> None:
     arguments = [argument.partition("=") for argument in ARGUMENTS[struct].split()]
-    assert list(inspect.signature(struct).parameters) == [name for name, _, _ in arguments]
+    parameters = inspect.signature(struct).parameters.values()
+    assert [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY] == [name for name, _, _ in arguments]
+    assert [one.name for one in parameters if one.kind is one.KEYWORD_ONLY] == OLDER.get(struct, "").split()
     made: dict[type, Any] = {InferenceParams: inference_params(), ParameterServerConfig: server_config()}
     one = made.get(struct) or struct()
     for name, equals, default in arguments:
         if equals:
             value = getattr(one, name)
             assert (value.name if isinstance(value, Enum) else str(value)) == default, name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lookups_have_hugectrs_keywords_in_its_order(method: str) -> None:
+    _, *parameters = inspect.signature(getattr(HPS, method)).parameters.values()
+    written = [
+        one.name if one.default is one.empty else f"{one.name}={one.default}"
+        for one in parameters
+        if one.kind is not one.KEYWORD_ONLY
+    ]
+    assert written == METHODS[method].split()
+
+
+def test_a_parameter_server_is_opened_by_hugectrs_keywords(tmp_path: Path) -> None:
+    write_sparse_model(tmp_path / "user", (np.arange(3), np.ones((3, 4), np.float32)))
+    tables = {"emb_table_name": {"dcn": ["user"]}, "embedding_vec_size": {"dcn": [4]}}
+    params = inference_params(sparse_model_files=[str(tmp_path / "user")])
+    config = server_config(params, **tables, max_feature_num_per_sample_per_emb_table={"dcn": [8]})
+    document = load_configuration(config).model_dump(mode="json")
+    (tmp_path / "ps.json").write_text(json.dumps({"device": "cpu", "models": document["models"]}))
+    for keywords in ({"ps_config": config}, {"hps_json_config_file": str(tmp_path / "ps.json")}):
+        with HPS(**keywords) as server:
+            assert server.lookup(h_keys=[1, 2], model_name="dcn", table_id=0, device_id=0).tolist() == [[1] * 4] * 2
+    for arguments, got in (((), "no configuration"), ((config, config), "2 configurations")):
+        with pytest.raises(InvalidInputError, match=f"got {got}, expected one of config, ps_config and hps_json_config_file"):
+            HPS(*arguments[:1], **({"ps_config": config} if arguments else {}))
+
+
+def test_sizes_of_older_structs_are_read() -> None:
+    volatile = VolatileDatabaseParams(max_get_batch_size=400, max_set_batch_size=200, refresh_time_after_fetch=True)
+    persistent = PersistentDatabaseParams(max_get_batch_size=300)
+    configuration = load_configuration(server_config(volatile_db=volatile, persistent_db=persistent))
+    assert (configuration.volatile_db.max_batch_size, configuration.persistent_db.max_batch_size) == (200, 300)
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "warns"),
+    [
+        ([0.0], (0.0, 0.0), ""),
+        ([], (0.0, 0.0), ""),
+        ([0.5], (0.5, 0.5), "has 1 value for 2 sparse_model_files; every table has the first, 0.5, as in HugeCTR; write one"),
+        ([0.5, 1.0, 2.0], (0.5, 0.5), "has 3 values for 2 sparse_model_files; every table has the first, 0.5, as in HugeCTR"),
+        ([0.5, 1.0], (0.5, 1.0), ""),
+    ],
+)
+def test_every_table_of_a_struct_has_the_first_of_too_few_or_too_many_default_values(
+    given: list[float], read: tuple[float, ...], warns: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_configuration(server_config(inference_params(default_value_for_each_table=given))).models[0]
+    assert model.default_value_for_each_table == read
+    assert caplog.text.count("default_value_for_each_table") == bool(warns)
+    assert warns in caplog.text
 
 
 def test_defaults_that_depend_on_something_else_are_hugectrs() -> None:
@@ -184,7 +252,6 @@ def test_loading_changes_no_struct() -> None:
         ({"deployed_devices": []}, {}, "inference_params_array[0].deployed_de ... empty list, expected at least one element"),
         ({"cache_size_percentage": 2}, {}, "inference_params_array[0].cache_size_percentage: got 2, expected at most 1"),
         ({"i64_input_key": "long"}, {}, 'inference_params_array[0].i64_input_key: got "long", expected true or false'),
-        ({"default_value_for_each_table": [0.0, 0.0, 0.0]}, {}, "inference_params_array[0].de ... values for 2 sparse_files"),
         (
             {},
             {"persistent_db": PersistentDatabaseParams(backend=DatabaseType_t.hash_map)},

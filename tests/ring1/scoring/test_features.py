@@ -60,10 +60,9 @@ def test_what_a_request_may_give_once_may_also_be_given_with_each_sample() -> No
 
 
 def test_the_fewest_and_the_most_samples() -> None:
-    assert [read(arrays(samples)).samples for samples in (1, MOST)] == [1, MOST]
-    for samples in (0, MOST + 1):
-        with pytest.raises(hps.TooManyKeysError, match=rf"got {samples} samples, expected 1 to {MOST} \(max_batch_size\)"):
-            read(arrays(samples))
+    assert [read(arrays(samples)).samples for samples in (0, 1, MOST)] == [0, 1, MOST]
+    with pytest.raises(hps.TooManyKeysError, match=rf"got {MOST + 1} samples, expected at most {MOST} \(max_batch_size\)"):
+        read(arrays(MOST + 1))
 
 
 def test_the_most_keys() -> None:
@@ -85,6 +84,8 @@ def test_a_request_of_what_is_given_once_has_one_sample_or_as_many_as_the_most()
 REFUSED = {
     "missing": ({"age": None}, "input 'age' is missing; expected user, history, pair, item, age, grid"),
     "unknown": ({"other": np.ones(3)}, "got input 'other', which the network does not have"),
+    "misspelled": ({"age": None, "aeg": np.ones(3)}, "got input 'aeg', which the network does not have; expected user, "),
+    "nearly right": ({"itme": np.ones(3)}, "expected user, history, pair, item, age, grid; did you mean 'item'?"),
     "offsets of a feature": ({"age.offsets": np.array([0, 3])}, "got input 'age.offsets', which the network does not have"),
     "offsets of what is not pooled": (
         {"item.offsets": np.array([0, 3])},

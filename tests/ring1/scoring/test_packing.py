@@ -141,7 +141,7 @@ def test_inputs_of_another_network_are_refused_by_their_values() -> None:
     wrong["other"] = wrong.pop("flag")
     packed = region.pack(wrong, 2)
     assert packed.samples == 0
-    with pytest.raises(hps.InvalidInputError, match="input 'flag' is missing"):
+    with pytest.raises(hps.InvalidInputError, match="got input 'other', which the network does not have"):
         packed.unpacked(SIGNATURE, MOST, "m")
 
 

@@ -320,11 +320,31 @@ async def test_only_the_head_of_a_relayed_answer_is_told_that_it_is_the_last(sce
         client.relayed(True)
 
     monkeypatch.setattr(front.owner, "ask", ask)
-    for version, said in ((b"0", "close"), (b"1", None)):
+    for version, said in ((b"0", "close"), (b"1", None), (b"0\r\nConnection: keep-alive", "keep-alive")):
         client = await scene.connect()
         client.send(b"GET /v1/models HTTP/1.%b\r\n\r\n" % version)
         _, headers, body = await client.answer()
         assert (headers["connection"], body) == (said, b"a\r\nb\r\n")
+
+
+@beside(playing)
+async def test_clients_of_http_1_0_that_ask_for_it_keep_their_connection_and_are_told(scene, front, owner, /):
+    """Whatever is answered: a lookup from its plan, again, by JSON, an error."""
+    client = await scene.connect()
+    planned = b"".join(request([1, 2])).replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: Keep-Alive\r\n")
+    as_json = json_request([3]).replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: Keep-Alive\r\n")
+    for sent in (planned, planned, as_json, planned):
+        client.send(sent)
+        owner.complete(await owner.job())
+        status, headers, _ = await client.answer()
+        assert (status, headers.get_all("connection")) == (200, ["keep-alive"])
+    client.send(as_json.replace(b"POST", b"PUT", 1))
+    status, headers, _ = await client.answer()
+    assert (status, headers.get_all("connection")) == (405, ["keep-alive"])
+    client.send(planned.replace(b"Connection: Keep-Alive\r\n", b""))
+    owner.complete(await owner.job())
+    status, headers, _ = await client.answer()
+    assert (status, headers.get_all("connection"), await client.reader.read()) == (200, ["close"], b"")
 
 
 @beside(playing)

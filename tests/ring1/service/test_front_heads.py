@@ -51,7 +51,8 @@ KEPT[False] += [(b"1.1", [b"Connection: close"]), (b"1.1", [b"Connection: x, Clo
 def test_a_client_says_whether_its_connection_stays(keeps):
     bodies = ([], [b"Content-Length: 0"], [b"Content-Length: 3"])
     for (version, lines), method, body in itertools.product(KEPT[keeps], (b"GET", b"POST"), bodies):
-        assert head_of(*lines, *body, request=b"%s / HTTP/%s" % (method, version)).keeps_alive is keeps
+        head = head_of(*lines, *body, request=b"%s / HTTP/%s" % (method, version))
+        assert (head.keeps_alive, head.asks_to_stay) == (keeps, keeps and version == b"1.0")
 
 
 def test_the_length_of_a_body_is_known_from_its_head():
@@ -87,6 +88,18 @@ def test_a_body_whose_end_is_in_doubt_is_refused(why):
     for lines in IN_DOUBT[why]:
         with pytest.raises(MalformedRequestError):
             head_of(*lines)
+
+
+SINGLE = ["Authorization", "Host", "Content-Type", "Content-Encoding", "Content-Length", "Inference-Header-Content-Length"]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_header_of_which_one_alone_may_be_is_refused_where_there_are_two(name):
+    one, other = f"{name}: 5".encode(), f"{name.lower()}: 6".encode()
+    for lines in ([one, other], [one, b"X: y", one]):
+        with pytest.raises(MalformedRequestError):
+            head_of(*lines)
+    assert head_of(one, b"Accept: a", b"accept: b").headers[b"accept"] == b"b"
 
 
 X, EVIL = b"POST /x HTTP/1.1\r\n", b"GET /evil HTTP/1.1\r\nB: c\r\n\r\n"

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hpack import Encoder
 from tritonclient.grpc import service_pb2 as pb
 
 from hps.service.fronts.grpc_calls import grpc_connection
@@ -105,6 +106,24 @@ async def test_calls_that_are_refused_are_counted_where_no_lookup_begins(scene, 
             while (await caller.next()).kind != HEADERS:
                 pass
     assert front.metrics.figures()["counts"] == {"400 /inference.GRPCInferenceService/ModelInfer": 2, "405 unknown": 2}
+
+
+@beside(playing)
+async def test_metadata_of_which_one_alone_may_be_is_refused_where_there_are_two(scene, front, owner, /):
+    caller = await Caller.connected(scene, front)
+    for name in ("authorization", ":path", "grpc-timeout"):
+        for _ in range(2):
+            caller.number += 2
+            twice = Encoder().encode([(name, "1S", True), (name, "2S", True)], huffman=False)
+            block = twice + call_headers() if name.startswith(":") else call_headers() + twice
+            caller.writer.write(frame(HEADERS, 5, caller.number, block))
+            while (one := await caller.next()).kind != HEADERS:
+                pass
+            assert b"grpc-status\x013" in one.payload  # INVALID_ARGUMENT
+            assert f"got the header '{name}' twice, expected it once".encode() in one.payload
+    caller.call([1])
+    owner.complete(await owner.job())
+    await caller.checked([1])
 
 
 @pytest.mark.parametrize("how", ["reset", "connection"])

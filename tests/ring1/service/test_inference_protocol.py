@@ -138,6 +138,20 @@ def test_only_the_outputs_that_are_named_are_answered_each_as_it_says():
     assert np.frombuffer(binary, np.float32).tolist() == [1004] * 3 + [1005] * 3
 
 
+def test_no_outputs_that_are_named_are_all_of_them():
+    for outputs in ([], None):
+        inference = decode(named(json_input("user", [1]), json_input("item", [2]), outputs=outputs))
+        assert [one["name"] for one in answer(inference)[0]["outputs"]] == ["user", "item"]
+
+
+def test_data_that_are_null_are_none():
+    keys = np.array([7, 8])
+    header = binary_input("user", keys)
+    assert decode(named({**header, "data": None}), [keys]).segments[0].keys.tolist() == [7, 8]
+    with pytest.raises(InvalidInputError, match="both 'data' and 'binary_data_size'"):
+        decode(named({**header, "data": []}), [keys])
+
+
 def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
     strange = np.array([np.nan, np.inf], np.float32)
     for binary in (False, True):
@@ -186,7 +200,7 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
         (triton([1], [1, 0], id=5), InvalidInputError, r"'id' is an integer \(5\), expected a string"),
         (triton([1], [1, 0], parameters=[]), InvalidInputError, "'parameters' is a list"),
         (triton([1], [1, 0], parameters={"found": 1}), InvalidInputError, "'found' is an integer"),
-        (triton([1], [1, 0], outputs=[]), InvalidInputError, "'outputs' is empty"),
+        (triton([1], [1, 0], outputs={}), InvalidInputError, "'outputs' is not a list"),
         (triton([1], [1, 0], outputs=[{}]), InvalidInputError, r"outputs\[0\]: expected an object whose 'name'"),
         (triton([1], [1, 0], outputs=[{"name": "user"}]), InvalidInputError, "'user', which no input of this request answers"),
         (triton([1], [1, 0], outputs=[{"name": "OUTPUT0"}] * 2), InvalidInputError, "named twice"),

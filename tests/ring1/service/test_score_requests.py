@@ -37,7 +37,7 @@ OUTPUTS = Output("score", "float32", ()), Output("pairs", "float64", (2,))
 
 def network_of(inputs: dict[str, Any], **more: Any) -> PublishedNetwork:
     dense = load_dense({"format": "onnx", "file": "f", "inputs": inputs, "outputs": ["score", "pairs"], **more})
-    return PublishedNetwork("m", signature_of(dense, tables_of(4, 2)), OUTPUTS, MOST_SAMPLES)
+    return PublishedNetwork("m", signature_of(dense, tables_of(4, 2)), OUTPUTS, MOST_SAMPLES, ("t0", "t1"))
 
 
 NETWORK = network_of(INPUTS)
@@ -77,11 +77,31 @@ def test_inputs_become_arrays_by_name(binary: bool) -> None:
 def test_a_request_of_other_names_or_for_vectors_is_a_lookup() -> None:
     for arrays, more in (
         ({"t0": np.array([1])}, {}),
-        ({**ARRAYS, "other": np.array([1])}, {}),
-        ({"at": np.array([1])}, {}),
+        ({"t0": np.array([1]), "t1.offsets": np.array([0, 1])}, {}),
+        ({"KEYS": np.array([1]), "NUMKEYS": np.array([1, 0])}, {}),
         ({"item": np.array([1])}, {"parameters": {"vectors": True}}),
     ):
         assert decode_scores(*with_tensors(arrays, binary=True, **more), NETWORK, MOST_KEYS) is None
+
+
+UNKNOWN = {
+    "one more": ({**ARRAYS, "other": np.array([1])}, "got input 'other', which the network does not have; expected user, "),
+    "a misspelled one": (
+        {"itme" if name == "item" else name: array for name, array in ARRAYS.items()},
+        "got input 'itme', which the network does not have; expected user, history, pair, item, age, half, grid, flag; did you "
+        """mean 'item'?; vectors of tables are asked with the parameter "vectors": true""",
+    ),
+    "that alone": ({"itme": np.array([1])}, "got input 'itme', which the network does not have"),
+    "a table beside inputs": ({**ARRAYS, "t0": np.array([1])}, "got input 't0', which the network does not have"),
+    "the request index": ({"at": np.array([1])}, "got input 'at', which the network does not have"),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_an_unknown_input_is_refused_and_named(what: str) -> None:
+    arrays, says = UNKNOWN[what]
+    with pytest.raises(hps.InvalidInputError, match=re.escape(f"scoring with model 'm': {says}")):
+        decode_scores(*with_tensors(arrays, binary=True), NETWORK, MOST_KEYS)
 
 
 def test_outputs_are_chosen_by_name() -> None:
@@ -135,9 +155,9 @@ def of_samples(samples: int, **changes: Any) -> dict[str, np.ndarray]:
 
 def test_the_numbers_of_samples_and_of_keys_are_bounded() -> None:
     assert decode(of_samples(MOST_SAMPLES)).header.samples == MOST_SAMPLES
-    for samples in (0, MOST_SAMPLES + 1):
-        with pytest.raises(hps.TooManyKeysError, match=re.escape(f"got {samples} samples, expected 1 to 4 (max_batch_size)")):
-            decode(of_samples(samples))
+    assert decode(of_samples(0)).header.samples == 0
+    with pytest.raises(hps.TooManyKeysError, match=re.escape("got 5 samples, expected at most 4 (max_batch_size)")):
+        decode(of_samples(MOST_SAMPLES + 1))
     assert decode(ARRAYS, most=10).header.keys == 10
     says = re.escape("got 10 keys, expected at most 9 (service.max_keys_per_request)")
     with pytest.raises(hps.TooManyKeysError, match=says):

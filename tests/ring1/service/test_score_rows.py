@@ -56,6 +56,13 @@ def test_inputs_may_be_of_the_user_or_of_each_item_and_a_single_key_is_a_bag() -
     assert (found.arrays["user"].tolist(), found.arrays["history.offsets"].tolist()) == ([1, 2], [0, 0, 2])
 
 
+def test_no_items_are_no_samples() -> None:
+    for request in ({"user": USER, "items": []}, {"items": []}):
+        found = rows(**request)
+        assert (found.header.samples, found.arrays["grid"].shape) == (0, (0, 2, 2))
+    assert rows(items=[]).arrays["history.offsets"].tolist() == [0]
+
+
 EXPECTED = 'expected {"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
 
 
@@ -64,14 +71,18 @@ EXPECTED = 'expected {"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input
     [
         ({}, f"got something else, {EXPECTED}"),
         ({"user": [], "items": [ITEM]}, f"got something else, {EXPECTED}"),
-        ({"items": []}, f"got something else, {EXPECTED}"),
+        ({"items": None}, f"got something else, {EXPECTED}"),
         ({"items": [ITEM, 5]}, f"got something else, {EXPECTED}"),
         ({"rows": []}, f"got the member 'rows', {EXPECTED}"),
         ({"items": [ITEM] * 5}, "got 5 items, expected at most 4 (max_batch_size)"),
         ({"items": [ITEM], "timeout_us": -1}, "'timeout_us' is an integer (-1), expected an integer, at most an hour"),
         ({"items": [ITEM], "timeout_us": 3_600_000_001}, "'timeout_us' is an integer (3600000001)"),
         ({"items": [ITEM], "device": "x"}, "reading the request: 'device'"),
-        ({"user": {"itme": 1}, "items": [ITEM]}, "reading 'user': got 'itme', expected some of age, flag, grid, half, history"),
+        (
+            {"user": {"itme": 1}, "items": [ITEM]},
+            "reading 'user': got 'itme', expected some of age, flag, grid, half, history, item, pair, user; did you mean "
+            "'item'?",
+        ),
         ({"user": USER, "items": [ITEM, {**ITEM, "itme": 1}]}, "reading items[1]: got 'itme'"),
         ({"user": {**USER, "age": 1}, "items": [ITEM]}, "reading items: got 'age', which 'user' has, too; expected it once"),
         ({"user": USER, "items": [ITEM, {}]}, "reading items[1]: 'pair' is missing, and 'user' has none"),
@@ -147,6 +158,12 @@ def test_inputs_of_free_sizes_and_bags_become_arrays() -> None:
     assert found.arrays.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(found.arrays[name], array, name, strict=True)
+
+
+def test_no_items_have_no_sizes_that_a_network_could_refuse() -> None:
+    for user in (CUT_USER, {**CUT_USER, "pair": []}, {**CUT_USER, "hist": [1, 2, 3]}):
+        found = cut_rows(user)
+        assert (found.header.samples, found.arrays["tags"].size, found.arrays["ends"].tolist()) == (0, 0, [0])
 
 
 def test_nested_and_flat_names_are_the_same() -> None:

@@ -9,6 +9,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from http.client import HTTPResponse
 
 import numpy as np
 import pytest
@@ -75,7 +76,8 @@ WRONG = [
     ("POST", LOOKUP, b"{}", {"content-encoding": "deflate"}, 400, "decompressing the request"),
     ("POST", LOOKUP, b"{}", {"content-encoding": "br"}, 415, "got Content-Encoding 'br', expected gzip, deflate"),
     ("GET", LOOKUP, b"", {}, 405, f"got GET {LOOKUP}, expected POST"),
-    ("POST", "/v2", b"", {}, 405, "got POST /v2, expected GET"),
+    ("POST", "/v2", b"", {}, 405, "got POST /v2, expected GET, HEAD"),
+    ("POST", "/v2/health/live", b"", {}, 405, "got POST /v2/health/live, expected GET, HEAD"),
     ("GET", "/nothing/here", b"", {}, 404, "got GET /nothing/here, which is not served"),
     ("GET", "/v2/models/nope", b"", {}, 404, "'nope'"),
     ("GET", "/v2/models/nope/ready", b"", {}, 404, "'nope'"),
@@ -95,6 +97,21 @@ def test_a_wrong_request_gets_its_status_and_an_error_that_says_why(service):
     found = samples(service)  # paths that are not served share one label
     assert found["hps_http_requests_total", "unknown", "404"] >= 1
     assert not [name for name in found if "/nothing" in str(name)]
+
+
+def test_head_is_answered_as_get_without_a_body(service):
+    """On one connection, so that a body would be the next answer."""
+    ready = "/v2/health/ready", "/v2/models/ranker/ready", "/v2/models/ranker/versions/1/ready"
+    with service.connect() as connection:
+        for path in ("/v2/health/live", *ready, "/v2/health/ready?strict=false", "/v2", "/v2/models/nope/ready", "/", "/none"):
+            expected = service.client.get(path)
+            for _ in range(2):
+                connection.sendall(f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                response = HTTPResponse(connection, method="HEAD")
+                response.begin()
+                got = response.status, response.getheader("content-length"), response.getheader("content-type")
+                assert got == (expected.status_code, str(len(expected.content)), expected.headers["content-type"]), path
+    assert samples(service)["hps_http_requests_total", "/v2/health/live", "200"] >= 2
 
 
 def test_metadata_names_the_triton_shape_and_the_tables(service):

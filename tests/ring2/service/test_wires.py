@@ -169,7 +169,7 @@ def test_bags_are_pooled_as_in_process(wire: Any, reference: InProcess) -> None:
 def test_scores_are_those_of_the_server_in_process(wire: Any, reference: InProcess) -> None:
     if not wire.scores:
         pytest.skip("it does not score")
-    for samples in (1, 2, 17):
+    for samples in (1, 2, 0, 17):
         given = {"item": np.arange(samples) * 19 % 320, "age": np.arange(samples, dtype=np.float32) / 4}
         for _ in range(2):
             np.testing.assert_array_equal(wire.score(given), reference.score(given))
@@ -239,7 +239,8 @@ def cut_scores(given: Mapping[str, np.ndarray]) -> np.ndarray:
     item, word = (np.append(rows_of(name), np.zeros((1000, DIMS[name])), 0).astype(np.float64) for name in ("item", "word"))
     weighted = item[given["of_bags"]] * given["of_bags.by"][:, None]
     bags = np.array([weighted[start:end].sum() for start, end in pairwise(given["ends"])])
-    sums = [given[name].astype(np.float64).reshape(len(bags), -1).sum(1) for name in CUT["network_inputs"] if name in given]
+    each = [given[name].astype(np.float64) for name in CUT["network_inputs"] if name in given]
+    sums = [one.sum(tuple(range(1, one.ndim))) for one in each]
     sums += [item[given["hist"]].sum((1, 2)), item[given["grid"][:, 1].astype(int)].sum(1), bags]
     sums += [word[given["pair"] + [0, 40]].sum((1, 2)), word[given["user.id"]].sum(1)]
     scores: np.ndarray = (0.5 * sum(sums)).astype(np.float32)
@@ -249,7 +250,7 @@ def cut_scores(given: Mapping[str, np.ndarray]) -> np.ndarray:
 def test_scores_of_a_network_that_was_cut_are_those_of_the_server_in_process(wire: Any, reference: InProcess) -> None:
     if not wire.scores:
         pytest.skip("it does not score")
-    for samples, n in ((1, 2), (2, 5), (17, 2), (3, 2), (2, 5)):  # three are scored as four
+    for samples, n in ((1, 2), (2, 5), (0, 2), (17, 2), (0, 1), (3, 2), (2, 5)):  # three are scored as four
         given = cut_inputs(samples, n)
         expected = cut_scores(given)
         np.testing.assert_array_equal(reference.score(given, "cut"), expected)
@@ -332,12 +333,14 @@ class Refused(NamedTuple):
     error: of the server in process, and of the clients and layers of this package.
     codes: over HTTP and gRPC.
     says: part of the message.
+    scores: whether scores are asked.
     """
 
     ask: Callable[[Wire], Any]
     error: type[hps.HPSError]
     codes: tuple[str, str]
     says: str = ""
+    scores: bool = False
 
 
 PLAIN = dict.fromkeys((*DIMS, "x"), "FP32")
@@ -348,6 +351,16 @@ REFUSED = {
     "a table": Refused(lambda wire: wire.lookup(arrays({"x": [1]}), PLAIN), hps.UnknownTableError, NOT_FOUND, "'x'"),
     "a dtype": Refused(lambda wire: wire.lookup({"user": FLOATS}, PLAIN), hps.InvalidDtypeError, INVALID),
     "keys": Refused(lambda wire: wire.lookup({"user": ZEROS}, PLAIN), hps.TooManyKeysError, TOO_MUCH, str(MOST + 1)),
+    "an input": Refused(
+        lambda wire: wire.score({"itme": np.array([1]), "age": FLOATS}),
+        hps.InvalidInputError,
+        INVALID,
+        "did you mean 'item'?",
+        scores=True,
+    ),
+    "a table beside inputs": Refused(
+        lambda wire: wire.score({"word": ZEROS[:1], "age": np.ones(1)}, "cut"), hps.InvalidInputError, INVALID, "'word'", True
+    ),
     "bags": Refused(
         lambda wire: wire.pooled({"user": hps.Bags(ZEROS[:, None])}), hps.TooManyKeysError, TOO_MUCH, str(MOST + 1)
     ),
@@ -371,7 +384,7 @@ def refusal(ask: Callable[[], Any]) -> tuple[str, str]:
 def test_wrong_requests_end_in_the_same_error_and_the_next_one_is_answered(wire: Any, reference: InProcess) -> None:
     good = arrays({"user": [1, 10**12]})
     for what, wrong in REFUSED.items():
-        if what.startswith("offsets") and not wire.ragged:
+        if (what.startswith("offsets") and not wire.ragged) or (wrong.scores and not wire.scores):
             continue
         assert refusal(lambda wrong=wrong: wrong.ask(reference))[0] == wrong.error.__name__, what
         for _ in range(2):

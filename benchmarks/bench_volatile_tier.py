@@ -2,9 +2,10 @@
 
 One table of `rows` rows, in RocksDB and in Redis, without an embedding cache. One thread looks up 1,000 keys at a time: with
 Redis whole, with RocksDB alone, and from the moment in which Redis is emptied until it is whole again; each phase has its
-figures, and every vector is checked. Then Redis is emptied and filled without lookups beside it, and by `refresh`. Figures to
-quote: `to_load`, the duration of a fill beside the load of the same rows from RocksDB into an empty Redis; and `to_rocks_db`,
-the lookups while it is filled beside those of RocksDB alone.
+figures, and every vector is checked. Then Redis is emptied and filled by `refresh`, and without lookups beside it. Phases
+alternate, and figures are medians over the rounds. Those to quote: `to_load`, the duration of a fill, from the loss on, beside
+that of the start which loaded the same rows into an empty Redis; and `p50_to_rocks_db`, the lookups while it is filled beside
+those of RocksDB alone.
 
 Starts: the same configuration with Redis away, and without Redis, in turn, RocksDB complete.
 """
@@ -26,7 +27,8 @@ from tests.servers.redis_server import RedisServer
 DIM = 32
 KEYS = 1000
 SETS = 64
-PHASE_S = 5.0
+PHASE_S = 2.0
+ROUNDS = 3
 STARTS = 20
 
 
@@ -41,7 +43,7 @@ def run(report: Report, quick: bool) -> None:
         _starts(report, place, redis, 3 if quick else STARTS)
         try:
             redis.start()
-            _fills(report, place, redis, rows, 1.0 if quick else PHASE_S)
+            _fills(report, place, redis, rows, 0.5 if quick else PHASE_S, 1 if quick else ROUNDS)
         finally:
             redis.kill()
 
@@ -129,53 +131,48 @@ class _Lookups:
         }
 
 
-def _fills(report: Report, place: Path, redis: RedisServer, rows: int, phase_s: float) -> None:
-    with redis.client() as client:
+def _fills(report: Report, place: Path, redis: RedisServer, rows: int, phase_s: float, rounds: int) -> None:
+    began = time.perf_counter()
+    server = hps.HPS(_document(place, redis))
+    load_s = time.perf_counter() - began
+    report.add({"phase": "load", "rows": rows}, {"seconds": load_s})
+    try:
+        with redis.client() as client, hps.HPS(_document(_beside(place), None)) as alone:
 
-        def whole() -> bool:
-            return not server.degraded and sum(client.hlen(key) for key in client.scan_iter("hps_et{*}v")) == rows
+            def whole() -> bool:
+                return not server.degraded and sum(client.hlen(key) for key in client.scan_iter("hps_et{*}v")) == rows
 
-        began = time.perf_counter()
-        server = hps.HPS(_document(place, redis))
-        load_s = time.perf_counter() - began
-        report.add({"phase": "load", "rows": rows}, {"seconds": load_s})
-        try:
-            with hps.HPS(_document(_beside(place), None)) as alone:
-                phases = {"redis whole": server, "rocks_db alone": alone}
-                figures: dict[str, dict[str, float]] = {}
-                for phase, one in phases.items():
-                    with _Lookups(one, rows) as lookups:
-                        time.sleep(phase_s)
-                    figures[phase] = lookups.figures()
-                    report.add({"phase": phase, "rows": rows}, figures[phase])
-
-                def beside(phase: str, how: Callable[[], object]) -> None:
-                    client.flushall()
-                    began = time.perf_counter()
-                    with _Lookups(server, rows) as lookups:
-                        how()
-                        wait_until(whole, "Redis is filled")
-                    found = lookups.figures()
-                    seconds = time.perf_counter() - began
-                    ratios = {
-                        f"{name}_to_{other.split()[0]}": found[f"{name}_ms"] / figures[other][f"{name}_ms"]
-                        for name in ("p50", "p99", "mean")
-                        for other in figures
-                    }
-                    report.add(
-                        {"phase": phase, "rows": rows}, {"seconds": seconds, "to_load": seconds / load_s, **found, **ratios}
-                    )
-
-                beside("filled beside lookups", lambda: None)
-                beside("refresh beside lookups", lambda: server.refresh("m"))
+            def filled(how: Callable[[], object]) -> float:
                 client.flushall()
                 began = time.perf_counter()
+                how()
                 wait_until(whole, "Redis is filled")
-                seconds = time.perf_counter() - began
-                report.add({"phase": "filled without lookups", "rows": rows}, {"seconds": seconds, "to_load": seconds / load_s})
+                return time.perf_counter() - began
+
+            found: dict[str, list[dict[str, float]]] = {}
+            for _ in range(rounds):
+                for phase, one in (("redis whole", server), ("rocks_db alone", alone)):
+                    with _Lookups(one, rows) as lookups:
+                        time.sleep(phase_s)
+                    found.setdefault(phase, []).append(lookups.figures())
+                for phase, how in (("filled", lambda: None), ("filled by refresh", lambda: server.refresh("m"))):
+                    with _Lookups(server, rows) as lookups:
+                        seconds = filled(how)
+                    figures = {"seconds": seconds, "to_load": seconds / load_s, **lookups.figures()}
+                    for other, short in (("redis whole", "redis"), ("rocks_db alone", "rocks_db")):
+                        for name in ("p50", "p99", "mean"):
+                            figures[f"{name}_to_{short}"] = figures[f"{name}_ms"] / found[other][-1][f"{name}_ms"]
+                    found.setdefault(phase, []).append(figures)
+                seconds = filled(lambda: None)
+                found.setdefault("filled without lookups", []).append({"seconds": seconds, "to_load": seconds / load_s})
                 _check(server, np.arange(0, KEYS))
-        finally:
-            server.close()
+            for phase, each in found.items():
+                report.add(
+                    {"phase": phase, "rows": rows, "rounds": rounds},
+                    {name: float(np.median([one[name] for one in each])) for name in each[0]},
+                )
+    finally:
+        server.close()
 
 
 def _beside(place: Path) -> Path:

@@ -144,7 +144,7 @@ class HPS:
 
     @property
     def degraded(self) -> list[str]:
-        """What lookups do without, and what is done about it: a volatile database that is away, or tables that lost rows there."""
+        """What lookups do without, and what is done about it: a volatile database that is away, or tables that lost rows."""
         return [] if self._volatile_tier is None else self._volatile_tier.degraded
 
     @property

@@ -529,7 +529,7 @@ class SharedDatabase(Database):
         return True
 
     def lacks_rows(self, tag: str) -> bool:
-        """Whether an open table has lost the rows that were loaded, or a load or a copy of them did not end; False by default."""
+        """Whether an open table has lost rows that were loaded, or their load or copy did not end; False by default."""
         return False
 
     def holds_writes(self, tag: str) -> bool:

@@ -220,9 +220,9 @@ class DatabaseChain:
     - A refresh changes no row. A load writes a table that has no attached cache yet.
 
     The volatile database may be *away*: it could not be opened, or a deployment could not use it, and a lower tier holds every
-    row. New tables are then not opened in it, and `databases` lacks it. A table may also be *left out*: its volatile rows are not
-    read and nothing is promoted, since they are lost or are being filled again. Modifications still go there, and one that fails
-    is recorded as above.
+    row. New tables are then not opened in it, and `databases` lacks it. A table may also be *left out*: its volatile rows were
+    lost or are being filled again, so none are read or promoted. Modifications still go there, and one that fails is recorded
+    as above.
 
     Attributes:
         failed_above: a write to the volatile database has failed since construction: it may lack rows.

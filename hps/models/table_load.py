@@ -109,8 +109,8 @@ class TableLoad:
         source: directory or URI of its sparse model files, or a `TableSource`.
         progress: receives the progress if there is anything to load.
         carried: the table whose online writes are carried over.
-        in_service: lookups use the table in a shared database, which lost its rows: it is not opened before it is claimed, since
-            keys of an open table that it lacks would count as absent.
+        in_service: lookups use the table in a shared database, which lost its rows. It is not opened before it is claimed,
+            since missing keys of an open table would count as absent.
 
     Raises:
         ModelFileError: the files are missing or do not fit.

@@ -3,11 +3,12 @@
 import logging
 import threading
 from collections.abc import Callable, Generator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 
 from hps.databases.away import AwayDatabase
 from hps.databases.base import CopyOutcome, Database, SharedDatabase
 from hps.errors import DatabaseError
+from hps.ground.pacing import paced
 from hps.ground.workers import PeriodicTask, Stop
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.refresh import Pace
@@ -23,9 +24,9 @@ _log = logging.getLogger(__name__)
 EVERY_S = 2.0
 """Seconds between two looks at the volatile database."""
 
-_PIECE_ROWS = 4096
-_PIECE_BYTES = 1 << 20  # upper bound on the same
-_SHARE = 0.5  # of the time, for filling beside lookups
+_PIECE_ROWS = 8192  # copied at once: up to 50 ms of Redis' time, for which a modification of the table may wait
+_PIECE_BYTES = 2 << 20  # upper bound on the same
+_SHARE = 0.5  # of the time, for filling beside lookups; all of it without
 
 
 class VolatileTier:
@@ -96,6 +97,10 @@ class VolatileTier:
         """Fill the tables of a deployment that lack rows, without pauses; return when done, or the database does not answer."""
         with self._working, suppress(DatabaseError):  # `degraded` tells it
             self._look([deployment] if deployment.chain is self._chain else [], 1.0)
+
+    def _keys_looked_up(self) -> int:
+        tables = (table for one in self._live.all() for table in one.tables)
+        return sum(self._chain.metrics.table(table.model_name, table.table_name).keys for table in tables)
 
     def _deployments(self) -> list[Deployment]:
         names = {one.config.model: one for one in self._live.all()}
@@ -195,10 +200,15 @@ class VolatileTier:
         fence = self._chain.fence(table)
         began = fence.token()
         chunks = source.chunks(max(1, min(_PIECE_ROWS, _PIECE_BYTES // (8 + 4 * table.width))), row_dtype)
+        share, lookups = pace.share, self._keys_looked_up()
         while True:
+            before, lookups = lookups, self._keys_looked_up()
+            pace.share = share if lookups > before else 1.0
             pace.rest()
             with self._chain.filling(table):
-                if (piece := next(chunks, None)) is None:
+                with paced() if lookups > before else nullcontext():
+                    piece = next(chunks, None)
+                if piece is None:
                     return
                 # The scan may have begun before a modification, and not see it.
                 yield piece if fence.is_current(began) else source.read(piece[0], row_dtype)

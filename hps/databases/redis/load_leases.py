@@ -135,7 +135,7 @@ class LoadLeases:
         self._renew(table.layout, "filling")
 
     def end_copy(self, table: RedisTable, outcome: CopyOutcome) -> None:
-        """As `SharedDatabase.end_copy`. Partitions that lost their rows since the claim have other incarnations than the note."""
+        """As `SharedDatabase.end_copy`. Partitions that lost rows since the claim have other incarnations than the note."""
         layout = table.layout
         claimed = self._copied.pop(layout.tag, None)
         if claimed is None:

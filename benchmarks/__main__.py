@@ -14,6 +14,7 @@ CASES = {  # name: what is measured, and beside what
     "rocks_db": "RocksDB, beside rocksdict",
     "redis": "Redis, one server and three, beside a raw socket and redis-py",
     "redis_cluster": "a Redis Cluster of six: lookups, memory, fail-overs, slots that move",
+    "volatile_tier": "a Redis that is away or emptied: starts, and lookups while it is filled again",
     "row_bytes": "rows per GB in each row format, in every host tier",
     "load": "a load of each tier from files, beside the same from memory",
     "large_load": "a load of 10 GB, its memory, and starts that need not load",

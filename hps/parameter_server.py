@@ -44,13 +44,22 @@ from hps.versions.catalog import ModelCatalog
 from hps.versions.catalog_watch import CatalogWatch, FleetStatus, IndexEntry
 from hps.versions.collection import StatisticsCollector
 from hps.versions.deployer import Deployer
-from hps.versions.deployment import Deployment, StoredRow, choose_cache, kernels_of, open_databases, repeated_after_takeover
+from hps.versions.deployment import (
+    Deployment,
+    StoredRow,
+    choose_cache,
+    kernels_of,
+    open_database,
+    open_databases,
+    repeated_after_takeover,
+)
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
 from hps.versions.fleet import FLEET, Fleet, FleetChange, ServingDocument
 from hps.versions.kept_files import kept_files
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.pins import PINS, Pin, Pins
+from hps.versions.volatile_tier import VolatileTier, load_again
 
 _log = logging.getLogger(__name__)
 _EXIT_WAIT_S = 5.0  # limit for a load still running at interpreter exit
@@ -116,14 +125,16 @@ class HPS:
         except BaseException:
             self._updates.close()
             raise
-        pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(targets.sources, kept_files(self._chain, FLEET))
-        self.catalog = ModelCatalog(self.config, targets.sources, pins, fleet)
+        sources = targets().sources
+        pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(sources, kept_files(self._chain, FLEET))
+        self.catalog = ModelCatalog(self.config, sources, pins, fleet)
         self._watch = CatalogWatch(self.catalog, self.live)
         self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
         self._deployer = self._make_deployer(targets)
+        self._volatile_tier = self._look_after_volatile_tier(targets)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
-        if not self._chain.databases:
+        if self._chain.volatile is None and not self._chain.databases:
             _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")
         try:
             for name in self.catalog.names if deploy_models else ():
@@ -132,8 +143,22 @@ class HPS:
             self.close()
             raise
 
-    def _make_deployer(self, targets: LoadTargets) -> Deployer:
+    def _make_deployer(self, targets: Callable[[], LoadTargets]) -> Deployer:
         return Deployer(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
+
+    def _look_after_volatile_tier(self, targets: Callable[[], LoadTargets]) -> VolatileTier | None:
+        """Start what looks after a volatile database that processes share; the hash map of this process needs nobody."""
+        if self._chain.volatile is None or self._chain.volatile.in_process:
+            return None
+        open_volatile = partial(open_database, self.config.volatile_db)
+        tier = VolatileTier(self._chain, self.live, targets, open_volatile, partial(load_again, self.catalog, targets))
+        tier.start()
+        return tier
+
+    @property
+    def degraded(self) -> list[str]:
+        """What lookups do without, and what is done about it: a volatile database that is away, or tables that lost rows."""
+        return [] if self._volatile_tier is None else self._volatile_tier.degraded
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -811,7 +836,8 @@ class HPS:
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
         """Reload the vectors of all resident keys, in place, on every device of a model; returns when done.
 
-        Lookups continue. A model has one refresh at a time; calls made during it share the next one.
+        First fills its tables in the volatile database again, at full speed, where rows of these were lost and no other process
+        does so. Lookups continue. A model has one refresh at a time; calls made during it share the next one.
 
         Args:
             share: share of the time to spend on databases and devices, in (0, 1]; default: `refresh_device_share`.
@@ -824,7 +850,10 @@ class HPS:
             NotReadyError: it was undeployed meanwhile. If another version took over, that one is refreshed instead.
             DatabaseError: the databases failed; the remaining keys keep their vectors.
         """
-        return self.model(model_name).refresh(share)
+        deployment = self.model(model_name)
+        if self._volatile_tier is not None:
+            self._volatile_tier.fill(deployment)
+        return deployment.refresh(share)
 
     def updates(self) -> list[UpdateStatus]:
         """Return how far each table has followed the log of its updates, in every version in service or about to take over.
@@ -867,6 +896,8 @@ class HPS:
             self.statistics.close()
             if self._recorder is not None:
                 self._recorder.close()
+            if self._volatile_tier is not None:
+                self._volatile_tier.close()
             for deployment in deployments:
                 deployment.close()
             self._updates.close()
@@ -903,6 +934,7 @@ class HPS:
             self._watch = CatalogWatch(self.catalog, self.live)
             self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
             self._deployer = self._make_deployer(targets)
+            self._volatile_tier = self._look_after_volatile_tier(targets)
             self.closed, self._reopenable = False, {}
             disown_in_children(self)
             close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))

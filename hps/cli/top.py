@@ -78,6 +78,8 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
     server, service, seconds = now["server"], now["service"], max(now["at_s"] - before["at_s"], 1e-9)
     ready = Text("ready", "bold green") if service["ready"] else Text(f"not ready: {service['reason']}", "bold red")
     parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ready)]
+    if service["degraded"]:
+        parts.append(Text(f"degraded: {service['degraded']}", "bold yellow"))
     if server:
         up = time_text(time.time() - server["started"])
         parts.append(Text(f"hps {server['version']}, up {up}, resident {size_text(server['memory_bytes'])}"))

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from hps.errors import DatabaseError
 from hps.ground.capacity import Need
 from hps.ground.host_tables import HostTable
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
+
+CopyOutcome: TypeAlias = Literal["complete", "refused", "interrupted"]
+"""How a copy into a shared database ended; `refused`: other processes have modified the table."""
 
 UNBOUNDED_ROWS: Final = 2**64 - 1
 """The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
@@ -527,6 +530,38 @@ class SharedDatabase(Database):
         """Drop a table, opened or not and whoever wrote it, unless another process uses it; return whether it was dropped."""
         self.drop_table(tag)
         return True
+
+    def lacks_rows(self, tag: str) -> bool:
+        """Whether an open table has lost rows that were loaded, or their load or copy did not end; False by default."""
+        return False
+
+    def holds_writes(self, tag: str) -> bool:
+        """Whether an open table has rows that processes modified online; False by default."""
+        return False
+
+    def claim_copy(self, tag: str, fingerprint: str, rows: int) -> bool:
+        """Claim the right to fill an open table that lacks rows from the database below, while all processes use it.
+
+        If the process with the claim dies, another may have it after a while.
+
+        Args:
+            fingerprint, rows: as for `claim_load`; recorded when the copy is complete.
+
+        Returns:
+            False if the table lacks no rows or cannot be filled, or if another process fills or loads it.
+        """
+        return False
+
+    def copy_rows(self, tag: str, keys: KeyArray, vectors: FloatArray) -> bool:
+        """Add or replace rows with those of the database below, which no modification by this process may overtake.
+
+        Returns:
+            Whether all were stored. They are not where other processes have modified the table: theirs may be newer.
+        """
+        return False
+
+    def end_copy(self, tag: str, outcome: CopyOutcome) -> None:
+        """End a copy. A table of which a copy was `refused` does not count as lacking rows until it loses some again."""
 
     def discard_table(self, tag: str) -> bool:
         """Stop using a table; the last user drops it. Return whether it was dropped, by default never.

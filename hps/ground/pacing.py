@@ -41,12 +41,12 @@ def paced() -> Iterator[None]:
         _here.paced = False
 
 
-def pieces(count: int, rows: int) -> Iterator[slice]:
-    """Cut a batch into pieces of `rows` rows; in a paced thread into small ones, with a pause between them."""
+def pieces(count: int, rows: int, paced_rows: int = _PIECE_ROWS) -> Iterator[slice]:
+    """Cut a batch into pieces of `rows` rows; in a paced thread of `paced_rows`, with a pause between them."""
     if not _here.paced:
         yield from (slice(start, start + rows) for start in range(0, count, rows))
         return
-    rows = min(rows, _PIECE_ROWS)
+    rows = min(rows, paced_rows)
     for start in range(0, count, rows):
         if start:
             time.sleep(_PAUSE_S)

@@ -219,10 +219,17 @@ class DatabaseChain:
       table; a healed table is a different one to the caches, so they do not attach to it again.
     - A refresh changes no row. A load writes a table that has no attached cache yet.
 
+    The volatile database may be *away*: it could not be opened, or a deployment could not use it, and a lower tier holds every
+    row. New tables are then not opened in it, and `databases` lacks it. A table may also be *left out*: its volatile rows were
+    lost or are being filled again, so none are read or promoted. Modifications still go there, and one that fails is recorded
+    as above.
+
     Attributes:
         failed_above: a write to the volatile database has failed since construction: it may lack rows.
+        away: why the volatile database is away; empty if it is not.
 
     Args:
+        away: the initial value of the attribute.
         promote: copy persistent hits into the volatile database (`cache_missed_embeddings`).
         breaker: makes the two circuit breakers of a tier, for its reads and its writes.
         modification_timeout_s: time limit for earlier work on the table to end before an insert or delete.
@@ -237,7 +244,12 @@ class DatabaseChain:
         promote: bool = False,
         breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
         modification_timeout_s: float = 10.0,
+        away: str = "",
     ) -> None:
+        self.away = away
+        self._tables: dict[str, TableSpec] = {}  # those that are open
+        self._left_out: set[str] = set()  # tags
+        self._unopened: set[str] = set()  # tags of tables that are not open in the volatile database; left out, too
         self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
@@ -256,27 +268,107 @@ class DatabaseChain:
 
     @property
     def databases(self) -> list[Database]:
-        """The databases in the order of `fetch`."""
-        return [tier.database for tier in self._tiers]
+        """The databases in the order of `fetch`, without one that is away."""
+        return [tier.database for tier in self._tiers[bool(self.away) :]]
 
     def tiers(self, table: TableSpec | None = None) -> list[TierState]:
         """Return the state of each tier for a table, or for all tables, in the order of `fetch`."""
-        hidden = self._volatile if table is not None and table.tag in self._quarantined else None
+        away = bool(self.away)
+        hidden = away or (table is not None and table.tag in self._quarantined | self._left_out)
         return [
-            TierState(tier.name, tier.database, tier.reads.available and tier is not hidden, tier.writes.available)
+            TierState(
+                tier.name,
+                tier.database,
+                tier.reads.available and not (hidden and tier is self._volatile),
+                tier.writes.available and not (away and tier is self._volatile),
+            )
             for tier in self._tiers
         ]
+
+    @property
+    def volatile(self) -> Database | None:
+        """The volatile database, also one that is away."""
+        return self._volatile.database if self._volatile else None
+
+    def put_away(self, reason: str) -> bool:
+        """Leave the volatile database out of deployments until it is taken in; return whether that is possible.
+
+        It is if other processes share it and a persistent database is below. Open tables go on using it as far as it answers.
+        """
+        if self.away or self._persistent is None or self._volatile is None or not self._volatile.database.shared:
+            return False
+        self.away = reason
+        return True
+
+    def take_in(self, database: Database | None = None) -> None:
+        """Use the volatile database again.
+
+        Args:
+            database: takes the place of one that could not be opened. No table is open in it before `admit`.
+        """
+        if database is not None and self._volatile is not None:
+            self._unopened.update(self._tables)
+            self._volatile.database = database
+        self.away = ""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Tags of the tables whose volatile rows are not read."""
+        return sorted(self._left_out)
+
+    def leave_out(self, table: TableSpec) -> None:
+        """Read no volatile rows of a table, and promote none, until `read_again`. There must be a persistent database."""
+        if table.tag in self._tables:
+            self._left_out.add(table.tag)
+
+    def read_again(self, table: TableSpec) -> None:
+        """Read the volatile rows of a table that was left out."""
+        if table.tag not in self._unopened:
+            self._left_out.discard(table.tag)
+
+    def admit(self, table: TableSpec) -> bool:
+        """Open a table in a volatile database that was away, above the persistent one; drop rows that missed a modification.
+
+        Returns:
+            False if the rows could not be dropped: try again.
+
+        Raises:
+            DatabaseError: the volatile database failed, or modifications left no time.
+        """
+        volatile, persistent = self._volatile, self._persistent
+        if volatile is not None and persistent is not None and table.tag in self._unopened:
+            with self.filling(table):
+                stored = volatile.database.stored(table)
+                volatile.database.open_table(stored.tag, stored.width)
+                volatile.database.stand_above(stored.tag, persistent.database, persistent.tag(table))
+                self._unopened.discard(table.tag)
+        return self._heal(table)
+
+    def filling(self, table: TableSpec) -> AbstractContextManager[None]:
+        """Keep modifications of a table waiting until the block ends, after a running one; see `TableFence.filling_next`."""
+        return self._fences[table.tag].filling_next(self._modification_timeout_s)
 
     @property
     def quarantined(self) -> list[str]:
         """Tags of the quarantined tables."""
         return sorted(self._quarantined)
 
-    def open_table(self, table: TableSpec) -> None:
+    def open_table(self, table: TableSpec, *, volatile: bool = True) -> None:
+        """Open a table.
+
+        Args:
+            volatile: open it in the volatile database, too, unless that is away.
+        """
         self._fences.setdefault(table.tag, TableFence())
-        for tier in self._tiers:
+        leaves_out = self._volatile is not None and (bool(self.away) or not volatile)
+        if leaves_out:
+            self._left_out.add(table.tag)
+            self._unopened.add(table.tag)
+        self._tables[table.tag] = table
+        for tier in self._tiers[leaves_out:]:
             stored = tier.database.stored(table)
             tier.database.open_table(stored.tag, stored.width)
+        for tier in self._tiers:
             tier.reads.show(table.model_name)
             tier.writes.show(table.model_name)
         for counter in (self.metrics.promoted, self.metrics.coalesced_keys):
@@ -299,6 +391,9 @@ class DatabaseChain:
             if everywhere:
                 self._fences.pop(table.tag, None)
                 self.discard({database: [database.stored(table).tag] for database in self.databases})
+            self._tables.pop(table.tag, None)
+            self._left_out.discard(table.tag)
+            self._unopened.discard(table.tag)
             self._quarantined.discard(table.tag)
             self._doubted.discard(table.tag)
             with suppress(KeyError):
@@ -374,7 +469,7 @@ class DatabaseChain:
             if not before:
                 break
             last = tier is self._tiers[-1]
-            if tier is self._volatile and self._quarantined and not self._heal(table):
+            if tier is self._volatile and not last and self._hidden(table):
                 continue
             known = found.copy() if tier is self._persistent and self._promotions else None
             if final:
@@ -415,7 +510,7 @@ class DatabaseChain:
         """
         found = np.zeros(1, np.bool_)
         for tier in self._tiers:
-            if tier is self._volatile and table.tag in self._quarantined and self._persistent:
+            if tier is self._volatile and self._persistent and table.tag in self._quarantined | self._left_out:
                 continue
             exact: FloatArray | None = np.empty((1, table.dim), np.float32) if tier.is_exact(table) else None
             error = tier.fetch(table, key, out, found, missing=1, open_lost=False, exact=exact)
@@ -554,8 +649,11 @@ class DatabaseChain:
             if self._volatile and self._persistent:
                 upper = self._volatile
                 # After a failure the rows below are unknown, so the caches must drop theirs.
-                if table.tag not in self._quarantined and self._volatile.attempt(
-                    table, lambda: upper.database.delete(upper.tag(table), keys) if failure else write(upper)
+                if table.tag not in self._quarantined and (
+                    table.tag in self._unopened
+                    or self._volatile.attempt(
+                        table, lambda: upper.database.delete(upper.tag(table), keys) if failure else write(upper)
+                    )
                 ):
                     self._quarantine(table)
                 if table.tag in self._quarantined:
@@ -584,6 +682,12 @@ class DatabaseChain:
                 return error
             self._doubted.add(table.tag)
         return None
+
+    def _hidden(self, table: TableSpec) -> bool:
+        """Whether the volatile rows of a table must not be read now."""
+        if self._left_out and table.tag in self._left_out:
+            return True
+        return bool(self._quarantined) and not self._heal(table)
 
     def _heal(self, table: TableSpec) -> bool:
         """Drop the volatile rows of a quarantined table; return whether the volatile database may be read."""
@@ -621,7 +725,7 @@ class DatabaseChain:
         exact: FloatArray | None,
         fresh: BoolArray,
     ) -> None:
-        if self._promotions is None or self._volatile is None:
+        if self._promotions is None or self._volatile is None or table.tag in self._left_out:
             return
         volatile, promoted = self._volatile, keys[fresh]
         if not volatile.is_exact(table):

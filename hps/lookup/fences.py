@@ -42,10 +42,22 @@ class TableFence:
             yield allowed
         finally:
             if allowed:
-                with self._changed:
-                    self._filling -= 1
-                    if not self._filling:
-                        self._changed.notify_all()
+                self._filled()
+
+    @contextmanager
+    def filling_next(self, timeout_s: float) -> Iterator[None]:
+        """Wait for a running modification to end, and keep others out until the block ends: it reads and writes current rows.
+
+        Raises:
+            DatabaseTimeoutError: modifications left no time between them.
+        """
+        with self._changed:
+            self._wait(lambda: not self._modifying, time.monotonic() + timeout_s)
+            self._filling += 1
+        try:
+            yield
+        finally:
+            self._filled()
 
     @contextmanager
     def modifying(self, timeout_s: float) -> Iterator[None]:
@@ -76,6 +88,12 @@ class TableFence:
             with self._changed:
                 self._version += 1
                 self._modifying = False
+                self._changed.notify_all()
+
+    def _filled(self) -> None:
+        with self._changed:
+            self._filling -= 1
+            if not self._filling:
                 self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool], deadline: float) -> None:

@@ -32,14 +32,17 @@ class Pace:
     The share bounds the duration of the refresh's own steps: fetching a chunk from the databases and writing it to the device.
     Device time is part of that, so the refresh takes less than its share of the device.
 
-    Args:
+    Attributes:
         share: share of the time, above 0, at most 1.
+
+    Args:
+        share: initial value of the attribute.
         wait: sleeps for a number of seconds; returns True to end the refresh.
         clock: current time in seconds.
     """
 
     def __init__(self, share: float, wait: Callable[[float], bool], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._rest_of_work = 1 / share - 1
+        self.share = share
         self._wait = wait
         self._clock = clock
         self._resumed = clock()
@@ -50,7 +53,7 @@ class Pace:
         Raises:
             NotReadyError: the refresh must end.
         """
-        if self._wait((self._clock() - self._resumed) * self._rest_of_work):
+        if self._wait((self._clock() - self._resumed) * (1 / self.share - 1)):
             raise NotReadyError(
                 "refreshing an embedding cache: its model is being taken out of service; the rest is left as it is"
             )

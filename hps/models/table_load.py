@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from hps.databases.base import UNBOUNDED_ROWS, Database, LoadRecord
+from hps.databases.base import UNBOUNDED_ROWS, CopyOutcome, Database, LoadRecord, SharedDatabase
 from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
@@ -109,6 +109,8 @@ class TableLoad:
         source: directory or URI of its sparse model files, or a `TableSource`.
         progress: receives the progress if there is anything to load.
         carried: the table whose online writes are carried over.
+        in_service: lookups use the table in a shared database, which lost its rows. It is not opened before it is claimed,
+            since missing keys of an open table would count as absent.
 
     Raises:
         ModelFileError: the files are missing or do not fit.
@@ -121,8 +123,11 @@ class TableLoad:
         targets: LoadTargets,
         progress: Progress | None = None,
         carried: CarriedTable | None = None,
+        *,
+        in_service: bool = False,
     ) -> None:
         self._table = table
+        self._in_service = in_service
         self._tag = table.tag
         self._targets = targets
         self._progress = progress or NoProgress()
@@ -203,6 +208,8 @@ class TableLoad:
         return database.stored(self._table).tag
 
     def _open(self, database: Database) -> None:
+        if self._in_service and database.shared:
+            return
         stored = database.stored(self._table)
         database.open_table(stored.tag, stored.width)
 
@@ -522,8 +529,10 @@ class TableLoad:
 
     def _copied(self, authority: Database, database: Database, differs: bool) -> DatabaseLoad:
         """Fill a volatile database from the persistent one, up to its share of rows."""
-        if database.shared and not differs:  # the rows are exactly those of the files, on which other processes may rely
-            return self._copied_as_files(authority, database)
+        if isinstance(database, SharedDatabase):
+            if not differs:  # the rows are exactly those of the files, on which other processes may rely
+                return self._copied_as_files(authority, database)
+            return self._copied_beside_others(authority, database)
         size, tag = authority.size(self._tag_in(authority)), self._tag_in(database)
         limit = self._share(database, size)
         reads = limit == size and isinstance(self._model, SparseModel)  # of a delta, the files of its base may be far away
@@ -543,6 +552,20 @@ class TableLoad:
         self._copy(authority, database, rows, lambda keys, some: database.load_chunk(tag, keys, some, record))
         database.finish_load(tag)
         return DatabaseLoad(database.kind, 0, rows)
+
+    def _copied_beside_others(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
+        """Fill a shared database from the persistent one, unless it lacks no rows or another process fills it."""
+        rows, tag = self._share(database, authority.size(self._tag_in(authority))), self._tag_in(database)
+        if not database.claim_copy(tag, self._model.fingerprint, rows):
+            return DatabaseLoad(database.kind, rows, rows)
+        outcome: CopyOutcome = "interrupted"
+        try:
+            whole: list[bool] = []
+            done = self._copy(authority, database, rows, lambda keys, some: whole.append(database.copy_rows(tag, keys, some)))
+            outcome = "complete" if all(whole) else "refused"
+        finally:
+            database.end_copy(tag, outcome)
+        return DatabaseLoad(database.kind, 0, done)
 
     def _copy(self, authority: Database, database: Database, limit: int, write: Callable[[KeyArray, RowArray], object]) -> int:
         """Copy rows of the persistent database up to a limit; return how many."""

@@ -53,12 +53,24 @@ class DatabaseRows:
         Raises:
             InvalidInputError: the format cannot hold a row.
         """
+        for keys, rows in self.database.scan(self.stored.tag, chunk_rows):
+            yield keys, self._formatted(keys, rows, row_dtype)
+
+    def read(self, keys: KeyArray, row_dtype: str) -> tuple[KeyArray, RowArray]:
+        """Read rows by their keys, (n,) int64, in a format; return those that are there, with their keys.
+
+        Raises:
+            As `chunks`.
+        """
+        rows, found = np.empty((keys.size, self.stored.width), np.float32), np.zeros(keys.size, np.bool_)
+        self.database.fetch(self.stored.tag, keys, rows, found)
+        return keys[found], self._formatted(keys[found], rows[found], row_dtype)
+
+    def _formatted(self, keys: KeyArray, rows: RowArray, row_dtype: str) -> RowArray:
         stored = self.stored
-        for keys, rows in self.database.scan(stored.tag, chunk_rows):
-            if stored.row_dtype != row_dtype:
-                vectors = decode(rows, stored.dim, stored.row_dtype)
-                rows = encode(f"reading table {self.place}", vectors, row_dtype, keys)
-            yield keys, rows
+        if stored.row_dtype == row_dtype:
+            return rows
+        return encode(f"reading table {self.place}", decode(rows, stored.dim, stored.row_dtype), row_dtype, keys)
 
     def may_change_unseen(self) -> bool:
         """Modifications do not matter: they reach caches, too."""

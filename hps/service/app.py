@@ -86,7 +86,12 @@ class Application:
         )
         self.link = FrontLink(lifecycle)
         self._statistics.fronts, self._statistics.serials = self.link.figures, self.link.serials
-        self._metrics = HTTPMetrics(self._refusals, lambda: lifecycle.settled, lambda: bool(lifecycle.degraded))
+        self._metrics = HTTPMetrics(
+            self._refusals,
+            lambda: lifecycle.settled,
+            lambda: bool(lifecycle.live.lost_devices()),
+            lambda: bool(lifecycle.degraded),
+        )
         self._metrics.fronts, self._metrics.loops = self.link.figures, self.link.loop_figures
         self._control: FastAPI | None = None
         self._making = threading.Lock()

@@ -27,6 +27,7 @@ class HTTPMetrics:
         refusals: exposed with the requests.
         ready: returns whether lookups of every model that can be loaded are answered.
         device_failed: returns whether a device is lost.
+        degraded: returns whether lookups do without a device or a volatile database.
 
     Attributes:
         fronts: returns the figures of all fronts, which are added.
@@ -38,13 +39,14 @@ class HTTPMetrics:
         refusals: Refusals,
         ready: Callable[[], float] = lambda: False,
         device_failed: Callable[[], float] = lambda: False,
+        degraded: Callable[[], float] = lambda: False,
     ) -> None:
         self.fronts: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
         self.loops: Callable[[], Mapping[str, int]] = dict
         self._counts: dict[tuple[str, int], int] = {}
         self._routes: dict[str, Times] = {}
         self._who: dict[tuple[str, int], int] = {}
-        self._ready, self._device_failed = ready, device_failed
+        self._ready, self._device_failed, self._degraded = ready, device_failed, degraded
         self._refusals = refusals
         self._process = ProcessCollector(registry=None)
 
@@ -127,6 +129,7 @@ class HTTPMetrics:
             yield family("counter", name, text, [("", loops.get(name.removeprefix("hps_owner_"), 0))])
         yield family("gauge", "hps_ready", _READY, [("", self._ready())])
         yield family("gauge", "hps_device_failed", _DEVICE_FAILED, [("", self._device_failed())])
+        yield family("gauge", "hps_degraded", _DEGRADED, [("", self._degraded())])
         yield from total._refusals.families()
         for one in self._process.collect():
             yield family(one.type, one.name, one.documentation, [("", sample.value) for sample in one.samples])
@@ -145,6 +148,7 @@ _OF_LOOPS: Final = {
 }
 _READY: Final = "1 while lookups are answered, ignoring models that cannot be loaded."
 _DEVICE_FAILED: Final = "1 while a device of a model in service is lost, until a restart."
+_DEGRADED: Final = "1 while lookups do without a lost device or a volatile database; /v2/health/ready says which."
 
 
 def are_figures(found: Mapping[str, Any]) -> bool:

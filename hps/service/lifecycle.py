@@ -141,9 +141,11 @@ class Lifecycle:
 
     @property
     def degraded(self) -> str:
-        """Which devices of models in service are lost; empty without any."""
-        lost = self.live.lost_devices().items()
-        return "; ".join(f"device {device} is lost: {failure}; restart the service" for device, failure in lost)
+        """Which devices of models in service are lost, and what of the volatile database; empty without any."""
+        lost = [
+            f"device {device} is lost: {failure}; restart the service" for device, failure in self.live.lost_devices().items()
+        ]
+        return "; ".join(lost + ([] if self.opened is None else self.opened.degraded))
 
     @property
     def server(self) -> HPS:

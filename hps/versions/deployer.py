@@ -1,14 +1,14 @@
 """Changes the served versions of a model: deploys, rolls back, undeploys, and follows the catalog."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import ModelConfig
-from hps.errors import CapacityError, ConflictError, DatabaseError, HPSError
+from hps.errors import CapacityError, ConflictError, DatabaseCorruptError, DatabaseError, HPSError, TableWidthError
 from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
@@ -37,7 +37,7 @@ class Deployer:
 
     Args:
         chain: the databases.
-        targets: databases to load from model files, and how.
+        targets: returns the databases to load from model files, and how; without one that is away.
         cache_class: class of the embedding caches.
     """
 
@@ -47,7 +47,7 @@ class Deployer:
         live: LiveModels,
         updates: LiveUpdates,
         chain: DatabaseChain,
-        targets: LoadTargets,
+        targets: Callable[[], LoadTargets],
         cache_class: type[EmbeddingCache],
     ) -> None:
         self._catalog = catalog
@@ -261,7 +261,19 @@ class Deployer:
                 self._updates.hand_over(there, deployed)
                 return fingerprint
         with_writes = there if there and there.fingerprint == fingerprint and not force else None
-        self._replace(name, wanted, fingerprints, with_writes, change, force, chosen)
+        replacing = partial(self._replace, name, wanted, fingerprints, with_writes, change, force, chosen)
+        try:
+            replacing()
+        except DatabaseError as error:
+            stays = isinstance(error, (DatabaseCorruptError, TableWidthError))
+            if stays or self._live.deployed(name, config.version) is not there or not self._chain.put_away(str(error)):
+                raise
+            _log.error("model %r: version %s is deployed without the volatile database: %s", name, config.version, error)
+            try:
+                replacing()
+            except BaseException:
+                self._chain.take_in()  # it was not the cause
+                raise
         return fingerprint
 
     def _replace(
@@ -282,7 +294,7 @@ class Deployer:
         """
         config, version = wanted.config, wanted.config.version
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
-        kept = self._live.kept(name)
+        kept, targets = self._live.kept(name), self._targets()
         old = next((one for one in kept if (one.version, one.fingerprint) == (version, fingerprint)), None)
         with ExitStack() as noting:
             changes = FormatChanges()
@@ -291,7 +303,7 @@ class Deployer:
                 deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
             else:
                 used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
-                slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=self._targets.keep)
+                slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
                 tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
                 if not force:
                     changes = find_changes(config, tables, fingerprints, there, self._chain.databases)
@@ -302,7 +314,7 @@ class Deployer:
                     tables,
                     self._cache_class,
                     self._chain,
-                    targets=replace(self._targets, force=force),
+                    targets=replace(targets, force=force),
                     follows=self._updates.follows,
                     progress=change,
                     carried=changes.tables,

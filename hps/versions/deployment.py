@@ -17,6 +17,7 @@ import numpy as np
 from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
+from hps.databases.away import AwayDatabase
 from hps.databases.base import Database, LogPosition, Partition, RowChanges
 from hps.errors import (
     CapacityError,
@@ -555,12 +556,14 @@ def deploy(
         if network is not None:
             network.close()
         raise
+    loaded = (*targets.load, *targets.keep)
+    opens = not loaded or chain.volatile in loaded  # else it was away when this deployment began
     what = f"deploying model {config.model!r}, version {config.version}"
     _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
     try:
         reports = []
         for table, load, old in zip(tables, loads, carried, strict=True):
-            chain.open_table(table)
+            chain.open_table(table, volatile=opens)
             reports.append(load.run())
             if old is not None and not targets.load:  # a stochastic model, whose databases hold online writes alone
                 old.copy(chain.databases[-1], _CARRIED_ROWS, progress or NoProgress())
@@ -894,36 +897,49 @@ def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, Lo
     return chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0)
 
 
-def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
-    """Open the volatile and the persistent database.
+def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[DatabaseChain, Callable[[], LoadTargets]]:
+    """Open the persistent and the volatile database. A volatile one that is not the only holder of a row may be away.
 
     Returns:
-        The two as a chain, which owns them, and the databases to load.
+        The two as a chain, which owns them, and what returns the databases to load, without one that is away.
 
     Raises:
         DatabaseError: one of them cannot be opened; none is left open.
     """
-    volatile, persistent = None, None
+    above, below = configuration.volatile_db, configuration.persistent_db
+    volatile, persistent, away = None, None, ""
+    if below.type != "disabled":
+        persistent = open_database(below)
     try:
-        if configuration.volatile_db.type != "disabled":
-            volatile = open_database(configuration.volatile_db)
-        if configuration.persistent_db.type != "disabled":
-            persistent = open_database(configuration.persistent_db)
+        if above.type != "disabled":
+            volatile, away = _open_volatile(configuration)
     except BaseException:
-        if volatile:
-            volatile.close()
+        if persistent:
+            persistent.close()
         raise
-    load: list[Database] = []
-    keep: list[Database] = []
-    if volatile:
-        (load if configuration.volatile_db.initialize_after_startup else keep).append(volatile)
-    if persistent:
-        settings = configuration.persistent_db
-        (load if settings.initialize_after_startup and not settings.read_only else keep).append(persistent)
-    chain = DatabaseChain(volatile, persistent, metrics=metrics, promote=configuration.volatile_db.cache_missed_embeddings)
-    rate = configuration.volatile_db.initial_cache_rate
+    chain = DatabaseChain(volatile, persistent, metrics=metrics, promote=above.cache_missed_embeddings, away=away)
     sources = ModelSources(configuration.model_source)
-    return chain, LoadTargets(tuple(load), tuple(keep), rate, not configuration.supportlonglong, sources)
+    loads = {False: above.initialize_after_startup, True: below.initialize_after_startup and not below.read_only}
+
+    def targets() -> LoadTargets:
+        load = tuple(one for one in chain.databases if loads[one is persistent])
+        keep = tuple(one for one in chain.databases if not loads[one is persistent])
+        return LoadTargets(load, keep, above.initial_cache_rate, not configuration.supportlonglong, sources)
+
+    return chain, targets
+
+
+def _open_volatile(configuration: Configuration) -> tuple[Database, str]:
+    """Open the volatile database; if it cannot be opened and others hold every row, return a stand-in and why it is away."""
+    config, models = configuration.volatile_db, configuration.models
+    try:
+        return open_database(config), ""
+    except DatabaseError as error:
+        resident = bool(models) and all(model.embedding_cache_type in RESIDENT for model in models)
+        if configuration.persistent_db.type == "disabled" and not resident:
+            raise
+        _log.error("starting without the volatile database, which other tiers do without: %s", error)
+        return AwayDatabase(config.type, config.row_dtype, str(error)), str(error)
 
 
 def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:

@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 
 from hps.databases.base import (
     UNBOUNDED_ROWS,
+    CopyOutcome,
     Database,
     LoadRecord,
     LogPosition,
@@ -314,6 +315,24 @@ class RedisDatabase(SharedDatabase):
 
     def finish_load(self, tag: str) -> None:
         self._leases.end(self._table(tag))
+
+    def lacks_rows(self, tag: str) -> bool:
+        return self._leases.lacks_rows(self._table(tag))
+
+    def holds_writes(self, tag: str) -> bool:
+        return self._leases.holds_writes(self._table(tag))
+
+    def claim_copy(self, tag: str, fingerprint: str, rows: int) -> bool:
+        return self._leases.claim_copy(self._table(tag), fingerprint, rows)
+
+    def copy_rows(self, tag: str, keys: KeyArray, vectors: FloatArray) -> bool:
+        table = self._table(tag)
+        keys, vectors = check_rows(f"redis: filling table {tag}", keys, vectors, table.layout.dim)
+        self._leases.renew_copy(table)
+        return table.copy_rows(keys, vectors)
+
+    def end_copy(self, tag: str, outcome: CopyOutcome) -> None:
+        self._leases.end_copy(self._table(tag), outcome)
 
     def close(self) -> None:
         if self._uses:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from hps.databases.base import CopyOutcome
 from hps.databases.redis.catalog import Catalog, LoadNote, digest, fresh, lost
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.marks import LOADING, UNKNOWN, Mark, base_of, begun, loadable, loaded, parse
@@ -40,12 +41,15 @@ class LoadLeases:
         self._lease_ms = max(1, int(1000 * lease_s))
         self._token = secrets.token_hex(8)
         self._claimed: dict[str, LoadNote] = {}
+        self._copied: dict[str, LoadNote] = {}
+        self._not_copied: dict[str, str] = {}  # digests under which others had modified a table
 
     def claim(self, table: RedisTable, fingerprint: str, rows: int, wait_s: float, *, replaces: bool = True) -> int | None:
         """As `Database.claim_load`."""
         deadline = time.monotonic() + wait_s
         layout = table.layout
-        table.loading = False
+        if table.loading:  # an earlier load here failed: its rows are not whole
+            table.loading, table.marks = False, None
         while True:
             texts = self._open(layout)
             whole = not any(mark and mark.base == LOADING for mark in map(parse, texts))
@@ -66,12 +70,7 @@ class LoadLeases:
         layout = table.layout
         if layout.tag not in self._claimed:
             return False
-        renewed = self._nodes.ask(layout.slot, "EVAL", _RENEW, 1, layout.lease, self._token, self._lease_ms)
-        if not renewed and not self._acquire(layout):
-            raise DatabaseError(
-                f"redis: loading table {layout.tag}: this process was silent for more than {self._lease_ms / 1000:g} s, so "
-                "another one has taken the load over; load the table again"
-            )
+        self._renew(layout, "loading")
         return True
 
     def advance(self, table: RedisTable, rows_done: int) -> None:
@@ -98,8 +97,57 @@ class LoadLeases:
 
     def give_up(self, table: RedisTable) -> None:
         """Release the claim of a table, if there is one."""
-        if self._claimed.pop(table.layout.tag, None) is not None:
+        self._not_copied.pop(table.layout.tag, None)
+        if self._claimed.pop(table.layout.tag, None) or self._copied.pop(table.layout.tag, None):
             self._release(table.layout)
+
+    def lacks_rows(self, table: RedisTable) -> bool:
+        """As `SharedDatabase.lacks_rows`."""
+        layout = table.layout
+        record = self._catalog.load_record(layout.tag)
+        if record is not None and record.complete:
+            return False
+        texts = self._catalog.marks(layout)
+        return texts is None or self._not_copied.get(layout.tag) != digest(texts)
+
+    def holds_writes(self, table: RedisTable) -> bool:
+        """As `SharedDatabase.holds_writes`."""
+        return any(mark is not None and mark.writers for mark in map(parse, self._catalog.marks(table.layout) or []))
+
+    def claim_copy(self, table: RedisTable, fingerprint: str, rows: int) -> bool:
+        """As `SharedDatabase.claim_copy`."""
+        layout = table.layout
+        if table.marks is None or layout.tag in self._claimed or not self._acquire(layout):
+            return False
+        texts = self._catalog.marks(layout)
+        if texts is None or not self.lacks_rows(table):  # another process has copied them meanwhile
+            self._release(layout)
+            return False
+        self._copied[layout.tag] = LoadNote(fingerprint, rows, rows, digest(texts))
+        return True
+
+    def renew_copy(self, table: RedisTable) -> None:
+        """Renew the lease of a copy.
+
+        Raises:
+            DatabaseError: the lease has run out and another process has it, or Redis failed.
+        """
+        self._renew(table.layout, "filling")
+
+    def end_copy(self, table: RedisTable, outcome: CopyOutcome) -> None:
+        """As `SharedDatabase.end_copy`. Partitions that lost rows since the claim have other incarnations than the note."""
+        layout = table.layout
+        claimed = self._copied.pop(layout.tag, None)
+        if claimed is None:
+            return
+        texts = self._catalog.marks(layout)
+        if texts is not None and digest(texts) == claimed.marks:
+            if outcome == "complete":
+                self._catalog.write_note(layout, claimed)
+                self._catalog.write_load_time(layout)
+            elif outcome == "refused":
+                self._not_copied[layout.tag] = claimed.marks
+        self._release(layout)
 
     def _open(self, layout: RedisLayout) -> list[bytes]:
         for _ in range(_ATTEMPTS):
@@ -131,11 +179,15 @@ class LoadLeases:
             # Before the table has marks again: else missing rows would count as absent.
             self._catalog.write_note(layout, LoadNote(fingerprint, 0, rows, ""))
             texts = self._open(layout)
+        table.loading = True  # before lookups here see the marks of a load
         try:
             texts = self._change(table, texts, lambda mark: begun(mark, fresh))
         except UnknownTableError:
+            table.loading = False
             return None
-        table.loading = True
+        except BaseException:
+            table.loading = False
+            raise
         self._claimed[layout.tag] = LoadNote(fingerprint, first, rows, digest(texts))
         self._catalog.write_note(layout, self._claimed[layout.tag])
         if first == rows:  # its loader died when all rows were there
@@ -191,6 +243,14 @@ class LoadLeases:
         self._nodes.run([take, see])
         held: bool = see.reply == self._token.encode()
         return held
+
+    def _renew(self, layout: RedisLayout, doing: str) -> None:
+        renewed = self._nodes.ask(layout.slot, "EVAL", _RENEW, 1, layout.lease, self._token, self._lease_ms)
+        if not renewed and not self._acquire(layout):
+            raise DatabaseError(
+                f"redis: {doing} table {layout.tag}: this process was silent for more than {self._lease_ms / 1000:g} s, so "
+                "another one has taken that over; load the table again"
+            )
 
     def _release(self, layout: RedisLayout) -> None:
         self._nodes.ask(layout.slot, "EVAL", _RELEASE, 1, layout.lease, self._token)

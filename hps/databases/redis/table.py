@@ -143,6 +143,24 @@ class RedisTable:
         batches = range(0, keys.size, self._batch)
         return sum(self._promote(keys[i : i + self._batch], rows[i : i + self._batch]) for i in batches)
 
+    def copy_rows(self, keys: KeyArray, vectors: FloatArray) -> bool:
+        """As `SharedDatabase.copy_rows`. As a write, it makes a generation of its own: what arrives late is refused."""
+        rows, me = vectors.view(np.uint8), self.below.process()
+        left: list[KeyPartition] = []
+
+        def storing(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
+            if not may_promote(_parsed(guard.mark), me):
+                left.append(partition)
+                return []
+            return self._storing(partition, share, guard, batch, rows[start : start + self._batch])
+
+        usable = True
+        for start in range(0, keys.size, self._batch):
+            batch = keys[start : start + self._batch]
+            self._write(batch, storing, f"filling table {self.layout.tag} with {batch.size} keys")
+            usable = usable and self.marks is not None
+        return usable and not left
+
     def delete(self, keys: KeyArray) -> int:
         """As `Database.delete`."""
 
@@ -244,12 +262,17 @@ class RedisTable:
         evictions = sum(self._overflow.evicted(partition) for partition in self.layout.partitions)
         return TableStats(rows, vector_bytes, overhead, capacity, evictions)
 
-    def _usable(self, deadline: float | None) -> list[bytes] | None:
+    def _usable(self, deadline: float | None, *, loading: bool = False) -> list[bytes] | None:
         """Return the marks; None if the table is unusable and a database below has its rows.
+
+        Args:
+            loading: for the load of the table itself.
 
         Raises:
             DatabaseError: the table is unusable, and there is no database below.
         """
+        if self.loading and not loading and self.below.process().base is None:
+            raise DatabaseError(f"redis: table {self.layout.tag} is being loaded by this process; try again when it is whole")
         if self.marks is None:
             alone = self.below.process().base is None
             if alone or time.monotonic() >= self._looked_at + _LOOK_S:
@@ -442,9 +465,11 @@ class RedisTable:
         if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DatabaseTimeoutError(f"redis: table {self.layout.tag}: another write was still preparing; try again")
         try:
-            first, self._unmodified = self._unmodified or self.below.process().base is None, False
+            me = self.below.process()
+            first = self._unmodified or me.base is None
+            self._unmodified = self._unmodified and me.token is None and not loading  # a copy of rows modifies nothing
             for _ in range(_TAKES):
-                marks, me = self._usable(deadline), self.below.process()
+                marks, me = self._usable(deadline, loading=loading), self.below.process()
                 if marks is None:
                     return None
                 if self._follows and me.base is None:

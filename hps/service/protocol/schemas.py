@@ -69,7 +69,9 @@ class ServerReady(Ready):
 
     models: list[ModelStatus] | None = Field(default=None, description="All models; absent when all are ready.")
     degraded: str | None = Field(
-        default=None, description="Lost devices: lookups are answered without them, or fail, until the service is restarted."
+        default=None,
+        description="Lost devices: lookups are answered without them, or fail, until the service is restarted. A volatile "
+        "database that is away, and its tables that lost rows: lookups are answered by the databases below.",
     )
 
 

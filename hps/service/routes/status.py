@@ -80,6 +80,7 @@ def status_routes(
             "service": {
                 "ready": not lifecycle.not_ready_reason,
                 "reason": lifecycle.not_ready_reason,
+                "degraded": lifecycle.degraded,
                 "requests": metrics.requests(),
                 **metrics.held(),
             },

@@ -2,18 +2,19 @@
 
 import re
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
 
 import httptools
 
 from hps.errors import InvalidInputError
+from hps.ground.bounded_cache import BoundedCache
+from hps.service.targets import lookup_target
 
 MAX_HEAD_BYTES: Final = 65_536
 MAX_HEADERS: Final = 128
 _CACHED_BYTES = 2048
-_CACHED_HEADS = 1024
+_LINE_BYTES = 400  # of a header beyond its text: a tuple, two objects, a place in the dict
 _MOST_LENGTH_DIGITS = 19
 _MOST_SIZE_DIGITS = 15  # hexadecimal, of a chunk
 _ABSOLUTE_FORM = re.compile(rb"^[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*/?(.*)$", re.DOTALL)  # RFC 9112, section 3.2.2
@@ -48,6 +49,7 @@ class Head:
 
     Attributes:
         method, path, target: `path` is decoded and without a query; `target` is as sent, but without an authority.
+        lookup: the lookup route of the path; None for others.
         headers: lower-case names; of several with one name, the last.
         lines: all of them, in order.
         length: of the body in bytes; -1 if it comes in chunks.
@@ -55,7 +57,18 @@ class Head:
         expects_continue: whether it waits for our word before it sends the body.
     """
 
-    __slots__ = ("_parser", "expects_continue", "headers", "keeps_alive", "length", "lines", "method", "path", "target")
+    __slots__ = (
+        "_parser",
+        "expects_continue",
+        "headers",
+        "keeps_alive",
+        "length",
+        "lines",
+        "lookup",
+        "method",
+        "path",
+        "target",
+    )
 
     def __init__(self, raw: bytes) -> None:
         self.target, self.keeps_alive = b"", False
@@ -81,6 +94,7 @@ class Head:
             self.target = _ABSOLUTE_FORM.sub(rb"/\1", self.target)
         path, _, _ = self.target.partition(b"?")
         self.path = unquote(path.decode("latin-1")) if b"%" in path else path.decode("latin-1")
+        self.lookup = lookup_target(self.path)
         if (encoding := headers.get(b"transfer-encoding")) is not None:
             several = [name for name, _ in self.lines].count(b"transfer-encoding") > 1
             if encoding.strip().lower() != b"chunked" or b"content-length" in headers or several or version == "1.0":
@@ -106,7 +120,11 @@ class Head:
         self.keeps_alive = self._parser.should_keep_alive()  # the parser forgets it with the end of the message
 
 
-_cached = lru_cache(_CACHED_HEADS)(Head)
+def _size(head: Head, raw: bytes) -> int:
+    return 2000 + 12 * len(raw) + _LINE_BYTES * len(head.lines)  # a path may have characters of four bytes, also in its target
+
+
+_cached = BoundedCache(Head, _size)
 
 
 def read_head(raw: bytes) -> Head:

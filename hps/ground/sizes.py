@@ -6,9 +6,10 @@ comparison. The syntax tree is checked before it is compiled; nothing else of Py
 
 import ast
 from collections.abc import Mapping
-from functools import lru_cache
 from types import CodeType
 from typing import Final
+
+from hps.ground.bounded_cache import BoundedCache
 
 MOST_CHARACTERS: Final = 1000
 _FUNCTIONS: Final = {"min": min, "max": max}
@@ -36,7 +37,7 @@ class SizeExpression:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._code, self.names = _compiled(text, condition=False)
+        self._code, self.names = _compiled(text, False)
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """Compute it; -1 where it divides by zero."""
@@ -65,7 +66,7 @@ class SizeCondition:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._code, self.names = _compiled(text, condition=True)
+        self._code, self.names = _compiled(text, True)
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Return whether sizes fulfil it; False where it divides by zero."""
@@ -90,8 +91,7 @@ def _is_name(text: str) -> bool:
         return False
 
 
-@lru_cache(1024)  # all inputs of a network have the same few sizes
-def _compiled(text: str, *, condition: bool) -> tuple[CodeType, tuple[str, ...]]:
+def _compile(text: str, condition: bool) -> tuple[CodeType, tuple[str, ...]]:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"{len(text)} characters, expected at most {MOST_CHARACTERS}")
     try:
@@ -117,6 +117,9 @@ def _compiled(text: str, *, condition: bool) -> tuple[CodeType, tuple[str, ...]]
         return compile(tree, "<sizes>", "eval"), tuple(names)
     except (RecursionError, MemoryError) as error:
         raise ValueError("it is nested too deeply") from error
+
+
+_compiled = BoundedCache(_compile, most_bytes=4 << 20)  # all inputs of a network have the same few sizes
 
 
 def _refused(node: ast.AST, compared: ast.AST | None) -> str:

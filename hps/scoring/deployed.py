@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from hps.configuration.load import ModelConfig
 from hps.configuration.networks import DenseConfig
 from hps.errors import HPSError, NetworkError, NotReadyError, UnknownModelError
+from hps.ground.bounded_cache import BoundedCache
 from hps.ground.open_calls import OpenCalls
 from hps.lookup.session import Session
 from hps.networks.base import Network
@@ -29,7 +30,7 @@ from hps.tensors.segments import Segment
 from hps.types import TableSpec
 
 _log = logging.getLogger(__name__)
-_DESCRIPTIONS = 1024
+_DESCRIBED_BYTES = 42  # at most, of what is read of a description, for each of its characters
 
 
 class OpenedNetwork:
@@ -157,8 +158,9 @@ class DeploymentScores:
                 doing = f"warming up the network of {self._what}"
                 bounded(dense.open_timeout_s, doing, made[id(session)].warm)
             self._scorers[device] = made[id(session)]
-        self._described = lru_cache(_DESCRIPTIONS)(
-            partial(read_description, signature=opened.signature, max_samples=config.max_batch_size, model=config.model)
+        self._described = BoundedCache(
+            partial(read_description, signature=opened.signature, max_samples=config.max_batch_size, model=config.model),
+            lambda _, text: 4000 + _DESCRIBED_BYTES * len(text),
         )
         alone = not (dense.dynamic_batching and opened.signature.merges)
         delay_us = 0 if alone else dense.max_queue_delay_us

@@ -99,7 +99,7 @@ class HTTPMetrics:
         return list(found.values())
 
     def held(self) -> dict[str, int]:
-        """Return the number of fronts, and what they hold now: connections, lookups under way, and bytes for clients."""
+        """Return the number of fronts, and the sums of their gauges."""
         fronts = self.fronts()
         return {"fronts": len(fronts), **{name: sum(one[name] for one in fronts) for _, _, name in _OF_FRONTS}}
 
@@ -139,6 +139,7 @@ _OF_FRONTS: Final = (
     ("hps_http_connections", "Open connections.", "connections"),
     ("hps_http_lookups_pending", "Lookups that were posted and not answered.", "pending"),
     ("hps_http_held_bytes", "Memory held for clients.", "held_bytes"),
+    ("hps_http_cached_bytes", "Memory of what is remembered of requests.", "cached_bytes"),
 )
 _OF_LOOPS: Final = {
     "hps_owner_batches": "Batches that the owner's loop answered.",

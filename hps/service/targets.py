@@ -1,11 +1,8 @@
 """The lookup routes, by path."""
 
-from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from hps.service.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
-
-_MOST_TARGETS: Final = 256
 
 
 class LookupTarget(NamedTuple):
@@ -21,7 +18,6 @@ class LookupTarget(NamedTuple):
         return self.route in (LOOKUP, SCORE)
 
 
-@lru_cache(_MOST_TARGETS)
 def lookup_target(path: str) -> LookupTarget | None:
     """Return the lookup route of a path; None for other routes."""
     match path.split("/"):

@@ -17,7 +17,7 @@ from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, Req
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.logs.requests import Served
 from hps.service.request_body import inflate, inflated_bytes, too_large
-from hps.service.targets import LookupTarget, lookup_target
+from hps.service.targets import LookupTarget
 
 if TYPE_CHECKING:
     from hps.service.fronts.front import Front, RequestHead
@@ -222,7 +222,7 @@ class Connection(ClientConnection):
         self._head = head = read_head(raw)
         self._left = head.length
         self._since = time.monotonic()
-        self._target = target = lookup_target(head.path)
+        self._target = target = head.lookup
         self._watched = self.front.begin(self.client, head, target, self._served, self._started)
         self.front.check(head, self._served, self.client, self.transport.get_extra_info("sockname"), self.certificate)
         if head.expects_continue and head.length:
@@ -335,7 +335,7 @@ class Connection(ClientConnection):
                 served.bytes_in = len(self._body)
                 if b"content-encoding" in head.headers:
                     self._inflate(head, self._body)
-                if target := lookup_target(head.path):
+                if target := head.lookup:
                     length = head.headers.get(b"inference-header-content-length")
                     shared = self.front.shared_tensors(target, self._body, length, self.client, head.headers)
                     self._lookup = self.front.decoded(self, target, served, self._body, length, shared)

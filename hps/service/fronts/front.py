@@ -15,6 +15,7 @@ import uvloop
 from hps.configuration.load import Configuration, ServiceConfig
 from hps.configuration.tokens import TokenConfig
 from hps.errors import HPSError, NotReadyError
+from hps.ground.bounded_cache import cached_bytes
 from hps.regions import layout
 from hps.regions.layout import FrontDescriptors, Memory
 from hps.regions.sharing import body_bytes
@@ -47,7 +48,7 @@ from hps.service.protocol.open_inference import parse_header_length
 from hps.service.refusals import Refusals
 from hps.service.request_body import MOST_OBJECT_BYTES, check_encoding, too_large
 from hps.service.routes.rows import row_target
-from hps.service.targets import LookupTarget, lookup_target
+from hps.service.targets import LookupTarget
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class Front:
             RequestError, HPSError: it is refused.
         """
         self.published.look()
-        target = lookup_target(head.path)
+        target = head.lookup
         if head.length > (most := self.most_bytes(head)):
             raise too_large(f"Content-Length is {head.length}", most)
         if b"content-encoding" in head.headers:
@@ -219,7 +220,7 @@ class Front:
     def most_bytes(self, head: Head) -> int:
         """Return the limit of a request's body, as sent and decompressed."""
         most = self.settings.max_body_bytes
-        known = lookup_target(head.path) is not None or row_target(head.path) is not None
+        known = head.lookup is not None or row_target(head.path) is not None
         return most if known else min(most, MOST_OBJECT_BYTES)
 
     def text_bytes(self, head: Head) -> int:
@@ -228,7 +229,7 @@ class Front:
         Raises:
             InvalidInputError: it is no length.
         """
-        target = lookup_target(head.path)
+        target = head.lookup
         if target is None or target.is_json or b"content-encoding" in head.headers:
             return -1
         size = parse_header_length(head.headers.get(b"inference-header-content-length"), head.length)
@@ -419,6 +420,7 @@ class Front:
             "connections": len(self.connections.order),
             "pending": len(self.exchange.pending),
             "held_bytes": self.memory.held + self.exchange.slots.used,
+            "cached_bytes": cached_bytes(),
         }
 
     def publish(self) -> None:

@@ -11,7 +11,7 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from urllib.parse import quote
 
@@ -21,6 +21,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from hps.errors import InvalidInputError, NotReadyError
+from hps.ground.bounded_cache import BoundedCache
 from hps.service.authorization import Identity
 from hps.service.fronts.answers import EncodedAnswer
 from hps.service.fronts.connection import Beginning
@@ -46,7 +47,6 @@ _UNITS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"
 _MOST_TIMEOUT_DIGITS: Final = 8
 _MOST_MESSAGE: Final = 1500
 _WATCH_S: Final = 1.0
-_CACHED_ANSWERS: Final = 1024
 _CODES: Final = {  # of HTTP's status; see https://grpc.github.io/grpc/core/md_doc_statuscodes.html
     400: 3,  # INVALID_ARGUMENT
     401: 16,  # UNAUTHENTICATED
@@ -584,7 +584,10 @@ class GrpcInference:
         )
 
 
-_answer_of = lru_cache(_CACHED_ANSWERS)(write_infer_answer)
+_answer_of = BoundedCache(
+    write_infer_answer,
+    lambda answer, text: 1000 + len(text) + sum(map(len, answer.heads)) + 80 * len(answer.heads),
+)
 
 
 def _seconds(timeout: bytes) -> float:

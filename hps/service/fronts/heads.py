@@ -2,18 +2,19 @@
 
 import re
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
 
 import httptools
 
 from hps.errors import InvalidInputError
+from hps.ground.bounded_cache import BoundedCache
+from hps.service.targets import lookup_target
 
 MAX_HEAD_BYTES: Final = 65_536
 MAX_HEADERS: Final = 128
 _CACHED_BYTES = 2048
-_CACHED_HEADS = 1024
+_LINE_BYTES = 400  # of a header beyond its text: a tuple, two objects, a place in the dict
 _MOST_LENGTH_DIGITS = 19
 _MOST_SIZE_DIGITS = 15  # hexadecimal, of a chunk
 _ABSOLUTE_FORM = re.compile(rb"^[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*/?(.*)$", re.DOTALL)  # RFC 9112, section 3.2.2
@@ -79,6 +80,7 @@ class Head:
 
     Attributes:
         method, path, target: `path` is decoded and without a query; `target` is as sent, but without an authority.
+        lookup: the lookup route of the path; None for others.
         headers: with lower-case names.
         lines: all of them, in order.
         length: of the body in bytes; -1 if it comes in chunks.
@@ -95,6 +97,7 @@ class Head:
         "keeps_alive",
         "length",
         "lines",
+        "lookup",
         "method",
         "path",
         "target",
@@ -127,6 +130,7 @@ class Head:
             self.target = _ABSOLUTE_FORM.sub(rb"/\1", self.target)
         path, _, _ = self.target.partition(b"?")
         self.path = unquote(path.decode("latin-1")) if b"%" in path else path.decode("latin-1")
+        self.lookup = lookup_target(self.path)
         if (encoding := headers.get(b"transfer-encoding")) is not None:
             if encoding.strip().lower() != b"chunked" or b"content-length" in headers or version == "1.0":
                 raise MalformedRequestError("reading a request: got a Transfer-Encoding other than chunked alone")
@@ -151,7 +155,11 @@ class Head:
         self.keeps_alive = self._parser.should_keep_alive()  # the parser forgets it with the end of the message
 
 
-_cached = lru_cache(_CACHED_HEADS)(Head)
+def _size(head: Head, raw: bytes) -> int:
+    return 2000 + 12 * len(raw) + _LINE_BYTES * len(head.lines)  # a path may have characters of four bytes, also in its target
+
+
+_cached = BoundedCache(Head, _size)
 
 
 def read_head(raw: bytes) -> Head:

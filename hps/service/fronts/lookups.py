@@ -3,13 +3,13 @@
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import orjson
 
 from hps.errors import NotReadyError, UnknownDeviceError
+from hps.ground.bounded_cache import BoundedCache
 from hps.regions.layout import (
     HEADER_BYTES,
     POOLED,
@@ -24,15 +24,14 @@ from hps.service.http_answer import BINARY
 from hps.service.http_metrics import InferenceCounts
 from hps.service.logs.lookup_report import LookupBreakdown
 from hps.service.protocol.json_lookup import JSONLookup
-from hps.service.protocol.open_inference import AnswerLayout, Inference, Laid, cached_layout
-from hps.service.protocol.open_inference_header import CACHED_BYTES, cached_header
+from hps.service.protocol.open_inference import AnswerLayout, Inference, Laid, lay_out
+from hps.service.protocol.open_inference_header import CACHED_BYTES, read_header
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.protocol.score_requests import score_header
 from hps.tensors.segments import Segment
 
 TRACE_ROOM: Final = 65_536
 _VECTORS_ALIGNED = 128
-_CACHED_PLANS = 1024
 _WORDS = struct.Struct("<5q")  # serial, flags, segments, aside, its bytes: see `regions/layout.py`
 
 
@@ -86,21 +85,18 @@ def plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     Raises:
         HPSError: as `open_inference.decode_request`.
     """
-    if len(text) > CACHED_BYTES:
-        return None
-    if model.network is not None and score_header(text, model.network) is not None:
-        return score_plan(text, model, max_keys)
-    return _plan_of(text, model, max_keys)
+    return _cached_plan(text, model, max_keys) if len(text) <= CACHED_BYTES else None
 
 
-@lru_cache(_CACHED_PLANS)
 def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
-    header = cached_header(text)
+    if model.network is not None and (scores := score_header(text, model.network)) is not None:
+        return score_plan(scores, model, model.network, max_keys)
+    header = read_header(text)
     if header.numkeys is not None or header.bags or header.report:
         return None
     if any(tensor.start < 0 or tensor.dtype.itemsize != 8 for tensor in header.inputs.values()):
         return None
-    layout = cached_layout(header, None, model, max_keys)
+    layout = lay_out(header, None, model, max_keys)
     if not layout.text or layout.device_place:
         return None
     tensors = list(header.inputs.values())
@@ -128,6 +124,16 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
         header.binary_size // 8,
         layout if layout.converts else None,
     )
+
+
+def _plan_bytes(plan: Plan | None, text: bytes, *others: object) -> int:
+    if plan is None:
+        return len(text)
+    layout = 0 if plan.layout is None else plan.layout.bytes_for(text)
+    return 1000 + len(text) + len(plan.descriptor) + len(plan.text) + len(plan.answer) + layout
+
+
+_cached_plan = BoundedCache(_plan_of, _plan_bytes)
 
 
 def _descriptor(flags: int, count: int, aside_bytes: int, words: Sequence[int]) -> bytes:

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from hps.configuration.networks import DenseConfig
 from hps.errors import NotReadyError, UnknownModelError, UnknownVersionError
+from hps.ground.bounded_cache import clear_caches
 from hps.regions import layout
 from hps.regions.layout import Memory
 from hps.scoring.features import Output
@@ -70,7 +71,10 @@ class Published:
                     version = FrontVersion(known, serials, counts)
                 version.leave_out(one["lost"])
                 models[name][number] = version
+        gone = {one.tables for versions in self._models.values() for one in versions.values()}
         self._models = models
+        if gone - {one.tables for versions in models.values() for one in versions.values()}:
+            clear_caches()  # their entries would keep what is known of versions that nobody asks for again
         if not self.blocked:  # a new owner begins without models
             self.counts = {
                 key: one.counts

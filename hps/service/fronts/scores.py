@@ -6,7 +6,6 @@ from, and scores are sent from where the owner wrote them.
 """
 
 import struct
-from functools import lru_cache
 from math import prod
 from typing import Any, Final
 
@@ -18,14 +17,13 @@ from hps.service.fronts.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Pla
 from hps.service.fronts.heads import answer_head
 from hps.service.http_answer import BINARY
 from hps.service.logs.lookup_report import LookupBreakdown
-from hps.service.protocol.request_checks import ModelTables
+from hps.service.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.service.protocol.score_requests import (
     ScoreBody,
     ScoreHeader,
     answer_text,
     check_keys,
     is_taken_as_sent,
-    score_header,
     text_of,
 )
 from hps.service.protocol.score_rows import rows_text
@@ -33,7 +31,6 @@ from hps.service.protocol.score_rows import rows_text
 _ALIGNED: Final = 64
 _WORDS: Final = struct.Struct("<5q")
 _JSON_SHARE: Final = 6  # text of a number, in bytes a byte
-_CACHED: Final = 1024
 
 
 def _descriptor(description: bytes) -> tuple[bytes, int]:
@@ -44,15 +41,12 @@ def _descriptor(description: bytes) -> tuple[bytes, int]:
     return bytes(head) + description.ljust(aside - HEADER_BYTES), tensors_at(aside + ASIDE_ROOM)
 
 
-@lru_cache(_CACHED)
-def score_plan(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
-    """Return the plan of requests for scores with this JSON part; None if they are none, or not planned.
+def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwork, max_keys: int) -> Plan | None:
+    """Return the plan of requests for scores with this JSON part; None if they have none.
 
     Raises:
-        HPSError: as `score_header`.
+        TooManyKeysError: it has more keys than `max_keys`.
     """
-    if (network := model.network) is None or (header := score_header(text, network)) is None:
-        return None
     if not all(binary for _, binary in header.outputs) or any(one.start < 0 for one in header.inputs.values()):
         return None
     if not is_taken_as_sent(header, network):

@@ -3,15 +3,15 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import orjson
 
 from hps.errors import InvalidInputError
+from hps.ground.bounded_cache import BoundedCache
 from hps.service.fronts.answers import EncodedAnswer
-from hps.service.protocol.open_inference_header import CACHED_BYTES
+from hps.service.protocol.open_inference_header import CACHED_BYTES, remembered_bytes
 from hps.service.protocol.request_checks import kind_of, parse_object
 from hps.service.protocol.score_requests import DATATYPES
 from hps.service.shared_memory import Region, check_local, open_segment
@@ -19,7 +19,6 @@ from hps.service.shared_memory import Region, check_local, open_segment
 MARK: Final = b'"shared_memory_region"'
 _SIZES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in DATATYPES.items()}
 _PLACE: Final = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
-_CACHED: Final = 256
 
 
 class Place(NamedTuple):
@@ -43,6 +42,10 @@ class Translation:
     text: bytes
     inputs: tuple[Place | int, ...]
     outputs: Mapping[str, Place]
+
+    def bytes_for(self, text: bytes) -> int:
+        """Return an upper bound on the bytes of the translation and of the text that it belongs to."""
+        return 2 * len(self.text) + remembered_bytes(text, len(self.inputs) + len(self.outputs))
 
     @property
     def sent_bytes(self) -> int:
@@ -135,7 +138,7 @@ def _translate(text: bytes) -> Translation:
     return Translation(orjson.dumps(members), tuple(inputs), outputs)
 
 
-_cached = lru_cache(_CACHED)(_translate)
+_cached = BoundedCache(_translate, lambda found, text: found.bytes_for(text))
 
 
 def _parameters(tensor: Any) -> dict[str, Any]:
@@ -254,7 +257,7 @@ class Segments:
         if not head:
             size = answer.text_bytes
             head, pieces[0] = bytes(pieces[0][:size]), pieces[0][size:]
-        changed, moves = (_moves if len(head) <= CACHED_BYTES else _moves.__wrapped__)(shared.translation, head)
+        changed, moves = (_cached_moves if len(head) <= CACHED_BYTES else _moves)(shared.translation, head)
         left = []
         for place, size in moves:
             if size and not pieces[0]:
@@ -267,7 +270,6 @@ class Segments:
         return EncodedAnswer((changed,), left, len(changed) if left else None)
 
 
-@lru_cache(_CACHED)
 def _moves(translation: Translation, head: bytes) -> tuple[bytes, Sequence[tuple[Place | None, int]]]:
     """Change the JSON part of an answer; also return where its outputs go (None: into the answer), and their sizes."""
     document, moves = orjson.loads(head), []
@@ -279,6 +281,13 @@ def _moves(translation: Translation, head: bytes) -> tuple[bytes, Sequence[tuple
             output["parameters"] = {**parameters, "shared_memory_byte_size": size}
         moves.append((place, size))
     return orjson.dumps(document), moves
+
+
+def _moves_bytes(moves: tuple[bytes, Sequence[object]], translation: Translation, head: bytes) -> int:
+    return translation.bytes_for(head) + 400 * len(moves[1])
+
+
+_cached_moves = BoundedCache(_moves, _moves_bytes)
 
 
 def _shorter(place: Place) -> InvalidInputError:

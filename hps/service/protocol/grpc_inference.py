@@ -5,19 +5,18 @@ contents, that clients repeat: what follows from it is kept. No loop is over key
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
 
 from hps.errors import InvalidInputError
+from hps.ground.bounded_cache import BoundedCache
 from hps.service.protocol.grpc_messages import message
 from hps.service.protocol.open_inference_header import CACHED_BYTES
 
 _Request: Final = message("inference.ModelInferRequest")
 _Response: Final = message("inference.ModelInferResponse")
-_CACHED: Final = 1024
 _RAW_INPUT: Final = 7 << 3 | 2  # tag of `raw_input_contents`
 _RAW_OUTPUT: Final = bytes([6 << 3 | 2])
 _STREAMED: Final = bytes([2 << 3 | 2])
@@ -140,7 +139,12 @@ def _read_head(head: bytes, sizes: tuple[int, ...]) -> tuple[str, str, bytes, li
     return request.model_name, request.model_version, orjson.dumps(document), typed
 
 
-_read_repeated_head = lru_cache(_CACHED)(_read_head)
+def _head_bytes(read: tuple[str, str, bytes, list[bytes]], head: bytes, sizes: tuple[int, ...]) -> int:
+    name, version, text, typed = read
+    return 1000 + len(head) + 4 * (len(name) + len(version)) + len(text) + sum(map(len, typed)) + 40 * (len(typed) + len(sizes))
+
+
+_read_repeated_head = BoundedCache(_read_head, _head_bytes)
 
 
 def _contents(tensor: Any) -> bytes:

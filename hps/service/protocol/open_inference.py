@@ -18,7 +18,6 @@ Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) an
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.ground.bounded_cache import BoundedCache
 from hps.ground.rows import to_16_bits
 from hps.service.logs.lookup_report import LookupBreakdown, Number
 from hps.service.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
@@ -39,6 +39,7 @@ from hps.service.protocol.open_inference_header import (
     cached_header,
     read_header,
     reading_input,
+    remembered_bytes,
 )
 from hps.service.protocol.request_checks import ModelTables, check_counts, check_numkeys, float32_array, int64_array
 from hps.tensors.bags import Pooling
@@ -46,7 +47,6 @@ from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray
 
 _MAX_LENGTH_DIGITS = 12
-_CACHED_LAYOUTS = 256
 _ALIGNMENT = 16  # of vectors in an answer, in bytes
 _DTYPES = {name: np.dtype(dtype) for name, dtype in (("FP32", "<f4"), ("FP16", "<f2"), ("BF16", "<u2"), ("BOOL", "?"))}
 _DEVICE = b'"DeviceID":'  # would be escaped within a JSON string
@@ -171,6 +171,10 @@ class AnswerLayout:
         self._places += [masks_at + one.start for one in outputs if one.datatype == "BOOL"]
         shares = JSON_VECTOR_SHARE * looked_up + JSON_MASK_SHARE * masks_size
         self.held_bytes = self.size if self.text else shares
+
+    def bytes_for(self, text: bytes) -> int:
+        """Return an upper bound on the bytes of the layout and of the JSON part that it belongs to."""
+        return len(self.text) + remembered_bytes(text, 2 * len(self.ranges) + len(self.outputs))
 
     def arrays(self, memory: np.ndarray) -> list[np.ndarray]:
         """Return the elements of each output, (size,), in the memory of an answer; BF16 as uint16."""
@@ -341,7 +345,7 @@ def lay_out_body(body: bytes | bytearray, header_length: int | None, model: Mode
         counts = tuple(inputs[header.numkeys].tolist())
     elif header.bags:
         counts = ends_of_bags(header, inputs, model)
-    layout = (cached_layout if repeated else _lay_out)(header, counts, model, max_keys)
+    layout = _cached_layout(text, counts, model, max_keys) if repeated else lay_out(header, counts, model, max_keys)
     poolings: list[Pooling | None] = [None] * len(layout.ranges)
     if header.bags:
         tables = model.tables
@@ -376,7 +380,7 @@ def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> 
     return values
 
 
-def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
+def lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
     """Find the tables of a request, and lay out its answer. `counts` are the keys per table, if an input states them."""
     bags = read_bags(header, counts, model, max_keys) if header.bags else None
     if bags is not None:
@@ -398,7 +402,15 @@ def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mod
     return AnswerLayout(members, ranges, outputs, samples, wants_report=header.report)
 
 
-cached_layout = lru_cache(_CACHED_LAYOUTS)(_lay_out)
+def _layout_of(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
+    return lay_out(cached_header(text), counts, model, max_keys)
+
+
+def _layout_bytes(layout: AnswerLayout, text: bytes, counts: tuple[int, ...] | None, *others: object) -> int:
+    return layout.bytes_for(text) + 40 * len(counts or ())
+
+
+_cached_layout = BoundedCache(_layout_of, _layout_bytes)
 
 
 def _by_numkeys(

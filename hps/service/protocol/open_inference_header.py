@@ -6,18 +6,18 @@ headers are cached, and most requests parse no JSON.
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.ground.bounded_cache import BoundedCache
 from hps.service.protocol.request_checks import BAG_OPTIONS, check_bag_option, kind_of, parse_object, read_device
 
 MAX_RANK = 8
-_CACHED_HEADERS = 256
 CACHED_BYTES = 8192
 """Maximum length of a cached JSON part."""
 
@@ -147,7 +147,23 @@ def read_header(text: bytes) -> InferenceHeader:
     )
 
 
-cached_header = lru_cache(_CACHED_HEADERS)(read_header)
+def remembered_bytes(text: bytes, parts: int, inputs: Mapping[str, InputTensor] = MappingProxyType({})) -> int:
+    """Return an upper bound on the bytes of a JSON part and what was read of it.
+
+    Args:
+        parts: number of inputs, outputs and parameters.
+        inputs: perhaps with values: an empty object has three characters and takes 72 bytes.
+    """
+    each = 42 if any(tensor.start < 0 for tensor in inputs.values()) else 6
+    return 2000 + each * len(text) + 600 * parts
+
+
+def _header_bytes(header: InferenceHeader, text: bytes) -> int:
+    parts = len(header.inputs) + len(header.requested or ()) + len(header.bag_options)
+    return remembered_bytes(text, parts, header.inputs)
+
+
+cached_header = BoundedCache(read_header, _header_bytes)
 """`read_header`, cached, for texts of at most `CACHED_BYTES`."""
 
 

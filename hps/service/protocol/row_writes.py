@@ -5,20 +5,18 @@ and `VECTORS` FP32 [n, dim], like an inference. Without vectors, the keys are de
 anything is written.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from hps.errors import InvalidInputError, TooManyKeysError
-from hps.service.protocol.open_inference_header import CACHED_BYTES, InputTensor, read_inputs, reading_input
+from hps.ground.bounded_cache import BoundedCache
+from hps.service.protocol.open_inference_header import CACHED_BYTES, InputTensor, read_inputs, reading_input, remembered_bytes
 from hps.service.protocol.request_checks import flattened, float32_array, int64_array, parse_object
 from hps.types import FloatArray, KeyArray, TableSpec
 
 MAX_JSON_BYTES = 8 << 20
 """Maximum length of a JSON body: parsing one blocks the interpreter. Bulk writes use binary tensors."""
-
-_CACHED_HEADERS = 64
 
 
 def decode_rows(
@@ -109,11 +107,6 @@ def _json_vectors(values: Any, count: int, table: TableSpec) -> FloatArray:
     return float32_array(flat, what, dim).reshape(count, dim)
 
 
-@lru_cache(_CACHED_HEADERS)
-def _cached_inputs(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, InputTensor], int]:
-    return _read_header(text, names)
-
-
 def _read_header(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, InputTensor], int]:
     """Read the inputs of a JSON part; all are binary. Returns them, and the bytes of binary data."""
     inputs, size = read_inputs(parse_object(text).get("inputs"), floats={"VECTORS"})
@@ -125,6 +118,9 @@ def _read_header(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, InputTe
                 f"{reading_input(tensor.name)}: got 'data', expected binary data; JSON is {{\"keys\": ...}} without inputs"
             )
     return inputs, size
+
+
+_cached_inputs = BoundedCache(_read_header, lambda read, text, names: remembered_bytes(text, len(read[0])))
 
 
 def _binary_inputs(body: bytes | bytearray, header_length: int, names: tuple[str, ...]) -> dict[str, InputTensor]:

@@ -12,7 +12,6 @@ refused for it reach no queue. Of others the owner checks the shapes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
+from hps.ground.bounded_cache import BoundedCache
 from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, ScoreInputs, read_request, refuse_unknown
 from hps.service.protocol.open_inference_header import (
     CACHED_BYTES,
@@ -29,6 +29,7 @@ from hps.service.protocol.open_inference_header import (
     read_outputs,
     read_parameters,
     reading_input,
+    remembered_bytes,
 )
 from hps.service.protocol.request_checks import (
     PublishedNetwork,
@@ -54,7 +55,6 @@ DATATYPES: Final[dict[str, "np.dtype[Any]"]] = {
 }
 MOST_TIMEOUT_US: Final = 3_600_000_000
 _NAMES: Final[dict[str, Any]] = {dtype.name: name for name, dtype in DATATYPES.items()}
-_CACHED = 1024
 _BLANK = bytes(8)  # every value of an array without strides
 
 
@@ -92,7 +92,7 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
         InvalidInputError, InvalidDtypeError: it is invalid, or `read_request` refuses the shapes.
         TooManyKeysError: more samples or keys than the model allows.
     """
-    return (_cached_header if len(text) <= CACHED_BYTES else _header)(text, network)
+    return _cached_header(text, network) if len(text) <= CACHED_BYTES else _header(text, network)
 
 
 def _header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
@@ -142,7 +142,13 @@ def _header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
     return ScoreHeader(request_id, inputs, binary_size, samples, sizes, keys, chosen, timeout, device)
 
 
-_cached_header = lru_cache(_CACHED)(_header)
+def _header_bytes(header: ScoreHeader | None, text: bytes, network: PublishedNetwork) -> int:
+    if header is None:
+        return len(text)
+    return remembered_bytes(text, len(header.inputs) + len(header.outputs) + len(header.sizes), header.inputs)
+
+
+_cached_header = BoundedCache(_header, _header_bytes)
 
 
 def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:

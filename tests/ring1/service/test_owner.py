@@ -125,7 +125,8 @@ def figures():
     metrics = HTTPMetrics(Refusals())
     metrics.count("/a", 200, 0.5)
     inference = {"m\0001": [1] * 8}
-    return {"http": metrics.figures(), "inference": inference, "cpu_ns": 7, "connections": 1, "pending": 0, "held_bytes": 5}
+    gauges = {"connections": 1, "pending": 0, "held_bytes": 5, "cached_bytes": 6}
+    return {"http": metrics.figures(), "inference": inference, "cpu_ns": 7, **gauges}
 
 
 def test_figures_of_a_front_are_recognised():
@@ -146,6 +147,7 @@ WRONG = {
     "cpu_ns": [None],
     "pending": [None],
     "held_bytes": [[1]],
+    "cached_bytes": [1.5],
 }
 
 

@@ -242,7 +242,7 @@ class PersistentDbConfig(Section):
 
 
 class ModelSourceConfig(Section):
-    """`model_source`: how model files are read from HDFS, S3 and GCS. HugeCTR has no such object."""
+    """`model_source`: how model files are read, and whether they may hold machine code. HugeCTR has no such object."""
 
     model_config = ConfigDict(title="model_source")
 
@@ -252,6 +252,7 @@ class ModelSourceConfig(Section):
     parallel_reads: Annotated[Whole, Field(ge=1, le=64)] = 8
     s3_endpoint_url: Endpoint = ""
     gcs_endpoint_url: Endpoint = ""
+    trust: Flag = False
 
 
 class UpdateSourceConfig(Section):

@@ -9,6 +9,7 @@ import posixpath
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 import pydantic
 
@@ -100,6 +101,22 @@ def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
 def within(directory: str, name: str) -> str:
     """Join the path or URI of a directory and a name in it."""
     return f"{directory.rstrip('/')}/{name}"
+
+
+def below(directory: str, name: str) -> str:
+    """Join the path or URI of a directory and a path in it that somebody else wrote, such as a `version.json`.
+
+    Raises:
+        ModelFileError: the path leads out of the directory.
+    """
+    path = posixpath.normpath(name)  # a bucket would take dots literally
+    for read in (path, posixpath.normpath(unquote(name))):  # a URI may be unquoted later
+        if posixpath.isabs(read) or read.partition("/")[0] == "..":
+            raise ModelFileError(
+                f"reading {directory}: got the path {name!r}, expected a file or directory below it: write a "
+                "path without .. that is relative to the version's directory"
+            )
+    return directory if path == "." else within(directory, path)
 
 
 def write_file(filesystem: FileSystem, path: str, content: bytes) -> None:

@@ -11,6 +11,8 @@ from hps.errors import ModelFileError
 from hps.models.files import OpenedFile, open_file
 from hps.models.manifest import FileCheck
 from hps.models.sources import ModelSources
+from hps.networks.base import Network
+from hps.registry import implementation
 
 _NOT_OF_CONTENT = {"dynamic_batching", "max_queue_delay_us", "refuse_nan", "open_timeout_s", "stale_copies", "allow_stale_copy"}
 
@@ -54,9 +56,19 @@ class NetworkFiles:
         """Read the files; by their names in `config.files`.
 
         Raises:
-            ModelFileError: one is missing, changes meanwhile, or has another content than `version.json` says.
+            ModelFileError: one is missing, changes meanwhile, has another content than `version.json` says, or is machine code,
+                and `model_source.trust` is not set.
         """
-        return {name: _read(file) for name, file in zip(self.config.files, self._opened(sources), strict=True)}
+        engine: type[Network] = implementation("network", self.config.format)
+        contents = {name: _read(file) for name, file in zip(self.config.files, self._opened(sources), strict=True)}
+        code = None if sources.trusted else next((name for name in contents if engine.runs_code(name, contents[name])), None)
+        if code is not None:
+            raise ModelFileError(
+                f"opening the network {code}: got machine code (a package of AOTInductor), which may do whatever the server "
+                "may; expected a program of torch.export, or, if you trust whoever writes the files, model_source.trust: true in "
+                "the configuration"
+            )
+        return contents
 
     def _opened(self, sources: ModelSources) -> Iterator[OpenedFile]:
         for place, check in zip(self.places, self.checks or [None] * len(self.places), strict=True):

@@ -22,7 +22,7 @@ from typing import Any
 from hps.configuration.networks import DenseConfig
 from hps.errors import HPSError, ModelFileError, ModelFileNotFoundError
 from hps.models.deltas import MOST_DELTAS, HeldTable, TableSource
-from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, read_json, read_manifest, within
+from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, below, read_json, read_manifest, within
 from hps.models.network_files import NetworkFiles
 from hps.models.sources import ModelSources
 
@@ -155,15 +155,14 @@ def version_files(
         dense: the network of versions whose `version.json` names none; its files are relative to `place`.
 
     Raises:
-        ModelFileError: `version.json` is invalid or cannot be read.
+        ModelFileError: `version.json` is invalid or cannot be read, or a path leads out of the version's directory.
     """
     manifest = read_manifest(place, sources) or VersionManifest()
-    below = (posixpath.normpath(sparse_file) for sparse_file in sparse_files)  # a bucket would take dots literally
-    places = tuple(place if path == "." else within(place, path) for path in below)
+    places = tuple(below(place, sparse_file) for sparse_file in sparse_files)
     checks, updates = tuple(map(manifest.of_table, sparse_files)), tuple(map(manifest.updates_of, sparse_files))
     network = None
     if (own := manifest.dense or (None if manifest.delta_of else dense)) is not None:
-        files = tuple(within(place, posixpath.normpath(name)) for name in own.files)
+        files = tuple(below(place, name) for name in own.files)
         network = NetworkFiles(own, files, tuple(map(manifest.of_file, own.files)))
     return VersionFiles(version, places, manifest.delta_of or None, checks, updates, network)
 

@@ -33,6 +33,11 @@ class ModelSources:
         self._filesystems: dict[str, FileSystem] = {}
         self._making = threading.Lock()
 
+    @property
+    def trusted(self) -> bool:
+        """Whether files may hold machine code: `model_source.trust`."""
+        return self._settings.trust
+
     def locate(self, source: str) -> tuple[FileSystem, str]:
         """Return the file system of a directory, and the directory in that file system's form.
 

@@ -53,11 +53,20 @@ class Network(ABC):
     """Whether it can run on CUDA devices; others run on the CPU, also where a GPU looks up."""
 
     @classmethod
+    def runs_code(cls, name: str, content: bytes) -> bool:
+        """Return whether a file is machine code, which is opened only with `model_source.trust`.
+
+        Raises:
+            ModelFileError: it cannot be told.
+        """
+        return False
+
+    @classmethod
     @abstractmethod
     def open(
         cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
     ) -> Self:
-        """Load a network.
+        """Load a network. Its file is data of somebody else: whatever it holds, nothing but its arithmetic is run.
 
         Args:
             name: of its file, for errors.

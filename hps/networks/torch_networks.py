@@ -1,13 +1,12 @@
 """Networks of PyTorch: programs of `torch.export`, packages of AOTInductor, and TorchScript."""
 
 import importlib
-import io
+import inspect
 import logging
 import re
 import tempfile
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -19,14 +18,23 @@ from torch.export.passes import move_to_device_pass
 
 from hps.errors import DeviceError, DeviceMemoryError, ModelFileError
 from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
+from hps.networks.torch_archives import archive_of, member_names, members, refuse_member
+from hps.networks.torch_expressions import Path as InputPath
+from hps.networks.torch_expressions import compiled_guards
+from hps.networks.torch_programs import NATIVE, REFUSED_OPERATORS, REFUSED_SPACES, CheckedProgram, checked_program
 
 _log = logging.getLogger(__name__)
 _WARM_UPS = 3
 _MOST_SIZES = 10_000
-_FORBIDDEN: Final = re.compile(rb"\b(save|from_file|rpc_\w+)\b")
+_FORBIDDEN: Final = re.compile(
+    rf"\b({'|'.join(sorted(REFUSED_OPERATORS))}|rpc_\w+|ops\.({REFUSED_SPACES.pattern})\.|classes\.(dist\w*|c10d|profiler)\b)".encode()
+)
 """What TorchScript can do beside arithmetic. Methods may do it while they are loaded: their text is read before."""
 
-_OPERATOR: Final = re.compile(rb"\btorch\.ops\.(?!higher_order\b)(\w+)\.(\w+)")
+_SCRIPT: Final = re.compile(
+    r"(data|constants|attributes)\.pkl|(data|constants)/[0-9]+|code/.+\.(py|debug_pkl)|version|byteorder|\.data/(version|serialization_id)|"
+    r"extra/.+"
+)
 _LIBRARIES: Final = {"fbgemm": "fbgemm_gpu"}
 """Packages that register operators when they are imported, by the operators' namespace."""
 
@@ -125,28 +133,32 @@ class ExportedProgram(_TorchNetwork):
     """
 
     @classmethod
+    def runs_code(cls, name: str, content: bytes) -> bool:
+        return any(map(NATIVE.fullmatch, member_names(name, content)))
+
+    @classmethod
     def open(
         cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
     ) -> Self:
         place = _device(device)
-        members = _members(name, content)
         try:
-            _register_operators(name, content, members)
-            if any("/data/aotinductor/" in f"/{one}" for one in members):
+            if cls.runs_code(name, content):
                 return cls(name, _package(content, inputs, place), outputs, place)
+            checked = checked_program(name, content)
+            _register_operators(name, checked.operators)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The given buffer is not writable")  # of PyTorch's own reader
-                program = torch.export.load(io.BytesIO(content))
+                program = torch.export.load(checked.archive)
             names = [str(one) for one in program.graph_signature.user_inputs]
-            is_named, spec = program.example_inputs is not None, program.call_spec.in_spec
+            spec = program.call_spec.in_spec
             structure = spec.unflatten(range(spec.num_leaves))
             moved = program if device is None else move_to_device_pass(program, str(place))
-            run = _run_of(moved, moved.module())
+            run = _run_of(moved, checked)
         except ModelFileError:
             raise
         except Exception as error:
             raise _failure(name, "a program of torch.export", error) from error
-        if is_named:
+        if checked.has_examples:
             names = _names(structure, iter(names))
         refuse_inputs(name, names, inputs)
         return cls(name, lambda given: run([given[one] for one in names]), outputs, place)
@@ -160,45 +172,33 @@ class TorchScript(_TorchNetwork):
         cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
     ) -> Self:
         place = _device(device)
-        codes = [one for one in _members(name, content) if "/code/" in one]
+        found = members(name, content)
+        codes = [one for one in found if one.startswith("code/")]
         if not codes:
             raise ModelFileError(
                 f"opening the network {name}: it is a pickle of torch.save, which may run any code when it is read; expected "
                 "TorchScript (torch.jit.save), or better a program (torch.export.save) with format pt2"
             )
+        for one in found:
+            if not _SCRIPT.fullmatch(one):
+                refuse_member(name, one)
+        forbidden = next(filter(None, (_FORBIDDEN.search(found[one]) for one in codes)), None)
+        if forbidden is not None:
+            raise ModelFileError(
+                f"opening the network {name}: its code has {forbidden[0].decode()!r}, expected arithmetic alone"
+            )
         try:
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                forbidden = next(filter(None, (_FORBIDDEN.search(archive.read(one)) for one in codes)), None)
-            if forbidden is not None:
-                raise ModelFileError(
-                    f"opening the network {name}: its code has {forbidden[0].decode()!r}, expected arithmetic alone"
-                )
-            module = torch.jit.load(io.BytesIO(content), map_location=place).eval()
+            module = torch.jit.load(archive_of(found), map_location=place).eval()
             names = [one.name for one in module.forward.schema.arguments[1:]]
-        except ModelFileError:
-            raise
         except Exception as error:
             raise _failure(name, "TorchScript", error) from error
         refuse_inputs(name, names, inputs)
         return cls(name, lambda given: module(*[given[one] for one in names]), outputs, place)
 
 
-def _members(name: str, content: bytes) -> list[str]:
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            return archive.namelist()
-    except zipfile.BadZipFile as error:
-        raise ModelFileError(
-            f"opening the network {name}: got a file that is no archive of PyTorch, expected what torch.export.save or "
-            "torch.jit.save writes"
-        ) from error
-
-
-def _register_operators(name: str, content: bytes, members: Sequence[str]) -> None:
+def _register_operators(name: str, called: Iterable[tuple[str, str]]) -> None:
     """Import the library of the operators that a program calls, if it is known; refuse those that nothing registers."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        called = {one for member in members if member.endswith(".json") for one in _OPERATOR.findall(archive.read(member))}
-    operators = sorted((space.decode(), one.decode()) for space, one in called)
+    operators = sorted(called)
     for space in {space for space, one in operators if not hasattr(getattr(torch.ops, space), one)} & {*_LIBRARIES}:
         with suppress(ImportError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its own
@@ -220,19 +220,20 @@ def _package(content: bytes, inputs: Sequence[NetworkTensor], device: torch.devi
     return lambda given: package(*[given[one].contiguous() for one in names])
 
 
-def _run_of(program: Any, module: Any) -> Callable[[list[Tensor]], Any]:
+def _run_of(program: Any, checked: CheckedProgram) -> Callable[[list[Tensor]], Any]:
     """Return what runs a program on its inputs in their order.
 
     A call of a module of `torch.export` checks the structure of its arguments, and sizes, for 40 us. That is done once for
-    each combination of sizes; the same graph without these checks runs from then on.
+    each combination of sizes; the same graph without these checks runs from then on. Guards are checked here: PyTorch's own
+    function of them takes minutes to make for thousands of inputs.
     """
     inputs, outputs = program.call_spec.in_spec, program.call_spec.out_spec
+    module, bare = _module(program), _module(program)
+    positional, keywords = inputs.unflatten(range(inputs.num_leaves))
+    bound = inspect.signature(module.forward).bind(*positional, **keywords)
+    first_failed = compiled_guards(checked.guards, _places(bound.arguments))
     order = outputs.unflatten(range(outputs.num_leaves))
     named = isinstance(order, Mapping) and all(type(one) is int for one in order.values())
-    bare = program.module()
-    for node in list(bare.graph.nodes):
-        if node.op == "call_module" and not node.users:  # what checks sizes returns nothing
-            bare.graph.erase_node(node)
     bare.graph.set_codegen(torch.fx.graph.CodeGen())
     bare.recompile()
     run, seen = bare.forward, set[tuple[torch.Size, ...]]()
@@ -240,6 +241,8 @@ def _run_of(program: Any, module: Any) -> Callable[[list[Tensor]], Any]:
     def call(given: list[Tensor]) -> Any:
         sizes = tuple([one.shape for one in given])
         if sizes not in seen:
+            if guard := first_failed(given):
+                raise ValueError(f"Guard failed: {guard}")
             positional, keywords = inputs.unflatten(given)
             found = module(*positional, **keywords)
             if len(seen) < _MOST_SIZES:
@@ -249,6 +252,31 @@ def _run_of(program: Any, module: Any) -> Callable[[list[Tensor]], Any]:
         return {name: found[place] for name, place in order.items()} if named else found
 
     return call
+
+
+def _module(program: Any) -> Any:
+    if "check_guards" in inspect.signature(program.module).parameters:
+        return program.module(check_guards=False)
+    return program.module()  # of a PyTorch that saves no guards
+
+
+def _places(arguments: Mapping[str, Any]) -> dict[InputPath, int]:
+    """Return the place of each input by its path, as guards write it: by structure, or by place where export was strict."""
+    found: dict[InputPath, int] = {}
+
+    def add(structure: Any, path: InputPath) -> None:
+        if isinstance(structure, int):
+            found[path] = found["flat_args", structure] = structure
+            return
+        for key, one in structure.items() if isinstance(structure, Mapping) else enumerate(structure):
+            add(one, (*path, key))
+
+    for name, one in arguments.items():
+        add(one, (name,))
+        base, _, number = name.rpartition("_")
+        if base and number.isdecimal():  # of *args
+            add(one, (base, int(number)))
+    return found
 
 
 def _names(structure: Any, placeholders: Iterator[str], key: str = "") -> list[str]:
@@ -287,5 +315,5 @@ def _device(device: int | None) -> torch.device:
 def _failure(name: str, what: str, error: Exception) -> Exception:
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceMemoryError(f"opening the network {name}: it does not fit on the device: {error}")
-    lines = str(error).strip().splitlines()
-    return ModelFileError(f"opening the network {name}: it cannot be read as {what}: {lines[0][:300] if lines else error!r}")
+    said = (str(error).strip() or repr(error)).splitlines()[0][:300]
+    return ModelFileError(f"opening the network {name}: it cannot be read as {what}: {said}")

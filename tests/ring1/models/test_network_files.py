@@ -1,6 +1,8 @@
 """The files of a network: found, checked and identified like those of tables."""
 
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 import hps
 from hps.configuration.load import DenseConfig, load_dense
+from hps.configuration.tiers import ModelSourceConfig
 from hps.filesystems.local import LocalFileSystem
 from hps.models.manifest import FileCheck, read_manifest
 from hps.models.network_files import NetworkFiles
@@ -191,3 +194,29 @@ def test_a_delta_has_its_own_network_or_that_of_its_base(tmp_path: Path) -> None
     assert [of(str(number)) for number in range(1, 6)] == [f"{place}/dense.onnx" for place in "1133"] + [""]
     assert of("5", said(file="f")) == "5/f"  # the model's, for whole versions that name none
     assert of("2", said(file="f")) == "1/dense.onnx"
+
+
+def archive(*members: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as written:
+        for member in members:
+            written.writestr(member, b"")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_machine_code_needs_trust_that_the_repository_cannot_give(tmp_path: Path, place: int) -> None:
+    pytest.importorskip("torch")
+    said = CUT.model_copy(update={"format": "pt2"})
+    contents = dict.fromkeys(CUT.files, archive("m/models/model.json"))
+    contents[CUT.files[place]] = archive("m/data/aotinductor/model/x.so")
+    hps.write_version(tmp_path / "1", ROWS, network=(said, contents))
+    found = network(tmp_path / "1")
+    with pytest.raises(hps.ModelFileError, match=rf"{CUT.files[place]}: got machine code .* model_source\.trust: true in the"):
+        found.read(SOURCES)
+    assert found.read(ModelSources(ModelSourceConfig(trust=True))) == contents
+    manifest = tmp_path / "1" / "version.json"
+    for content in ({"trust": True}, {"model_source": {"trust": True}}):
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **content}))
+        with pytest.raises(hps.ModelFileError, match="Extra inputs are not permitted"):
+            network(tmp_path / "1")

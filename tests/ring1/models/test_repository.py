@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from hps.configuration.load import load_dense
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem
-from hps.models.manifest import FileCheck, read_manifest
+from hps.models.manifest import FileCheck, below, read_manifest
 from hps.models.repository import list_models, list_versions, log_starts_beside, table_sources, version_files
 from hps.models.sources import ModelSources
 
@@ -160,3 +161,30 @@ def test_the_models_of_a_repository_are_found_and_a_broken_one_hides_no_other(tm
         else:
             assert found[name] == expected
     assert asked == {"directories": 1, "status": 8, "read_into": 5}
+
+
+OUTSIDE = ["../x", "../../../etc/passwd", "a/../../x", "..", "/etc/passwd", "%2e%2e/x", "a/%2E%2E/%2e%2e/x", "./../x"]
+DENSE = {"format": "onnx", "file": "dense.onnx", "inputs": {"x": {}}, "outputs": ["y"]}
+PROGRAM = {"file": "keys.onnx", "inputs": ["x"], "outputs": ["k"]}
+
+
+@pytest.mark.parametrize("place", ["", "file://", "s3://bucket"])
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_no_path_of_a_repository_leads_out_of_the_directory_of_its_version(path: str, place: str, tmp_path: Path) -> None:
+    """Whoever writes a version must not choose which other files of the machine or bucket a server reads."""
+    with pytest.raises(ModelFileError, match=r"got the path .*, expected a file or directory below it"):
+        below(f"{place}{tmp_path}/1", path)
+    dense = [{**DENSE, "file": path}, {**DENSE, "keys": [{**PROGRAM, "file": path}]}]
+    for files, said in ([path], {}), (["item"], {"dense": dense[0]}), (["item"], {"dense": dense[1]}):
+        put(tmp_path / "1" / "version.json", said)
+        with pytest.raises(ModelFileError, match=r"got the path .*, expected a file or directory below it"):
+            version_files("1", str(tmp_path / "1"), files, ModelSources())
+    put(tmp_path / "1" / "version.json", {})
+    with pytest.raises(ModelFileError, match="got the path"):
+        version_files("1", str(tmp_path / "1"), ["item"], ModelSources(), load_dense(dense[0]))
+
+
+@pytest.mark.parametrize("path", ["item", "./item", "a/../item", "item/", "..item", "a..b/item"])
+def test_paths_within_the_directory_are_taken(path: str) -> None:
+    assert below("s3://b/m/1", path) == f"s3://b/m/1/{path.rstrip('/').removeprefix('./').removeprefix('a/../')}"
+    assert below("s3://b/m/1", ".") == "s3://b/m/1"

@@ -1,0 +1,82 @@
+"""The archives that PyTorch writes, looked into before PyTorch opens them.
+
+`torch.export.load` and `torch.jit.load` find their files in a ZIP archive with a reader of their own. So an archive is taken
+apart here, and what PyTorch gets is put together anew, of members that were checked: no other reader finds anything else.
+"""
+
+import io
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, NoReturn
+
+from hps.errors import ModelFileError
+
+_MOST_UNPACKED: Final = 64 << 20  # beyond the size of the archive: PyTorch compresses code alone
+
+_PLAIN: Final = re.compile(r"[^\x00-\x1f\\\"']{1,1000}")
+
+
+def member_names(name: str, content: bytes) -> list[str]:
+    """List an archive of PyTorch.
+
+    Raises:
+        ModelFileError: it is no archive.
+    """
+    with _opened(name, content) as archive:
+        return archive.namelist()
+
+
+def members(name: str, content: bytes) -> dict[str, bytes]:
+    """Read an archive of PyTorch: its members by name, without the directory that they share.
+
+    Raises:
+        ModelFileError: it is no archive, or none that PyTorch writes: with repeated or strange names, or members that expand
+            to far more than the archive has.
+    """
+    with _opened(name, content) as archive:
+        listed = [one for one in archive.infolist() if not one.is_dir()]
+        if sum(one.file_size for one in listed) > len(content) + _MOST_UNPACKED:
+            raise ModelFileError(f"opening the network {name}: got members of far more bytes than the file has")
+        found = {one.filename: archive.read(one) for one in listed}
+    root = next(iter(found), "").partition("/")[0] + "/"
+    if all(one.startswith(root) for one in found):
+        found = {one.removeprefix(root): held for one, held in found.items()}
+    if len({one.lower() for one in found}) < len(listed):  # PyTorch's reader takes one for the other
+        raise ModelFileError(f"opening the network {name}: got a name twice in its archive, expected each once")
+    for one in found:
+        if not _PLAIN.fullmatch(one) or {"", ".", ".."} & {*one.split("/")}:
+            refuse_member(name, one)
+    return found
+
+
+@contextmanager
+def _opened(name: str, content: bytes) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        raise ModelFileError(
+            f"opening the network {name}: got a file that is no archive of PyTorch ({error}), expected what torch.export.save "
+            "or torch.jit.save writes"
+        ) from error
+
+
+def archive_of(found: Mapping[str, bytes], root: str = "archive/") -> io.BytesIO:
+    """Write members into an archive that PyTorch reads."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in found.items():
+            archive.writestr(zipfile.ZipInfo(root + name), content)
+    file.seek(0)
+    return file
+
+
+def refuse_member(name: str, member: str, what: str = "") -> NoReturn:
+    """Raise the error of a member that is neither tensors nor text."""
+    raise ModelFileError(
+        f"opening the network {name}: got {member!r} in its archive{what}, expected tensors and JSON alone: anything else may "
+        "run code when it is read"
+    )
